@@ -17,7 +17,6 @@ FAULTS = {
     "ledger.stale_threshold": ["ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=1", "train.steps=40"],
     "ledger.wipe_mode": ["ledger.wipe_mode=full", "ledger.wipe_every=2"],
     "ledger.capacity": ["ledger.capacity=10000000"],
-    "ledger.probe_every": ["ledger.probe_every=2", "train.steps=400"],
     "data.mixing.repeat": ["data.mixing.repeat=false", "train.steps=500"],
     "eval.every": ["eval.every=100", "eval.holdout_fraction=0.1"],
     "metrics.log_interval": ["metrics.log_interval=50"],

@@ -40,14 +40,10 @@ def print_preview(
 
 def _headline(preview: Preview) -> str:
     least, mean, most = preview.cells_per_step
-    micros = [preview.micro_batches, *(change.micro_batches for change in preview.batch_changes)]
-    each = counted(micros[0], "micro-batch") + (" at first" if preview.auto is not None else "")
-    if min(micros) < max(micros):
-        each = f"{min(micros)} to {max(micros)} micro-batches"
     lines = [
-        f"{preview.name}: {counted(preview.steps, 'step')} of {each} on {counted(preview.world_size, 'rank')} "
-        f"({preview.num_batches:,} per rank{' if their number never grows' if preview.auto is not None else ''}); "
-        f"{mean:,.1f} cells per step ({least:,} to {most:,})"
+        f"{preview.name}: {counted(preview.steps, 'step')} of {preview.micro_batches} on "
+        f"{counted(preview.world_size, 'rank')} ({preview.num_batches:,} per rank); {mean:,.1f} cells per step "
+        f"({least:,} to {most:,})"
     ]
     if preview.ends_at_step is not None:
         lines.append(f"the data is exhausted at step {preview.ends_at_step:,}")
@@ -56,12 +52,7 @@ def _headline(preview: Preview) -> str:
             f"waits and absences were counted over the first {preview.counted_batches:,} of {preview.num_batches:,} batches; "
             "picks, exhausts and tokens are averages"
         )
-    lines += [
-        f"from step {change.step:,}: {counted(change.micro_batches, 'micro-batch')}, learning rate x {change.lr_factor:.3g}"
-        for change in preview.batch_changes
-    ]
-    lines += [preview.auto] if preview.auto is not None else []
-    return "\n".join([*lines, *(f"{name}: {cost}" for name, cost in preview.costs_of_carry.items())])
+    return "\n".join(lines)
 
 
 def _source_columns(preview: Preview) -> tuple[str, list[Column]]:
@@ -129,7 +120,7 @@ def _ledger_table(ledger: LedgerView) -> Table:
     rows = {
         "mode": ledger.mode,
         "capacity": f"{ledger.capacity:,} groups, {ledger.megabytes:,.1f} MB",
-        "groups in flight": f"at most {ledger.groups_in_flight:,} (K x batch size); {ledger.counted_in_flight:,} counted",
+        "groups in flight": f"at most {ledger.groups_in_flight:,} (K x batch size)",
         "to change ranks": f"up to {ledger.capacity_to_change_ranks:,} groups after a resume: {enough}",
         "longest wait": f"{ledger.counted_wait_steps:,} steps counted; the bound for other seeds, 2 K n, is "
         f"{ledger.wait_bound_steps:,}",
@@ -137,11 +128,6 @@ def _ledger_table(ledger: LedgerView) -> Table:
     if ledger.stale_threshold is not None:
         rows["stale threshold"] = (
             f"{ledger.stale_threshold:,} steps; {ledger.waits_beyond_threshold:,} waits are longer"
-        )
-    if (probes := ledger.probes) is not None:
-        rows["probes of carry"] = (
-            f"{probes.count:,}, one every {probes.every:,} steps: up to {probes.passes} forward passes of a micro-batch each, "
-            f"at most {probes.cost:.1%} of the time"
         )
     table = Table("", "", title="Ledger, per rank", title_justify="left", show_header=False)
     for row in rows.items():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trainer.config.rules import check_state_rules, costs_of_carry
-from trainer.config.schema import RunConfig
+from trainer.config.rules import check_state_rules
 from trainer.data.mixing import BATCHING_MODES, BatchingMode
 from trainer.micro_batches import MicroBatches
 from trainer.tools.limits import wait_bound
@@ -29,10 +27,6 @@ from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import ledger_bytes
 from trainer.training.step.schedule import make_schedule
 from trainer.wording import counted
-
-# The backward costs twice the forward, and a probe has none: a step is three forward passes of each micro-batch.
-PASSES_OF_A_STEP = 3
-READINGS = 3  # of the probed cell: from zero, from the stored state and from the fresh one
 
 
 @dataclass(frozen=True)
@@ -99,54 +93,24 @@ class SourceView:
 
 
 @dataclass(frozen=True)
-class ProbeView:
-    """The probes of a run.
-
-    Attributes:
-        every: steps between two probes: `ledger.probe_every`, as far as steps are logged.
-        count: probes in the run.
-        passes: most forward passes of one micro-batch that a probe takes.
-        cost: upper bound of the share of the training time.
-    """
-
-    every: int
-    count: int
-    passes: int
-    cost: float
-
-
-@dataclass(frozen=True)
 class LedgerView:
     """The ledger of one rank, and the states it must hold.
 
     Attributes:
         groups_in_flight: K x batch size over the sources: upper bound of the states needed at once.
         capacity_to_change_ranks: states that a resume on another number of ranks may need at once.
-        counted_in_flight: most states needed at once, as counted.
         waits_beyond_threshold: number of counted waits longer than the stale threshold.
-        probes: of what carrying is worth; None without.
     """
 
     mode: str
     capacity: int
     groups_in_flight: int
     capacity_to_change_ranks: int
-    counted_in_flight: int
     megabytes: float
     stale_threshold: int | None
     wait_bound_steps: int
     counted_wait_steps: int
     waits_beyond_threshold: int | None
-    probes: ProbeView | None
-
-
-@dataclass(frozen=True)
-class BatchChange:
-    """The first step with another number of micro-batches, and the factor on the scheduler's learning rate from then on."""
-
-    step: int
-    micro_batches: int
-    lr_factor: float
 
 
 @dataclass(frozen=True)
@@ -164,22 +128,19 @@ class Preview:
     """All numbers of a run before it starts.
 
     Attributes:
-        micro_batches: of the first step.
+        micro_batches: in words.
         num_batches: micro-batches per rank; with `auto`, if it never grew.
         is_counted: picks, exhausts and tokens are counted for this seed; otherwise they are averages.
         counted_batches: batches per rank that were counted.
         ends_at_step: the step at which a source without `repeat` runs out of data.
         cells_per_step: minimum, mean, maximum over the counted steps, over all ranks.
         ledger: None for a model without recurrent state.
-        batch_changes: of the number of micro-batches, as planned.
-        auto: how that number may grow by itself, in words; None: it does not.
-        costs_of_carry: of `train.tbptt_cells` and `ledger.burn_in`, in words.
     """
 
     name: str
     world_size: int
     steps: int
-    micro_batches: int
+    micro_batches: str
     num_batches: int
     is_counted: bool
     counted_batches: int
@@ -188,9 +149,6 @@ class Preview:
     sources: tuple[SourceView, ...]
     ledger: LedgerView | None
     curves: Curves
-    batch_changes: tuple[BatchChange, ...] = ()
-    auto: str | None = None
-    costs_of_carry: Mapping[str, str] = field(default_factory=dict)
 
 
 def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Preview:
@@ -222,30 +180,25 @@ def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Pre
         name=plan.config.run.name,
         world_size=world_size,
         steps=steps,
-        micro_batches=by_steps.first,
+        micro_batches=_micro_batches(plan.config.micro_batches),
         num_batches=num_batches,
         is_counted=forecast.is_whole,
         counted_batches=forecast.num_batches,
         ends_at_step=None if forecast.ended_at is None else by_steps.step_of(forecast.ended_at),
         cells_per_step=(int(cells.min()), float(cells.mean()), int(cells.max())) if len(cells) else (0, 0.0, 0),
         sources=tuple(sources),
-        ledger=_ledger_view(plan, shapes, sources, forecast),
+        ledger=_ledger_view(plan, sources, forecast),
         curves=_curves(plan),
-        batch_changes=tuple(
-            BatchChange(step, m, by_steps.lr_factor(m)) for step, _, m in by_steps.stretches[1:] if step <= steps
-        ),
-        auto=_auto_in_words(plan.config.micro_batches),
-        costs_of_carry=costs_of_carry(plan.config),
     )
 
 
-def _auto_in_words(batches: MicroBatches) -> str | None:
-    if (rule := batches.auto) is None:
-        return None
+def _micro_batches(batches: MicroBatches) -> str:
+    if batches.auto is not None:
+        return f"{counted(batches.first, 'micro-batch')} at first (the run may double them, up to {batches.most})"
     return (
-        f"auto: the run itself decides, every {counted(rule.every, 'step')}, whether its {batches.first} micro-batches double, "
-        f"up to {batches.most}: when the lower bound of the noise scale exceeds {rule.multiple:g} times the batch; "
-        f"this forecast is for {batches.first} throughout"
+        counted(batches.first, "micro-batch")
+        if batches.is_constant
+        else f"{batches.least} to {batches.most} micro-batches"
     )
 
 
@@ -328,9 +281,7 @@ def _picks(shape: SourceShape, stream: StreamShape, rank: int) -> int:
     return stream.shared_picks if shape.shared else stream.slices[rank].num_picks
 
 
-def _ledger_view(
-    plan: Plan, shapes: Sequence[SourceShape], sources: Sequence[SourceView], forecast: Forecast
-) -> LedgerView | None:
+def _ledger_view(plan: Plan, sources: Sequence[SourceView], forecast: Forecast) -> LedgerView | None:
     width, table = plan.state_width(), plan.config.ledger
     if width == 0:
         return None
@@ -343,30 +294,12 @@ def _ledger_view(
         capacity=table.capacity,
         groups_in_flight=plan.facts.groups_in_flight,
         capacity_to_change_ranks=plan.facts.capacity_to_change_ranks,
-        counted_in_flight=forecast.in_flight,
         megabytes=ledger_bytes(table, width) / 1e6,
         stale_threshold=threshold,
         wait_bound_steps=max((source.wait_bound_steps for source in sources), default=0),
         counted_wait_steps=max(waits, default=0),
         waits_beyond_threshold=beyond,
-        probes=_probe_view(plan.config, shapes, plan.num_batches),
     )
-
-
-def _probe_view(config: RunConfig, shapes: Sequence[SourceShape], num_batches: int) -> ProbeView | None:
-    """The probes of a run with a ledger; None if it has none."""
-    table, steps, interval = config.ledger, config.train.steps, config.metrics.log_interval
-    if not table.probe_every:
-        return None
-    every = math.lcm(table.probe_every, interval)
-    # Step 1 and the last are logged too.
-    extra = {step for step in (1, steps) if step % table.probe_every == 0 and step % every}
-    count = steps // every + len(extra)
-    longest = config.max_group_rows
-    if all(shape.streams for shape in shapes):
-        longest = max(len(stream.group_cells) - 1 for shape in shapes for stream in shape.streams)
-    passes = min(table.probe_cells, longest - 1) + READINGS if longest > 1 else 0
-    return ProbeView(every, count, passes, cost=count * passes / (num_batches * PASSES_OF_A_STEP))
 
 
 def _curves(plan: Plan) -> Curves:

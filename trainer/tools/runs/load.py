@@ -307,45 +307,18 @@ def settings_by_step(run: RunRecord) -> dict[str, Any]:
     A mapping from the first step of each value to it, or the value itself where these rows have only one: a launch that
     trained no step changed nothing.
     """
-    changes = [_changes(restart.details.get("changed")) for restart in run.restarts]
-    attempts = run.train.attempts if any(changes) else {}
-    last, reached = len(run.restarts), run.status.get("last_step")
-    if last and isinstance(reached, int) and reached > run.restarts[-1].global_step:
-        attempts[reached] = last  # steps that it has trained, but not logged
-    found: dict[str, Any] = {}
-    for key in sorted({key for change in changes for key in change}):
-        values = _values_of_launches(run, [change.get(key) for change in changes])
-        by_step: dict[int, Any] = {}
-        before = 0
-        for step, attempt in sorted(attempts.items()):
-            since, value = values[attempt]
-            if not by_step and since:  # it begins as the branch of another run
-                by_step[1] = values[0][1]
-            if not by_step or value != next(reversed(by_step.values())):
-                by_step[max(before, since) + 1] = value
-            before = step
-        found[key] = by_step if len(by_step) > 1 else next(iter(by_step.values()), values[-1][1])
-    return found
-
-
-def _values_of_launches(run: RunRecord, changes: list[tuple[Any, Any] | None]) -> list[tuple[int, Any]]:
-    """(the step after which it holds, value) of one setting in the first launch and after each restart.
-
-    A change is that from the checkpoint resumed from, whose value is the one in force at its step.
-    """
-    first = next(change for change in changes if change is not None)
-    history = [(0, first[0])]
-    values = list(history)
-    for restart, change in zip(run.restarts, changes, strict=True):
-        history = [history[0], *(entry for entry in history[1:] if entry[0] < restart.global_step)]
-        if change is not None:
-            history.append((restart.global_step, change[1]))
-        values.append(history[-1])
-    return values
-
-
-def _changes(recorded: Any) -> dict[str, tuple[Any, Any]]:
-    """(before, after) by key; of a damaged record what can be read."""
-    items = recorded.items() if isinstance(recorded, Mapping) else ()
-    pairs = ((key, pair) for key, pair in items if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys())
-    return {key: (pair["before"], pair["after"]) for key, pair in pairs}
+    found: dict[str, dict[int, Any]] = {}
+    said = run.status.get("last_step")
+    reached = said if isinstance(said, int) else max(run.steps, default=0)
+    for restart in run.restarts:
+        for values in found.values():
+            for step in [step for step in values if step > restart.global_step]:  # a branch that was given up
+                del values[step]
+        changed = restart.details.get("changed")
+        for key, pair in changed.items() if isinstance(changed, Mapping) else ():
+            if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys():
+                found.setdefault(key, {1: pair["before"]})[restart.global_step + 1] = pair["after"]
+    counting = {
+        key: {step: v for step, v in values.items() if step <= max(reached, 1)} for key, values in found.items()
+    }
+    return {key: values if len(values) > 1 else values[1] for key, values in sorted(counting.items())}
