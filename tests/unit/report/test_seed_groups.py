@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.report.run_summary import with_distinct_names
-from trainer.tools.report.seed_groups import Spread, excess, reservations, seed_groups, spread_of
+from trainer.tools.report.run_summary import Spread, excess, reservations, seed_groups, spread_of, with_distinct_names
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def make(make_run):
 
 def grouped(*runs, **options):
     label, groups = seed_groups([diagnose(run) for run in with_distinct_names(runs)], **options)
-    return label, groups, reservations(label, groups)
+    return label, groups, list(reservations(groups, label))
 
 
 def test_runs_that_differ_in_seed_and_names_alone_are_one_row_ranked_by_its_mean(make):

@@ -20,8 +20,7 @@ from trainer.wording import few, number_text
 
 if TYPE_CHECKING:
     from trainer.tools.diagnostics.diagnose import Diagnosis
-    from trainer.tools.report.run_summary import KeyMean, SummaryRow
-    from trainer.tools.report.seed_groups import Excess, SeedGroup
+    from trainer.tools.report.run_summary import Excess, KeyMean, SeedGroup, SummaryRow
     from trainer.tools.runs.load import RunRecord
 
 # By importance; of a narrow terminal the last are left out first.
@@ -39,8 +38,7 @@ def compare(
 ) -> None:
     """Compare runs: two key by key; more as a table, where runs that differ in the seed alone are one row."""
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.report.run_summary import with_distinct_names
-    from trainer.tools.report.seed_groups import reservations, reservations_of_runs, seed_groups
+    from trainer.tools.report.run_summary import reservations, seed_groups, with_distinct_names
     from trainer.tools.runs.load import load_run
 
     if len(paths) < 2:
@@ -48,13 +46,13 @@ def compare(
     diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in paths])]
     label, groups = seed_groups(diagnoses, window=last)
     if len(paths) == 2:
-        remarks = list(reservations_of_runs(groups))
+        remarks = list(reservations(groups, None))
         if as_json:
             print_json({**_two_as_json(diagnoses, last), "reservations": remarks})
             return
         _print_two(diagnoses, last)
     else:
-        remarks = list(reservations(label, groups))
+        remarks = list(reservations(groups, label))
         if as_json:
             rows = [_group_as_json(*row) for row in zip(groups, _excesses(label, groups), strict=True)]
             print_json({"ranked_by": label, "window": last, "groups": rows, "reservations": remarks})
@@ -178,7 +176,7 @@ def _signed(value: float) -> str:
 
 def _print_groups(label: str, groups: Sequence[SeedGroup]) -> None:
     """The table of rows with seeds grouped, ranked."""
-    from trainer.tools.report.seed_groups import ERRORS_WIDE
+    from trainer.tools.report.run_summary import ERRORS_WIDE
 
     columns = _columns(label, groups)
     title = (
@@ -230,7 +228,7 @@ def _columns(label: str, groups: Sequence[SeedGroup]) -> list[Column]:
 
 def _excesses(label: str, groups: Sequence[SeedGroup]) -> list[Excess | None]:
     """Of each row against the first; None for the first, and where either has no value."""
-    from trainer.tools.report.seed_groups import excess
+    from trainer.tools.report.run_summary import excess
 
     best = groups[0].outcome.get(label)
     rest = (group.outcome.get(label) for group in groups[1:])
@@ -245,7 +243,7 @@ def _spread_text(group: SeedGroup, name: str) -> str:
 
 
 def _excess_text(found: Excess | None) -> str:
-    from trainer.tools.report.seed_groups import ERRORS_WIDE
+    from trainer.tools.report.run_summary import ERRORS_WIDE
 
     if found is None:
         return ""
