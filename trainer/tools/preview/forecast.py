@@ -23,12 +23,11 @@ from trainer.config.rules import mixing_of
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.documents import ReadOptions
 from trainer.data.epochs import QueueKey
-from trainer.data.groups import GroupTable
-from trainer.data.keyed import KeyedUniforms
-from trainer.data.lanes import assign_lanes, cut_slices
-from trainer.data.open_stream import CutOptions, OpenStream, StreamOpener
-from trainer.data.pool import ActivePool, PickMode
+from trainer.data.groups import CutOptions, GroupTable, OpenStream, StreamOpener
+from trainer.data.mixing import ActivePool, PickMode
+from trainer.data.reader import assign_lanes, cut_slices
 from trainer.data.weights import ScheduledWeight, WeightSpec, positions
+from trainer.hashing import KeyedUniforms
 from trainer.micro_batches import MicroBatches
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
@@ -168,11 +167,11 @@ def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
     """
     config, table, mixing = plan.config, source.table, mixing_of(plan.config, source.table)
     data, holdout = config.data, config.eval.holdout_fraction
-    options = ReadOptions(plan.tokenizer, table.dtype, table.eod, table.text_split)
+    options = ReadOptions(plan.tokenizer, table.dtype, table.eod, table.text_split, table.format)
     cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, data.pack, "train", holdout)
     shared = mixing.batching_mode == "per_stream"
     turns = QueueKey(source.name, config.run.seed, len(source.streams), shared).turns
-    shapes, opener = [], StreamOpener(format=table.format, options=options, cut=cut, warns=False)
+    shapes, opener = [], StreamOpener(options, cut, warns=False)
     for stream, turn in zip(source.streams, turns, strict=True) if not source.is_off else ():
         batch_size = mixing.batch_size_by_modality.get(stream.modality, mixing.batch_size)
         shapes.append(stream_shape(opener(stream), batch_size=batch_size, world_size=world_size, turn=turn))
@@ -249,7 +248,7 @@ class CountedMixing:
         self._rank = rank
         self._key = QueueKey(shape.name, seed, len(shape.streams), shape.shared)
         self._uniforms = KeyedUniforms("pick", shape.name, seed, "all" if shape.shared else rank)
-        self._pool: ActivePool[CountedReader] = ActivePool(shape.modalities, pick_mode)
+        self._pool = ActivePool(shape.modalities, pick_mode)
         self._active: Counter[str] = Counter()
         self._epoch = -1
         self._queue: Iterator[int] = iter(())
