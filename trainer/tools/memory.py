@@ -152,9 +152,8 @@ class Memory:
     """Most that exist together: the above, and gradients and activations at the worst moment of a step."""
 
     def parts(self) -> dict[str, int]:
-        """What exists all the time, without what there is none of."""
-        named = {"weights": self.weights, "optimizer": self.optimizer, "ledger": self.ledger, "buckets": self.buckets}
-        return {name: size for name, size in named.items() if size}
+        """All but the peak, without what there is none of."""
+        return {name: size for name, size in vars(self).items() if size and name != "peak"}
 
 
 def resident_bytes() -> int:
