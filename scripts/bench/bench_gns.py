@@ -28,13 +28,11 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 import torch
-from bench_table import Figure, peak_mb, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, in_child, peak_mb, print_figures, ratio_figure
 from torch import Tensor, nn
 
 from trainer.extensions.per_layer import PerLayer
@@ -212,13 +210,6 @@ def peak_growth(make: Callable[[], Bench], kind: str, device: str) -> float:
     return peak_mb(device) - before
 
 
-def growth_in_child(kind: str, arguments: argparse.Namespace) -> float:
-    """`peak_growth` in a separate process, in MB; on one short row, so that activations do not hide it."""
-    sizes = [f"--{name}={getattr(arguments, name)}" for name in ("dim", "layers", "threads", "device")]
-    command = [sys.executable, __file__, f"--memory-of={kind}", "--rows=1", "--seq-len=16", *sizes]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
 def figures(bench: Bench, args: argparse.Namespace) -> list[Figure]:
     """Step times by number of micro-batches, and memory."""
     found: list[Figure] = [Figure("parameters", bench.num_parameters)]
@@ -242,15 +233,15 @@ def figures(bench: Bench, args: argparse.Namespace) -> list[Figure]:
     found.append(Figure("one copy of the gradients", size, "MB"))
     for kind in KINDS:
         goal = 0.1 * size if kind in MEASURED else None
-        found.append(
-            Figure(f"peak memory beyond the first step: {kind}", growth_in_child(kind, args), "MB", at_most=goal)
-        )
+        # In a process of its own, on one short row, so that activations do not hide it.
+        growth = in_child(f"--memory-of={kind}", "--rows=1", "--seq-len=16")
+        found.append(Figure(f"peak memory beyond the first step: {kind}", growth, "MB", at_most=goal))
     return found
 
 
 def main() -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure and print."""
+    parser = bench_parser(__doc__, device="cpu")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of m = 8; fewer micro-batches get more")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--dim", type=int, default=480)
@@ -259,9 +250,6 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
     parser.add_argument("--memory-of", choices=KINDS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -273,7 +261,7 @@ def main() -> None:
     if args.memory_of:
         print(peak_growth(make, args.memory_of, args.device))
         return
-    print_figures("gns", figures(make(), args), as_json=args.json, check=args.check)
+    print_figures("gns", figures(make(), args), args)
 
 
 if __name__ == "__main__":

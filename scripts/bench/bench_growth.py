@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from bench_metrics import make_tracker
-from bench_table import Figure, print_figures
+from bench_table import Figure, bench_parser, print_figures
 from collectives import MICRO_BATCHES, count_collectives
 
 from trainer.data.layout import discover_direct
@@ -146,7 +146,7 @@ def figures_of(what: str, unit: str, points: Points, at_most: float) -> list[Fig
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    """All figures; `args.plot` also writes a plot."""
+    """All figures."""
     found: list[Figure] = []
     for world_size in args.ranks:
         silent, logged = count_collectives(world_size)
@@ -170,33 +170,24 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         ("metric keys", "us per logged step", lambda: over_keys(args.keys, args.batches), MAX_SLOPE),
     ]
     per_batch, opening = over_streams(args.streams, args.batches)
-    series = {("streams", "us per batch"): per_batch, ("streams", "s to open"): opening}
     found += figures_of("streams", "us per batch", per_batch, MAX_FLAT)
     found += figures_of("streams", "s to open", opening, MAX_SLOPE)
     for what, unit, points, at_most in measured:
-        series[what, unit] = points()
-        found += figures_of(what, unit, series[what, unit], at_most)
-    if args.plot is not None:
-        from growth_plot import draw  # needs matplotlib, which no extra installs
-
-        draw(series, args.plot)
+        found += figures_of(what, unit, points(), at_most)
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--streams", type=int, nargs="+", default=[10, 100, 1000, 10_000, 100_000])
     parser.add_argument("--groups", type=int, nargs="+", default=[1000, 10_000, 100_000, 1_000_000, 10_000_000])
     parser.add_argument("--pool", type=int, nargs="+", default=[4, 16, 64, 256])
     parser.add_argument("--keys", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--batches", type=int, default=300, help="batches (steps) per round")
-    parser.add_argument("--plot", type=Path, help="write a plot of the growth to this file (PNG)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    args = parser.parse_args(argv)
-    print_figures("growth", measure(args), as_json=args.json, check=args.check)
+    args = parser.parse_args()
+    print_figures("growth", measure(args), args)
 
 
 if __name__ == "__main__":

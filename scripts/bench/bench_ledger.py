@@ -26,7 +26,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from bench_table import Figure, print_figures
+from bench_table import Figure, bench_parser, print_figures
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -263,9 +263,9 @@ def figures(lives: Sequence[int], num_steps: int) -> list[Figure]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__)
     parser.add_argument("--live", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="live groups")
     parser.add_argument("--steps", type=int, default=2000, help="steps per size and pattern")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
@@ -274,15 +274,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--placement", default="device", choices=["device", "host"], help="with --row-bytes: on CUDA")
     parser.add_argument("--wide-steps", type=int, default=WIDE_STEPS, help="with --row-bytes: steps per size")
     parser.add_argument("--megabytes", type=int, default=2000, help="with --row-bytes: of all states, at most 65,536")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     if args.device == "cuda" and not args.row_bytes:
         parser.error("--device cuda needs --row-bytes: the groups are kept on the CPU")
     found = row_figures(args) if args.row_bytes else figures(args.live, args.steps)
-    print_figures("ledger", found, as_json=args.json, check=args.check)
+    print_figures("ledger", found, args)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ import contextlib
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from bench_table import Figure, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, print_figures, ratio_figure
 from trainer_run import ALONE, CONFIG, write_corpus
 
 from trainer.config.load import load_config
@@ -80,17 +79,14 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__, device="cpu")
     parser.add_argument("--config", type=Path, help="config of the run (default: 17.6 M parameters on synthetic text)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=34)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     torch.set_num_threads(torch.get_num_threads() if args.device == "cuda" else 1)
-    print_figures("probe", measure(args), as_json=args.json, check=args.check)
+    print_figures("probe", measure(args), args)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,15 @@ and lengths. Both take turns, in CPU time of one process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from bench_table import Figure, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, in_turns, over, print_figures, ratio_figure
 
 from trainer.data.documents import ReadOptions
 from trainer.data.tokenize import Job, tokenize_span
@@ -56,36 +54,35 @@ def figures(rounds: int) -> list[Figure]:
         lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
         options = ReadOptions(load_tokenizer(str(at / "tokenizer.json")))
         job = Job(str(lines), "jsonl", (0, lines.stat().st_size), at / "part.bin")
-        alone: list[float] = []
-        ours: list[float] = []
-        for turn in range(rounds + 1):
+
+        def tokenizers_alone() -> float:
             began = time.process_time()
             for encoding in words.encode_batch_fast(documents, add_special_tokens=False):
                 len(encoding.ids)
-            middle = time.process_time()
+            return size / (time.process_time() - began)
+
+        def ours() -> float:
+            began = time.process_time()
             tokenize_span(job, options, np.dtype("<u2"))
-            ended = time.process_time()
+            spent = time.process_time() - began
             job.part.with_suffix(".npy").unlink()
-            if turn:
-                alone.append(size / (middle - began))
-                ours.append(size / (ended - middle))
-    ratios = [own / other for own, other in zip(ours, alone, strict=True)]
+            return size / spent
+
+        speeds = in_turns({"alone": tokenizers_alone, "ours": ours}, rounds)
     return [
         Figure("text", size, "MB"),
-        Figure("tokenizers alone", float(np.median(alone)), "MB/s"),
-        Figure("train data tokenize, a process", float(np.median(ours)), "MB/s"),
-        ratio_figure("over tokenizers alone", ratios, at_least=0.9),
+        Figure("tokenizers alone", float(np.median(speeds["alone"])), "MB/s"),
+        Figure("train data tokenize, a process", float(np.median(speeds["ours"])), "MB/s"),
+        ratio_figure("over tokenizers alone", over(speeds["ours"], speeds["alone"]), at_least=0.9),
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="turns of each, after one that warms up")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    args = parser.parse_args(argv)
-    print_figures("tokenize", figures(args.rounds), as_json=args.json, check=args.check)
+    args = parser.parse_args()
+    print_figures("tokenize", figures(args.rounds), args)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,8 @@ TITLES = {
     "tokenize": "Tokenizing",
     "head": "Loss and output layer at large vocabularies",
 }
-GROWTH_PLOT = PAGE.parent / "images" / "growth.png"
 # Fewer rounds than each takes alone, so that all of them fit into a quarter of an hour on two cores.
 SHORTER = {"gns": ["--rounds", "2"], "loop": ["--steps", "80", "--memory-rounds", "2"], "ledger": ["--steps", "1000"]}
-SHORTER["growth"] = ["--plot", str(GROWTH_PLOT)]
 INTRODUCTION = """\
 # Benchmarks
 
@@ -58,8 +56,7 @@ def section(bench: str, found: dict[str, Any], spent: float) -> str:
     for fields in found["figures"]:
         figure = Figure(**fields)
         rows.append(f"| {figure.name} | {as_text(figure)} | {figure.goal} | {verdict(figure)} |")
-    picture = f"![growth](images/{GROWTH_PLOT.name})\n\n" if bench == "growth" else ""
-    return f"## {TITLES[bench]}\n\n{first}\n\n{picture}" + "\n".join(rows) + f"\n\n{found['machine']}; {spent:.0f} s.\n"
+    return f"## {TITLES[bench]}\n\n{first}\n\n" + "\n".join(rows) + f"\n\n{found['machine']}; {spent:.0f} s.\n"
 
 
 def replace_section(page: Path, new: str) -> None:

@@ -20,7 +20,7 @@ from tests.support.runs import ROOT, read_rows, run
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.tools.corpus.key_recall import REVEALED, build_key_recall
+from trainer.tools.corpus.builders import REVEALED, build_key_recall
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run
 from trainer.training.setup.open_run import Launch, open_run
@@ -254,7 +254,7 @@ def test_only_answers_are_digits_and_cells_give_nothing_away(corpus: Path, tmp_p
     [
         ({"seq_len": 4}, r"--seq-len: must be >= 5, got 4"),
         ({"cells": 1}, r"--cells: must be >= 2, got 1"),
-        ({"groups": 3}, r"--groups: must be >= 8 \(the streams\), got 3"),
+        ({"groups": 3}, r"--groups: must be >= 8, got 3"),
         ({"streams": 0}, r"--streams: must be >= 1, got 0"),
     ],
 )

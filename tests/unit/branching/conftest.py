@@ -44,7 +44,7 @@ def make_origin():
             path=Path("run/checkpoints/step_00000100"),
             step=100,
             config=RunConfig.model_validate(tables),
-            today=Fraction(2),
+            micro_batches=2,
             num_ranks=1,
             lr=1e-3,
             tokens_seen=100_000,
@@ -65,7 +65,6 @@ def make_study(make_origin):
     def make(changes=None, *, fields=None, **options):
         given = {
             "factors": [Fraction(1, 4), Fraction(1), Fraction(4)],
-            "lr_rule": None,
             "lr_grid": [0.5, 1.0, 2.0],
             "num_seeds": 2,
             "tokens": None,

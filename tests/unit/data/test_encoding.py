@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.tools.inspection import encoding
+from trainer.tools.inspection import verify
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1 << 20])
@@ -23,7 +23,7 @@ from trainer.tools.inspection import encoding
     ],
 )
 def test_the_first_wrong_byte_is_named(tmp_path, monkeypatch, content, why, size):
-    monkeypatch.setattr(encoding, "CHUNK_BYTES", size)
+    monkeypatch.setattr(verify, "CHUNK_BYTES", size)
     path = tmp_path / "a.txt"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    assert encoding.why_not_text(path) == why
+    assert verify.why_not_text(path) == why

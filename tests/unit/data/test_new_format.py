@@ -16,7 +16,7 @@ from trainer.data.documents import Kind
 from trainer.data.formats import Format, file_kind, takes_option
 from trainer.data.layout import discover, discover_direct
 from trainer.data.token_formats import load_npy
-from trainer.tools.inspection.guess import guess
+from trainer.tools.inspection.survey import guess
 
 # Runs the program several times in one process, with a row more in the table.
 SCRIPT = """

@@ -4,7 +4,7 @@ RUN_DIR/cbs/STEP holds what they gave, and is never mixed with results of other 
 
     study.json                  what all branches here have in common
     batch_2-lr_0.001-seed_0/    one branch: a run directory, and its result.json once it is done
-    cbs.json, cbs.svg           the answer of the latest call
+    cbs.json, cbs.html          the answer of the latest call
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from trainer.config.data_tables import MixingOverride, MixingTable
 from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig, SchedulerTable
@@ -38,6 +40,7 @@ from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack,
 from trainer.training.run_dir import FINISHED, RunDir
 from trainer.training.signals import PARENT
 from trainer.untrusted import open_plain, read_json
+from trainer.wording import counted
 
 STUDY_FILE, RESULT_FILE, ANSWER_FILE, OUTPUT_FILE = "study.json", "result.json", "cbs.json", "output.txt"
 LAST_PART = 4  # the last quarter of the steps counts, without held-out documents
@@ -92,22 +95,33 @@ def results_of(study: Study) -> dict[Branch, BranchResult]:
     return {branch: BranchResult(**result) for branch, result in found.items() if result is not None}
 
 
-def slots(num_ranks: int, devices: str | None, parallel: int) -> list[dict[str, str]]:
-    """The environment variables of each branch that runs at the same time.
+def slots(num_ranks: int, parallel: int, devices: Sequence[str]) -> list[dict[str, str]]:
+    """The environment variables of each of `parallel` branches that run at the same time.
+
+    Args:
+        devices: the CUDA devices; each branch gets as many of its own as it has ranks.
 
     Raises:
-        UserError: the devices cannot be shared out.
+        UserError: there are too few.
     """
-    if devices is None:
+    if parallel == 1:
+        return [{}]
+    if not devices:
         threads = max(1, (os.cpu_count() or 1) // (parallel * num_ranks))
-        given = os.environ.get("OMP_NUM_THREADS", str(threads))
-        return [{"OMP_NUM_THREADS": given} if parallel > 1 else {}] * parallel
-    names = [name.strip() for name in devices.split(",")]
-    if not all(names) or len(set(names)) < len(names) or len(names) % num_ranks:
-        problem = f"{devices!r} does not name different devices in groups of {num_ranks}, the ranks of a branch"
-        raise UserError("--devices", problem, "write for example 0,1, or set --nproc")
-    groups = [names[at : at + num_ranks] for at in range(0, len(names), num_ranks)]
+        return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}] * parallel
+    if parallel * num_ranks > len(devices):
+        problem = f"{parallel} branches of {counted(num_ranks, 'rank')} need {parallel * num_ranks} CUDA devices"
+        raise UserError("--parallel", f"{problem}, there are {len(devices)}", "use a smaller number")
+    groups = [devices[at * num_ranks : (at + 1) * num_ranks] for at in range(parallel)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
+
+
+def cuda_devices(config: RunConfig) -> list[str]:
+    """The CUDA devices that runs of the config can use, as CUDA_VISIBLE_DEVICES names them."""
+    if config.train.device == "cpu" or not torch.cuda.is_available():
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def run_branches(

@@ -53,7 +53,7 @@ _USE = """\
 Sample from it, or start a run of your own from these weights:
 
 ```
-train sample {out} --prompt "Once" --bytes 200{option}
+train sample {out} --prompt "Once"{option}
 train --config x.toml --set model.weights={out}
 ```
 
@@ -155,10 +155,9 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
 
 
 def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: bool) -> None:
-    """Refuse a config that was not named by the user, but lay with a checkpoint, and names code to import.
+    """Refuse a config that was not named by the user, but lay with a checkpoint at `place`, and names code to import.
 
     Args:
-        place: where it was.
         tables: what is used of it; none: everything.
 
     Raises:
@@ -167,10 +166,8 @@ def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: boo
     for key, path in () if trusted else _named_code(config.model_dump()):
         if not tables or key.partition(".")[0] in tables:
             what = "includes a file, which may name code" if key.endswith("include") else "names code"
-            problem = f"the config in {place} {what}: {path}"
-            raise UserError(
-                key, problem, "add --trust-code (in Python: trust_code=True) if it is yours, or you trust it"
-            )
+            fix = "add --trust-code (in Python: trust_code=True) if it is yours, or you trust it"
+            raise UserError(key, f"the config in {place} {what}: {path}", fix)
 
 
 def _named_code(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -326,7 +323,7 @@ def _last_results(run_dir: Path, step: int) -> dict[str, float]:
 
 
 def _card(saved: SavedCheckpoint, results: dict[str, float], vocab_size: int, out: str, as_hugging_face: bool) -> str:
-    """README.md of an exported model: what it is, what it was trained on, and how to load it.
+    """README.md of an exported model.
 
     Args:
         results: the last logged value of each key.
