@@ -164,10 +164,6 @@ def figures(batches: int, rounds: int) -> list[Figure]:
         )
         for name, each in times.items()
     ]
-    found.append(Figure("blend, metrics on: picks a second", 1e6 / statistics.median(times["blend, metrics on"])))
-    found.append(
-        Figure("blend, metrics on: samples a second", ROWS * 1e6 / statistics.median(times["blend, metrics on"]))
-    )
     for other in ("bare loop", "bare loop with targets"):
         ratios = over(times[other], times["blend, metrics on"])
         found.append(ratio_figure(f"speed of the blend over the {other}", ratios))

@@ -1,8 +1,8 @@
 """Scaling of cost with the number of ranks, streams, groups, active readers and metric keys.
 
-For ranks and strategies, collectives and their elements are counted with torch's profiler in real runs, since there are fewer
-cores than processes to time; elements of a gathering are those that a rank has after it. Everything else is timed per batch or
-per step; growth is the slope between the ends of the range on a log-log scale: 0 is flat, 1 is linear.
+Collectives and the elements that a rank sends are counted with torch's profiler in real runs (strategies: a model of 3 blocks,
+2 micro-batches); elements of a gathering are those that a rank has after it. Everything else is timed; growth is the slope
+between the ends of the range on a log-log scale: 0 is flat, 1 is linear.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from bench_metrics import make_tracker
 from bench_table import Figure, bench_parser, print_figures
-from collectives import MICRO_BATCHES, count_collectives
+from collectives import count_collectives
 
 from trainer.data.layout import discover_direct
 from trainer.data.mixing import StreamMixingDataset
@@ -141,7 +141,7 @@ def slope(points: Points) -> float:
 
 def figures_of(what: str, unit: str, points: Points, at_most: float) -> list[Figure]:
     """Each point, and the slope with its goal."""
-    rows = [Figure(f"{unit} at {size:,} {what}", value, unit) for size, value in points]
+    rows = [Figure(f"{size:,} {what}", value, unit) for size, value in (points[0], points[-1])]
     return [*rows, Figure(f"growth with {what} (0 flat, 1 linear)", slope(points), "", at_most=at_most)]
 
 
@@ -151,19 +151,17 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     for world_size in args.ranks:
         silent, logged = count_collectives(world_size)
         number = sum(silent.calls.values())
-        added = logged.elements["all-gather"] // world_size
+        sent, added = silent.elements["all-reduce"], logged.elements["all-gather"] // world_size
+        calls = sum(logged.calls.values())
         found += [
-            Figure(f"collectives per step, {world_size} ranks", number),
-            Figure(f"collectives per logged step, {world_size} ranks", sum(logged.calls.values()), at_most=number + 1),
-            Figure(f"elements sent per rank, {world_size} ranks: gradients and sums", silent.elements["all-reduce"]),
-            Figure(f"elements sent per rank, {world_size} ranks: additional on a logged step", added),
+            Figure(f"{world_size} ranks: collectives per step", number, f"with {sent:,} elements"),
+            Figure(f"{world_size} ranks: on a logged step", calls, f"with {added:,} more", at_most=number + 1),
         ]
     for name, (world_size, sets) in STRATEGIES.items() if args.ranks else ():
         of_strategy = [f"distributed.{each}" for each in sets]
         silent, _ = count_collectives(world_size, f"model.num_layers={BLOCKS}", *of_strategy)
         for kind, number in sorted(silent.calls.items()):
-            found.append(Figure(f"{name}: {kind}s per step of {BLOCKS} blocks, {MICRO_BATCHES} micro-batches", number))
-            found.append(Figure(f"{name}: elements of its {kind}s", silent.elements[kind]))
+            found.append(Figure(f"{name}: {kind}s per step", number, f"with {silent.elements[kind]:,} elements"))
     measured: list[tuple[str, str, Callable[[], Points], float]] = [
         ("groups", "us per batch", lambda: over_groups(args.groups, args.batches), MAX_FLAT),
         ("active readers", "us per batch", lambda: over_pool(args.pool, args.batches), MAX_SLOPE),

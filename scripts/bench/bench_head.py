@@ -23,7 +23,7 @@ from trainer.objective import Objective
 from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.compose import Loss
 
-VOCABULARIES = (257, 32_000, 128_000)
+VOCABULARIES = (257, 128_000)
 WAYS = ("at once", "in chunks")
 
 

@@ -1,9 +1,8 @@
 """Overhead of the trainer's loop over a bare one: same model, batches and optimizer, alternating step by step.
 
 The trainer runs in full: mixing with its metrics, prefetching, ledger, noise scale in every step, timing, the payload on
-stdout (here /dev/null) and metrics.jsonl. The bare loop is what a competent engineer writes by hand: batches prepared in
-memory, one table of states, autograd, clipping, AdamW; it reads a number from the device only once every `LOG_INTERVAL`
-steps. The losses of both are compared at every step: unless they do the same work, the program fails.
+stdout (here /dev/null) and metrics.jsonl. The bare loop is written by hand: batches prepared in memory, one table of states,
+autograd, clipping, AdamW, a number read from the device every `LOG_INTERVAL` steps. Their losses must agree at every step.
 
 Memory is measured in two fresh processes, one per loop; there the bare one reads the data set's batches as it runs.
 """
