@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pty
@@ -143,9 +142,8 @@ def test_verify_compares_a_built_corpus_with_its_manifest(tmp_path: Path) -> Non
     stream.write_bytes(whole.replace(b"number 1", b"number 7", 1))  # still good JSON, of the same size
     (corpus / "prose" / "new.txt").write_text("more")
     lines = run("data", "verify", corpus).stderr.splitlines()
-    digest = hashlib.sha256(stream.read_bytes()).hexdigest()
     assert [line.split("; ")[0] for line in lines] == [
-        f"{stream}: its sha256 is {digest}, manifest.json says {hashlib.sha256(whole).hexdigest()}",
+        f"{stream}: differs from what manifest.json says",
         f"{corpus}/prose/new.txt: is not in manifest.json",
     ]
     stream.unlink()

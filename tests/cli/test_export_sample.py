@@ -180,18 +180,6 @@ def test_without_a_format_the_path_decides(folder, tmp_path, capsys, name, forma
         assert found.read_bytes() == asked.read_bytes()
 
 
-def test_an_old_run_becomes_a_tensorboard_directory(folder, tmp_path, capsys):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    exported = program(["export", folder / "run", "--format", "tensorboard", "--out", tmp_path / "tb"], capsys)
-    assert exported.returncode == 0, exported.stderr
-    board = EventAccumulator(str(tmp_path / "tb"))
-    board.Reload()
-    found = {event.step: event.value for event in board.Scalars("train/loss")}
-    assert found == pytest.approx(losses(folder / "run" / "metrics.jsonl"))
-
-
 def test_a_tokenizer_that_is_not_there_is_named_with_the_way_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = write_tiny_config(tmp_path).read_text()

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.errors import UserError
-from trainer.tools.branching.answer import cost_lines, decide, make_answer, sentence
+from trainer.tools.branching.answer import cost_lines, decide, make_answer
 from trainer.tools.branching.run_branches import BranchResult, last_training_loss
 
 
 def results_of(study, loss_of):
-    return {b: BranchResult(loss_of(b.batch.factor, b.lr_scale, b.seed), 1000, 1.0) for b in study.branches}
+    return {b: BranchResult(loss_of(b.factor, b.lr_scale, b.seed), 1000, 1.0) for b in study.branches}
 
 
 def answered(study, loss_of, **options):
@@ -24,42 +24,41 @@ def answered(study, loss_of, **options):
 def test_the_rate_with_the_best_mean_over_seeds_counts(make_study):
     losses = {0.5: [1.0, 3.0], 1.0: [1.8, 1.8], 2.0: [2.0, 2.0]}
     answer = answered(make_study(), lambda factor, scale, seed: losses[scale][seed])
-    for row in answer.rows.values():
-        assert (row.best.lr_scale, row.is_edge, row.mean) == (1.0, False, 1.8)
+    for row in answer["batches"]:
+        assert (row["lr_scale"], row["is_edge"], row["loss"]) == (1.0, False, 1.8)
 
 
 def test_a_rate_that_diverged_with_one_seed_does_not_count(make_study):
     answer = answered(make_study(), lambda factor, scale, seed: None if scale == 0.5 and seed else 1.0 + scale)
-    assert [row.best.lr_scale for row in answer.rows.values()] == [1.0] * 3
+    assert [row["lr_scale"] for row in answer["batches"]] == [1.0] * 3
     nothing = answered(make_study(), lambda factor, scale, seed: None)
-    assert nothing.verdict is None
-    assert "no branch ended with a finite loss" in sentence(nothing)
-    assert nothing.to_json()["critical"] is None
+    assert nothing["critical"] is None
+    assert "no branch ended with a finite loss" in nothing["sentence"]
 
 
 def test_the_sentence_names_the_batch_in_sequences_and_tokens(make_study):
     study = make_study()
-    found = sentence(answered(study, lambda factor, scale, seed: 2.0 + (factor == 4) + abs(scale - 1)))
+    found = answered(study, lambda factor, scale, seed: 2.0 + (factor == 4) + abs(scale - 1))["sentence"]
     assert found.startswith(
         "At step 100 the critical batch is 10 sequences (1,000 tokens, 1 x today's): its loss is within 1.00% or the error "
         "bars of the lowest, that of 1/4 x, that of 4 x is not. "
     )
     assert "edge" not in found
-    edge = sentence(answered(study, lambda factor, scale, seed: 2.0 + float(factor)))
+    edge = answered(study, lambda factor, scale, seed: 2.0 + float(factor))["sentence"]
     assert "The best learning rate of 1/4 x, 1 x, 4 x is at the edge of the grid" in edge
-    above = sentence(answered(study, lambda factor, scale, seed: 2.0))
+    above = answered(study, lambda factor, scale, seed: 2.0)["sentence"]
     assert "at least 40 sequences (4,000 tokens, 4 x today's), the largest measured" in above
 
 
 def test_what_the_error_bar_decided_is_said(make_study):
     spread = {Fraction(1): (0.05, 0.25), Fraction(4): (1.0, 1.0)}
-    found = sentence(answered(make_study(), lambda factor, scale, seed: 2.0 + spread.get(factor, (0, 0))[seed]))
+    found = answered(make_study(), lambda factor, scale, seed: 2.0 + spread.get(factor, (0, 0))[seed])["sentence"]
     assert "the error bars, not the tolerance, decided" in found
 
 
 def test_the_noise_scale_stands_beside_it_in_the_same_units(make_study, record):
     rows = record({90: {"gns/b_simple": 20.0, "gns/b_simple_low": 15.0, "gns/b_simple_high": 30.0, "gns/b_big": 16.0}})
-    found = sentence(answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0))
+    found = answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0)["sentence"]
     assert found.endswith("The noise scale (gns/b_simple at step 90) is 20 (15 to 30) sequences.")
 
 

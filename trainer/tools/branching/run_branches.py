@@ -4,7 +4,7 @@ RUN_DIR/cbs/STEP holds what they gave, and is never mixed with results of other 
 
     study.json                  what all branches here have in common
     batch_2-lr_0.001-seed_0/    one branch: a run directory, and its result.json once it is done
-    cbs.json, cbs.html          the answer of the latest call
+    cbs.json                    the answer of the latest call
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from trainer.config.data_tables import MixingOverride, MixingTable
 from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.errors import UserError
@@ -49,7 +48,6 @@ NEVER = 10**9  # steps between evaluations: there is one after the last step
 EPOCHS, BATCHES = 2**20, 2**32  # farther than any run gets: every order has epochs and batches of its own
 POLL_SEC = 0.1
 SHOWN_OUTPUT = 300
-Table = TypeVar("Table", MixingTable, MixingOverride)
 
 
 class BranchFailed(Exception):
@@ -178,19 +176,14 @@ def _run_branch(
         BranchFailed, OSError, UserError: see `run_branches`.
     """
     started, end = time.monotonic(), study.origin.step + branch.steps
-    path = evaluated = study.directory / branch.name
-
-    def train(place: Path, config: RunConfig, start: Path, order: int = 0) -> bool:
-        """Run a config to its end in `place`, from its own checkpoint or else from a fork of `start`."""
-        if not _checkpoints(place):
-            shutil.rmtree(place, ignore_errors=True)
-            fork(start, place, order=order, evaluates=place != path)
-        elif RunDir(place).status().get("state") == FINISHED:
-            return True
-        return _run_program(study.origin.num_ranks, config, place, environment, should_stop)
-
-    if not train(path, training_config(study, branch), study.origin.path, branch.seed):
-        return None
+    path = study.directory / branch.name
+    if not checkpoint.complete_checkpoints(RunDir(path).checkpoints):
+        shutil.rmtree(path, ignore_errors=True)
+        fork(study.origin.path, path, order=branch.seed)
+    if RunDir(path).status().get("state") != FINISHED:
+        config = training_config(study, branch)
+        if not _run_program(study.origin.num_ranks, config, path, environment, should_stop):
+            return None
     run = load_run(path)
     tokens = round(max(run.train.column("tokens_seen")[1], default=0.0)) - study.origin.tokens_seen
     if run.status.get("state") == FINISHED and run.status.get("last_step") != end:
@@ -198,26 +191,17 @@ def _run_branch(
         raise UserError(str(path), problem, "give fewer --tokens, or set data.mixing.repeat in the run")
     loss = None
     if not _has_diverged(run):
-        if study.is_held_out and branch.batch.row_share != 1:
-            evaluated = path / "evaluation"
-            if not train(evaluated, evaluation_config(study, branch), _checkpoints(path)[0]):
-                return None
-            remove_tree(RunDir(evaluated).checkpoints)
         if study.is_held_out:
-            loss = dict(zip(*load_run(evaluated).evals.column("eval_loss"), strict=True)).get(end)
+            loss = dict(zip(*run.evals.column("eval_loss"), strict=True)).get(end)
         else:
             loss = last_training_loss(run, last=end, num_steps=branch.steps)
         if loss is None:
-            raise BranchFailed(f"{path}: no loss was logged at step {end}; see {evaluated / OUTPUT_FILE}")
+            raise BranchFailed(f"{path}: no loss was logged at step {end}; see {path / OUTPUT_FILE}")
     result = BranchResult(loss, tokens, time.monotonic() - started)
     # Before the result: after a kill between the two the branch starts again.
     remove_tree(RunDir(path).checkpoints)
     write_json(path / RESULT_FILE, asdict(result))
     return result
-
-
-def _checkpoints(run_dir: Path) -> list[Path]:
-    return checkpoint.complete_checkpoints(RunDir(run_dir).checkpoints)
 
 
 def _has_diverged(run: RunRecord) -> bool:
@@ -276,40 +260,24 @@ def _run_program(
 
 def training_config(study: Study, branch: Branch) -> RunConfig:
     """The config that a branch trains with: the run's at the checkpoint, with another batch and a constant learning rate, and
-    without samples, probes, other sinks, stores, and checkpoints but at its end.
-
-    Rows that differ from the run's would change the held-out batches: then it does not evaluate, see `evaluation_config`.
-    """
-    config, share = study.origin.config, branch.batch.row_share
-    evaluates = study.is_held_out and share == 1
-    sources = [each.model_copy(update={"mixing": _fewer_rows(each.mixing, share)}) for each in config.data.source]
-    batch = {"steps": study.origin.step + branch.steps, "tokens": 0, "micro_batches": branch.batch.micro_batches}
-    saving = {"every": 0, "every_minutes": 0.0, "keep_last": 1, "keep_every": 0, "background": False}
-    logging = {"log_interval": max(branch.steps // LOGGED_ROWS, 1) if study.is_held_out else 1, "profile": 0}
-    wandb = config.metrics.wandb.model_copy(update={"mode": "disabled"})
+    without samples, probes, other sinks, stores, and checkpoints but at its end."""
+    config = study.origin.config
     changed: dict[str, dict[str, Any]] = {
-        "train": {**batch, "on_non_finite": "stop"},
+        "train": {"steps": study.origin.step + branch.steps, "tokens": 0, "micro_batches": branch.micro_batches},
         "optimizer": {"lr": branch.lr},
-        "ledger": _ledger(config, branch.batch.factor, branch.seed),
-        "eval": {"every": NEVER if evaluates else 0},
-        "metrics": {**logging, "stdout": "off", "wandb": wandb, "tensorboard": False},
-        "data": {"mixing": _fewer_rows(config.data.mixing, share), "source": sources},
+        "ledger": _ledger(config, branch.factor, branch.seed),
+        "eval": {"every": NEVER if study.is_held_out else 0},
+        "metrics": {"profile": 0, "stdout": "off", "tensorboard": False},
         "gns": {"enabled": False},
         "sample": {"every": 0},
-        "checkpoint": {**saving, "remote": None, "resume": "auto"},
+        "checkpoint": {"every": 0, "every_minutes": 0.0, "keep_last": 1, "keep_every": 0, "background": False},
     }
-    return _changed(config, changed).model_copy(update={"scheduler": SchedulerTable(name="constant")})
-
-
-def evaluation_config(study: Study, branch: Branch) -> RunConfig:
-    """The config that the end of a branch with fewer rows is evaluated with: the run's own held-out batches."""
-    data = {"mixing": study.origin.config.data.mixing, "source": study.origin.config.data.source}
-    return _changed(training_config(study, branch), {"data": data, "eval": {"every": NEVER}})
-
-
-def _changed(config: RunConfig, changed: dict[str, dict[str, Any]]) -> RunConfig:
+    changed["train"]["on_non_finite"] = "stop"
+    changed["metrics"]["log_interval"] = max(branch.steps // LOGGED_ROWS, 1) if study.is_held_out else 1
+    changed["metrics"]["wandb"] = config.metrics.wandb.model_copy(update={"mode": "disabled"})
+    changed["checkpoint"] |= {"remote": None, "resume": "auto"}
     tables = {table: getattr(config, table).model_copy(update=update) for table, update in changed.items()}
-    return config.model_copy(update=tables)
+    return config.model_copy(update={**tables, "scheduler": SchedulerTable(name="constant")})
 
 
 def _ledger(config: RunConfig, factor: Fraction, seed: int) -> dict[str, Any]:
@@ -326,24 +294,13 @@ def _ledger(config: RunConfig, factor: Fraction, seed: int) -> dict[str, Any]:
     return changed
 
 
-def _fewer_rows(mixing: Table, share: Fraction) -> Table:
-    """The table with that share of the rows, a whole number, which `fit_batch` found."""
-    update: dict[str, Any] = {}
-    if mixing.batch_size is not None:
-        update["batch_size"] = int(mixing.batch_size * share)
-    if mixing.batch_size_by_modality is not None:
-        update["batch_size_by_modality"] = {name: int(n * share) for name, n in mixing.batch_size_by_modality.items()}
-    return mixing.model_copy(update=update)
-
-
-def fork(source: Path, run_dir: Path, *, order: int = 0, evaluates: bool = False) -> None:
+def fork(source: Path, run_dir: Path, *, order: int = 0) -> None:
     """Put a checkpoint into the run directory of another run, which continues from it with `--resume auto`.
 
     Files that stay the same are linked (copied, where the file system has no links).
 
     Args:
         order: 0: the data continue where they were; see `reordered`.
-        evaluates: the other run begins with an evaluation.
 
     Raises:
         OSError: the disk is full or read-only.
@@ -365,7 +322,7 @@ def fork(source: Path, run_dir: Path, *, order: int = 0, evaluates: bool = False
                 os.link(path, target)
             except OSError:
                 shutil.copyfile(path, target)
-    checkpoint.finish(checkpoints, state["step"], {**state, "evaluation_is_due": evaluates})
+    checkpoint.finish(checkpoints, state["step"], {**state, "evaluation_is_due": False})
 
 
 def reordered(state: Mapping[str, Any], order: int) -> dict[str, Any]:

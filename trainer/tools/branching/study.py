@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainer.config.rules import mixing_of
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.metrics.run_status import LOCK_NAME, take_lock
@@ -149,46 +148,7 @@ def _config_path(saved: dict[str, Any], run_dir: Path) -> Path:
     return Path(named[-1]) if named else RunDir(run_dir).resolved_config
 
 
-@dataclass(frozen=True)
-class BranchBatch:
-    """How a branch makes its batch.
-
-    Args:
-        factor: of today's batch.
-        micro_batches: per step and rank.
-        row_share: rows of a micro-batch, as a share of today's.
-    """
-
-    factor: Fraction
-    micro_batches: int
-    row_share: Fraction = Fraction(1)
-
-    def steps(self, base_steps: int) -> int:
-        """Steps that train on as many tokens as `base_steps` steps of today's batch."""
-        steps = base_steps / self.factor
-        assert steps.denominator == 1, (base_steps, self.factor)
-        return steps.numerator
-
-
-def fit_batch(factor: Fraction, today: int, sizes: Sequence[int]) -> BranchBatch | None:
-    """The batch of `factor` times today's with the most rows per micro-batch; None if there is none.
-
-    Args:
-        today: micro-batches per step and rank.
-        sizes: rows of a micro-batch, of all sources and modalities; empty: they cannot be changed.
-    """
-    wanted = factor * today
-    if wanted.denominator == 1:
-        return BranchBatch(factor, wanted.numerator)
-    # Beyond this a micro-batch has less than a row.
-    for micro_batches in range(math.ceil(wanted), math.floor(wanted * min(sizes, default=0)) + 1):
-        share = wanted / micro_batches
-        if all((size * share).denominator == 1 for size in sizes):
-            return BranchBatch(factor, micro_batches, share)
-    return None
-
-
-def base_steps_for(tokens: float, tokens_per_step: float, factors: Sequence[Fraction]) -> int:
+def base_steps_for(tokens: float, tokens_per_step: float, factors: Iterable[Fraction]) -> int:
     """Steps of today's batch that have at least `tokens`, and are whole multiples of `STEPS_UNIT` steps of every factor."""
     unit = math.lcm(*((STEPS_UNIT * factor).numerator for factor in factors))
     return max(math.ceil(tokens / tokens_per_step / unit), 1) * unit
@@ -199,12 +159,15 @@ class Branch:
     """One short run.
 
     Args:
+        factor: its batch, as a multiple of today's.
+        micro_batches: per step and rank.
         lr_scale: of the grid.
         lr: its constant learning rate.
         seed: 0 reads on where the checkpoint stopped; any other number is an order of the data of its own.
     """
 
-    batch: BranchBatch
+    factor: Fraction
+    micro_batches: int
     lr_scale: float
     lr: float
     seed: int
@@ -213,8 +176,7 @@ class Branch:
     @property
     def name(self) -> str:
         """Its directory's name."""
-        factor = str(self.batch.factor).replace("/", "_of_")
-        return f"batch_{factor}-lr_{self.lr:.6g}-seed_{self.seed}"
+        return f"batch_{str(self.factor).replace('/', '_of_')}-lr_{self.lr:.6g}-seed_{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -286,33 +248,31 @@ def make_study(
     if own and num_seeds > 1:
         problem = f"source {own[0]} is a target of your own, whose order only it knows"
         raise UserError("--seeds", problem, "use --seeds 1, without error bars")
-    mixings = [mixing_of(origin.config, source) for source in origin.config.data.source]
-    sizes = {size for each in mixings for size in (each.batch_size, *each.batch_size_by_modality.values())}
-    rows = [] if own else sorted(sizes)
-    fitted = {factor: fit_batch(factor, origin.micro_batches, rows) for factor in sorted(set(factors))}
-    batches = [batch for batch in fitted.values() if batch is not None]
-    cut = f"micro-batches of {', '.join(map(str, rows))} rows" if rows else "micro-batches of a source's own"
+    wanted = {factor: factor * origin.micro_batches for factor in sorted(set(factors))}
+    possible = {factor: number.numerator for factor, number in wanted.items() if number.denominator == 1}
     impossible = [
-        f"{factor} of today's batch is impossible: {cut} cannot be divided so"
-        for factor, batch in fitted.items()
-        if batch is None
+        f"{factor} of today's batch is impossible: {number} of a micro-batch per step and rank"
+        for factor, number in wanted.items()
+        if factor not in possible
     ]
-    if len(batches) < 2:
+    if len(possible) < 2:
         problem = "leaves fewer than two batches to compare" + "".join(f"; {line}" for line in impossible)
         raise UserError("--factors", problem, "name others, such as 1,2,4")
-    possible = [batch.factor for batch in batches]
     least = LEAST_STEPS * float(max(possible)) * origin.tokens_per_step
-    wanted = max(DEFAULT_SHARE * origin.tokens_seen, least) if tokens is None else tokens
-    base_steps = base_steps_for(wanted, origin.tokens_per_step, possible)
+    base_tokens = max(DEFAULT_SHARE * origin.tokens_seen, least) if tokens is None else tokens
+    base_steps = base_steps_for(base_tokens, origin.tokens_per_step, possible)
     kept = (before or {}).get("base_steps")
     if tokens is None and kept and base_steps_for(kept, 1.0, possible) == kept:
         base_steps = kept
     exponent = 1.0 if origin.config.optimizer.name == "sgd" else 0.5
     branches = []
-    for batch in batches:
-        lr = origin.lr * float(batch.factor) ** exponent
-        steps, scales = batch.steps(base_steps), sorted(set(map(float, lr_grid)))
-        branches += [Branch(batch, scale, lr * scale, n, steps) for n in range(num_seeds) for scale in scales]
+    for factor, micro_batches in possible.items():
+        lr, steps = origin.lr * float(factor) ** exponent, (base_steps / factor).numerator
+        branches += [
+            Branch(factor, micro_batches, scale, lr * scale, seed, steps)
+            for seed in range(num_seeds)
+            for scale in sorted(set(map(float, lr_grid)))
+        ]
     study = Study(directory, origin, base_steps, branches, impossible)
     if before is not None and (changed := [key for key, now in study.common.items() if before.get(key) != now]):
         listed = ", ".join(f"{key} {before.get(key)} (now {study.common[key]})" for key in changed)

@@ -72,6 +72,8 @@ def verify(
             strange += not_text([stream], format)
         except UserError as error:
             errors.append(error)
+        except OSError as error:
+            errors.append(UserError(stream.path, f"cannot be read ({error.strerror or error})", "check the file"))
     errors += [
         UserError(f"{root}/{path}", f"is in {MANIFEST_NAME}, but not here", AGAIN) for path in sorted(entries or ())
     ]
@@ -80,42 +82,37 @@ def verify(
 
 def _compare(path: Path, entry: StreamEntry | None) -> None:
     """Raise UserError unless the file matches the manifest."""
-    if entry is None:
-        raise UserError(str(path), f"is not in {MANIFEST_NAME}", AGAIN)
-    try:
+    found = ""
+    if entry is not None:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(str(path), f"cannot be read ({error.strerror or error})", AGAIN) from error
-    if found != entry.sha256:
-        raise UserError(str(path), f"its sha256 is {found}, {MANIFEST_NAME} says {entry.sha256}", AGAIN)
+    if entry is None or found != entry.sha256:
+        raise UserError(
+            str(path), f"differs from what {MANIFEST_NAME} says" if entry else f"is not in {MANIFEST_NAME}", AGAIN
+        )
 
 
 def why_not_text(path: Path) -> str:
     """Why the file is not UTF-8 text, by its first wrong byte; empty if it is.
 
     Raises:
-        UserError: it cannot be read.
+        OSError: it cannot be read.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = 0  # of the chunk
-    try:
-        with path.open("rb") as file:
-            while True:
-                chunk = file.read(CHUNK_BYTES)
-                begun = len(decoder.getstate()[0])  # bytes of a character that the last chunk cut
-                try:
-                    text = decoder.decode(chunk, final=not chunk)
-                except UnicodeDecodeError as error:
-                    offset = position - begun + error.start
-                    return f"not UTF-8: byte {error.object[error.start]:#04x} at offset {offset}"
-                if "\0" in text:
-                    return f"binary: a NUL byte at offset {position + chunk.index(0)}"
-                if not chunk:
-                    return ""
-                position += len(chunk)
-    except OSError as error:
-        raise UserError(str(path), f"cannot be read ({error.strerror or error})", "check the file") from None
+    with path.open("rb") as file:
+        while True:
+            chunk = file.read(CHUNK_BYTES)
+            begun = len(decoder.getstate()[0])  # bytes of a character that the last chunk cut
+            try:
+                text = decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                return f"not UTF-8: byte {error.object[error.start]:#04x} at offset {position - begun + error.start}"
+            if "\0" in text:
+                return f"binary: a NUL byte at offset {position + chunk.index(0)}"
+            if not chunk:
+                return ""
+            position += len(chunk)
 
 
 def not_text(streams: Sequence[Stream], format: str) -> list[str]:
@@ -125,7 +122,7 @@ def not_text(streams: Sequence[Stream], format: str) -> list[str]:
         format: as `data.source.format`.
 
     Raises:
-        UserError: a file cannot be read.
+        OSError: a file cannot be read.
     """
     return [
         f"{stream.relative_path} ({why})"

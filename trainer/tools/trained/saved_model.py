@@ -50,14 +50,7 @@ SHOWN_RESULTS = ("loss", "eval_loss", "eval_bits_per_byte", "eval_perplexity")
 _USE = """\
 ## Use
 
-Sample from it, or start a run of your own from these weights:
-
-```
-train sample {out} --prompt "Once"{option}
-train --config x.toml --set model.weights={out}
-```
-
-In Python:
+`train sample {out} --prompt "Once"{option}`, or start a run with `--set model.weights={out}`. In Python:
 
 ```python
 import torch
@@ -83,7 +76,7 @@ Every document began with the id {bos}, which no tokenizer adds: put it before t
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A whole checkpoint: where it lies, its state.json, the config it was trained with, and the weights on the CPU."""
+    """A whole checkpoint: its directory, its state.json, the config it was trained with, and the weights on the CPU."""
 
     path: Path
     state: dict[str, Any]
@@ -330,7 +323,7 @@ def _card(saved: SavedCheckpoint, results: dict[str, float], vocab_size: int, ou
         out: the directory, as the commands in the card name it.
         as_hugging_face: the directory is one for `from_pretrained`.
     """
-    config, model, environment = saved.config, saved.config.model, saved.state.get("environment", {})
+    config, model = saved.config, saved.config.model
     sizes = f"dim {model.dim}, {model.num_layers} layers"
     if "from" in model.args:
         sizes = f"begun from {model.args['from']}, whose sizes it has"
@@ -342,8 +335,6 @@ def _card(saved: SavedCheckpoint, results: dict[str, float], vocab_size: int, ou
         ("trained for", f"{saved.step:,} of {config.train.steps:,} steps in cells of {config.data.seq_len} tokens"),
         ("tokens seen", f"{int(saved.state['tracker']['tokens_seen']):,}"),
         ("data", ", ".join(source.name for source in config.data.source)),
-        ("precision", config.train.precision),
-        ("torch", environment.get("packages", {}).get("torch", "unknown")),
         *((f"`{key}`", f"{value:.4f}") for key, value in results.items()),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)

@@ -8,7 +8,6 @@ import typer
 
 from trainer.cli.options import JsonOption, TrustOption, require_run, uncollected
 from trainer.cli.terminal import echo, output, print_json, writing
-from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.tools.branching.run_branches import BranchResult
@@ -78,7 +77,7 @@ def _run(study: Study, environments: list[dict[str, str]]) -> None:
     def on_result(branch: Branch, result: BranchResult) -> None:
         done[branch] = result
         loss = "not finite" if result.loss is None else f"{result.loss:.4f}"
-        what = f"batch {branch.batch.factor} x, learning rate {branch.lr:.3g}, seed {branch.seed}"
+        what = f"batch {branch.factor} x, learning rate {branch.lr:.3g}, seed {branch.seed}"
         echo(f"{len(done)} of {len(study.branches)}: {what}: loss {loss} ({result.seconds:.0f} s)", err=True)
 
     try:
@@ -92,22 +91,15 @@ def _run(study: Study, environments: list[dict[str, str]]) -> None:
 
 
 def _print(study: Study, tolerance: float, *, as_json: bool) -> None:
-    """Write cbs.json and the picture; print the table, or the JSON."""
+    """Write cbs.json; print the table, or the JSON."""
     from trainer.files import write_json
-    from trainer.tools.branching.answer import draw, make_answer, print_answer
+    from trainer.tools.branching.answer import make_answer, print_answer
     from trainer.tools.branching.run_branches import ANSWER_FILE, results_of
 
     answer = make_answer(study, results_of(study), tolerance=tolerance)
-    written = [study.directory / ANSWER_FILE]
-    write_json(written[0], answer.to_json())
-    picture = written[0].with_suffix(".html")
-    try:
-        draw(answer, picture)
-        written.append(picture)
-    except UserError as error:
-        echo(f"no picture: {error}", err=True)
+    write_json(study.directory / ANSWER_FILE, answer)
     if as_json:
-        print_json(answer.to_json())
+        print_json(answer)
     else:
         print_answer(answer, output())
-    echo(f"wrote {', '.join(map(str, written))}", err=True)
+    echo(f"wrote {study.directory / ANSWER_FILE}", err=True)

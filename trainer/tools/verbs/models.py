@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import itertools
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -29,10 +28,9 @@ from trainer.storage import is_url
 
 if TYPE_CHECKING:
     from trainer.config.data_tables import EvalSourceTable
-    from trainer.tools.runs.table import RowTable
 
 ModelArgument = Annotated[str, typer.Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
-ExportFormat = Literal["safetensors", "hf", "csv", "parquet", "tensorboard"]
+ExportFormat = Literal["safetensors", "hf", "csv", "parquet"]
 SUFFIXES: dict[str, ExportFormat] = {".csv": "csv", ".parquet": "parquet"}
 """Of a file to write -> the format without `--format`."""
 HELD_OUT = "held-out documents"
@@ -177,7 +175,7 @@ def export(
     format: Annotated[
         ExportFormat | None,
         typer.Option(
-            help="Weights: safetensors, hf (from_pretrained). Metrics: csv, parquet, tensorboard. Default: by PATH's ending, "
+            help="Weights: safetensors, hf (from_pretrained). Metrics: csv, parquet. Default: by PATH's ending, "
             "otherwise safetensors."
         ),
     ] = None,
@@ -185,7 +183,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
     trust_code: TrustOption = False,
 ) -> None:
-    """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV, Parquet, TensorBoard)."""
+    """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV, Parquet)."""
     target = Path(out)
     format = format or SUFFIXES.get(target.suffix, "safetensors")
     refuse_existing(out, force=force)
@@ -207,31 +205,12 @@ def export(
 
     if step is not None:
         raise UserError("--step", "chooses a checkpoint", "use it with --format safetensors or hf")
-    writers = {"csv": write_csv, "parquet": write_parquet, "tensorboard": _write_tensorboard}
     run = load_run(run_dir)
     with writing(out):
-        count = writers[format](run.train, run.evals, target)
+        count = (write_csv if format == "csv" else write_parquet)(run.train, run.evals, target)
     for note in run.notes:
         echo(f"note: {note}", err=True)
     echo(f"wrote {count:,} rows of {len(run.keys)} keys to {out}", err=True)
-
-
-def _write_tensorboard(train: RowTable, evals: RowTable, out: Path) -> int:
-    from trainer.metrics.payload_contract import build_payload
-    from trainer.metrics.sinks.tensorboard import TensorboardSink
-    from trainer.tools.runs.table import rows_of
-
-    shutil.rmtree(out, ignore_errors=True)
-    failures: list[str] = []
-    sink = TensorboardSink(out, on_event=lambda event: failures.append(str(event["error"])))
-    rows = rows_of(train, evals)
-    for row in rows:
-        sink.log(build_payload(row.mode, row.step, row.values))
-    sink.close()
-    if failures:
-        fix = "run: pip install tensorboard" if "No module" in failures[0] else "check the path and the free space"
-        raise UserError("--format tensorboard", f"could not be written: {failures[0]}", fix)
-    return len(rows)
 
 
 def _is_export(directory: Path) -> bool:
@@ -240,7 +219,7 @@ def _is_export(directory: Path) -> bool:
 
     own = {"model.safetensors", "config.toml", "README.md", "config.json", "generation_config.json", "tokenizer.json"}
     names = {path.name for path in directory.iterdir()}
+    if not names or not names <= own | set(TOKENIZER_PARTS):
+        return not names
     card = directory / "README.md"  # a folder of someone else's model may have the same files
-    if names and names <= own | set(TOKENIZER_PARTS):
-        return card.is_file() and "by `train export`" in card.read_text(encoding="utf-8", errors="replace")
-    return all(name.startswith("events.out.tfevents.") for name in names)
+    return card.is_file() and "by `train export`" in card.read_text(encoding="utf-8", errors="replace")
