@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import chdir, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from trainer.config.data_tables import EvalSourceTable, MixingTable
 from trainer.config.schema import RunConfig, SchedulerTable
+from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
@@ -145,10 +145,10 @@ def _with_eval(config: RunConfig, **changed: object) -> RunConfig:
 def _announced(each: EvalSet) -> EvalSet:
     """The set, which logs now and then how far it is."""
 
-    def batches() -> Iterator[dict[str, Any]]:
+    def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:
         said = time.monotonic()
-        for number, batch in enumerate(each.batches(), start=1):
-            yield batch
+        for number, micro in enumerate(each.batches(accepted), start=1):
+            yield micro
             if time.monotonic() - said > PROGRESS_SEC:
                 said = time.monotonic()
                 logger.info("%s: %s read", each.name or "held-out documents", counted(number, "micro-batch"))
