@@ -70,25 +70,15 @@ class BranchResult:
 
 
 def read_kept(path: Path) -> dict[str, Any] | None:
-    """A JSON file that an earlier call left; None if there is none.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """A JSON file that an earlier call left; None if there is none that can be read."""
     try:
         return read_json(path)
-    except FileNotFoundError:
+    except (OSError, ValueError):
         return None
-    except (OSError, ValueError) as error:
-        raise UserError(str(path), f"cannot be read: {error}", "remove it") from None
 
 
 def results_of(study: Study) -> dict[Branch, BranchResult]:
-    """The results of the branches that are done.
-
-    Raises:
-        UserError: one is damaged.
-    """
+    """The results of the branches that are done."""
     found = {branch: read_kept(study.directory / branch.name / RESULT_FILE) for branch in study.branches}
     return {branch: BranchResult(**result) for branch, result in found.items() if result is not None}
 
@@ -138,7 +128,6 @@ def run_branches(
 
     Raises:
         BranchFailed, OSError: one failed; the others were stopped, and can be resumed.
-        UserError: the data were exhausted before the end of a branch.
     """
     study.directory.mkdir(parents=True, exist_ok=True)
     write_json(study.directory / STUDY_FILE, study.common)
@@ -173,7 +162,7 @@ def _run_branch(
     """Train a branch, from its own checkpoint if it has one, and evaluate it. None: stopped.
 
     Raises:
-        BranchFailed, OSError, UserError: see `run_branches`.
+        BranchFailed, OSError: see `run_branches`.
     """
     started, end = time.monotonic(), study.origin.step + branch.steps
     path = study.directory / branch.name
@@ -187,8 +176,9 @@ def _run_branch(
     run = load_run(path)
     tokens = round(max(run.train.column("tokens_seen")[1], default=0.0)) - study.origin.tokens_seen
     if run.status.get("state") == FINISHED and run.status.get("last_step") != end:
-        problem = f"the data were exhausted after {tokens:,} of {study.tokens:,.0f} tokens"
-        raise UserError(str(path), problem, "give fewer --tokens, or set data.mixing.repeat in the run")
+        raise BranchFailed(
+            f"{path}: the data ended after {tokens:,} of {study.tokens:,.0f} tokens; give fewer --tokens"
+        )
     loss = None
     if not _has_diverged(run):
         if study.is_held_out:

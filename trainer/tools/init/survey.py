@@ -104,15 +104,8 @@ def make_starter(
 
 
 def sample_streams(streams: Sequence[Stream], max_bytes: int = MAX_BYTES) -> tuple[list[Stream], float]:
-    """(all streams, or evenly spread ones if there are more than `max_bytes`; their share of all bytes).
-
-    Raises:
-        UserError: a file is gone.
-    """
-    try:
-        sizes = np.array([Path(stream.path).stat().st_size for stream in streams], dtype=np.float64)
-    except OSError as error:
-        raise UserError(str(error.filename), f"cannot be read: {error.strerror}", "check the path") from None
+    """(all streams, or evenly spread ones if there are more than `max_bytes`; their share of all bytes)."""
+    sizes = np.array([Path(stream.path).stat().st_size for stream in streams], dtype=np.float64)
     total = float(sizes.sum())
     if total <= max_bytes:
         return list(streams), 1.0

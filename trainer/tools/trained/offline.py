@@ -103,8 +103,9 @@ def _sets(config: RunConfig, given: Sequence[EvalSourceTable], directory: Path) 
             kept.append(each)
         except UserError as error:
             if not given:
-                problem = f"{error.problem} (a set of {directory}; paths are relative to the working directory)"
-                raise UserError(error.key, problem, "go there, or name sets with --source NAME=PATH") from None
+                place = f"a set of the config of {directory}; paths are relative to the working directory"
+                fix = "go there, or name sets with --source NAME=PATH"
+                raise UserError(error.key, f"{error.problem} ({place})", fix) from None
             missing.append(error.message)
     if missing:
         text = "%s: leaves out %s of its config, whose files cannot be read here: %s"

@@ -196,9 +196,6 @@ def load_model(
     place = Path(directory).absolute()  # building the model may change the working directory
     found: int | None
     if (place / WEIGHTS_FILE).is_file():
-        if not (place / CONFIG_FILE).is_file():
-            problem = f"has {WEIGHTS_FILE} but no {CONFIG_FILE}, which says what model they are of"
-            raise UserError(str(directory), problem, "name the run, or an export with --format safetensors")
         config, source = load_config(place / CONFIG_FILE), place
         weights, metadata = read_weights(place)
         found = int(metadata["step"]) if metadata.get("step", "").isdigit() else None

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from trainer.cli.options import EodOption, FormatOption
-from trainer.cli.terminal import echo, put_text
-from trainer.errors import UserError
+from trainer.cli.terminal import echo, put_text, refuse_existing
 
 SCHEMA_NAME = "config.schema.json"
 
@@ -44,8 +43,8 @@ def init(
     from trainer.tools.init.survey import make_starter, timed
     from trainer.tools.reference_docs import render_config_schema
 
-    if out is not None and Path(out).exists() and not force:
-        raise UserError(out, "exists already", "name another file, or add --force")
+    if out is not None:
+        refuse_existing(out, force=force)
     starter = make_starter(paths, format=format, dtype=dtype, eod=eod, tokenizer=tokenizer, weights=weights)
     if minutes:
         starter = timed(starter, minutes)

@@ -189,8 +189,6 @@ def export(
     refuse_existing(out, force=force)
     if target.is_dir() and not _is_export(target):
         raise UserError(out, "is a directory with other files than an export", "name a new one")
-    if not target.absolute().parent.is_dir():
-        raise UserError(out, "is in a directory that does not exist", f"mkdir -p {target.absolute().parent}")
     if format in ("safetensors", "hf"):
         from trainer.tools.trained.saved_model import export_model
 
