@@ -68,13 +68,11 @@ def build_text(
     Files that are named as neither are skipped with the reason.
 
     Args:
-        out: the corpus directory; see `write_corpus` for what may be there already.
+        out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
         modalities: modality -> globs (`**` crosses directories, `~` is the home directory). Hidden files are skipped.
             Names that cannot be printed (not UTF-8, control characters) are written as escapes.
         min_stream_bytes: a directory becomes a stream; one with less text joins its parent.
         max_file_bytes: larger files, and larger lines of a `.jsonl` file, are skipped.
-        force: replace another corpus in `out`.
-        progress: gets (done, total, what).
 
     Raises:
         UserError: a modality's name is not a plain name, a glob matches no file, no matched file is usable, or a line of a
@@ -157,10 +155,8 @@ def build_pytext(
     - prose: descriptions and licences of the installed distributions, and the language reference behind `help()`.
 
     Args:
-        out: the corpus directory; see `write_corpus` for what may be there already.
+        out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
         max_bytes: modality -> cap on its text; see `cap_evenly`.
-        force: replace another corpus in `out`.
-        progress: gets (done, total, what).
     """
     stdlib, numpy = Path(sysconfig.get_paths()["stdlib"]), _package("numpy")
     sources = {
@@ -246,13 +242,10 @@ def build_key_recall(
     state reaches 2 ln 8 / (cells * seq_len). Equal arguments give equal bytes.
 
     Args:
-        out: the corpus directory; see `write_corpus` for what may be there already.
-        groups: documents over all streams.
+        out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
+        groups: documents over all `streams`, which are files.
         cells: cells per group; train with `max_group_cells` of at least this.
         seq_len: bytes per cell; train with this `data.seq_len` and the tokenizer `bytes`.
-        streams: files.
-        seed: of the symbols.
-        force: replace another corpus in `out`.
 
     Raises:
         UserError: a number is out of range, or `out` cannot be used.
