@@ -16,6 +16,7 @@ from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
+from trainer.files import open_descriptor, read_bytes
 from trainer.metrics.run_status import LOCK_NAME, take_lock
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.tools.trained.saved_model import config_of, refuse_code
@@ -23,7 +24,6 @@ from trainer.training.checkpointing import checkpoint
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import make_plan
 from trainer.training.step.schedule import make_schedule
-from trainer.untrusted import open_descriptor, read_bytes
 
 DEFAULT_SHARE = 0.2  # of the tokens so far
 LEAST_STEPS = 16  # of the largest batch, by default

@@ -16,9 +16,9 @@ from typing import cast
 import numpy as np
 
 from trainer.data.formats import FORMATS, index_suffixes, suffixes
-from trainer.data.keyed import keyed_generator
 from trainer.data.layout import COMPRESSED, find_files, named_directory
 from trainer.errors import UserError
+from trainer.hashing import keyed_generator
 from trainer.metrics.progress_bar import Report
 from trainer.tools.corpus.documents import (
     MIN_STREAM_BYTES,

@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from trainer.errors import UserError
-from trainer.files import replacing, write_file
+from trainer.files import read_json, replacing, write_file
 from trainer.metrics.progress_bar import Report
 from trainer.tools.corpus.documents import Document, Skipped, Streams
-from trainer.untrusted import read_json
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"

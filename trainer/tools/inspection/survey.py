@@ -4,7 +4,7 @@ files, whether they hold text or token ids, and of which dtype."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from trainer.arrays import Ints
 from trainer.data.documents import Kind, ReadOptions, TokenArray, TokenTable
 from trainer.data.formats import file_kind, format_name, load_documents, takes_option
-from trainer.data.groups import build_groups
+from trainer.data.groups import CutOptions, build_groups
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import IdsTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
@@ -114,18 +114,15 @@ def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
 def survey(
     streams: Sequence[Stream],
     options: ReadOptions,
+    cut: CutOptions,
     *,
-    format: str,
-    seq_len: int,
-    max_group_cells: int,
     report: Report | None = None,
 ) -> Survey:
     """Read every stream once and count.
 
     Args:
         streams: from `discover_nested` or `discover_direct`.
-        options, format: how files are read.
-        seq_len, max_group_cells: how documents would be cut; see `build_groups`.
+        options, cut: how files are read and documents would be cut.
         report: see `each_stream`.
 
     Raises:
@@ -134,18 +131,10 @@ def survey(
     found = []
     counts = np.zeros(options.tokenizer.vocab_size, dtype=np.int64)
     for stream in each_stream(streams, report):
-        documents = load_documents(stream.path, format, options)
+        documents = load_documents(stream.path, options)
         lengths = documents.lengths
         plain, packed = (
-            build_groups(
-                lengths,
-                np.arange(len(lengths)),
-                namespace="",
-                relative_path=stream.relative_path,
-                seq_len=seq_len,
-                max_group_cells=max_group_cells,
-                pack=pack,
-            )
+            build_groups(lengths, np.arange(len(lengths)), stream.relative_path, replace(cut, pack=pack))
             for pack in (False, True)
         )
         for chunk in token_chunks(documents):
@@ -153,7 +142,7 @@ def survey(
         facts = StreamFacts(
             stream=stream.relative_path,
             modality=stream.modality,
-            format=format_name(Path(stream.path), format),
+            format=format_name(Path(stream.path), options.format),
             documents=len(lengths),
             empty_documents=int((lengths == 0).sum()),
             tokens=int(lengths.sum()),
@@ -270,11 +259,11 @@ def look(
         UserError: a file cannot be read or is damaged.
     """
     bounded = IdsTokenizer(UNBOUNDED) if tokenizer == "ids" else load_tokenizer(tokenizer)
-    options = ReadOptions(bounded, found.dtype, eod)
+    options = ReadOptions(bounded, found.dtype, eod, format=format)
     lengths: list[Ints] = []
     largest, count = 0, 0
     for stream in each_stream(streams, report):
-        documents = load_documents(stream.path, format, options)
+        documents = load_documents(stream.path, options)
         lengths.append(documents.lengths)
         for chunk in token_chunks(documents) if tokenizer == "ids" else ():
             top = int(chunk.max(initial=0))

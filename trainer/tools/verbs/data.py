@@ -168,7 +168,7 @@ def verify(
     options = _read_options(at, format, tokenizer, vocab_size, dtype, eod, text_split)
     root = Path(paths[0]) if at.layout == "nested" else None
     with progress_bar() as report:
-        found = read_everything(at.streams, options, format=format, root=root, report=report)
+        found = read_everything(at.streams, options, root=root, report=report)
     if found.not_text:
         get_logger("data").warning("%s", describe(found.not_text, found.streams))
     if found.errors:
@@ -196,15 +196,14 @@ def inspect(
 
     import numpy as np
 
+    from trainer.data.groups import CutOptions
     from trainer.data.layout import discover
     from trainer.tools.inspection.survey import survey
 
     at = discover(paths, format=format)
     options = _read_options(at, format, tokenizer, vocab_size, dtype, eod, text_split)
     with progress_bar() as report:
-        found = survey(
-            at.streams, options, format=format, seq_len=seq_len, max_group_cells=max_group_cells, report=report
-        )
+        found = survey(at.streams, options, CutOptions("", seq_len, max_group_cells, False), report=report)
     total, reader = max(int(found.counts.sum()), 1), options.tokenizer
     types = found.type_counts(reader)
     top_ids = [
@@ -245,7 +244,7 @@ def _read_options(
     from trainer.data.tokenizer import load_tokenizer
 
     refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod, "text_split": text_split})
-    return ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split)
+    return ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split, format)
 
 
 def _print_tables(content: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def sample(
     require_run(run_dir)
     with uncollected():
         from trainer.data.tokenizer import TextStream, prompt_ids
-        from trainer.model.generate import Draw, GenerationError, generate
+        from trainer.extensions.samples import Draw, GenerationError, generate
         from trainer.tools.trained.saved_model import load_model
 
     on = pick_device(device)

@@ -11,8 +11,10 @@ import torch
 from trainer.config.rules import largest_batch, mixing_of
 from trainer.data.batch import MicroBatch
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
+from trainer.data.documents import ReadOptions
+from trainer.data.groups import CutOptions
 from trainer.data.loader import Loader
-from trainer.data.mixing import StreamMixingDataset
+from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.own_batches import OwnBatches
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
@@ -44,30 +46,28 @@ def make_dataset(
         is_whole: that is all documents, not the held-out ones.
     """
     config, mixing = plan.config, mixing_of(plan.config, source.table)
-    return StreamMixingDataset(
-        source.streams,
-        name=source.name,
-        tokenizer=plan.tokenizer,
+    cut = CutOptions(
+        namespace=source.name,
         seq_len=config.data.seq_len if is_holdout else config.row_tokens,
+        max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
+        pack=config.data.pack,
+        split="holdout" if is_holdout and not is_whole else "train",
+        holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,
+    )
+    read = ReadOptions(
+        plan.tokenizer, source.table.dtype, source.table.eod, source.table.text_split, source.table.format
+    )
+    mix = MixOptions(
         num_streams_mixed=mixing.num_streams_mixed,
         pick_mode="round_robin" if is_holdout else mixing.pick_mode,
         batching_mode="per_stream" if is_holdout else mixing.batching_mode,
         batch_size=mixing.batch_size,
         batch_size_by_modality=mixing.batch_size_by_modality,
-        max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
-        pack=config.data.pack,
         repeat=mixing.repeat and not is_holdout,
         tokens_before=0 if is_holdout else config.ledger.burn_in,
         seed=config.run.seed,
-        rank=info.rank,
-        world_size=info.world_size,
-        split="holdout" if is_holdout and not is_whole else "train",
-        holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,
-        format=source.table.format,
-        dtype=source.table.dtype,
-        eod=source.table.eod,
-        text_split=source.table.text_split,
     )
+    return StreamMixingDataset(source.streams, cut, read, mix, rank=info.rank, world_size=info.world_size)
 
 
 def make_blend(plan: Plan, info: RankInfo) -> BlendDataset:
