@@ -20,13 +20,21 @@ from typing import Any, NamedTuple, TypeVar
 
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
-from trainer.files import remove_tree, sync_directory, write_file, write_json
+from trainer.files import (
+    open_plain,
+    parse_json,
+    read_bytes,
+    read_json,
+    remove_tree,
+    sync_directory,
+    write_file,
+    write_json,
+)
 from trainer.metrics.logger import get_logger
 from trainer.storage import MissingError, Storage, StorageError, StoredFile, is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, checkpoint_name, parse_marker, step_of
 from trainer.training.run_dir import ID_FILE, RunDir
-from trainer.untrusted import open_plain, parse_json, read_bytes, read_json
 
 KEY = "checkpoint.remote"
 OWNER_FILE = "RUN.json"

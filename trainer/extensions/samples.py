@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.tokenizer import TextStream, prompt_ids
-from trainer.metrics.sinks.jsonl import SAMPLE
+from trainer.metrics.sinks import SAMPLE
 from trainer.training.extension import Extension
 from trainer.training.setup.parts import autocast_context
 

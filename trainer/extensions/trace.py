@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from trainer.files import write_json
-from trainer.untrusted import read_json
+from trainer.files import read_json, write_json
 
 FOLDER: Final = "profile"  # of the run directory, with the trace and its summary
 TRACE: Final = "trace.json.gz"
