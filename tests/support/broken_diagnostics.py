@@ -48,6 +48,7 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._hook": "a guard",
     "trainer.metrics.sinks.BackgroundSink._run": "holds a guard",
     "trainer.extensions.mirror": "has faults of its own",
+    "trainer.extensions.remote": "has faults of its own",
     "trainer.extensions.contract_check": "refuses a model",
     "trainer.extensions.batch_growth": "decides on the batch",
 }
@@ -58,7 +59,7 @@ SHOWN = (
     "trainer.training.main.summarize",
     "trainer.training.run_dir.StatusKeeper",
     "trainer.training.step.details",
-    "trainer.data.pool.ActivePool.snapshot",
+    "trainer.data.mixing.ActivePool.snapshot",
 )
 DRAINS = ("drain_metrics", "drain_step_metrics")
 # What a checkpoint holds is no diagnostic: a state that cannot be saved or restored must not pass for one.

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.documents import ReadOptions, TokenTable, table_from_pieces
 from trainer.data.formats import open_documents
+from trainer.data.groups import CutOptions
 from trainer.data.layout import Stream, discover_direct, discover_nested
-from trainer.data.mixing import StreamMixingDataset
+from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 
@@ -21,9 +22,11 @@ __all__ = [
     "BlendSource",
     "BytesTokenizer",
     "ConstantWeight",
+    "CutOptions",
     "HuggingFaceTokenizer",
     "Loader",
     "MicroBatch",
+    "MixOptions",
     "ReadOptions",
     "ScheduledWeight",
     "Stream",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data import open_stream
+from trainer.data import groups
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.layout import Stream
 from trainer.data.loader import Loader
@@ -115,7 +115,7 @@ def test_what_is_being_loaded_is_known_down_to_the_file_also_while_it_is_opened(
 ) -> None:
     opened: list[str] = []
     is_stuck, may_go_on = threading.Event(), threading.Event()
-    load = open_stream.load_documents
+    load = groups.load_documents
 
     def stuck_at_the_third(path: str, *args: Any) -> Any:
         opened.append(str(path))
@@ -124,7 +124,7 @@ def test_what_is_being_loaded_is_known_down_to_the_file_also_while_it_is_opened(
             may_go_on.wait(60)
         return load(path, *args)
 
-    monkeypatch.setattr(open_stream, "load_documents", stuck_at_the_third)
+    monkeypatch.setattr(groups, "load_documents", stuck_at_the_third)
     streams = write_streams({"a": [[9, 3]] * 5})
     blend = BlendDataset([BlendSource("first", mixing(streams, num_streams_mixed=2), ConstantWeight(1.0))], seed=0)
     assert blend.now_reading == ""

@@ -26,6 +26,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trainer.errors import UserError
 from trainer.files import (
     did_you_mean,
+    is_file_name,
+    open_plain,
+    parse_json,
+    read_bytes,
+    read_json,
     remove_leftovers,
     remove_tree,
     replace_link,
@@ -35,7 +40,6 @@ from trainer.files import (
 from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file, rows_file
-from trainer.untrusted import is_file_name, open_plain, parse_json, read_bytes, read_json
 from trainer.wording import counted
 
 FORMAT_VERSION = 2

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import UserError
-from trainer.files import replacing, replacing_path
-from trainer.untrusted import open_plain
+from trainer.files import open_plain, replacing, replacing_path
 from trainer.wording import counted
 
 # Keys of a file's metadata, each of JSON.

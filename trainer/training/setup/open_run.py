@@ -160,7 +160,7 @@ def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Stra
 
 def _start_mirror(claimed: Any, run: Run, after_group: ExitStack) -> Callable[[Path], None]:
     """Start to copy checkpoints to the claimed store. Returns what decides which are kept."""
-    mirrors = importlib.import_module("trainer.extensions.mirror.mirror")
+    mirrors = importlib.import_module("trainer.extensions.mirror")
     table, step = run.config.checkpoint, run.position.step
     mirror = mirrors.start_mirror(claimed, run.run_dir, table, step, run.diagnostics)
     after_group.callback(mirrors.wait_for_mirror, mirror, run.stop)
@@ -252,7 +252,7 @@ def _load_extensions(run: Run) -> Extensions:
         "per_layer": (config.metrics.per_layer, "per_layer:LayerNumbers"),
         "spikes": (config.train.spike_sigma, "spikes:LossSpikes"),
         "sample": (config.sample.every, "samples:Samples"),
-        "profile": (run.info.is_main and config.metrics.profile, "profile.extension:StepProfile"),
+        "profile": (run.info.is_main and config.metrics.profile, "profile:StepProfile"),
         "progress": (shows_bar, "progress:ProgressBar"),
     }
     found: dict[str, Extension] = {"step_details": LoggedDetails(run, make_details(run.plan, run.diagnostics))}

@@ -15,13 +15,16 @@ from torch import nn
 from trainer.config.rules import check_state_rules, largest_batch, mixing_of
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
-from trainer.data.mixing import StreamMixingDataset
+from trainer.data.documents import ReadOptions
+from trainer.data.groups import CutOptions
+from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.own_batches import OwnBatches
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Replicated, Sharded, Strategy, bypassed, layout_for, shard_units
 from trainer.errors import UserError, raise_found
 from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.ledger.ledger import Ledger
+from trainer.ledger.snapshot import Owners
 from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import ModelOutput
@@ -108,9 +111,7 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
         device=device,
         dtype=STATE_TYPES[table.dtype],
         placement=table.placement,
-        ownership="exchange" if plan.facts.ownership == "exchange" else "reader",
-        rank=info.rank,
-        world_size=info.world_size,
+        owners=Owners("exchange" if plan.facts.ownership == "exchange" else "reader", info.rank, info.world_size),
     )
 
 
@@ -182,30 +183,28 @@ def make_dataset(
         is_whole: that is all documents, not the held-out ones.
     """
     config, mixing = plan.config, mixing_of(plan.config, source.table)
-    return StreamMixingDataset(
-        source.streams,
-        name=source.name,
-        tokenizer=plan.tokenizer,
+    cut = CutOptions(
+        namespace=source.name,
         seq_len=config.data.seq_len if is_holdout else config.row_tokens,
+        max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
+        pack=config.data.pack,
+        split="holdout" if is_holdout and not is_whole else "train",
+        holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,
+    )
+    read = ReadOptions(
+        plan.tokenizer, source.table.dtype, source.table.eod, source.table.text_split, source.table.format
+    )
+    mix = MixOptions(
         num_streams_mixed=mixing.num_streams_mixed,
         pick_mode="round_robin" if is_holdout else mixing.pick_mode,
         batching_mode="per_stream" if is_holdout else mixing.batching_mode,
         batch_size=mixing.batch_size,
         batch_size_by_modality=mixing.batch_size_by_modality,
-        max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
-        pack=config.data.pack,
         repeat=mixing.repeat and not is_holdout,
         tokens_before=0 if is_holdout else config.ledger.burn_in,
         seed=config.run.seed,
-        rank=info.rank,
-        world_size=info.world_size,
-        split="holdout" if is_holdout and not is_whole else "train",
-        holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,
-        format=source.table.format,
-        dtype=source.table.dtype,
-        eod=source.table.eod,
-        text_split=source.table.text_split,
     )
+    return StreamMixingDataset(source.streams, cut, read, mix, rank=info.rank, world_size=info.world_size)
 
 
 def make_blend(plan: Plan, info: RankInfo) -> BlendDataset:
