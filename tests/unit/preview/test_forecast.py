@@ -13,7 +13,7 @@ from trainer.config.load import load_config
 from trainer.data.mixing import EXHAUST_EVENTS
 from trainer.distributed.env import RankInfo
 from trainer.tools.preview.forecast import Forecast, SourceShape, count_run, source_shape
-from trainer.training.setup.data import make_blend
+from trainer.training.setup.parts import make_blend
 from trainer.training.setup.plan import Plan, make_plan
 
 MODES = [

@@ -109,7 +109,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
     from trainer.data.layout import refuse_empty
     from trainer.storage import Storage, is_url
-    from trainer.training.checkpointing.resume_checks import check_resume
+    from trainer.training.checkpointing.restore import check_resume
 
     parent = plan.place(plan.config.run.dir)
     if os.path.exists(parent) and not os.path.isdir(parent):
@@ -164,15 +164,12 @@ def _derived(plan: Plan) -> dict[str, Any]:
         UserError: the model lacks the state that a setting needs.
     """
     from trainer.config.rules import check_state_rules, costs_of_carry, why_no_noise_scale
-    from trainer.distributed.env import RankInfo
     from trainer.training.setup.plausible import ledger_bytes
-    from trainer.training.setup.sharding import layout_for
 
-    config, batches, ranks = plan.config, plan.config.micro_batches, RankInfo(world_size=plan.facts.world_size)
+    config, batches = plan.config, plan.config.micro_batches
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
-    if ranks.world_size > 1:
-        layout = layout_for(config.distributed, ranks)
-        facts["sharding"] = "none: each rank holds the whole model" if layout is None else str(layout)
+    if plan.facts.world_size > 1:
+        facts["sharding"] = "none: each rank holds the whole model" if plan.layout is None else str(plan.layout)
     if not batches.is_constant:
         words = f"{batches.least} to {batches.most}; cells_per_step and tokens_per_step are those of {batches.most}"
         facts["micro_batches"] = words
