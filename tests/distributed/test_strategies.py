@@ -195,7 +195,7 @@ def test_shards_are_exported_whole_and_another_run_begins_with_them(config, runs
     tensors, _ = read_weights(exported)
     expected = weights(runs["hsdp"])
     assert all(torch.equal(tensors[name], value) for name, value in expected.items())
-    sampled = run("sample", runs["hsdp"], "--prompt", "the", "--bytes", 10)
+    sampled = run("sample", runs["hsdp"], "--prompt", "the", "--tokens", 10)
     assert sampled.returncode == 0, sampled.stderr
     begun = ("eval.every=0", "sample.every=0", "checkpoint.every=0", f'model.weights="{exported}"')
     paths = [

@@ -72,7 +72,7 @@ def test_weights_multiply_on_the_way_down_and_paths_are_relative_to_the_file_tha
         (source("outer", 'include = "sets/none.toml"'), {}, "sets/none.toml: cannot be read"),
         (source("a", 'root = "nowhere"'), {}, "make it .train data build pytext --out nowhere"),
         (source("a", 'root = "corpus"\nmodalities = ["c"]'), {}, "has no modality 'c'"),
-        (source("a", 'paths = ["corpus/*.txt"]'), {}, "names no stream file"),
+        (source("a", 'paths = ["corpus/*.txt"]'), {}, "has no stream files"),
         (source("a", 'root = "corpus"\nweight = 0'), {}, "all weights are zero from batch 0 to the end"),
         (
             source(
