@@ -27,8 +27,7 @@ from trainer_run import ALONE, LOG_INTERVAL, TINY, StepWatcher, plan_of, run_tra
 from trainer.arrays import IGNORED
 from trainer.data.batch import MicroBatch
 from trainer.data.loader import Loader
-from trainer.training.setup.data import make_blend
-from trainer.training.setup.parts import autocast_context
+from trainer.training.setup.parts import autocast_context, make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.schedule import lr_at, set_lr

@@ -35,7 +35,7 @@ from trainer.import_path import PROGRAM
 from trainer.tools.branching.study import Branch, Study
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack, unpack, write_tensors
+from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack, rank_file, unpack, write_tensors
 from trainer.training.run_dir import FINISHED, RunDir
 from trainer.training.signals import PARENT
 from trainer.wording import counted
@@ -298,7 +298,7 @@ def fork(source: Path, run_dir: Path, *, order: int = 0) -> None:
     checkpoints = RunDir(run_dir).checkpoints
     staging = checkpoint.staging_dir(checkpoints, state["step"])
     staging.mkdir(parents=True)
-    ranks = {checkpoint.rank_file(rank) for rank in range(state["world_size"])}
+    ranks = {rank_file(rank) for rank in range(state["world_size"])}
     for path in source.iterdir():
         target = staging / path.name
         if path.name in ranks and order:

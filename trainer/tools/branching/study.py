@@ -21,6 +21,7 @@ from trainer.metrics.run_status import LOCK_NAME, take_lock
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.tools.trained.saved_model import config_of, refuse_code
 from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.tensor_files import CheckpointError, read_rank
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import make_plan
 from trainer.training.step.schedule import make_schedule
@@ -104,7 +105,7 @@ def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origi
     """
     try:
         saved = checkpoint.verify(path)
-    except checkpoint.CheckpointError as error:
+    except CheckpointError as error:
         raise UserError("--at", str(error), "choose another checkpoint") from None
     step, world_size, tokens_seen = saved["step"], saved["world_size"], saved["tracker"]["tokens_seen"]
     config = config_of(saved, path)
@@ -115,7 +116,7 @@ def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origi
     if lr <= 0:
         problem = f"the learning rate at step {step} is 0, at which no branch learns"
         raise UserError("--at", problem, "choose another step")
-    batches = checkpoint.read_rank(path, 0)["data"]["batch_index"]
+    batches = read_rank(path, 0)["data"]["batch_index"]
     sources = []
     for source in plan.sources:  # under its full name, with the weight that its schedule has reached
         weight = source.weight.evaluate(step + 1 if source.weight.unit == "step" else batches)

@@ -19,8 +19,8 @@ from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.tools.trained.saved_model import load_model, refuse_code
-from trainer.training.setup.data import EvalSet, eval_sets
-from trainer.training.setup.evaluation import make_evaluator
+from trainer.training.evaluator import EvalSet
+from trainer.training.setup.evaluation import eval_sets, make_evaluator
 from trainer.training.setup.parts import model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.plausible import trained_on

@@ -24,8 +24,8 @@ from trainer.model.families import DEFAULT
 from trainer.model.weights import WEIGHTS_FILE, check_fit, read_weights, save_weights
 from trainer.tools.runs.load import load_run
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.model_part import open_model, whole_weights
-from trainer.training.checkpointing.tensor_files import DamagedFile
+from trainer.training.checkpointing.tensor_files import CheckpointError
+from trainer.training.checkpointing.train_state import open_model, whole_weights
 from trainer.training.setup.plan import build_model
 
 CONFIG_FILE = "config.toml"
@@ -142,7 +142,7 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
     path, state = found
     try:
         weights = whole_weights(open_model(path, state))
-    except (DamagedFile, KeyError) as error:
+    except (CheckpointError, KeyError) as error:
         raise UserError(str(path), f"cannot be used: {error}", "name another one with --step") from None
     return SavedCheckpoint(path, state, config_of(state, path), weights)
 
