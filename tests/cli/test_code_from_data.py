@@ -58,7 +58,7 @@ VERBS = (
     ("sample", "RUN", "--tokens", "3"),
     ("eval", "RUN"),
     ("export", "RUN", "--format", "hf", "--out", "exported"),
-    ("cbs", "RUN", "--yes", "--factors", "1", "--seeds", "1", "--lr-grid", "1"),
+    ("cbs", "RUN", "--factors", "1", "--seeds", "1", "--lr-grid", "1"),
 )
 
 
