@@ -8,7 +8,6 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from trainer.errors import UserError
@@ -38,21 +37,17 @@ def resolve_target(target: str, key: str) -> Any:
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise _import_error(key, module_name, error) from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        problem = f"cannot import {module_name}: {format_error(error)}"
+        raise UserError(
+            key, problem, "fix it there" if missing is None else f"install {missing}, or add it to PYTHONPATH"
+        ) from error
     found = getattr(module, name, None)
     if not callable(found):
-        fix = "name a function of the module"
-        if (file := _shadowed(module)) is not None:
-            fix = f"rename {file}, if you mean it: the package {module.__file__} has its name, and comes first"
-        raise UserError(key, f"{module_name} has no function {name}", fix)
+        raise UserError(
+            key, f"{module_name} ({module.__file__}) has no function {name}", "name a function of the module"
+        )
     return found
-
-
-def _shadowed(module: ModuleType) -> Path | None:
-    """The file in the working directory that would be the module, if that were not another one."""
-    path = Path.cwd().joinpath(*module.__name__.split("."))
-    files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
-    return files[0] if files and Path(module.__file__ or "") not in files else None
 
 
 def place_of(error: BaseException) -> str:
@@ -79,15 +74,3 @@ def format_error(error: BaseException, *, otherwise: str = "") -> str:
     """`NameError: name 'x' is not defined (mine.py:3)`, on one line; `otherwise` replaces a location outside user code."""
     text = error.msg if isinstance(error, SyntaxError) else message_of(error)
     return f"{type(error).__name__}: {' '.join(text.split())}{place_of(error) or otherwise}"
-
-
-def _import_error(key: str, module_name: str, error: BaseException) -> UserError:
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-        return UserError(
-            key, f"cannot import {module_name}: {message_of(error)}", "install it, or add it to PYTHONPATH"
-        )
-    if missing is not None:
-        problem = f"{module_name} was found, but imports {missing}, which was not{place_of(error)}"
-        return UserError(key, problem, f"install {missing}, or add it to PYTHONPATH")
-    return UserError(key, f"{module_name} fails on import: {format_error(error)}", "fix it there")

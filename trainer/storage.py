@@ -60,34 +60,24 @@ class Storage:
     """
 
     def __init__(self, url: str, *, key: str) -> None:
-        protocol, separator, rest = url.partition("://")
-        if not separator or not protocol.isidentifier():
-            raise UserError(key, f"{url} is no URL of a store", "write it as s3://BUCKET/PREFIX or file:///DIRECTORY")
+        protocol, _, rest = url.partition("://")
         self.url = f"{protocol}://{rest.rstrip('/') or rest[:1]}"
-        try:
-            has_password = urlsplit(url).password is not None
-        except ValueError as error:
-            raise UserError(key, f"{url} is no URL: {error}", "write it as s3://BUCKET/PREFIX") from None
-        if has_password:
-            problem = "has a password in its URL, which every run would copy into its config"
-            raise UserError(key, problem, "take it out, and set the credentials in the environment")
         self._is_object_store = protocol in OBJECT_STORES
         self._is_s3 = protocol in ("s3", "s3a")
-        if self._is_object_store and not rest.strip("/"):
-            raise UserError(key, f"{url} names no bucket", "write it as s3://BUCKET/PREFIX")
+        fix = "write it as s3://BUCKET/PREFIX or file:///DIRECTORY"
         try:
+            if urlsplit(url).password is not None:
+                fix, self.url = "set the credentials in the environment", "a URL with a password in it"
+                raise ValueError("every run would copy it into its config")
+            if not rest or (self._is_object_store and not rest.strip("/")):
+                raise ValueError("it names no bucket or directory")
             core = importlib.import_module("fsspec.core")
             # A cached listing would show what this process itself has seen, not what the store has.
             self._fs, root = core.url_to_fs(self.url, use_listings_cache=False)
-        except ImportError as error:
-            problem = f"{self.url} needs a package that is not installed ({error})"
-            raise UserError(key, problem, "run: pip install fsspec s3fs, or the package that is named") from None
-        except ValueError as error:
-            raise UserError(
-                key, f"{self.url} is no URL of a store: {error}", "write it as s3://BUCKET/PREFIX or file:///DIRECTORY"
-            ) from None
         except Exception as error:  # noqa: BLE001 - backends raise anything
-            raise UserError(key, f"{self.url} cannot be opened: {reason_of(error)}", "check the URL") from None
+            if isinstance(error, ImportError):
+                fix = "run: pip install fsspec s3fs, or the package that is named"
+            raise UserError(key, f"{self.url} cannot be used as a store: {reason_of(error)}", fix) from None
         self._root = str(root).rstrip("/")
 
     def files(self, directory: str = "") -> dict[str, StoredFile]:

@@ -15,13 +15,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable, damaged
+from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable, damaged, table_from_pieces
 from trainer.data.text_formats import (
     jsonl_kind,
     jsonl_pieces,
     jsonl_spans,
-    load_jsonl,
-    load_parquet,
     load_text,
     parquet_kind,
     parquet_pieces,
@@ -96,7 +94,7 @@ class Format:
 
     Args:
         suffixes: file extensions that select the format.
-        load: reads a file.
+        load: reads a file; None: tokenizes its `pieces`.
         kind: text or token ids; a function of the path where it depends on the file.
         options: what the user may set for such files: `dtype`, `eod`, `text_split`.
         beside: extension of a second file that must be there too, and is not a stream of its own.
@@ -106,7 +104,7 @@ class Format:
     """
 
     suffixes: tuple[str, ...]
-    load: Callable[[Path, ReadOptions], TokenTable]
+    load: Callable[[Path, ReadOptions], TokenTable] | None
     kind: Kind | Callable[[Path], Kind]
     options: tuple[Literal["dtype", "eod", "text_split"], ...] = ()
     beside: str | None = None
@@ -117,11 +115,11 @@ class Format:
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         "text": Format((".txt", ".md", ".py"), load_text, "text", ("text_split",), None, text_pieces, text_spans),
-        "jsonl": Format((".jsonl",), load_jsonl, kind=jsonl_kind, pieces=jsonl_pieces, spans=jsonl_spans),
+        "jsonl": Format((".jsonl",), None, kind=jsonl_kind, pieces=jsonl_pieces, spans=jsonl_spans),
         "npy": Format((".npy",), load_npy, kind="ids", options=("eod",)),
         "megatron": Format((".bin",), load_megatron, kind="ids", beside=".idx"),
         "bin": Format((".bin",), load_bin, kind="ids", options=("dtype", "eod")),
-        "parquet": Format((".parquet",), load_parquet, kind=parquet_kind, pieces=parquet_pieces, spans=parquet_spans),
+        "parquet": Format((".parquet",), None, kind=parquet_kind, pieces=parquet_pieces, spans=parquet_spans),
     }
 )
 
@@ -145,11 +143,6 @@ def file_kind(path: Path, name: str) -> Kind:
 def takes_option(name: str, option: str) -> bool:
     """Whether the option changes how files of the format `name` are read."""
     return name in FORMATS and option in FORMATS[name].options
-
-
-def formats_with(option: str) -> list[str]:
-    """The formats that take an option."""
-    return [name for name in FORMATS if takes_option(name, option)]
 
 
 def check_format(name: str) -> None:
@@ -195,7 +188,16 @@ def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
             problem = "the file is empty" if stat.S_ISREG(status.st_mode) else "is not a regular file"
             raise damaged(path, problem, "remove it; of a directory, name the files in it")
         path.open("rb").close()  # a file that cannot be opened at all is no matter of its format
-        return load_own(name, path, options) if is_import_path(name) else FORMATS[name].load(path, options)
+        if is_import_path(name):
+            return load_own(name, path, options)
+        row = FORMATS[name]
+        if row.load is not None:
+            return row.load(path, options)
+        assert row.pieces is not None
+        table = table_from_pieces(row.pieces(path, options, None), options.tokenizer.vocab_size, where=str(path))
+        if not table.num_documents:
+            raise damaged(path, "has no documents", "remove the file")
+        return table
     except OSError as error:
         other = f": {error.filename}" if error.filename and str(error.filename) != str(path) else ""
         problem = f"cannot be read ({error.strerror or error}{other})"

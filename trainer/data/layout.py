@@ -15,9 +15,9 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 from trainer.data.formats import (
+    FORMATS,
     check_format,
     format_name,
-    formats_with,
     index_suffixes,
     is_import_path,
     suffixes,
@@ -368,6 +368,7 @@ def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, 
     for option, value in given.items():
         is_given = value is not None and (option, value) != ("text_split", "file")
         if is_given and not any(takes_option(name, option) for name in names):
-            problem = f"is {json.dumps(value)}, but there are no {' or '.join(formats_with(option))} files"
+            takers = [name for name in FORMATS if takes_option(name, option)]
+            problem = f"is {json.dumps(value)}, but there are no {' or '.join(takers)} files"
             fix = "remove it" + (": the index of a .bin file defines it" if "megatron" in names else "")
             raise UserError(f"{source}: {option}" if source else option, problem, fix)

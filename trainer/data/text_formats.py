@@ -162,23 +162,6 @@ def jsonl_spans(path: Path, size: int) -> list[Span]:
     return [(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def load_jsonl(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of a JSON lines file, tokenized when it is opened.
-
-    Raises:
-        UserError: as `jsonl_pieces`; or there is no document.
-    """
-    return _not_empty(
-        path, table_from_pieces(jsonl_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
-    )
-
-
-def _not_empty(path: Path, table: TokenTable) -> TokenTable:
-    if not table.num_documents:
-        raise damaged(path, "has no documents", "remove the file")
-    return table
-
-
 def jsonl_kind(path: Path) -> Kind:
     """What the first record holds; `text` where it cannot be read, since reading the file gives the better message."""
     try:
@@ -284,16 +267,6 @@ def parquet_spans(path: Path, size: int) -> list[Span]:
             cuts.append(group + 1)
             held = 0
     return list(itertools.pairwise(dict.fromkeys([*cuts, metadata.num_row_groups])))
-
-
-def load_parquet(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of a Parquet file, tokenized when it is opened.
-
-    Raises:
-        UserError: as `parquet_pieces`; or there are no rows.
-    """
-    pieces = parquet_pieces(path, options)
-    return _not_empty(path, table_from_pieces(pieces, options.tokenizer.vocab_size, where=str(path)))
 
 
 def parquet_kind(path: Path) -> Kind:
