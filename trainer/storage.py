@@ -51,6 +51,8 @@ def is_url(text: str) -> bool:
 class Storage:
     """The files below a URL. Names are relative to it, with `/` between their parts.
 
+    Every method raises StorageError if the store does not do what it is asked, MissingError if there is no such file or bucket.
+
     Args:
         url: any that fsspec knows.
         key: config key or option that the URL comes from.
@@ -83,9 +85,6 @@ class Storage:
     def files(self, directory: str = "") -> dict[str, StoredFile]:
         """Every file below a directory, also in directories below it, by its name relative to that directory; none if there
         is no such directory.
-
-        Raises:
-            StorageError: it cannot be listed; MissingError: there is no such bucket.
         """
         path = self._path(directory)
         with self._translating(directory):
@@ -98,11 +97,7 @@ class Storage:
         }
 
     def match(self, pattern: str) -> dict[str, StoredFile]:
-        """The files that a glob matches.
-
-        Raises:
-            StorageError: it cannot be listed.
-        """
+        """The files that a glob matches."""
         with self._translating(pattern):
             self._fs.invalidate_cache()
             found: dict[str, dict[str, Any]] = self._fs.glob(self._path(pattern), detail=True)
@@ -113,11 +108,7 @@ class Storage:
         }
 
     def info(self, name: str) -> StoredFile:
-        """One file.
-
-        Raises:
-            StorageError: the store cannot say; MissingError: there is no such file.
-        """
+        """One file."""
         with self._translating(name):
             self._fs.invalidate_cache()
             found: dict[str, Any] = self._fs.info(self._path(name))
@@ -126,20 +117,12 @@ class Storage:
         return _stored(found)
 
     def read(self, name: str) -> bytes:
-        """The content of a small file.
-
-        Raises:
-            StorageError: it cannot be read; MissingError: there is none.
-        """
+        """The content of a small file."""
         with self._translating(name):
             return bytes(self._fs.cat_file(self._path(name)))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write a small file."""
         with self._translating(name):
             self._make_parent(name)
             self._fs.pipe_file(self._path(name), content)
@@ -149,9 +132,6 @@ class Storage:
 
         Args:
             report: called with the number of bytes of each piece that was sent, if the backend says.
-
-        Raises:
-            StorageError: it cannot be read or uploaded.
         """
         sent = 0
 
@@ -173,11 +153,7 @@ class Storage:
         return {"chunksize": part, "max_concurrency": S3_PARTS_AT_ONCE}
 
     def get(self, name: str, local: Path) -> None:
-        """Download a file; what is there of a download that failed is up to the caller.
-
-        Raises:
-            StorageError: it cannot be downloaded or written; MissingError: there is none.
-        """
+        """Download a file; what is there of a download that failed is up to the caller."""
         with self._translating(name):
             self._fs.get_file(self._path(name), str(local))
 
@@ -186,9 +162,6 @@ class Storage:
 
         Args:
             report: called with the number of bytes of each piece that was read.
-
-        Raises:
-            StorageError: it cannot be read; MissingError: there is none.
         """
         digest = hashlib.sha256()
         for start in range(0, size, READ_BYTES):
@@ -199,11 +172,7 @@ class Storage:
         return digest.hexdigest()
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete files; those that are gone already do not matter.
-
-        Raises:
-            StorageError: some cannot be deleted.
-        """
+        """Delete files; those that are gone already do not matter."""
         for name in names:
             with suppress(MissingError), self._translating(name):
                 self._fs.rm_file(self._path(name))
@@ -218,9 +187,6 @@ class Storage:
         """Abort the multipart uploads below the URL that nobody has finished; returns how many there were.
 
         S3 shows them in no listing and charges for them. Other stores have none, or end them on their own.
-
-        Raises:
-            StorageError: the store does not allow it.
         """
         if not hasattr(self._fs, "list_multipart_uploads"):
             return 0

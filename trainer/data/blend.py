@@ -177,11 +177,7 @@ class BlendDataset:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch; if it has no `dataset_labels`, they are set to the source's name.
-
-        Raises:
-            StopIteration, UserError: as `next_with_tokens_before`.
-        """
+        """The next micro-batch; if it has no `dataset_labels`, they are set to the source's name."""
         every, plan = self._history_every, self._micro_batches
         # A loader makes batches before it is known which step they belong to, and tokens that nobody needs do no harm.
         is_due = every > 0 and (not plan.is_known_ahead or plan.step_of(self._batch_index) % every == 0)
@@ -397,11 +393,7 @@ class BlendDataset:
 
 
 def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | None:
-    """The names that a source may report, each once; None if it reports nothing.
-
-    Args:
-        taken: names of the blend's own.
-    """
+    """The names that a source may report, each once, without the blend's own (`taken`); None if it reports nothing."""
     keys = getattr(dataset, "metric_keys", None)
     if keys is None or getattr(dataset, "drain_step_metrics", None) is None:
         return None

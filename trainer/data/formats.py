@@ -15,7 +15,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable, damaged, table_from_pieces
+from trainer.data.documents import (
+    IdBounds,
+    Kind,
+    ReadOptions,
+    Span,
+    TokenArray,
+    TokenTable,
+    damaged,
+    load_bin,
+    load_megatron,
+    load_npy,
+    table_from_pieces,
+)
 from trainer.data.text_formats import (
     jsonl_kind,
     jsonl_pieces,
@@ -27,7 +39,6 @@ from trainer.data.text_formats import (
     text_pieces,
     text_spans,
 )
-from trainer.data.token_formats import load_bin, load_megatron, load_npy
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
@@ -41,11 +52,7 @@ def is_import_path(format: str) -> bool:
 
 
 def find_loader(format: str) -> Any:
-    """The function behind an import path.
-
-    Raises:
-        UserError: it cannot be imported, or does not take a path and options.
-    """
+    """The function behind an import path."""
     load = resolve_target(format, "format")
     try:
         inspect.signature(load).bind(Path(), None)
@@ -59,9 +66,6 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     """Read a file with the user's function, and check the result before anything is trained on it.
 
     Ids are checked against the vocabulary here too: a user's function need not have done so.
-
-    Raises:
-        UserError: the result is not a TokenTable, its parts do not fit together, or an id is outside the vocabulary.
     """
     load, where = find_loader(format), f"{path} (read by {format})"
     try:
@@ -146,11 +150,7 @@ def takes_option(name: str, option: str) -> bool:
 
 
 def check_format(name: str) -> None:
-    """Reject a name that is not `auto`, a row of the table, or an import path, which is not imported yet.
-
-    Raises:
-        UserError: with the names that exist.
-    """
+    """Reject a name that is not `auto`, a row of the table, or an import path, which is not imported yet."""
     if not is_import_path(name) and name != "auto" and name not in FORMATS:
         problem = f"must be one of auto, {', '.join(FORMATS)}, or an import path package.module:function; got {name!r}"
         raise UserError("format", problem, "use one of these, or write a format of your own")
@@ -213,9 +213,5 @@ def open_documents(
     eod: int | None = None,
     text_split: str = "file",
 ) -> TokenTable:
-    """The documents of a file: mapped where the format allows, otherwise read into memory. See `ReadOptions`.
-
-    Raises:
-        UserError: an unknown format, or an unreadable or damaged file, with path, position and fix.
-    """
+    """The documents of a file: mapped where the format allows, otherwise read into memory. See `ReadOptions`."""
     return load_documents(path, ReadOptions(tokenizer, dtype, eod, text_split, format))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.runs import make_corpus
 from trainer.config.load import load_config
-from trainer.data.token_formats import write_index
+from trainer.data.documents import write_index
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
