@@ -1,9 +1,9 @@
 """The documents of a file as runs of tokens in one array, and the formats that hold token ids, all memory-mapped.
 
 These are `.npy`, headerless `.bin`, and Megatron-LM's indexed files: `NAME.bin` holds the ids and `NAME.idx` the positions of
-the documents, all little-endian: the magic, the version (u64, 1), the dtype code (u8), the number of sequences (u64), the number
-of document indices (u64), the sizes of the sequences in tokens (i32 each), their byte offsets in the `.bin` (i64 each), and the
-document indices (i64 each): document d holds the sequences from index d up to index d + 1.
+the documents, all little-endian: the magic, the version (u64, 1), the dtype code (u8), the number of sequences (u64), the
+number of document indices (u64), the sizes of the sequences in tokens (i32 each), their byte offsets in the `.bin` (i64 each),
+and the document indices (i64 each): document d holds the sequences from index d up to index d + 1.
 
 What is damaged, or has ids outside the vocabulary, is a UserError with the path and the place.
 """
