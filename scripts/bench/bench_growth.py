@@ -25,7 +25,7 @@ from trainer.data.groups import CutOptions
 from trainer.data.layout import discover_direct
 from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.tokenizer import IdsTokenizer
-from trainer.metrics.rank_reduction import rank_operations, reduce_over_ranks
+from trainer.metrics.aggregate import rank_operations, reduce_over_ranks
 
 SEQ_LEN, ROWS, VOCAB = 64, 8, 50_000
 MAX_SLOPE, MAX_FLAT = 1.1, 0.25

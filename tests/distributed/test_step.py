@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.support.gloo import run_on_ranks
+from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
 from trainer.ledger import Ledger, Owners
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
-from trainer.objective.compose import Objective
-from trainer.training.step.microbatch import Carry, MicroBatch
+from trainer.objective.loss import Objective
 from trainer.training.step.step import StepOutcome, StepSettings, TrainStep
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 11
@@ -58,11 +58,10 @@ def make_step(
         optimizer=optimizer,
         gns=GradientNoiseScale(inner, process_group=group),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        settings=StepSettings(max_tokens_per_micro=max_tokens, clip_grad_norm=clip),
+        settings=StepSettings(
+            max_tokens_per_micro=max_tokens, clip_grad_norm=clip, world_size=world, device=CPU, autocast=nullcontext
+        ),
         strategy=strategy,
-        world_size=world,
-        device=CPU,
-        autocast=nullcontext,
     )
 
 

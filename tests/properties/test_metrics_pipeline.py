@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.metrics.aggregate import Recorder, UnloggedCounters
-from trainer.metrics.rank_reduction import _combine, _pack, rank_operations
+from trainer.metrics.aggregate import Recorder, _combine, _pack, rank_operations
 
 settings.register_profile("pipeline", derandomize=True, max_examples=120, deadline=None)
 profile = settings.get_profile("pipeline")
@@ -53,19 +52,18 @@ def runs(draw: st.DrawFn) -> tuple[list[list[list[Report]]], list[bool]]:
 def brute_force(reports: list[list[list[Report]]], since: int, step: int) -> dict[str, float]:
     """What the payload of `step` must hold when the one before it was that of the step before `since`."""
 
-    def seen(rank: list[list[Report]], key: str, first: int) -> list[Any]:
-        return [micro[key] for micros in rank[first : step + 1] for micro in micros if key in micro]
+    def seen(rank: list[list[Report]], key: str) -> list[Any]:
+        return [micro[key] for micros in rank[since : step + 1] for micro in micros if key in micro]
 
-    now = {key: [seen(rank, key, step) for rank in reports] for key in PLAN}
-    window = {key: [seen(rank, key, since) for rank in reports] for key in PLAN}
+    window = {key: [seen(rank, key) for rank in reports] for key in PLAN}
     expected: dict[str, float] = {}
-    means = [sum(values) / len(values) for values in now[GAUGE] if values]
+    means = [sum(values) / len(values) for values in window[GAUGE] if values]
     if means:
         expected[GAUGE] = sum(means) / len(means)
-    lasts = [values[-1] for values in now[LEAST] if values]
+    lasts = [values[-1] for values in window[LEAST] if values]
     if lasts:
         expected[LEAST] = min(lasts)
-    sizes = [values[-1] for values in now[SUMMED] if values]
+    sizes = [values[-1] for values in window[SUMMED] if values]
     if sizes:
         expected[SUMMED] = sum(sizes)
     if any(window[COUNTER]):
@@ -75,7 +73,7 @@ def brute_force(reports: list[list[list[Report]]], since: int, step: int) -> dic
         expected[POOL_COUNTER] = sum(sum(values) for values in window[POOL_COUNTER])
     if any(window[FLAG]):
         expected[FLAG] = max(max(values) for values in window[FLAG] if values)
-    pairs = [pair for values in now[WEIGHTED] for pair in values]
+    pairs = [pair for values in window[WEIGHTED] for pair in values]
     if sum(count for _, count in pairs):
         expected[WEIGHTED] = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
     return expected
@@ -85,16 +83,14 @@ def brute_force(reports: list[list[list[Report]]], since: int, step: int) -> dic
 @given(runs())
 def test_what_is_logged_equals_sums_over_the_raw_reports(run: tuple[list[list[list[Report]]], list[bool]]) -> None:
     reports, logs = run
-    ledgers = [UnloggedCounters() for _ in reports]
+    recorders = [Recorder() for _ in reports]
     since = 0
     for step, is_logged in enumerate(logs):
-        for rank, ledger in zip(reports, ledgers, strict=True):
-            window = Recorder()
+        for rank, recorder in zip(reports, recorders, strict=True):
             for micro in rank[step]:
-                window.add(micro)
-            ledger.add(window.drain_metrics())
+                recorder.add(micro)
         if is_logged:
-            packed = [_pack(ledger.drain(), PLAN, "cpu").numpy() for ledger in ledgers]
+            packed = [_pack(recorder.drain_metrics(), PLAN, "cpu").numpy() for recorder in recorders]
             logged = _combine(np.stack(packed), PLAN)
             assert logged == pytest.approx(brute_force(reports, since, step), rel=1e-9, abs=1e-9)
             since = step + 1

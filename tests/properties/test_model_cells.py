@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from trainer.data.batch import accepted_inputs
 from trainer.model import build
 from trainer.model.gated_delta import build as build_gated_delta
 from trainer.model.state_layout import carry_flat
-from trainer.training.step.microbatch import accepted_inputs
 
 VOCAB = 13
 

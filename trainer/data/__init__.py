@@ -14,7 +14,8 @@ from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, Tokeniz
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 
 if TYPE_CHECKING:
-    from trainer.data.loader import LoadedBatch, Loader
+    from trainer.data.batch import MicroBatch
+    from trainer.data.loader import Loader
 
 __all__ = [
     "BlendDataset",
@@ -23,8 +24,8 @@ __all__ = [
     "ConstantWeight",
     "CutOptions",
     "HuggingFaceTokenizer",
-    "LoadedBatch",
     "Loader",
+    "MicroBatch",
     "MixOptions",
     "ReadOptions",
     "ScheduledWeight",
@@ -44,8 +45,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The loader needs torch, without which looking at files starts in a quarter of the time.
-    if name not in ("LoadedBatch", "Loader"):
+    # They need torch, without which looking at files starts in a quarter of the time.
+    if name not in ("Loader", "MicroBatch"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from trainer.data import loader
 

@@ -392,7 +392,7 @@ class StreamMixingDataset:
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, float]:
         """Reduce drained metrics over ranks; every rank must call it, also with {}. See `reduce_over_ranks`."""
-        from trainer.metrics.rank_reduction import reduce_over_ranks  # needs torch, which looking at data does not
+        from trainer.metrics.aggregate import reduce_over_ranks  # needs torch, which looking at data does not
 
         return reduce_over_ranks(local, self.metric_keys, group=group, device=device, world_size=world_size)
 

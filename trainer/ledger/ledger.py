@@ -31,8 +31,9 @@ from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
 from trainer.hashing import splitmix64
 from trainer.ledger.index import EVICTION_MODES, WIPE_MODES, Evicted, GroupIndex, WipeMode, distinct, is_due
-from trainer.ledger.slab import HostSlab, InvalidCount, Native, Slab, to_device
+from trainer.ledger.slab import HostSlab, InvalidCount, Native, Slab
 from trainer.ledger.snapshot import Owners, load_shards, save_rows, save_shard
+from trainer.on_device import to_device
 
 Placement = Literal["device", "host"]
 

@@ -17,8 +17,8 @@ from torch.nn import functional
 from trainer.arrays import IGNORED
 from trainer.extensions.carry_probe import SAMPLED_KEYS, SHARE_KEY, CarryProbe
 from trainer.ledger.ledger import Ledger
+from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import SkipBatch
-from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.model import build
 from trainer.model.protocol import ModelOutput
 

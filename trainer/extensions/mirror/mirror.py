@@ -22,7 +22,7 @@ from trainer.extensions.mirror.claim import Claimed, save_id
 from trainer.files import read_bytes
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
-from trainer.metrics.sinks.jsonl import EventWriter
+from trainer.metrics.sinks import EventWriter
 from trainer.storage import StorageError
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, checkpoint_name, step_of

@@ -45,7 +45,6 @@ from trainer.files import (
 )
 from trainer.import_path import format_error
 from trainer.metrics.logger import get_logger
-from trainer.metrics.noise_scale.components import WINDOW_LENGTH
 from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, unpack, write_tensors
 from trainer.wording import counted
 
@@ -414,7 +413,6 @@ class _NoiseScale(_Part):
     consistency: dict[str, float]
     gauges: dict[str, float]
     history: list[list[Pair]]
-    components: list[Annotated[list[float], Field(min_length=WINDOW_LENGTH, max_length=WINDOW_LENGTH)]]
 
 
 class _SavedState(_Part):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.config.rules import largest_batch, mixing_of
+from trainer.data.batch import MicroBatch
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions
@@ -27,12 +28,12 @@ class EvalSet(NamedTuple):
 
     Attributes:
         name: of an `[[eval.source]]`; empty: the held-out documents.
-        batches: makes an iterator of this rank's micro-batches, always the same ones: as many on every rank, since
-            `per_stream` batching masks the rows of a rank whose part of a stream has ended.
+        batches: makes an iterator of this rank's micro-batches for a model that takes such inputs (None: any), always the
+            same ones: as many on every rank, since `per_stream` batching masks the rows of a rank whose part has ended.
     """
 
     name: str
-    batches: Callable[[], Iterator[dict[str, Any]]]
+    batches: Callable[[frozenset[str] | None], Iterator[MicroBatch]]
 
 
 def make_dataset(
@@ -144,16 +145,15 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device) -> list[EvalSet]
 def _eval_set(name: str, datasets: list[StreamMixingDataset], limit: int | None, device: torch.device) -> EvalSet:
     beginnings = [dataset.state_dict() for dataset in datasets]
 
-    def batches() -> Iterator[dict[str, Any]]:
+    def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:
         for dataset, beginning in zip(datasets, beginnings, strict=True):
             dataset.load_state_dict(beginning)
         # Generators, which have neither state nor metrics: an evaluation needs none.
-        loaders = [iter(Loader((batch for batch in each), device=device, prefetch=0)) for each in datasets]
-        in_turn = (loaded for turn in zip_longest(*loaders) for loaded in turn if loaded is not None)
-        for loaded in islice(in_turn, limit):
-            yield loaded.batch
+        loaders = [Loader((batch for batch in each), device=device, accepted=accepted, prefetch=0) for each in datasets]
+        in_turn = (micro for turn in zip_longest(*loaders) for micro in turn if micro is not None)
+        return islice(in_turn, limit)
 
-    next(batches(), None)
+    next(batches(None), None)
     return EvalSet(name, batches)
 
 

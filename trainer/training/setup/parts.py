@@ -18,8 +18,7 @@ from trainer.ledger.snapshot import Owners
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.wrappers import Cellwise, Headless, output_layer, recompute_blocks, refuse_more_than_a_head
 from trainer.objective.chunked import ChunkedObjective
-from trainer.objective.components import CoordSettings
-from trainer.objective.compose import Loss, Objective
+from trainer.objective.loss import CoordSettings, Loss, Objective
 from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.setup.data import make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
