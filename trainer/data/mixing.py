@@ -199,22 +199,21 @@ class MixOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        choices = (("pick_mode", PICK_MODES), ("batching_mode", BATCHING_MODES))
-        wrong = [
-            f"{key}: must be one of {', '.join(known)}" for key, known in choices if getattr(self, key) not in known
-        ]
         sizes = {f"batch_size_by_modality.{modality}": size for modality, size in self.batch_size_by_modality.items()}
         numbers = {"num_streams_mixed": self.num_streams_mixed, "batch_size": self.batch_size, **sizes}
-        wrong += [
-            f"{key}: must be an integer >= 1"
-            for key, number in numbers.items()
-            if type(number) is not int or number < 1
+        rules: list[tuple[str, object, bool, str]] = [
+            ("pick_mode", self.pick_mode, self.pick_mode in PICK_MODES, f"one of {', '.join(PICK_MODES)}"),
+            (
+                "batching_mode",
+                self.batching_mode,
+                self.batching_mode in BATCHING_MODES,
+                f"one of {', '.join(BATCHING_MODES)}",
+            ),
+            *((key, n, type(n) is int and n >= 1, "an integer >= 1") for key, n in numbers.items()),
         ]
-        if type(self.tokens_before) is not int or self.tokens_before < 0:
-            wrong.append("tokens_before: must be an integer >= 0")
-        if wrong:
-            key, _, problem = wrong[0].partition(": ")
-            raise UserError(key, f"{problem}, got {getattr(self, key, sizes.get(key))!r}")
+        for key, value, is_right, rule in rules:
+            if not is_right:
+                raise UserError(key, f"must be {rule}, got {value!r}")
 
 
 class StreamMixingDataset:
@@ -253,11 +252,9 @@ class StreamMixingDataset:
         mix = mix or MixOptions()
         assert 0 <= rank < world_size, (rank, world_size)
         self.name = name = cut.namespace
-        path, times = max(
-            Counter(stream.relative_path for stream in streams).items(), key=lambda item: item[1], default=("", 0)
-        )
-        if times != 1:
-            problem = f"lists the stream {path} twice" if times else "has no streams"
+        twice = [path for path, times in Counter(stream.relative_path for stream in streams).items() if times > 1]
+        if twice or not streams:
+            problem = f"lists the stream {twice[0]} twice" if twice else "has no streams"
             raise UserError(name, problem, "name each of its files once")
         # Renumbered: they may be only a part of those discovered.
         self.streams = [replace(stream, stream_id=i) for i, stream in enumerate(streams)]
