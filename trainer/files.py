@@ -27,26 +27,16 @@ from typing import Any, BinaryIO, Final, cast
 _LEFTOVER = re.compile(r"\.(.+\.\d+\.tmp|(latest|status\.json|env\.json)\.\d+)")
 
 
-def similar_path(path: str | Path) -> str | None:
-    """A path that exists and differs from `path`, which does not, in one name that looks alike; None: there is none."""
+def did_you_mean(path: str | Path) -> str:
+    """The question whether an existing path was meant that differs in one name that looks alike; empty if there is none."""
     wanted = Path(path)
-    parents = [wanted, *wanted.parents]
-    missing = next((each for each in reversed(parents) if not each.exists()), None)
-    if missing is None:
-        return None
-    try:
-        names = sorted(each.name for each in missing.parent.iterdir())
-    except OSError:
-        return None
+    missing = next((each for each in reversed([wanted, *wanted.parents]) if not each.exists()), None)
+    if missing is None or not os.access(missing.parent, os.R_OK):
+        return ""
+    names = sorted(each.name for each in missing.parent.iterdir())
     rest = wanted.relative_to(missing)
     close = (missing.with_name(name) / rest for name in difflib.get_close_matches(missing.name, names, n=3))
-    return next((str(each) for each in close if each.exists()), None)
-
-
-def did_you_mean(path: str | Path) -> str:
-    """The question whether `similar_path` was meant; empty if there is none."""
-    similar = similar_path(path)
-    return f"did you mean {similar}?" if similar else ""
+    return next((f"did you mean {each}?" for each in close if each.exists()), "")
 
 
 @contextmanager

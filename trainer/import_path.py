@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from trainer.errors import UserError
@@ -41,21 +40,17 @@ def resolve_target(target: str, key: str) -> Any:
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise _import_error(key, module_name, error) from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        problem = f"cannot import {module_name}: {format_error(error)}"
+        raise UserError(
+            key, problem, "fix it there" if missing is None else f"install {missing}, or add it to PYTHONPATH"
+        ) from error
     found = getattr(module, name, None)
     if not callable(found):
-        fix = "name a function of the module"
-        if (file := _shadowed(module)) is not None:
-            fix = f"rename {file}, if you mean it: the package {module.__file__} has its name, and comes first"
-        raise UserError(key, f"{module_name} has no function {name}", fix)
+        raise UserError(
+            key, f"{module_name} ({module.__file__}) has no function {name}", "name a function of the module"
+        )
     return found
-
-
-def _shadowed(module: ModuleType) -> Path | None:
-    """The file in the working directory that would be the module, if that were not another one."""
-    path = Path.cwd().joinpath(*module.__name__.split("."))
-    files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
-    return files[0] if files and Path(module.__file__ or "") not in files else None
 
 
 def place_of(error: BaseException) -> str:
@@ -113,15 +108,3 @@ def refuse_arguments(
         pass
     except TypeError as error:
         raise UserError(key, f"cannot call {name} with {', '.join(given)}: {error}", fix) from error
-
-
-def _import_error(key: str, module_name: str, error: BaseException) -> UserError:
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-        return UserError(
-            key, f"cannot import {module_name}: {message_of(error)}", "install it, or add it to PYTHONPATH"
-        )
-    if missing is not None:
-        problem = f"{module_name} was found, but imports {missing}, which was not{place_of(error)}"
-        return UserError(key, problem, f"install {missing}, or add it to PYTHONPATH")
-    return UserError(key, f"{module_name} fails on import: {format_error(error)}", "fix it there")

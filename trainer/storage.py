@@ -51,6 +51,8 @@ def is_url(text: str) -> bool:
 class Storage:
     """The files below a URL. Names are relative to it, with `/` between their parts.
 
+    Every method raises StorageError if the store does not do what it is asked, MissingError if there is no such file or bucket.
+
     Args:
         url: any that fsspec knows.
         key: config key or option that the URL comes from.
@@ -60,42 +62,29 @@ class Storage:
     """
 
     def __init__(self, url: str, *, key: str) -> None:
-        protocol, separator, rest = url.partition("://")
-        if not separator or not protocol.isidentifier():
-            raise UserError(key, f"{url} is no URL of a store", "write it as s3://BUCKET/PREFIX or file:///DIRECTORY")
+        protocol, _, rest = url.partition("://")
         self.url = f"{protocol}://{rest.rstrip('/') or rest[:1]}"
-        try:
-            has_password = urlsplit(url).password is not None
-        except ValueError as error:
-            raise UserError(key, f"{url} is no URL: {error}", "write it as s3://BUCKET/PREFIX") from None
-        if has_password:
-            problem = "has a password in its URL, which every run would copy into its config"
-            raise UserError(key, problem, "take it out, and set the credentials in the environment")
         self._is_object_store = protocol in OBJECT_STORES
         self._is_s3 = protocol in ("s3", "s3a")
-        if self._is_object_store and not rest.strip("/"):
-            raise UserError(key, f"{url} names no bucket", "write it as s3://BUCKET/PREFIX")
+        fix = "write it as s3://BUCKET/PREFIX or file:///DIRECTORY"
         try:
+            if urlsplit(url).password is not None:
+                fix, self.url = "set the credentials in the environment", "a URL with a password in it"
+                raise ValueError("every run would copy it into its config")
+            if not rest or (self._is_object_store and not rest.strip("/")):
+                raise ValueError("it names no bucket or directory")
             core = importlib.import_module("fsspec.core")
             # A cached listing would show what this process itself has seen, not what the store has.
             self._fs, root = core.url_to_fs(self.url, use_listings_cache=False)
-        except ImportError as error:
-            problem = f"{self.url} needs a package that is not installed ({error})"
-            raise UserError(key, problem, "run: pip install fsspec s3fs, or the package that is named") from None
-        except ValueError as error:
-            raise UserError(
-                key, f"{self.url} is no URL of a store: {error}", "write it as s3://BUCKET/PREFIX or file:///DIRECTORY"
-            ) from None
         except Exception as error:  # noqa: BLE001 - backends raise anything
-            raise UserError(key, f"{self.url} cannot be opened: {reason_of(error)}", "check the URL") from None
+            if isinstance(error, ImportError):
+                fix = "run: pip install fsspec s3fs, or the package that is named"
+            raise UserError(key, f"{self.url} cannot be used as a store: {reason_of(error)}", fix) from None
         self._root = str(root).rstrip("/")
 
     def files(self, directory: str = "") -> dict[str, StoredFile]:
         """Every file below a directory, also in directories below it, by its name relative to that directory; none if there
         is no such directory.
-
-        Raises:
-            StorageError: it cannot be listed; MissingError: there is no such bucket.
         """
         path = self._path(directory)
         with self._translating(directory):
@@ -108,11 +97,7 @@ class Storage:
         }
 
     def match(self, pattern: str) -> dict[str, StoredFile]:
-        """The files that a glob matches.
-
-        Raises:
-            StorageError: it cannot be listed.
-        """
+        """The files that a glob matches."""
         with self._translating(pattern):
             self._fs.invalidate_cache()
             found: dict[str, dict[str, Any]] = self._fs.glob(self._path(pattern), detail=True)
@@ -123,11 +108,7 @@ class Storage:
         }
 
     def info(self, name: str) -> StoredFile:
-        """One file.
-
-        Raises:
-            StorageError: the store cannot say; MissingError: there is no such file.
-        """
+        """One file."""
         with self._translating(name):
             self._fs.invalidate_cache()
             found: dict[str, Any] = self._fs.info(self._path(name))
@@ -136,20 +117,12 @@ class Storage:
         return _stored(found)
 
     def read(self, name: str) -> bytes:
-        """The content of a small file.
-
-        Raises:
-            StorageError: it cannot be read; MissingError: there is none.
-        """
+        """The content of a small file."""
         with self._translating(name):
             return bytes(self._fs.cat_file(self._path(name)))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write a small file."""
         with self._translating(name):
             self._make_parent(name)
             self._fs.pipe_file(self._path(name), content)
@@ -159,9 +132,6 @@ class Storage:
 
         Args:
             report: called with the number of bytes of each piece that was sent, if the backend says.
-
-        Raises:
-            StorageError: it cannot be read or uploaded.
         """
         sent = 0
 
@@ -183,11 +153,7 @@ class Storage:
         return {"chunksize": part, "max_concurrency": S3_PARTS_AT_ONCE}
 
     def get(self, name: str, local: Path) -> None:
-        """Download a file; what is there of a download that failed is up to the caller.
-
-        Raises:
-            StorageError: it cannot be downloaded or written; MissingError: there is none.
-        """
+        """Download a file; what is there of a download that failed is up to the caller."""
         with self._translating(name):
             self._fs.get_file(self._path(name), str(local))
 
@@ -196,9 +162,6 @@ class Storage:
 
         Args:
             report: called with the number of bytes of each piece that was read.
-
-        Raises:
-            StorageError: it cannot be read; MissingError: there is none.
         """
         digest = hashlib.sha256()
         for start in range(0, size, READ_BYTES):
@@ -209,11 +172,7 @@ class Storage:
         return digest.hexdigest()
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete files; those that are gone already do not matter.
-
-        Raises:
-            StorageError: some cannot be deleted.
-        """
+        """Delete files; those that are gone already do not matter."""
         for name in names:
             with suppress(MissingError), self._translating(name):
                 self._fs.rm_file(self._path(name))
@@ -228,9 +187,6 @@ class Storage:
         """Abort the multipart uploads below the URL that nobody has finished; returns how many there were.
 
         S3 shows them in no listing and charges for them. Other stores have none, or end them on their own.
-
-        Raises:
-            StorageError: the store does not allow it.
         """
         if not hasattr(self._fs, "list_multipart_uploads"):
             return 0

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -153,10 +152,5 @@ def test_a_module_with_the_name_of_an_installed_package_is_told_so(tmp_path, mon
     (tmp_path / "tomli_w" / "__init__.py").write_text("def mine(): ...\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    own = Path("tomli_w", "__init__.py")
-    with pytest.raises(
-        UserError, match=rf"tomli_w has no function mine; rename .*{own}, if you mean it: the package .*"
-    ):
+    with pytest.raises(UserError, match=r"tomli_w \(.*tomli_w.__init__.py\) has no function mine"):
         resolve_target("tomli_w:mine", "model.target")
-    with pytest.raises(UserError, match=r"json has no function mine; name a function of the module"):
-        resolve_target("json:mine", "model.target")

@@ -56,25 +56,6 @@ def test_ranks_differ_by_at_most_one_stream_if_all_are_alike(
     assert loads.max() - loads.min() <= size
 
 
-@pytest.mark.parametrize(
-    ("sizes", "world_size", "worst"),
-    [
-        (np.full(1, 10**6), 64, 1.01),
-        (np.full(200, 20), 2, 1.01),
-        (np.full(200, 20), 64, 1.29),  # 4 streams at most, 3.1 on average
-        (np.random.default_rng(0).integers(1, 56, 200), 2, 1.2),
-        (np.random.default_rng(0).integers(1, 56, 200), 8, 1.5),
-        (np.where(np.arange(1000) % 2, 2, 60), 2, 1.15),  # sizes that follow the order of names
-        (np.random.default_rng(0).integers(1, 8, 50_000), 64, 1.1),
-        (np.concatenate([[100_000], np.full(1000, 20)]), 64, 1.2),
-    ],
-)
-def test_the_fullest_rank_of_a_corpus_is_near_the_average(sizes: np.ndarray, world_size: int, worst: float) -> None:
-    for seed in range(5):
-        loads, _ = cells_by_rank(sizes, world_size, QueueKey("s", seed, len(sizes), shared=True))
-        assert loads.max() / loads.mean() <= worst, seed
-
-
 def test_orders_after_many_reshards_cost_one_permutation_per_rank_and_point(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computed anew for each rank of each point, they doubled with every point and grew eightfold with 8 ranks."""
     calls = []

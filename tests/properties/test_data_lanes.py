@@ -32,19 +32,6 @@ def test_slices_are_contiguous_cover_all_and_are_as_level_as_groups_allow(cells:
 
 @PROFILE
 @given(lengths_of, st.integers(1, 5))
-def test_lanes_are_level_to_within_the_longest_group(cells: np.ndarray, num_lanes: int) -> None:
-    lanes, loads = assign_lanes(cells, num_lanes)
-    assert np.bincount(lanes, weights=cells, minlength=num_lanes).tolist() == loads.tolist()
-    assert (np.diff(loads) <= 0).all()
-    assert plan_length(cells, num_lanes) == loads[0]
-    if len(cells):
-        # Longest-first filling is at most 4/3 of the best plan (Graham 1969), and a bound on that is known.
-        best = max(-(-cells.sum() // num_lanes), cells.max())
-        assert loads[0] * 3 <= best * 4 + cells.max()
-
-
-@PROFILE
-@given(lengths_of, st.integers(1, 5))
 def test_lanes_are_those_of_placing_groups_one_by_one(cells: np.ndarray, num_lanes: int) -> None:
     loads = [0] * num_lanes
     expected = [0] * len(cells)
@@ -85,11 +72,17 @@ def test_a_plan_reads_each_cell_once_in_order_on_one_lane(cells: np.ndarray, num
 
 @PROFILE
 @given(lengths_of, st.integers(12, 20))
-def test_packed_rows_fit_and_all_but_one_are_more_than_half_full(lengths: np.ndarray, capacity: int) -> None:
+def test_rows_are_filled_as_best_fit_decreasing_fills_them(lengths: np.ndarray, capacity: int) -> None:
     rows = pack_rows(lengths, capacity)
     assert len(rows) == len(lengths)
     fill = np.bincount(rows, weights=lengths) if len(rows) else np.zeros(0)
-    assert (fill <= capacity).all()
-    assert (fill * 2 <= capacity).sum() <= 1
+    plain: list[int] = []  # the longest first, each into the fullest row with room
+    for length in sorted(lengths.tolist(), reverse=True):
+        fitting = [row for row in range(len(plain)) if plain[row] + length <= capacity]
+        if fitting:
+            plain[max(fitting, key=plain.__getitem__)] += length
+        else:
+            plain.append(length)
+    assert sorted(fill.astype(int).tolist()) == sorted(plain)
     firsts = [rows.tolist().index(row) for row in range(len(fill))]
     assert firsts == sorted(firsts)

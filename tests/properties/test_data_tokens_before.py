@@ -142,13 +142,6 @@ def test_a_blend_adds_them_on_the_steps_asked_for_and_changes_nothing_else(
             assert all(same(a, b) for a, b in zip(tail, whole[stop:], strict=True))
 
 
-def test_a_blend_in_a_blend_hands_the_request_on() -> None:
-    with streams_of([[40]], "a") as streams:
-        inner = BlendDataset([BlendSource("x", dataset(streams, seq_len=4, batch_size=1), ConstantWeight(1))], seed=0)
-        outer = BlendDataset([BlendSource("in", inner, ConstantWeight(1))], seed=0, history_every=2, history_tokens=8)
-        assert ["tokens_before" in batch for batch in itertools.islice(outer, 4)] == [False, True, False, True]
-
-
 def test_a_rank_without_rows_gets_the_columns_too() -> None:
     with streams_of([[40]], "a") as streams:
         kwargs: dict[str, Any] = {

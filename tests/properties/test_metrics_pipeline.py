@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.metrics.aggregate import Recorder, _combine, _pack, rank_operations
-from trainer.metrics.tracker import MetricsTracker
 
 settings.register_profile("pipeline", derandomize=True, max_examples=120, deadline=None)
 profile = settings.get_profile("pipeline")
@@ -95,47 +94,3 @@ def test_what_is_logged_equals_sums_over_the_raw_reports(run: tuple[list[list[li
             logged = _combine(np.stack(packed), PLAN)
             assert logged == pytest.approx(brute_force(reports, since, step), rel=1e-9, abs=1e-9)
             since = step + 1
-
-
-class KeepingSink:
-    """A sink that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, dict[str, float]] = {}
-
-    def log(self, payload: Any) -> None:
-        self.rows[payload["global_step"]] = dict(payload["metrics"])
-
-    def event(self, event: Any) -> None:
-        """None come here."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-@profile
-@given(
-    st.integers(1, 7),
-    st.lists(st.tuples(counts, st.sampled_from([0.0, 1.0]), numbers, st.booleans()), min_size=1, max_size=25),
-)
-def test_each_payload_holds_what_was_counted_since_the_one_before(
-    interval: int, steps: list[tuple[float, float, float, bool]]
-) -> None:
-    sink = KeepingSink()
-    tracker = MetricsTracker(log_interval=interval, num_devices=1, device="cpu", sinks=[sink], strict_keys=True)
-    counted, raised, gauges, logged = 0.0, 0.0, [], {}
-    for step, (count, flag, gauge, force) in enumerate(steps, start=1):
-        tracker.start_step()
-        # Sparse: a step on which nothing was counted does not say 0.
-        extra = {GAUGE: gauge, **({COUNTER: count} if count else {}), **({FLAG: flag} if flag else {})}
-        values = {"loss": 1.0, "grad_norm": None, "lr": 0.1, "tokens_in_step": 1}
-        tracker.end_step(step, **values, extra=extra, force_log=force)  # type: ignore[arg-type]
-        counted, raised = counted + count, max(raised, flag)
-        gauges.append(gauge)
-        if force or step == 1 or step % interval == 0:
-            logged[step] = {COUNTER: counted, FLAG: raised, GAUGE: pytest.approx(sum(gauges) / len(gauges))}
-            counted, raised, gauges = 0.0, 0.0, []
-    assert sink.rows.keys() == logged.keys()
-    for step, expected in logged.items():
-        row = sink.rows[step]
-        assert {COUNTER: row.get(COUNTER, 0.0), FLAG: row.get(FLAG, 0.0), GAUGE: row[GAUGE]} == expected

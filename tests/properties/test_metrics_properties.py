@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.metrics.aggregate import Recorder, SumCount, Value, _combine, _pack, rank_operations
+from trainer.metrics.aggregate import Value, _combine, _pack, rank_operations
 from trainer.metrics.catalog.lookup import CATALOG, lookup
 from trainer.metrics.payload_contract import (
     PayloadError,
@@ -146,52 +146,6 @@ def test_a_stream_is_refused_exactly_where_a_step_falls(rows: list[tuple[bool, i
     assert [violation.line for violation in validate_stream(lines)] == expected
 
 
-micro_steps = st.lists(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "grad_norm": finite,
-            "ledger/cold_starts": st.integers(0, 100).map(float),
-            "loss_spike": st.sampled_from([0.0, 1.0]),
-            "loss": st.tuples(finite, st.integers(1, 50).map(float)),
-            "ledger/live_groups": finite,
-        },
-    ),
-    max_size=12,
-)
-
-
-@profile
-@given(micro_steps)
-def test_a_window_equals_its_definition(micros: list[dict[str, Any]]) -> None:
-    window = Recorder()
-    for values in micros:
-        window.add(values)
-    result = window.drain_metrics()
-    seen = {key: [values[key] for values in micros if key in values] for values in micros for key in values}
-    assert result.keys() == seen.keys()
-    for key, values in seen.items():
-        expected: Any = {
-            "grad_norm": lambda v: sum(v) / len(v),
-            "ledger/cold_starts": sum,
-            "loss_spike": max,
-            "ledger/live_groups": lambda v: v[-1],
-            "loss": lambda v: (sum(t for t, _ in v), sum(c for _, c in v)),
-        }[key](values)
-        assert result[key] == pytest.approx(expected, rel=1e-12, abs=1e-9)
-
-
-@profile
-@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=30))
-def test_counters_are_never_lost_whenever_one_logs(steps: list[tuple[int, bool]]) -> None:
-    recorder, reported = Recorder(), 0.0
-    for count, logs in [*steps, (0, True)]:
-        recorder.add({"ledger/cold_starts": float(count)} if count else {})
-        if logs:
-            reported += recorder.drain_metrics().get("ledger/cold_starts", 0.0)  # type: ignore[operator]
-    assert reported == sum(count for count, _ in steps)
-
-
 PLAN = rank_operations(spec.name for spec in CATALOG if not spec.is_pattern)
 rank_values = st.lists(
     st.dictionaries(st.sampled_from(sorted(PLAN)), finite, max_size=12), min_size=1, max_size=5
@@ -231,25 +185,6 @@ def test_a_reduction_equals_its_definition_in_any_order_of_ranks(ranks: list[dic
     assert combine(shuffled) == near(reduced)  # type: ignore[arg-type]
     assert combine([*ranks, {}]) == reduced, "a rank with nothing changes nothing"  # type: ignore[list-item]
     assert all(lookup(key) for key in reduced), "whatever comes out is in the catalog"
-
-
-def test_a_mean_over_nothing_is_left_out_though_it_is_nan() -> None:
-    assert combine([{"loss": SumCount(math.nan, 0.0)}, {"loss": SumCount(4.0, 2.0)}]) == {"loss": 2.0}
-
-
-@profile
-@given(st.lists(st.lists(st.tuples(finite, st.integers(1, 1000)), min_size=1, max_size=6), min_size=1, max_size=4))
-def test_the_loss_is_that_of_the_same_tokens_in_one_batch(ranks: list[list[tuple[float, int]]]) -> None:
-    def windowed(micros: list[tuple[float, int]]) -> dict[str, Value]:
-        window = Recorder()
-        for mean, count in micros:
-            window.add({"loss": SumCount(mean * count, count)})
-        return window.drain_metrics()
-
-    everything = [pair for micros in ranks for pair in micros]
-    expected = math.fsum(mean * count for mean, count in everything) / sum(count for _, count in everything)
-    assert combine([windowed(micros) for micros in ranks])["loss"] == pytest.approx(expected, rel=1e-9, abs=1e-6)
-    assert combine([windowed(everything)])["loss"] == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
 @profile

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import ROOT
-from trainer.files import remove_leftovers, remove_tree, replace_link, replacing, similar_path, write_file
+from trainer.files import did_you_mean, remove_leftovers, remove_tree, replace_link, replacing, write_file
 
 # These append, or hold a lock: nothing is replaced.
 APPENDING = {"trainer/metrics/sinks/line_file.py", "trainer/distributed/watchdog.py"}
@@ -109,10 +109,10 @@ def test_links_and_trees_are_replaced_and_removed(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == [".two.1", "latest", "two"]
 
 
-def test_a_similar_path_differs_in_one_name_and_exists(tmp_path: Path) -> None:
+def test_a_did_you_mean_differs_in_one_name_and_exists(tmp_path: Path) -> None:
     (tmp_path / "corpus" / "python").mkdir(parents=True)
-    assert similar_path(tmp_path / "corpsu") == str(tmp_path / "corpus")
-    assert similar_path(tmp_path / "corpsu" / "python") == str(tmp_path / "corpus" / "python")
-    assert similar_path(tmp_path / "corpsu" / "cpp") is None
-    assert similar_path(tmp_path / "corpus" / "java") is None
-    assert similar_path(tmp_path / "corpus") is None
+    assert did_you_mean(tmp_path / "corpsu") == f"did you mean {tmp_path / 'corpus'}?"
+    assert did_you_mean(tmp_path / "corpsu" / "python") == f"did you mean {tmp_path / 'corpus' / 'python'}?"
+    assert did_you_mean(tmp_path / "corpsu" / "cpp") == ""
+    assert did_you_mean(tmp_path / "corpus" / "java") == ""
+    assert did_you_mean(tmp_path / "corpus") == ""

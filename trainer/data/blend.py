@@ -149,10 +149,8 @@ class BlendDataset:
         self._counts = [0] * len(sources)
         self._first = 0  # the batch at which the table of choices begins
         self._choices: list[int] = []
-        # Before each choice and after the last: the batches that the weights call for of each source, and the largest
-        # difference between those and the actual batches.
+        # Before each choice and after the last: the batches that the weights call for of each source.
         self._expected = [[0.0] * len(sources)]
-        self._errors = [0.0]
         keys = [MAX_SHARE_ERROR, ENDED_SOURCES]
         shares = [SHARE_PREFIX + name for name in names] if per_source else []
         self._time_names = (names if per_source else ["all"] * len(names)) if times else []
@@ -178,11 +176,7 @@ class BlendDataset:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch; if it has no `dataset_labels`, they are set to the source's name.
-
-        Raises:
-            StopIteration, UserError: as `next_with_tokens_before`.
-        """
+        """The next micro-batch; if it has no `dataset_labels`, they are set to the source's name."""
         every, plan = self._history_every, self._micro_batches
         # A loader makes batches before it is known which step they belong to, and tokens that nobody needs do no harm.
         is_due = every > 0 and (not plan.is_known_ahead or plan.step_of(self._batch_index) % every == 0)
@@ -269,12 +263,8 @@ class BlendDataset:
         # The product may round up to the total itself: then the last source with a weight is meant.
         chosen = np.where(chosen < len(self.sources), chosen, (ends < totals).sum(axis=1))
         chosen = np.where(totals[:, 0] > 0, chosen, -1)
-        expected_counts = np.cumsum(np.vstack([expected, shares]), axis=0)
-        gives = chosen[:, None] == np.arange(len(self.sources))
-        counts = np.cumsum(np.vstack([self._counts, gives]), axis=0)
         self._choices = chosen.tolist()
-        self._expected = expected_counts.tolist()
-        self._errors = np.abs(counts - expected_counts).max(axis=1).tolist()
+        self._expected = np.cumsum(np.vstack([expected, shares]), axis=0).tolist()
 
     def _stop_or_refuse(self) -> NoReturn:
         index = self._batch_index
@@ -316,7 +306,8 @@ class BlendDataset:
         for key in self._counters & self._latest.keys():
             self._latest[key].update(dict.fromkeys(self._undrained & self._latest[key].keys(), 0.0))
         self._undrained.clear()
-        error = self._errors[self._batch_index - self._first] / self._batch_index
+        expected = self._expected[self._batch_index - self._first]
+        error = max(abs(c - e) for c, e in zip(self._counts, expected, strict=True)) / self._batch_index
         # A source that is itself a blend has an error of its own.
         metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR) or 0.0)
         metrics[ENDED_SOURCES] = sum(self._ended) + (metrics.get(ENDED_SOURCES) or 0.0)
@@ -361,15 +352,16 @@ class BlendDataset:
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         own = states[0]
+        key, problem, fix = "data.source", "", "put it back"
         if own.get("version") != VERSION or "names" not in own:
-            raise UserError("data.source", "the saved state is not one of a blend of this version", "start without it")
-        if own["seed"] != self._seed:
+            problem, fix = "the saved state is not one of a blend of this version", "start without it"
+        elif own["seed"] != self._seed:
+            key, fix = "run.seed", f"set it to {own['seed']}"
             problem = f"the saved state was made with {own['seed']}, this run has {self._seed}"
-            raise UserError("run.seed", problem, f"set it to {own['seed']}")
-        if gone := [name for name in own["names"] if name not in self._names]:
-            raise UserError(
-                "data.source", f"the saved state has a source {gone[0]!r}, which is missing now", "put it back"
-            )
+        elif gone := [name for name in own["names"] if name not in self._names]:
+            problem = f"the saved state has a source {gone[0]!r}, which is missing now"
+        if problem:
+            raise UserError(key, problem, fix)
         self._batch_index = self._first = own["batch_index"]
         self._choices = []
         self._latest.clear()
@@ -378,7 +370,6 @@ class BlendDataset:
             self._counts[index], self._ended[index] = 0, False
             if name in own["names"]:
                 self._load_source(index, own["names"].index(name), states)
-        self._errors = [max(abs(c - e) for c, e in zip(self._counts, self._expected[0], strict=True))]
         self._iterators = [iter(source.dataset) for source in self.sources]
         self._undrained = set(range(len(self.sources)))  # the merged metrics cover every pool's last pick
         self._unsaved = set(range(len(self.sources)))
@@ -401,11 +392,7 @@ class BlendDataset:
 
 
 def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | None:
-    """The names that a source may report, each once; None if it reports nothing.
-
-    Args:
-        taken: names of the blend's own.
-    """
+    """The names that a source may report, each once, without the blend's own (`taken`); None if it reports nothing."""
     keys = getattr(dataset, "metric_keys", None)
     if keys is None or getattr(dataset, "drain_step_metrics", None) is None:
         return None

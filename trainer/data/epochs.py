@@ -152,11 +152,8 @@ class ReaderQueue:
     """Hands out readers, epoch by epoch, in a permuted order; streams without cells for this rank are skipped.
 
     Args:
-        streams: by stream id.
         open: opens a stream; worth caching, since every epoch returns to each.
-        key: what the order depends on.
         sizes: lanes per reader, see `lanes_of`.
-        rank, world_size: which slice of each stream is read.
     """
 
     def __init__(
@@ -178,13 +175,7 @@ class ReaderQueue:
         self.begin_epoch(0, {})
 
     def begin_epoch(self, epoch: int, points: dict[int, list[ReshardPoint]], index: int = 0) -> None:
-        """Go to an epoch.
-
-        Args:
-            epoch: the epoch.
-            points: reshard points of this epoch and of later ones; those of earlier ones are dropped.
-            index: streams that were taken from this queue before.
-        """
+        """Go to an epoch of which `index` streams were taken before; reshard points of earlier ones are dropped."""
         self.epoch = epoch
         self.points = {at: parts for at, parts in points.items() if at >= epoch}
         self.index = index

@@ -15,13 +15,23 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable, damaged
+from trainer.data.documents import (
+    IdBounds,
+    Kind,
+    ReadOptions,
+    Span,
+    TokenArray,
+    TokenTable,
+    damaged,
+    load_bin,
+    load_megatron,
+    load_npy,
+    table_from_pieces,
+)
 from trainer.data.text_formats import (
     jsonl_kind,
     jsonl_pieces,
     jsonl_spans,
-    load_jsonl,
-    load_parquet,
     load_text,
     parquet_kind,
     parquet_pieces,
@@ -29,7 +39,6 @@ from trainer.data.text_formats import (
     text_pieces,
     text_spans,
 )
-from trainer.data.token_formats import load_bin, load_megatron, load_npy
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
@@ -43,11 +52,7 @@ def is_import_path(format: str) -> bool:
 
 
 def find_loader(format: str) -> Any:
-    """The function behind an import path.
-
-    Raises:
-        UserError: it cannot be imported, or does not take a path and options.
-    """
+    """The function behind an import path."""
     load = resolve_target(format, "format")
     try:
         inspect.signature(load).bind(Path(), None)
@@ -61,9 +66,6 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     """Read a file with the user's function, and check the result before anything is trained on it.
 
     Ids are checked against the vocabulary here too: a user's function need not have done so.
-
-    Raises:
-        UserError: the result is not a TokenTable, its parts do not fit together, or an id is outside the vocabulary.
     """
     load, where = find_loader(format), f"{path} (read by {format})"
     try:
@@ -96,7 +98,7 @@ class Format:
 
     Args:
         suffixes: file extensions that select the format.
-        load: reads a file.
+        load: reads a file; None: tokenizes its `pieces`.
         kind: text or token ids; a function of the path where it depends on the file.
         options: what the user may set for such files: `dtype`, `eod`, `text_split`.
         beside: extension of a second file that must be there too, and is not a stream of its own.
@@ -106,7 +108,7 @@ class Format:
     """
 
     suffixes: tuple[str, ...]
-    load: Callable[[Path, ReadOptions], TokenTable]
+    load: Callable[[Path, ReadOptions], TokenTable] | None
     kind: Kind | Callable[[Path], Kind]
     options: tuple[Literal["dtype", "eod", "text_split"], ...] = ()
     beside: str | None = None
@@ -117,11 +119,11 @@ class Format:
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         "text": Format((".txt", ".md", ".py"), load_text, "text", ("text_split",), None, text_pieces, text_spans),
-        "jsonl": Format((".jsonl",), load_jsonl, kind=jsonl_kind, pieces=jsonl_pieces, spans=jsonl_spans),
+        "jsonl": Format((".jsonl",), None, kind=jsonl_kind, pieces=jsonl_pieces, spans=jsonl_spans),
         "npy": Format((".npy",), load_npy, kind="ids", options=("eod",)),
         "megatron": Format((".bin",), load_megatron, kind="ids", beside=".idx"),
         "bin": Format((".bin",), load_bin, kind="ids", options=("dtype", "eod")),
-        "parquet": Format((".parquet",), load_parquet, kind=parquet_kind, pieces=parquet_pieces, spans=parquet_spans),
+        "parquet": Format((".parquet",), None, kind=parquet_kind, pieces=parquet_pieces, spans=parquet_spans),
     }
 )
 
@@ -147,17 +149,8 @@ def takes_option(name: str, option: str) -> bool:
     return name in FORMATS and option in FORMATS[name].options
 
 
-def formats_with(option: str) -> list[str]:
-    """The formats that take an option."""
-    return [name for name in FORMATS if takes_option(name, option)]
-
-
 def check_format(name: str) -> None:
-    """Reject a name that is not `auto`, a row of the table, or an import path, which is not imported yet.
-
-    Raises:
-        UserError: with the names that exist.
-    """
+    """Reject a name that is not `auto`, a row of the table, or an import path, which is not imported yet."""
     if not is_import_path(name) and name != "auto" and name not in FORMATS:
         problem = f"must be one of auto, {', '.join(FORMATS)}, or an import path package.module:function; got {name!r}"
         raise UserError("format", problem, "use one of these, or write a format of your own")
@@ -195,7 +188,16 @@ def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
             problem = "the file is empty" if stat.S_ISREG(status.st_mode) else "is not a regular file"
             raise damaged(path, problem, "remove it; of a directory, name the files in it")
         path.open("rb").close()  # a file that cannot be opened at all is no matter of its format
-        return load_own(name, path, options) if is_import_path(name) else FORMATS[name].load(path, options)
+        if is_import_path(name):
+            return load_own(name, path, options)
+        row = FORMATS[name]
+        if row.load is not None:
+            return row.load(path, options)
+        assert row.pieces is not None
+        table = table_from_pieces(row.pieces(path, options, None), options.tokenizer.vocab_size, where=str(path))
+        if not table.num_documents:
+            raise damaged(path, "has no documents", "remove the file")
+        return table
     except OSError as error:
         other = f": {error.filename}" if error.filename and str(error.filename) != str(path) else ""
         problem = f"cannot be read ({error.strerror or error}{other})"
@@ -211,9 +213,5 @@ def open_documents(
     eod: int | None = None,
     text_split: str = "file",
 ) -> TokenTable:
-    """The documents of a file: mapped where the format allows, otherwise read into memory. See `ReadOptions`.
-
-    Raises:
-        UserError: an unknown format, or an unreadable or damaged file, with path, position and fix.
-    """
+    """The documents of a file: mapped where the format allows, otherwise read into memory. See `ReadOptions`."""
     return load_documents(path, ReadOptions(tokenizer, dtype, eod, text_split, format))

@@ -271,9 +271,7 @@ def has_zero_halves(tokens: TokenArray) -> bool:
 class StreamOpener:
     """Opens the streams of a source, counts their documents, and warns of files that `eod` or `dtype` do not fit.
 
-    Args:
-        options, cut: see `open_stream`.
-        warns: warn of the first file of either kind. False: `warn` reports all that were opened.
+    With `warns` false, `warn` reports all that were opened, otherwise the first of either kind is warned of.
     """
 
     def __init__(self, options: ReadOptions, cut: CutOptions, *, warns: bool = True) -> None:

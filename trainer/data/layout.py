@@ -15,9 +15,9 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 from trainer.data.formats import (
+    FORMATS,
     check_format,
     format_name,
-    formats_with,
     index_suffixes,
     is_import_path,
     suffixes,
@@ -201,21 +201,13 @@ class Stream:
 
 
 def refuse_empty(streams: Sequence[Stream]) -> None:
-    """Refuse streams of empty files, all of them at once.
-
-    Raises:
-        UserError: there are some.
-    """
+    """Refuse streams of empty files, all of them at once."""
     empty = [stream.path for stream in streams if os.path.isfile(stream.path) and not os.path.getsize(stream.path)]
     refuse_empty_files(empty, len(streams))
 
 
 def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
-    """Refuse the empty ones of so many files. A run that opened them only to read them would end hours later.
-
-    Raises:
-        UserError: there are some.
-    """
+    """Refuse the empty ones of so many files. A run that opened them only to read them would end hours later."""
     if empty:
         is_or_are = "is" if len(empty) == 1 else "are"
         problem = f"{len(empty):,} of {num_files:,} files {is_or_are} empty, which a run refuses"
@@ -333,11 +325,7 @@ class Discovery:
 
 
 def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
-    """A single directory with one directory per modality is NESTED; anything else is DIRECT.
-
-    Raises:
-        UserError: no stream is found.
-    """
+    """A single directory with one directory per modality is NESTED; anything else is DIRECT."""
     directory = Path(paths[0])
     if len(paths) > 1 or not directory.is_dir():
         return Discovery("direct", discover_direct(paths, format=format), paths=tuple(paths))
@@ -358,9 +346,6 @@ def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, 
         streams, format: of the source.
         given: option -> its value; None, and `file` as `text_split`, are not given.
         source: how messages name it; empty: they do not.
-
-    Raises:
-        UserError: an option changes nothing.
     """
     if is_import_path(format):  # a custom format may take any of them
         return
@@ -368,6 +353,7 @@ def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, 
     for option, value in given.items():
         is_given = value is not None and (option, value) != ("text_split", "file")
         if is_given and not any(takes_option(name, option) for name in names):
-            problem = f"is {json.dumps(value)}, but there are no {' or '.join(formats_with(option))} files"
+            takers = [name for name in FORMATS if takes_option(name, option)]
+            problem = f"is {json.dumps(value)}, but there are no {' or '.join(takers)} files"
             fix = "remove it" + (": the index of a .bin file defines it" if "megatron" in names else "")
             raise UserError(f"{source}: {option}" if source else option, problem, fix)

@@ -247,11 +247,9 @@ class StreamMixingDataset:
         mix = mix or MixOptions()
         assert 0 <= rank < world_size, (rank, world_size)
         self.name = name = cut.namespace
-        path, times = max(
-            Counter(stream.relative_path for stream in streams).items(), key=lambda item: item[1], default=("", 0)
-        )
-        if times != 1:
-            problem = f"lists the stream {path} twice" if times else "has no streams"
+        twice = [path for path, times in Counter(stream.relative_path for stream in streams).items() if times > 1]
+        if twice or not streams:
+            problem = f"lists the stream {twice[0]} twice" if twice else "has no streams"
             raise UserError(name, problem, "name each of its files once")
         # Renumbered: they may be only a part of those discovered.
         self.streams = [replace(stream, stream_id=i) for i, stream in enumerate(streams)]

@@ -202,10 +202,8 @@ def rows_of_batches(source: OpenStream, plan: LanePlan, groups: Ints, start: int
     """The rows of the batches [start, stop) of a plan, computed together so that each batch costs a few slices.
 
     Args:
-        source: the open stream.
         plan: lays groups on L lanes.
         groups: the stream's group at each position that the plan counts, int64.
-        start, stop: a range of the plan's batches.
     """
     table, documents = source.groups, source.documents
     cells, positions = plan.rows(start, stop)
@@ -264,9 +262,7 @@ class Remainder:
     def after(self, reads: PastReads, num_groups: int) -> Remainder:
         """What is left once a world has read from each slice; begun groups continue where they stopped, and come first.
 
-        Args:
-            reads: by a world that was given this remainder.
-            num_groups: groups of the whole stream.
+        `reads` are of a world that was given this remainder; `num_groups` counts the whole stream.
         """
         bounds = cut_slices(self.num_cells, len(reads.picks)).tolist()
         taken = np.zeros(num_groups, dtype=np.int64)
@@ -307,8 +303,7 @@ class StreamReader:
     batches.
 
     Args:
-        source: the open stream.
-        remainder: its unread part in this epoch, over all ranks.
+        remainder: the stream's unread part in this epoch, over all ranks.
         bs: lanes, the most cells per pick.
         slice_index, num_slices: which slice is read, of as many as there are ranks.
         shared: all ranks pick this stream together (`per_stream`): it is exhausted when the longest slice is.

@@ -6,7 +6,8 @@
 
 The key is a hash of the URL and of all names, sizes and versions. An object that changes in the store gives another copy, which
 shares the unchanged files with the old one (hard links), so that a run that still reads the old one is not disturbed.
-Everything after this reads local copies, under the names of the objects.
+Everything after this reads local copies, under the names of the objects. A store that cannot be read, a copy that does not fit
+and a directory that cannot be written are UserErrors.
 """
 
 from __future__ import annotations
@@ -66,11 +67,7 @@ class Cache:
 
     @classmethod
     def of(cls, directory: str | None, limit_gb: float) -> Cache:
-        """The cache that `[data] cache_dir` and `cache_gb` name.
-
-        Raises:
-            UserError: something else has that name.
-        """
+        """The cache that `[data] cache_dir` and `cache_gb` name."""
         place = Path(directory or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data"))
         with suppress(OSError, RuntimeError):  # a name that is too long, a circle of links, no such user's home
             place = place.expanduser().resolve()
@@ -79,11 +76,7 @@ class Cache:
         raise UserError("data.cache_dir", f"{place} cannot be a directory", "name another one")
 
     def copy(self, storage: Storage, files: Mapping[str, StoredFile]) -> Snapshot:
-        """The copy of these files, made unless there is one: one process makes it, others wait for that.
-
-        Raises:
-            UserError: they do not fit; the store cannot be read; the directory cannot be written.
-        """
+        """The copy of these files, made unless there is one: one process makes it, others wait for that."""
         if odd := [name for name in files if {"", ".", ".."}.intersection(name.split("/"))]:
             raise UserError(storage.url, f"has the key {odd[0]!r}, which cannot be a file", "rename it")
         listing = {name: [file.size, file.version] for name, file in sorted(files.items())}
@@ -118,9 +111,6 @@ class Cache:
             waiting: what to say when it is waited for.
             is_first: False: leave it to another process to begin, for some seconds.
             on_wait: called now and then.
-
-        Raises:
-            UserError: the directory cannot be written; whatever `make` raises.
         """
         place = self.directory / key
         others_until = time.monotonic() + (0.0 if is_first else HEAD_START_SEC)
@@ -196,11 +186,7 @@ class Cache:
         return sorted(missing)
 
     def make_room(self, url: str, size: int, to_download: int, place: Path) -> None:
-        """Delete the least recently used copies that nobody uses, as far as needed.
-
-        Raises:
-            UserError: what is left is not enough.
-        """
+        """Delete the least recently used copies that nobody uses, as far as needed."""
         others = {other: int(_read(other / "plan.json").get("bytes", 0)) for other in self._others(place)}
         used = sum(others.values())
 
@@ -282,11 +268,7 @@ Listing = Callable[[bool], dict[str, StoredFile]]
 def stored_nested(
     url: str, modalities: Sequence[str] | None, *, format: str, cache: Cache
 ) -> tuple[list[Stream], Snapshot]:
-    """As `discover_nested`, for the objects below `url/<modality>/`; names are those of a local copy of the corpus.
-
-    Raises:
-        UserError: as `discover_nested` and `Cache.copy`; or the store cannot be read.
-    """
+    """As `discover_nested`, for the objects below `url/<modality>/`; names are those of a local copy of the corpus."""
     check_format(format)
     storage = Storage(url, key="root")
 
@@ -304,11 +286,7 @@ def stored_nested(
 
 
 def stored_direct(paths: Sequence[str], *, format: str, cache: Cache) -> tuple[list[Stream], tuple[Snapshot, ...]]:
-    """As `discover_direct`, where some of the paths are URLs of objects or globs over them; their names are the URLs.
-
-    Raises:
-        UserError: as `discover_direct` and `Cache.copy`; or the store cannot be read.
-    """
+    """As `discover_direct`, where some of the paths are URLs of objects or globs over them; their names are the URLs."""
     check_format(format)
     urls: dict[str, str] = {}
     local: list[str] = []
@@ -332,11 +310,7 @@ def stored_direct(paths: Sequence[str], *, format: str, cache: Cache) -> tuple[l
 
 
 def discover_stored(paths: Sequence[str], *, format: str, cache: Cache) -> Discovery:
-    """As `discover`, for paths some of which are URLs.
-
-    Raises:
-        UserError: no stream is found, or the store cannot be read.
-    """
+    """As `discover`, for paths some of which are URLs."""
     if len(paths) == 1 and not glob.has_magic(paths[0]):
         try:
             streams, copy = stored_nested(paths[0], None, format=format, cache=cache)
@@ -376,11 +350,7 @@ def _matching(url: str, format: str, cache: Cache) -> tuple[dict[str, str], Snap
 
 
 def _copied(storage: Storage, listing: Listing, cache: Cache) -> tuple[dict[str, StoredFile], Snapshot]:
-    """What the listing gives, and a local copy of it.
-
-    Raises:
-        UserError: it gives nothing; the store cannot be read; objects changed meanwhile; as `Cache.copy`.
-    """
+    """What the listing gives, and a local copy of it."""
     try:
         files = listing(True)
         if not files:

@@ -1,6 +1,7 @@
 """Formats that hold text: raw text files, JSON lines, and Parquet (extra `parquet`, pyarrow).
 
-JSON lines and Parquet hold one document per line or row, as `text` (tokenized here) or as `tokens` (ids).
+JSON lines and Parquet hold one document per line or row, as `text` (tokenized here) or as `tokens` (ids). What is damaged is a
+UserError with the path and the place.
 """
 
 from __future__ import annotations
@@ -41,11 +42,7 @@ def _bounds(data: TokenArray, text_split: str) -> Ints:
 
 
 def text_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> Iterator[TokenArray]:
-    """The ids of each document, tokenized while they are read. A span is all of the file.
-
-    Raises:
-        UserError: text that is not UTF-8 (with the byte's offset).
-    """
+    """The ids of each document, tokenized while they are read. A span is all of the file."""
     data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     for start, stop in itertools.pairwise(_bounds(data, options.text_split).tolist()):
         try:
@@ -62,11 +59,7 @@ def text_spans(path: Path, size: int) -> list[Span]:
 
 
 def load_text(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of a text file. With the bytes tokenizer the file itself is mapped, whatever its bytes.
-
-    Raises:
-        UserError: with another tokenizer, text that is not UTF-8 (with the byte's offset).
-    """
+    """The documents of a text file. With the bytes tokenizer the file itself is mapped, whatever its bytes."""
     if isinstance(options.tokenizer, BytesTokenizer):
         mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         bounds = _bounds(mapped, options.text_split)
@@ -93,11 +86,7 @@ def _document(line: bytes, where: str) -> str | list[int]:
 
 
 def text_of(line: bytes, where: str) -> str:
-    """The text of one line.
-
-    Raises:
-        UserError: it is not an object with the field `text`, and without `tokens`.
-    """
+    """The text of one line."""
     text = _document(line, where)
     if not isinstance(text, str):
         raise damaged(where, "holds token ids, not text", "leave the file out: a run reads it as it is")
@@ -109,10 +98,6 @@ def jsonl_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> 
 
     Args:
         span: bytes; the lines that begin in them. None: all lines.
-
-    Raises:
-        UserError: with path and line number (in a span: its byte offset), for anything but an object with one of the two
-            fields.
     """
     start, stop = span if span is not None else (0, path.stat().st_size)
     batch: list[tuple[str, str | TokenArray]] = []
@@ -160,23 +145,6 @@ def jsonl_spans(path: Path, size: int) -> list[Span]:
     """Spans of about `size` bytes."""
     total = path.stat().st_size
     return [(start, min(start + size, total)) for start in range(0, total, size)]
-
-
-def load_jsonl(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of a JSON lines file, tokenized when it is opened.
-
-    Raises:
-        UserError: as `jsonl_pieces`; or there is no document.
-    """
-    return _not_empty(
-        path, table_from_pieces(jsonl_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
-    )
-
-
-def _not_empty(path: Path, table: TokenTable) -> TokenTable:
-    if not table.num_documents:
-        raise damaged(path, "has no documents", "remove the file")
-    return table
 
 
 def jsonl_kind(path: Path) -> Kind:
@@ -239,10 +207,6 @@ def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -
 
     Args:
         span: row groups, from and up to; None: all.
-
-    Raises:
-        UserError: pyarrow is not installed; the file is not Parquet; the column is missing, of the wrong type, or has
-            nulls or ids outside the vocabulary.
     """
     pyarrow, parquet = _pyarrow(path)
     try:
@@ -267,11 +231,7 @@ def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -
 
 
 def parquet_spans(path: Path, size: int) -> list[Span]:
-    """Row groups of together about `size` bytes, uncompressed.
-
-    Raises:
-        UserError: pyarrow is not installed, or the file is not Parquet.
-    """
+    """Row groups of together about `size` bytes, uncompressed."""
     _, parquet = _pyarrow(path)
     try:
         metadata = parquet.read_metadata(path)
@@ -284,16 +244,6 @@ def parquet_spans(path: Path, size: int) -> list[Span]:
             cuts.append(group + 1)
             held = 0
     return list(itertools.pairwise(dict.fromkeys([*cuts, metadata.num_row_groups])))
-
-
-def load_parquet(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of a Parquet file, tokenized when it is opened.
-
-    Raises:
-        UserError: as `parquet_pieces`; or there are no rows.
-    """
-    pieces = parquet_pieces(path, options)
-    return _not_empty(path, table_from_pieces(pieces, options.tokenizer.vocab_size, where=str(path)))
 
 
 def parquet_kind(path: Path) -> Kind:

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.data.documents import ReadOptions, Span
+from trainer.data.documents import ReadOptions, Span, write_index
 from trainer.data.formats import FORMATS, format_name, is_import_path
-from trainer.data.token_formats import write_index
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import replacing, write_file
@@ -37,13 +36,7 @@ PARTS = ".parts"
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file to tokenize.
-
-    Args:
-        path, format: the file.
-        target: the `.bin` to write, below `out`; its index, which is written last, lies beside it.
-        spans: of the file.
-    """
+    """A file to tokenize, cut into spans, and the `.bin` to write, below `out`; its index is written last."""
 
     path: str
     format: str

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
-from tests.support.gloo import run_on_ranks
 from tests.support.streams import mixing_dataset
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.layout import discover_nested
@@ -76,63 +74,6 @@ def test_a_blend_merges_what_its_sources_reported_last_and_counts_events_once(se
             }
             for each in said.values():
                 each[EXHAUST_EVENTS] = 0.0
-
-
-def test_an_exhausted_source_reports_its_last_events_and_no_readers() -> None:
-    sources = [Reporting(size=1), Reporting()]
-    blend = blend_of(sources)
-    gauges = {key: 1.0 for key in KEYS if key != EXHAUST_EVENTS}
-    sources[0].metrics = {**gauges, A + "remaining_max": 99.0, EXHAUST_EVENTS: 1.0}
-    sources[1].metrics = {**gauges, EXHAUST_EVENTS: 0.0}
-    while not blend.state_dict()["ended"][0]:  # several batches: nothing is drained in between
-        next(blend)
-    assert drained_pools(blend) == {**gauges, EXHAUST_EVENTS: 1.0}
-    next(blend)
-    assert drained_pools(blend) == {**gauges, EXHAUST_EVENTS: 0.0}
-
-
-def pool_of_a_rank(rank: int, world_size: int, root: str) -> tuple[dict[str, float], dict[str, float], int]:
-    """What a rank's own dataset reports after two picks, what all of them report, and the number of collectives."""
-    calls: list[str] = []
-    for name in ("all_reduce", "all_gather"):
-        original = getattr(dist, name)
-        setattr(dist, name, lambda *args, original=original, **kw: (calls.append(""), original(*args, **kw)))
-    dataset = mixing_dataset(
-        discover_nested(root),
-        name="s",
-        tokenizer=BytesTokenizer(),
-        seq_len=4,
-        batch_size=1,
-        batching_mode="device_per_stream",
-        rank=rank,
-        world_size=world_size,
-    )
-    for _ in range(2):
-        next(dataset)
-    local = dataset.drain_step_metrics()
-    reduced, num_calls = dataset.aggregate_step_metrics(local, world_size, "cpu"), len(calls)
-    assert dataset.aggregate_step_metrics({}, world_size, "cpu") == {}  # nobody has anything to say
-    return local, reduced, num_calls
-
-
-@pytest.mark.distributed
-def test_three_pools_one_of_them_empty_reduce_to_the_right_numbers_in_one_collective(tmp_path: Path) -> None:
-    """Two streams of one group each: one of three ranks gets nothing."""
-    for modality, length in (("a", 32), ("b", 12)):
-        (tmp_path / modality).mkdir()
-        (tmp_path / modality / "s.jsonl").write_text(f'{{"text": "{"x" * length}"}}\n')
-    results = run_on_ranks(pool_of_a_rank, 3, str(tmp_path))
-    present = [local for local, _, _ in results if local]
-    assert len(present) == 2
-    reduced = results[0][1]
-    assert all(each == reduced and calls == 1 for _, each, calls in results)
-    assert reduced.keys() == set(KEYS)
-    for key in KEYS:
-        assert reduced[key] == plain_reduction(key, [local[key] for local in present])
-    assert reduced[A + "modalities/a"] == reduced[A + "modalities/b"] == 1
-    assert reduced[A + "remaining_max"] == 7  # of 8 cells, before the second pick
-    assert reduced[A + "remaining_min"] == 2
-    assert reduced[EXHAUST_EVENTS] == 0
 
 
 class Odd:
@@ -208,3 +149,13 @@ def test_a_pool_whose_metrics_fail_does_not_look_empty(tmp_path: Path, monkeypat
     drained = blend.drain_step_metrics()
     assert drained[EXHAUST_EVENTS] is not None
     assert all(drained[key] is None for key in dataset.metric_keys if key != EXHAUST_EVENTS)
+
+
+def test_a_data_set_reduces_its_metrics_over_ranks(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "s.jsonl").write_text('{"text": "abcdefghijklmnop"}\n')
+    dataset = mixing_dataset(discover_nested(tmp_path), batch_size=1)
+    next(dataset)
+    local = dataset.drain_step_metrics()
+    assert dataset.aggregate_step_metrics(local, 1, "cpu") == local
+    assert dataset.aggregate_step_metrics({}, 1, "cpu") == {}

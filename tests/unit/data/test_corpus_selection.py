@@ -35,34 +35,11 @@ def test_a_misc_that_is_too_small_joins_the_smallest_stream() -> None:
     assert names(group_by_directory(documents, min_bytes=50)) == {"a": ["a/x"], "b": ["b/x", "c/x"]}
 
 
-def test_everything_too_small_is_one_stream() -> None:
-    assert names(group_by_directory([document("a/x", 1), document("b/x", 1)], min_bytes=50)) == {"misc": ["a/x", "b/x"]}
-
-
-def test_a_directory_called_misc_keeps_its_name() -> None:
-    documents = [document("misc/x", 60), document("b/x", 30), document("c/x", 30)]
-    assert names(group_by_directory(documents, min_bytes=50)) == {"misc": ["misc/x"], "misc_": ["b/x", "c/x"]}
-
-
 def test_what_a_small_stream_leaves_goes_to_the_others() -> None:
     streams = {"s": [document("s/0", 10)], "b": [document(f"b/{k}", 10) for k in range(20)]}
     capped = cap_evenly(streams, 100, min_bytes=0)
     assert len(capped["s"]) == 1
     assert len(capped["b"]) == 9
-
-
-def test_a_stream_of_large_documents_takes_its_smallest() -> None:
-    streams = {"a": [document("a/0", 80), document("a/1", 70)], "b": [document(f"b/{k}", 10) for k in range(20)]}
-    capped = cap_evenly(streams, 120, min_bytes=50)
-    assert names(capped)["a"] == ["a/1"]
-    assert len(capped["b"]) == 5
-
-
-def test_a_stream_of_a_small_document_and_a_huge_one_is_left_out() -> None:
-    streams = {"a": [document("a/0", 5), document("a/1", 500)], "b": [document(f"b/{k}", 10) for k in range(60)]}
-    capped = cap_evenly(streams, 120, min_bytes=50)
-    assert names(capped).keys() == {"b"}
-    assert len(capped["b"]) == 12
 
 
 PATHS = st.lists(st.sampled_from(["a", "b", "c"]), min_size=0, max_size=3)

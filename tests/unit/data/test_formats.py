@@ -20,10 +20,9 @@ from tests.support.runs import ROOT
 from tests.support.streams import mixing_dataset
 from tests.unit.data.megatron_writer import index_bytes, write_megatron
 from trainer.data import formats as registry
-from trainer.data.documents import Kind
+from trainer.data.documents import Kind, load_npy, write_index
 from trainer.data.formats import Format, file_kind, format_name, open_documents
 from trainer.data.layout import discover_direct, discover_nested
-from trainer.data.token_formats import load_npy, write_index
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
 
@@ -104,7 +103,7 @@ def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path: Path, monkeyp
     np.save(tmp_path / "a.npy", np.array([5, 0, 6, 7, 0, 0, 8], dtype=np.int32))
     np.array([5, 0, 6, 0], dtype=np.uint16).tofile(tmp_path / "b.bin")
     for chunk in (1 << 22, 3):  # ids scanned at a time
-        monkeypatch.setattr("trainer.data.token_formats.CHUNK", chunk)
+        monkeypatch.setattr("trainer.data.documents.SCANNED", chunk)
         assert tokens(tmp_path / "a.npy", eod=0) == [[5, 0], [6, 7, 0], [0], [8]]
         assert tokens(tmp_path / "b.bin", eod=0, dtype="uint16") == [[5, 0], [6, 0]]
     assert tokens(tmp_path / "a.npy") == [[5, 0, 6, 7, 0, 0, 8]]

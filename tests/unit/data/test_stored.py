@@ -137,7 +137,7 @@ def test_what_is_not_there_is_refused(corpus, tmp_path):
     cache = Cache(tmp_path / "cache", 0)
     with pytest.raises(UserError, match="nothing in it"):
         stored_nested(f"file://{corpus}/nothing", None, format="auto", cache=cache)
-    with pytest.raises(UserError, match="no URL of a store"):
+    with pytest.raises(UserError, match="cannot be used as a store"):
         stored_nested("nosuch://x", None, format="auto", cache=cache)
     with pytest.raises(UserError, match="cannot be read"):
         stored_direct([f"file://{corpus}/no.jsonl"], format="auto", cache=cache)

@@ -201,21 +201,3 @@ def test_what_would_mix_tokens_of_two_kinds_is_refused(source):
     np.save(source / "text" / "code" / "ids.npy", np.arange(5))
     with pytest.raises(UserError, match="is of the format npy, which cannot be tokenized"):
         run(source, "new")
-
-
-def test_a_damaged_line_is_named_and_what_was_finished_stays(source):
-    path = source / "text" / "prose" / "a.jsonl"
-    good = path.read_bytes()
-    path.write_bytes(good + b'{"text": 5}\n')
-    with pytest.raises(
-        UserError, match=rf"a.jsonl: line at byte offset {len(good)}: is not an object with either text"
-    ):
-        run(source, "out")
-    path.write_bytes(good + b'{"text": "\\ud800"}\n')
-    with pytest.raises(UserError, match=rf"a.jsonl: line at byte offset {len(good)}: text has an unpaired surrogate"):
-        run(source, "out")
-    path.write_bytes(good)
-    run(source, "out")
-    shutil.rmtree(source / "fresh", ignore_errors=True)
-    run(source, "fresh")
-    assert contents(source / "out") == contents(source / "fresh")

@@ -146,24 +146,3 @@ def test_a_timed_tokenizer_is_of_the_same_class_and_counts_its_seconds(monkeypat
     assert (timed.vocab_size, getattr(timed, "encode_together", None)) == (257, None)
     assert [ids.tolist() for ids in encode_all(timed, ["a", "bc"])] == [[97], [98, 99]]
     assert timed.seconds == 2.75
-
-
-def test_a_token_added_behind_a_gap_counts(tmp_path):
-    added = {
-        "id": 300,
-        "content": "<x>",
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="[UNK]"))
-    made.add_special_tokens(["<x>"])
-    saved = json.loads(made.to_str())
-    saved["added_tokens"] = [added]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
-    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    ids = tokenizer.encode("<x>")
-    # Whichever id the package gives it: the vocabulary holds it, and the id that begins documents is another one.
-    assert int(ids.max()) < tokenizer.bos_id

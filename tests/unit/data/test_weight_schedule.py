@@ -15,13 +15,6 @@ from trainer.data.weights import (
 from trainer.errors import UserError
 
 
-def test_linear_interpolates_and_clamps() -> None:
-    spec = ScheduledWeight("linear", {0: 100, 1000: 10, 5000: 0})
-    assert [spec.evaluate(x) for x in (0, 500, 1000, 3000, 5000, 9999)] == [100, 55, 10, 5, 0, 0]
-    assert spec.zero_from() == 5000
-    assert spec.evaluate(4999) > 0
-
-
 @pytest.mark.parametrize("value", [-1.0, math.nan, 1e300, True, "3"])
 def test_weights_that_are_no_weights_are_refused(value: Any) -> None:
     with pytest.raises(UserError, match="must be"):

@@ -59,17 +59,6 @@ def test_it_costs_one_cold_start_at_the_next_look_up(bad: float, dtype: torch.dt
     assert counts(ledger) == (0, 1)
 
 
-def test_it_stays_lost_on_another_number_of_ranks() -> None:
-    ledger = new_ledger()
-    ledger.begin_step(1)
-    store_rows(ledger, {1: 1.0, 2: NAN})
-    empty = new_ledger().state_dict()
-    other = new_ledger()
-    other.load_state_dict([ledger.state_dict(), empty])
-    assert lookup(other, [1, 2]) == [1.0, 0.0]
-    assert counts(other) == (0, 1)
-
-
 def test_counts_of_the_device_are_carried_between_two_drains() -> None:
     ledger = new_ledger()
     ledger.begin_step(1)

@@ -187,26 +187,6 @@ def test_without_learning_drift_and_gap_are_exactly_0() -> None:
     assert found[SHARE_KEY] == 1.0
 
 
-def test_two_ranks_give_the_numbers_of_one_with_the_same_groups() -> None:
-    """The reduction of two ranks is that of the sum of their moments: see `test_mean_and_error` for the collective."""
-    from trainer.metrics.aggregate import Moments, SumCount
-
-    model = make_model()
-    batch = make_batch([1, 2, 3, 9, 0, 2, 4], history=4)
-    state = stored_states(changed(model), batch)
-    alone = numbers(measure(model, batch, state, age=torch.full((7,), 5)))
-    halves = []
-    for part in (slice(0, 3), slice(3, 7)):
-        age = torch.full((7,), 5)[part]
-        halves.append(measure(model, batch.rows(part), state[part], age=age).drain_metrics())
-    summed = {}
-    for key in halves[0]:
-        kind = Moments if isinstance(halves[0][key], Moments) else SumCount
-        summed[key] = kind(*(a + b for a, b in zip(halves[0][key], halves[1][key], strict=True)))
-    both = reduce_over_ranks(summed, CarryProbe.metric_keys, device="cpu", world_size=1)
-    assert both == pytest.approx(alone, rel=1e-5, abs=1e-9)
-
-
 def test_one_row_has_no_standard_error_and_none_no_number() -> None:
     model = make_model()
     batch = make_batch([1, 9], history=4)
@@ -332,72 +312,6 @@ def test_gradients_are_those_without_a_probe_under_autocast() -> None:
 
     pairs = zip(gradients(probes=True), gradients(probes=False), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_one_micro_batch_is_measured_between_two_drains() -> None:
-    """The first that has a row to measure; those before it count in the share."""
-    model = make_model()
-    long, near = make_batch([9, 8], history=4), make_batch([1, 2], history=4)
-    probe = CarryProbe(model, token_loss=token_loss, cells=4, cell_tokens=T)
-
-    def add(batch: Batch) -> None:
-        probe.measure(
-            {"tokens": batch.tokens},
-            batch.targets,
-            group_ids=batch.group_ids,
-            cell_index=batch.cell_index,
-            tokens_before=batch.tokens_before,
-            state=stored_states(changed(model), batch),
-            age=torch.full((2,), 4),
-        )
-
-    for batch in (long, near, near):
-        add(batch)
-    drained = probe.drain_metrics()
-    assert float(drained[SHARE_KEY].total) == 2
-    assert drained[SHARE_KEY].weight == 4
-    assert drained[AGE].num == 2
-    assert probe.drain_metrics() == {}
-    add(near)
-    assert probe.drain_metrics()[AGE].num == 2
-
-
-class BurnsIn(nn.Module):
-    """Reads the last `r` tokens before a row again, and returns the state of `r` tokens before its end."""
-
-    def __init__(self, inner: nn.Module, r: int) -> None:
-        super().__init__()
-        self.inner, self.r, self.state_width = inner, r, inner.state_width
-
-    def forward(self, tokens: Tensor, state: Tensor, tokens_before: Tensor, continues: Tensor) -> ModelOutput:
-        again = self.inner(tokens_before[:, -self.r :], state=state).state
-        start = torch.where(continues[:, None], again, 0.0)
-        first = self.inner(tokens[:, : -self.r], state=start)
-        second = self.inner(tokens[:, -self.r :], state=first.state)
-        return ModelOutput(torch.cat([first.logits, second.logits], 1), first.state)
-
-
-def test_a_model_with_burn_in_is_measured_as_it_trains() -> None:
-    """With the weights that made the states nothing has drifted; with others the gap is that after burn-in."""
-    r, plain = 2, make_model()
-    model = BurnsIn(plain, r)
-    batch = make_batch([1, 2, 3, 0], history=3)
-    fresh = []  # r tokens before the end of the cell before
-    for row, count in enumerate(batch.cell_index.tolist()):
-        seen = batch.tokens_before[row : row + 1, batch.tokens_before.shape[1] - count * T :][:, : count * T - r]
-        with torch.no_grad():
-            state = plain(seen, state=torch.zeros(1, plain.state_width)).state if count else None
-        fresh.append(torch.zeros(1, plain.state_width) if state is None else state)
-    states = torch.cat(fresh)
-    continues = torch.tensor([True, True, True, False])
-    inputs = {"tokens": batch.tokens, "tokens_before": batch.tokens_before, "continues": continues}
-    found = numbers(measure(model, batch, states, inputs=inputs))
-    assert found[DRIFT] < 1e-5
-    assert abs(found[GAP]) < 1e-5
-    # From zero nothing is read again: what the cells lose then is all that they have from the past.
-    rows = [0, 1, 2]
-    expected = oracle(plain, batch, stored_states(plain, batch), rows)
-    assert found[GAIN] == pytest.approx(expected[GAIN], rel=1e-3)
 
 
 @pytest.mark.parametrize(

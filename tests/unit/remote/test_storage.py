@@ -11,7 +11,7 @@ from trainer.storage import MissingError, Storage, StorageError
 
 
 def test_a_password_in_a_url_is_refused_without_showing_it():
-    with pytest.raises(UserError, match="has a password in its URL") as found:
+    with pytest.raises(UserError, match="a URL with a password in it cannot be used") as found:
         Storage("ftp://me:verysecret@host/x", key="checkpoint.remote")
     assert "verysecret" not in found.value.message
 
@@ -19,9 +19,9 @@ def test_a_password_in_a_url_is_refused_without_showing_it():
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("nosuch://bucket/x", "is no URL of a store: Protocol not known: nosuch"),
-        ("gs://bucket/x", "needs a package that is not installed"),
-        ("s3:///", "names no bucket"),
+        ("nosuch://bucket/x", "cannot be used as a store: .*Protocol not known: nosuch"),
+        ("gs://bucket/x", "cannot be used as a store: .*install"),
+        ("s3:///", "it names no bucket"),
     ],
 )
 def test_what_cannot_be_opened_is_refused_by_its_key(url, problem):

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.data.documents import ReadOptions
+from trainer.data.documents import ReadOptions, load_megatron
 from trainer.data.layout import Stream
-from trainer.data.token_formats import load_megatron
 from trainer.data.tokenize import PARTS, SPAN_BYTES, TextFile, tokenize_files
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
