@@ -290,15 +290,15 @@ class NoiseScaleAverage:
     def _consistency_values(self) -> dict[str, float]:
         """Between over within and its error; the cap if within vanishes while between is surely positive."""
         pair = self._consistency
-        moments, ratio = pair.covariance(), pair.ratio()
-        if moments is None or ratio is None:
+        if (ratio := pair.ratio()) is None:
             return {}
         if ratio.value is not None and ratio.error is not None:
             value = max(min(ratio.value, CONSISTENCY_CAP), -CONSISTENCY_CAP)
             return {"gns/consistency": value, "gns/consistency_se": ratio.error}
         is_vanishing = abs(pair.mean_y) * CONSISTENCY_CAP < pair.mean_x
-        is_capped = is_vanishing and is_positive(pair.mean_x, moments[0], pair.freedom)
-        return {"gns/consistency": CONSISTENCY_CAP} if is_capped else {}
+        moments = pair.covariance()
+        is_sure = moments is not None and is_positive(pair.mean_x, moments[0], pair.freedom)
+        return {"gns/consistency": CONSISTENCY_CAP} if is_vanishing and is_sure else {}
 
     def state_dict(self) -> dict[str, Any]:
         """The averages, the history and the gauges as plain floats; taken between windows."""
