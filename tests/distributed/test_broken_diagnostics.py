@@ -43,7 +43,7 @@ timeout_sec = 60
 """
 # Each must be among what is found and is called, or the walk is blind.
 NAMED = [
-    "trainer.data.pool.ActivePool.snapshot",
+    "trainer.data.mixing.ActivePool.snapshot",
     "trainer.data.blend.BlendDataset.drain_step_metrics",
     "trainer.data.mixing.StreamMixingDataset.drain_step_metrics",
     "trainer.ledger.ledger.Ledger.drain_metrics",

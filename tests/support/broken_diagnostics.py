@@ -32,7 +32,6 @@ from tests.support.runs import environment, free_port, rank_environment, read_ro
 NOT_DIAGNOSTIC = {
     "trainer.metrics.catalog": "tables",
     "trainer.metrics.payload_contract": "the format of the record",
-    "trainer.metrics.batch_extras": "takes batches apart for the model",
     "trainer.metrics.best_effort": "the guards themselves",
     "trainer.metrics.logger": "what warns of a failure",
     "trainer.metrics.tracker": "holds the guards, and writes the record",
@@ -59,7 +58,7 @@ SHOWN = (
     "trainer.training.messages.summarize",
     "trainer.training.run_dir.StatusKeeper",
     "trainer.training.step.details",
-    "trainer.data.pool.ActivePool.snapshot",
+    "trainer.data.mixing.ActivePool.snapshot",
 )
 DRAINS = ("drain_metrics", "drain_step_metrics")
 # What a checkpoint holds is no diagnostic: a state that cannot be saved or restored must not pass for one.

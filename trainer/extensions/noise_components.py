@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.arrays import IGNORED
+from trainer.data.batch import MicroBatch
 from trainer.metrics.best_effort import SkipBatch
 from trainer.metrics.noise_scale import estimate
 from trainer.metrics.noise_scale.ratio import Ratio, bounded_ratio
 from trainer.training.extension import Extension
-from trainer.training.step.microbatch import MicroBatch, halves
 
 if TYPE_CHECKING:
     from trainer.metrics.aggregate import Reported
@@ -300,6 +300,15 @@ class NoiseSources(Extension):
         """Continue from saved windows."""
         self.components.load_state_dict(state["windows"])
         self._tell_drawn()
+
+
+def halves(micro: MicroBatch) -> list[MicroBatch]:
+    """The first and the second half of the rows; a single row, and that row with nothing to predict and no group.
+
+    Always two: ranks that exchange states, or synchronize in a forward, must do it equally often.
+    """
+    middle = len(micro.targets) // 2
+    return [micro.rows(slice(middle)), micro.rows(slice(middle, None))] if middle else [micro, micro.masked()]
 
 
 def _piece(micro: MicroBatch) -> Piece:

@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
+from trainer.files import open_descriptor, parse_json
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
 from trainer.metrics.logger import format_metrics, format_train_line, get_logger
 from trainer.metrics.payload_contract import RESTART, all_values, encode_payload, non_finite_word
-from trainer.untrusted import open_descriptor, parse_json
 
 logger = get_logger(__name__)
 

@@ -14,6 +14,7 @@ from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
+from trainer.ledger.snapshot import Owners
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.wrappers import Cellwise, Headless, output_layer, recompute_blocks, refuse_more_than_a_head
 from trainer.objective.chunked import ChunkedObjective
@@ -93,9 +94,7 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
         device=device,
         dtype=STATE_TYPES[table.dtype],
         placement=table.placement,
-        ownership="exchange" if plan.facts.ownership == "exchange" else "reader",
-        rank=info.rank,
-        world_size=info.world_size,
+        owners=Owners("exchange" if plan.facts.ownership == "exchange" else "reader", info.rank, info.world_size),
     )
 
 
