@@ -257,14 +257,10 @@ class NoiseScaleAverage:
             values |= self._consistency_values()
             if (ratio := self._noise.ratio()) is not None:
                 values |= self._values_of_ratio(ratio)
-            if (current := self.current()) is not None:
+            if (current := self._history.current()) is not None:
                 (low, high, value, _), steps = current
-                values |= {
-                    "gns/b_now": value,
-                    "gns/b_now_low": low,
-                    "gns/b_now_high": high,
-                    "gns/b_now_steps": float(steps),
-                }
+                values |= {"gns/b_now": value, "gns/b_now_low": low, "gns/b_now_high": high}
+                values["gns/b_now_steps"] = float(steps)
         return {key: value for key, value in values.items() if value is not None}
 
     def drain_metrics(self) -> dict[str, float]:
@@ -277,10 +273,8 @@ class NoiseScaleAverage:
         low, high, value, error = ratio
         values = {"gns/b_simple_low": low, "gns/b_simple_high": high, "gns/b_simple": value, "gns/b_simple_se": error}
         if value is not None:
-            values["gns/gns_mu"] = value / (
-                self.world_size / self.small_noise
-            )  # sequences of a micro-batch over all ranks
-            values["gns/Bsimple_from_mu"] = value
+            per_micro = self.world_size / self.small_noise  # sequences of a micro-batch over all ranks
+            values |= {"gns/gns_mu": value / per_micro, "gns/Bsimple_from_mu": value}
             if self.token_weight > 0.0:
                 values["gns/b_simple_tokens"] = value * self.token_sum / self.token_weight
             if value > 0.0:
