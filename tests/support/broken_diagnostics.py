@@ -48,6 +48,7 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._hook": "a guard",
     "trainer.metrics.sinks.BackgroundSink._run": "holds a guard",
     "trainer.extensions.mirror": "has faults of its own",
+    "trainer.extensions.remote": "has faults of its own",
     "trainer.extensions.contract_check": "refuses a model",
     "trainer.extensions.batch_growth": "decides on the batch",
 }
@@ -55,7 +56,7 @@ SHOWN = (
     "trainer.tools.verbs.records",
     "trainer.extensions",
     "trainer.objective.loss.token_type_sums",
-    "trainer.training.messages.summarize",
+    "trainer.training.main.summarize",
     "trainer.training.run_dir.StatusKeeper",
     "trainer.training.step.details",
     "trainer.data.mixing.ActivePool.snapshot",
