@@ -156,10 +156,13 @@ class MicroBatches:
         first_step, first_batch, m = self.stretches[bisect_right(self.stretches, (step, FAR)) - 1]
         return first_batch + (step - first_step) * m
 
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return [stretch.first_batch for stretch in self.stretches]
+
     def step_of(self, batch: int) -> int:
         """The step that a rank's micro-batch belongs to."""
-        firsts = [stretch.first_batch for stretch in self.stretches]
-        first_step, first_batch, m = self.stretches[bisect_right(firsts, batch) - 1]
+        first_step, first_batch, m = self.stretches[bisect_right(self._firsts, batch) - 1]
         return first_step + (batch - first_batch) // m
 
 

@@ -297,7 +297,7 @@ def _pack(
     return vector
 
 
-def _scalars(value: Reported, operation: RankReduction) -> Sequence[Scalar] | None:
+def _scalars(value: Reported, operation: RankReduction) -> list[Scalar] | None:
     """What stands for a value in the vector; None if it is not known.
 
     A plain number counts once, and is a sample of one: the mean over ranks then has the standard error over ranks.
@@ -315,7 +315,7 @@ def _scalars(value: Reported, operation: RankReduction) -> Sequence[Scalar] | No
     else:
         taken = as_scalar(value)
         given = Moments(1.0, taken, 1.0, taken * taken, taken, 1.0)
-    return [scalar if type(scalar) is float else as_scalar(scalar) for scalar in given]
+    return list(map(as_scalar, given))
 
 
 def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
@@ -342,9 +342,11 @@ def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
             if operation == "sum_and_worst":
                 reduced[key + WORST_SUFFIX] = float(most[index])
     sums = gathered[:, 2 * len(operations) :].sum(0).reshape(-1, NUM_MOMENTS)
-    with_errors = (key for key, operation in operations.items() if operation == "mean_and_error")
-    for key, numbers in zip(with_errors, sums.tolist(), strict=True):
-        moments = Moments(*numbers)
+    rows = iter(sums.tolist())
+    for key, operation in operations.items():
+        if operation != "mean_and_error":
+            continue
+        moments = Moments(*next(rows))
         if moments.num > 0:
             reduced[key] = moments.mean()
         if moments.num > 1:

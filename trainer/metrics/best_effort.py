@@ -52,7 +52,7 @@ def checked(values: Any, leave_out: LeaveOut, take: Callable[[Any], T]) -> dict[
         raise TypeError(f"must be a mapping of names to numbers, got {short_repr(values)}")
     found: dict[str, T | None] = {}
     for name, value in values.items():
-        if (isinstance(name, str) and name) or is_name(name, leave_out):
+        if is_name(name, leave_out):
             try:
                 found[name] = value if type(value) is float else take(value)  # type: ignore[assignment]
             except TypeError as error:
@@ -129,11 +129,10 @@ class BestEffort:
         if isinstance(error, SkipBatch):
             self.num_skipped += 1
             self.last_skip = message_of(error)
-        elif self.enabled:
-            self.enabled = False
-            self._report(error)
-
-    def _report(self, error: Exception) -> None:
+            return
+        if not self.enabled:
+            return
+        self.enabled = False
         logger.warning("%s failed and is off from now on: %s", self.name, error_text(error))
         if self._on_event is None:
             return
@@ -177,10 +176,8 @@ class Diagnostics:
 
     def summary(self) -> list[str]:
         """What was not measured, one line per diagnostic that failed or skipped a batch; for the end of a run."""
-        lines = []
+        lines = [f"{name} failed during the run; what it reports is missing since then" for name in self.disabled]
         for name, guard in self._guards.items():
-            if not guard.enabled:
-                lines.append(f"{name} failed during the run; what it reports is missing since then")
             if guard.num_skipped:
                 lines.append(f"{name} skipped {guard.num_skipped} batch(es), the last one because: {guard.last_skip}")
         return lines

@@ -108,32 +108,25 @@ def build_payload(
     """
     finite: dict[str, float] = {}
     non_finite: dict[str, str] = {}
+    value: Any
     for key, value in metrics.items():
-        number = _plain_number(key, value)
-        if math.isfinite(number):
-            finite[key] = number
+        if type(value) is not float and type(value) is not int:
+            # Other libraries' number types (numpy's) are converted.
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise PayloadError(f"metrics.{key}", f"must be a number, got {value!r}")
+            value = int(value) if isinstance(value, Integral) else float(value)
+        if math.isfinite(value):
+            finite[key] = value
         else:
-            non_finite[key] = non_finite_word(number)
+            non_finite[key] = non_finite_word(value)
     payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode, "global_step": global_step}
     payload["metrics"] = finite
-    sections = {
-        "non_finite": non_finite or None,
-        "context": context,
-        "batch_extras": batch_extras,
-        "token_summary": token_summary,
-    }
-    payload |= {name: dict(section) for name, section in sections.items() if section is not None}
+    sections = (("context", context), ("batch_extras", batch_extras), ("token_summary", token_summary))
+    for name, section in (("non_finite", non_finite or None), *sections):
+        if section is not None:
+            payload[name] = dict(section)
     validate_payload(payload)
     return payload
-
-
-def _plain_number(key: str, value: Any) -> float:
-    """An int or float of the value; other libraries' number types (numpy's) are converted."""
-    if type(value) is float or type(value) is int:
-        return value
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise PayloadError(f"metrics.{key}", f"must be a number, got {value!r}")
-    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def build_restart(global_step: int, **details: Any) -> dict[str, Any]:
@@ -248,7 +241,7 @@ def _check_version(obj: Mapping[str, Any]) -> None:
     version, problem = obj.get("schema_version"), ""
     if "schema_version" not in obj:
         problem = "missing; this reader supports version"
-    elif not _is_int(version):
+    elif type(version) is not int:
         problem = f"must be an integer, got {version!r}; this reader supports"
     elif version != SCHEMA_VERSION:
         problem = f"version {version} is not supported; this reader supports"
@@ -257,17 +250,13 @@ def _check_version(obj: Mapping[str, Any]) -> None:
 
 
 def _check_step(step: Any) -> None:
-    if not _is_int(step) or step < 0:
+    if type(step) is not int or step < 0:  # bool is a subclass of int
         raise PayloadError("global_step", f"must be an integer of at least 0, got {step!r}")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)  # bool is a subclass of int
 
 
 def _is_finite_number(value: Any) -> bool:
     try:
-        return (_is_int(value) or isinstance(value, float)) and math.isfinite(value)
+        return type(value) in (int, float) and math.isfinite(value)
     except OverflowError:  # an int beyond the range of floats
         return False
 

@@ -39,14 +39,12 @@ def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None =
     """Keep status.json of a loop that is not the trainer's: `running`, and at the end `done`, `stopped` or `failed`, and why.
 
     An exception is `failed` with its type and message, Ctrl-C is `stopped`, `SystemExit` with a code other than 0 is `failed`.
-    A process that is killed leaves `running`; it held a lock on the directory, without which readers take it for `died`.
-    `last_step` is that of the last row of metrics.jsonl.
+    A process that is killed leaves `running`, which readers take for `died`, since nobody holds the directory's lock.
 
     Args:
         directory: of the run; it is made.
         rank: other ranks than 0 do nothing.
-        world_size: number of ranks; None: what torchrun says, if it started this process, and otherwise unknown. The diagnosis
-            needs it where keys are sums over ranks.
+        world_size: number of ranks, which the diagnosis needs; None: what torchrun says, otherwise unknown.
 
     Raises:
         UserError: another process writes its run there.

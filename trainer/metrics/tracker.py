@@ -262,13 +262,11 @@ class MetricsTracker:
         step_time = (self._clock() if ended.stop is None else ended.stop) - ended.start
         self._tokens_seen = self._tokens_seen + (tokens_in_step if tokens_trained is None else tokens_trained)
         guard = self.diagnostics.best_effort
-        with guard("smoothing"):
-            for average, sample in zip(self._smoothed.values(), (loss, tokens_in_step, step_time), strict=True):
-                if sample is not None:
-                    average.update(sample)
+        for average, sample in zip(self._smoothed.values(), (loss, tokens_in_step, step_time), strict=True):
+            if sample is not None:
+                average.update(sample)
         if extra:
-            with guard("extra"):
-                self._extra.add(checked(extra, self._leave_out, as_value))
+            self._extra.add(guard("extra").run(checked, extra, self._leave_out, as_value) or {})
         if not (force_log or self.will_log(step)):
             return None
         # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
@@ -302,12 +300,11 @@ class MetricsTracker:
         for name, value in vars(metrics).items():
             found[f"gpu/{name}" if name.endswith("_gb") or name == "mem_utilization" else name] = value
         found |= own
-        with self.diagnostics.best_effort("smoothing"):
-            loss, tokens, seconds = (average.read() for average in self._smoothed.values())
-            # The averaged tokens over the averaged time.
-            speed = tokens / seconds if tokens is not None and seconds else None
-            found |= {"smoothed/loss": loss, "smoothed/tokens_per_sec": speed, "smoothed/step_time": seconds}
-            found["smoothed/mfu"] = self._mfu(speed)
+        loss, tokens, seconds = map(Ema.read, self._smoothed.values())
+        # The averaged tokens over the averaged time.
+        speed = tokens / seconds if tokens is not None and seconds else None
+        found |= {"smoothed/loss": loss, "smoothed/tokens_per_sec": speed, "smoothed/step_time": seconds}
+        found["smoothed/mfu"] = self._mfu(speed)
         for part, seconds in parts.items():
             found[f"time/{part}_sec"] = seconds
             found[f"time/{part}_share"] = seconds / metrics.step_time_sec if metrics.step_time_sec > 0.0 else None
@@ -350,12 +347,16 @@ class MetricsTracker:
         self._send("event", event)
 
     def _emit(self, mode: Mode, step: int, values: Mapping[str, float | None]) -> None:
-        metrics = {key: value for key, value in values.items() if value is not None}
-        for key in metrics.keys() - self._checked_keys:
-            if self._strict_keys and not is_known(key):
-                raise UnknownMetric(key)
-            lookup_or_gauge(key)
-            self._checked_keys.add(key)
+        metrics: dict[str, float] = {}
+        for key, value in values.items():
+            if value is None:
+                continue
+            metrics[key] = value
+            if key not in self._checked_keys:
+                if self._strict_keys and not is_known(key):
+                    raise UnknownMetric(key)
+                lookup_or_gauge(key)
+                self._checked_keys.add(key)
         if self._sinks and metrics:
             self._send("log", build_payload(mode, step, metrics))
 

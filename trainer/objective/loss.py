@@ -210,10 +210,13 @@ class Objective:
             terms["z_loss"] = z_loss(prepared, self._z_loss)
         if self._coord is not None:
             terms["coord"] = coord(prepared, self._coord, meta)
+        sums, _ = zip(*terms.values(), strict=True)
+        for name, term in terms.items():
+            terms[name] = Term(term.sum.detach(), term.num_tokens)
         return ObjectiveOutput(
-            loss_sum=torch.stack([term.sum for term in terms.values()]).sum(),
+            loss_sum=torch.stack(sums).sum(),
             num_tokens=terms["token_ce"].num_tokens,
-            parts={name: Term(term.sum.detach(), term.num_tokens) for name, term in terms.items()},
+            parts=terms,
             token_loss=prepared.token_loss.detach(),
             is_correct=prepared.logits.detach().argmax(-1) == targets,
         )

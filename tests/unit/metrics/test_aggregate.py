@@ -1,14 +1,273 @@
-"""Micro-steps become a step, and steps that do not log lose nothing."""
+"""Micro-steps become a step, and ranks one row: over real gloo processes, against numbers worked out by hand."""
 
 from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from trainer.metrics.aggregate import Recorder, SumCount
+from tests.support.gloo import run_on_ranks
+from trainer.metrics.aggregate import (
+    Moments,
+    Recorder,
+    SumCount,
+    Value,
+    rank_operations,
+    reduce_loss_metrics,
+    reduce_over_ranks,
+)
+from trainer.metrics.best_effort import BestEffort
+
+PLAN = rank_operations(
+    [
+        "loss",
+        "grad_norm",
+        "ledger/cold_starts",
+        "stream_mixing/active/remaining_min",
+        "stream_mixing/active/remaining_max",
+        "stream_mixing/active/modalities/python",
+        "stream_mixing/refill/exhaust_events",
+        "accuracy",
+        "loss_spike",
+        "gns/b_simple",
+    ]
+)
+
+
+def local_values(rank: int) -> dict[str, Value]:
+    """What each of three ranks has; rank 1 has nothing at all in the second group of keys."""
+    values: dict[str, Value] = {
+        "loss": SumCount(torch.tensor(2.0 * (rank + 1)), torch.tensor(rank + 1)) if rank else SumCount(0.0, 0.0),
+        "ledger/cold_starts": float(rank * 10),
+        "loss_spike": float(rank == 2),
+    }
+    if rank != 1:
+        values |= {
+            "grad_norm": torch.tensor(1.0 + rank),
+            "stream_mixing/active/remaining_min": 5.0 + rank,
+            "stream_mixing/active/remaining_max": -5.0 - rank,
+            "stream_mixing/active/modalities/python": 2.0,
+            "stream_mixing/refill/exhaust_events": torch.tensor(3, dtype=torch.int64),
+            "accuracy": math.nan if rank == 2 else 0.5,
+        }
+    return values
+
+
+class CountingGather:
+    """Counts the collectives that pass through torch.distributed."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __enter__(self) -> CountingGather:
+        self._saved = {name: getattr(dist, name) for name in ("all_gather", "all_reduce", "broadcast", "gather")}
+        for name, function in self._saved.items():
+            setattr(dist, name, lambda *a, _n=name, _f=function, **k: (self.calls.append(_n), _f(*a, **k))[1])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self._saved.items():
+            setattr(dist, name, function)
+
+
+def reduce_three(rank: int, world_size: int) -> tuple[dict[str, float], list[str]]:
+    with CountingGather() as counting:
+        reduced = reduce_over_ranks(local_values(rank), PLAN, device="cpu", world_size=world_size)
+    empty = reduce_over_ranks({}, PLAN, device="cpu", world_size=world_size)
+    assert empty == {}
+    return reduced, counting.calls
+
+
+@pytest.mark.distributed
+def test_three_ranks_agree_in_one_collective() -> None:
+    results = run_on_ranks(reduce_three, 3)
+    for reduced, calls in results:
+        assert calls == ["all_gather"]
+        assert math.isnan(reduced.pop("accuracy")), "a NaN on one rank must not be averaged away"
+        assert reduced == {
+            "loss": (4.0 + 6.0) / (2 + 3),
+            "grad_norm": (1.0 + 3.0) / 2,
+            "ledger/cold_starts": 30.0,
+            "ledger/cold_starts_max": 20.0,
+            "stream_mixing/active/remaining_min": 5.0,
+            "stream_mixing/active/remaining_max": -5.0,
+            "stream_mixing/active/modalities/python": 4.0,
+            "stream_mixing/refill/exhaust_events": 6.0,
+            "loss_spike": 1.0,
+        }
+
+
+def reduce_four(rank: int, world_size: int) -> tuple[dict[str, float], list[str]]:
+    values: dict[str, Any] = {"plain": float(rank), "token_loss": 1.0 + rank, "evicted": torch.tensor(rank)}
+    counts: dict[str, Any] = {"token_loss": 10.0 * rank, "nobody": 0.0}
+    if rank == 0:
+        values["token_loss"] = math.nan  # the mean over no tokens
+    if rank == 3:
+        del values["evicted"]
+    with CountingGather() as counting:
+        reduced = reduce_loss_metrics(values, counts, ["evicted", "never"], device="cpu", world_size=world_size)
+    return reduced, counting.calls
+
+
+@pytest.mark.distributed
+def test_four_ranks_reduce_means_weighted_means_and_totals() -> None:
+    expected = {
+        "plain": 1.5,
+        "token_loss": (2 * 10 + 3 * 20 + 4 * 30) / 60,
+        "evicted": 3.0,
+        "evicted_max": 2.0,
+        "never": 0.0,
+        "never_max": 0.0,
+    }
+    for reduced, calls in run_on_ranks(reduce_four, 4):
+        assert calls == ["all_gather"]
+        assert reduced == expected
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    reduced = reduce_over_ranks(local_values(2), PLAN, device="cpu", world_size=1)
+    assert reduced["loss"] == 2.0
+    assert reduced["ledger/cold_starts"] == reduced["ledger/cold_starts_max"] == 20.0
+    assert reduce_loss_metrics({"a": 2.0}, {"a": 3}, ["b"], device="cpu", world_size=1) == {
+        "a": 2.0,
+        "b": 0.0,
+        "b_max": 0.0,
+    }
+
+
+def test_a_mean_over_nothing_is_absent() -> None:
+    for value in (math.nan, torch.tensor(math.nan)):
+        for count in (0, torch.tensor(0)):
+            assert reduce_loss_metrics({"a": value}, {"a": count}, device="cpu", world_size=1) == {}
+    local: dict[str, Value] = {"loss": SumCount(0.0, 0.0)}
+    assert reduce_over_ranks(local, PLAN, device="cpu", world_size=1) == {}
+
+
+def test_the_plan_is_the_same_however_the_keys_are_collected() -> None:
+    # The order too: it is the order of the numbers in the collective.
+    assert list(rank_operations(reversed(list(PLAN))).items()) == list(PLAN.items())
+    assert list(rank_operations([*PLAN, "loss"]).items()) == list(PLAN.items())
+    assert rank_operations(["my/thing"]) == {"my/thing": "mean"}, "a key outside the catalog is a gauge"
+
+
+def test_with_a_guard_what_cannot_be_packed_costs_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    guard = BestEffort("reduction")
+    for _ in range(2):
+        assert reduce_over_ranks({"lr": 1.0}, PLAN, device="cpu", world_size=1, guard=guard) == {}
+    assert capsys.readouterr().err.count("metric 'lr' is left out: it is not among the keys of the reduction") == 1
+    assert guard.enabled
+
+
+class Odd:
+    def __float__(self) -> float:
+        raise ZeroDivisionError
+
+
+BAD = [None, 10**400, "text", [1.0], torch.zeros(3), 1 + 2j, Odd(), Moments(*[1.0] * 6), (1.0, 2.0, 3.0), (1.0, None)]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_value_costs_its_key_alone(bad: object, capsys: pytest.CaptureFixture[str]) -> None:
+    guard = BestEffort("reduction")
+    keys = ("lr", "blend/ended_sources", "stream_mixing/refill/exhaust_events", "my/own")
+    for key in keys:
+        local = {**dict.fromkeys(keys, 2.0), key: bad}
+        for _ in range(2):
+            reduced = reduce_over_ranks(local, keys, device="cpu", world_size=1, guard=guard)  # type: ignore[arg-type]
+            assert reduced == {other: 2.0 for other in keys if other != key}
+    warnings = capsys.readouterr().err
+    assert warnings.count("is left out") == (0 if bad is None else len(keys))  # None says itself that it is not known
+    assert guard.enabled
+
+
+def partial_ranks(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, float]]:
+    keys = ("ledger/cold_starts", "ledger/state_age", "my/own", "gns/skipped", "stream_mixing/active/remaining_min")
+    local: dict[str, Any] = dict.fromkeys(keys, 1.0 + rank)
+    absent = {} if rank == 1 else local
+    guard = BestEffort("reduction")
+    unknown: dict[str, Any] = {**local, **(dict.fromkeys(keys, 10**400) if rank == 1 else {})}
+    options: dict[str, Any] = {"device": "cpu", "world_size": world_size, "guard": guard}
+    return reduce_over_ranks(absent, keys, **options), reduce_over_ranks(unknown, keys, **options)
+
+
+@pytest.mark.distributed
+def test_a_rank_without_a_key_leaves_the_others_and_one_that_failed_takes_totals_and_extremes_away() -> None:
+    for absent, unknown in run_on_ranks(partial_ranks, 3):
+        means = {"my/own": 2.0, "ledger/state_age": 2.0}
+        assert unknown.keys() <= {*means, "ledger/state_age_se"}
+        assert {key: unknown[key] for key in means} == means
+        assert absent["ledger/cold_starts"] == 4.0
+        assert absent["stream_mixing/active/remaining_min"] == 1.0
+
+
+def test_a_key_outside_the_plan_is_refused() -> None:
+    with pytest.raises(KeyError, match="not among the keys of the reduction: lr"):
+        reduce_over_ranks({"lr": 1.0}, PLAN, device="cpu", world_size=1)
+
+
+UNITS = {0: ([1.0, -2.0, 4.0], [1.0, 2.0, 3.0]), 1: ([0.5], [7.0]), 2: ([], [])}
+
+
+def reduce_moments(rank: int, world_size: int) -> dict[str, float]:
+    totals, weights = (torch.tensor(numbers) for numbers in UNITS[rank])
+    local = {"ledger/carry_gain": Moments.of(totals, weights), "ledger/state_age": float(rank), "grad_norm": 2.0}
+    if rank == 2:  # what a rank whose probe has failed has
+        del local["ledger/carry_gain"]
+    keys = ("ledger/carry_gain", "ledger/state_age", "ledger/stale_gap", "grad_norm", "loss_spike")
+    return reduce_over_ranks(local, keys, device="cpu", world_size=world_size)
+
+
+@pytest.mark.distributed
+def test_mean_and_error() -> None:
+    """A weighted mean over the units of all ranks, and its standard error from the definition."""
+    first, *others = run_on_ranks(reduce_moments, 3)
+    assert all(other == first for other in others)
+    totals = [y for rank in UNITS for y in UNITS[rank][0]]
+    weights = [w for rank in UNITS for w in UNITS[rank][1]]
+    mean = sum(totals) / sum(weights)
+    squares = sum((y - mean * w) ** 2 for y, w in zip(totals, weights, strict=True))
+    assert first == {
+        "ledger/carry_gain": pytest.approx(mean),
+        "ledger/carry_gain_se": pytest.approx(math.sqrt(4 / 3 * squares) / sum(weights)),
+        "ledger/state_age": pytest.approx(1.0),
+        "ledger/state_age_se": pytest.approx(math.sqrt(1.0 / 3)),  # three ranks, standard deviation 1
+        "grad_norm": 2.0,
+    }
+
+
+def moments_of(totals: list[float], weights: list[float]) -> dict[str, float]:
+    moments = Moments.of(torch.tensor(totals), torch.tensor(weights))
+    return reduce_over_ranks({"ledger/stale_gap": moments}, ["ledger/stale_gap"], device="cpu", world_size=1)
+
+
+def test_the_error_covers_the_truth_as_often_as_it_should() -> None:
+    """Units of random weights, whose totals depend on them: 2000 samples of 40."""
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randint(1, 20, (2000, 40), generator=generator).double()
+    totals = weights * (0.3 + torch.randn(2000, 40, generator=generator, dtype=torch.float64) / weights.sqrt())
+    covered = 0
+    for y, w in zip(totals.tolist(), weights.tolist(), strict=True):
+        found = moments_of(y, w)
+        covered += abs(found["ledger/stale_gap"] - 0.3) <= 1.96 * found["ledger/stale_gap_se"]
+    assert 0.92 <= covered / 2000 <= 0.965
+
+
+def test_a_unit_that_is_not_finite_shows() -> None:
+    found = moments_of([1.0, math.nan], [1.0, 1.0])
+    assert math.isnan(found["ledger/stale_gap"])
+    assert math.isnan(found["ledger/stale_gap_se"])
+
+
+def test_moments_and_other_values_are_not_confused() -> None:
+    moments = Moments(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    with pytest.raises(TypeError, match="moments"):
+        reduce_over_ranks({"grad_norm": moments}, ["grad_norm"], device="cpu", world_size=1)
+    with pytest.raises(TypeError, match="Moments"):
+        reduce_over_ranks({"ledger/stale_gap": SumCount(1.0, 1.0)}, ["ledger/stale_gap"], device="cpu", world_size=1)
 
 
 def test_a_gauge_is_averaged_over_the_micro_steps_that_reported_it() -> None:

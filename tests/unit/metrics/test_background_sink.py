@@ -88,18 +88,6 @@ def test_closing_waits_for_a_slow_sink_and_not_for_one_that_hangs() -> None:
     assert sink.num_dropped == 5
 
 
-def test_a_failure_costs_one_warning_and_the_rest_is_not_queued(capsys: pytest.CaptureFixture[str]) -> None:
-    class Broken(Recorder):
-        def log(self, payload: Mapping[str, Any]) -> None:
-            raise OSError(32, "Broken pipe")
-
-    sink = in_background(Broken())
-    for number in range(5):
-        sink.log({"row": number})
-    sink.close()
-    assert capsys.readouterr().err.count("it failed and is off") == 1
-
-
 @pytest.mark.parametrize("kind", ["a service that is stopped", "a pipe that nobody reads"])
 def test_a_reader_that_does_not_read_holds_up_nobody(kind: str) -> None:
     """Real descriptors that stay full: the thread waits in the write, the caller does not."""

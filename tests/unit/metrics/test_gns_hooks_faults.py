@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.gns_windows import loss_sum, micro, rows, window
-from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
@@ -83,17 +82,6 @@ def test_a_hook_that_runs_twice_is_a_skip_with_one_warning(caplog: pytest.LogCap
     assert metrics == {"gns/skipped": 2.0}
     assert [record.message for record in caplog.records if "use_reentrant=False" in record.message] != []
     assert len(caplog.records) == 1
-
-
-def test_a_tied_parameter_is_measured_as_one() -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(5, 5)
-    model = nn.Sequential(layer, nn.Tanh(), layer)
-    gns = GradientNoiseScale(model)
-    window(gns, model, 1)
-    kappa = gns.local_sums()[noise_scale.KAPPA]
-    assert float(gns.local_sums()[noise_scale.SMALL_SQUARE] * kappa) == pytest.approx(float(gns.grad_sq()), rel=1e-6)
-    assert float(gns.local_sums()[noise_scale.FAULTS]) == 0.0
 
 
 def test_unused_and_frozen_parameters_contribute_nothing() -> None:

@@ -41,11 +41,6 @@ def test_non_finite_metrics_move_to_words() -> None:
     assert parse_payload(line).values()["b"] == float("inf")
 
 
-def test_numpy_numbers_become_plain_numbers() -> None:
-    payload = build_payload("eval", 1, {"a": np.float32(0.5), "b": np.int64(7), "c": np.float64(0.25)})
-    assert json.loads(encode_payload(payload))["metrics"] == {"a": 0.5, "b": 7, "c": 0.25}
-
-
 def test_optional_sections_pass_through() -> None:
     sections: dict[str, Any] = {"context": {"run": "x"}, "batch_extras": {}, "token_summary": {"n": 3}}
     payload = build_payload("train", 1, {"a": 1.0}, **sections)

@@ -127,14 +127,6 @@ def test_a_tied_parameter_is_counted_once_in_the_layer_that_is_named_first() -> 
     assert found["layer/head/grad_norm"] ** 2 == pytest.approx(squares["head.bias"], rel=1e-5)
 
 
-def test_weights_of_zero_have_no_ratio() -> None:
-    model = nn.ParameterDict({"zero": nn.Parameter(torch.zeros(3)), "one": nn.Parameter(torch.ones(3))})
-    found = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1), (model["zero"] + model["one"]).sum())
-    assert "layer/zero/update_ratio" not in found
-    assert found["layer/zero/grad_norm"] == pytest.approx(math.sqrt(3))
-    assert found["layer/one/update_ratio"] == pytest.approx(0.1)
-
-
 def test_a_skipped_step_has_neither_norm_nor_update_and_is_no_window(model: nn.Module, gns: GradientNoiseScale) -> None:
     layers = PerLayer(model, torch.optim.SGD(model.parameters(), lr=0.1), gns)
     for is_taken in (True, False):
@@ -150,17 +142,6 @@ def test_a_skipped_step_has_neither_norm_nor_update_and_is_no_window(model: nn.M
     assert layers.drain_metrics() == {}
 
 
-def test_the_gradient_may_have_been_scaled(model: nn.Module) -> None:
-    layers = PerLayer(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    found = []
-    for scale in (1.0, 1024.0):
-        model.zero_grad()
-        (scale * model(torch.ones(2, 5)).square().sum()).backward()
-        layers.before_update()
-        found.append(layers.step(grad_factor=scale))
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
-
-
 def test_the_state_goes_through_json_bit_for_bit() -> None:
     layers, gns, _ = measure(0, 1, steps=7)
     model = Layered()
@@ -171,15 +152,6 @@ def test_the_state_goes_through_json_bit_for_bit() -> None:
     assert state["layer/head"]["count"] == 7.0
     other.load_state_dict({"layer/gone": {}})  # of a layer that the model no longer has
     assert other.state_dict() == state
-
-
-def test_windows_without_the_squares_of_parameters_have_norms_alone(model: nn.Module, gns: GradientNoiseScale) -> None:
-    layers = PerLayer(model, torch.optim.SGD(model.parameters(), lr=0.1), gns)
-    window(gns, model, 2)  # by_parameter is not set
-    layers.before_update()
-    found = layers.step()
-    assert found["layer/0/grad_norm"] > 0.0
-    assert layers.state_dict()["layer/0"]["count"] == 0.0
 
 
 def test_a_model_with_nothing_to_train_is_refused() -> None:

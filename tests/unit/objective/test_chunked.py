@@ -11,7 +11,7 @@ from trainer.errors import UserError
 from trainer.model import gated_delta, transformer
 from trainer.model.protocol import ModelOutput
 from trainer.model.wrappers import Headless, output_layer, refuse_more_than_a_head
-from trainer.objective import CoordSettings, Objective, ObjectiveError
+from trainer.objective import CoordSettings, Objective
 from trainer.objective.chunked import ChunkedObjective
 
 VOCAB = 61
@@ -125,12 +125,6 @@ def test_the_model_itself_still_gives_logits():
     assert torch.equal(model(tokens=tokens).logits, before)
 
 
-def test_outputs_of_another_length_are_refused():
-    chunked = ChunkedObjective(PLAIN, nn.Linear(4, VOCAB), chunk_tokens=5)
-    with pytest.raises(ObjectiveError, match="do not fit targets"):
-        chunked(torch.zeros(2, 3, 4), torch.zeros(2, 4, dtype=torch.int64))
-
-
 class Capped(nn.Module):
     """A model whose logits are changed after its output layer, by what it is given."""
 
@@ -154,13 +148,6 @@ def test_a_model_that_changes_its_logits_is_refused_and_another_is_not():
     for after in (lambda x: x, lambda x: x.float()):
         model = Capped(after)
         refuse_more_than_a_head(model, output_layer(model), CPU, seq_len=12)
-
-
-def test_a_model_that_takes_rows_of_one_length_alone_is_judged_on_these():
-    kept, capped = Capped(lambda x: x, (12,)), Capped(torch.tanh, (12,))
-    refuse_more_than_a_head(kept, output_layer(kept), CPU, seq_len=12)
-    with pytest.raises(UserError, match=r"the model's logits are not those"):
-        refuse_more_than_a_head(capped, output_layer(capped), CPU, seq_len=12)
 
 
 def test_a_model_whose_output_layer_has_another_name_is_refused():

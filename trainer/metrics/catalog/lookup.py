@@ -93,27 +93,27 @@ def _find(key: str) -> _Found | None:
         trained = key.removeprefix(EVAL_PREFIX)
         found = None if trained.startswith(EVAL_PREFIX) else _find(trained)
         return found and found._replace(spec=replace(found.spec, name=key, title=f"{found.spec.title} (evaluation)"))
-    for suffix, ranks, sibling in ((WORST_SUFFIX, "sum_and_worst", _worst), (ERROR_SUFFIX, "mean_and_error", _error)):
-        found = _direct(key.removesuffix(suffix)) if key.endswith(suffix) else None
-        if found is not None and found.spec.ranks == ranks:
-            return found._replace(spec=replace(sibling(found.spec), name=key, ranks="max"))
+    if key.endswith(WORST_SUFFIX):
+        found = _direct(key.removesuffix(WORST_SUFFIX))
+        if found is not None and (base := found.spec).ranks == "sum_and_worst":
+            text = f"{base.description} This is the largest value of any rank."
+            worst = replace(base, name=key, ranks="max", title=f"{base.title}, worst rank", description=text)
+            return found._replace(spec=worst)
+    if key.endswith(ERROR_SUFFIX):
+        found = _direct(key.removesuffix(ERROR_SUFFIX))
+        if found is not None and (base := found.spec).ranks == "mean_and_error":
+            error = replace(
+                base,
+                name=key,
+                ranks="max",
+                band=None,
+                title=f"{base.title}, standard error",
+                description=f"Standard error of {base.name}; absent for a sample of one.",
+                healthy="Small against the value.",
+                pathological="As large as the value: too few rows were sampled to tell.",
+            )
+            return found._replace(spec=error)
     return None
-
-
-def _worst(base: MetricSpec) -> MetricSpec:
-    description = f"{base.description} This is the largest value of any rank."
-    return replace(base, title=f"{base.title}, worst rank", description=description)
-
-
-def _error(base: MetricSpec) -> MetricSpec:
-    return replace(
-        base,
-        band=None,
-        title=f"{base.title}, standard error",
-        description=f"Standard error of {base.name}; absent for a sample of one.",
-        healthy="Small against the value.",
-        pathological="As large as the value: too few rows were sampled to tell.",
-    )
 
 
 def lookup(key: str) -> MetricSpec:

@@ -114,7 +114,6 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _Row(
         name="gns/tr_sigma",
-        unit="",
         title="Gradient noise tr(Sigma)",
         description="Trace of the covariance of one sequence's gradient, averaged.",
         healthy="Positive and steady.",
@@ -122,7 +121,6 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _Row(
         name="gns/grad_sq",
-        unit="",
         title="Gradient signal |G|^2",
         precision=6,
         description="Squared norm of the true gradient, without noise, averaged.",
@@ -206,7 +204,6 @@ LAYER_ROWS: tuple[MetricSpec, ...] = tuple(
     for row in (
         _LayerRow(
             name=f"{prefix}grad_norm",
-            unit="",
             title=f"Gradient norm by {of}",
             description=f"L2 norm of the gradient of one {of} before clipping.",
             healthy="Within a factor of a hundred.",

@@ -40,7 +40,6 @@ _OF_A_SET: tuple[MetricSpec, ...] = (
     ),
     _Row(
         name="perplexity",
-        unit="",
         window="last",
         ranks="max",
         title="Perplexity",
@@ -77,7 +76,6 @@ ROWS: tuple[MetricSpec, ...] = (
     *(
         MetricSpec(
             name=name,
-            unit="",
             group="Evaluation",
             title="Tasks of your own",
             description="What a task of the user's own (eval.target) returned.",
@@ -88,7 +86,6 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _Row(
         name="train/micro_batches",
-        unit="",
         window="last",
         ranks="max",
         precision=0,
@@ -99,7 +96,6 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _Row(
         name="grad_norm",
-        unit="",
         title="Gradient norm",
         description="L2 norm of the whole gradient before clipping.",
         healthy="Settles within a few hundred steps and drifts slowly.",
@@ -107,7 +103,6 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _Row(
         name="lr",
-        unit="",
         window="last",
         ranks="max",
         title="Learning rate",
@@ -175,7 +170,6 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _MustBeZero(
         name="loss_spike",
-        unit="",
         kind="flag",
         window="max",
         ranks="max",
@@ -185,7 +179,6 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _SafetyRow(
         name="grad_scale",
-        unit="",
         window="last",
         ranks="min",
         title="Loss scale",

@@ -33,7 +33,7 @@ class MetricSpec:
     """
 
     name: str
-    unit: str
+    unit: str = ""
     kind: Kind = "gauge"
     window: WindowReduction = "mean"
     ranks: RankReduction = "mean"

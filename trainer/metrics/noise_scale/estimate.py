@@ -257,14 +257,10 @@ class NoiseScaleAverage:
             values |= self._consistency_values()
             if (ratio := self._noise.ratio()) is not None:
                 values |= self._values_of_ratio(ratio)
-            if (current := self.current()) is not None:
+            if (current := self._history.current()) is not None:
                 (low, high, value, _), steps = current
-                values |= {
-                    "gns/b_now": value,
-                    "gns/b_now_low": low,
-                    "gns/b_now_high": high,
-                    "gns/b_now_steps": float(steps),
-                }
+                values |= {"gns/b_now": value, "gns/b_now_low": low, "gns/b_now_high": high}
+                values["gns/b_now_steps"] = float(steps)
         return {key: value for key, value in values.items() if value is not None}
 
     def drain_metrics(self) -> dict[str, float]:
@@ -277,10 +273,8 @@ class NoiseScaleAverage:
         low, high, value, error = ratio
         values = {"gns/b_simple_low": low, "gns/b_simple_high": high, "gns/b_simple": value, "gns/b_simple_se": error}
         if value is not None:
-            values["gns/gns_mu"] = value / (
-                self.world_size / self.small_noise
-            )  # sequences of a micro-batch over all ranks
-            values["gns/Bsimple_from_mu"] = value
+            per_micro = self.world_size / self.small_noise  # sequences of a micro-batch over all ranks
+            values |= {"gns/gns_mu": value / per_micro, "gns/Bsimple_from_mu": value}
             if self.token_weight > 0.0:
                 values["gns/b_simple_tokens"] = value * self.token_sum / self.token_weight
             if value > 0.0:
@@ -290,15 +284,15 @@ class NoiseScaleAverage:
     def _consistency_values(self) -> dict[str, float]:
         """Between over within and its error; the cap if within vanishes while between is surely positive."""
         pair = self._consistency
-        moments, ratio = pair.covariance(), pair.ratio()
-        if moments is None or ratio is None:
+        if (ratio := pair.ratio()) is None:
             return {}
         if ratio.value is not None and ratio.error is not None:
             value = max(min(ratio.value, CONSISTENCY_CAP), -CONSISTENCY_CAP)
             return {"gns/consistency": value, "gns/consistency_se": ratio.error}
         is_vanishing = abs(pair.mean_y) * CONSISTENCY_CAP < pair.mean_x
-        is_capped = is_vanishing and is_positive(pair.mean_x, moments[0], pair.freedom)
-        return {"gns/consistency": CONSISTENCY_CAP} if is_capped else {}
+        moments = pair.covariance()
+        is_sure = moments is not None and is_positive(pair.mean_x, moments[0], pair.freedom)
+        return {"gns/consistency": CONSISTENCY_CAP} if is_vanishing and is_sure else {}
 
     def state_dict(self) -> dict[str, Any]:
         """The averages, the history and the gauges as plain floats; taken between windows."""
