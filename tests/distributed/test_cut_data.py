@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import LOST, keep
 from tests.support.ranks import Ranks, last_logged, status
 from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, write_tiny_config
 
@@ -53,13 +53,7 @@ def test_a_file_that_is_cut_under_a_run_ends_it_with_the_file_and_the_reason(tmp
         assert ".txt: was cut from 760000 to 10 bytes during the run" in told
     assert "Bus error" not in said
     on = "one rank" if world_size == 1 else f"{world_size} ranks"
-    Injected(
-        7,
-        f"every data file cut to 10 bytes under a run on {on}",
-        1,
-        "steps since the last checkpoint",
-        "failed with the file and both sizes, on stderr and in status.json",
-    ).keep(f"cut_data_{world_size}")
+    keep(7, f"every data file cut to 10 bytes under a run on {on}", lost=LOST)
 
 
 def test_a_rank_that_a_signal_ends_leaves_its_stack_and_the_launcher_the_reason(tmp_path):
@@ -82,10 +76,4 @@ def test_a_rank_that_a_signal_ends_leaves_its_stack_and_the_launcher_the_reason(
     assert signal.SIGBUS.name in ended["reason"]
     assert "a data file was cut while it was read" in ended["reason"]
     assert ended["reason"] in done.stderr
-    Injected(
-        5,
-        "SIGBUS in one rank of two under `train --nproc`",
-        1,
-        "steps since the last checkpoint",
-        "stack on stderr; the launcher put signal and likely reason into status.json",
-    ).keep("signal_bus")
+    keep(5, "SIGBUS in one rank of two under `train --nproc`", lost=LOST)

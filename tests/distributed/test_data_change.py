@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import keep
 from tests.support.runs import losses, make_corpus, run, write_tiny_config
 from trainer.tools.runs.load import load_run
 from trainer.training.checkpointing.checkpoint import read_rank
@@ -109,13 +109,7 @@ def test_a_change_is_refused_by_name_and_accepted_on_purpose(stopped, resume, tm
     again = run("--config", stopped / "tiny.toml", "--run-dir", tmp_path / "run", "--resume", "auto", "--steps", "9")
     assert again.returncode == 0, again.stderr
     assert "changed" not in again.stderr
-    Injected(
-        1,
-        f"data changed between stop and resume: {change.__name__.replace('_', ' ')}",
-        1,
-        "0",
-        "refused with the files' names; `--accept-data-change` restarted the changed sources alone",
-    ).keep(f"data_{change.__name__}")
+    keep(1, f"data changed between stop and resume: {change.__name__.replace('_', ' ')}")
 
 
 def test_two_ranks_name_a_change_once_and_accept_it(stopped, resume):
@@ -178,13 +172,7 @@ def test_a_source_that_was_removed_is_refused_by_name_and_left_out_on_purpose(st
     again = run("--config", config, "--run-dir", tmp_path / "run", "--resume", "auto", "--steps", "9", nproc=nproc)
     assert again.returncode == 0, again.stderr
     assert "changed" not in again.stderr
-    Injected(
-        1,
-        "a source removed from the config, and its data from the disk, before a resume",
-        1,
-        "0",
-        "refused by name; `--accept-data-change` continued without it, the other sources at their places",
-    ).keep("data_source_removed")
+    keep(1, "a source removed from the config, and its data from the disk, before a resume")
 
 
 @pytest.mark.parametrize("nproc", [None, 2])
@@ -209,13 +197,7 @@ def test_a_source_of_weight_0_needs_no_data_and_keeps_its_place(stopped, resume,
     assert before["names"] == after["names"] == ["first", "second"]
     position = before["sources"][1]["batch_index"], after["sources"][1]["batch_index"]
     assert 0 < position[0] < position[1]
-    Injected(
-        1,
-        "the data of a source gone at a resume, its weight 0",
-        1,
-        "0",
-        "resumed; with its data and weight back it continued where it had been",
-    ).keep("data_source_off")
+    keep(1, "the data of a source gone at a resume, its weight 0")
     one_letter(stopped / "corpus")
     assert "source second: 1 changed (b/stream0.jsonl);" in resume(*back, nproc=nproc).stderr
 

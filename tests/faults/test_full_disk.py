@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import LOST, keep
 from tests.support.fault_runs import ARGUMENTS, make_config, row_differences, whole_run
 from tests.support.ranks import Ranks, checkpoint_differences, status
 from tests.support.runs import command, environment
@@ -79,14 +79,7 @@ def test_a_full_disk_stops_the_run_and_loses_no_older_checkpoint(small_disk, tmp
     assert row_differences(whole, run_dir) == []
     assert checkpoint_differences(whole / NAME, run_dir / NAME) == []
     what = "no byte is left" if left == 0 else "less is left than a checkpoint needs"
-    ended = "stopped and said the space needed" if left else "refused with one line"
-    Injected(
-        2,
-        f"full disk: {what}{', saving in the background' if background else ''}",
-        1,
-        "steps since the last checkpoint",
-        f"{ended}; the older checkpoint resumed, equal bit for bit",
-    ).keep(f"full_disk_{left}_{background}")
+    keep(2, f"full disk: {what}{', saving in the background' if background else ''}", lost=LOST)
 
 
 @pytest.mark.parametrize("verb", ["build", "tokenize"])
@@ -119,13 +112,7 @@ def test_a_full_disk_ends_the_making_of_data_with_a_line_and_the_next_call_makes
         assert done.returncode == 0, done.stderr
         found[out] = {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert found[small_disk / "out"] == found[tmp_path / "fresh"]
-    Injected(
-        2,
-        f"full disk in `train data {verb}`",
-        1,
-        "0",
-        "refused with one line; the next call made the same files as one with room from the start",
-    ).keep(f"full_disk_data_{verb}")
+    keep(2, f"full disk in `train data {verb}`")
 
 
 def test_a_limit_in_the_midst_of_a_file_stops_the_run_and_loses_no_older_checkpoint(tmp_path):
@@ -146,10 +133,4 @@ def test_a_limit_in_the_midst_of_a_file_stops_the_run_and_loses_no_older_checkpo
         assert ranks.wait() == [0, 0], ranks.said()
     assert row_differences(whole, run_dir) == []
     assert checkpoint_differences(whole / NAME, run_dir / NAME) == []
-    Injected(
-        2,
-        "a file-size limit in the midst of a checkpoint's file",
-        1,
-        "steps since the last checkpoint",
-        "stopped with one line; the older checkpoint resumed, equal bit for bit",
-    ).keep("file_size_limit")
+    keep(2, "a file-size limit in the midst of a checkpoint's file", lost=LOST)
