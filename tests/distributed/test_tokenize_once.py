@@ -61,17 +61,6 @@ def test_one_process_tokenizes_for_all_runs_and_says_so(config: Path) -> None:
     expected = losses(config.parent / "whole" / "metrics.jsonl")
     assert len(expected) == 3
     assert losses(config.parent / "first" / "metrics.jsonl") == expected
-    entry = next((config.parent / "cache" / "trainer" / "data").glob("*/entry.json"))
-    entry.touch()
-    (config.parent / "corpus" / "a" / "stream1.jsonl").write_text(json.dumps({"text": "more " * 200_000}) + "\n")
-    assert "tokenizing source first (" in fresh(config, "changed", nproc=None).stderr
-
-
-def test_a_cache_that_cannot_be_used_is_a_warning_and_no_more(config: Path) -> None:
-    (config.parent / "cache").write_text("")
-    ended = fresh(config, "file", nproc=None)
-    assert ended.returncode == 0, ended.stderr
-    assert "source first: every rank tokenizes its text itself" in ended.stderr
 
 
 def test_a_signal_ends_the_tokenizing_and_the_next_run_continues_it(config: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.runs import PROGRAM, TIMEOUT_SEC, environment, losses, run, write_tiny_config
+from tests.support.runs import PROGRAM, TIMEOUT_SEC, environment, free_port, losses, run, write_tiny_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 STEPS = 200
@@ -85,12 +84,6 @@ def children_of(pid: int) -> list[int]:
     while grown := {child for child, parent in parents.items() if parent in found} - found:
         found |= grown
     return sorted(found - {pid})
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], bool], nodes: list[Node]) -> None:
