@@ -170,27 +170,6 @@ def test_auto_that_resumes_a_constant_batch_begins_at_its_start(tmp_path):
     assert {step: row["train/micro_batches"] for step, row in rows.items()} == sizes
 
 
-def test_a_run_in_tokens_ends_near_its_length_and_resumes(tmp_path):
-    sets = ("train.steps=0", "train.tokens=4000", "scheduler.warmup_steps=0")
-    sets = (*sets, 'scheduler.name="linear"', "scheduler.min_lr_ratio=0.0")
-    whole_dir = start(tmp_path, "whole", "tokens", *sets, nproc=2)
-    rows = rows_of(whole_dir)
-    end, full = max(rows), 4 * 64 * 2
-    assert 4000 - 2 * full <= rows[end]["tokens_seen"] < 4000 + full
-    seen = {0: 0.0, **{step: row["tokens_seen"] for step, row in rows.items()}}
-    sizes = {0: 0.0, **{step: row["train/micro_batches"] for step, row in rows.items()}}
-    for step, row in rows.items():
-        # The step and the one before it count as full.
-        reached = min(seen[max(step - 2, 0)] + (sizes[step - 1] + sizes[step]) * 64 * 2, 4000)
-        assert row["lr"] == pytest.approx(1e-3 * (1 - reached / 4000) * math.sqrt(sizes[step]), abs=1e-12)
-    change = changes(whole_dir)[-1]["global_step"]
-    checkpoint = whole_dir / "checkpoints" / f"step_{change - 1:08d}"
-    resumed = start(tmp_path, "resumed", "tokens", *sets, nproc=2, more=("--resume", checkpoint))
-    assert rows_of(resumed) == {step: row for step, row in rows.items() if step >= change}
-    names = [run_dir / "checkpoints" / "latest" for run_dir in (whole_dir, resumed)]
-    assert checkpoint_differences(*names) == []
-
-
 def decide(rank: int, world_size: int, fault: str) -> tuple[list[int], list[dict[str, Any]], bool]:
     """Decisions of two ranks, of which the second does not take in what the first does."""
     rule = AutoRule(max=64, multiple=2.0, every=1)

@@ -81,10 +81,3 @@ def test_a_run_whose_process_was_killed_after_its_last_checkpoint_is_done_once_t
     assert again.returncode == 0, again.stderr
     assert "nothing is left to do" in again.stderr
     assert (status(run_dir)["state"], status(run_dir)["last_step"]) == ("done", 10)
-
-
-def test_a_process_that_c_code_ends_is_found_dead_by_the_next_reader(tmp_path):
-    """Nothing of Python's runs after it, so its exit code is what it is."""
-    assert run_with({"what": "exit of C"}, tmp_path).returncode == 0
-    assert status(tmp_path / "run")["state"] == "running"
-    assert entry_of(tmp_path / "run", now=0.0, diagnoses=False).state == "died"

@@ -407,8 +407,8 @@ class Units(nn.Module):
         self.how, self.state_width = how, 0
         self.emb, self.head = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size)
         self.layers = nn.ModuleList(Layer(dim) for _ in range(num_layers))
-        if how in ("twice", "list", "property"):
-            self.shard_units = {"twice": lambda: [*self.layers, self.layers[0]], "list": lambda: [self.layers]}.get(how, [])
+        if how == "list":
+            self.shard_units = lambda: [self.layers]
 
     def forward(self, tokens, state=None):
         x = self.emb(tokens)
@@ -427,9 +427,7 @@ def build(**settings):
     [
         ("called", ""),
         ("bypassed", "uses a part of a block without calling the block"),
-        ("twice", "Units.shard_units names a module twice"),
         ("list", "Units.shard_units names a module without a forward"),
-        ("property", "Units.shard_units gives something else than modules inside the model"),
     ],
 )
 def test_blocks_of_ones_own_are_found_and_wrong_ones_refused_by_run_and_check(config, tmp_path, how, said):
