@@ -25,7 +25,6 @@ from trainer.errors import UserError
 from trainer.tools.memory import MOST_SECONDS
 
 EXAMPLES = 2000
-SAMPLED = 20
 CPU_SEC = 2.0 + MOST_SECONDS  # a deep model's memory is predicted for so long at most
 RICH = """
 [eval]
@@ -190,7 +189,7 @@ def test_no_senseless_value_of_any_key_is_accepted_and_the_others_are_checked(ba
             assert schema.is_valid(raw), override
             accepted.append((key, value))
     assert {key for key, value in accepted if value in SENSELESS} == {"sample.prompt"}
-    for key, value in draw.sample(accepted, SAMPLED):
+    for key, value in draw.sample(accepted, 2 * values):
         check_in_process(arguments_of(directory / "base.toml", [f"{key}={value}"]), capsys)
 
 
