@@ -1,0 +1,145 @@
+"""What a step logs does not depend on how its rows are laid over ranks and micro-batches."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.gloo import run_on_ranks
+from trainer.distributed.strategy import Replicated, Strategy
+from trainer.metrics.best_effort import Diagnostics
+from trainer.metrics.rank_reduction import reduce_over_ranks
+from trainer.model import build
+from trainer.objective.components import CoordSettings
+from trainer.objective.compose import Objective
+from trainer.training.extension import Extensions
+from trainer.training.step.details import LoggedDetails, StepDetails
+from trainer.training.step.microbatch import MicroBatch
+from trainer.training.step.step import StepSettings, TrainStep
+
+ROWS, LENGTH, VOCABULARY = 16, 9, 13
+LENGTHS = [9, 1, 7, 3, 9, 0, 5, 2, 9, 9, 0, 0, 4, 1, 6, 8]
+TYPES = ("even", "odd", "never")
+LABELS = [("left", "right", "left", "left")[row % 4] for row in range(ROWS)]
+COORD = CoordSettings(first_token=4, num_bins=5, sigma=1.5, weight=0.3)
+Z_LOSS = 1e-2
+LAYOUTS = (1, 2, 4)
+
+
+def rows() -> dict[str, torch.Tensor]:
+    """Rows of ragged length, three of them with nothing to predict; row 8 repeats tokens, so that some guesses are right."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    targets = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    targets[8] = tokens[8] = 6
+    types = (targets % 2).to(torch.int8)
+    for row, length in enumerate(LENGTHS):
+        targets[row, length:] = -100
+        types[row, length:] = -1
+    return {"tokens": tokens, "targets": targets, "types": types}
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build(VOCABULARY, dim=8, num_layers=1).double()
+
+
+EVERY_STEP: Any = SimpleNamespace(logs=lambda step: True)  # what a run says
+
+
+def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
+    """What rank `rank` of `world` logs of one step over its share of the rows."""
+    inner = make_model()
+    details = StepDetails(("token_ce", "z_loss", "coord"), token_types=TYPES, sources=("left", "right"))
+    strategy = Replicated(world_size=world, device=torch.device("cpu")) if world > 1 else Strategy()
+    step = TrainStep(
+        model=strategy.wrap(inner, inner),
+        strategy=strategy,
+        ledger=None,
+        objective=Objective(z_loss=Z_LOSS, coord=COORD),
+        optimizer=torch.optim.SGD(inner.parameters(), lr=1.0),
+        gns=None,
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        settings=StepSettings(max_tokens_per_micro=50, clip_grad_norm=1.0),
+        world_size=world,
+        device=torch.device("cpu"),
+        autocast=nullcontext,
+        extensions=Extensions(
+            {"details": LoggedDetails(EVERY_STEP, details)}, Diagnostics(), device=torch.device("cpu"), world_size=world
+        ),
+    )
+    data, share, window = rows(), ROWS // (world * micros), []
+    for index in range(micros):
+        first = (rank * micros + index) * share
+        part = slice(first, first + share)
+        extras = {"token_types": data["types"][part], "dataset_labels": LABELS[part]}
+        window.append(MicroBatch({"tokens": data["tokens"][part]}, data["targets"][part], None, extras))
+    step.accumulate(1, window, is_logged=True)
+    outcome = step.finish(step.launch(lr=1.0, stop=False, saved=False))
+    reduced = reduce_over_ranks(details.drain_metrics(), details.metric_keys, device="cpu", world_size=world)
+    assert reduced["loss"] == pytest.approx(outcome.loss, rel=1e-12), "both ways to the loss agree"
+    return {**reduced, "loss": outcome.loss, "grad_norm": outcome.grad_norm, "tokens_in_step": float(outcome.tokens)}
+
+
+def logged_by_all_layouts(rank: int, world: int) -> list[dict[str, float]]:
+    return [logged_by(rank, world, micros) for micros in LAYOUTS]
+
+
+def number(value: torch.Tensor | float) -> float:
+    return float(torch.as_tensor(value).detach())
+
+
+def reference() -> dict[str, float]:
+    """All rows as one batch on one rank, token by token from the definitions."""
+    data, model = rows(), make_model()
+    logits = model(data["tokens"]).logits
+    ce, squares, coord, correct, types, labels = [], [], [], [], [], []
+    for row, length in enumerate(LENGTHS):
+        for place in range(length):
+            scores, target = logits[row, place], int(data["targets"][row, place])
+            ce.append(-torch.log_softmax(scores, -1)[target])
+            squares.append(torch.logsumexp(scores, -1) ** 2)
+            correct.append(float(scores.argmax() == target))
+            types.append(target % 2)
+            labels.append(LABELS[row])
+            true_bin = target - COORD.first_token
+            if 0 <= true_bin < COORD.num_bins:
+                offsets = torch.arange(COORD.num_bins, dtype=torch.float64) - true_bin
+                soft = torch.softmax(-(offsets**2) / (2 * COORD.sigma**2), -1)
+                log_p = torch.log_softmax(scores[COORD.first_token : COORD.first_token + COORD.num_bins], -1)
+                coord.append(-(soft * log_p).sum() + (log_p.exp() * offsets.abs()).sum() / COORD.num_bins)
+    count = len(ce)
+    assert 0 < sum(correct) < count
+    loss = (sum(ce) + Z_LOSS * sum(squares) + COORD.weight * sum(coord)) / count
+    loss.backward()
+
+    def mean_where(values: list, keys: list, key: object) -> float:
+        return number(sum(v for v, k in zip(values, keys, strict=True) if k == key)) / keys.count(key)
+
+    by_type = {name: (mean_where(ce, types, i), mean_where(correct, types, i)) for i, name in enumerate(TYPES[:2])}
+    return {
+        "loss": number(loss),
+        "objective/token_ce": number(sum(ce)) / count,
+        "objective/z_loss": Z_LOSS * number(sum(squares)) / count,
+        "objective/coord": COORD.weight * number(sum(coord)) / len(coord),
+        "accuracy": sum(correct) / count,
+        "tokens_in_step": float(count),
+        "grad_norm": float(sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None) ** 0.5),
+        **{f"token_type/{name}/loss": values[0] for name, values in by_type.items()},
+        **{f"token_type/{name}/accuracy": values[1] for name, values in by_type.items()},
+        **{f"source/{name}/loss": mean_where(ce, labels, name) for name in ("left", "right")},
+    }
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_loss_parts_accuracy_tokens_and_gradient_equal_one_big_batch(world):
+    expected = reference()
+    results = run_on_ranks(logged_by_all_layouts, world) if world > 1 else [logged_by_all_layouts(0, 1)]
+    assert len(results) == world
+    for logged in results:
+        for micros, values in zip(LAYOUTS, logged, strict=True):
+            assert values == pytest.approx(expected, rel=1e-6), micros
