@@ -51,8 +51,8 @@ ABSENT = {
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics": "gns/",
     "trainer.extensions.per_layer.PerLayer.before_update": ("layer/", "param_group/"),
     "trainer.extensions.per_layer.PerLayer.finish": ("layer/", "param_group/"),
-    "trainer.metrics.mfu.compute_mfu": ("mfu", "smoothed/mfu"),
-    "trainer.metrics.smoothing.Ema.update": "smoothed/",
+    "trainer.metrics.device.compute_mfu": ("mfu", "smoothed/mfu"),
+    "trainer.metrics.tracker.Ema.update": "smoothed/",
     "trainer.training.step.details.StepDetails.drain_metrics": (
         *("accuracy", "objective/", "token_type/", "source/", "modality/"),
     ),
@@ -62,9 +62,9 @@ NEEDED = [
     "trainer.ledger.ledger.Ledger.store",
     "trainer.data.blend.BlendDataset.__next__",
     "trainer.data.mixing.StreamMixingDataset.__next__",
-    "trainer.objective.compose.Objective.__call__",
-    "trainer.metrics.sinks.jsonl.JsonlSink.log",
-    "trainer.metrics.rank_reduction._gather",
+    "trainer.objective.loss.Objective.__call__",
+    "trainer.metrics.sinks.JsonlSink.log",
+    "trainer.metrics.aggregate._gather",
 ]
 
 

@@ -15,7 +15,7 @@ from tests.support.gloo import run_on_ranks
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import losses, read_rows, write_tiny_config
 from tests.support.trained import train
-from trainer.metrics.noise_scale.components import Piece, normal_equations
+from trainer.extensions.noise_components import NoiseComponents, Piece, normal_equations
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed
@@ -44,7 +44,7 @@ def drawn_per_stream(rank: int, world_size: int) -> tuple[dict[str, float], floa
     ddp = DistributedDataParallel(model)
     gns = GradientNoiseScale(ddp, ema=0.999)
     shared, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(100 + rank)
-    worst = 0.0
+    components, worst = NoiseComponents(), 0.0
     for step in range(STEPS):
         is_split = step % 2 == 0
         streams = torch.randn(MICROS, DIM, generator=shared) * (T_STREAM / DIM) ** 0.5
@@ -77,8 +77,8 @@ def drawn_per_stream(rank: int, world_size: int) -> tuple[dict[str, float], floa
             worst, float(np.abs(equations.numpy() / np.where(expected, expected, 1.0) - 1)[expected != 0].max())
         )
         torch.distributed.all_reduce(equations)
-        gns.components.update(equations.tolist(), float(gns.grad_sq()), world_size * MICROS * ROWS, 0.0)
-    return gns.metrics(), worst
+        components.update(equations.tolist(), float(gns.grad_sq()), world_size * MICROS * ROWS, 0.0)
+    return components.metrics(), worst
 
 
 def test_hooks_find_the_noise_scale_of_rows_that_share_streams() -> None:

@@ -52,12 +52,6 @@ class Gru(Language):
         return x, h.transpose(0, 1).flatten(1)
 
 
-class Rnn(Gru):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.RNN(DIM, DIM, batch_first=True)
-
-
 class Lstm(Language):
     """Two layers; h and c of both."""
 
@@ -399,12 +393,6 @@ class ZeroHead(Gru):
         nn.init.zeros_(self.head.bias)
 
 
-class Tied(Gru):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embedding.weight
-
-
 class ManyNorms(Gru):
     """Layer, group and RMS norms over channels, and a clock in the state that only grows."""
 
@@ -451,7 +439,6 @@ def rg_lru(vocab_size: int = VOCAB) -> nn.Module:
 HONEST: dict[str, Callable[[], nn.Module]] = {
     "gru": Gru,
     "stacked gru": lambda: Gru(3),
-    "rnn": Rnn,
     "lstm": Lstm,
     "lstm with a nest": NestedLstm,
     "convolutions": Convolution,
@@ -481,7 +468,6 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "vocabulary padded with -inf": PaddedVocabulary,
     "vocabulary padded with -1e9": lambda: PaddedVocabulary(-1e9),
     "head of zeros": ZeroHead,
-    "tied": Tied,
     "norms and a clock": ManyNorms,
     "bigram": Bigram,
     "another kernel in eval": FusedRecurrentInEval,

@@ -145,14 +145,6 @@ class ForgetConvolution(Convolution):
         return super().mix(x, torch.cat([state[:, :half], torch.zeros_like(state[:, half:])], 1))
 
 
-class DropLayer(Gru):
-    def __init__(self) -> None:
-        super().__init__(2)
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x, torch.cat([torch.zeros_like(state[:, :DIM]), state[:, DIM:]], 1))
-
-
 class OffByOne(Ema):
     """Returns the state before the last token."""
 
@@ -161,22 +153,11 @@ class OffByOne(Ema):
         return out, out[:, -2] if x.shape[1] > 1 else state
 
 
-class FirstToken(Ema):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        out, _ = super().mix(x, state)
-        return out, out[:, 0]
-
-
 class NeverUpdated(Ema):
     """The state goes in and comes out."""
 
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return super().mix(x, state)[0], state
-
-
-class SwapRows(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x.flip(0), state)
 
 
 class SwapTokens(Gru):
@@ -199,11 +180,6 @@ class BatchNorm(Gru):
 
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return super().mix(self.norm(x.transpose(1, 2)).transpose(1, 2), state)
-
-
-class BatchMean(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x - 0.1 * x.mean(0, keepdim=True), state)
 
 
 class PeekAhead(Gru):
@@ -278,18 +254,6 @@ class AlwaysDropout(Gru):
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         x, end = super().mix(x, state)
         return F.dropout(x, 0.3), end
-
-
-class DropoutOfAModule(Gru):
-    """The probability of a dropout module, given to a function that knows no mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.1)
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, end = super().mix(x, state)
-        return F.dropout(x, self.dropout.p), end
 
 
 class DropoutBehindZeros(AlwaysDropout):
@@ -433,47 +397,42 @@ class LateReset(RecurrentEncoder):
 
 MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     # name: (model, the check meant for it, a word of its verdict)
-    "drops the state": (DropState, "carry", "start from zero"),
+    "drops the state": (DropState, "carry", "from position 6 on"),
     "learned start of None alone": (LearnedStartOfNone, "carry", "is never used and never trained"),
     "returns none": (ReturnNone, "carry", "takes a state and returns none"),
-    "returns a state in training alone": (lambda: ReturnNone(True), "carry", "a state in train() and none in eval()"),
+    "returns a state in training alone": (lambda: ReturnNone(True), "carry", "takes a state and returns none"),
     "returns a state in eval alone": (lambda: ReturnNone(False), "forward", "returns no state in train()"),
     "returns none in eval": (ReturnNoneInEval, "forward", "in eval() a state NoneType"),
     "returns none when given a state": (ReturnNoneWhenGiven, "forward", "returns no state in train(), when given a"),
-    "drops a part of a nest": (DropPartOfNest, "carry", "numbers 16 to 31 of its 32"),
+    "drops a part of a nest": (DropPartOfNest, "carry", "differ from the uncut row"),
     "returns a state of nan": (NanState, "carry", "holds NaN"),
     "rounds the state": (RoundGiven, "carry", "differ from the exact row"),
     "raises later": (RaisesLater, "forward", "boom in my model (tests/support/mutant_models.py:"),
     "raises on a state": (RaisesOnStates, "forward", "boom on a state"),
     "raises on a reset": (RaisesOnResets, "resets", "boom on a reset"),
-    "reads the states of other rows": (ReadOtherStates, "isolation", "reads their states"),
-    "returns zeros": (ReturnZeros, "carry", "start from zero"),
-    "drops the convolution's state": (DropConvolution, "carry", "state"),
-    "drops one convolution of two": (ForgetConvolution, "carry", "numbers 48 to 95"),
-    "drops one layer's state": (DropLayer, "carry", "numbers 0 to 15 of its 32"),
-    "off by one": (OffByOne, "carry", "missing or wrong"),
-    "state of the first token": (FirstToken, "carry", "missing or wrong"),
-    "state is never updated": (NeverUpdated, "carry", "incoming one"),
-    "single rows only": (SingleRowsOnly, "carry", "start from zero"),
-    "single tokens only": (SingleTokensOnly, "carry", "start from zero"),
-    "positions restart": (PositionsRestart, "carry", "wrong"),
-    "behind a gate of zeros": (ZeroGate, "carry", "start from zero"),
+    "reads the states of other rows": (ReadOtherStates, "isolation", "the other rows"),
+    "returns zeros": (ReturnZeros, "carry", "differ from the uncut row"),
+    "drops the convolution's state": (DropConvolution, "carry", "differ from the uncut row"),
+    "drops one convolution of two": (ForgetConvolution, "carry", "differ from the uncut row"),
+    "off by one": (OffByOne, "carry", "differ from the uncut row"),
+    "state is never updated": (NeverUpdated, "carry", "differ from the uncut row"),
+    "single rows only": (SingleRowsOnly, "carry", "differ from the uncut row"),
+    "single tokens only": (SingleTokensOnly, "carry", "differ from the uncut row"),
+    "positions restart": (PositionsRestart, "carry", "differ from the uncut row"),
+    "behind a gate of zeros": (ZeroGate, "carry", "differ from the uncut row"),
     "returns the states in another order": (SwapStates, "isolation", "row"),
-    "ignores resets": (leaky_encoder, "resets", "does nothing"),
+    "ignores resets": (leaky_encoder, "resets", "before the reset"),
     "one layer ignores resets": (lambda: leaky_encoder(1), "resets", "before the reset"),
     "resets too late": (LateReset, "resets", "before the reset"),
-    "swaps rows": (SwapRows, "isolation", "row"),
     "swaps rows of tokens": (SwapTokens, "isolation", "row"),
-    "batch norm": (BatchNorm, "isolation", "their tokens"),
-    "mean over the batch": (BatchMean, "isolation", "their tokens"),
-    "peeks one ahead": (PeekAhead, "causality", "the next token"),
-    "transformer without mask": (Unmasked, "causality", "mask"),
-    "norm over time": (TimeMean, "causality", "mask"),
+    "batch norm": (BatchNorm, "isolation", "the other rows"),
+    "peeks one ahead": (PeekAhead, "causality", "moves the logits at position"),
+    "transformer without mask": (Unmasked, "causality", "moves the logits at position"),
+    "norm over time": (TimeMean, "causality", "moves the logits at position"),
     "writes into the incoming state": (WriteIntoState, "purity", "in place"),
     "state hidden in the module": (HiddenState, "purity", "from call to call"),
     "state hidden with its graph": (HiddenInANest, "purity", "from call to call"),
     "dropout in eval": (AlwaysDropout, "purity", "random"),
-    "dropout in eval with a module's probability": (DropoutOfAModule, "purity", "random"),
     "dropout in eval behind zeros": (DropoutBehindZeros, "purity", "random"),
     "dropout of attention in eval": (AttentionDropout, "purity", "random"),
     "noise in eval": (AlwaysNoise, "purity", "random"),
@@ -481,7 +440,7 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "recomputation advances a state": (Advances, "checkpointing", "recomput"),
     "recomputation advances a tensor of the graph": (AdvancesItsGraph, "checkpointing", "recomput"),
     "in-place update breaks backward": (InPlaceBackward, "gradient", "backward"),
-    "gradient partly detached": (Detached, "gradient", "Remove what detaches the state"),
+    "gradient partly detached": (Detached, "gradient", "remove what detaches the state"),
     "state detached": (DetachedState, "gradient", "detached"),
     "drops the state in bf16": (LowPrecisionDrop, "autocast", "bf16"),
 }

@@ -9,9 +9,7 @@ import pytest
 from tests.unit.remote.conftest import make_checkpoint
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
-from trainer.extensions.mirror.checkpoints import RemoteCheckpoints
-from trainer.extensions.mirror.claim import claim, save_id
-from trainer.extensions.mirror.resume import find_checkpoint
+from trainer.extensions.remote import RemoteCheckpoints, claim, find_checkpoint, save_id
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, parse_marker
 from trainer.training.run_dir import RunDir
@@ -51,12 +49,6 @@ def found_by(url, run_dir, resume="auto"):
 
 def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
-
-
-def test_of_the_same_step_the_local_one_is_taken(stored, checkpoints, url, caplog):
-    with caplog.at_level("INFO", logger="trainer"):
-        assert found_by(url, checkpoints.parent)[0] == checkpoints / "step_00000003"
-    assert "downloaded" not in caplog.text
 
 
 def test_a_newer_one_of_the_store_is_taken(stored, checkpoints, url):

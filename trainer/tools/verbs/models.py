@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.config.data_tables import EvalSourceTable
-    from trainer.model.generate import Draw
+    from trainer.extensions.samples import Draw
     from trainer.tools.runs.table import RowTable
     from trainer.tools.trained.saved_model import SavedModel
 
@@ -68,7 +68,7 @@ def sample(
         raise UserError("--bytes", "does not go with --tokens", "give one of the two")
     require_run(run_dir)
     with uncollected():
-        from trainer.model.generate import Draw, GenerationError
+        from trainer.extensions.samples import Draw, GenerationError
         from trainer.tools.trained.saved_model import load_model
 
     on = pick_device(device)
@@ -100,7 +100,7 @@ def _text_pieces(
 ) -> Iterator[str]:
     """The generated text, piece by piece, up to the requested length."""
     from trainer.data.tokenizer import TextStream, prompt_ids
-    from trainer.model.generate import generate
+    from trainer.extensions.samples import generate
 
     is_text = saved.tokenizer.name != "ids"
     if num_bytes is not None and not is_text:
@@ -270,21 +270,17 @@ def export(
 
 def _write_tensorboard(train: RowTable, evals: RowTable, out: Path) -> int:
     from trainer.metrics.payload_contract import build_payload
-    from trainer.metrics.sinks.tensorboard import TensorboardSink
+    from trainer.metrics.services import TensorboardSink
     from trainer.tools.runs.table import rows_of
 
     shutil.rmtree(out, ignore_errors=True)
-    failures: list[str] = []
-    sink, rows = (
-        TensorboardSink(out, on_event=lambda event: failures.append(str(event["error"]))),
-        rows_of(train, evals),
-    )
-    for row in rows:
-        sink.log(build_payload(row.mode, row.step, row.values))
+    sink, rows = TensorboardSink(out), rows_of(train, evals)
+    try:
+        for row in rows:
+            sink.log(build_payload(row.mode, row.step, row.values))
+    except ModuleNotFoundError as error:
+        raise UserError("--format tensorboard", str(error), "run: pip install tensorboard") from None
     sink.close()
-    if failures:
-        fix = "run: pip install tensorboard" if "No module" in failures[0] else "check the path and the free space"
-        raise UserError("--format tensorboard", f"could not be written: {failures[0]}", fix)
     return len(rows)
 
 
