@@ -24,6 +24,11 @@ def read_records(directory: Path) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: (record["promise"], record["what"]))
 
 
+def some(cases: list[str], most: int = 3) -> list[str]:
+    """The first of many, and how many more."""
+    return cases if len(cases) <= most else [*cases[: most - 1], f"{len(cases) - most + 1} more"]
+
+
 def render(records: list[dict[str, Any]]) -> str:
     """The table in Markdown: a row for all faults of a promise that cost the same."""
     alike: dict[tuple[int, str], list[dict[str, Any]]] = {}
@@ -35,7 +40,8 @@ def render(records: list[dict[str, Any]]) -> str:
         for record in same:
             kind, _, case = record["what"].partition(": ")
             cases.setdefault(kind, []).append(case)
-        what = "; ".join(": ".join(filter(None, (kind, ", ".join(each)))) for kind, each in cases.items())
+        kinds = [": ".join(filter(None, (kind, ", ".join(some(each))))) for kind, each in cases.items()]
+        what = "; ".join(some(kinds, 6))
         times = str(sum(record["times"] for record in same))
         cells = (str(promise), what, times, lost)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")

@@ -138,22 +138,6 @@ def test_the_page_says_when_the_run_ends_and_when_the_server_does(tmp_path, held
         assert plot_of(page, "Loss").is_visible()
 
 
-def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path, held):
-    with following(tmp_path / "run") as (_, url), opened(url, has_charts=False) as seen:
-        live = seen.page.locator("#live")
-        assert "waiting for" in live.inner_text()
-        (tmp_path / "run").mkdir()
-        held(tmp_path / "run")
-        set_state(tmp_path / "run", "running")
-        live.filter(has_text="run: no row yet").wait_for(timeout=PATIENCE_MS)
-        write_rows(tmp_path / "run", 1, 3)
-        wait_for_points(seen.page, "Loss", 3)
-        assert seen.page.locator("dt", has_text="Latest loss").is_visible()
-        set_state(tmp_path / "run", "done")
-        seen.page.locator("dt", has_text="Final loss").wait_for(timeout=PATIENCE_MS)
-        assert seen.complaints == []
-
-
 def test_a_hidden_run_and_a_hidden_line_stay_hidden(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     for directory in (first, second):
@@ -178,9 +162,9 @@ def test_a_hidden_run_and_a_hidden_line_stay_hidden(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--follow", "--out", "x.html"], "--out: --follow writes no file; leave one of them out"),
-        (["--follow", "--force"], "--force: --follow writes no file"),
-        (["--port", "8000"], "--port: without --follow, nothing is served; add --follow"),
+        (["--follow", "--out", "x.html"], "--out: does not go with --follow; change one of them"),
+        (["--follow", "--force"], "--force: does not go with --follow"),
+        (["--port", "8000"], "--port: does not go without --follow"),
         (["--follow", "--port", "99999"], "--port"),
         (["--follow", "no/where"], "no/where: is neither a run directory nor a file"),
     ],

@@ -281,7 +281,7 @@ def test_a_damaged_record_is_shown_with_a_note_and_hostile_names_stay_text(runs,
     [
         (["report", "nowhere"], "nowhere: is neither a run directory nor a file"),
         (["report", "{run}", "--out", "metrics.jsonl"], "--out: must end in .html, got metrics.jsonl"),
-        (["report", "{run}", "--out", "no/{nul}/x.html"], "--out:"),
+        (["report", "{run}", "--out", "no/{nul}/x.html"], "cannot be used"),
         (["compare", "{run}", "nowhere"], "nowhere: is neither a run directory nor a file"),
         (["compare", "{run}"], "train compare: needs at least two runs, got one; train compare RUN_DIR RUN_DIR"),
     ],

@@ -51,8 +51,6 @@ ABSENT = {
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics": "gns/",
     "trainer.extensions.per_layer.PerLayer.before_update": ("layer/", "param_group/"),
     "trainer.extensions.per_layer.PerLayer.finish": ("layer/", "param_group/"),
-    "trainer.metrics.device.compute_mfu": ("mfu", "smoothed/mfu"),
-    "trainer.metrics.tracker.Ema.update": "smoothed/",
     "trainer.training.step.details.StepDetails.drain_metrics": (
         *("accuracy", "objective/", "token_type/", "source/", "modality/"),
     ),
@@ -64,7 +62,7 @@ NEEDED = [
     "trainer.data.mixing.StreamMixingDataset.__next__",
     "trainer.objective.loss.Objective.__call__",
     "trainer.metrics.sinks.JsonlSink.log",
-    "trainer.metrics.aggregate._gather",
+    "trainer.metrics.aggregate.reduce_over_ranks",
 ]
 
 

@@ -20,12 +20,10 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.model.weights import read_weights
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.model_part import model_part
-from trainer.training.checkpointing.restore import restore
-from trainer.training.checkpointing.resume_checks import DataPolicy, check_data
-from trainer.training.setup.parts import make_state
+from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
+from trainer.training.checkpointing.train_state import model_part
+from trainer.training.setup.parts import make_state, make_strategy
 from trainer.training.setup.plan import make_plan
-from trainer.training.setup.sharding import make_strategy
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
@@ -136,7 +134,7 @@ def held_after(rank: int, world: int, config: str, saved: dict[str, str]) -> lis
             state = make_state(plan, info, CPU, ranks)
             _, state_json = checkpoint.find(Path(path).parent, path)
             data = check_data(plan, state_json, info, DataPolicy())
-            restore(Path(path), state_json, state, loaded, info, CPU, data, groups_in_flight=0)
+            restore(Path(path), state_json, plan, state, info, CPU, data)
             part = model_part(state.model, state.optimizer, state.scaler, rank=rank)
             whole = model_content(Path(path))
             rows = {} if part is None else part.rows
@@ -427,7 +425,7 @@ def build(**settings):
     [
         ("called", ""),
         ("bypassed", "uses a part of a block without calling the block"),
-        ("list", "Units.shard_units names a module without a forward"),
+        ("list", "Units.shard_units() must give modules inside the model"),
     ],
 )
 def test_blocks_of_ones_own_are_found_and_wrong_ones_refused_by_run_and_check(config, tmp_path, how, said):
