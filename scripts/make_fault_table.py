@@ -15,36 +15,35 @@ RECORDS = ROOT / "build" / "faults"
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN = "<!-- begin of what make test-faults wrote -->"
 END = "<!-- end of what make test-faults wrote -->"
-HEAD = "| promise | injected fault | times | lost | outcome |\n|---|---|---|---|---|\n"
+HEAD = "| promise | injected fault | times | lost |\n|---|---|---|---|\n"
 
 
 def read_records(directory: Path) -> list[dict[str, Any]]:
-    """The records, sorted by promise and case."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.json"))]
-    return sorted(records, key=lambda record: record["promise"])
+    """The records, sorted by promise and fault."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in directory.glob("*.json")]
+    return sorted(records, key=lambda record: (record["promise"], record["what"]))
 
 
-def some(cases: list[str]) -> list[str]:
-    """Two of many, and how many more."""
-    return cases if len(cases) <= 3 else [*cases[:2], f"{len(cases) - 2} more"]
+def some(cases: list[str], most: int = 3) -> list[str]:
+    """The first of many, and how many more."""
+    return cases if len(cases) <= most else [*cases[: most - 1], f"{len(cases) - most + 1} more"]
 
 
 def render(records: list[dict[str, Any]]) -> str:
-    """The table in Markdown: a row for all faults of a promise that had the same outcome."""
-    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    """The table in Markdown: a row for all faults of a promise that cost the same."""
+    alike: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for record in records:
-        key = tuple(str(record[name]) for name in ("promise", "lost", "outcome"))
-        alike.setdefault(key, []).append(record)
+        alike.setdefault((record["promise"], record["lost"]), []).append(record)
     rows = []
-    for (promise, lost, outcome), same in alike.items():
+    for (promise, lost), same in alike.items():
         cases: dict[str, list[str]] = {}  # what stands before a colon is shared: "checkpoint damage: empty file"
         for record in same:
             kind, _, case = record["what"].partition(": ")
             cases.setdefault(kind, []).append(case)
         kinds = [": ".join(filter(None, (kind, ", ".join(some(each))))) for kind, each in cases.items()]
-        what = "; ".join(some(kinds))
+        what = "; ".join(some(kinds, 6))
         times = str(sum(record["times"] for record in same))
-        cells = (promise, what, times, lost, outcome)
+        cells = (str(promise), what, times, lost)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return HEAD + "".join(rows)
 

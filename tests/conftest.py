@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,7 +22,31 @@ settings.load_profile("no deadline")
 os.environ["WANDB_MODE"] = "disabled"
 os.environ.pop("COLUMNS", None)  # some shells export their terminal's width
 
+# Files go to the workers whole and in this order: one that takes long must not be the last to begin.
+LONGEST_FIRST = (
+    "golden",
+    "distributed",
+    "unit/training",
+    "examples",
+    "unit/model",
+    "science",
+    "properties",
+    "cli",
+    "scripts",
+)
+
 gc.disable()  # while tests are collected, which imports all there is
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files."""
+    tests = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(tests).as_posix()
+        return next((at for at, name in enumerate(LONGEST_FIRST) if path.startswith(f"{name}/")), len(LONGEST_FIRST))
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:

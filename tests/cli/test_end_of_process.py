@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import keep
 from tests.support.ranks import Ranks, status
 from tests.support.runs import write_tiny_config
 
@@ -29,8 +29,7 @@ def test_a_run_that_is_done_names_what_keeps_its_process_and_leaves_without_it(t
         assert f"train: {verb} {name}" in said
     assert "lingering.py:" in said
     kept_by = "a thread of the user's that is no daemon" if what == "thread" else "a handler of the exit that hangs"
-    outcome = "named it, waited for a bounded time, left with exit code 0"
-    Injected(5, f"{kept_by}, in a run that is done", 1, "0", outcome).keep(f"lingering_{what}")
+    keep(5, f"{kept_by}, in a run that is done")
 
 
 def test_a_signal_ends_a_process_that_is_kept_at_once_with_the_exit_code_of_its_run(tmp_path):

@@ -1,10 +1,9 @@
-"""Runs whose number of micro-batches changes: resumed bit for bit, on one rank and on two, whatever is read early."""
+"""Runs whose number of micro-batches changes: resumed bit for bit, whatever is read early."""
 
 from __future__ import annotations
 
 import json
 import math
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ import pytest
 from tests.support.fault_runs import MEASURED
 from tests.support.gloo import run_on_ranks
 from tests.support.late import events
-from tests.support.ranks import Ranks, checkpoint_differences, last_logged
-from tests.support.runs import read_rows, run, write_tiny_config
+from tests.support.ranks import checkpoint_differences
+from tests.support.runs import read_rows, write_tiny_config
+from tests.support.trained import train
 from trainer.extensions.batch_growth import BatchGrowth
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, Window
@@ -39,9 +39,7 @@ SETS = ("data.source.first.weight=1", "ledger.probe_every=3", "ledger.probe_cell
 
 def start(directory: Path, name: str, kind: str, *sets: str, nproc: int | None, more: tuple[object, ...] = ()) -> Path:
     config = write_tiny_config(directory, EXTRA)
-    options = [word for each in (*SETS, f"train.micro_batches={KINDS[kind]}", *sets) for word in ("--set", each)]
-    done = run("--config", config, "--run-dir", directory / name, *options, *more, nproc=nproc)
-    assert done.returncode == 0, done.stderr
+    train(config, directory / name, *SETS, f"train.micro_batches={KINDS[kind]}", *sets, nproc=nproc, more=more)
     return directory / name
 
 
@@ -61,15 +59,10 @@ def last(run_dir: Path) -> Path:
     return run_dir / "checkpoints" / f"step_{STEPS:08d}"
 
 
-@pytest.fixture(scope="module", params=[None, 2], ids=["one rank", "two ranks"])
-def nproc(request):
-    return request.param
-
-
 @pytest.fixture(scope="module", params=KINDS)
-def whole(request, nproc, tmp_path_factory):
+def whole(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("growth")
-    return request.param, start(directory, "whole", request.param, nproc=nproc)
+    return request.param, start(directory, "whole", request.param, nproc=2)
 
 
 def test_a_run_has_the_micro_batches_that_its_events_say(whole):
@@ -107,12 +100,11 @@ def test_planned_changes_come_where_they_are_planned(whole):
     if kind == "steps":
         assert said == [(4, 3), (8, 2)]
     elif kind == "tokens":
-        ranks = json.loads((run_dir / "env.json").read_text())["world_size"]
         seen = {0: 0.0, **{step: row["tokens_seen"] for step, row in rows.items()}}
         expected, m = [], 1
         for step in range(1, STEPS + 1):
             # The step before counts as full: it may not be read yet.
-            tokens = seen[step - 2] + m * 64 * ranks if step > 1 else 0
+            tokens = seen[step - 2] + m * 64 * 2 if step > 1 else 0
             now = 4 if tokens >= 700 else 2 if tokens >= 300 else 1
             expected += [(step, now)] if now != m else []
             m = now
@@ -129,16 +121,12 @@ def test_planned_changes_come_where_they_are_planned(whole):
         assert changes(run_dir)[1]["global_step"] - changes(run_dir)[0]["global_step"] >= 3
 
 
-@pytest.mark.parametrize("offset", [-2, -1, 0])
-def test_a_run_resumed_around_a_change_is_the_whole_run(whole, nproc, offset):
+def test_a_run_resumed_before_its_last_change_is_the_whole_run(whole):
     kind, whole_dir = whole
-    change = changes(whole_dir)[-1]["global_step"]  # the first step of the new size
-    after = change + offset
+    after = changes(whole_dir)[-1]["global_step"] - 1
     checkpoint = whole_dir / "checkpoints" / f"step_{after:08d}"
-    name = f"resumed {after}"
-    resumed = start(whole_dir.parent, name, kind, nproc=nproc, more=("--resume", checkpoint))
-    expected = {step: row for step, row in rows_of(whole_dir).items() if step > after}
-    assert rows_of(resumed) == expected
+    resumed = start(whole_dir.parent, "resumed", kind, nproc=2, more=("--resume", checkpoint))
+    assert rows_of(resumed) == {step: row for step, row in rows_of(whole_dir).items() if step > after}
     assert changes(resumed) == [event for event in changes(whole_dir) if event["global_step"] > after]
     assert checkpoint_differences(last(whole_dir), last(resumed)) == []
     assert saved(resumed) == saved(whole_dir)
@@ -149,11 +137,11 @@ def saved(run_dir: Path) -> list[int]:
     return found
 
 
-def test_what_is_read_early_does_not_move_a_change(whole, nproc):
+def test_what_is_read_early_does_not_move_a_change(whole):
     kind, whole_dir = whole
     # Without checkpoints, and logged but at the ends: most steps are read once the next one is launched.
     sets = ("checkpoint.every=0", "metrics.log_interval=1000", "data.prefetch=0")
-    late = start(whole_dir.parent, "late", kind, *sets, nproc=nproc)
+    late = start(whole_dir.parent, "late", kind, *sets, nproc=2)
     assert changes(late) == changes(whole_dir)
     assert checkpoint_differences(last(whole_dir), last(late)) == []
     assert saved(late) == saved(whole_dir)
@@ -182,44 +170,6 @@ def test_auto_that_resumes_a_constant_batch_begins_at_its_start(tmp_path):
     assert {step: row["train/micro_batches"] for step, row in rows.items()} == sizes
 
 
-def test_a_killed_pair_of_ranks_grows_as_if_nobody_had_touched_it(tmp_path):
-    whole_dir = start(tmp_path, "whole", "auto", nproc=2)
-    config = tmp_path / "tiny.toml"
-    sets = [word for each in (*SETS, f"train.micro_batches={KINDS['auto']}") for word in ("--set", each)]
-    run_dir = tmp_path / "killed"
-    arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *sets)
-    for moment in [event["global_step"] for event in changes(whole_dir)]:
-        with Ranks(arguments, logs=tmp_path / f"try{moment}") as ranks:
-            ranks.until(lambda moment=moment: last_logged(run_dir / "metrics.jsonl") >= moment)
-            ranks.signal(signal.SIGKILL)
-            ranks.wait(60)
-    with Ranks(arguments, logs=tmp_path / "last") as ranks:
-        assert ranks.wait() == [0, 0], ranks.said()
-    assert rows_of(run_dir) == rows_of(whole_dir)
-    assert checkpoint_differences(last(whole_dir), last(run_dir)) == []
-
-
-def test_a_run_in_tokens_ends_near_its_length_and_resumes(tmp_path, nproc):
-    sets = ("train.steps=0", "train.tokens=4000", "scheduler.warmup_steps=0")
-    sets = (*sets, 'scheduler.name="linear"', "scheduler.min_lr_ratio=0.0")
-    whole_dir = start(tmp_path, "whole", "tokens", *sets, nproc=nproc)
-    rows = rows_of(whole_dir)
-    end, full = max(rows), 4 * 64 * (nproc or 1)
-    assert 4000 - 2 * full <= rows[end]["tokens_seen"] < 4000 + full
-    seen = {0: 0.0, **{step: row["tokens_seen"] for step, row in rows.items()}}
-    sizes = {0: 0.0, **{step: row["train/micro_batches"] for step, row in rows.items()}}
-    for step, row in rows.items():
-        # The step and the one before it count as full.
-        reached = min(seen[max(step - 2, 0)] + (sizes[step - 1] + sizes[step]) * 64 * (nproc or 1), 4000)
-        assert row["lr"] == pytest.approx(1e-3 * (1 - reached / 4000) * math.sqrt(sizes[step]), abs=1e-12)
-    change = changes(whole_dir)[-1]["global_step"]
-    checkpoint = whole_dir / "checkpoints" / f"step_{change - 1:08d}"
-    resumed = start(tmp_path, "resumed", "tokens", *sets, nproc=nproc, more=("--resume", checkpoint))
-    assert rows_of(resumed) == {step: row for step, row in rows.items() if step >= change}
-    names = [run_dir / "checkpoints" / "latest" for run_dir in (whole_dir, resumed)]
-    assert checkpoint_differences(*names) == []
-
-
 def decide(rank: int, world_size: int, fault: str) -> tuple[list[int], list[dict[str, Any]], bool]:
     """Decisions of two ranks, of which the second does not take in what the first does."""
     rule = AutoRule(max=64, multiple=2.0, every=1)
@@ -240,13 +190,18 @@ def decide(rank: int, world_size: int, fault: str) -> tuple[list[int], list[dict
     return sizes, said, guard.enabled
 
 
-@pytest.mark.parametrize("fault", ["none", "guard", "window"])
-def test_ranks_agree_on_the_batch_when_one_of_them_lost_the_noise_scale(fault):
-    (one, said, _), (other, also_said, is_enabled) = run_on_ranks(decide, 2, fault)
-    assert one == other
-    # Eight windows make a bound. It is the same on both ranks, until the guard of one of them is off.
-    assert one[:11] == [1] * 8 + [2, 4, 8]
-    assert is_enabled == (fault != "guard")
-    assert one[11:] == ([8, 8, 8] if fault == "guard" else [16, 32, 64])
-    assert [(each["global_step"], each["to"], each["batch"]) for each in said[:2]] == [(9, 2, 4.0), (10, 4, 4.0)]
-    assert len(also_said) == len(said)
+def decide_all(rank: int, world_size: int) -> dict[str, Any]:
+    return {fault: decide(rank, world_size, fault) for fault in ("none", "guard", "window")}
+
+
+def test_ranks_agree_on_the_batch_when_one_of_them_lost_the_noise_scale():
+    results = run_on_ranks(decide_all, 2)
+    for fault in results[0]:
+        (one, said, _), (other, also_said, is_enabled) = (each[fault] for each in results)
+        assert one == other
+        # Eight windows make a bound. It is the same on both ranks, until the guard of one of them is off.
+        assert one[:11] == [1] * 8 + [2, 4, 8]
+        assert is_enabled == (fault != "guard")
+        assert one[11:] == ([8, 8, 8] if fault == "guard" else [16, 32, 64])
+        assert [(each["global_step"], each["to"], each["batch"]) for each in said[:2]] == [(9, 2, 4.0), (10, 4, 4.0)]
+        assert len(also_said) == len(said)

@@ -41,30 +41,6 @@ tokens = 4
 [distributed]
 timeout_sec = 60
 """
-# Each must be among what is found and is called, or the walk is blind.
-NAMED = [
-    "trainer.data.mixing.ActivePool.snapshot",
-    "trainer.data.blend.BlendDataset.drain_step_metrics",
-    "trainer.data.mixing.StreamMixingDataset.drain_step_metrics",
-    "trainer.ledger.ledger.Ledger.drain_metrics",
-    "trainer.extensions.carry_probe.CarryProbe.measure",
-    "trainer.metrics.noise_scale.hooks.GradientNoiseScale.finish",
-    "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure",
-    "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics",
-    "trainer.extensions.per_layer.PerLayer.before_update",
-    "trainer.extensions.per_layer.PerLayer.after_update",
-    "trainer.extensions.per_layer.PerLayer.finish",
-    "trainer.extensions.per_layer.PerLayer.drain_metrics",
-    "trainer.extensions.per_layer.WeightSample.compare",
-    "trainer.extensions.spikes.SpikeDetector.update",
-    "trainer.metrics.device.get_memory_stats",
-    "trainer.metrics.device.compute_mfu",
-    "trainer.metrics.tracker.Ema.update",
-    "trainer.training.step.details.StepDetails.add",
-    "trainer.training.step.details.StepDetails.drain_metrics",
-    "trainer.metrics.sinks.StdoutSink.log",
-    "trainer.extensions.progress.ProgressBar.step_finished",
-]
 PROBED = (*SAMPLED_KEYS, SHARE_KEY)
 COUNTED = (*COUNTER_KEYS, *GAUGE_KEYS)
 # What is absent from the last row, and not 0, where a function is broken.
@@ -75,8 +51,6 @@ ABSENT = {
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics": "gns/",
     "trainer.extensions.per_layer.PerLayer.before_update": ("layer/", "param_group/"),
     "trainer.extensions.per_layer.PerLayer.finish": ("layer/", "param_group/"),
-    "trainer.metrics.device.compute_mfu": ("mfu", "smoothed/mfu"),
-    "trainer.metrics.tracker.Ema.update": "smoothed/",
     "trainer.training.step.details.StepDetails.drain_metrics": (
         *("accuracy", "objective/", "token_type/", "source/", "modality/"),
     ),
@@ -84,17 +58,18 @@ ABSENT = {
 NEEDED = [
     "trainer.ledger.ledger.Ledger.lookup",
     "trainer.ledger.ledger.Ledger.store",
-    "trainer.training.step.schedule.set_lr",
     "trainer.data.blend.BlendDataset.__next__",
     "trainer.data.mixing.StreamMixingDataset.__next__",
     "trainer.objective.loss.Objective.__call__",
-    "trainer.metrics.noise_scale.hooks.square_norm",
     "trainer.metrics.sinks.JsonlSink.log",
-    "trainer.metrics.aggregate._gather",
+    "trainer.metrics.aggregate.reduce_over_ranks",
 ]
 
 
 ALL = "all of them"
+RANKS = pytest.mark.parametrize(
+    ("world_size", "breaks_on"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=["alone", "one of two", "both"]
+)
 
 
 def last_row(directory, name):
@@ -118,7 +93,7 @@ def check(directory, outcomes, breaks_on):
     problems = []
     for name, told in outcomes.items():
         if any(each.code != 0 for each in told):
-            problems.append(f"{name}: {[each.code for each in told]}")
+            problems.append(f"{name}: {[(each.code, each.said[-1500:]) for each in told]}")
             continue
         if losses(directory, name) != expected:
             problems.append(f"{name}: other losses")
@@ -129,22 +104,22 @@ def check(directory, outcomes, breaks_on):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "breaks_on"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=["alone", "one of two", "both"]
-)
+def train(directory, cases, world_size, breaks_on):
+    """Trains without and with each case, and checks all of it; the outcomes."""
+    outcomes = train_with_broken(directory, make_config(directory), cases, world_size=world_size, breaks_on=breaks_on)
+    check(directory, outcomes, breaks_on)
+    return outcomes
+
+
+@RANKS
 def test_all_of_them_may_fail_at_once(tmp_path, world_size, breaks_on):
-    cases = {ALL: list(find_diagnostics())}
-    outcomes = train_with_broken(tmp_path, make_config(tmp_path), cases, world_size=world_size, breaks_on=breaks_on)
-    check(tmp_path, outcomes, breaks_on)
-    assert ALL in outcomes
+    assert ALL in train(tmp_path, {ALL: list(find_diagnostics())}, world_size, breaks_on)
 
 
-def test_each_that_is_named_in_an_issue_may_fail_alone(tmp_path):
-    assert find_diagnostics().keys() >= set(NAMED)
-    cases = {name: [name] for name in NAMED}
-    outcomes = train_with_broken(tmp_path, make_config(tmp_path), cases, world_size=1, breaks_on=[0])
-    assert outcomes.keys() == {"", *NAMED}, "all of them are called"
-    check(tmp_path, outcomes, [0])
+def test_what_fails_alone_leaves_its_own_metrics_absent(tmp_path):
+    assert find_diagnostics().keys() >= ABSENT.keys()
+    outcomes = train(tmp_path, {name: [name] for name in ABSENT}, 1, [0])
+    assert outcomes.keys() == {"", *ABSENT}, "all of them are called"
     whole = last_row(tmp_path, "")
     for name, prefix in ABSENT.items():
         missing = {key for key in whole if key.startswith(prefix)}
@@ -152,29 +127,22 @@ def test_each_that_is_named_in_an_issue_may_fail_alone(tmp_path):
         assert last_row(tmp_path, name).keys() == whole.keys() - missing, name
 
 
-@pytest.mark.parametrize(
-    ("name", "prefix"),
-    [
-        ("trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure", "gns/"),
-        ("trainer.extensions.per_layer.PerLayer.after_update", "layer/"),
-    ],
-)
-def test_what_fails_to_be_measured_on_one_rank_is_absent_on_all(tmp_path, name, prefix):
-    outcomes = train_with_broken(tmp_path, make_config(tmp_path), {name: [name]}, world_size=2, breaks_on=[1])
-    check(tmp_path, outcomes, [1])
-    assert any(key.startswith(prefix) for key in last_row(tmp_path, ""))
-    assert not any(key.startswith(prefix) for key in last_row(tmp_path, name))
+def test_what_fails_to_be_measured_on_one_rank_is_absent_on_all(tmp_path):
+    prefixes = {
+        "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure": "gns/",
+        "trainer.extensions.per_layer.PerLayer.after_update": "layer/",
+    }
+    train(tmp_path, {name: [name] for name in prefixes}, 2, [1])
+    for name, prefix in prefixes.items():
+        assert any(key.startswith(prefix) for key in last_row(tmp_path, ""))
+        assert not any(key.startswith(prefix) for key in last_row(tmp_path, name))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("world_size", "breaks_on"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=["alone", "one of two", "both"]
-)
+@RANKS
 def test_each_of_them_may_fail_alone(tmp_path, world_size, breaks_on):
-    cases = {name: [name] for name in find_diagnostics()}
-    outcomes = train_with_broken(tmp_path, make_config(tmp_path), cases, world_size=world_size, breaks_on=breaks_on)
-    check(tmp_path, outcomes, breaks_on)
+    train(tmp_path, {name: [name] for name in find_diagnostics()}, world_size, breaks_on)
 
 
 def test_what_is_no_diagnostic_ends_the_run(tmp_path):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import LOST, keep
+from tests.support.launched import Launched
 from tests.support.ranks import Ranks, last_logged, status
-from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, write_tiny_config
+from tests.support.runs import TIMEOUT_SEC, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 
@@ -53,39 +52,20 @@ def test_a_file_that_is_cut_under_a_run_ends_it_with_the_file_and_the_reason(tmp
         assert ".txt: was cut from 760000 to 10 bytes during the run" in told
     assert "Bus error" not in said
     on = "one rank" if world_size == 1 else f"{world_size} ranks"
-    Injected(
-        7,
-        f"every data file cut to 10 bytes under a run on {on}",
-        1,
-        "steps since the last checkpoint",
-        "failed with the file and both sizes, on stderr and in status.json",
-    ).keep(f"cut_data_{world_size}")
+    keep(7, f"every data file cut to 10 bytes under a run on {on}", lost=LOST)
 
 
 def test_a_rank_that_a_signal_ends_leaves_its_stack_and_the_launcher_the_reason(tmp_path):
     config, run_dir = write_tiny_config(tmp_path), tmp_path / "run"
-    line = ["--nproc", 2, "--config", config, "--run-dir", run_dir, "--stdout", "off"]
-    line += ["--steps", 100, "--set", "model.target=tests.support.faulty_model:build", "--set", "model.contract=false"]
     fault = {"what": "signal", "name": "SIGBUS", "step": 3}
-    done = subprocess.run(
-        command(line),
-        env=environment({"FAULT": json.dumps(fault), "PYTHONPATH": str(ROOT)}),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SEC,
-    )
-    assert done.returncode == 1
-    assert "Fatal Python error: Bus error" in done.stderr
-    assert "faulty_model.py" in done.stderr
+    with Launched(config, run_dir, fault=fault) as launched:
+        _, said = launched.process.communicate(timeout=TIMEOUT_SEC)
+    assert launched.process.returncode == 1
+    assert "Fatal Python error: Bus error" in said
+    assert "faulty_model.py" in said
     ended = status(run_dir)
     assert ended["state"] == "failed"
     assert signal.SIGBUS.name in ended["reason"]
     assert "a data file was cut while it was read" in ended["reason"]
-    assert ended["reason"] in done.stderr
-    Injected(
-        5,
-        "SIGBUS in one rank of two under `train --nproc`",
-        1,
-        "steps since the last checkpoint",
-        "stack on stderr; the launcher put signal and likely reason into status.json",
-    ).keep("signal_bus")
+    assert ended["reason"] in said
+    keep(5, "SIGBUS in one rank of two under `train --nproc`", lost=LOST)

@@ -5,30 +5,26 @@ from __future__ import annotations
 import pytest
 
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import losses, run, write_tiny_config
+from tests.support.runs import losses, write_tiny_config
+from tests.support.trained import train
 
 pytestmark = pytest.mark.distributed
 
 
-def train(tmp_path, name, *sets, steps, more=()):
+def start(tmp_path, name, *sets, steps, more=()):
     config = write_tiny_config(tmp_path, "\n[checkpoint]\nevery = 4\nkeep_last = 10\n")
-    options = [word for each in sets for word in ("--set", each)]
-    done = run("--config", config, "--run-dir", tmp_path / name, "--steps", steps, *options, *more, nproc=2)
-    assert done.returncode == 0, done.stderr
+    train(config, tmp_path / name, f"train.steps={steps}", *sets, nproc=2, more=more)
     return tmp_path / name
 
 
-@pytest.mark.parametrize("stable", ['"wsd"', pytest.param('"constant"', marks=pytest.mark.slow)])
-def test_the_branch_equals_the_run_that_decayed(tmp_path, stable):
+def test_the_branch_equals_the_run_that_decayed(tmp_path):
     wsd = ('scheduler.name="wsd"', "scheduler.decay_fraction=0.34")  # of 12 steps, the last 5; of 40, the last 14
-    whole = train(tmp_path, "whole", *wsd, steps=12)
-    # The trunk is stopped in its stable phase, long before a decay of its own.
-    train(tmp_path, "trunk", f"scheduler.name={stable}", "scheduler.decay_fraction=0.34", steps=40)
-    start = tmp_path / "trunk" / "checkpoints" / "step_00000004"
-    branch = train(tmp_path, "branch", *wsd, steps=12, more=("--resume", start))
+    whole = start(tmp_path, "whole", *wsd, steps=12)
+    # The trunk is in its stable phase, long before a decay of its own.
+    trunk = start(tmp_path, "trunk", *wsd, steps=40)
+    middle = trunk / "checkpoints" / "step_00000004"
+    branch = start(tmp_path, "branch", *wsd, steps=12, more=("--resume", middle))
     assert not checkpoint_differences(whole / "checkpoints" / "latest", branch / "checkpoints" / "latest")
     expected = losses(whole / "metrics.jsonl")
-    found = losses(branch / "metrics.jsonl")
-    assert found == {step: loss for step, loss in expected.items() if step > 4}
-    trunk = losses(tmp_path / "trunk" / "metrics.jsonl")
-    assert trunk[12] != expected[12]
+    assert losses(branch / "metrics.jsonl") == {step: loss for step, loss in expected.items() if step > 4}
+    assert losses(trunk / "metrics.jsonl")[12] != expected[12]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.ranks import status
 from tests.support.runs import losses, read_rows, run, write_tiny_config
 from trainer.tools.runs.load import load_run
 
@@ -34,11 +33,6 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, Path]:
     return directory / "run" / "config.resolved.toml", directory / "run"
 
 
-def status(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
-    return found
-
-
 def resumed(whole: tuple[Path, Path], run_dir: Path, step: int, *more: object) -> str:
     config, before = whole
     checkpoint = before / "checkpoints" / f"step_{step:08d}"
@@ -61,17 +55,13 @@ def test_a_rank_that_had_read_everything_at_the_checkpoint_continues_masked(unin
     assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["reason"]) == ("done", "data exhausted")
 
 
-def test_a_run_that_had_read_everything_ends_as_it_did(uninterrupted, tmp_path):
+def test_a_run_that_had_read_everything_ends_as_it_did_or_continues_with_another_epoch(uninterrupted, tmp_path):
     last = status(uninterrupted[1])["last_step"]
     resumed(uninterrupted, tmp_path / "run", last)
     found = status(tmp_path / "run")
     assert (found["state"], found["reason"], found["last_step"]) == ("done", "data exhausted", last)
-
-
-def test_an_exhausted_run_continues_with_another_epoch(uninterrupted, tmp_path):
-    last = status(uninterrupted[1])["last_step"]
-    resumed(uninterrupted, tmp_path / "run", last, "--set", "data.mixing.repeat=true", "--steps", last + 4)
-    assert sorted(losses(tmp_path / "run" / "metrics.jsonl")) == list(range(last + 1, last + 5))
+    resumed(uninterrupted, tmp_path / "more", last, "--set", "data.mixing.repeat=true", "--steps", last + 4)
+    assert sorted(losses(tmp_path / "more" / "metrics.jsonl")) == list(range(last + 1, last + 5))
 
 
 def test_a_rank_without_documents_runs_masked_from_the_start(uninterrupted, tmp_path):
@@ -89,8 +79,7 @@ def test_a_rank_without_documents_runs_masked_from_the_start(uninterrupted, tmp_
     assert status(tmp_path / "run")["reason"] == "data exhausted"
 
 
-@pytest.mark.parametrize("nproc", [None, 2])
-def test_a_source_that_ends_is_an_event_with_its_step_and_a_finding(tmp_path, nproc):
+def test_a_source_that_ends_is_an_event_with_its_step_and_a_finding(tmp_path):
     config = write_tiny_config(tmp_path)
     for number in (1, 2, 3):
         (tmp_path / "corpus" / "b" / f"stream{number}.jsonl").unlink()
@@ -98,7 +87,7 @@ def test_a_source_that_ends_is_an_event_with_its_step_and_a_finding(tmp_path, np
     once = text.replace('modalities = ["b"]', 'modalities = ["b"]\nweight = 5.0\nmixing = { repeat = false }')
     assert once != text
     config.write_text(once)
-    ended = run("--config", config, "--run-dir", tmp_path / "run", "--steps", "120", nproc=nproc)
+    ended = run("--config", config, "--run-dir", tmp_path / "run", "--steps", "120", nproc=2)
     assert ended.returncode == 0, ended.stderr
     (event,) = [each for each in load_run(tmp_path / "run").events if each["event"] == "source_ended"]
     assert event["sources"] == ["second"]

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.checkpoints import weights
 from tests.support.gloo import run_on_ranks
-from tests.support.runs import losses, read_rows, run, write_tiny_config
+from tests.support.ranks import checkpoint_differences
+from tests.support.runs import losses, read_rows, write_tiny_config
+from tests.support.trained import train
 from trainer.extensions.noise_components import NoiseComponents, Piece, normal_equations
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
@@ -40,7 +41,7 @@ def drawn_per_stream(rank: int, world_size: int) -> tuple[dict[str, float], floa
     the equations by hooks and by hand."""
     torch.manual_seed(0)
     model = Linear()
-    ddp = DistributedDataParallel(model) if world_size > 1 else model
+    ddp = DistributedDataParallel(model)
     gns = GradientNoiseScale(ddp, ema=0.999)
     shared, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(100 + rank)
     components, worst = NoiseComponents(), 0.0
@@ -56,7 +57,7 @@ def drawn_per_stream(rank: int, world_size: int) -> tuple[dict[str, float], floa
         gns.begin_window(len(micros), pairs=is_split)
         for index, (_, x) in enumerate(micros):
             is_last = index == len(micros) - 1
-            no_sync = contextlib.nullcontext if is_last or world_size == 1 else ddp.no_sync
+            no_sync = contextlib.nullcontext if is_last else ddp.no_sync
             with no_sync():
                 gns.begin_micro(last=is_last)
                 (ddp(x).mean() / len(micros)).backward()
@@ -75,18 +76,13 @@ def drawn_per_stream(rank: int, world_size: int) -> tuple[dict[str, float], floa
         worst = max(
             worst, float(np.abs(equations.numpy() / np.where(expected, expected, 1.0) - 1)[expected != 0].max())
         )
-        if world_size > 1:
-            torch.distributed.all_reduce(equations)
+        torch.distributed.all_reduce(equations)
         components.update(equations.tolist(), float(gns.grad_sq()), world_size * MICROS * ROWS, 0.0)
     return components.metrics(), worst
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_hooks_find_the_noise_scale_of_rows_that_share_streams(world_size: int) -> None:
-    if world_size == 1:
-        results = [drawn_per_stream(0, 1)]
-    else:
-        results = run_on_ranks(drawn_per_stream, 2)
+def test_hooks_find_the_noise_scale_of_rows_that_share_streams() -> None:
+    results = run_on_ranks(drawn_per_stream, 2)
     for metrics, worst in results:
         assert worst < 1e-4  # of differences of float32 gradients
         assert metrics["gns/b_independent_low"] <= TRUTH <= metrics["gns/b_independent_high"]
@@ -104,50 +100,31 @@ every = 10
 """
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_run_measures_it_and_learns_the_same(tmp_path: Path, nproc: int) -> None:
-    config = write_tiny_config(tmp_path, RUN)
-    arguments = ("--steps", "20", "--set", "train.micro_batches=2")
-    measured = run("--config", config, "--run-dir", tmp_path / "on", *arguments, nproc=nproc)
-    plain = run(
-        *("--config", config, "--run-dir", tmp_path / "off", *arguments, "--set", "gns.components_every=0"), nproc=nproc
+def test_a_run_measures_it_learns_the_same_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    config, sets = write_tiny_config(tmp_path, RUN), ("train.steps=20", "train.micro_batches=2")
+    train(config, tmp_path / "on", *sets, nproc=2)
+    train(config, tmp_path / "off", *sets, "gns.components_every=0", nproc=2)
+    train(
+        config, tmp_path / "again", *sets, nproc=2, more=("--resume", tmp_path / "on" / "checkpoints" / "step_00000010")
     )
-    assert measured.returncode == plain.returncode == 0, measured.stderr + plain.stderr
-    on, off = losses(tmp_path / "on" / "metrics.jsonl"), losses(tmp_path / "off" / "metrics.jsonl")
-    assert on == pytest.approx(off, rel=1e-5)
-    last = read_rows(tmp_path / "on" / "metrics.jsonl")["train", 20]
+    on, off, again = (tmp_path / name for name in ("on", "off", "again"))
+    assert losses(on / "metrics.jsonl") == pytest.approx(losses(off / "metrics.jsonl"), rel=1e-5)
+    last, without, resumed = (read_rows(path / "metrics.jsonl")["train", 20] for path in (on, off, again))
     assert {"gns/noise_from_stream", "gns/noise_from_row", "gns/b_simple_low"} <= last.keys()
-    shares = [value for key, value in last.items() if key.startswith("gns/noise_from")]
-    assert sum(shares) == pytest.approx(1.0)
-    assert not [key for key in read_rows(tmp_path / "off" / "metrics.jsonl")["train", 20] if "noise_from" in key]
+    assert sum(value for key, value in last.items() if key.startswith("gns/noise_from")) == pytest.approx(1.0)
+    assert not [key for key in without if "noise_from" in key]
+    assert {key: resumed[key] for key in resumed if key.startswith("gns/")} == {
+        key: last[key] for key in last if key.startswith("gns/")
+    }
+    assert checkpoint_differences(on / "checkpoints" / "latest", again / "checkpoints" / "latest") == []
 
 
 def test_ranks_that_exchange_states_run_as_many_halves(tmp_path: Path) -> None:
     """Some of the small streams leave a rank with a single row, which cannot be halved."""
-    config = write_tiny_config(tmp_path, RUN)
-    sets = ("train.micro_batches=2", 'ledger.ownership="exchange"', "gns.components_every=1")
-    options = [word for each in sets for word in ("--set", each)]
-    result = run("--config", config, "--run-dir", tmp_path / "run", "--steps", "20", *options, nproc=2)
-    assert result.returncode == 0, result.stderr
-    assert "failed and is off" not in result.stderr
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert "gns/noise_from_row" in rows["train", 20]
-
-
-def test_a_resumed_run_measures_the_same(tmp_path: Path) -> None:
-    config = write_tiny_config(tmp_path, RUN)
-    common = ("--config", config, "--set", "train.micro_batches=2", "--set", "scheduler.name=constant")
-    for name, steps in (("whole", 20), ("cut", 10)):
-        result = run(*common, "--run-dir", tmp_path / name, "--steps", steps)
-        assert result.returncode == 0, result.stderr
-    result = run(*common, "--run-dir", tmp_path / "cut", "--steps", "20", "--resume", "auto")
-    assert result.returncode == 0, result.stderr
-    whole, cut = (read_rows(tmp_path / name / "metrics.jsonl")["train", 20] for name in ("whole", "cut"))
-    assert {k: v for k, v in whole.items() if k.startswith("gns/")} == {
-        k: v for k, v in cut.items() if k.startswith("gns/")
-    }
-    for name, tensor in weights(tmp_path / "whole").items():
-        assert torch.equal(tensor, weights(tmp_path / "cut")[name]), name
+    sets = ("train.steps=20", "train.micro_batches=2", 'ledger.ownership="exchange"', "gns.components_every=1")
+    said = train(write_tiny_config(tmp_path, RUN), tmp_path / "run", *sets, nproc=2)
+    assert "failed and is off" not in said
+    assert "gns/noise_from_row" in read_rows(tmp_path / "run" / "metrics.jsonl")["train", 20]
 
 
 @pytest.mark.parametrize(
@@ -155,8 +132,6 @@ def test_a_resumed_run_measures_the_same(tmp_path: Path) -> None:
     [("gns.enabled=false", "needs the noise scale"), ('distributed.strategy="fsdp"', "before they can be compared")],
 )
 def test_it_is_refused_where_it_cannot_be_measured(tmp_path: Path, setting: str, says: str) -> None:
-    config = write_tiny_config(tmp_path, RUN)
-    result = run("--config", config, "--run-dir", tmp_path / "run", "--set", setting)
-    assert result.returncode == 2
-    assert "gns.components_every" in result.stderr
-    assert says in result.stderr
+    said = train(write_tiny_config(tmp_path, RUN), tmp_path / "run", setting, code=2)
+    assert "gns.components_every" in said
+    assert says in said

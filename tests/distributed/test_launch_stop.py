@@ -38,14 +38,6 @@ def test_control_c_under_nproc_stops_with_a_checkpoint_and_exit_code_0(launched,
     check_stopped(tmp_path / "run", "stopped by SIGINT")
 
 
-def test_sigusr1_to_the_launcher_alone_stops_the_ranks_with_a_checkpoint_and_exit_code_0(launched, tmp_path):
-    launched.process.send_signal(signal.SIGUSR1)
-    _, stderr = launched.process.communicate(timeout=TIMEOUT_SEC)
-    assert launched.process.returncode == 0, stderr
-    launched.wait_for_ranks()
-    check_stopped(tmp_path / "run", "stopped by SIGUSR1")
-
-
 def test_ranks_whose_launcher_is_killed_save_and_end(launched, tmp_path):
     launched.process.kill()
     launched.process.wait()
@@ -54,13 +46,3 @@ def test_ranks_whose_launcher_is_killed_save_and_end(launched, tmp_path):
     reason = status(tmp_path / "run")["reason"]
     assert reason in ("stopped by the end of its launcher", "stopped by a signal on another rank")
     check_stopped(tmp_path / "run", reason)
-
-
-def test_a_launcher_notices_ranks_that_exit_with_0_before_the_end(tmp_path):
-    with Launched(write_tiny_config(tmp_path), tmp_path / "run", fault={"what": "exit of C", "step": 7}) as launched:
-        _, stderr = launched.process.communicate(timeout=TIMEOUT_SEC)
-    assert launched.process.returncode == 1, stderr
-    ended = status(tmp_path / "run")
-    assert ended["state"] == "failed"
-    assert ended["reason"] == "rank 0, 1 exited with 0 before the run was over"
-    assert ended["reason"] in stderr

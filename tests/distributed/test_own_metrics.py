@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.runs import read_rows, run, write_tiny_config
+from tests.support.runs import read_rows, write_tiny_config
+from tests.support.trained import train
 
 pytestmark = pytest.mark.distributed
 
@@ -64,14 +65,12 @@ def trained(tmp_path, *kinds):
         for kind in kinds
     ]
     config.write_text(config.read_text() + "\n" + "\n".join(own))
-    line = ["--config", config, "--run-dir", tmp_path / "run", "--set", "train.micro_batches=6"]
-    done = run(*line, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 0, done.stderr
+    said = train(config, tmp_path / "run", "train.micro_batches=6", nproc=2, extra={"PYTHONPATH": str(tmp_path)})
     rows = {step: row for (_, step), row in read_rows(tmp_path / "run" / "metrics.jsonl").items()}
     assert len(rows) == 6
     assert sum(rows[6][key] for key in READERS) == 8.0, "two readers of each of our sources on each rank"
     assert all(row["non_finite_steps"] == 0.0 for row in rows.values())
-    return rows, done.stderr
+    return rows, said
 
 
 def test_names_are_agreed_on_and_those_that_are_none_or_the_trainer_s_cost_one_warning_each(tmp_path):

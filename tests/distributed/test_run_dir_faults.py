@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import keep
 from tests.support.ranks import Ranks, last_logged, status
 from tests.support.runs import PROGRAM, TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
 
@@ -37,13 +37,7 @@ def test_a_directory_that_is_removed_during_the_run_is_said_and_made_again(tmp_p
     lost = {step for _, step in read_rows(tmp_path / "gone" / "metrics.jsonl")}
     kept = {step for _, step in read_rows(run_dir / "metrics.jsonl")}
     assert lost | kept == set(range(1, ended["last_step"] + 1))
-    Injected(
-        2,
-        "the run directory moved away under a run on two ranks",
-        1,
-        "what the directory held",
-        "said once, made again; the next checkpoint and all later rows are whole",
-    ).keep("removed_run_dir")
+    keep(2, "the run directory moved away under a run on two ranks", lost="what the directory held")
 
 
 def test_a_second_run_in_a_busy_directory_is_told_so_and_touches_nothing(tmp_path):
@@ -59,13 +53,7 @@ def test_a_second_run_in_a_busy_directory_is_told_so_and_touches_nothing(tmp_pat
         ranks.signal(signal.SIGTERM)
         assert ranks.wait() == [0], ranks.said()
     assert not (run_dir / "checkpoints" / "abandoned").exists()
-    Injected(
-        7,
-        "a second run in a directory in use",
-        1,
-        "0",
-        "refused with one line; the first run and its files were untouched",
-    ).keep("busy_run_dir")
+    keep(7, "a second run in a directory in use")
 
 
 def test_runs_that_are_launched_in_the_same_second_get_directories_of_their_own(tmp_path):
@@ -81,7 +69,7 @@ def test_runs_that_are_launched_in_the_same_second_get_directories_of_their_own(
     found = sorted((tmp_path / "runs").iterdir())
     assert len(found) == 2
     assert [json.loads((path / "status.json").read_text())["state"] for path in found] == ["done"] * 2
-    Injected(2, "two runs launched in the same second", 2, "0", "each got a directory of its own").keep("same_second")
+    keep(2, "two runs launched in the same second", times=2)
 
 
 def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tmp_path):
@@ -106,6 +94,4 @@ def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tmp_path):
     assert (ended["state"], ended["reason"]) == ("stopped", "stopped by SIGHUP")
     assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
     assert os.waitstatus_to_exitcode(code) == 0
-    Injected(3, "SIGHUP: a terminal that is closed", 1, "0", "exit 0, `stopped`, a checkpoint of the last step").keep(
-        "hangup"
-    )
+    keep(3, "SIGHUP: a terminal that is closed")

@@ -71,25 +71,34 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
     return stored(state.model.parameters()), gradients, stored(moments)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sets", "shards"),
-    [
-        (2, ("distributed.strategy=fsdp",), 2),
-        (4, ("distributed.strategy=fsdp",), 4),
-        (4, ("distributed.strategy=fsdp", "distributed.accumulate=whole"), 4),
-        (4, ("distributed.strategy=hsdp", "distributed.replicas=2"), 2),
-        (2, ("distributed.strategy=ddp",), 1),
-        (2, ("distributed.strategy=fsdp", "optimizer.name=sgd"), 2),
-        (2, ("distributed.strategy=fsdp", "optimizer.name=muon"), 2),
-    ],
-)
-def test_parameters_gradients_and_moments_are_one_share_of_those_of_one_rank(tmp_path, world_size, sets, shards):
+CASES: dict[int, dict[tuple[str, ...], int]] = {
+    2: {
+        ("distributed.strategy=fsdp",): 2,
+        ("distributed.strategy=ddp",): 1,
+        ("distributed.strategy=fsdp", "optimizer.name=muon"): 2,
+    },
+    4: {
+        ("distributed.strategy=fsdp", "distributed.accumulate=whole"): 4,
+        ("distributed.strategy=hsdp", "distributed.replicas=2"): 2,
+    },
+}
+
+
+def held_by_each(rank: int, world_size: int, config: Path) -> list[tuple[int, int, int]]:
+    """In one start of the processes."""
+    return [held(rank, world_size, config, sets) for sets in CASES[world_size]]
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_parameters_gradients_and_moments_are_one_share_of_those_of_one_rank(tmp_path, world_size):
     config = write_tiny_config(tmp_path)
-    alone = held(0, 1, config, tuple(each for each in sets if each.startswith("optimizer.")))
-    assert alone[0] == alone[1] == 4 * plan_of(config, 1, ()).num_parameters()
-    predicted = predict_memory(plan_of(config, world_size, sets))
-    for found in run_on_ranks(held, world_size, config, sets, torch_keeps_group=True):
-        assert found == pytest.approx([size / shards for size in alone], rel=0.1)
-        assert found[2] == pytest.approx(predicted.optimizer, rel=0.02)
-        if shards > 1:
-            assert found[:2] == pytest.approx((predicted.weights, predicted.gradients), rel=0.02)
+    results = run_on_ranks(held_by_each, world_size, config, torch_keeps_group=True)
+    for index, (sets, shards) in enumerate(CASES[world_size].items()):
+        alone = held(0, 1, config, tuple(each for each in sets if each.startswith("optimizer.")))
+        assert alone[0] == alone[1] == 4 * plan_of(config, 1, ()).num_parameters()
+        predicted = predict_memory(plan_of(config, world_size, sets))
+        for found in (each[index] for each in results):
+            assert found == pytest.approx([size / shards for size in alone], rel=0.1)
+            assert found[2] == pytest.approx(predicted.optimizer, rel=0.02)
+            if shards > 1:
+                assert found[:2] == pytest.approx((predicted.weights, predicted.gradients), rel=0.02)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import TIMEOUT_SEC, command, environment, losses, run, write_tiny_config
+from tests.support.runs import TIMEOUT_SEC, command, environment, losses, write_tiny_config
+from tests.support.trained import train
 
 pytestmark = pytest.mark.distributed
 tokenizers = pytest.importorskip("tokenizers", reason="extra tokenizers")
@@ -52,28 +53,16 @@ def test_one_process_tokenizes_for_all_runs_and_says_so(config: Path) -> None:
     assert first.returncode == 0, first.stderr
     assert first.stderr.count("tokenizing source first (") == 1, first.stderr
     assert "tokenizing source second" not in first.stderr  # little text
-    again = fresh(config, "again", nproc=None)
-    assert again.returncode == 0, again.stderr
-    assert "tokenizing" not in again.stderr
-    # A process of the tests' server may have no others: it tokenizes what it reads.
-    whole = run("--config", config, "--run-dir", config.parent / "whole", "--steps", "3", nproc=2)
-    assert whole.returncode == 0, whole.stderr
-    expected = losses(config.parent / "whole" / "metrics.jsonl")
-    assert len(expected) == 3
-    assert losses(config.parent / "first" / "metrics.jsonl") == expected
-    entry = next((config.parent / "cache" / "trainer" / "data").glob("*/entry.json"))
-    entry.touch()
-    (config.parent / "corpus" / "a" / "stream1.jsonl").write_text(json.dumps({"text": "more " * 200_000}) + "\n")
-    assert "tokenizing source first (" in fresh(config, "changed", nproc=None).stderr
+    # A process of the tests' server may have no others: it reads what is there, or tokenizes what it reads.
+    cached = {"XDG_CACHE_HOME": str(config.parent / "cache")}
+    assert "tokenizing" not in train(config, config.parent / "again", "train.steps=3", nproc=2, extra=cached)
+    train(config, config.parent / "whole", "train.steps=3", nproc=2)
+    first, again, whole = (losses(config.parent / name / "metrics.jsonl") for name in ("first", "again", "whole"))
+    assert first == again == whole
+    assert len(whole) == 3
 
 
-def test_a_cache_that_cannot_be_used_is_a_warning_and_no_more(config: Path) -> None:
-    (config.parent / "cache").write_text("")
-    ended = fresh(config, "file", nproc=None)
-    assert ended.returncode == 0, ended.stderr
-    assert "source first: every rank tokenizes its text itself" in ended.stderr
-
-
+@pytest.mark.slow  # tests/unit/data/test_tokenize.py has what it continues with
 def test_a_signal_ends_the_tokenizing_and_the_next_run_continues_it(config: Path) -> None:
     for number in range(4):
         path = config.parent / "corpus" / "a" / f"stream{number}.jsonl"

@@ -50,10 +50,9 @@ def test_the_tracker_writes_one_record_three_ways(tmp_path):
     assert [row["global_step"] for row in read_history(offline)] == [1, 10, 20]
 
 
-def test_the_blend_follows_its_schedule_and_repeats():
-    first, again = (run_example("blend_iterable_datasets.py", "--batches", 400) for _ in range(2))
+def test_the_blend_follows_its_schedule():
+    first = run_example("blend_iterable_datasets.py", "--batches", 400)
     assert first.returncode == 0, first.stderr
-    assert first.stdout == again.stdout
     easy = [int(count) for count in re.findall(r"easy (\d+)", first.stdout)]
     assert sum(easy) + sum(map(int, re.findall(r"hard (\d+)", first.stdout))) == 400
     assert easy[0] > 60 > 50 > easy[3]

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,14 @@ NEEDS = {
     "with_lightning": [needs("lightning")],
     "with_hf_trainer": [needs("accelerate", "transformers")],
 }
-OWN_STEP = [pytest.param(name, marks=marks) for name, marks in NEEDS.items() if name != "with_hf_trainer"]
-WRAPPED = [pytest.param(name, marks=marks) for name, marks in NEEDS.items() if name != "plain_pytorch"]
+OWN_STEP = ("with_accelerate", "with_lightning")
+WRAPPED = (*OWN_STEP, "with_hf_trainer")
+
+
+def each(names: Iterable[str], *quick: str):
+    """Each loop as a case; those that are not `quick` run with the slow tests, for each start imports a framework."""
+    cases = [(name, NEEDS[name] if name in quick else [*NEEDS[name], pytest.mark.slow]) for name in names]
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in cases])
 
 
 def run_loop(name: str, out: Path, *arguments: object, **options: object):
@@ -58,7 +65,7 @@ def plain(tmp_path_factory) -> dict[int, dict[str, float]]:
     return numbers(out)
 
 
-@pytest.mark.parametrize("name", OWN_STEP[1:])
+@each(OWN_STEP, *OWN_STEP)
 def test_every_framework_measures_what_the_plain_loop_does(name, plain, tmp_path):
     """Same model, data and optimizer: loss, gradient norm, noise scale and its bounds are those of the plain loop."""
     done = run_loop(name, tmp_path, "--steps", 22)
@@ -71,7 +78,7 @@ def test_every_framework_measures_what_the_plain_loop_does(name, plain, tmp_path
     assert plain[20]["gns/b_simple_low"] > 0
 
 
-@pytest.mark.parametrize("name", OWN_STEP[1:])
+@each(OWN_STEP, "with_lightning")
 def test_a_short_window_at_the_end_of_an_epoch_is_left_out(name, tmp_path):
     """512 micro-batches in windows of 55: nine whole ones, and 17 that are left for the tenth step."""
     done = run_loop(name, tmp_path, "--steps", 10, "--micro-batches", 55)
@@ -86,7 +93,7 @@ def test_a_short_window_at_the_end_of_an_epoch_is_left_out(name, tmp_path):
 SHORT_EPOCH = f"sys.path.insert(0, {str(LOOPS)!r})\nimport task\ntask.Counting.__len__ = lambda self: 60"
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@each(WRAPPED, "with_accelerate")
 def test_an_epoch_s_last_micro_batch_counts_the_rows_it_has(name, tmp_path):
     """60 rows in micro-batches of 8 and windows of 4: the second step, which is the last of the run, has 28 rows."""
     done = run_loop(name, tmp_path, "--steps", 2, prelude=SHORT_EPOCH)
@@ -108,7 +115,7 @@ def test_a_loop_that_fails_says_so_in_its_status(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in NEEDS.items()])
+@each(NEEDS, "with_hf_trainer")
 def test_two_ranks_are_one_run_whose_ranks_read_different_data(name, tmp_path):
     done = run_loop(name, tmp_path, "--steps", 20, nproc=2)
     assert done.returncode == 0, done.stderr

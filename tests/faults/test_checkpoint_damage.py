@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import keep
 from tests.support.fault_runs import ARGUMENTS, make_config, row_differences, whole_run
 from tests.support.ranks import Ranks, checkpoint_differences
 from tests.support.runs import run
@@ -104,10 +103,4 @@ def test_auto_falls_back_one_and_a_path_is_refused(untouched, tmp_path, kind):
     assert row_differences(whole, run_dir) == []
     name = "checkpoints/step_00000015"
     assert checkpoint_differences(whole / name, run_dir / name) == []
-    Injected(
-        2,
-        f"checkpoint damage: {kind}",
-        1,
-        "5 steps, trained again",
-        "`auto` fell back one and said so; the path was refused with one line",
-    ).keep("damage_" + re.sub(r"\W+", "_", kind))
+    keep(2, f"checkpoint damage: {kind}", lost="5 steps, trained again")

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import LOST, keep
 from tests.support.fault_runs import ARGUMENTS, make_config, row_differences, whole_run
 from tests.support.ranks import Ranks, checkpoint_differences, status
-from tests.support.runs import command, environment
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 STOP_AT_5 = {"what": "signal", "rank": 0, "step": 5}
@@ -79,53 +78,7 @@ def test_a_full_disk_stops_the_run_and_loses_no_older_checkpoint(small_disk, tmp
     assert row_differences(whole, run_dir) == []
     assert checkpoint_differences(whole / NAME, run_dir / NAME) == []
     what = "no byte is left" if left == 0 else "less is left than a checkpoint needs"
-    ended = "stopped and said the space needed" if left else "refused with one line"
-    Injected(
-        2,
-        f"full disk: {what}{', saving in the background' if background else ''}",
-        1,
-        "steps since the last checkpoint",
-        f"{ended}; the older checkpoint resumed, equal bit for bit",
-    ).keep(f"full_disk_{left}_{background}")
-
-
-@pytest.mark.parametrize("verb", ["build", "tokenize"])
-def test_a_full_disk_ends_the_making_of_data_with_a_line_and_the_next_call_makes_it_whole(small_disk, tmp_path, verb):
-    (tmp_path / "text" / "prose").mkdir(parents=True)
-    for number in range(6):
-        (tmp_path / "text" / "prose" / f"{number}.txt").write_text(f"{number} words and more. " * 5_000)
-    words = (
-        ("data", "build", "text", "--modality", f"prose={tmp_path}/text/**/*.txt")
-        if verb == "build"
-        else ("data", "tokenize", tmp_path / "text", "--tokenizer", "bytes", "--workers", "2")
-    )
-
-    def call(out: Path) -> subprocess.CompletedProcess[str]:
-        arguments = command((*words, "--out", out))
-        return subprocess.run(arguments, check=False, capture_output=True, text=True, env=environment())
-
-    filler = small_disk / "filler"
-    filler.write_bytes(b"\0" * (shutil.disk_usage(small_disk).free - 300_000))
-    full = call(small_disk / "out")
-    assert full.returncode == 2, full.stderr
-    assert full.stderr.splitlines()[-1].endswith(
-        "cannot be written (No space left on device); make room, and run it again"
-    )
-    assert "Traceback" not in full.stderr
-    filler.unlink()
-    found = {}
-    for out in (small_disk / "out", tmp_path / "fresh"):
-        done = call(out)
-        assert done.returncode == 0, done.stderr
-        found[out] = {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    assert found[small_disk / "out"] == found[tmp_path / "fresh"]
-    Injected(
-        2,
-        f"full disk in `train data {verb}`",
-        1,
-        "0",
-        "refused with one line; the next call made the same files as one with room from the start",
-    ).keep(f"full_disk_data_{verb}")
+    keep(2, f"full disk: {what}{', saving in the background' if background else ''}", lost=LOST)
 
 
 def test_a_limit_in_the_midst_of_a_file_stops_the_run_and_loses_no_older_checkpoint(tmp_path):
@@ -146,10 +99,4 @@ def test_a_limit_in_the_midst_of_a_file_stops_the_run_and_loses_no_older_checkpo
         assert ranks.wait() == [0, 0], ranks.said()
     assert row_differences(whole, run_dir) == []
     assert checkpoint_differences(whole / NAME, run_dir / NAME) == []
-    Injected(
-        2,
-        "a file-size limit in the midst of a checkpoint's file",
-        1,
-        "steps since the last checkpoint",
-        "stopped with one line; the older checkpoint resumed, equal bit for bit",
-    ).keep("file_size_limit")
+    keep(2, "a file-size limit in the midst of a checkpoint's file", lost=LOST)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import LOST, keep
 from tests.support.fault_runs import ARGUMENTS, make_config
 from tests.support.ranks import Ranks, last_logged, status
 
@@ -47,15 +47,14 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(tmp_path, what, rank):
         assert f"stacks of rank {each}:" in log
         assert "in accumulate" in log
         assert ("faulty_model.py" in log.split("stacks of rank")[1]) == (each == rank)
-    Injected(
+    keep(
         5,
-        f"rank {rank} of 3 "
-        + ("sleeps for ever inside a step" if what == "sleep" else "is stopped (SIGSTOP) inside a step"),
-        1,
-        "steps since the last checkpoint",
-        "ended within the collectives' timeout, named the rank, stacks of "
-        + ("all ranks in their logs" if what == "sleep" else "the others in their logs"),
-    ).keep(f"hang_{what}_{rank}")
+        (
+            f"rank {rank} of 3 "
+            + ("sleeps for ever inside a step" if what == "sleep" else "is stopped (SIGSTOP) inside a step")
+        ),
+        lost=LOST,
+    )
 
 
 def test_a_rank_that_is_killed_is_named_by_the_others(tmp_path):
@@ -69,9 +68,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others(tmp_path):
     assert codes[2] == -signal.SIGKILL
     assert 0 not in codes
     assert status(run_dir)["reason"].startswith("rank 2 is gone ("), said
-    Injected(
-        5, "SIGKILL of one rank of three", 1, "steps since the last checkpoint", "the others ended and named it"
-    ).keep("killed_rank")
+    keep(5, "SIGKILL of one rank of three", lost=LOST)
 
 
 def test_a_rank_that_raises_is_named_by_the_others(tmp_path):
@@ -84,10 +81,4 @@ def test_a_rank_that_raises_is_named_by_the_others(tmp_path):
         said = ranks.said()
     assert 0 not in codes
     assert status(run_dir)["reason"] == "rank 1 failed: ArithmeticError: made up", said
-    Injected(
-        5,
-        "an exception in one rank of two",
-        1,
-        "steps since the last checkpoint",
-        "both ended at once; status.json has the other rank's error",
-    ).keep("raise")
+    keep(5, "an exception in one rank of two", lost=LOST)

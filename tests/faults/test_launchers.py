@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import LOST, keep
 from tests.support.fault_runs import make_config
 from tests.support.launched import FAULTY, Launched, children
 from tests.support.ranks import last_logged, status
@@ -37,13 +37,7 @@ def test_ranks_whose_launcher_is_killed_in_a_step_save_and_end(tmp_path, is_torc
     assert ended["state"] == "stopped"
     assert ended["reason"] in ("stopped by the end of its launcher", "stopped by a signal on another rank")
     assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
-    Injected(
-        3,
-        f"SIGKILL of {name_of(is_torchrun)} alone, two ranks in their steps",
-        1,
-        "0",
-        "the ranks noticed, `stopped` with a checkpoint of the last step",
-    ).keep(f"launcher_killed_{is_torchrun}")
+    keep(3, f"SIGKILL of {name_of(is_torchrun)} alone, two ranks in their steps")
 
 
 @pytest.mark.parametrize("is_torchrun", [False, True])
@@ -57,9 +51,7 @@ def test_ranks_whose_launcher_is_killed_as_they_start_end(tmp_path, is_torchrun)
         launched.process.kill()
         launched.wait_for_ranks(GRACE_SEC + TIMEOUT_SEC)
     assert last_logged(run_dir / "metrics.jsonl") == 0
-    Injected(
-        3, f"SIGKILL of {name_of(is_torchrun)} alone, two ranks starting", 1, "0", "the ranks ended without a step"
-    ).keep(f"launcher_killed_early_{is_torchrun}")
+    keep(3, f"SIGKILL of {name_of(is_torchrun)} alone, two ranks starting")
 
 
 def test_a_rank_that_hangs_does_not_outlive_its_launcher(tmp_path):
@@ -69,13 +61,7 @@ def test_a_rank_that_hangs_does_not_outlive_its_launcher(tmp_path):
         launched.wait_for_step(7)
         launched.process.kill()
         launched.wait_for_ranks(GRACE_SEC + TIMEOUT_SEC)
-    Injected(
-        3,
-        "SIGKILL of `train --nproc` alone, one of two ranks asleep for ever",
-        1,
-        "steps since the last checkpoint",
-        "both ended within the timeout",
-    ).keep("launcher_killed_hang")
+    keep(3, "SIGKILL of `train --nproc` alone, one of two ranks asleep for ever", lost=LOST)
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP", "SIGTERM"])
@@ -88,9 +74,7 @@ def test_a_signal_to_the_launcher_alone_stops_all_ranks(tmp_path, name):
         launched.wait_for_ranks(0.0)
     ended = status(run_dir)
     assert (ended["state"], ended["reason"]) == ("stopped", f"stopped by {name}")
-    Injected(
-        3, f"{name} to `train --nproc` alone", 1, "0", "exit 0, `stopped`, a checkpoint of the last step on both ranks"
-    ).keep(f"launcher_{name.lower()}")
+    keep(3, f"{name} to `train --nproc` alone")
 
 
 @pytest.mark.parametrize("is_torchrun", [False, True])
@@ -108,13 +92,11 @@ def test_code_that_ends_ranks_with_0_fails_the_run(tmp_path, what, rank, is_torc
     if what != "exit of C":
         assert f"{what}(0) was called after step 6" in found["reason"]
     where = "both ranks" if rank is None else f"rank {rank} of two"
-    Injected(
+    keep(
         10,
         f"`{what}(0)` at step 7 on {where} under {name_of(is_torchrun)}".replace("`exit of C(0)`", "C's `_exit(0)`"),
-        1,
-        "steps since the last checkpoint",
-        f"exit 1; status.json: {found['state']}",
-    ).keep(f"exit_{what}_{rank}_{is_torchrun}".replace(" ", "_"))
+        lost=LOST,
+    )
 
 
 def test_c_code_that_ends_a_single_process_is_found_by_the_next_reader(tmp_path):
@@ -123,10 +105,4 @@ def test_c_code_that_ends_a_single_process_is_found_by_the_next_reader(tmp_path)
     ended = run(*arguments, extra={"PYTHONPATH": str(ROOT), "FAULT": json.dumps(fault)})
     assert (ended.returncode, status(run_dir)["state"]) == (0, "running")
     assert run_state(run_dir)["state"] == "died"
-    Injected(
-        10,
-        "C's `_exit(0)` at step 7 of a single process",
-        1,
-        "steps since the last checkpoint",
-        "exit 0, which nothing of ours can prevent; every reader says `died`",
-    ).keep("exit_of_c_alone")
+    keep(10, "C's `_exit(0)` at step 7 of a single process", lost=LOST)

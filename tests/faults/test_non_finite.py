@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import model_content
-from tests.support.fault_record import Injected
+from tests.support.fault_record import keep
 from tests.support.fault_runs import ARGUMENTS, make_config
 from tests.support.ranks import Ranks, status
 from tests.support.runs import read_rows
@@ -44,13 +44,7 @@ def test_all_ranks_stop_at_the_step(tmp_path, what, rank, micro):
     assert (run_dir / "checkpoints" / "step_00000004" / "COMPLETE").exists()
     (event,) = [e for e in map(json.loads, (run_dir / "events.jsonl").open()) if e["event"] == "non_finite"]
     assert [len(batches) for batches in event["batches"]] == [2, 2, 2]
-    Injected(
-        4,
-        f"{'NaN in the loss' if what == 'nan' else 'inf in a gradient'} on one rank of three, `stop`",
-        1,
-        "0",
-        "all ranks stopped at that step; the checkpoint of the step before is kept",
-    ).keep(f"{what}_stop")
+    keep(4, f"{'NaN in the loss' if what == 'nan' else 'inf in a gradient'} on one rank of three, `stop`")
 
 
 @pytest.mark.parametrize(("what", "rank", "micro"), KINDS)
@@ -69,13 +63,9 @@ def test_skip_changes_no_weight_keeps_finite_states_and_goes_on(tmp_path, what, 
         assert {5, 6} & set(ledger["last_step"].tolist())
         assert ledger["rows"].isfinite().all()
     assert [rows["train", step]["ledger/cold_starts"] for step in range(1, 13)] == [0] * 12
-    Injected(
-        4,
-        f"{'NaN in the loss' if what == 'nan' else 'inf in a gradient'} on one rank of three, twice, `skip`",
-        2,
-        "0",
-        "both steps skipped on all ranks: no weight changed, the states stayed in step with the data; the run went on",
-    ).keep(f"{what}_skip")
+    keep(
+        4, f"{'NaN in the loss' if what == 'nan' else 'inf in a gradient'} on one rank of three, twice, `skip`", times=2
+    )
 
 
 def test_skip_stops_after_its_limit(tmp_path):
@@ -85,13 +75,7 @@ def test_skip_stops_after_its_limit(tmp_path):
     ended = status(run_dir)
     assert ended["last_step"] == 8
     assert "4 steps in a row were skipped (train.max_skips)" in ended["reason"]
-    Injected(
-        4,
-        "NaN in every step on one rank of three, `skip` with `max_skips = 3`",
-        1,
-        "0",
-        "stopped at the fourth bad step in a row, on all ranks",
-    ).keep("nan_skip_limit")
+    keep(4, "NaN in every step on one rank of three, `skip` with `max_skips = 3`")
 
 
 def test_a_loss_spike_is_written_down_with_the_batches_of_every_rank(tmp_path):
@@ -104,10 +88,4 @@ def test_a_loss_spike_is_written_down_with_the_batches_of_every_rank(tmp_path):
     metas = [[json.loads(meta) for meta in batches] for batches in event["batches"]]
     assert [len(batches) for batches in metas] == [2, 2, 2]
     assert all({"stream", "position", "group_ids"} <= meta.keys() for batches in metas for meta in batches)
-    Injected(
-        4,
-        "a loss spike on one rank of three",
-        1,
-        "0",
-        "one `loss_spike` event with the batches of every rank; training went on",
-    ).keep("spike")
+    keep(4, "a loss spike on one rank of three")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import keep
 from tests.support.fault_runs import ARGUMENTS, EXTRA, make_config, row_differences, whole_run
 from tests.support.ranks import Ranks, checkpoint_differences, last_logged
 from tests.support.runs import run
@@ -150,56 +150,7 @@ def test_a_server_that_is_killed_in_uploads_gets_every_checkpoint_that_stays(unt
     assert f"s3://bucket/run has the last checkpoint, step_{STEPS:08d}" in said
     assert events_of(run_dir, "remote_failed")
     same_as(untouched, run_dir, server)
-    outcome = (
-        f"the run went on, equal bit for bit; {watch.polls:,} looks into the store found only complete checkpoints"
-    )
-    Injected(9, "S3 server killed in an upload and started again", kills, "0", outcome).keep("remote_killed")
-
-
-def test_a_store_that_answers_500_for_a_while_changes_nothing(untouched, tmp_path, server, proxy):
-    run_dir = tmp_path / "run"
-    answered = []
-
-    def fault(method, path):
-        if "/step_" not in path or len(events_of(run_dir, "remote_failed")) >= 2:
-            return None
-        answered.append(path)
-        return 500
-
-    proxy.fault = fault
-    watch = Watch(server.bucket / "run")
-    with started(tmp_path, server, run_dir, port=proxy.port) as ranks:
-        assert ranks.wait() == [0, 0], ranks.said()
-        said = ranks.said()
-    watch.end()
-    assert answered
-    assert said.count("checkpoints cannot be mirrored now") == 1
-    same_as(untouched, run_dir, server)
-    outcome = "one warning; the run went on, equal bit for bit; the store got the last checkpoints"
-    Injected(
-        9, "every request for a checkpoint answered with 500 until two attempts have failed", 1, "0", outcome
-    ).keep("remote_500")
-
-
-def test_a_slow_store_does_not_slow_the_steps(untouched, tmp_path, server, proxy):
-    run_dir, delay = tmp_path / "run", 1.5
-    proxy.fault = lambda method, path: delay if method == "PUT" and "/step_" in path else None
-    began = time.monotonic()
-    with started(tmp_path, server, run_dir, port=proxy.port) as ranks:
-        assert ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") == STEPS), ranks.said()
-        seconds = time.monotonic() - began
-        assert ranks.wait() == [0, 0], ranks.said()
-    waits = num_puts(proxy)
-    blocking = STEPS / 5 * 7 * delay  # twelve checkpoints of seven files
-    assert seconds < blocking / 3, seconds
-    assert waits * delay > seconds / 2
-    same_as(untouched, run_dir, server)
-    skipped = events_of(run_dir, "remote_superseded")
-    assert len(list((run_dir / "checkpoints").glob("step_*"))) == 3
-    outcome = (
-        f"the steps did not wait; {len(skipped)} checkpoints were superseded by newer ones, the last ones uploaded"
-    )
-    Injected(9, "a store that takes 1.5 s for each file", waits, "0", outcome).keep("remote_slow")
+    keep(9, "S3 server killed in an upload and started again", times=kills)
 
 
 def test_a_truncated_object_is_noticed_and_the_checkpoint_before_is_used(untouched, tmp_path, server):
@@ -219,9 +170,8 @@ def test_a_truncated_object_is_noticed_and_the_checkpoint_before_is_used(untouch
     assert checkpoint_differences(untouched / LAST, run_dir / LAST) == []
     assert complete(server.bucket / "run") == [f"step_{step:08d}" for step in (STEPS - 10, STEPS - 5, STEPS)]
     assert checkpoint_differences(untouched / LAST, damaged.parent) == []
-    outcome = "`auto` took the checkpoint before it, and ended equal bit for bit; the damaged one was replaced"
     what = "run directory lost, and an object of the newest checkpoint truncated"
-    Injected(9, what, 1, "5 steps, trained again", outcome).keep("remote_truncated")
+    keep(9, what, lost="5 steps, trained again")
 
 
 def test_a_run_that_is_killed_in_uploads_and_loses_its_directory_comes_back_from_the_store(
@@ -259,10 +209,7 @@ def test_a_run_that_is_killed_in_uploads_and_loses_its_directory_comes_back_from
         p.name for p in (server.bucket / "run").glob("step_*") if any(p.iterdir()) and not (p / "COMPLETE").exists()
     ]
     assert leftovers == []
-    outcome = "resumed from the store in a new directory each time; the last one ended equal bit for bit, nothing half was left"
-    Injected(9, "SIGKILL of all ranks in an upload, and the run directory lost", losses, "0", outcome).keep(
-        "remote_sigkill"
-    )
+    keep(9, "SIGKILL of all ranks in an upload, and the run directory lost", times=losses)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
@@ -286,8 +233,7 @@ def test_a_store_that_hangs_at_the_end_is_waited_for_a_bounded_time(tmp_path, se
     assert result.returncode == 0, result.stderr
     assert complete(server.bucket / "run") == complete(run_dir / "checkpoints")
     what = "a store that stops answering (SIGSTOP), until the run ends" + (" and gets a SIGTERM" if is_stopped else "")
-    outcome = "the end did not wait for longer than it should, and said what uploads the rest; that did"
-    Injected(9, what, 1, "0", outcome).keep(f"remote_hangs_{is_stopped}")
+    keep(9, what)
 
 
 def test_a_run_resumes_from_its_directory_while_the_store_is_down(untouched, tmp_path, server):
@@ -305,5 +251,4 @@ def test_a_run_resumes_from_its_directory_while_the_store_is_down(untouched, tmp
         said = ranks.said(0)
     assert "resuming without the store, and mirroring is tried again during the run" in said
     same_as(untouched, run_dir, server)
-    outcome = "resumed from the run directory with one warning; the store got the last checkpoints when it was back"
-    Injected(9, "a store that is down when a killed run resumes", 1, "0", outcome).keep("remote_down")
+    keep(9, "a store that is down when a killed run resumes")

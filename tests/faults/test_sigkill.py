@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import keep
 from tests.support.fault_runs import ARGUMENTS, STEPS, make_config, row_differences, whole_run
 from tests.support.ranks import Ranks, checkpoint_differences, is_saving, last_logged, wait_while_starting
 
@@ -87,10 +87,8 @@ def test_a_run_killed_ten_times_ends_as_the_one_nobody_touched(untouched, tmp_pa
             if n
         )
         ranks_hit = "all ranks" if victims == "all" else "one rank of two"
-        Injected(
+        keep(
             1,
             f"SIGKILL of {ranks_hit}, {chain} checkpoints{' of shards (fsdp)' if strategy == 'fsdp' else ''}: {where}",
-            sum(count.values()),
-            "0",
-            "every resume succeeded; record, weights, optimizer, ledger, cursors equal bit for bit",
-        ).keep(f"sigkill_{'' if strategy == 'ddp' else strategy + '_'}{chain}_{victims}")
+            times=sum(count.values()),
+        )

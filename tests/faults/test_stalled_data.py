@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import LOST, keep
 from tests.support.ranks import Ranks, last_logged, status
 from tests.support.stalling_data import stalling_arguments
 
@@ -40,13 +40,7 @@ def test_a_run_whose_ranks_all_wait_for_data_ends_and_says_what_it_was_reading(t
         "the only rank waits" if world_size == 1 else "all ranks wait",
         "the loader's thread" if prefetch else "the step",
     )
-    Injected(
-        5,
-        f"{who} in {where} for data that never come ({how})",
-        1,
-        "steps since the last checkpoint",
-        "ended within the timeout; status.json has phase, step and source, the logs all stacks",
-    ).keep(f"stalled_data_{world_size}_{how}_{prefetch}")
+    keep(5, f"{who} in {where} for data that never come ({how})", lost=LOST)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -70,9 +64,8 @@ def test_one_signal_ends_a_run_that_waits_for_data(tmp_path, world_size, prefetc
         assert ended["state"] == "failed"
         assert "asked to stop, but rank 0 makes no progress: step 5: data" in ended["reason"]
     lost = "0" if world_size == 1 else "steps since the last checkpoint"
-    outcome = "`stopped`, a checkpoint of the last finished step" if world_size == 1 else "ended within seconds"
     what = f"one SIGTERM to {world_size} rank(s) that wait for data for ever, prefetch = {prefetch}"
-    Injected(3, what, 1, lost, outcome).keep(f"stalled_data_sigterm_{world_size}_{prefetch}")
+    keep(3, what, lost=lost)
 
 
 @pytest.mark.parametrize(("how", "seconds", "ranks_that_do"), [("work", 20, [1]), ("sleep", 6, [0, 1])])
@@ -90,7 +83,7 @@ def test_a_long_step_is_finished_and_saved_after_a_signal(tmp_path, how, seconds
     assert ended["state"] == "stopped"
     assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
     what = f"SIGTERM while {len(ranks_that_do)} of 2 ranks {how}s for {seconds} s in a step"
-    Injected(3, what, 1, "0", "the step was finished and saved").keep(f"long_step_{how}")
+    keep(3, what)
 
 
 def test_a_run_that_is_suspended_for_longer_than_the_timeout_goes_on(tmp_path):
@@ -105,4 +98,4 @@ def test_a_run_that_is_suspended_for_longer_than_the_timeout_goes_on(tmp_path):
         assert ranks.wait(120) == [0], ranks.said()
     assert status(run_dir)["state"] == "done"
     what = "SIGSTOP of a single rank for twice the timeout, then SIGCONT"
-    Injected(5, what, 1, "0", "the run went on to its end").keep("suspended")
+    keep(5, what)

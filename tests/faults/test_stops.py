@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_record import Injected
+from tests.support.fault_record import LOST, keep
 from tests.support.fault_runs import ARGUMENTS, STEPS, make_config, row_differences, whole_run
 from tests.support.ranks import (
     PATIENCE_SEC,
@@ -122,15 +122,7 @@ def test_a_run_stopped_five_times_ends_as_the_one_nobody_stopped(untouched, tmp_
     name = f"step_{STEPS:08d}"
     assert checkpoint_differences(whole / "checkpoints" / name, run_dir / "checkpoints" / name) == []
     early = f" ({before_handlers} of them before Python had started)" if before_handlers else ""
-    Injected(
-        3,
-        f"SIGTERM, round {number + 1}: {', '.join(MOMENTS)}{early}",
-        len(MOMENTS),
-        "0",
-        "exit 0 (1 before the first step), `stopped`, a checkpoint of the last finished step, complete record"
-        + (" and wandb run" if with_wandb else "")
-        + "; the resumed run ends equal bit for bit",
-    ).keep(f"sigterm_{number}")
+    keep(3, f"SIGTERM, round {number + 1}: {', '.join(MOMENTS)}{early}", times=len(MOMENTS))
 
 
 def test_a_second_signal_ends_a_run_that_cannot_reach_a_boundary(tmp_path):
@@ -146,6 +138,4 @@ def test_a_second_signal_ends_a_run_that_cannot_reach_a_boundary(tmp_path):
         codes = ranks.wait(GRACE_SEC)
     assert codes[0] == 128 + signal.SIGTERM
     assert 0 not in codes
-    Injected(
-        3, "a second SIGTERM to a run that hangs in a step", 1, "steps since the last checkpoint", "ended at once"
-    ).keep("second_signal")
+    keep(3, "a second SIGTERM to a run that hangs in a step", lost=LOST)

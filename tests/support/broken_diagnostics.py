@@ -202,19 +202,20 @@ def train_with_broken(
 ) -> dict[str, list[Outcome]]:
     """Name of a case ("" for a run with nothing broken) -> outcomes by rank. Its run directory is `directory / run <name>`.
 
-    A function that a run calls but once after it has begun raises at that call, any other from its second.
+    A function that a run calls but once after it has begun raises at that call, any other from its second. Those that no rank
     calls are left out.
 
     Args:
         cases: name -> the functions that are broken at once.
         breaks_on: ranks on which they are broken.
     """
-    port = free_port()
+    # One a run: a rank that is ahead would meet the store of the run before.
+    ports = [free_port() for _ in range(1 + len(cases))]
     context = fork_server()
     processes = []
     for rank in range(world_size):
-        environ = environment(rank_environment(rank, world_size, port) if world_size > 1 else {})
-        args = (rank, directory, config, environ, dict(cases), rank in breaks_on)
+        environ = environment(rank_environment(rank, world_size, ports[0]) if world_size > 1 else {})
+        args = (rank, directory, config, environ, dict(cases), rank in breaks_on, ports[1:])
         processes.append(context.Process(target=_train_all, args=args, daemon=True))
         processes[-1].start()
     for process in processes:
@@ -234,6 +235,7 @@ def _train_all(
     environ: Mapping[str, str],
     cases: Mapping[str, Sequence[str]],
     breaks: bool,
+    ports: Sequence[int],
 ) -> None:
     os.environ.clear()
     os.environ.update(environ)
@@ -250,7 +252,8 @@ def _train_all(
     told.write_text(json.dumps({name: count for name, (count,) in calls.items()}))
     told.rename(directory / f"calls_{rank}.json")
     called = _called(directory, int(environ.get("WORLD_SIZE", "1")))
-    for case, broken in cases.items():
+    for (case, broken), port in zip(cases.items(), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
         if any(called[name] for name in broken):
             wrapped = [(targets[name], failing(min(2, max(calls[name][0], 1)), begun)) for name in broken]
             with _nested(wrapped if breaks else []):

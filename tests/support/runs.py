@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,11 +110,19 @@ def command(arguments: Sequence[object], *, nproc: int | None = None) -> list[st
     return [*torchrun, *program]
 
 
+_reserved: deque[socket.socket] = deque(maxlen=256)
+
+
 def free_port() -> int:
-    """A port of the loopback that nobody uses now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port of the loopback that the system gives to nobody else meanwhile, for a server that reuses addresses.
+
+    The socket stays bound, and does not listen: until a server does, another process could be given the port.
+    """
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    found.bind(("127.0.0.1", 0))
+    _reserved.append(found)
+    return int(found.getsockname()[1])
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

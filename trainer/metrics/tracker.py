@@ -308,7 +308,8 @@ class MetricsTracker:
         for part, seconds in parts.items():
             found[f"time/{part}_sec"] = seconds
             found[f"time/{part}_share"] = seconds / metrics.step_time_sec if metrics.step_time_sec > 0.0 else None
-        for key, extra in self._read_all(self._extra.drain_metrics()).items():
+        extras = self.diagnostics.best_effort("extra").run(self._extra.drain_metrics) or {}
+        for key, extra in self._read_all(extras).items():
             if key in found:
                 self._leave_out(key, "the name is one of the tracker's own")
             else:

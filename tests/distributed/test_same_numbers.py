@@ -1,0 +1,203 @@
+"""Settings of which no learnt number depends, each in a run against the one without; and what they may not be combined with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.checkpoints import weights
+from tests.support.fault_runs import MEASURED
+from tests.support.in_process import program
+from tests.support.ranks import checkpoint_differences
+from tests.support.runs import losses, read_rows, run, write_tiny_config
+from tests.support.trained import overrides, train
+
+pytestmark = pytest.mark.distributed
+EXTRA = """
+[eval]
+every = 12
+batches = 1000
+holdout_fraction = 0.2
+
+[checkpoint]
+every = 6
+"""
+STILL, MOVING = "optimizer.lr=1e-30", "optimizer.lr=5e-3"
+CELLS, ROWS = ("data.seq_len=16", "train.tbptt_cells=2"), ("data.seq_len=32", "data.max_group_cells=4")
+CHUNKED, BLOCKS = "objective.chunk_tokens=20", "train.activation_checkpointing=block"
+BY_CELL = "train.activation_checkpointing=cell"
+COMPARED = (
+    "loss",
+    "eval_loss",
+    "grad_norm",
+    "accuracy",
+    "tokens",
+    "objective/",
+    "gns/",
+    "ledger/",
+    "stream_mixing/",
+    "blend/",
+)
+
+
+def start(directory: Path, name: str, *sets: str, nproc: int | None = None, more: tuple[object, ...] = ()) -> Path:
+    """Twelve steps; the run's directory."""
+    common = ('scheduler.name="constant"', "objective.z_loss=0.001", "train.steps=12")
+    train(write_tiny_config(directory, EXTRA), directory / name, *common, *sets, nproc=nproc, more=more)
+    return directory / name
+
+
+def check_same(one: Path, other: Path) -> None:
+    """The noise scale apart, which divides by what may be near zero, all to the rounding of float32."""
+    first, second = (read_rows(path / "metrics.jsonl") for path in (one, other))
+    assert first.keys() == second.keys()
+    for key, row in second.items():
+        for name in (name for name in row if name.startswith(COMPARED) and name not in MEASURED):
+            tolerance = 1e-2 if name.startswith("gns/") else 2e-5
+            assert first[key][name] == pytest.approx(row[name], rel=tolerance, abs=1e-7), (key, name)
+    assert {"loss", "grad_norm", "gns/b_simple", "objective/z_loss"} <= second["train", 12].keys()
+    assert second["eval", 12]["eval_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("nproc", "common", "without", "with_it"),
+    [
+        pytest.param(None, (MOVING,), ROWS, CELLS, id="tbptt"),
+        pytest.param(
+            None, (MOVING, "data.pack=true", "train.micro_batches=3"), ROWS, (*CELLS, BY_CELL), id="tbptt, packed"
+        ),
+        pytest.param(2, (MOVING,), ROWS, (*CELLS, BY_CELL), id="tbptt on two ranks"),
+        pytest.param(None, (STILL, "data.pack=true"), (), ("ledger.burn_in=15",), id="burn-in"),
+        pytest.param(2, (STILL, "train.tbptt_cells=2"), (), ("ledger.burn_in=5", BY_CELL), id="burn-in on two ranks"),
+        pytest.param(2, ("ledger.probe_every=2",), (), (CHUNKED, BLOCKS), id="chunked loss"),
+        pytest.param(
+            *(2, (STILL, "data.mixing.repeat=false", "train.steps=400", "eval.every=0"), (), ("ledger.burn_in=5",)),
+            id="burn-in to the end of the data",
+            marks=pytest.mark.slow,
+        ),
+        *(
+            pytest.param(2, (f"model.family={family}",), (), (CHUNKED, BLOCKS), id=family, marks=pytest.mark.slow)
+            for family in ("gated_delta", "transformer")
+        ),
+    ],
+)
+def test_no_number_depends_on_it(tmp_path, nproc, common, without, with_it):
+    runs = [
+        start(tmp_path, name, *common, *sets, nproc=nproc) for name, sets in (("with", with_it), ("without", without))
+    ]
+    if "train.steps=400" not in common:
+        check_same(*runs)
+    found, expected = map(weights, runs)
+    assert found.keys() == expected.keys(), "checkpoints hold the model itself"
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def test_with_weights_that_move_truncation_and_burn_in_are_felt(tmp_path):
+    """The equalities above are of the gradient through the cells, and of states that are not stale."""
+    sets = {"plain": (), "tbptt": ("train.tbptt_cells=2",), "burn-in": ("ledger.burn_in=5",)}
+    plain, *others = (losses(start(tmp_path, name, MOVING, *own) / "metrics.jsonl") for name, own in sets.items())
+    for each in others:
+        assert each[12] != pytest.approx(plain[12], rel=1e-5)
+
+
+def test_diagnostics_change_no_number_and_no_weight(tmp_path):
+    on = ("metrics.per_layer=true", "metrics.per_source=true", "ledger.probe_every=4", "sample.every=5")
+    off = ("gns.enabled=false", "train.spike_sigma=0")
+    measured, plain = start(tmp_path, "on", *on, nproc=2), start(tmp_path, "off", *off, nproc=2)
+    rows, expected = (read_rows(path / "metrics.jsonl") for path in (measured, plain))
+    for key, row in expected.items():
+        assert {name: value for name, value in row.items() if not name.startswith(MEASURED)}.items() <= rows[
+            key
+        ].items()
+    found = rows["train", 12].keys() - expected["train", 12].keys()
+    assert {name.partition("/")[0] for name in found} >= {"gns", "layer", "source", "ledger"}
+    kept = weights(plain)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in weights(measured).items())
+
+
+def test_a_run_with_all_of_them_resumes_bit_for_bit_and_refuses_others(tmp_path):
+    sets = (MOVING, "ledger.burn_in=5", "train.tbptt_cells=2", CHUNKED)
+    whole = start(tmp_path, "whole", *sets, BY_CELL, nproc=2)
+    middle = whole / "checkpoints" / "step_00000006"
+    # Recomputed or not, the numbers are the same: it may change.
+    again = start(tmp_path, "again", *sets, nproc=2, more=("--resume", middle))
+    assert not checkpoint_differences(whole / "checkpoints" / "latest", again / "checkpoints" / "latest")
+    expected = losses(whole / "metrics.jsonl")
+    assert losses(again / "metrics.jsonl") == {step: loss for step, loss in expected.items() if step > 6}
+    config = write_tiny_config(tmp_path, EXTRA)
+    said = train(
+        config, tmp_path / "other", *sets, "ledger.burn_in=6", "train.tbptt_cells=1", code=2, more=("--resume", middle)
+    )
+    assert "ledger.burn_in: 5 -> 6" in said
+    assert "train.tbptt_cells: 2 -> 1" in said
+
+
+@pytest.mark.parametrize(
+    ("sets", "text"),
+    [
+        (("ledger.burn_in=16",), "ledger.burn_in: 16 tokens must be less than a cell"),
+        (("ledger.burn_in=4", "model.target=tests.support.models:dropout"), "ledger.burn_in: the model has no state"),
+        (("train.tbptt_cells=9",), "train.tbptt_cells: 9 is more cells than a group has"),
+        ((BY_CELL,), 'train.activation_checkpointing: is "cell", which saves nothing'),
+        (
+            ("train.tbptt_cells=2", "model.target=tests.support.models:dropout"),
+            "train.tbptt_cells: the model has no state",
+        ),
+        (
+            (CHUNKED, "model.target=tests.support.models:no_head"),
+            "objective.chunk_tokens: the model's output layer is not",
+        ),
+        ((CHUNKED, "distributed.find_unused_parameters=true"), "objective.chunk_tokens: does not go with"),
+        ((BLOCKS, "model.family=gru"), 'train.activation_checkpointing: is "block", but TorchRnn has no nn.ModuleList'),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path, capsys, sets, text):
+    ended = program(["check", "--config", write_tiny_config(tmp_path), *overrides(*sets)], capsys)
+    assert ended.returncode == 2
+    assert text in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_check_says_what_they_cost(tmp_path, capsys):
+    def facts(setting: str) -> dict[str, object]:
+        done = program(["check", "--config", write_tiny_config(tmp_path), "--set", setting, "--json"], capsys)
+        return json.loads(done.stdout)["facts"]
+
+    assert facts("ledger.burn_in=8")["burn_in"] == "8 of every 16 tokens are read twice, for about 16.7% more time"
+    found = facts("train.tbptt_cells=4")
+    assert found["tokens_per_step"] == 4 * 16 * 4 * 2
+    assert "64 tokens" in found["tbptt"]
+
+
+OWN = """
+import numpy as np
+
+def batches(rank, world_size, seed, seq_len, before):
+    rng = np.random.default_rng(seed + rank)
+    history = np.zeros((2, before), dtype=np.int64)
+    for cell in range(100):
+        tokens = rng.integers(97, 110, (2, seq_len))
+        batch = {"tokens": tokens, "targets": tokens, "group_ids": np.array([0, 1]) + 10 * rank,
+                 "cell_index": np.full(2, cell), "is_last": np.zeros(2, dtype=bool)}
+        if before:
+            batch["tokens_before"] = history
+            history = np.concatenate([history, tokens], axis=1)[:, -before:]
+        yield batch
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "said"), [(0, "a micro-batch has no tokens_before"), (4, "6 tokens before a row are needed"), (40, "")]
+)
+def test_a_data_set_of_ones_own_gives_the_tokens_for_burn_in_or_is_refused_in_one_line(tmp_path, before, said):
+    (tmp_path / "own_data.py").write_text(OWN)
+    source = f'data.source=[{{name="own", target="own_data:batches", args={{before={before}}}}}]'
+    sets = (source, "data.mixing={}", "data.max_group_cells=1000", "ledger.burn_in=6", "train.steps=4")
+    done = run("--config", write_tiny_config(tmp_path), *overrides(*sets), nproc=2, cwd=tmp_path)
+    assert bool(done.returncode) == bool(said), done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
