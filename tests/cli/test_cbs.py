@@ -16,12 +16,10 @@ import pytest
 from tests.support.forks import Forked
 from tests.support.in_process import program
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
-from trainer.tools.branching.study import open_origin
-from trainer.tools.trained.saved_model import find_checkpoint
 
 STEP = 8
 # The first batch is made of half the rows, which are evaluated with the run's own afterwards; the other of micro-batches.
-OPTIONS = ("--at", STEP, "--factors", "1/4,2", "--lr-grid", "1", "--tokens", 6_000, "--parallel", 2)
+OPTIONS = ("--at", STEP, "--factors", "1/4,2", "--lr-grid", "1", "--tokens", 2_500, "--parallel", 2)
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +121,6 @@ def test_a_batch_of_fewer_rows_is_evaluated_on_the_held_out_batches_of_the_run(w
 
 def test_the_answer_is_a_table_a_plot_a_picture_and_a_sentence(whole):
     run_dir, _, done = whole
-    assert "1/4 x" in done.stdout
-    assert "loss by batch in sequences" in done.stdout
     assert "critical batch is" in " ".join(done.stdout.split())
     assert f"At step {STEP} the critical batch" in answer(run_dir)["sentence"]
     assert "noise scale" in answer(run_dir)["sentence"]
@@ -182,8 +178,6 @@ def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
         (["--at", "9"], "--at: RUN has no checkpoint after step 9; use one of 4, 8, 12"),
         (["--factors", "1/16,1"], "fewer than two batches to compare; 1/16 of today's batch is impossible"),
         (["--factors", "1,none"], "--factors: 'none' is no positive number"),
-        (["--devices", "0,0"], "--devices: '0,0' does not name different devices"),
-        (["--out", "x.gif"], "--out: must end in .html"),
     ],
 )
 def test_a_mistake_is_one_line_and_trains_nothing(trained, options, message, capsys):
@@ -204,51 +198,15 @@ def test_a_run_that_is_still_trained_is_refused(trained, capsys):
     assert "is still being trained" in refused.stderr
 
 
-def test_included_sources_are_found_from_anywhere_and_keep_their_weight(tmp_path):
-    config = write_tiny_config(tmp_path)
-    head, _, rest = config.read_text().partition('[[data.source]]\nname = "second"')
-    included = f"""[[source]]
-name = "in"
-root = "{tmp_path / "corpus"}"
-modalities = ["b"]
-weight = {{ schedule = "linear", unit = "step", points = {{ 0 = 3.0, 20 = 1.0 }} }}
-"""
-    (tmp_path / "more.toml").write_text(included)
-    outer = '[[data.source]]\nname = "outer"\ninclude = "more.toml"\nweight = 2.0\n\n'
-    config.write_text(head + outer + rest[rest.index("[model]") :])
-    run_dir = tmp_path / "run"
-    done = run("--config", config, "--run-dir", run_dir, "--steps", 4, "--stdout", "off", cwd=tmp_path.parent)
-    assert done.returncode == 0, done.stderr
-    origin = open_origin(run_dir, find_checkpoint(run_dir, None), num_ranks=None, trust_code=True)
-    # The next step is 5: 3 - 2 * 5 / 20.
-    weights = {source.name: source.weight for source in origin.config.data.source}
-    assert weights == {"first": pytest.approx(2.5), "outer.in": pytest.approx(2 * 2.5)}
-
-
-def test_branches_that_diverge_are_counted_and_the_others_decide(trained):
-    run_dir = copied(trained, "diverged")
-    options = ("--at", STEP, "--factors", "1,2", "--lr-grid", "1,1e30", "--tokens", 1, "--seeds", 1, "--parallel", 2)
-    done = run("cbs", run_dir, *options)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("loss not finite") == 2
-    assert [batch["lr_scale"] for batch in answer(run_dir)["batches"]] == [1.0, 1.0]
-
-
 def test_a_branch_that_fails_is_named_and_the_others_are_kept(trained, tmp_path):
     run_dir = copied(trained, "failing")
-    options = ("--at", STEP, "--factors", "1,4", "--lr-grid", "1", "--tokens", 1, "--seeds", 1, "--lr-rule", "none")
+    # The rate of 1e30 diverges, which is no failure.
+    grid = ("--lr-grid", "1,1e30", "--lr-rule", "none")
+    options = ("--at", STEP, "--factors", "1,4", *grid, "--tokens", 1, "--seeds", 1)
     lr = read_rows(run_dir / "metrics.jsonl")["train", STEP]["lr"]
-    in_the_way = run_dir / "cbs" / str(STEP) / f"batch_4-lr_{lr:.6g}-seed_0"
-    in_the_way.parent.mkdir(parents=True)
-    in_the_way.symlink_to("nowhere")
-    failed = run("cbs", run_dir, *options)
-    assert failed.returncode == 1
-    assert str(in_the_way) in failed.stderr
-    assert "Traceback" not in failed.stderr
-    in_the_way.unlink()
     out, err = tmp_path / "out", tmp_path / "err"
     process = Forked(["cbs", run_dir, *options], environment(), cwd=Path.cwd(), out=out, err=err)
-    status = in_the_way / "status.json"
+    status = run_dir / "cbs" / str(STEP) / f"batch_4-lr_{lr:.6g}-seed_0" / "status.json"
     while not status.exists():
         assert process.poll() is None, err.read_text()
         time.sleep(0.002)
@@ -258,3 +216,4 @@ def test_a_branch_that_fails_is_named_and_the_others_are_kept(trained, tmp_path)
     done = run("cbs", run_dir, *options)
     assert done.returncode == 0, done.stderr
     assert "of which 1 are done" in done.stderr
+    assert done.stderr.count("loss not finite") == 2
