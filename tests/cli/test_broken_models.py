@@ -103,10 +103,7 @@ def test_a_forward_that_breaks_the_contract_is_refused_with_its_place(check, tex
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "x = 1\ndef build(:\n",
-            "broken_model fails on import: SyntaxError: invalid syntax (broken_model.py:2",
-        ),
+        ("x = 1\ndef build(:\n", "broken_model fails on import: SyntaxError: invalid syntax (broken_model.py:2"),
         (
             "import no_such_pkg\n",
             "broken_model was found, but imports no_such_pkg, which was not (broken_model.py:1); install",

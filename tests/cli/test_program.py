@@ -99,8 +99,7 @@ REPEATS = ("torchrun -m trainer", "train", "python -m trainer", "torchrun --no-p
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "way",
-    [pytest.param(way, marks=[pytest.mark.slow] * (way in REPEATS)) for way in launches(Path("x"), Path("y"))],
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in REPEATS)) for way in launches(Path("x"), Path("y"))]
 )
 def test_every_way_to_launch_trains(way, tmp_path):
     config = write_tiny_config(tmp_path)
