@@ -10,10 +10,8 @@ from pathlib import Path
 
 import torch
 
-from trainer.metrics.sinks.base import Sink
-from trainer.metrics.sinks.jsonl import JsonlSink
-from trainer.metrics.sinks.stdout import StdoutSink
-from trainer.metrics.sinks.wandb import WandbSink
+from trainer.metrics.services import WandbSink
+from trainer.metrics.sinks import JsonlSink, Sink, StdoutSink
 from trainer.metrics.tracker import MetricsTracker
 
 

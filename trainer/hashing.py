@@ -1,8 +1,15 @@
-"""SplitMix64 over numpy arrays: the hash behind group owners, holdout splits and shuffles."""
+"""Hashes and random numbers that are pure functions of their key.
+
+Nothing here has state: the same key gives the same numbers in every process and after every restart, so checkpoints need no
+generator state. The generators are numpy's counter-based Philox, keyed by a blake2b digest.
+"""
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
+import numpy.typing as npt
 from numpy.typing import NDArray
 
 
@@ -15,3 +22,41 @@ def splitmix64(values: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.uin
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+BLOCK = 1024
+
+
+def _digest(parts: tuple[str | int, ...], size: int) -> int:
+    text = "\x1f".join(f"{len(str(part))}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=size).digest(), "little")
+
+
+def stable_hash(*parts: str | int) -> int:
+    """A 64-bit hash of the parts, the same in every process and on every machine."""
+    return _digest(parts, 8)
+
+
+def keyed_generator(*parts: str | int) -> np.random.Generator:
+    """A Philox generator whose 128-bit key is a digest of the parts."""
+    return np.random.Generator(np.random.Philox(key=_digest(parts, 16)))
+
+
+class KeyedUniforms:
+    """`uniforms(i)`: the i-th uniform number in [0, 1) of a key. Numbers are drawn in blocks; one block is cached."""
+
+    def __init__(self, *parts: str | int) -> None:
+        self._parts = parts
+        self._block = -1
+        self._values: list[float] = []
+
+    def __call__(self, index: int) -> float:
+        block = index // BLOCK
+        if block != self._block:
+            self._values = self.block(block).tolist()
+            self._block = block
+        return self._values[index % BLOCK]
+
+    def block(self, block: int) -> npt.NDArray[np.float64]:
+        """The numbers [block * BLOCK, (block + 1) * BLOCK)."""
+        return keyed_generator(*self._parts, block).random(BLOCK)

@@ -26,7 +26,7 @@ except ImportError:
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.run_status import run_status
-from trainer.metrics.sinks.jsonl import JsonlSink
+from trainer.metrics.sinks import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
 
 

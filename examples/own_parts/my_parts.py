@@ -7,12 +7,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from trainer.data import ReadOptions, TokenTable, table_from_pieces
+from trainer.data import MicroBatch, ReadOptions, TokenTable, table_from_pieces
 from trainer.metrics import MetricSpec, register
 from trainer.model.protocol import ModelOutput
-from trainer.objective.compose import ObjectiveOutput
+from trainer.objective.loss import ObjectiveOutput
 from trainer.training.extension import Extension
-from trainer.training.step.microbatch import MicroBatch
 
 
 class GruModel(nn.Module):

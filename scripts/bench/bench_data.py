@@ -21,10 +21,10 @@ import numpy as np
 from bench_table import Figure, print_figures, ratio_figure
 
 from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.documents import ReadOptions
+from trainer.data.groups import CutOptions
 from trainer.data.layout import discover_direct
-from trainer.data.mixing import StreamMixingDataset
-from trainer.data.pool import ActivePool
-from trainer.data.reader import StreamReader
+from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.data.weights import ScheduledWeight
 
@@ -48,12 +48,9 @@ def dataset(paths: list[Path], name: str, num_mixed: int) -> StreamMixingDataset
     """A mixing dataset over some of the files."""
     return StreamMixingDataset(
         discover_direct(paths),
-        name=name,
-        tokenizer=IdsTokenizer(VOCAB),
-        seq_len=SEQ_LEN,
-        num_streams_mixed=num_mixed,
-        batch_size=ROWS,
-        dtype="uint16",
+        CutOptions(name, SEQ_LEN),
+        ReadOptions(IdsTokenizer(VOCAB), dtype="uint16"),
+        MixOptions(num_mixed, batch_size=ROWS),
     )
 
 
@@ -142,7 +139,7 @@ def metrics_cost(paths: list[Path], num_readers: int, picks: int, rounds: int) -
     """Microseconds that observing and reporting the pool adds to a pick: with a drain, less a pick that only chooses."""
     mixing = dataset(paths[:num_readers], "cost", num_readers)
     next(mixing)
-    pool: ActivePool[StreamReader] = mixing._pool
+    pool = mixing._pool
     assert len(pool.readers) == num_readers
     remaining = [float(reader.remaining_picks) for reader in pool.readers]
     uniforms = np.random.default_rng(0).random(picks).tolist()

@@ -37,8 +37,8 @@ import torch
 from bench_table import Figure, peak_mb, print_figures, ratio_figure
 from torch import Tensor, nn
 
+from trainer.extensions.noise_components import NoiseComponents, Piece, normal_equations
 from trainer.extensions.per_layer import PerLayer
-from trainer.metrics.noise_scale.components import Piece, normal_equations
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norm
 from trainer.model import build
 
@@ -111,6 +111,7 @@ class Bench:
         self._is_cuda = args.device == "cuda"
         self.model = build(VOCAB, args.dim, args.layers).to(args.device)
         self.gns = TimedNoiseScale(self.model, clock)
+        self._components = NoiseComponents()
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self._layers = PerLayer(self.model, self._optimizer, self.gns)
         self._snapshots = Snapshots(self.model)
@@ -169,7 +170,7 @@ class Bench:
         kappas, squares, sums = norms.T.tolist()
         pieces = [Piece(number // 2, range(len(each)), [1.0] * len(each)) for number, each in enumerate(rows)]
         equations = normal_equations(pieces, kappas, squares, sums)
-        self.gns.components.update(equations.tolist(), squares[0], 1.0, 0.0)
+        self._components.update(equations.tolist(), squares[0], 1.0, 0.0)
 
     def _timed(self, part: Callable[[], object]) -> None:
         began = self._clock()

@@ -20,10 +20,12 @@ from bench_metrics import make_tracker
 from bench_table import Figure, print_figures
 from collectives import MICRO_BATCHES, count_collectives
 
+from trainer.data.documents import ReadOptions
+from trainer.data.groups import CutOptions
 from trainer.data.layout import discover_direct
-from trainer.data.mixing import StreamMixingDataset
+from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.tokenizer import IdsTokenizer
-from trainer.metrics.rank_reduction import rank_operations, reduce_over_ranks
+from trainer.metrics.aggregate import rank_operations, reduce_over_ranks
 
 SEQ_LEN, ROWS, VOCAB = 64, 8, 50_000
 MAX_SLOPE, MAX_FLAT = 1.1, 0.25
@@ -43,13 +45,9 @@ def dataset(paths: Sequence[Path], num_mixed: int) -> StreamMixingDataset:
     """One source of headerless token files in one pool."""
     return StreamMixingDataset(
         discover_direct(paths),
-        name="growth",
-        tokenizer=IdsTokenizer(VOCAB),
-        seq_len=SEQ_LEN,
-        num_streams_mixed=num_mixed,
-        batch_size=ROWS,
-        dtype="uint16",
-        eod=0,
+        CutOptions("growth", SEQ_LEN),
+        ReadOptions(IdsTokenizer(VOCAB), dtype="uint16", eod=0),
+        MixOptions(num_mixed, batch_size=ROWS),
     )
 
 

@@ -23,7 +23,7 @@ from trainer.model import transformer
 from trainer.model.wrappers import Headless
 from trainer.objective import Objective
 from trainer.objective.chunked import ChunkedObjective
-from trainer.objective.compose import Loss
+from trainer.objective.loss import Loss
 
 VOCABULARIES = (257, 32_000, 128_000)
 WAYS = ("at once", "in chunks")

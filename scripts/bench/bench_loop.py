@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,11 +28,11 @@ from bench_table import Figure, print_figures, ratio_figure
 from trainer_run import ALONE, LOG_INTERVAL, TINY, EachStep, plan_of, run_trainer
 
 from trainer.arrays import IGNORED
+from trainer.data.batch import MicroBatch
 from trainer.data.loader import Loader
 from trainer.training.setup.data import make_blend
 from trainer.training.setup.parts import autocast_context
 from trainer.training.setup.plan import Plan, build_model, width_of
-from trainer.training.step.microbatch import MicroBatch, accepted_inputs, split
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.schedule import lr_at, set_lr
 
@@ -44,19 +43,19 @@ MAX_MEMORY = 1.05
 class BareLoop:
     """The step of a hand-written loop."""
 
-    def __init__(self, plan: Plan, device: torch.device, batches: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, plan: Plan, device: torch.device, batches: Iterable[MicroBatch]) -> None:
         config = plan.config
         self._config = config
         self._device = device
         torch.manual_seed(config.run.seed)
         self._model = build_model(config.model, plan.vocab_size).to(device)
-        accepted, width = accepted_inputs(self._model), width_of(self._model)
+        width = width_of(self._model)
         if config.train.compile:
             self._model.compile()
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self._autocast = autocast_context(config, device)
         self._parameters = list(self._model.parameters())
-        self._micros = (split(batch, accepted) for batch in batches)
+        self._micros = iter(batches)
         self._rows: dict[int, int] = {}
         self._table = torch.zeros(config.ledger.capacity, width, device=device)  # [capacity, state_width]
         self._step = 0
@@ -124,13 +123,12 @@ class Alternating(EachStep):
         self._began = time.perf_counter()
 
 
-def batches_of(plan: Plan, device: torch.device) -> Iterator[dict[str, Any]]:
+def batches_of(plan: Plan, device: torch.device) -> Iterator[MicroBatch]:
     """The batches that the trainer will read, one by one."""
-    for loaded in Loader(make_blend(plan, ALONE), device=device, prefetch=0):
-        yield loaded.batch
+    return Loader(make_blend(plan, ALONE), device=device, prefetch=0)
 
 
-def ready_batches(plan: Plan, device: torch.device) -> list[dict[str, Any]]:
+def ready_batches(plan: Plan, device: torch.device) -> list[MicroBatch]:
     """All batches of the run, in memory."""
     needed = plan.config.train.steps * plan.config.micro_batches.first
     return [batch for batch, _ in zip(batches_of(plan, device), range(needed), strict=False)]

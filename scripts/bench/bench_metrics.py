@@ -20,12 +20,10 @@ from pathlib import Path
 import torch
 from bench_table import Figure, print_figures
 
-from trainer.metrics.aggregate import SumCount, Value
+from trainer.metrics.aggregate import SumCount, Value, rank_operations, reduce_over_ranks
 from trainer.metrics.catalog.lookup import CATALOG
 from trainer.metrics.payload_contract import parse_payload
-from trainer.metrics.rank_reduction import rank_operations, reduce_over_ranks
-from trainer.metrics.sinks.jsonl import JsonlSink
-from trainer.metrics.sinks.stdout import StdoutSink
+from trainer.metrics.sinks import JsonlSink, StdoutSink
 from trainer.metrics.tracker import MetricsTracker
 
 NUM_KEYS = 60

@@ -14,7 +14,7 @@ from tests.support.on_device import train_here
 from tests.support.runs import read_rows, run, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
 from trainer.metrics.payload_contract import validate_stream
-from trainer.metrics.sinks.base import display_key
+from trainer.metrics.sinks import display_key
 
 EXTRA = """
 tensorboard = true

@@ -17,7 +17,7 @@ tokenizers = pytest.importorskip("tokenizers")
 SLOW_MODULE = """
 import os, time
 from trainer.data.formats import open_documents
-from trainer.data import open_stream
+from trainer.data import groups
 from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.model import build as build_ours
 
@@ -30,13 +30,13 @@ def slowed(call, is_slow):
 
 stage = os.environ["SLOW_STAGE"]
 if stage == "open":
-    open_stream.open_stream = slowed(open_stream.open_stream, lambda stream: "tortoise" in stream.path)
+    groups.open_stream = slowed(groups.open_stream, lambda stream: "tortoise" in stream.path)
 if stage == "tokenize":
     together = HuggingFaceTokenizer.encode_together
     HuggingFaceTokenizer.encode_together = slowed(together, lambda _, texts: "slow" in texts[0])
 if stage == "read":
-    check_size = open_stream.OpenStream.check_size
-    open_stream.OpenStream.check_size = slowed(check_size, lambda self: "tortoise" in self.stream.path)
+    check_size = groups.OpenStream.check_size
+    groups.OpenStream.check_size = slowed(check_size, lambda self: "tortoise" in self.stream.path)
 
 def build(vocab_size, dim, num_layers):
     model = build_ours(vocab_size, dim=dim, num_layers=num_layers)

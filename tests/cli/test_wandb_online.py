@@ -16,7 +16,7 @@ from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, read_row
 from tests.support.wandb_file import read_history
 from tests.support.wandb_stub import API_KEY, WandbStub
 from trainer.metrics.payload_contract import Restart, parse_line, validate_stream
-from trainer.metrics.sinks.base import display_key
+from trainer.metrics.sinks import display_key
 
 ONLINE = """
 wandb = {{ mode = "online", project = "trainer-test", base_url = "{url}" }}
@@ -156,7 +156,7 @@ def test_auto_goes_offline_without_a_login_and_says_so(tmp_path):
 SINK = """
 from pathlib import Path
 from trainer.metrics.payload_contract import build_payload
-from trainer.metrics.sinks.wandb import WandbSink
+from trainer.metrics.services import WandbSink
 sink = WandbSink(mode="online", project="p", run_dir=Path({run_dir!r}), base_url={url!r},
                  init_timeout_sec={patience_sec}, finish_timeout_sec=2, on_event=lambda event: print(event["event"]))
 sink.log(build_payload("train", 1, {{"loss": 1.0}}))

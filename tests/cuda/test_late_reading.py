@@ -15,10 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.on_device import around_steps, forbid_synchronization, synchronization_forbidden, train_here
 from trainer.data.loader import Loader
-from trainer.ledger.slab import to_device
+from trainer.on_device import HostCopy, to_device
 from trainer.training import loop
 from trainer.training.run import Run
-from trainer.training.step.on_device import HostCopy
 
 pytestmark = pytest.mark.cuda
 WARM_UP = 2  # the first steps make the optimizer's state and ask what libraries want to know
@@ -95,7 +94,7 @@ def test_batches_reach_the_device_through_pinned_memory_unchanged(device: torch.
     made = [{"tokens": rng.integers(0, 99, (4, 16)), "targets": rng.integers(0, 99, (4, 16))} for _ in range(5)]
     with CopiesFromHost(device) as copies:
         loader = Loader([dict(batch) for batch in made], device=device, prefetch=0)
-        found = [loaded.batch for loaded in loader]
+        found = [{"tokens": micro.inputs["tokens"], "targets": micro.targets} for micro in loader]
     for before, after in zip(made, found, strict=True):
         assert all(after[key].device.type == device.type for key in before)
         assert all(np.array_equal(after[key].cpu().numpy(), before[key]) for key in before)
@@ -105,9 +104,9 @@ def test_batches_reach_the_device_through_pinned_memory_unchanged(device: torch.
 
 def test_batches_that_a_thread_prefetches_are_whole_when_they_are_used(device: torch.device) -> None:
     """The thread's copies are still on their way when the batch is handed over: what uses them must come after."""
-    made = [{"tokens": np.full((64, 4096), number)} for number in range(20)]
+    made = [{"tokens": np.full((64, 4096), number), "targets": np.zeros((64, 4096), np.int64)} for number in range(20)]
     with Loader([dict(batch) for batch in made], device=device, prefetch=2) as loader:
-        sums = [loaded.batch["tokens"].sum() for loaded in loader]
+        sums = [micro.inputs["tokens"].sum() for micro in loader]
     assert torch.stack(sums).tolist() == [64 * 4096 * number for number in range(20)]
 
 

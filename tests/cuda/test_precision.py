@@ -16,7 +16,7 @@ from tests.support.on_device import train_apart, train_here
 from tests.support.ranks import differences
 from tests.support.runs import losses, read_rows
 from trainer.config.schema import OptimizerTable
-from trainer.training.step.on_device import scale_gradients, step_unless, supports_found_inf
+from trainer.on_device import scale_gradients, step_unless, supports_found_inf
 from trainer.training.step.optimizer import build_optimizer
 
 pytestmark = pytest.mark.cuda

@@ -43,7 +43,7 @@ timeout_sec = 60
 """
 # Each must be among what is found and is called, or the walk is blind.
 NAMED = [
-    "trainer.data.pool.ActivePool.snapshot",
+    "trainer.data.mixing.ActivePool.snapshot",
     "trainer.data.blend.BlendDataset.drain_step_metrics",
     "trainer.data.mixing.StreamMixingDataset.drain_step_metrics",
     "trainer.ledger.ledger.Ledger.drain_metrics",
@@ -57,12 +57,12 @@ NAMED = [
     "trainer.extensions.per_layer.PerLayer.drain_metrics",
     "trainer.extensions.per_layer.WeightSample.compare",
     "trainer.extensions.spikes.SpikeDetector.update",
-    "trainer.metrics.memory.get_memory_stats",
-    "trainer.metrics.mfu.compute_mfu",
-    "trainer.metrics.smoothing.Ema.update",
+    "trainer.metrics.device.get_memory_stats",
+    "trainer.metrics.device.compute_mfu",
+    "trainer.metrics.tracker.Ema.update",
     "trainer.training.step.details.StepDetails.add",
     "trainer.training.step.details.StepDetails.drain_metrics",
-    "trainer.metrics.sinks.stdout.StdoutSink.log",
+    "trainer.metrics.sinks.StdoutSink.log",
     "trainer.extensions.progress.ProgressBar.step_finished",
 ]
 PROBED = (*SAMPLED_KEYS, SHARE_KEY)
@@ -75,8 +75,8 @@ ABSENT = {
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics": "gns/",
     "trainer.extensions.per_layer.PerLayer.before_update": ("layer/", "param_group/"),
     "trainer.extensions.per_layer.PerLayer.finish": ("layer/", "param_group/"),
-    "trainer.metrics.mfu.compute_mfu": ("mfu", "smoothed/mfu"),
-    "trainer.metrics.smoothing.Ema.update": "smoothed/",
+    "trainer.metrics.device.compute_mfu": ("mfu", "smoothed/mfu"),
+    "trainer.metrics.tracker.Ema.update": "smoothed/",
     "trainer.training.step.details.StepDetails.drain_metrics": (
         *("accuracy", "objective/", "token_type/", "source/", "modality/"),
     ),
@@ -87,10 +87,10 @@ NEEDED = [
     "trainer.training.step.schedule.set_lr",
     "trainer.data.blend.BlendDataset.__next__",
     "trainer.data.mixing.StreamMixingDataset.__next__",
-    "trainer.objective.compose.Objective.__call__",
+    "trainer.objective.loss.Objective.__call__",
     "trainer.metrics.noise_scale.hooks.square_norm",
-    "trainer.metrics.sinks.jsonl.JsonlSink.log",
-    "trainer.metrics.rank_reduction._gather",
+    "trainer.metrics.sinks.JsonlSink.log",
+    "trainer.metrics.aggregate._gather",
 ]
 
 

@@ -174,13 +174,13 @@ def stateless(vocab_size, dim, num_layers):
     return Stateless(build_ours(vocab_size, dim=dim, num_layers=num_layers))
 """
 MIXED = """
-from trainer.data import BytesTokenizer, StreamMixingDataset, discover_nested
+from trainer.data import BytesTokenizer, CutOptions, MixOptions, ReadOptions, StreamMixingDataset, discover_nested
 
 def mixed(rank, world_size, seed, seq_len, *, root):
     # Ours, made by the user: it is asked for the tokens before its cells.
     return StreamMixingDataset(
-        discover_nested(root), name="mixed", tokenizer=BytesTokenizer(), seq_len=seq_len, batch_size=4,
-        max_group_cells=8, seed=seed, rank=rank, world_size=world_size,
+        discover_nested(root), CutOptions("mixed", seq_len, max_group_cells=8), ReadOptions(BytesTokenizer()),
+        MixOptions(batch_size=4, seed=seed), rank=rank, world_size=world_size,
     )
 """
 SOURCE = 'data.source=[{{name="own",target="own:own",args={{columns={columns}}}}}]'

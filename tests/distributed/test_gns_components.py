@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.checkpoints import weights
 from tests.support.gloo import run_on_ranks
 from tests.support.runs import losses, read_rows, run, write_tiny_config
-from trainer.metrics.noise_scale.components import Piece, normal_equations
+from trainer.extensions.noise_components import NoiseComponents, Piece, normal_equations
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed
@@ -43,7 +43,7 @@ def drawn_per_stream(rank: int, world_size: int) -> tuple[dict[str, float], floa
     ddp = DistributedDataParallel(model) if world_size > 1 else model
     gns = GradientNoiseScale(ddp, ema=0.999)
     shared, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(100 + rank)
-    worst = 0.0
+    components, worst = NoiseComponents(), 0.0
     for step in range(STEPS):
         is_split = step % 2 == 0
         streams = torch.randn(MICROS, DIM, generator=shared) * (T_STREAM / DIM) ** 0.5
@@ -77,8 +77,8 @@ def drawn_per_stream(rank: int, world_size: int) -> tuple[dict[str, float], floa
         )
         if world_size > 1:
             torch.distributed.all_reduce(equations)
-        gns.components.update(equations.tolist(), float(gns.grad_sq()), world_size * MICROS * ROWS, 0.0)
-    return gns.metrics(), worst
+        components.update(equations.tolist(), float(gns.grad_sq()), world_size * MICROS * ROWS, 0.0)
+    return components.metrics(), worst
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.gloo import run_on_ranks
-from trainer.ledger import COUNTER_KEYS, Ledger, Ownership, owner_of
+from trainer.ledger import COUNTER_KEYS, Ledger, Owners, Ownership, owner_of
 
 pytestmark = pytest.mark.distributed
 
@@ -39,7 +39,7 @@ def schedule(rank: int, world_size: int) -> list[Batch]:
 
 
 def new_ledger(rank: int, world_size: int, ownership: Ownership) -> Ledger:
-    return Ledger(**SETTINGS, capacity=16, ownership=ownership, rank=rank, world_size=world_size)
+    return Ledger(**SETTINGS, capacity=16, owners=Owners(ownership, rank, world_size))
 
 
 def gathered(ledger: Ledger, world_size: int) -> list[dict[str, Any]]:

@@ -181,5 +181,5 @@ def test_a_logging_step_costs_two_collectives_and_another_step_one(tmp_path):
         inside = Counter(calls[steps[0] : steps[-1] + 2])
         assert inside == {
             ("all_reduce", "trainer.training.step.step"): STEPS,
-            ("all_gather", "trainer.metrics.rank_reduction"): logged,
+            ("all_gather", "trainer.metrics.aggregate"): logged,
         }

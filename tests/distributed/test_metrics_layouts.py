@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from tests.support.gloo import run_on_ranks
+from trainer.data.batch import MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
+from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
-from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.model import build
-from trainer.objective.components import CoordSettings
-from trainer.objective.compose import Objective
+from trainer.objective.loss import CoordSettings, Objective
 from trainer.training.extension import Extensions
 from trainer.training.step.details import LoggedDetails, StepDetails
-from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.step import StepSettings, TrainStep
 
 ROWS, LENGTH, VOCABULARY = 16, 9, 13
@@ -64,10 +63,13 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
         optimizer=torch.optim.SGD(inner.parameters(), lr=1.0),
         gns=None,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        settings=StepSettings(max_tokens_per_micro=50, clip_grad_norm=1.0),
-        world_size=world,
-        device=torch.device("cpu"),
-        autocast=nullcontext,
+        settings=StepSettings(
+            max_tokens_per_micro=50,
+            clip_grad_norm=1.0,
+            world_size=world,
+            device=torch.device("cpu"),
+            autocast=nullcontext,
+        ),
         extensions=Extensions(
             {"details": LoggedDetails(EVERY_STEP, details)}, Diagnostics(), device=torch.device("cpu"), world_size=world
         ),

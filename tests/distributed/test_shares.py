@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.support.gloo import run_on_ranks
 from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
+from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
@@ -20,7 +21,6 @@ from trainer.tools.memory import predict_memory
 from trainer.training.setup.parts import autocast_context, make_objective, make_state
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sharding import make_strategy
-from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.optimizer import named_state
 from trainer.training.step.step import StepSettings, TrainStep
 
@@ -53,11 +53,14 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
         optimizer=state.optimizer,
         gns=state.gns,
         scaler=state.scaler,
-        settings=StepSettings(max_tokens_per_micro=64, clip_grad_norm=1.0),
+        settings=StepSettings(
+            max_tokens_per_micro=64,
+            clip_grad_norm=1.0,
+            world_size=world_size,
+            device=CPU,
+            autocast=autocast_context(plan.config, CPU),
+        ),
         strategy=strategy,
-        world_size=world_size,
-        device=CPU,
-        autocast=autocast_context(plan.config, CPU),
     )
     tokens = torch.randint(plan.vocab_size, (4, 16))
     for number in (1, 2):

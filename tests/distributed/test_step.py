@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.support.gloo import run_on_ranks
+from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
-from trainer.ledger.ledger import Ledger
+from trainer.ledger import Ledger, Owners
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
-from trainer.objective.compose import Objective
-from trainer.training.step.microbatch import Carry, MicroBatch
+from trainer.objective.loss import Objective
 from trainer.training.step.step import StepOutcome, StepSettings, TrainStep
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 11
@@ -58,11 +58,10 @@ def make_step(
         optimizer=optimizer,
         gns=GradientNoiseScale(inner, process_group=group),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        settings=StepSettings(max_tokens_per_micro=max_tokens, clip_grad_norm=clip),
+        settings=StepSettings(
+            max_tokens_per_micro=max_tokens, clip_grad_norm=clip, world_size=world, device=CPU, autocast=nullcontext
+        ),
         strategy=strategy,
-        world_size=world,
-        device=CPU,
-        autocast=nullcontext,
     )
 
 
@@ -74,7 +73,9 @@ def one_step(
     inner = build(VOCABULARY, dim=8, num_layers=2).double()
     strategy = Replicated(world_size=world, device=CPU) if world > 1 else Strategy()
     model = strategy.wrap(inner, inner)
-    ledger = Ledger(state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64, rank=rank, world_size=world)
+    ledger = Ledger(
+        state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64, owners=Owners("reader", rank, world)
+    )
     step = make_step(model, inner, strategy, micros=micros, world=world, ledger=ledger, clip=clip)
     tokens, targets = rows()
     share = ROWS // (world * micros)

@@ -392,7 +392,7 @@ WATCHED = """
 import torch
 from trainer.model import build as build_reference
 from trainer.training import loop
-from trainer.training.step.on_device import HostCopy
+from trainer.on_device import HostCopy
 
 is_forbidden, steps = [False], []
 

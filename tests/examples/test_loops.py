@@ -154,7 +154,7 @@ def test_the_page_shows_lines_of_the_program():
 FREE_KEYS = """
 import logging, pathlib, sys
 from trainer.metrics import MetricsTracker
-from trainer.metrics.sinks.jsonl import JsonlSink
+from trainer.metrics.sinks import JsonlSink
 {declaration}
 tracker = MetricsTracker(log_interval=1, num_devices=1, device="cpu", sinks=[JsonlSink(pathlib.Path("metrics.jsonl"))])
 for step in (1, 2):

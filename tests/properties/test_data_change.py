@@ -12,9 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.properties.test_data_mixing import PROFILE, settings_of, tokens_read, world
-from trainer.data.layout import Stream, discover_nested
+from tests.support.streams import write_tokens
+from trainer.data.epochs import restart_streams
+from trainer.data.layout import Stream
 from trainer.data.mixing import StreamMixingDataset
-from trainer.data.mixing_state import restart_streams
 
 Documents = tuple[int, ...]  # their lengths
 corpora = st.dictionaries(
@@ -25,17 +26,11 @@ corpora = st.dictionaries(
 )
 
 
-def write(folder: Path, corpus: dict[str, Documents], first_token: int) -> list[Stream]:
-    """Streams whose tokens are all different; `first_token` tells one corpus from another."""
+def write(folder: Path, corpus: dict[str, Documents]) -> list[Stream]:
+    """These streams alone."""
     for path in folder.rglob("*.jsonl"):
         path.unlink()
-    for name, lengths in corpus.items():
-        path = folder / f"{name}.jsonl"
-        path.parent.mkdir(exist_ok=True, parents=True)
-        begins = itertools.accumulate(lengths, initial=first_token)
-        rows = [{"tokens": list(range(begin, begin + size))} for begin, size in zip(begins, lengths, strict=False)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return discover_nested(folder)
+    return write_tokens(folder, corpus)
 
 
 def take(ranks: list[StreamMixingDataset], number: int) -> list[dict[str, Any]]:
@@ -71,7 +66,7 @@ def test_streams_that_did_not_change_go_on_and_the_others_begin_anew(
     tmp_path_factory, before, change, kwargs, worlds, stops
 ):
     folder = tmp_path_factory.mktemp("corpus")
-    streams = write(folder, before, 0)
+    streams = write(folder, before)
     first: Counter[tuple[str, int]] = Counter()
     states: list[dict[str, Any]] = []
     for size, batches in zip(worlds[:2], stops, strict=False):  # the epoch may have a reshard point already
@@ -90,7 +85,7 @@ def test_streams_that_did_not_change_go_on_and_the_others_begin_anew(
     after |= {name: change.draw(st.lists(st.integers(1, 20), min_size=1, max_size=5).map(tuple)) for name in changed}
     assume(after)
     kept = before.keys() - changed - missing
-    streams = write(folder, after, 0)
+    streams = write(folder, after)
     relabelled(streams, after, after.keys() - kept, folder)
 
     paths = [stream.relative_path for stream in sorted_streams(before)]

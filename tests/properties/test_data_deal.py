@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.epochs import EpochOrder, QueueKey, ReshardPoint
-from trainer.data.lanes import cut_slices
-from trainer.data.layout import Stream
-from trainer.data.mixing import StreamMixingDataset
-from trainer.data.tokenizer import BytesTokenizer
+from trainer.data.reader import cut_slices
 
 MAX_GROUP_CELLS = 64
 IMPROBABLE = 1e-9
-MODES = ("per_stream", "device_per_stream")
 
 
 def slices_of(cells: int, world_size: int) -> np.ndarray:
@@ -80,58 +73,6 @@ def test_the_fullest_rank_of_a_corpus_is_near_the_average(sizes: np.ndarray, wor
     for seed in range(5):
         loads, _ = cells_by_rank(sizes, world_size, QueueKey("s", seed, len(sizes), shared=True))
         assert loads.max() / loads.mean() <= worst, seed
-
-
-def ranks_of(streams: list[Stream], world_size: int, mode: str, **kwargs: Any) -> list[StreamMixingDataset]:
-    settings = {"repeat": False, "batch_size": 2, "num_streams_mixed": 3, **kwargs}
-    return [
-        StreamMixingDataset(
-            streams,
-            name="s",
-            tokenizer=BytesTokenizer(),
-            seq_len=4,
-            batching_mode=mode,  # type: ignore[arg-type]
-            rank=rank,
-            world_size=world_size,
-            **settings,
-        )
-        for rank in range(world_size)
-    ]
-
-
-def num_tokens(batches: list[dict[str, Any]]) -> int:
-    return sum(int((batch["targets"] >= 0).sum()) for batch in batches)
-
-
-def streams_read(batches: list[dict[str, Any]]) -> set[str]:
-    return {json.loads(batch["instability_meta_json"])["stream"] for batch in batches if (batch["targets"] >= 0).any()}
-
-
-Write = Callable[[list[int]], list[Stream]]
-
-
-@pytest.fixture
-def write(tmp_path) -> Write:
-    """Streams of one document each."""
-
-    def files(sizes: list[int]) -> list[Stream]:
-        streams = []
-        for number, size in enumerate(sizes):
-            path = tmp_path / f"{number:03}.txt"
-            path.write_text("x" * size, encoding="utf-8")
-            streams.append(Stream(number, str(path), path.name, "m"))
-        return streams
-
-    return files
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world_size", [2, 5])
-def test_streams_of_one_group_are_read_by_all_ranks(write: Write, mode: str, world_size: int) -> None:
-    sizes = np.random.default_rng(1).integers(1, 200, 80).tolist()
-    by_rank = [num_tokens(list(rank)) for rank in ranks_of(write(sizes), world_size, mode)]
-    assert sum(by_rank) == sum(sizes)
-    assert max(by_rank) <= 1.35 * sum(sizes) / world_size
 
 
 def test_orders_after_many_reshards_cost_one_permutation_per_rank_and_point(monkeypatch: pytest.MonkeyPatch) -> None:

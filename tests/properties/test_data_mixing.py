@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.layout import Stream, discover_nested
+from tests.support.streams import WideTokens, mixing_dataset, streams_of
+from trainer.data.layout import Stream
 from trainer.data.mixing import StreamMixingDataset
-from trainer.data.tokenizer import BytesTokenizer
 
 SEQ_LEN = 4
 PROFILE = settings(max_examples=60, deadline=None, derandomize=True)
@@ -39,33 +35,9 @@ settings_of = st.fixed_dictionaries(
 )
 
 
-@contextmanager
-def streams_of(layout: list[list[int]]) -> Iterator[list[Stream]]:
-    """Streams whose tokens are all different within a stream: (document, position) can be read from them."""
-    with tempfile.TemporaryDirectory() as folder:
-        for number, lengths in enumerate(layout):
-            path = Path(folder) / ("ab"[number % 2]) / f"s{number}.jsonl"
-            path.parent.mkdir(exist_ok=True)
-            begins = np.cumsum([0, *lengths])
-            lines = [{"tokens": list(range(begin, begin + size))} for begin, size in zip(begins, lengths, strict=False)]
-            path.write_text("".join(json.dumps({"tokens": [int(t) for t in line["tokens"]]}) + "\n" for line in lines))
-        yield discover_nested(folder)
-
-
-class Tokens(BytesTokenizer):
-    """Wide enough for every id of a test."""
-
-    vocab_size = 1000
-    bos_id = 999
-
-
 def dataset(streams: list[Stream], *, rank: int = 0, world_size: int = 1, **kwargs: Any) -> StreamMixingDataset:
-    kwargs.setdefault("repeat", False)
-    tokenizer = Tokens()
-    tokenizer.token_type_table = None
-    return StreamMixingDataset(
-        streams, name="source", tokenizer=tokenizer, seq_len=SEQ_LEN, rank=rank, world_size=world_size, **kwargs
-    )
+    given = {"tokenizer": WideTokens(), "seq_len": SEQ_LEN, "repeat": False, **kwargs}
+    return mixing_dataset(streams, rank=rank, world_size=world_size, **given)
 
 
 def world(streams: list[Stream], world_size: int, **kwargs: Any) -> list[StreamMixingDataset]:
@@ -140,7 +112,7 @@ def test_inputs_are_the_tokens_before_the_targets(layout: list[list[int]], kwarg
                     if target == -100:
                         assert before == 0
                         continue
-                    assert before == (999 if target in begins else target - 1)
+                    assert before == (1999 if target in begins else target - 1)
                     if "resets" in batch:
                         assert batch["resets"][row, at] == (target in begins and at > 0)
             assert ("resets" in batch) == kwargs["pack"]
@@ -196,32 +168,6 @@ def test_resuming_on_other_worlds_loses_and_repeats_nothing(
         assert all(order == list(range(len(order))) for order in cells.values())
 
 
-@pytest.mark.parametrize("batching_mode", ["per_stream", "device_per_stream"])
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3)])
-@settings(PROFILE, max_examples=25)
-@given(layouts, settings_of, st.integers(0, 15))
-def test_four_ranks_go_on_as_two_and_two_as_three(
-    batching_mode: str, before: int, after: int, layout: list[list[int]], kwargs: dict[str, Any], stop: int
-) -> None:
-    kwargs = dict(kwargs, batching_mode=batching_mode)
-    with streams_of(layout) as streams:
-        read: list[dict[str, Any]] = []
-        cells: dict[int, list[int]] = defaultdict(list)
-        ranks = world(streams, before, **kwargs)
-        for rank in ranks:
-            part = list(itertools.islice(rank, stop))
-            check_rows(part, cells)
-            read += part
-        states = [json.loads(json.dumps(rank.state_dict())) for rank in ranks]
-        for rank in world(streams, after, **kwargs):
-            rank.load_state_dict(states)
-            part = list(rank)
-            check_rows(part, cells)
-            read += part
-        assert tokens_read(read) == all_tokens(streams, layout)
-        assert all(order == list(range(len(order))) for order in cells.values())
-
-
 @PROFILE
 @given(layouts, settings_of, st.integers(2, 4), st.integers(1, 4), st.integers(0, 30))
 def test_resharding_ranks_that_stand_in_different_epochs_keeps_each_epoch_whole(
@@ -264,25 +210,3 @@ def test_a_resharded_run_resumes_exactly_too(
             list(itertools.islice(whole, second))
             again.load_state_dict(json.loads(json.dumps(whole.state_dict())))
             assert all(same(next(again), next(whole)) for _ in range(20))
-
-
-@PROFILE
-@given(layouts, settings_of, st.integers(1, 3))
-def test_weighted_picks_are_weighted_by_exactly_the_batches_that_are_left(
-    layout: list[list[int]], kwargs: dict[str, Any], world_size: int
-) -> None:
-    with streams_of(layout) as streams:
-        whole = list(dataset(streams, world_size=world_size, **kwargs))
-        mixing = dataset(streams, world_size=world_size, **kwargs)
-        for done in range(len(whole) - 1):  # after the last pick no reader is left
-            next(mixing)
-            metrics = mixing.drain_step_metrics()
-            assert metrics["stream_mixing/active/remaining_min"] >= 1
-            assert metrics["stream_mixing/active/remaining_max"] <= len(whole) - done
-        if kwargs["num_streams_mixed"] >= len(streams) and whole:
-            # A closed pool: what all readers have left adds up to what the run has left, at every pick.
-            mixing = dataset(streams, world_size=world_size, **kwargs)
-            next(mixing)
-            for done in range(1, len(whole)):
-                assert sum(reader.remaining_picks for reader in mixing._pool.readers) == len(whole) - done
-                next(mixing)

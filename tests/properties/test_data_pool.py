@@ -6,19 +6,14 @@ import functools
 import itertools
 import json
 import math
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.layout import Stream, discover_nested
+from tests.support.streams import mixing_dataset, streams_of
 from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer
 
@@ -26,17 +21,6 @@ PROFILE = settings(max_examples=40, deadline=None, derandomize=True)
 ACTIVE = "stream_mixing/active/"
 EXHAUST = "stream_mixing/refill/exhaust_events"
 Key = tuple[int, str]  # epoch and stream: one reader
-
-
-@contextmanager
-def streams_of(layout: list[list[int]]) -> Iterator[list[Stream]]:
-    """JSON lines of documents of these lengths, in the modalities a, b and c in turn."""
-    with tempfile.TemporaryDirectory() as folder:
-        for number, lengths in enumerate(layout):
-            path = Path(folder) / "abc"[number % 3] / f"s{number}.jsonl"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text("".join(json.dumps({"tokens": [1] * length}) + "\n" for length in lengths))
-        yield discover_nested(folder)
 
 
 def key_of(batch: dict[str, Any]) -> Key:
@@ -122,10 +106,10 @@ def test_metrics_equal_a_reference_from_scratch_at_every_pick_through_refills_ep
     layout: list[list[int]], kwargs: dict[str, Any], data: st.DataObject
 ) -> None:
     kwargs = {**kwargs, "rank": data.draw(st.integers(0, kwargs["world_size"] - 1))}
-    with streams_of(layout) as streams:
+    with streams_of(layout, "abc") as streams:
 
         def fresh() -> StreamMixingDataset:
-            return StreamMixingDataset(streams, name="s", tokenizer=BytesTokenizer(), seq_len=4, **kwargs)
+            return mixing_dataset(streams, name="s", tokenizer=BytesTokenizer(), seq_len=4, **kwargs)
 
         batches = list(itertools.takewhile(lambda batch: key_of(batch)[0] < 2, itertools.islice(fresh(), 400)))
         if len(batches) == 400:
@@ -158,15 +142,15 @@ def test_metrics_equal_a_reference_from_scratch_at_every_pick_through_refills_ep
 def sequences(pick_mode: str, epochs: int) -> Counter[str]:
     """The order of picks in each of many epochs of a closed pool: streams of 2, 2 and 1 batches."""
     seen: Counter[str] = Counter()
-    with streams_of([[4] * 4, [4] * 4, [4] * 2]) as streams:
-        dataset = StreamMixingDataset(
+    with streams_of([[4] * 4, [4] * 4, [4] * 2], "abc") as streams:
+        dataset = mixing_dataset(
             streams,
             name="s",
             tokenizer=BytesTokenizer(),
             seq_len=4,
             num_streams_mixed=3,
             batch_size=2,
-            pick_mode=pick_mode,  # type: ignore[arg-type]
+            pick_mode=pick_mode,
         )
         for _ in range(epochs):
             seen["".join(next(dataset)["dataset_segments"][0] for _ in range(5))] += 1
@@ -184,25 +168,3 @@ def test_weighted_picks_of_a_closed_pool_are_a_uniform_permutation() -> None:
     assert len(orders) == 30
     assert statistics["weighted"] < 58.3
     assert statistics["uniform"] > 150  # another law is told apart
-
-
-def test_the_first_pick_of_each_reader_is_spread_as_in_a_shuffled_deck() -> None:
-    """Larger pools have too many orders to count: the mean position of every batch is that of a shuffle."""
-    sizes = [20, 10, 6, 3, 1]
-    with streams_of([[4] * (2 * size) for size in sizes]) as streams:
-        dataset = StreamMixingDataset(
-            streams, name="s", tokenizer=BytesTokenizer(), seq_len=4, num_streams_mixed=5, batch_size=2
-        )
-        epochs, total = 400, sum(sizes)
-        positions: dict[str, list[float]] = {stream.relative_path: [] for stream in streams}
-        for _ in range(epochs):
-            for position in range(total):
-                positions[key_of(next(dataset))[1]].append(position)
-    assert sorted(len(found) // epochs for found in positions.values()) == sorted(sizes)
-    # The sum of m positions of a shuffled deck of n has mean m (n - 1) / 2 and variance m (n - m) (n + 1) / 12.
-    for found in positions.values():
-        m = len(found) // epochs
-        sums = np.reshape(found, (epochs, m)).sum(axis=1)
-        deviation = math.sqrt(m * (total - m) * (total + 1) / 12)
-        assert abs(sums.mean() - m * (total - 1) / 2) < 4 * deviation / math.sqrt(epochs)
-        assert 0.8 < sums.std() / deviation < 1.2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from fractions import Fraction
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,13 +26,6 @@ schedules = st.builds(
 specs_of = st.lists(st.one_of(schedules, schedules, schedules, constants), min_size=1, max_size=4)
 
 
-@PROFILE
-@given(schedules)
-def test_evaluating_many_equals_evaluating_each(spec: ScheduledWeight) -> None:
-    xs = np.arange(40)
-    assert spec.evaluate_many(xs).tolist() == [spec.evaluate(int(x)) for x in xs]
-
-
 def brute_force(spec: ScheduledWeight, x: int) -> Fraction:
     """The weight in exact arithmetic, by walking along the points one by one."""
     points = sorted((at, Fraction(value)) for at, value in spec.points.items())
@@ -53,16 +45,6 @@ def test_values_equal_exact_arithmetic_to_one_in_a_million_million(spec: Schedul
         exact = brute_force(spec, x)
         assert abs(Fraction(spec.evaluate(x)) - exact) <= exact * Fraction(1, 10**12)
         assert (spec.evaluate(x) == 0) == (exact == 0)
-
-
-@PROFILE
-@given(schedules)
-def test_weights_stay_between_their_points(spec: ScheduledWeight) -> None:
-    low, high = min(spec.points.values()) * spec.scale, max(spec.points.values()) * spec.scale
-    slack = 1e-12 * high
-    assert all(low - slack <= spec.evaluate(x) <= high + slack for x in range(40))
-    if spec.scale:
-        assert all(spec.evaluate(x) == y * spec.scale for x, y in spec.points.items())
 
 
 @PROFILE
@@ -93,6 +75,4 @@ def test_first_all_zero_equals_trying_every_batch(
     if end is None:
         assert found[1] is None
     else:
-        # Neighbouring intervals may touch; the first one ends inside the stretch of zeros.
-        assert found[1] is not None
-        assert start <= found[1] <= end
+        assert found[1] == end

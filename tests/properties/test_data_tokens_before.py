@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import tempfile
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.streams import WideTokens, mixing_dataset, streams_of
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.layout import Stream, discover_nested
+from trainer.data.layout import Stream
 from trainer.data.mixing import StreamMixingDataset
-from trainer.data.tokenizer import BytesTokenizer
 from trainer.data.weights import ConstantWeight
-from trainer.errors import UserError
 
 PROFILE = settings(max_examples=50, deadline=None, derandomize=True)
 layouts = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=6), min_size=1, max_size=4).filter(
@@ -40,30 +36,8 @@ Batch = dict[str, Any]
 ADDED = {"tokens_before", "resets_before"}
 
 
-class Tokens(BytesTokenizer):
-    """Wide enough for every id of a test."""
-
-    vocab_size = 2000
-    bos_id = 1999
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token_type_table = None
-
-
-def write(folder: str, layout: list[list[int]]) -> list[Stream]:
-    """Streams in which every token has an id of its own."""
-    ids = itertools.count()
-    for number, lengths in enumerate(layout):
-        path = Path(folder) / "a" / f"s{number}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        documents = [{"tokens": list(itertools.islice(ids, size))} for size in lengths]
-        path.write_text("".join(json.dumps(document) + "\n" for document in documents))
-    return discover_nested(folder)
-
-
 def dataset(streams: list[Stream], *, name: str = "source", **kwargs: Any) -> StreamMixingDataset:
-    return StreamMixingDataset(streams, name=name, tokenizer=Tokens(), **{"repeat": False, **kwargs})
+    return mixing_dataset(streams, name=name, **{"tokenizer": WideTokens(), "repeat": False, **kwargs})
 
 
 class Oracle:
@@ -118,8 +92,7 @@ def without(batch: Batch) -> Batch:
 def test_tokens_before_are_the_groups_own_in_any_world_and_after_any_resume(
     layout: list[list[int]], kwargs: dict[str, Any], n: int, worlds: list[tuple[int, int]], last_world: int
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        streams = write(folder, layout)
+    with streams_of(layout, "a", is_unique=True) as streams:
         oracle, states = Oracle(), None
         for world_size, batches in [*worlds, (last_world, 10_000)]:
             ranks = [
@@ -136,22 +109,12 @@ def test_tokens_before_are_the_groups_own_in_any_world_and_after_any_resume(
         assert sum(len(held) for group, held in oracle.inputs.items() if group >= 0) == sum(map(sum, layout))
 
 
-def test_the_property_above_sees_groups_that_continue() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        oracle = Oracle()
-        for batch in dataset(write(folder, [[30, 7], [20]]), seq_len=4, max_group_cells=5, tokens_before=6):
-            oracle.check(batch, 6, pack=False)
-            oracle.read(batch)
-        assert oracle.num_continued == 11  # of 5 + 3 and 2 and 5 cells, those that are no first ones
-
-
 @PROFILE
 @given(layouts, settings_of, st.integers(1, 4), st.integers(1, 3), st.integers(1, 12), st.integers(0, 15))
 def test_a_blend_adds_them_on_the_steps_asked_for_and_changes_nothing_else(
     layout: list[list[int]], kwargs: dict[str, Any], every: int, micro_batches: int, n: int, stop: int
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        streams = write(folder, layout)
+    with streams_of(layout, "a", is_unique=True) as streams:
 
         def blend(**history: int) -> BlendDataset:
             sources = [
@@ -179,32 +142,15 @@ def test_a_blend_adds_them_on_the_steps_asked_for_and_changes_nothing_else(
             assert all(same(a, b) for a, b in zip(tail, whole[stop:], strict=True))
 
 
-def test_every_batch_has_at_least_its_own_tokens_before() -> None:
-    """A data set's own n and the steps' n: the larger one counts."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = dataset(write(folder, [[40]]), seq_len=4, batch_size=1, tokens_before=3)
-        blend = BlendDataset([BlendSource("x", source, ConstantWeight(1))], seed=0, history_every=2, history_tokens=8)
-        assert [batch["tokens_before"].shape[1] for batch in itertools.islice(blend, 4)] == [3, 8, 3, 8]
-
-
 def test_a_blend_in_a_blend_hands_the_request_on() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        inner = BlendDataset(
-            [BlendSource("x", dataset(write(folder, [[40]]), seq_len=4, batch_size=1), ConstantWeight(1))], seed=0
-        )
+    with streams_of([[40]], "a") as streams:
+        inner = BlendDataset([BlendSource("x", dataset(streams, seq_len=4, batch_size=1), ConstantWeight(1))], seed=0)
         outer = BlendDataset([BlendSource("in", inner, ConstantWeight(1))], seed=0, history_every=2, history_tokens=8)
         assert ["tokens_before" in batch for batch in itertools.islice(outer, 4)] == [False, True, False, True]
 
 
-def test_a_source_of_ones_own_may_give_them_itself_or_not_at_all() -> None:
-    own = [{"tokens": np.zeros((1, 2)), "tokens_before": np.ones((1, 4))}, {"tokens": np.zeros((1, 2))}]
-    blend = BlendDataset([BlendSource("own", own, ConstantWeight(1))], seed=0, history_every=1, history_tokens=8)
-    assert [batch.get("tokens_before", np.zeros(0)).size for batch in blend] == [4, 0]
-
-
 def test_a_rank_without_rows_gets_the_columns_too() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        streams = write(folder, [[40]])
+    with streams_of([[40]], "a") as streams:
         kwargs: dict[str, Any] = {
             "seq_len": 4,
             "world_size": 2,
@@ -218,9 +164,3 @@ def test_a_rank_without_rows_gets_the_columns_too() -> None:
         for batch in idle:
             assert batch["tokens_before"].tolist() == [[0] * 5]
             assert batch["resets_before"].tolist() == [[False] * 5]
-
-
-@pytest.mark.parametrize("wrong", [-1, 2.0, True, None])
-def test_a_wrong_number_of_tokens_is_refused(wrong: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder, pytest.raises(UserError, match="tokens_before"):
-        dataset(write(folder, [[4]]), seq_len=4, tokens_before=wrong)

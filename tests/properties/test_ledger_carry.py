@@ -175,26 +175,3 @@ def test_carry_under_bf16_autocast_stays_within_rounding(seed: int, **kinds: obj
     model = new_model(seed, 2, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check_outputs(make_case(seed, **kinds), model, model, 0.02, torch.float32)
-
-
-@pytest.mark.slow  # `test_compiled_graph_is_whole_and_equal` is the short one
-@pytest.mark.parametrize("has_resets", [False, True])
-def test_carry_is_exact_when_the_model_is_compiled(has_resets: bool) -> None:
-    # aot_eager traces forward and backward as inductor does, without a C++ compiler. One length: one or two graphs.
-    torch._dynamo.reset()
-    model = new_model(3, 2, torch.float64)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
-    case = make_case(11, num_groups=4, cell_lengths=[7, 7, 5, 7], has_resets=has_resets)
-    check_outputs(case, model, compiled, 1e-10, torch.float64)
-    check_gradients(case, model, compiled, 1e-10)
-
-
-def test_a_state_of_the_wrong_group_would_be_noticed() -> None:
-    model = new_model(1, 2, torch.float64)
-    case = make_case(2, num_groups=3, cell_lengths=[5, 5, 5], has_resets=False)
-
-    def swapped(tokens: Tensor, state: Tensor, resets: Tensor | None) -> ModelOutput:
-        return model(tokens, state.roll(1, 0), resets)
-
-    with pytest.raises(AssertionError):
-        check_outputs(case, model, swapped, 1e-3, torch.float64)

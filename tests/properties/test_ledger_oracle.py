@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from trainer.errors import UserError
-from trainer.ledger import COUNTER_KEYS, Ledger
+from trainer.ledger import COUNTER_KEYS, Ledger, Owners
 
 WIDTH = 3
 NUM_GROUPS = 10
@@ -130,7 +130,7 @@ class LedgerMachine(RuleBasedStateMachine):
             sweep_every=self.oracle.every,
             wipe_every=self.oracle.every,
             dtype=self.dtype,
-            **ranks,
+            owners=Owners("reader", **ranks),
         )
 
     @initialize(capacity=st.integers(1, 8), every=st.integers(1, 4), threshold=st.integers(1, 4))

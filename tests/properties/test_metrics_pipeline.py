@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.metrics.aggregate import Recorder, UnloggedCounters
-from trainer.metrics.rank_reduction import _combine, _pack, rank_operations
+from trainer.metrics.aggregate import Recorder, _combine, _pack, rank_operations
 from trainer.metrics.tracker import MetricsTracker
 
 settings.register_profile("pipeline", derandomize=True, max_examples=120, deadline=None)
@@ -54,19 +53,18 @@ def runs(draw: st.DrawFn) -> tuple[list[list[list[Report]]], list[bool]]:
 def brute_force(reports: list[list[list[Report]]], since: int, step: int) -> dict[str, float]:
     """What the payload of `step` must hold when the one before it was that of the step before `since`."""
 
-    def seen(rank: list[list[Report]], key: str, first: int) -> list[Any]:
-        return [micro[key] for micros in rank[first : step + 1] for micro in micros if key in micro]
+    def seen(rank: list[list[Report]], key: str) -> list[Any]:
+        return [micro[key] for micros in rank[since : step + 1] for micro in micros if key in micro]
 
-    now = {key: [seen(rank, key, step) for rank in reports] for key in PLAN}
-    window = {key: [seen(rank, key, since) for rank in reports] for key in PLAN}
+    window = {key: [seen(rank, key) for rank in reports] for key in PLAN}
     expected: dict[str, float] = {}
-    means = [sum(values) / len(values) for values in now[GAUGE] if values]
+    means = [sum(values) / len(values) for values in window[GAUGE] if values]
     if means:
         expected[GAUGE] = sum(means) / len(means)
-    lasts = [values[-1] for values in now[LEAST] if values]
+    lasts = [values[-1] for values in window[LEAST] if values]
     if lasts:
         expected[LEAST] = min(lasts)
-    sizes = [values[-1] for values in now[SUMMED] if values]
+    sizes = [values[-1] for values in window[SUMMED] if values]
     if sizes:
         expected[SUMMED] = sum(sizes)
     if any(window[COUNTER]):
@@ -76,7 +74,7 @@ def brute_force(reports: list[list[list[Report]]], since: int, step: int) -> dic
         expected[POOL_COUNTER] = sum(sum(values) for values in window[POOL_COUNTER])
     if any(window[FLAG]):
         expected[FLAG] = max(max(values) for values in window[FLAG] if values)
-    pairs = [pair for values in now[WEIGHTED] for pair in values]
+    pairs = [pair for values in window[WEIGHTED] for pair in values]
     if sum(count for _, count in pairs):
         expected[WEIGHTED] = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
     return expected
@@ -86,16 +84,14 @@ def brute_force(reports: list[list[list[Report]]], since: int, step: int) -> dic
 @given(runs())
 def test_what_is_logged_equals_sums_over_the_raw_reports(run: tuple[list[list[list[Report]]], list[bool]]) -> None:
     reports, logs = run
-    ledgers = [UnloggedCounters() for _ in reports]
+    recorders = [Recorder() for _ in reports]
     since = 0
     for step, is_logged in enumerate(logs):
-        for rank, ledger in zip(reports, ledgers, strict=True):
-            window = Recorder()
+        for rank, recorder in zip(reports, recorders, strict=True):
             for micro in rank[step]:
-                window.add(micro)
-            ledger.add(window.drain_metrics())
+                recorder.add(micro)
         if is_logged:
-            packed = [_pack(ledger.drain(), PLAN, "cpu").numpy() for ledger in ledgers]
+            packed = [_pack(recorder.drain_metrics(), PLAN, "cpu").numpy() for recorder in recorders]
             logged = _combine(np.stack(packed), PLAN)
             assert logged == pytest.approx(brute_force(reports, since, step), rel=1e-9, abs=1e-9)
             since = step + 1
@@ -127,7 +123,7 @@ def test_each_payload_holds_what_was_counted_since_the_one_before(
 ) -> None:
     sink = KeepingSink()
     tracker = MetricsTracker(log_interval=interval, num_devices=1, device="cpu", sinks=[sink], strict_keys=True)
-    counted, raised, logged = 0.0, 0.0, {}
+    counted, raised, gauges, logged = 0.0, 0.0, [], {}
     for step, (count, flag, gauge, force) in enumerate(steps, start=1):
         tracker.start_step()
         # Sparse: a step on which nothing was counted does not say 0.
@@ -135,9 +131,10 @@ def test_each_payload_holds_what_was_counted_since_the_one_before(
         values = {"loss": 1.0, "grad_norm": None, "lr": 0.1, "tokens_in_step": 1}
         tracker.end_step(step, **values, extra=extra, force_log=force)  # type: ignore[arg-type]
         counted, raised = counted + count, max(raised, flag)
+        gauges.append(gauge)
         if force or step == 1 or step % interval == 0:
-            logged[step] = {COUNTER: counted, FLAG: raised, GAUGE: gauge}
-            counted = raised = 0.0
+            logged[step] = {COUNTER: counted, FLAG: raised, GAUGE: pytest.approx(sum(gauges) / len(gauges))}
+            counted, raised, gauges = 0.0, 0.0, []
     assert sink.rows.keys() == logged.keys()
     for step, expected in logged.items():
         row = sink.rows[step]

@@ -18,6 +18,7 @@ import torch
 
 from tests.support.runs import ROOT, read_rows, run
 from trainer.config.load import load_config
+from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.tools.corpus.key_recall import REVEALED, build_key_recall
@@ -25,7 +26,6 @@ from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run
 from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import make_plan
-from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.schedule import lr_at
 
 CONFIG = ROOT / "train_configs" / "key_recall.toml"

@@ -19,6 +19,7 @@ import tomli_w
 import torch
 
 from tests.support.runs import make_corpus
+from tests.support.streams import mixing_dataset
 from trainer.data import (
     BlendDataset,
     BlendSource,
@@ -168,14 +169,14 @@ class _Rank:
         for index, name in enumerate(_names(scenario)):
             modalities = ["a", "b"] if scenario.num_sources == 1 else [["a", "b"][index]]
             self.sources.append(
-                StreamMixingDataset(
+                mixing_dataset(
                     discover_nested(corpus, modalities),
                     name=name,
                     tokenizer=BytesTokenizer(),
                     seq_len=SEQ_LEN,
                     num_streams_mixed=scenario.num_streams_mixed,
-                    pick_mode=scenario.pick_mode,  # type: ignore[arg-type]
-                    batching_mode=scenario.batching_mode,  # type: ignore[arg-type]
+                    pick_mode=scenario.pick_mode,
+                    batching_mode=scenario.batching_mode,
                     batch_size=scenario.batch_size,
                     batch_size_by_modality=scenario.batch_size_by_modality,
                     max_group_cells=scenario.max_group_cells,

@@ -15,7 +15,7 @@ from tests.support.runs import ROOT
 from trainer.config.messages import EXPLAINED, OTHER_NAMES
 from trainer.config.schema import RunConfig
 from trainer.metrics.catalog.lookup import CATALOG, is_known
-from trainer.metrics.sinks.base import display_key
+from trainer.metrics.sinks import display_key
 
 PAGE = (ROOT / "docs" / "requests.md").read_text(encoding="utf-8")
 TITLES = [

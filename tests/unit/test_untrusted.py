@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.files import write_file
-from trainer.untrusted import (
+from trainer.files import (
     MOST_BYTES,
     is_file_name,
     open_descriptor,
@@ -20,6 +19,7 @@ from trainer.untrusted import (
     read_lines,
     read_toml,
     refuse_special,
+    write_file,
 )
 
 

@@ -7,22 +7,26 @@ from typing import TYPE_CHECKING, Any
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.documents import ReadOptions, TokenTable, table_from_pieces
 from trainer.data.formats import open_documents
+from trainer.data.groups import CutOptions
 from trainer.data.layout import Stream, discover_direct, discover_nested
-from trainer.data.mixing import StreamMixingDataset
+from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 
 if TYPE_CHECKING:
-    from trainer.data.loader import LoadedBatch, Loader
+    from trainer.data.batch import MicroBatch
+    from trainer.data.loader import Loader
 
 __all__ = [
     "BlendDataset",
     "BlendSource",
     "BytesTokenizer",
     "ConstantWeight",
+    "CutOptions",
     "HuggingFaceTokenizer",
-    "LoadedBatch",
     "Loader",
+    "MicroBatch",
+    "MixOptions",
     "ReadOptions",
     "ScheduledWeight",
     "Stream",
@@ -41,8 +45,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The loader needs torch, without which looking at files starts in a quarter of the time.
-    if name not in ("LoadedBatch", "Loader"):
+    # They need torch, without which looking at files starts in a quarter of the time.
+    if name not in ("Loader", "MicroBatch"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from trainer.data import loader
 

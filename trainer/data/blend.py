@@ -13,14 +13,13 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from trainer.data.collate import Batch
-from trainer.data.keyed import BLOCK, KeyedUniforms
 from trainer.data.mixing import STAGES, StreamMixingDataset
 from trainer.data.weights import WeightSpec, positions
 from trainer.errors import UserError
-from trainer.metrics.best_effort import BestEffort
+from trainer.hashing import BLOCK, KeyedUniforms
+from trainer.metrics.best_effort import BestEffort, as_number, checked, is_name
 from trainer.metrics.catalog.lookup import is_built_in, lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction
-from trainer.metrics.values import as_number, checked, is_name
 from trainer.micro_batches import MicroBatches
 
 ALL_RANKS: Final = "states of all ranks"

@@ -8,7 +8,7 @@ import numpy as np
 
 from trainer.arrays import IGNORED, Ints
 from trainer.data.documents import TokenArray, TokenTable
-from trainer.data.open_stream import OpenStream
+from trainer.data.groups import OpenStream
 from trainer.data.reader import Rows, StreamReader
 from trainer.data.tokenizer import Tokenizer
 

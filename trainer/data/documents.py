@@ -17,8 +17,14 @@ from trainer.arrays import Ints
 from trainer.data.tokenizer import IdsTokenizer, Tokenizer
 from trainer.errors import UserError
 
+AGAIN = "write the file again"
 WHOLE = 1 << 22  # tokens: files up to this size are checked completely when they are opened
 SAMPLE, NUM_SAMPLES = 1 << 14, 16  # larger files: this many stretches of this many tokens, both ends included
+
+
+def damaged(where: Path | str, problem: str, fix: str = AGAIN) -> UserError:
+    """The error for a file, or a place in it, that does not hold what its format promises."""
+    return UserError(str(where), " ".join(problem.split()), fix)
 
 
 @dataclass(frozen=True)
@@ -46,12 +52,11 @@ class IdBounds:
         """The error for an id that is out of range, at this position of the file, read with this dtype."""
         position = "" if at is None else f" at token {at}"
         read_as = "" if dtype is None else f", read as {dtype}"
-        problem = (
-            f"token id {token}{position} is outside the vocabulary of {self.num_ids} ids ({self.tokenizer}){read_as}"
-        )
         fix = "data.vocab_size" if self.tokenizer == IdsTokenizer.name else "the tokenizer"
-        return UserError(
-            self.where, problem, f"set {fix}, or the dtype of a .bin, to that of the tool that made the file"
+        return damaged(
+            self.where,
+            f"token id {token}{position} is outside the vocabulary of {self.num_ids} ids ({self.tokenizer}){read_as}",
+            f"set {fix}, or the dtype of a .bin, to that of the tool that made the file",
         )
 
     def check_eod(self, eod: int, key: str = "eod") -> None:
@@ -159,6 +164,7 @@ class ReadOptions:
         dtype: of a headerless token file (`uint16`, ...).
         eod: the id that ends a document in a token file; None: the file is one document.
         text_split: a raw text file is one document (`file`), or one per block between blank lines (`blank_line`).
+        format: `auto` (by file extension), a key of `FORMATS`, or an import path `package.module:function`.
 
     Raises:
         UserError: an unknown `text_split`.
@@ -168,6 +174,7 @@ class ReadOptions:
     dtype: str | None = None
     eod: int | None = None
     text_split: str = "file"
+    format: str = "auto"
 
     def __post_init__(self) -> None:
         if self.text_split not in TEXT_SPLITS:

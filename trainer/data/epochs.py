@@ -1,26 +1,34 @@
-"""An epoch of a mixing dataset: the order of its streams, how far each was read, and the queue of readers.
+"""An epoch of a mixing dataset: the order of its streams, how far each was read, the queue of readers, and the saved state.
 
 An epoch that runs on one world from its beginning is a keyed permutation. When a run continues on another world size
 (or pool, or batch size) in the middle of an epoch, the cursors of the old ranks are kept as a `ReshardPoint`, and the
 rest of the epoch is planned from these points: what the readers left of a stream is cut into new slices. Points hold
 cursors only, are dropped at the end of the epoch, and may follow one another.
+
+Changed files are a reshard too: streams that did not change keep their past reads, so nothing of them is read twice or lost;
+the others have none.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
 from trainer.arrays import Flags, Ints
-from trainer.data.keyed import keyed_generator
+from trainer.data.documents import ReadOptions
+from trainer.data.groups import CutOptions, OpenStream
 from trainer.data.layout import Stream
-from trainer.data.open_stream import OpenStream
 from trainer.data.reader import PastReads, StreamReader, remaining_stream
+from trainer.errors import UserError
+from trainer.hashing import keyed_generator, stable_hash
+
+if TYPE_CHECKING:
+    from trainer.data.mixing import StreamMixingDataset
 
 
 class ReshardPoint(TypedDict):
@@ -73,16 +81,11 @@ class QueueKey:
         turns: list[int] = keyed_generator("turns", self.name, self.seed).permutation(self.num_streams).tolist()
         return turns
 
-    def slice_of(self, stream_id: int, rank: int, world_size: int) -> int:
-        """The slice of a stream that a rank reads."""
-        return (rank - self.turns[stream_id]) % world_size
-
 
 class EpochOrder:
     """The order of an epoch's streams, and how far each had been read at its reshard points.
 
-    Each point's orders follow from those of the point before. They are computed once, so the cost grows linearly with the
-    number of points.
+    Each point's orders follow from those of the point before, and are computed once: the cost is linear in the points.
     """
 
     def __init__(self, key: QueueKey, epoch: int, points: Sequence[ReshardPoint]) -> None:
@@ -110,8 +113,7 @@ class EpochOrder:
         After reshard points: first the streams that were active on any rank (so that what was begun continues), then
         those that some rank had not reached; completely read streams are left out.
         """
-        order: list[int] = self._order(rank, len(self._points)).tolist()
-        return order
+        return list(self._order(rank, len(self._points)).tolist())
 
     def _order(self, rank: int, number: int) -> Ints:
         """The order of a rank of the world after `number` reshard points."""
@@ -208,10 +210,6 @@ class ReaderQueue:
                 return reader
         return None
 
-    def count_cells(self, stream: Stream) -> int:
-        """Cells of a stream in an epoch, over all ranks."""
-        return int(self._open(stream).groups.cell_offsets[-1])
-
     def reader(self, stream_id: int, picks: int = 0) -> StreamReader:
         """A reader of this rank's part of a stream in this epoch, after `picks` batches of it."""
         stream = self._streams[stream_id]
@@ -222,8 +220,173 @@ class ReaderQueue:
             source,
             remaining_stream(source.groups, generator, self._now.past_reads(stream)),
             bs=lanes_of(stream, self._sizes),
-            slice_index=self._key.slice_of(stream_id, self._rank, self._world_size),
+            slice_index=(self._rank - self._key.turns[stream_id]) % self._world_size,
             num_slices=self._world_size,
             shared=self._key.shared,
             picks=picks,
         )
+
+
+STATE_VERSION = 3
+State = Mapping[str, Any]
+
+
+def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions, **settings: object) -> dict[str, Any]:
+    """Everything that must match for a state to fit: how files are read and cut, and the list of streams."""
+    paths = [part for stream in streams for part in (stream.relative_path, stream.modality)]
+    tokenizer = options.tokenizer
+    return {
+        **asdict(cut),
+        **settings,
+        "format": options.format,
+        "dtype": options.dtype,
+        "eod": options.eod,
+        "text_split": options.text_split,
+        "tokenizer": f"{tokenizer.name} ({tokenizer.vocab_size} ids)",
+        "streams": f"{len(streams)} streams, hash {stable_hash(*paths):016x}",
+    }
+
+
+def check_states(states: Sequence[State], own: State) -> None:
+    """Raise UserError unless a dataset like the `own` saved the states, those of one world in rank order."""
+    expected = own["fingerprint"]
+    name = str(expected["namespace"])
+    is_world = bool(states) and all(
+        isinstance(state, Mapping)
+        and state.get("version") == STATE_VERSION
+        and (len(states) == 1 or (state["rank"], state["world_size"]) == (rank, len(states)))
+        for rank, state in enumerate(states)
+    )
+    if not is_world:
+        problem = (
+            "these are not the states that all ranks of a stream mixing dataset of this version saved, in rank order"
+        )
+        raise UserError(name, problem, "load those of one checkpoint")
+    for saved in (state["fingerprint"] for state in states):
+        if differing := [key for key in expected if saved.get(key) != expected[key]]:
+            found = ", ".join(f"{key} was {saved.get(key)!r} and is {expected[key]!r}" for key in differing)
+            problem = f"the saved state does not fit: {found}"
+            raise UserError(name, problem, "restore the old value, or start without this state")
+
+
+def is_same_layout(state: State, own: State) -> bool:
+    """Whether a state's cursors are valid as they are: same world size, pool size and batch sizes."""
+    keys = ("world_size", "num_streams_mixed", "batch_size", "batch_size_by_modality")
+    return all(state[key] == own[key] for key in keys)
+
+
+def points_of(state: State) -> dict[int, list[ReshardPoint]]:
+    """The reshard points in a state, by epoch. Their key there is `chapters`."""
+    return {epoch: list(points) for epoch, points in state["chapters"]}
+
+
+def reshard(states: Sequence[State], num_streams: int, *, shared: bool) -> tuple[int, dict[int, list[ReshardPoint]]]:
+    """End the world that saved `states`, so that another can continue.
+
+    Ranks that pick alone may be in different epochs: the run continues in the earliest one. There, a rank that is ahead
+    has read its whole part; in the later epochs, a rank that is behind has read nothing.
+
+    Returns:
+        The epoch to continue in, and the reshard points by epoch, including those of the world that ended.
+    """
+    kept = states[:1] * states[0]["world_size"] if shared else states
+    # A rank without any cells never leaves its epoch: it does not tell where the run is.
+    epochs = [state["epoch"] for state in kept if not state["is_barren"]]
+    points: dict[int, list[ReshardPoint]] = {}
+    for state in kept:
+        points.update(points_of(state))
+    points = {epoch: parts for epoch, parts in points.items() if epoch >= min(epochs)}
+    size, by_modality = kept[0]["batch_size"], kept[0]["batch_size_by_modality"]
+    for epoch in range(min(epochs), max(epochs) + 1):
+        cursors = []
+        for state in kept:
+            is_now = state["epoch"] == epoch
+            index = state["queue_index"] if is_now else num_streams if state["epoch"] > epoch else 0
+            cursors.append([index, state["pool"] if is_now else []])
+        points[epoch] = [
+            *points.get(epoch, []),
+            ReshardPoint(batch_size=size, batch_size_by_modality=by_modality, cursors=cursors),
+        ]
+    return min(epochs), points
+
+
+def restart_streams(
+    states: Sequence[State], before: Sequence[str], dataset: StreamMixingDataset, restarted: Collection[str]
+) -> list[dict[str, Any]]:
+    """The states of a world that continues where another stopped, with changed files.
+
+    Args:
+        states: of all ranks of the world that stopped, in rank order.
+        before: relative paths of its streams, by stream id.
+        dataset: one that has read nothing, of the streams as they are now.
+        restarted: relative paths of the streams that are read from their beginning. New ones always are.
+
+    Returns:
+        States to load into `dataset`, in rank order.
+    """
+    saved, fresh = states[0], dataset.state_dict()
+    fingerprint = saved["fingerprint"]
+    shared = fingerprint["batching_mode"] == "per_stream"
+    old = QueueKey(fingerprint["namespace"], fingerprint["seed"], len(before), shared)
+    new = replace(old, num_streams=len(dataset.streams))
+    epoch, points = reshard(states, len(before), shared=shared)
+    kept = {path: old for old, path in enumerate(before) if path not in restarted}
+    old_ids = [kept.get(stream.relative_path) for stream in dataset.streams]
+    generator = keyed_generator("restart", old.name, old.seed, epoch, len(points[epoch]))
+    order: list[int] = generator.permutation(len(old_ids)).tolist()
+    rewritten = {
+        at: [_with_ids(old, new, at, parts[: number + 1], old_ids, order) for number in range(len(parts))]
+        for at, parts in points.items()
+    }
+    common = {
+        "fingerprint": {**fingerprint, "streams": fresh["fingerprint"]["streams"]},
+        "epoch": epoch,
+        "batch_index": max(state["batch_index"] for state in states),
+        "queue_index": 0,
+        "turn": 0,
+        "is_barren": False,
+        "pool": [],
+        "observed": fresh["observed"],
+        "chapters": [list(each) for each in rewritten.items()],
+    }
+    return [{**state, **common} for state in states]
+
+
+def _with_ids(
+    old: QueueKey,
+    new: QueueKey,
+    epoch: int,
+    points: Sequence[ReshardPoint],
+    old_ids: Sequence[int | None],
+    order: Sequence[int],
+) -> ReshardPoint:
+    """The last of `points` for other stream ids, with every unfinished stream listed as active.
+
+    The old queues are permutations of the old ids: cursors into them mean nothing for the new ones. A stream of which
+    nothing was read is active with no picks.
+
+    Args:
+        old_ids: the old id of each stream; None: it begins anew.
+        order: the new ids in the order in which streams follow.
+    """
+    past = points[-1]["cursors"]
+    before = EpochOrder(old, epoch, points[:-1])
+    waiting = [set(before.of_rank(rank)[index:]) for rank, (index, _) in enumerate(past)]
+    active = [dict(pairs) for _, pairs in past]
+    cursors: list[list[Any]] = []
+    for rank in range(len(past)):
+        begun: list[list[int]] = []
+        unread: list[list[int]] = []
+        for stream in order:
+            known = old_ids[stream]
+            if known is None:
+                unread.append([stream, 0])
+                continue
+            # Which rank reads a slice depends on the stream's id: this rank continues what another one began.
+            reader = (rank - new.turns[stream] + old.turns[known]) % len(past)
+            if known in active[reader]:
+                begun.append([stream, active[reader][known]])
+            elif known in waiting[reader]:
+                unread.append([stream, 0])
+        cursors.append([len(old_ids), [*begun, *unread]])
+    return {**points[-1], "cursors": cursors}

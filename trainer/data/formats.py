@@ -9,14 +9,13 @@ import inspect
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
-from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable
+from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable, damaged
 from trainer.data.text_formats import (
     jsonl_kind,
     jsonl_pieces,
@@ -52,10 +51,9 @@ def find_loader(format: str) -> Any:
     load = resolve_target(format, "format")
     try:
         inspect.signature(load).bind(Path(), None)
-    except TypeError as error:
-        raise UserError("format", f"{format} cannot be called with (path, options): {error}", SIGNATURE) from error
-    except ValueError:  # C functions may have no signature
-        pass
+    except (TypeError, ValueError) as error:
+        if isinstance(error, TypeError):  # C functions may have no signature, which is a ValueError
+            raise UserError("format", f"{format} cannot be called with (path, options): {error}", SIGNATURE) from error
     return load
 
 
@@ -73,21 +71,21 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     except (UserError, OSError):  # which say themselves what is wrong
         raise
     except Exception as error:
-        raise UserError(where, f"fails: {format_error(error)}", "fix it there") from error
+        raise damaged(where, f"fails: {format_error(error)}", "fix it there") from error
     if not isinstance(table, TokenTable):
-        raise UserError(where, f"returned a {type(table).__name__}", SIGNATURE)
+        raise damaged(where, f"returned a {type(table).__name__}", SIGNATURE)
     tokens, starts, lengths = (np.asarray(each) for each in (table.tokens, table.starts, table.lengths))
     if any(each.ndim != 1 or each.dtype.kind not in "iu" for each in (tokens, starts, lengths)) or len(starts) != len(
         lengths
     ):
         parts = ", ".join(f"{each.dtype} {list(each.shape)}" for each in (tokens, starts, lengths))
-        raise UserError(where, f"tokens, starts and lengths are {parts}", "return integers [N], [D] and [D]")
+        raise damaged(where, f"tokens, starts and lengths are {parts}", "return integers [N], [D] and [D]")
     starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
     outside = np.flatnonzero((starts < 0) | (lengths < 0) | (starts + lengths > len(tokens)))
     if outside.size:
         at = int(outside[0])
         problem = f"document {at} is [{starts[at]}, {starts[at] + lengths[at]}) of {len(tokens)} tokens"
-        raise UserError(where, problem, "documents must lie within the tokens")
+        raise damaged(where, problem, "documents must lie within the tokens")
     bounds = table.bounds or IdBounds.of(path, options.tokenizer).check_sample(tokens)
     return replace(table, tokens=tokens, starts=starts, lengths=lengths, bounds=bounds)
 
@@ -177,7 +175,7 @@ def format_name(path: Path, name: str = "auto") -> str:
     for found, each in FORMATS.items():
         if path.suffix in each.suffixes and (each.beside is None or path.with_suffix(each.beside).exists()):
             return found
-    raise UserError(str(path), f"no format is known for {path.suffix!r}", f"name the format: {', '.join(FORMATS)}")
+    raise damaged(path, f"no format is known for {path.suffix!r}", f"name the format: {', '.join(FORMATS)}")
 
 
 def files_of(path: Path, format: str) -> list[Path]:
@@ -187,27 +185,21 @@ def files_of(path: Path, format: str) -> list[Path]:
     return [path] if beside is None else [path, path.with_suffix(beside)]
 
 
-def load_documents(path: str | Path, format: str, options: ReadOptions) -> TokenTable:
+def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
     """The documents of a file; see `open_documents`."""
     path = Path(path)
-    name = format_name(path, format)
-    load = partial(load_own, name) if is_import_path(name) else FORMATS[name].load
+    name = format_name(path, options.format)
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or not status.st_size:
             problem = "the file is empty" if stat.S_ISREG(status.st_mode) else "is not a regular file"
-            raise UserError(str(path), problem, "remove it; of a directory, name the files in it")
-        with path.open("rb"):  # a file that cannot be opened at all is no matter of its format
-            pass
-        return load(path, options)
+            raise damaged(path, problem, "remove it; of a directory, name the files in it")
+        path.open("rb").close()  # a file that cannot be opened at all is no matter of its format
+        return load_own(name, path, options) if is_import_path(name) else FORMATS[name].load(path, options)
     except OSError as error:
         other = f": {error.filename}" if error.filename and str(error.filename) != str(path) else ""
         problem = f"cannot be read ({error.strerror or error}{other})"
-        raise UserError(str(path), problem, "check the path and its mode") from error
-    except ValueError as error:
-        if "null byte" not in str(error):
-            raise
-        raise UserError(repr(str(path)), "is not a path: it has a NUL character", "correct the path") from error
+        raise damaged(path, problem, "check the path and its mode") from error
 
 
 def open_documents(
@@ -219,16 +211,9 @@ def open_documents(
     eod: int | None = None,
     text_split: str = "file",
 ) -> TokenTable:
-    """The documents of a file: mapped where the format allows, otherwise read into memory.
-
-    Args:
-        path: the file.
-        format: `auto` (by file extension), a key of `FORMATS`, or an import path `package.module:function` (see
-            `own_format`).
-        tokenizer, dtype, eod, text_split: see `ReadOptions`.
+    """The documents of a file: mapped where the format allows, otherwise read into memory. See `ReadOptions`.
 
     Raises:
         UserError: an unknown format, or an unreadable or damaged file, with path, position and fix.
     """
-    options = ReadOptions(tokenizer=tokenizer, dtype=dtype, eod=eod, text_split=text_split)
-    return load_documents(path, format, options)
+    return load_documents(path, ReadOptions(tokenizer, dtype, eod, text_split, format))

@@ -1,37 +1,35 @@
-"""Which documents are held out from training: a pure function of a stable hash.
+"""Opening a stream: its documents, those of the split, and the groups of cells that they are cut into.
 
-Packing several documents that are shorter than a cell into one row.
-
-Cutting a stream's documents into groups of cells.
-
-A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a run of at most
-`max_group_cells` cells of one document, or, with packing, one row of several documents that are shorter than a cell.
+A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a run of at most `max_group_cells`
+cells of one document, or, with packing, one row of several documents that are shorter than a cell. Which documents are held out
+from training is a pure function of a stable hash.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from trainer.arrays import Ints
-from trainer.data.keyed import stable_hash
+from trainer.data.documents import ReadOptions, TokenArray, TokenTable
+from trainer.data.formats import format_name, load_documents, takes_option
+from trainer.data.layout import Stream
 from trainer.errors import UserError
-from trainer.hashing import splitmix64
+from trainer.hashing import splitmix64, stable_hash
+from trainer.wording import counted, few, printable
 
 Split: TypeAlias = Literal["train", "holdout", "all"]
 SPLITS: tuple[Split, ...] = ("train", "holdout", "all")
-
-
-def check_split(split: str, fraction: float) -> None:
-    """Raise UserError unless the split is known and the fraction lies in [0, 1)."""
-    if split not in SPLITS:
-        raise UserError("split", f"must be one of {', '.join(SPLITS)}; got {split!r}")
-    if not 0.0 <= fraction < 1.0:
-        raise UserError("holdout_fraction", f"must be at least 0 and less than 1, got {fraction}")
+SAMPLE_BYTES = 1 << 16  # at either end of a file whose dtype is doubted
+logger = logging.getLogger("trainer.data")
 
 
 def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
@@ -76,8 +74,7 @@ def pack_rows(lengths: Ints, capacity: int) -> Ints:
             room, row = capacity, num_rows
             num_rows += 1
         row_of[document] = row
-        left = room - length
-        if left:
+        if left := room - length:
             rows_with_room[left].append(row)
             rooms |= 1 << left
     first = np.full(num_rows, len(lengths), dtype=np.int64)
@@ -92,7 +89,7 @@ class GroupTable:
     """The groups of a stream in file order, G of them.
 
     Args:
-        namespace, relative_path: ids are made of them, see `group_ids`.
+        namespace, relative_path: ids are made of them, see `ids_of`.
         documents: the group's document (of a packed row: its first), int64 [G].
         first_cells: the document's cell at which the group begins, int64 [G].
         num_cells: int64 [G].
@@ -117,24 +114,47 @@ class GroupTable:
         return len(self.documents)
 
     def ids_of(self, groups: Ints) -> Ints:
-        """Stable 63-bit ids of some groups, in the shape of `groups`."""
-        return group_ids(self.namespace, self.relative_path, self.documents[groups], self.first_cells[groups])
+        """Ids in [0, 2^63) of some groups, in their shape: of the source's name, the stream's path, document and first cell.
 
-    @cached_property
-    def group_ids(self) -> Ints:
-        """The ids of all groups, int64 [G]."""
-        return self.ids_of(np.arange(self.num_groups))
+        They do not depend on other streams, so adding one never changes an id.
+        """
+        base = np.uint64(stable_hash("group", self.namespace, self.relative_path))
+        mixed = splitmix64(self.documents[groups].astype(np.uint64) ^ base)
+        mixed = splitmix64(mixed + splitmix64(self.first_cells[groups].astype(np.uint64)))
+        return (mixed >> np.uint64(1)).astype(np.int64)
 
 
-def group_ids(namespace: str, relative_path: str, documents: Ints, first_cells: Ints) -> Ints:
-    """Ids in [0, 2^63) from the source's name, the stream's relative path, the document index and the first cell.
+@dataclass(frozen=True)
+class CutOptions:
+    """How documents become groups.
 
-    They do not depend on other streams, so adding one never changes an id.
+    Args:
+        namespace: the source's name, part of every group id: two sources that read the same file do not share groups.
+        seq_len: target tokens per cell, T.
+        max_group_cells: most cells per group.
+        pack: put several documents shorter than a cell into one row.
+        split, holdout_fraction: which documents are used.
+
+    Raises:
+        UserError: a setting is out of range.
     """
-    base = np.uint64(stable_hash("group", namespace, relative_path))
-    mixed = splitmix64(documents.astype(np.uint64) ^ base)
-    mixed = splitmix64(mixed + splitmix64(first_cells.astype(np.uint64)))
-    return (mixed >> np.uint64(1)).astype(np.int64)
+
+    namespace: str
+    seq_len: int
+    max_group_cells: int = 64
+    pack: bool = False
+    split: Split = "train"
+    holdout_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key, is_right, rule in (
+            ("seq_len", type(self.seq_len) is int and self.seq_len >= 1, "an integer >= 1"),
+            ("max_group_cells", type(self.max_group_cells) is int and self.max_group_cells >= 1, "an integer >= 1"),
+            ("split", self.split in SPLITS, f"one of {', '.join(SPLITS)}"),
+            ("holdout_fraction", 0.0 <= self.holdout_fraction < 1.0, "at least 0 and less than 1"),
+        ):
+            if not is_right:
+                raise UserError(key, f"must be {rule}, got {getattr(self, key)!r}")
 
 
 def _offsets(counts: Ints) -> Ints:
@@ -143,49 +163,36 @@ def _offsets(counts: Ints) -> Ints:
     return offsets
 
 
-def _runs(documents: Ints, lengths: Ints, seq_len: int, max_cells: int) -> tuple[Ints, Ints, Ints]:
+def _runs(documents: Ints, lengths: Ints, cut: CutOptions) -> tuple[Ints, Ints, Ints]:
     """(document, first cell, number of cells) of each run of the documents' cells."""
-    cells = -(-lengths // seq_len)
-    if cells.max(initial=0) <= max_cells:
+    cells = -(-lengths // cut.seq_len)
+    if cells.max(initial=0) <= cut.max_group_cells:
         return documents, np.zeros(len(documents), np.int64), cells
-    counts = -(-cells // max_cells)
+    counts = -(-cells // cut.max_group_cells)
     owner = np.repeat(np.arange(len(documents)), counts)
-    first = (np.arange(len(owner)) - np.repeat(_offsets(counts)[:-1], counts)) * max_cells
-    return documents[owner], first, np.minimum(max_cells, cells[owner] - first)
+    first = (np.arange(len(owner)) - np.repeat(_offsets(counts)[:-1], counts)) * cut.max_group_cells
+    return documents[owner], first, np.minimum(cut.max_group_cells, cells[owner] - first)
 
 
-def build_groups(
-    lengths: Ints,
-    kept: Ints,
-    *,
-    namespace: str,
-    relative_path: str,
-    seq_len: int,
-    max_group_cells: int,
-    pack: bool,
-) -> GroupTable:
+def build_groups(lengths: Ints, kept: Ints, relative_path: str, cut: CutOptions) -> GroupTable:
     """Cut documents into groups.
 
     Args:
         lengths: tokens of every document of the stream, int64 [num_documents].
         kept: indices of the documents to use, ascending; those without tokens are skipped.
-        namespace: the source's name; two sources that read the same file do not share groups.
         relative_path: the stream's.
-        seq_len: target tokens per cell.
-        max_group_cells: most cells per group.
-        pack: put documents shorter than a cell together.
     """
     # A gather over millions of documents costs more than the check that it is not needed.
     sizes = lengths if len(kept) == len(lengths) else lengths[kept]
     if sizes.min(initial=1) == 0:
         kept, sizes = kept[sizes > 0], sizes[sizes > 0]
     segments = sizes_of_rows = np.empty(0, np.int64)
-    if pack and (is_short := sizes < seq_len).any():
+    if cut.pack and (is_short := sizes < cut.seq_len).any():
         short, kept, sizes = kept[is_short], kept[~is_short], sizes[~is_short]
-        row_of = pack_rows(lengths[short], seq_len)
+        row_of = pack_rows(lengths[short], cut.seq_len)
         segments = short[np.argsort(row_of, kind="stable")]
         sizes_of_rows = np.bincount(row_of).astype(np.int64)
-    documents, first, cells = _runs(kept, sizes, seq_len, max_group_cells)
+    documents, first, cells = _runs(kept, sizes, cut)
     segment_offsets = np.zeros(len(documents) + 1, np.int64)
     if len(segments):
         leaders = segments[_offsets(sizes_of_rows)[:-1]]
@@ -197,13 +204,127 @@ def build_groups(
         order = np.lexsort((first, documents))
         documents, first, cells = documents[order], first[order], cells[order]
         segment_offsets = _offsets(num_segments[order])
-    return GroupTable(
-        namespace=namespace,
-        relative_path=relative_path,
-        documents=documents,
-        first_cells=first,
-        num_cells=cells,
-        cell_offsets=_offsets(cells),
-        segment_offsets=segment_offsets,
-        segment_documents=segments,
-    )
+    return GroupTable(cut.namespace, relative_path, documents, first, cells, _offsets(cells), segment_offsets, segments)
+
+
+@dataclass(frozen=True)
+class OpenStream:
+    """A stream, its documents, and the groups they are cut into; `num_bytes` is the size of its file when it was opened."""
+
+    stream: Stream
+    documents: TokenTable
+    groups: GroupTable
+    seq_len: int
+    num_bytes: int
+
+    def check_size(self) -> None:
+        """Check, before it is read from, that the file is as long as it was: the pages of a mapped file that are cut off end
+        the process at a touch (SIGBUS). A file that is gone stays readable where it is mapped.
+
+        Raises:
+            UserError: the file is shorter.
+        """
+        try:
+            size = os.stat(self.stream.tokens or self.stream.path).st_size
+        except OSError:
+            return
+        if size < self.num_bytes:
+            problem = f"was cut from {self.num_bytes} to {size} bytes during the run"
+            raise UserError(printable(self.stream.path), problem, "put the file back, and resume")
+
+    @cached_property
+    def windows(self) -> TokenArray | None:
+        """All windows of seq_len + 1 tokens, a view [N - seq_len, seq_len + 1]; None if the file has fewer tokens."""
+        tokens = self.documents.tokens
+        return sliding_window_view(tokens, self.seq_len + 1) if len(tokens) > self.seq_len else None
+
+
+def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions) -> OpenStream:
+    """Read a stream's file and cut it into groups.
+
+    Raises:
+        UserError: the file is unreadable or damaged.
+    """
+    path = stream.tokens or stream.path
+    if stream.tokens:
+        options = ReadOptions(options.tokenizer, format="megatron")
+    num_bytes = os.stat(path).st_size if os.path.exists(path) else 0  # before it is read, so that nothing is cut unseen
+    documents = load_documents(path, options)
+    kept = documents_of(cut.split, stream.relative_path, documents.num_documents, cut.holdout_fraction)
+    groups = build_groups(documents.lengths, np.flatnonzero(kept), stream.relative_path, cut)
+    return OpenStream(stream, documents, groups, cut.seq_len, num_bytes)
+
+
+def has_zero_halves(tokens: TokenArray) -> bool:
+    """Whether nearly every second value is 0, and not nearly all others: as when ids are read with less than their width.
+
+    Looks at both ends of the array. Values that are mostly 0 at odd and even places are no such case.
+    """
+    size = SAMPLE_BYTES // tokens.itemsize
+    if len(tokens) < 64 or tokens.itemsize == 8:
+        return False
+    last = max(len(tokens) - size, 0) // 2 * 2
+    sample = np.concatenate([tokens[:size], tokens[max(last, size) :] if last else tokens[:0]])
+    return bool((sample[1::2] == 0).mean() >= 0.99 and (sample[0::2] == 0).mean() <= 0.9)
+
+
+class StreamOpener:
+    """Opens the streams of a source, counts their documents, and warns of files that `eod` or `dtype` do not fit.
+
+    Args:
+        options, cut: see `open_stream`.
+        warns: warn of the first file of either kind. False: `warn` reports all that were opened.
+    """
+
+    def __init__(self, options: ReadOptions, cut: CutOptions, *, warns: bool = True) -> None:
+        self._options, self._cut, self._warns = options, cut, warns
+        self.current: Stream | None = None  # being opened, or read from
+        self._num_documents: dict[Stream, int] = {}
+        # Option -> names of the streams that it does not fit, with their tokens.
+        self._doubtful: dict[str, dict[str, int]] = {"eod": {}, "dtype": {}}
+        self._has_said: set[str] = set()
+
+    def __call__(self, stream: Stream) -> OpenStream:
+        """The stream, opened.
+
+        Raises:
+            UserError: the file is unreadable or damaged.
+        """
+        self.current = stream
+        try:
+            opened = open_stream(stream, self._options, self._cut)
+        except UserError as error:
+            error.where = f"source {self._cut.namespace}"
+            raise
+        documents, name = opened.documents, format_name(Path(stream.path), self._options.format)
+        self._num_documents[stream] = documents.num_documents
+        # Where it occurs, an id that ends documents ends each but perhaps the last.
+        eod, is_split = self._options.eod, takes_option(name, "eod")
+        if eod is not None and is_split and documents.num_documents == 1 and documents.tokens[-1] != eod:
+            self._doubtful["eod"][stream.relative_path] = len(documents.tokens)
+        if takes_option(name, "dtype") and has_zero_halves(documents.tokens):
+            self._doubtful["dtype"][stream.relative_path] = len(documents.tokens)
+        if self._warns:
+            self.warn()
+        return opened
+
+    def warn(self) -> None:
+        """Warn of the opened files that `eod` does not occur in, and of those of a doubtful `dtype`; once of either."""
+        texts = {
+            "eod": f"eod = {self._options.eod} does not occur in %s: such a file is one document; check the id",
+            "dtype": f'dtype = "{self._options.dtype}" gives 0 as every second id in %s: check whether it is wider',
+        }
+        for option, text in texts.items():
+            if (files := self._doubtful[option]) and option not in self._has_said:
+                self._has_said.add(option)
+                names = few([f"{printable(name)} ({counted(tokens, 'token')})" for name, tokens in files.items()])
+                place = f"{len(files):,} of {len(self._num_documents):,} files, {names}"
+                logger.warning(f"source %s: {text}", self._cut.namespace, place)
+
+    def nothing_left(self, key: str, problem: str) -> UserError:
+        """The error for a split without documents."""
+        fix = "change holdout_fraction or the paths"
+        if self._cut.holdout_fraction and self._num_documents and max(self._num_documents.values()) == 1:
+            problem += ": each file is one document, and documents are held out whole"
+            fix = f"set eod or text_split so that files are split, or {fix}"
+        return UserError(key, problem, fix)

@@ -27,7 +27,7 @@ from trainer.errors import UserError
 from trainer.files import did_you_mean
 from trainer.wording import counted, few, printable
 
-IGNORED = (".", "_")  # hidden files, and what other programs put beside data (`_SUCCESS`)
+IGNORED = (".", "_")  # hidden files, and what other programs put next to data (`_SUCCESS`)
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
 BESIDE_DATA = ("manifest.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
 ABOUT_DATA = ("readme", "license", "licence", "copying", "notice", "authors", "citation", "changelog", "makefile")
@@ -93,53 +93,53 @@ def _files_below(directory: Path) -> list[Path]:
     return [path for each in below for path in Path(each).iterdir() if path.is_file()]
 
 
-def _sort_of(path: PurePath, format: str) -> Literal["data", "marked", "unread", "other"]:
-    """What a layout makes of a file, by its name below the root.
+Sort = Literal["data", "unread", "other"]
 
-    `marked` would be data but for the beginning of its name; `unread` may be meant as data, and no format reads it.
-    """
-    is_index = path.suffix in index_suffixes()
+
+def _sort_of(path: PurePath, format: str) -> Sort:
+    """What a layout makes of a file, by its name below the root; `unread` may be meant as data, and is not read."""
+    is_index, is_hidden = path.suffix in index_suffixes(), path.name.startswith(".")
     if path.name != "manifest.json" and not is_index and (format != "auto" or path.suffix in suffixes()):
-        return "marked" if path.name.startswith(IGNORED) else "data"
-    is_hidden = any(part.startswith(IGNORED) for part in path.parts)
-    is_known = is_index or path.suffix.lower() in NO_DATA or is_hidden or _is_about_data(path)
-    return "other" if is_known else "unread"
+        return "other" if is_hidden else "unread" if path.name.startswith("_") else "data"
+    is_known = is_index or path.suffix.lower() in NO_DATA or any(part.startswith(IGNORED) for part in path.parts)
+    return "other" if is_known or _is_about_data(path) else "unread"
 
 
 def _is_about_data(path: PurePath) -> bool:
     return path.name in BESIDE_DATA or path.name.lower().partition(".")[0] in ABOUT_DATA
 
 
-def _not_read(marked: Iterable[str], unread: Iterable[str]) -> list[str]:
-    """What to say of files that a layout leaves out: at most a clause of either kind. Hidden files mean nothing."""
-    marked, unread = sorted(n for n in marked if os.path.basename(n).startswith("_")), sorted(unread)
-    said = [f"skips {len(marked):,} whose names begin with _: {few(marked)}"] if marked else []
-    if unread:
-        kinds = sorted({PurePath(name).suffix or "no extension" for name in unread})
-        said.append(f"does not read {counted(len(unread), 'file')} ({few(kinds)}): {few(unread)}")
-    return said
+def _not_read(unread: Iterable[str]) -> str:
+    """What to say of files that a layout leaves out; empty if there are none."""
+    names = sorted(unread)
+    kinds = sorted(
+        {"_*" if PurePath(name).name.startswith("_") else PurePath(name).suffix or "no extension" for name in names}
+    )
+    return f"does not read {counted(len(names), 'file')} ({few(kinds)}): {few(names)}" if names else ""
 
 
-def _warn(where: object, marked: Iterable[str], unread: Iterable[str]) -> None:
-    for said in _not_read(marked, unread):
+def _warn(where: object, unread: Iterable[str]) -> None:
+    if said := _not_read(unread):
         text = "%s: %s; if they are data, rename them (known extensions: %s), unpack or convert them, or set format"
         logger.warning(text, printable(str(where)), said, " ".join(suffixes()))
 
 
-def _none(problem: str, marked: Iterable[str], unread: Iterable[str]) -> str:
-    said = ", and ".join(_not_read(marked, unread))
-    return f"{problem} (it {said})" if said else problem
+def _nothing_found(where: object, unread: Iterable[str], fix: str = "") -> UserError:
+    """The error for a root, modality or glob without streams."""
+    said = _not_read(unread)
+    problem = "has no stream files" + (f" (it {said})" if said else "")
+    return UserError(str(where), problem, fix or f"known extensions: {' '.join(suffixes())}")
 
 
 def wanted(names: Iterable[str], format: str, *, where: str | None) -> list[str]:
-    """Of names below a root, those that a layout reads and the index files beside them.
+    """Of names below a root, those that a layout reads and the index files next to them.
 
     Args:
         where: warns of others that are named like data there; None: does not.
     """
     sorts = {name: _sort_of(PurePath(name), format) for name in names}
     if where is not None:
-        _warn(where, (), [name for name, sort in sorts.items() if sort == "unread"])
+        _warn(where, [name for name, sort in sorts.items() if sort == "unread"])
     return [name for name, sort in sorts.items() if sort == "data" or PurePath(name).suffix in index_suffixes()]
 
 
@@ -189,7 +189,7 @@ class Stream:
             DIRECT.
         modality: its label, printable: metric keys and tables hold it.
         root: the directory it was looked for in: under DIRECT, the one that its path or glob names.
-        tokens: its documents, tokenized already, as `NAME.bin` with `NAME.idx` beside it; empty if there are none.
+        tokens: its documents, tokenized already, as `NAME.bin` with `NAME.idx`; empty if there are none.
     """
 
     stream_id: int
@@ -217,9 +217,8 @@ def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
         UserError: there are some.
     """
     if empty:
-        problem = (
-            f"{len(empty):,} of {num_files:,} files {'is' if len(empty) == 1 else 'are'} empty, which a run refuses"
-        )
+        is_or_are = "is" if len(empty) == 1 else "are"
+        problem = f"{len(empty):,} of {num_files:,} files {is_or_are} empty, which a run refuses"
         fix = "remove them, or copy the others with train data build text, which skips them"
         raise UserError(few(empty), problem, fix)
 
@@ -256,38 +255,32 @@ def discover_nested(
         raise UserError(str(root), "no such directory", fix)
     directories = {printable(path.name): path for path in sorted(base.iterdir()) if path.is_dir()}
     present = [name for name in directories if not name.startswith(IGNORED)]
+    unread = [name for name in directories if modalities is None and name.startswith("_")]
     streams: list[tuple[str, str, str, str]] = []
-    marked = [name for name in directories if modalities is None and name not in present]
-    unread: list[str] = []
     for modality in present if modalities is None else sorted(set(modalities)):
         if modality not in present:
             raise UserError(str(root), f"has no modality {modality!r}", f"it has: {', '.join(present) or 'none'}")
-        files = [(path, path.relative_to(base)) for path in _files_below(directories[modality])]
-        sorts = {name.as_posix(): (path, _sort_of(name, format)) for path, name in files}
-        of_sort = {each: [name for name, (_, sort) in sorts.items() if sort == each] for each in ("marked", "unread")}
-        found = [(name, str(path), modality, str(base)) for name, (path, sort) in sorts.items() if sort == "data"]
+        sorts = [(path, _sort_of(path.relative_to(base), format)) for path in _files_below(directories[modality])]
+        found = [
+            (path.relative_to(base).as_posix(), str(path), modality, str(base))
+            for path, sort in sorts
+            if sort == "data"
+        ]
+        others = [path.relative_to(base).as_posix() for path, sort in sorts if sort == "unread"]
         if not found and modalities is not None:
-            problem = _none("has no stream files", of_sort["marked"], of_sort["unread"])
-            raise UserError(str(base / modality), problem, f"known extensions: {' '.join(suffixes())}")
+            raise _nothing_found(base / modality, others)
         streams += found
-        marked += of_sort["marked"]
-        unread += of_sort["unread"]
+        unread += others
     if not streams:
-        raise _no_stream(base, format, marked, unread)
-    _warn(root, marked, unread)
+        loose = loose_files(base, format)
+        read = [name for name in loose if _sort_of(PurePath(name), format) == "data"]
+        fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
+        if read:
+            pattern = os.path.join(glob.escape(str(base)), "*")
+            fix += f', or read those that lie in it ({few(read)}) with paths = ["{pattern}"] instead of root'
+        raise _nothing_found(base, [*unread, *(name for name in loose if name not in read)], fix)
+    _warn(root, unread)
     return _numbered(streams)
-
-
-def _no_stream(base: Path, format: str, marked: Sequence[str], unread: Sequence[str]) -> UserError:
-    """The refusal of a root without streams: files may lie in it directly, or have other extensions."""
-    loose = loose_files(base, format)
-    read = [name for name in loose if _sort_of(PurePath(name), format) == "data"]
-    problem = _none("has no stream files", marked, [*unread, *(name for name in loose if name not in read)])
-    fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
-    if read:
-        pattern = os.path.join(glob.escape(str(base)), "*")
-        fix += f', or read those that lie in it ({few(read)}) with paths = ["{pattern}"] instead of root'
-    return UserError(str(base), problem, fix)
 
 
 def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> list[Stream]:
@@ -301,38 +294,28 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     """
     check_format(format)
     found: dict[str, tuple[str, str, str, str]] = {}
-    left_out: dict[str, str] = {}  # path -> sort
+    unread: set[str] = set()
     for given in paths:
         text = os.path.normpath(str(given))
-        if os.path.isfile(text):
-            sorts = {text: "data"}
-        else:
-            sorts = {path: str(_sort_of(PurePath(os.path.basename(path)), format)) for path in find_files(text)}
-        if "data" not in sorts.values():
-            raise _nothing_named(str(given), text, sorts)
-        for path, sort in sorts.items():
+        is_file = os.path.isfile(text)
+        matched = [text] if is_file else find_files(text)
+        read = [path for path in matched if is_file or _sort_of(PurePath(os.path.basename(path)), format) == "data"]
+        others = {path for path in matched if _sort_of(PurePath(os.path.basename(path)), format) == "unread"}
+        if not read:
+            if os.path.isdir(text):
+                fix = f"write '{text}/**/*' for the files below it, or name it alone (in a config: as root of a source)"
+                raise UserError(str(given), "is a directory, and only files and globs can be listed", fix)
+            if not glob.has_magic(text) and not os.path.exists(text):
+                raise UserError(str(given), "no such file or directory", did_you_mean(text) or "check the path")
+            raise _nothing_found(given, others)
+        unread |= others
+        for path in read:
             label = printable(os.path.basename(os.path.dirname(os.path.abspath(path))))
-            if sort == "data":
-                found.setdefault(path, (Path(path).as_posix(), path, label, named_directory(text)))
-        left_out |= sorts
+            found.setdefault(path, (Path(path).as_posix(), path, label, named_directory(text)))
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
-    _warn(
-        "paths",
-        *([p for p, sort in left_out.items() if sort == kind and p not in found] for kind in ("marked", "unread")),
-    )
+    _warn("paths", unread - found.keys())
     return _numbered(found.values())
-
-
-def _nothing_named(given: str, text: str, sorts: Mapping[str, str]) -> UserError:
-    """The refusal of a path or glob that names no stream file."""
-    if os.path.isdir(text):
-        fix = f"write '{text}/**/*' for the files below it, or name it alone (in a config: as root of a source of its own)"
-        return UserError(given, "is a directory, and only files and globs can be listed", fix)
-    if not glob.has_magic(text) and not os.path.exists(text):
-        return UserError(given, "no such file or directory", did_you_mean(text) or "check the path")
-    marked, unread = ([path for path, sort in sorts.items() if sort == kind] for kind in ("marked", "unread"))
-    return UserError(given, _none("names no stream file", marked, unread), f"known extensions: {' '.join(suffixes())}")
 
 
 @dataclass(frozen=True)
@@ -379,13 +362,12 @@ def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, 
     Raises:
         UserError: an option changes nothing.
     """
-    if is_import_path(format):  # a format of the user's own may take any of them
+    if is_import_path(format):  # a custom format may take any of them
         return
+    names = {format_name(Path(stream.path), format) for stream in streams}
     for option, value in given.items():
-        if value is None or (option, value) == ("text_split", "file"):
-            continue
-        names = [format_name(Path(stream.path), format) for stream in streams]
-        if not any(takes_option(name, option) for name in names):
+        is_given = value is not None and (option, value) != ("text_split", "file")
+        if is_given and not any(takes_option(name, option) for name in names):
             problem = f"is {json.dumps(value)}, but there are no {' or '.join(formats_with(option))} files"
-            fix = "remove it" + (": the index beside a .bin file defines it" if "megatron" in names else "")
+            fix = "remove it" + (": the index of a .bin file defines it" if "megatron" in names else "")
             raise UserError(f"{source}: {option}" if source else option, problem, fix)

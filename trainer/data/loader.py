@@ -1,67 +1,59 @@
-"""Loader: micro-batches on the device, prefetched by one thread, each with the dataset's state and metrics after it."""
+"""Loader: micro-batches on the device, prefetched by one thread."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from trainer.arrays import IGNORED
+from trainer.data.batch import MASKED_SHARE, MicroBatch, take_apart
 from trainer.metrics.best_effort import BestEffort
+from trainer.on_device import to_device
 
 CLOSE_SEC = 5.0
 TENSOR_KEYS = ("tokens", "targets", "resets", "token_types", "tokens_before", "resets_before")
 
 
-@dataclass(frozen=True)
-class LoadedBatch:
-    """One micro-batch with the dataset's state and metrics.
-
-    Args:
-        batch: the dataset's dict; those of `TENSOR_KEYS` are tensors on the device.
-        state: the dataset's state after this batch: resuming from it gives the next one, however far the loader has
-            read ahead. None if the dataset has no `state_dict`.
-        metrics: drained from the dataset right after this batch; {} if it has no `drain_step_metrics`. None is what it should
-            have reported and could not.
-        is_masked: no row has a target; None if that is unknown without waiting for a device.
-    """
-
-    batch: dict[str, Any]
-    state: dict[str, Any] | None
-    metrics: Mapping[str, float | None]
-    is_masked: bool | None = None
-
-
 class Loader:
-    """Iterates a dataset of micro-batch dicts as `LoadedBatch`es.
+    """Iterates a dataset of dicts as micro-batches, each with the dataset's state and metrics after it.
 
     Args:
         dataset: an iterable of dicts; `state_dict` and `drain_step_metrics` are used where it has them.
-        device: where tensors go; to a CUDA device through pinned memory, without waiting for the copy.
-        guard: of `drain_step_metrics`: its failure costs the metrics, never a batch.
+        device: where the values of `TENSOR_KEYS` go; to a CUDA device through pinned memory, without waiting for the copy.
+        accepted, burns_in: see `take_apart`.
         prefetch: batches that a thread prepares in advance; 0: no thread.
+        guard: of `drain_step_metrics`: its failure costs the metrics, never a batch.
 
     An exception in the thread is raised from `next()`, after the batches made before it. While the thread runs, nobody
     else may touch the dataset. `close()` ends the thread; the loader is also a context manager.
     """
 
     def __init__(
-        self, dataset: Any, *, device: torch.device | str, prefetch: int = 2, guard: BestEffort | None = None
+        self,
+        dataset: Any,
+        *,
+        device: torch.device | str,
+        accepted: frozenset[str] | None = None,
+        burns_in: bool = False,
+        prefetch: int = 2,
+        guard: BestEffort | None = None,
     ) -> None:
         assert prefetch >= 0, prefetch
         self._dataset = dataset
         self._iterator = iter(dataset)
         self._device = torch.device(device)
+        self._accepted, self._burns_in = accepted, burns_in
         self._state_dict = getattr(dataset, "state_dict", None)
         self._drain = getattr(dataset, "drain_step_metrics", None)
         self._guard = guard or BestEffort("data metrics")
-        self._queue: queue.Queue[LoadedBatch | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
+        self._queue: queue.Queue[MicroBatch | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
         self._stop = threading.Event()
         self._num_loaded = 0
         self._failure: BaseException | None = None
@@ -70,14 +62,15 @@ class Loader:
             self._thread = threading.Thread(target=self._run, name="data-loader", daemon=True)
             self._thread.start()
 
-    def __iter__(self) -> Iterator[LoadedBatch]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
-    def __next__(self) -> LoadedBatch:
+    def __next__(self) -> MicroBatch:
         """The next micro-batch.
 
         Raises:
             StopIteration: the dataset is exhausted, or the loader was closed.
+            UserError: the batch is not one that the model can take; see `take_apart`.
             Exception: what the dataset raised.
         """
         if self._stop.is_set():
@@ -86,7 +79,7 @@ class Loader:
             return self._load()
         if self._failure is None:
             item = self._queue.get()
-            if isinstance(item, LoadedBatch):
+            if isinstance(item, MicroBatch):
                 return item
             self._failure = item
         raise self._failure
@@ -117,30 +110,29 @@ class Loader:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                item: LoadedBatch | BaseException = self._load()
+                item: MicroBatch | BaseException = self._load()
             except BaseException as error:  # noqa: BLE001 - raised in the consumer
                 item = error
             self._queue.put(item)
             if isinstance(item, BaseException):
                 return
 
-    def _load(self) -> LoadedBatch:
-        batch = next(self._iterator)
+    def _load(self) -> MicroBatch:
+        batch = dict(next(self._iterator))
         self._num_loaded += 1
         state = None if self._state_dict is None else self._state_dict()
         metrics = {} if self._drain is None else self._guard.run(self._drain)
         if metrics is None:
             metrics = dict.fromkeys(getattr(self._dataset, "metric_keys", ()))
         is_masked = _is_masked(batch.get("targets"))
-        is_cuda = self._device.type == "cuda"
-        for key in TENSOR_KEYS:
-            if key in batch:
-                tensor = torch.as_tensor(batch[key])
-                batch[key] = (tensor.pin_memory() if is_cuda else tensor).to(self._device, non_blocking=is_cuda)
-        return LoadedBatch(batch, state, metrics, is_masked)
+        if is_masked is not None:
+            metrics = {**metrics, MASKED_SHARE: float(is_masked)}
+        batch |= {key: to_device(batch[key], self._device) for key in TENSOR_KEYS if key in batch}
+        return replace(take_apart(batch, self._accepted, burns_in=self._burns_in), state=state, metrics=metrics)
 
 
 def _is_masked(targets: Any) -> bool | None:
+    """Whether no row has a target; None if that is unknown without waiting for a device."""
     if targets is None or (isinstance(targets, torch.Tensor) and targets.device.type != "cpu"):
         return None
     array = np.asarray(targets)

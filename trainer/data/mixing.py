@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from trainer.data import mixing_state
+import numpy as np
+
 from trainer.data.collate import Batch, Collator
 from trainer.data.documents import ReadOptions
-from trainer.data.epochs import QueueKey, ReaderQueue, active_streams
+from trainer.data.epochs import (
+    STATE_VERSION,
+    QueueKey,
+    ReaderQueue,
+    active_streams,
+    check_states,
+    fingerprint,
+    is_same_layout,
+    points_of,
+    reshard,
+)
 from trainer.data.formats import is_import_path
-from trainer.data.groups import Split, check_split
-from trainer.data.keyed import KeyedUniforms
+from trainer.data.groups import CutOptions, StreamOpener
 from trainer.data.layout import Stream
-from trainer.data.open_stream import CutOptions, StreamOpener
-from trainer.data.pool import PICK_MODES, ActivePool, PickMode, modality_keys, pool_metric_keys
 from trainer.data.reader import StreamReader
 from trainer.data.tokenizer import TimedTokenizer, Tokenizer
 from trainer.errors import UserError
+from trainer.hashing import KeyedUniforms
 from trainer.metrics.best_effort import BestEffort
 from trainer.wording import printable
 
@@ -31,31 +41,180 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+PickMode: TypeAlias = Literal["weighted", "uniform", "round_robin"]
+PICK_MODES: tuple[PickMode, ...] = ("weighted", "uniform", "round_robin")
 BatchingMode: TypeAlias = Literal["per_stream", "device_per_stream"]
 BATCHING_MODES: tuple[BatchingMode, ...] = ("per_stream", "device_per_stream")
-STAGES = ("open", "tokenize", "read", "own_code")  # of reading, whose seconds are told apart
+STAGES = ("open", "tokenize", "read", "own_code")  # of reading, timed separately
+
+REMAINING_MIN = "stream_mixing/active/remaining_min"
+REMAINING_MAX = "stream_mixing/active/remaining_max"
+FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"
+FRACTION_MAX = "stream_mixing/active/remaining_fraction_max"
+STEPS_SINCE_PICK_MAX = "stream_mixing/active/steps_since_pick_max"
+PICK_SURPRISE_MAX = "stream_mixing/active/pick_surprise_max"
+MODALITY_PREFIX = "stream_mixing/active/modalities/"
 EXHAUST_EVENTS = "stream_mixing/refill/exhaust_events"
+
+# Rows of the pool's statistics. Quantities whose minimum is wanted are negated, so that one maximum over the readers
+# answers all; so is the pick at which a reader was last picked, since the longest wait belongs to the smallest of those.
+_NEG_REMAINING, _REMAINING, _NEG_FRACTION, _FRACTION, _NEG_LAST_PICK, _SURPRISE = range(6)
 logger = logging.getLogger("trainer.data")
 
 
-def _check_settings(num_before: int, choices: Mapping[str, tuple[str, tuple[str, ...]]], **numbers: int) -> None:
-    for key, (value, known) in choices.items():
-        if value not in known:
-            raise UserError(key, f"must be one of {', '.join(known)}; got {value!r}")
-    for key, number in {**numbers, "tokens_before": num_before}.items():
-        least = 0 if key == "tokens_before" else 1
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise UserError(key, f"must be an integer >= {least}, got {number!r}")
+def pool_metric_keys(modalities: Iterable[str]) -> tuple[str, ...]:
+    """Every key of `ActivePool.seen`."""
+    peaks = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, FRACTION_MAX, STEPS_SINCE_PICK_MAX, PICK_SURPRISE_MAX)
+    return (*peaks, *(MODALITY_PREFIX + modality for modality in sorted(modalities)))
 
 
-def _numbered(streams: Sequence[Stream], name: str) -> list[Stream]:
-    """The streams, renumbered: they may be only a part of those discovered."""
-    if not streams:
-        raise UserError(name, "has no streams", "check the source's paths")
-    path, times = Counter(stream.relative_path for stream in streams).most_common(1)[0]
-    if times > 1:
-        raise UserError(name, f"lists the stream {path} twice", "list each file once")
-    return [replace(stream, stream_id=i) for i, stream in enumerate(streams)]
+class ActivePool:
+    """The active readers, one per slot: anything with `stream`, `remaining_picks` and `remaining_fraction`.
+
+    `seen` holds the metrics of the last pick: what remained before it, and waits with it counted; empty before the
+    first pick. Each pick makes a new dict, so it may be kept.
+
+    Args:
+        modalities: all that can occur; each is reported at every pick, zeros included.
+        pick_mode: `weighted` (in proportion to remaining picks), `uniform`, or `round_robin` (slots in turn).
+        guard: of the metrics: if they fail, `seen` is empty and picks are the same.
+    """
+
+    def __init__(self, modalities: Sequence[str], pick_mode: PickMode, guard: BestEffort | None = None) -> None:
+        self.readers: list[Any] = []
+        self.seen: dict[str, float] = {}
+        self.turn = 0  # the slot that round_robin picks next
+        self._pick_mode = pick_mode
+        self._stats = np.zeros((6, 0))
+        self._counts = {MODALITY_PREFIX + modality: 0.0 for modality in sorted(modalities)}
+        self._num_picks = 0
+        self._guard = guard or BestEffort("pool metrics")
+
+    def add(self, reader: Any) -> None:
+        """Append a slot with this reader."""
+        self.readers.append(reader)
+        self._counts[MODALITY_PREFIX + reader.stream.modality] += 1.0
+        self._stats = np.concatenate([self._stats, np.zeros((6, 1))], axis=1)
+        self.note(len(self.readers) - 1)
+
+    def replace(self, slot: int, reader: Any | None) -> None:
+        """Put a reader into a slot, or, without one, remove the slot."""
+        self._counts[MODALITY_PREFIX + self.readers[slot].stream.modality] -= 1.0
+        if reader is None:
+            del self.readers[slot]
+            self._stats = np.delete(self._stats, slot, axis=1)
+            self.turn -= self.turn > slot
+            self.turn %= max(len(self.readers), 1)
+            return
+        self.readers[slot] = reader
+        self._counts[MODALITY_PREFIX + reader.stream.modality] += 1.0
+        self.note(slot)
+
+    def note(self, slot: int) -> None:
+        """Record the progress of a reader that was just picked and read from, or that is new."""
+        reader = self.readers[slot]
+        remaining, fraction = reader.remaining_picks, reader.remaining_fraction
+        self._stats[:, slot] = (-remaining, remaining, -fraction, fraction, -self._num_picks, 0.0)
+
+    def pick(self, uniform: float) -> int:
+        """Choose a slot. Whoever then reads from its reader must call `note` or `replace`.
+
+        Args:
+            uniform: a number in [0, 1) that decides; not used by round_robin.
+        """
+        stats, num_readers, slot = self._stats, len(self.readers), 0
+        if num_readers > 1:  # otherwise there is nothing to choose, and no surprise
+            if self._pick_mode == "weighted":
+                remaining = stats[_REMAINING]
+                ends = remaining.cumsum()  # integers below 2^53: exact in float64
+                total = float(ends[-1])
+                # uniform * total may round up to total itself.
+                slot = min(int(ends.searchsorted(uniform * total, side="right")), num_readers - 1)
+                stats[_SURPRISE] -= np.log1p(remaining / -total)
+            elif self._pick_mode == "uniform":
+                slot = int(uniform * num_readers)
+                stats[_SURPRISE] -= math.log1p(-1.0 / num_readers)
+            else:
+                slot = self.turn
+                self.turn = (slot + 1) % num_readers
+        self._num_picks += 1
+        stats[_NEG_LAST_PICK, slot] = -self._num_picks
+        stats[_SURPRISE, slot] = 0.0
+        self.seen = self._guard.run(self.snapshot) or {}
+        return slot
+
+    def snapshot(self) -> dict[str, float]:
+        """The metrics of the pool as it is."""
+        peaks: list[float] = np.maximum.reduce(self._stats, axis=1).tolist()
+        return {
+            REMAINING_MIN: -peaks[_NEG_REMAINING],
+            REMAINING_MAX: peaks[_REMAINING],
+            FRACTION_MIN: 0.0 - peaks[_NEG_FRACTION],  # not a negative zero
+            FRACTION_MAX: peaks[_FRACTION],
+            STEPS_SINCE_PICK_MAX: self._num_picks + peaks[_NEG_LAST_PICK],
+            PICK_SURPRISE_MAX: peaks[_SURPRISE],
+            **self._counts,
+        }
+
+    def observed(self) -> dict[str, Any]:
+        """What was observed so far, as plain Python: for `restore`, so that waits continue after a resume.
+
+        `waits` has, for each slot, minus the pick at which its reader was last picked, and its surprise since then.
+        """
+        return {"num_picks": self._num_picks, "waits": self._stats[_NEG_LAST_PICK:].T.tolist(), "seen": self.seen}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what another pool observed, once the same readers are in the same slots."""
+        self._num_picks, self.seen = state["num_picks"], dict(state["seen"])
+        if state["waits"]:
+            self._stats[_NEG_LAST_PICK:] = np.transpose(state["waits"])
+
+
+@dataclass(frozen=True)
+class MixOptions:
+    """How the streams of a source are mixed.
+
+    Args:
+        num_streams_mixed: K; fewer if there are fewer streams.
+        pick_mode: `weighted` by remaining picks, `uniform`, or `round_robin`.
+        batching_mode: `per_stream`: all ranks pick the same stream and read disjoint slices of it; a rank whose slice
+            is exhausted yields one fully masked row. `device_per_stream`: each rank has its own pool and picks; with
+            `repeat`, a rank without any cells yields fully masked rows.
+        batch_size, batch_size_by_modality: cells per micro-batch and rank.
+        repeat: begin a new epoch after the last cell.
+        tokens_before: n: every batch has the n tokens before each cell too; 0: none. See `Collator`.
+        seed: of every random choice.
+
+    Raises:
+        UserError: a setting is out of range.
+    """
+
+    num_streams_mixed: int = 4
+    pick_mode: PickMode = "weighted"
+    batching_mode: BatchingMode = "per_stream"
+    batch_size: int = 8
+    batch_size_by_modality: Mapping[str, int] = field(default_factory=dict)
+    repeat: bool = True
+    tokens_before: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        choices = (("pick_mode", PICK_MODES), ("batching_mode", BATCHING_MODES))
+        wrong = [
+            f"{key}: must be one of {', '.join(known)}" for key, known in choices if getattr(self, key) not in known
+        ]
+        sizes = {f"batch_size_by_modality.{modality}": size for modality, size in self.batch_size_by_modality.items()}
+        numbers = {"num_streams_mixed": self.num_streams_mixed, "batch_size": self.batch_size, **sizes}
+        wrong += [
+            f"{key}: must be an integer >= 1"
+            for key, number in numbers.items()
+            if type(number) is not int or number < 1
+        ]
+        if type(self.tokens_before) is not int or self.tokens_before < 0:
+            wrong.append("tokens_before: must be an integer >= 0")
+        if wrong:
+            key, _, problem = wrong[0].partition(": ")
+            raise UserError(key, f"{problem}, got {getattr(self, key, sizes.get(key))!r}")
 
 
 class StreamMixingDataset:
@@ -72,109 +231,69 @@ class StreamMixingDataset:
 
     Args:
         streams: from `discover_nested` or `discover_direct`.
-        name: the source's name: `dataset_labels`, and part of every group id; unique in a blend.
-        tokenizer: tokenizes text, and bounds the ids in files.
-        seq_len: target tokens per cell, T.
-        num_streams_mixed: K; fewer if there are fewer streams.
-        pick_mode: `weighted` by remaining picks, `uniform`, or `round_robin`.
-        batching_mode: `per_stream`: all ranks pick the same stream and read disjoint slices of it; a rank whose slice
-            is exhausted yields one fully masked row. `device_per_stream`: each rank has its own pool and picks; with
-            `repeat`, a rank without any cells yields fully masked rows.
-        batch_size, batch_size_by_modality: cells per micro-batch and rank.
-        max_group_cells: most cells per group.
-        pack: put several documents shorter than a cell into one row.
-        repeat: begin a new epoch after the last cell.
-        tokens_before: n: every batch has the n tokens before each cell too; 0: none. See `Collator`.
-        seed: of every random choice.
+        cut: how documents become cells; its namespace, the source's name, must be unique in a blend.
+        read: how files are read.
+        mix: how streams are mixed.
         rank, world_size: this rank, and the number of ranks.
-        split, holdout_fraction: which documents are used.
-        format, dtype, eod, text_split: how files are read; see `open_documents`.
 
     Raises:
-        UserError: a setting is out of range; while iterating: a damaged file, or a split without documents.
+        UserError: no streams, or one twice; while iterating: a damaged file, or a split without documents.
     """
 
-    # Over 60 lines: a third is the signature, the rest passes each setting to the part that needs it.
     def __init__(
         self,
         streams: Sequence[Stream],
+        cut: CutOptions,
+        read: ReadOptions,
+        mix: MixOptions | None = None,
         *,
-        name: str,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        num_streams_mixed: int = 4,
-        pick_mode: PickMode = "weighted",
-        batching_mode: BatchingMode = "per_stream",
-        batch_size: int = 8,
-        batch_size_by_modality: Mapping[str, int] | None = None,
-        max_group_cells: int = 64,
-        pack: bool = False,
-        repeat: bool = True,
-        tokens_before: int = 0,
-        seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        split: Split = "train",
-        holdout_fraction: float = 0.0,
-        format: str = "auto",
-        dtype: str | None = None,
-        eod: int | None = None,
-        text_split: str = "file",
     ) -> None:
-        sizes = dict(batch_size_by_modality or {})
-        _check_settings(
-            tokens_before,
-            {"pick_mode": (pick_mode, PICK_MODES), "batching_mode": (batching_mode, BATCHING_MODES)},
-            num_streams_mixed=num_streams_mixed,
-            batch_size=batch_size,
-            seq_len=seq_len,
-            max_group_cells=max_group_cells,
-            **{f"batch_size_by_modality.{modality}": size for modality, size in sizes.items()},
-        )
-        check_split(split, holdout_fraction)
+        mix = mix or MixOptions()
         assert 0 <= rank < world_size, (rank, world_size)
-        self.name = name
-        self.streams = _numbered(streams, name)
+        self.name = name = cut.namespace
+        path, times = max(
+            Counter(stream.relative_path for stream in streams).items(), key=lambda item: item[1], default=("", 0)
+        )
+        if times != 1:
+            problem = f"lists the stream {path} twice" if times else "has no streams"
+            raise UserError(name, problem, "name each of its files once")
+        # Renumbered: they may be only a part of those discovered.
+        self.streams = [replace(stream, stream_id=i) for i, stream in enumerate(streams)]
         self.modalities = sorted({stream.modality for stream in streams})
-        self._rank, self._world_size = rank, world_size
-        self._num_streams_mixed = num_streams_mixed
-        self._pick_mode: PickMode = pick_mode
-        self._shared = batching_mode == "per_stream"
-        self._repeat = repeat
-        self._num_before = tokens_before
-        self._guard = BestEffort(f"pool metrics of {name} ({split})")
+        self._mix, self._rank, self._world_size = mix, rank, world_size
+        self._shared = mix.batching_mode == "per_stream"
+        self._guard = BestEffort(f"pool metrics of {name} ({cut.split})")
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
-        self._tokenizer = TimedTokenizer(tokenizer)
-        self._opening = "own_code" if is_import_path(format) else "open"
+        self._tokenizer = TimedTokenizer(read.tokenizer)
+        self._opening = "own_code" if is_import_path(read.format) else "open"
         self._seconds: defaultdict[str, float] = defaultdict(float)  # see `drain_seconds`
-        options = ReadOptions(cast(Tokenizer, self._tokenizer), dtype, eod, text_split)
-        cut = CutOptions(name, seq_len, max_group_cells, pack, split, holdout_fraction)
+        options = replace(read, tokenizer=cast(Tokenizer, self._tokenizer))
         self._fixed_state = {  # the part of a state that is constant throughout a run
-            "version": mixing_state.VERSION,
-            "fingerprint": mixing_state.fingerprint(
-                self.streams, options, cut, format=format, seed=seed, batching_mode=batching_mode
-            ),
+            "version": STATE_VERSION,
+            "fingerprint": fingerprint(self.streams, read, cut, seed=mix.seed, batching_mode=mix.batching_mode),
             "rank": rank,
             "world_size": world_size,
-            "num_streams_mixed": num_streams_mixed,
-            "batch_size": batch_size,
-            "batch_size_by_modality": sizes,
+            "num_streams_mixed": mix.num_streams_mixed,
+            "batch_size": mix.batch_size,
+            "batch_size_by_modality": dict(mix.batch_size_by_modality),
         }
-        self._uniforms = KeyedUniforms("pick", name, seed, "all" if self._shared else rank)
+        self._uniforms = KeyedUniforms("pick", name, mix.seed, "all" if self._shared else rank)
         self._no_stream = f'"source": {json.dumps(name)}, "stream": null'
-        self._collator = Collator(name=name, tokenizer=tokenizer, seq_len=seq_len, pack=pack)
+        self._collator = Collator(name=name, tokenizer=read.tokenizer, seq_len=cut.seq_len, pack=cut.pack)
         # What is held out is read from the files that the training data have, which warn of themselves.
-        self._opener = StreamOpener(format=format, options=options, cut=cut, warns=split != "holdout")
+        self._opener = StreamOpener(options, cut, warns=cut.split != "holdout")
         self._queue = ReaderQueue(
             self.streams,
             # Readers keep their streams open themselves; the cache serves those of the next epoch.
-            open=lru_cache(2 * num_streams_mixed)(self._opener),
-            key=QueueKey(name, seed, len(streams), self._shared),
+            open=lru_cache(2 * mix.num_streams_mixed)(self._opener),
+            key=QueueKey(name, mix.seed, len(streams), self._shared),
             sizes=self._fixed_state,
             rank=rank,
             world_size=world_size,
         )
-        self._pool: ActivePool[StreamReader] = ActivePool(self.modalities, pick_mode, self._guard)
+        self._pool = ActivePool(self.modalities, mix.pick_mode, self._guard)
         self._batch_index = 0
         self._exhaust_events = 0
         self._has_no_cells = False  # a whole epoch had none for this rank
@@ -192,13 +311,13 @@ class StreamMixingDataset:
             StopIteration: without `repeat`, after the last.
             UserError: a file is unreadable or damaged, or the split has no documents.
         """
-        num_before = max(tokens_before, self._num_before)
+        num_before = max(tokens_before, self._mix.tokens_before)
         pool, queue = self._pool, self._queue
         if not pool.readers and not self._fill():
             self._batch_index += 1
             return self._collator.masked(self.modalities[0], self._no_stream, queue.epoch, 0, num_before)
         slot = pool.pick(self._uniforms(self._batch_index) if len(pool.readers) > 1 else 0.0)
-        reader = pool.readers[slot]
+        reader: StreamReader = pool.readers[slot]
         position = reader.position
         self._opener.current = reader.source.stream
         batch = self._collator.batch(reader, reader.take(), epoch=queue.epoch, position=position, num_before=num_before)
@@ -221,13 +340,13 @@ class StreamMixingDataset:
         while not self._has_no_cells:
             # The rest of an epoch may hold nothing for this rank; only a whole one proves that none ever does.
             is_whole = queue.is_whole
-            while len(pool.readers) < self._num_streams_mixed and (reader := self._next_reader()) is not None:
+            while len(pool.readers) < self._mix.num_streams_mixed and (reader := self._next_reader()) is not None:
                 pool.add(reader)
             if pool.readers:
                 return True
             if is_whole and not queue.has_cells:
                 raise self._opener.nothing_left(self.name, "no document is left to read")
-            if not self._repeat:
+            if not self._mix.repeat:
                 raise StopIteration
             if is_whole:
                 self._has_no_cells = True
@@ -249,17 +368,6 @@ class StreamMixingDataset:
         self._seconds.clear()
         return stages
 
-    def count_cells(self) -> dict[str, int]:
-        """Cells per epoch over all ranks, by modality. Opens every stream, so it finds damaged files in advance.
-
-        Raises:
-            UserError: for the first file that is unreadable or damaged.
-        """
-        counts = dict.fromkeys(self.modalities, 0)
-        for stream in self.streams:
-            counts[stream.modality] += self._queue.count_cells(stream)
-        return counts
-
     def drain_step_metrics(self) -> dict[str, float | None]:
         """The pool's metrics at the last pick, and the exhausted readers since the last drain; {} before any pick.
 
@@ -270,8 +378,8 @@ class StreamMixingDataset:
             gauges = dict.fromkeys(pool_metric_keys(self.modalities))
         elif not gauges:
             return {}
-        elif not self._repeat and not self._pool.readers and self._queue.is_empty:
-            gauges = dict.fromkeys(modality_keys(self.modalities), 0.0)
+        elif not self._mix.repeat and not self._pool.readers and self._queue.is_empty:
+            gauges = {MODALITY_PREFIX + modality: 0.0 for modality in self.modalities}
         metrics = {**gauges, EXHAUST_EVENTS: float(self._exhaust_events)}
         self._exhaust_events = 0
         return metrics
@@ -284,7 +392,7 @@ class StreamMixingDataset:
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, float]:
         """Reduce drained metrics over ranks; every rank must call it, also with {}. See `reduce_over_ranks`."""
-        from trainer.metrics.rank_reduction import reduce_over_ranks  # needs torch, which looking at data does not
+        from trainer.metrics.aggregate import reduce_over_ranks  # needs torch, which looking at data does not
 
         return reduce_over_ranks(local, self.metric_keys, group=group, device=device, world_size=world_size)
 
@@ -315,32 +423,29 @@ class StreamMixingDataset:
             UserError: naming the differences, if the state does not fit this dataset.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        mixing_state.check_states(states, self._fixed_state)
+        check_states(states, self._fixed_state)
         own = states[self._rank] if len(states) == self._world_size else states[0]
-        is_same = mixing_state.is_same_layout(own, self._fixed_state)
+        is_same = is_same_layout(own, self._fixed_state)
         if not self._shared and (own["rank"] != self._rank if is_same else len(states) != own["world_size"]):
             problem = f"the state is that of rank {own['rank']} of {own['world_size']}, and this is rank {self._rank}"
             raise UserError(self.name, problem, "give each rank its own, or the states of all ranks, in rank order")
-        self._pool = ActivePool(self.modalities, self._pick_mode, self._guard)
+        self._pool = ActivePool(self.modalities, self._mix.pick_mode, self._guard)
         self._has_no_cells = False
         self._exhaust_events = 0
-        if is_same:
-            self._resume(own)
-        else:
+        if not is_same:
             self._reshard(states)
-
-    def _resume(self, state: Mapping[str, Any]) -> None:
-        self._queue.begin_epoch(state["epoch"], mixing_state.points_of(state), state["queue_index"])
-        for stream_id, picks in state["pool"]:
+            return
+        self._queue.begin_epoch(own["epoch"], points_of(own), own["queue_index"])
+        for stream_id, picks in own["pool"]:
             self._pool.add(self._queue.reader(stream_id, picks))
-        self._pool.turn = state["turn"]
-        self._pool.restore(state["observed"])
-        self._has_no_cells = state["is_barren"]
-        self._batch_index = state["batch_index"]
+        self._pool.turn = own["turn"]
+        self._pool.restore(own["observed"])
+        self._has_no_cells = own["is_barren"]
+        self._batch_index = own["batch_index"]
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
-        epoch, points = mixing_state.reshard(states, len(self.streams), shared=self._shared)
-        dropped = len(active_streams(points[epoch][-1])) - self._num_streams_mixed
+        epoch, points = reshard(states, len(self.streams), shared=self._shared)
+        dropped = len(active_streams(points[epoch][-1])) - self._mix.num_streams_mixed
         if dropped > 0:
             # They are at the front of the queue, so nothing is lost.
             logger.info("[stream_mixing] resume reshard dropped %d still-active readers", dropped)

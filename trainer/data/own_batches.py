@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import IGNORED
+from trainer.data.batch import CARRY_KEYS
 from trainer.errors import UserError
 from trainer.import_path import format_error
 from trainer.wording import counted
-
-CARRY_KEYS = ("group_ids", "cell_index", "is_last")
 
 
 class OwnBatches:

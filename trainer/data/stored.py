@@ -30,10 +30,9 @@ from typing import Any, BinaryIO
 from trainer.data.formats import FORMATS, check_format, index_suffixes
 from trainer.data.layout import Discovery, Stream, discover_direct, discover_nested, wanted
 from trainer.errors import UserError
-from trainer.files import write_json
+from trainer.files import open_plain, read_json, write_json
 from trainer.metrics.logger import get_logger
 from trainer.storage import MissingError, Storage, StorageError, StoredFile, is_url
-from trainer.untrusted import open_plain, read_json
 from trainer.wording import counted
 
 logger = get_logger(__name__)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable, table_from_pieces
+from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable, damaged, table_from_pieces
 from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
 from trainer.errors import UserError
 
@@ -26,7 +26,6 @@ BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 BATCH = 1 << 20  # bytes of lines that are tokenized together
 BATCH_ROWS = 1024  # likewise
 COLUMNS = ("text", "tokens")
-AGAIN = "write the file again"
 
 
 def _bounds(data: TokenArray, text_split: str) -> Ints:
@@ -53,7 +52,7 @@ def text_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> I
             text = data[start:stop].tobytes().decode("utf-8")
         except UnicodeDecodeError as error:
             problem = f"is not UTF-8 text (byte offset {start + error.start})"
-            raise UserError(str(path), problem, "convert the file to UTF-8, or use the bytes tokenizer") from error
+            raise damaged(path, problem, "convert the file to UTF-8, or use the bytes tokenizer") from error
         yield options.tokenizer.encode(text)
 
 
@@ -80,9 +79,9 @@ def _document(line: bytes, where: str) -> str | list[int]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise UserError(where, f"is not UTF-8 text (byte {error.start} of the line)", "convert the file") from error
+        raise damaged(where, f"is not UTF-8 text (byte {error.start} of the line)", "convert the file") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(where, f"is not JSON ({error})", "write one JSON object per line") from error
+        raise damaged(where, f"is not JSON ({error})", "write one JSON object per line") from error
     found = [(name, record[name]) for name in COLUMNS if name in record] if isinstance(record, dict) else []
     match found:
         case [("text", str() as text)]:
@@ -90,7 +89,7 @@ def _document(line: bytes, where: str) -> str | list[int]:
         case [("tokens", list() as ids)] if all(type(i) is int for i in ids):
             return ids
     problem = "is not an object with either text (a string) or tokens (a list of integers)"
-    raise UserError(where, problem, 'write {"text": "..."} or {"tokens": [...]}')
+    raise damaged(where, problem, 'write {"text": "..."} or {"tokens": [...]}')
 
 
 def text_of(line: bytes, where: str) -> str:
@@ -101,7 +100,7 @@ def text_of(line: bytes, where: str) -> str:
     """
     text = _document(line, where)
     if not isinstance(text, str):
-        raise UserError(where, "holds token ids, not text", "leave the file out: a run reads it as it is")
+        raise damaged(where, "holds token ids, not text", "leave the file out: a run reads it as it is")
     return text
 
 
@@ -153,7 +152,7 @@ def _encoded(batch: list[tuple[str, str | TokenArray]], tokenizer: Tokenizer) ->
         encoded = iter(encode_all(tokenizer, texts))
     except UnicodeEncodeError as error:
         where = next(place for place, text in batch if isinstance(text, str) and text == error.object)
-        raise UserError(where, "text has an unpaired surrogate", "write the text as UTF-8") from error
+        raise damaged(where, "text has an unpaired surrogate", "write the text as UTF-8") from error
     return (next(encoded) if isinstance(document, str) else document for _, document in batch)
 
 
@@ -176,7 +175,7 @@ def load_jsonl(path: Path, options: ReadOptions) -> TokenTable:
 
 def _not_empty(path: Path, table: TokenTable) -> TokenTable:
     if not table.num_documents:
-        raise UserError(str(path), "has no documents", "remove the file")
+        raise damaged(path, "has no documents", "remove the file")
     return table
 
 
@@ -195,13 +194,8 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        problem = "needs the package pyarrow, which is not installed"
-        raise UserError(str(path), problem, "run: pip install pyarrow") from error
+        raise damaged(path, "needs the package pyarrow, which is not installed", "run: pip install pyarrow") from error
     return pyarrow, pyarrow.parquet
-
-
-def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(str(path), f"is not a readable Parquet file ({' '.join(str(error).split())})", AGAIN)
 
 
 def _column(path: Path, schema: Any, pyarrow: Any) -> tuple[str, Any]:
@@ -215,7 +209,7 @@ def _column(path: Path, schema: Any, pyarrow: Any) -> tuple[str, Any]:
         return "tokens", pyarrow.large_list(values)
     columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
     problem = f"needs either a column text of strings or a column tokens of lists of integers (its columns: {columns})"
-    raise UserError(str(path), problem, AGAIN)
+    raise damaged(path, problem)
 
 
 def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list[Ints]:
@@ -223,13 +217,13 @@ def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list
         return encode_all(options.tokenizer, array.to_pylist())
     except UnicodeDecodeError as error:
         problem = f"a text in rows {first_row} to {first_row + len(array) - 1} is not UTF-8 ({error.reason})"
-        raise UserError(str(path), problem, AGAIN) from error
+        raise damaged(path, problem) from error
 
 
 def _tokens(path: Path, array: Any, first_row: int, bounds: IdBounds) -> list[TokenArray]:
     values = array.flatten()
     if values.null_count:
-        raise UserError(str(path), f"a list from row {first_row} on has a null token", "write an id for every token")
+        raise damaged(path, f"a list from row {first_row} on has a null token", "write an id for every token")
     ids = values.to_numpy(zero_copy_only=False)
     ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False))
     if bounds.is_broken_by(ids):
@@ -260,7 +254,7 @@ def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -
                 array = batch.column(0).cast(plain)
                 if array.null_count:
                     place = row + array.is_null().to_pylist().index(True)
-                    raise UserError(str(path), f"row {place}: {column} is null", "remove such rows")
+                    raise damaged(path, f"row {place}: {column} is null", "remove such rows")
                 if column == "text":
                     yield from _texts(path, array, row, options)
                 else:
@@ -269,7 +263,7 @@ def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -
     except UserError:
         raise
     except Exception as error:  # pyarrow raises many types for a damaged file
-        raise _damaged(path, error) from error
+        raise damaged(path, f"is not a readable Parquet file ({error})") from error
 
 
 def parquet_spans(path: Path, size: int) -> list[Span]:
@@ -282,7 +276,7 @@ def parquet_spans(path: Path, size: int) -> list[Span]:
     try:
         metadata = parquet.read_metadata(path)
     except Exception as error:  # pyarrow raises many types for a damaged file
-        raise _damaged(path, error) from error
+        raise damaged(path, f"is not a readable Parquet file ({error})") from error
     cuts, held = [0], 0
     for group in range(metadata.num_row_groups):
         held += metadata.row_group(group).total_byte_size

@@ -15,16 +15,14 @@ from typing import Any
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.documents import IdBounds, ReadOptions, TokenArray, TokenTable
+from trainer.data.documents import IdBounds, ReadOptions, TokenArray, TokenTable, damaged
 from trainer.errors import UserError
 from trainer.files import write_file
 
 CHUNK = 1 << 22  # tokens scanned at a time
-SAMPLE_BYTES = 1 << 16  # at either end of a file whose dtype is doubted
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # the format has codes of floats too
-AGAIN = "write both files again with the tool that made them"
 
 
 def _scan(tokens: TokenArray, eod: int, bounds: IdBounds) -> Ints:
@@ -41,7 +39,7 @@ def _scan(tokens: TokenArray, eod: int, bounds: IdBounds) -> Ints:
 def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
     """Without an end-of-document id the file is one document and stays unread; with one it is scanned completely."""
     if not len(mapped):
-        raise UserError(str(path), "has no tokens", "remove the file")
+        raise damaged(path, "has no tokens", "remove the file")
     # A plain ndarray: slicing the memmap subclass costs several times as much.
     tokens, bounds = np.asarray(mapped), IdBounds.of(path, options.tokenizer)
     if options.eod is None:
@@ -53,19 +51,6 @@ def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
     return TokenTable(tokens, starts, ends - starts)
 
 
-def has_zero_halves(tokens: TokenArray) -> bool:
-    """Whether nearly every second value is 0, and not nearly all others: as when ids are read with less than their width.
-
-    Looks at both ends of the array. Values that are mostly 0 at odd and even places are no such case.
-    """
-    size = SAMPLE_BYTES // tokens.itemsize
-    if len(tokens) < 64 or tokens.itemsize == 8:
-        return False
-    last = max(len(tokens) - size, 0) // 2 * 2
-    sample = np.concatenate([tokens[:size], tokens[max(last, size) :] if last else tokens[:0]])
-    return bool((sample[1::2] == 0).mean() >= 0.99 and (sample[0::2] == 0).mean() <= 0.9)
-
-
 def load_npy(path: Path, options: ReadOptions) -> TokenTable:
     """The documents of a 1-D integer `.npy`; a document keeps its end-of-document id as its last token.
 
@@ -75,17 +60,12 @@ def load_npy(path: Path, options: ReadOptions) -> TokenTable:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy evaluates the header, so a damaged one raises anything
-        reason = " ".join(str(error).split())
-        raise UserError(str(path), f"is not a readable .npy array ({reason})", "write the file again") from error
-    if (
-        not isinstance(tokens, np.ndarray)
-        or tokens.ndim != 1
-        or tokens.dtype.kind not in "iu"
-        or not tokens.dtype.isnative
-    ):
-        found = f"{tokens.dtype.str} of shape {tokens.shape}" if isinstance(tokens, np.ndarray) else "an archive (.npz)"
+        raise damaged(path, f"is not a readable .npy array ({error})") from error
+    is_array = isinstance(tokens, np.ndarray)  # an archive (.npz) is none
+    if not is_array or tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.dtype.isnative:
+        found = f"{tokens.dtype.str} of shape {tokens.shape}" if is_array else "an archive (.npz)"
         problem = f"must be a 1-D integer array, little-endian, got {found}"
-        raise UserError(str(path), problem, "save the ids of all documents concatenated")
+        raise damaged(path, problem, "save the ids of all documents concatenated")
     return _table(path, tokens, options)
 
 
@@ -106,12 +86,8 @@ def load_bin(path: Path, options: ReadOptions) -> TokenTable:
     if size % dtype.itemsize:
         last = size - size % dtype.itemsize
         problem = f"ends in the middle of a token ({dtype}): the last complete one ends at byte offset {last} of {size}"
-        raise UserError(str(path), problem, "write the file again, or set the dtype that wrote it")
+        raise damaged(path, problem, "write the file again, or set the dtype that wrote it")
     return _table(path, np.memmap(path, dtype=dtype, mode="r"), options)
-
-
-def _refuse(path: Path, problem: str) -> None:
-    raise UserError(str(path), problem, AGAIN)
 
 
 def _read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, Ints, Ints]:
@@ -119,19 +95,19 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, Ints, Ints]:
     with path.open("rb") as file:
         head = file.read(HEADER.size)
     if not head.startswith(MAGIC):
-        _refuse(path, f"is not a Megatron-LM index: it begins with {head[: len(MAGIC)]!r} (byte offset 0)")
+        raise damaged(path, f"is not a Megatron-LM index: it begins with {head[: len(MAGIC)]!r} (byte offset 0)")
     if len(head) < HEADER.size:
-        _refuse(path, f"is cut off inside its header, at byte offset {len(head)} of {HEADER.size}")
+        raise damaged(path, f"is cut off inside its header, at byte offset {len(head)} of {HEADER.size}")
     _, version, code, num_sequences, num_indices = HEADER.unpack(head)
     if version != 1:
-        _refuse(path, f"has version {version} at byte offset 9, only 1 is known")
+        raise damaged(path, f"has version {version} at byte offset 9, only 1 is known")
     if code not in DTYPES:
-        _refuse(path, f"has the dtype code {code} at byte offset 17, which is none of integers")
+        raise damaged(path, f"has the dtype code {code} at byte offset 17, which is none of integers")
     mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     bounds = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_indices]).tolist()
     if len(mapped) != bounds[-1]:
         how = "is cut off" if len(mapped) < bounds[-1] else "continues past its last table"
-        _refuse(path, f"{how}: its tables take {bounds[-1]} bytes, it has {len(mapped)}")
+        raise damaged(path, f"{how}: its tables take {bounds[-1]} bytes, it has {len(mapped)}")
     kinds = ("<i4", "<i8", "<i8")
     tables = (mapped[a:b].view(kind) for a, b, kind in zip(bounds, bounds[1:], kinds, strict=False))
     return np.dtype(DTYPES[code]), *tables  # type: ignore[return-value]
@@ -141,19 +117,19 @@ def _check(index: Path, path: Path, dtype: np.dtype[Any], sizes: np.ndarray, poi
     """Reject an index that is inconsistent, or that does not belong to the `.bin`."""
     bin_size = path.stat().st_size
     if not len(sizes) or len(documents) < 2:
-        _refuse(index, "has no documents")
+        raise damaged(index, "has no documents")
     falls = np.flatnonzero(np.diff(documents) < 0)
     if documents[0] != 0 or documents[-1] != len(sizes) or len(falls):
         at = f", and decrease after index {int(falls[0])}" if len(falls) else ""
         run = f"they run from {int(documents[0])} to {int(documents[-1])}{at}"
-        _refuse(index, f"its document indices must increase from 0 to {len(sizes)}; {run}")
+        raise damaged(index, f"its document indices must increase from 0 to {len(sizes)}; {run}")
     ends = pointers + sizes.astype(np.int64) * dtype.itemsize
     outside = np.flatnonzero((sizes < 0) | (pointers < 0) | (pointers % dtype.itemsize != 0) | (ends > bin_size))
     if len(outside):
         lies = f"sequence {int(outside[0])} lies at bytes {int(pointers[outside[0]])} to {int(ends[outside[0]])}"
-        _refuse(index, f"{lies}, which is outside {path.name} ({bin_size} bytes of {dtype})")
+        raise damaged(index, f"{lies}, which is outside {path.name} ({bin_size} bytes of {dtype})")
     if int(ends.max()) != bin_size:
-        _refuse(index, f"its sequences end at byte {int(ends.max())}, but {path.name} has {bin_size} bytes")
+        raise damaged(index, f"its sequences end at byte {int(ends.max())}, but {path.name} has {bin_size} bytes")
 
 
 def _documents(index: Path, starts: Ints, sizes: np.ndarray, documents: Ints) -> tuple[Ints, Ints]:
@@ -164,7 +140,7 @@ def _documents(index: Path, starts: Ints, sizes: np.ndarray, documents: Ints) ->
     is_inner[documents[:-1][documents[:-1] < len(starts)]] = False
     gaps = np.flatnonzero(is_inner[1:] & (starts[1:] != (starts + sizes)[:-1]))
     if len(gaps):
-        _refuse(index, f"sequence {int(gaps[0]) + 1} does not directly follow the previous one of its document")
+        raise damaged(index, f"sequence {int(gaps[0]) + 1} does not directly follow the previous one of its document")
     totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
     lengths = totals[documents[1:]] - totals[documents[:-1]]
     return starts[np.minimum(documents[:-1], len(starts) - 1)], lengths
@@ -178,7 +154,7 @@ def write_index(path: Path, lengths: Ints, dtype: np.dtype[Any]) -> None:
     """
     code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
     if (longest := int(lengths.max(initial=0))) >= 1 << 31:
-        raise UserError(str(path), f"a document of {longest:,} tokens is too long for it", "cut the document")
+        raise damaged(path, f"a document of {longest:,} tokens is too long for it", "cut the document")
     pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
     tables = (lengths.astype("<i4"), pointers.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8"))
@@ -193,10 +169,9 @@ def load_megatron(path: Path, options: ReadOptions) -> TokenTable:
     """
     index = path.with_suffix(".idx")
     if options.eod is not None or options.dtype is not None:
-        given = "eod" if options.eod is not None else "dtype"
-        raise UserError(given, f"does not apply to {path}: its index {index.name} defines it", f"remove {given}")
+        raise damaged(path, f"eod and dtype do not apply: its index {index.name} defines them", "remove them")
     if not index.is_file():
-        raise UserError(str(index), f"is missing beside {path.name}", 'put it there, or set format = "bin"')
+        raise damaged(index, f"is missing next to {path.name}", 'put it there, or set format = "bin"')
     dtype, sizes, pointers, documents = _read_index(index)
     _check(index, path, dtype, sizes, pointers, documents)
     starts, lengths = _documents(index, pointers // dtype.itemsize, sizes, documents)

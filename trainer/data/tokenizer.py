@@ -133,28 +133,22 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str) -> None:
         try:
             import tokenizers
-        except ImportError as error:
-            problem = f"{path} needs the package tokenizers, which is not installed"
-            raise UserError("data.tokenizer", problem, "run: pip install tokenizers") from error
-        if not Path(path).is_file():
-            raise UserError(path, "no such tokenizer file", 'set data.tokenizer to "bytes" or to a tokenizer.json')
-        try:
+
+            if not Path(path).is_file():
+                raise ValueError("there is no such tokenizer file")
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
-        except Exception as error:
-            raise UserError(path, f"is not a readable tokenizer.json ({error})", "save it again") from error
-        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        if not ids:
-            raise UserError(path, "has an empty vocabulary", "save it after training it")
+            ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+            if not ids:
+                raise ValueError("its vocabulary is empty")
+        except Exception as error:  # the package raises one type for all
+            fix = "run: pip install tokenizers" if isinstance(error, ImportError) else "set data.tokenizer to another"
+            raise UserError(path, f"is not a readable tokenizer.json ({error})", fix) from error
         self.name = Path(path).name
         self.bos_id = int(max(ids)) + 1  # not their number: ids may have gaps
         self.vocab_size = self.bos_id + 1
-        self._switch_off_batching(path)
-
-    def _switch_off_batching(self, path: str) -> None:
-        """Switch off the settings that prepare fixed-length batches: they would drop or invent tokens."""
+        # What prepares batches of fixed length would drop or invent tokens.
         saved = {"truncation": self._tokenizer.truncation, "padding": self._tokenizer.padding}
-        found = [name for name, settings in saved.items() if settings is not None]
-        if found:
+        if found := [name for name, settings in saved.items() if settings is not None]:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             logger.warning("%s: switched off the %s saved in it: documents stay whole", path, " and ".join(found))
@@ -188,7 +182,7 @@ class IdsTokenizer:
     """No tokenizer, for files of token ids: the vocabulary size is given, and one id is added to begin documents.
 
     Raises:
-        UserError: the vocabulary size is not positive; from `encode`: always.
+        UserError: from `encode`: always.
     """
 
     name = "ids"
@@ -196,9 +190,6 @@ class IdsTokenizer:
     token_type_table: npt.NDArray[np.int8] | None = None
 
     def __init__(self, vocab_size: int) -> None:
-        if vocab_size < 1:
-            problem = 'must be set with tokenizer = "ids"'
-            raise UserError("data.vocab_size", problem, "set it to the number of token ids")
         self.bos_id = vocab_size
         self.vocab_size = vocab_size + 1
 
@@ -218,16 +209,17 @@ def load_tokenizer(name: str, *, vocab_size: int = 0) -> Tokenizer:
     Raises:
         UserError: none of them; or `vocab_size` is given to a tokenizer that defines its own.
     """
-    if name == "ids":
-        return IdsTokenizer(vocab_size)
-    if vocab_size:
-        problem = f"is {vocab_size}, but the tokenizer {name} defines its own"
-        raise UserError("data.vocab_size", problem, 'set it only with tokenizer = "ids"')
-    if name == "bytes":
-        return BytesTokenizer()
-    if not name.endswith(".json"):
+    if (name == "ids") != (vocab_size > 0):
+        raise UserError("data.vocab_size", f'must be set with tokenizer = "ids", and with no other; got {vocab_size}')
+    if name not in ("ids", "bytes") and not name.endswith(".json"):
         raise UserError("data.tokenizer", f'must be "bytes", "ids" or the path of a tokenizer.json, got {name!r}')
-    return HuggingFaceTokenizer(name)
+    return (
+        IdsTokenizer(vocab_size)
+        if name == "ids"
+        else BytesTokenizer()
+        if name == "bytes"
+        else HuggingFaceTokenizer(name)
+    )
 
 
 class TextStream:
@@ -277,11 +269,9 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:
     """
     if tokenizer.name != "ids":
         return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
-    try:
-        ids = [int(word) for word in prompt.split()]
-    except ValueError:
-        raise UserError(key, f'must be token ids with tokenizer "ids", got {prompt!r}', 'write "17 4 99"') from None
-    wrong = next((i for i in ids if not 0 <= i < tokenizer.bos_id), None)
-    if wrong is not None:
-        raise UserError(key, f"token id {wrong} is outside the vocabulary of {tokenizer.bos_id} ids", "use its ids")
-    return [tokenizer.bos_id, *ids]
+    words = prompt.split()
+    if not all(word.isdecimal() and int(word) < tokenizer.bos_id for word in words):
+        raise UserError(
+            key, f'with tokenizer "ids", must be ids below {tokenizer.bos_id}; got {prompt!r}', 'write "17 4 99"'
+        )
+    return [tokenizer.bos_id, *map(int, words)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,11 @@ ScheduleKind = Literal["linear", "step"]
 Interval: TypeAlias = tuple[int, int | None]  # first and last x, both included; None: unbounded
 
 
-def _checked(value: object, path: str) -> float:
+def _checked(value: Any, path: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (value == 0 or SMALLEST_WEIGHT <= value <= LARGEST_WEIGHT):  # type: ignore[operator]
-        raise UserError(
-            path, f"must be 0 or a number within [1e-100, 1e100], got {value!r}", "give a weight such as 2.0"
-        )
-    return float(value)  # type: ignore[arg-type]
+    if not is_number or not (value == 0 or SMALLEST_WEIGHT <= value <= LARGEST_WEIGHT):
+        raise UserError(path, f"must be 0 or a number within [1e-100, 1e100], got {value!r}")
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,6 @@ class ConstantWeight:
         """The first x from which the weight stays zero, None if there is none."""
         return 0 if self.value == 0 else None
 
-    def zero_intervals(self) -> list[Interval]:
-        """Where the weight is zero: disjoint, ascending intervals of integers x >= 0."""
-        return [(0, None)] if self.value == 0 else []
-
 
 @dataclass(frozen=True)
 class ScheduledWeight:
@@ -76,17 +70,15 @@ class ScheduledWeight:
     path: str = field(default="weight", compare=False)
 
     def __post_init__(self) -> None:
-        for key, value, known in (
-            ("schedule", self.kind, get_args(ScheduleKind)),
-            ("unit", self.unit, ("batch", "step")),
+        kinds, units = get_args(ScheduleKind), ("batch", "step")
+        are_places = all(type(x) is int and 0 <= x < 2**53 for x in self.points)
+        for key, is_right, rule, found in (
+            ("schedule", self.kind in kinds, f"one of {', '.join(kinds)}", self.kind),
+            ("unit", self.unit in units, f"one of {', '.join(units)}", self.unit),
+            ("points", self.points and are_places, "at least one point, at an integer >= 0", dict(self.points)),
         ):
-            if value not in known:
-                raise UserError(f"{self.path}.{key}", f"must be one of {', '.join(known)}; got {value!r}")
-        if not self.points or any(
-            isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**53 for x in self.points
-        ):
-            problem = f"must have at least one point, and integers >= 0 as points; got {dict(self.points)!r}"
-            raise UserError(f"{self.path}.points", problem, "write points = { 0 = 1.0 }")
+            if not is_right:
+                raise UserError(f"{self.path}.{key}", f"must be {rule}, got {found!r}")
         points = {x: _checked(self.points[x], f"{self.path}.points.{x}") for x in sorted(self.points)}
         object.__setattr__(self, "points", points)
         object.__setattr__(self, "scale", _checked(self.scale, f"{self.path}.scale"))
@@ -113,30 +105,11 @@ class ScheduledWeight:
 
     def zero_from(self) -> int | None:
         """The first x from which the weight stays zero, None if there is none."""
-        intervals = self.zero_intervals()
-        return intervals[-1][0] if intervals and intervals[-1][1] is None else None
-
-    def zero_intervals(self) -> list[Interval]:
-        """Where the weight is zero: disjoint, ascending intervals of integers x >= 0 (single points included)."""
         if self.scale == 0:
-            return [(0, None)]
-        xs, ys = list(self.points), list(self.points.values())
-        found: list[Interval] = []
-        for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
-            if y != 0:
-                continue
-            start = 0 if i == 0 else x
-            if i + 1 == len(xs):
-                end: int | None = None
-            elif self.kind == "step" or ys[i + 1] == 0:
-                end = xs[i + 1] - 1
-            else:
-                end = x
-            if found and found[-1][1] is not None and found[-1][1] + 1 >= start:
-                found[-1] = (found[-1][0], end)
-            else:
-                found.append((start, end))
-        return found
+            return 0
+        last = max((i for i, value in enumerate(self.points.values()) if value), default=-1)
+        zeros = list(self.points)[last + 1 :]
+        return None if not zeros else zeros[0] if last >= 0 else 0
 
 
 WeightSpec: TypeAlias = ConstantWeight | ScheduledWeight
@@ -177,38 +150,28 @@ def positions(unit: str, batches: Batches, micro_batches: MicroBatches) -> Batch
     return steps
 
 
-def zero_batches(spec: WeightSpec, micro_batches: MicroBatches) -> list[Interval]:
-    """The batches at which a weight is zero: disjoint, ascending intervals; see `positions` for weights in steps."""
-    if spec.unit == "batch":
-        return spec.zero_intervals()
-    found: list[Interval] = []
-    for start, end in spec.zero_intervals():
-        if end != 0:  # there is no step 0
-            first = micro_batches.batches_before(max(start, 1))
-            found.append((first, None if end is None else micro_batches.batches_before(end + 1) - 1))
-    return found
-
-
 def first_all_zero(
     specs: Sequence[WeightSpec], *, micro_batches: MicroBatches = ONE, num_batches: int | None = None
 ) -> Interval | None:
-    """The first interval of batches in which every weight is zero, or None.
+    """The first and last batch of the first stretch in which every weight is zero, or None. See `positions`.
 
-    Exact: intersects the zero sets of the schedules instead of sampling them. See `positions` for weights in steps.
+    Exact: between two neighbouring points of all schedules, a weight is zero everywhere, nowhere, or at an end alone.
 
     Args:
         specs: the weights of one blend.
         micro_batches: micro-batches per optimizer step.
-        num_batches: ignore intervals that begin at this batch or later; None: ignore none.
+        num_batches: ignore stretches that begin at this batch or later; None: ignore none.
     """
-    if not specs:
-        return None
-    far = 1 << 62
-    common: list[Interval] = [(0, None)]
+    edges = {0}
     for spec in specs:
-        zeros = zero_batches(spec, micro_batches)
-        pairs = (
-            (max(a, c), min(far if b is None else b, far if d is None else d)) for a, b in common for c, d in zeros
-        )
-        common = sorted((start, None if end == far else end) for start, end in pairs if start <= end)
-    return common[0] if common and (num_batches is None or common[0][0] < num_batches) else None
+        for x in spec.points if isinstance(spec, ScheduledWeight) else ():
+            near = (x, x + 1) if spec.unit == "batch" else map(micro_batches.batches_before, (max(x, 1), x + 1))
+            edges |= {at + shift for at in near for shift in (-1, 0)}
+    batches = np.array(sorted(edge for edge in edges if edge >= 0))
+    values = [spec.evaluate_many(positions(spec.unit, batches, micro_batches)) for spec in specs]
+    is_zero = ~np.any(values, axis=0) if specs else np.zeros(1, np.bool_)
+    first = int(is_zero.argmax())
+    if not is_zero[first] or (num_batches is not None and batches[first] >= num_batches):
+        return None
+    ends = np.flatnonzero(~is_zero[first:])
+    return int(batches[first]), int(batches[first + ends[0] - 1]) if len(ends) else None

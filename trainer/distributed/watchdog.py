@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from trainer.distributed.env import RankInfo
 from trainer.distributed.hang_detector import HangDetector, Heartbeat
 from trainer.ending import LAST_WORDS_SEC, ProcessorUse, end_process, within
-from trainer.untrusted import open_descriptor
+from trainer.files import open_descriptor
 from trainer.wording import error_text, message_of
 
 T = TypeVar("T")

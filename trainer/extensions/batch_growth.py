@@ -54,10 +54,6 @@ class BatchGrowth:
         self._guard = guard
         self._world_size = world_size
 
-    def decides_after(self, step: int) -> bool:
-        """Whether the numbers of `step` are needed before the next one; the same on all ranks."""
-        return self._plan.auto is not None and self._plan.auto.decides_after(step)
-
     def lr_factor(self, num_micros: int) -> float:
         """What the schedule's learning rate is multiplied by in a step of so many micro-batches."""
         return self._plan.lr_factor(num_micros)

@@ -34,15 +34,15 @@ import torch
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED, Flags, Ints
-from trainer.ledger.slab import to_device
 from trainer.metrics.aggregate import Moments, Reported, SumCount
 from trainer.metrics.best_effort import SkipBatch
+from trainer.on_device import to_device
 from trainer.training.extension import Extension
 from trainer.training.setup.parts import autocast_context
 
 if TYPE_CHECKING:
+    from trainer.data.batch import Carry, MicroBatch
     from trainer.training.run import Run
-    from trainer.training.step.microbatch import Carry, MicroBatch
 
 SAMPLED_KEYS = ("ledger/state_age", "ledger/state_drift", "ledger/carry_gain", "ledger/stale_gap")
 """Means over the probed cells, each with its standard error as `<key>_se`."""

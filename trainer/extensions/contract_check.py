@@ -14,12 +14,11 @@ from torch import nn
 from trainer.config.schema import ModelTable
 from trainer.contracts import Report, Verdict, check_model
 from trainer.contracts.report import FAILED_LATER
+from trainer.data.batch import accepted_inputs, check_inputs
 from trainer.errors import UserError
-from trainer.metrics.batch_extras import check_inputs
 from trainer.metrics.logger import get_logger
 from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss
 from trainer.training.setup.plan import Plan, build_model, resolve_builder
-from trainer.training.step.microbatch import accepted_inputs
 
 logger = get_logger(__name__)
 

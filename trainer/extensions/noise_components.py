@@ -1,34 +1,256 @@
-"""Training steps that tell where gradient noise comes from: each micro-batch is run in two halves (`gns.components_every`)."""
+"""Where gradient noise comes from (`gns.components_every`): each micro-batch of some logged steps is run in two halves.
+
+The noise scale takes micro-batches for independent. They are not where all rows of a micro-batch come
+from one stream, or where the next micro-batch continues the documents of the one before. Their gradients are then
+
+    gradient of a row = mean + deviation of its stream + deviation of its group + deviation of its own
+
+with independent deviations of mean 0 (a random-effects model; Searle, Casella and McCulloch 1992, *Variance Components*). The
+gradients h of two pieces of a batch, with the share p of each group and row in their loss, have the expected inner product
+
+    <h_j, h_k> = |mean|^2 + T_stream [same stream] + T_group sum_g p_jg p_kg + T_row sum_i p_ji p_ki,
+
+the last term for j = k alone. A window of pieces gives the square norm of every piece and, from the norms of the running sum
+A, its inner products with the pieces before it: 2 <A_(k-1), h_k> = |A_k|^2 - |A_(k-1)|^2 - |h_k|^2. Least squares over
+windows gives the four unknowns, whatever the picks were.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.arrays import IGNORED
+from trainer.data.batch import MicroBatch
 from trainer.metrics.best_effort import SkipBatch
-from trainer.metrics.noise_scale import components, estimate
-from trainer.metrics.noise_scale.components import Piece, normal_equations
+from trainer.metrics.noise_scale import estimate
+from trainer.metrics.noise_scale.ratio import Ratio, bounded_ratio
 from trainer.training.extension import Extension
-from trainer.training.step.microbatch import MicroBatch, halves
 
 if TYPE_CHECKING:
+    from trainer.metrics.aggregate import Reported
     from trainer.training.run import Run
+
+Vector = NDArray[np.float64]
+
+# Columns of the design, in the order in which they are kept: one that is a combination of those before it is left out, and
+# its part is counted with theirs. So a group that never comes back is counted with its rows.
+MEAN, STREAM, ROW, GROUP = range(4)
+NUM_TERMS = 4
+NUM_SUMS = NUM_TERMS * NUM_TERMS + NUM_TERMS
+WINDOW_LENGTH = NUM_SUMS + 3  # and |gradient|^2 of the step, its rows, and the coincidence
+METRIC_KEYS = tuple(
+    f"gns/{name}" for part in ("b_drawn", "b_independent") for name in (part, f"{part}_low", f"{part}_high")
+) + tuple(f"gns/noise_from_{part}" for part in ("stream", "row", "group"))
+KEPT = 100  # windows
+LAGS = 3  # windows after which they count as independent
+MIN_KEPT = 8  # fewer do not give a usable standard error
+DEPENDENT = 1e-6  # share of a column that those before it leave unexplained, below which it counts as their combination
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows whose gradient is measured by itself: a micro-batch, or half of one."""
+
+    stream: Hashable
+    """What its rows were drawn from; rows of different streams belong in different pieces."""
+    groups: Sequence[int]
+    """[b] group of each row, such as its document; -1: one of its own."""
+    weights: Sequence[float]
+    """[b] weight of each row in the mean loss, such as its tokens."""
+
+
+def normal_equations(
+    pieces: Sequence[Piece], kappas: Sequence[float], squares: Sequence[float], sums: Sequence[float]
+) -> Vector:
+    """[NUM_SUMS] the least-squares problem of a window on one rank; those of ranks and windows add up.
+
+    Args:
+        pieces: K of them, in the order of their backward passes.
+        kappas: [K] factor on each one's mean loss in the backward.
+        squares: [K] square norm of each one's gradient.
+        sums: [K] square norm of the gradient accumulated over this one and those before it.
+    """
+    matrix, right = np.zeros((NUM_TERMS, NUM_TERMS)), np.zeros(NUM_TERMS)
+    shares = [_shares(piece) for piece in pieces]
+    for k, (piece, kappa) in enumerate(zip(pieces, kappas, strict=True)):
+        if kappa <= 0.0:
+            continue
+        rows, groups = shares[k]
+        design = np.array([1.0, 1.0, rows, _overlap(groups, groups) + _unnamed(piece)])
+        matrix += np.outer(design, design)
+        right += design * (squares[k] / kappa**2)
+        before = [kappas[j] for j in range(k)]
+        total = sum(before)
+        if total <= 0.0:
+            continue
+        same = sum(c for c, other in zip(before, pieces, strict=False) if other.stream == piece.stream)
+        overlap = sum(c * _overlap(other, groups) for c, (_, other) in zip(before, shares, strict=False))
+        design = np.array([1.0, same / total, 0.0, overlap / total])
+        product = 0.5 * (sums[k] - sums[k - 1] - squares[k]) / (kappa * total)
+        weight = total / kappa  # about the number of pairs
+        matrix += weight * np.outer(design, design)
+        right += weight * design * product
+    return np.concatenate([matrix.ravel(), right])
+
+
+def _shares(piece: Piece) -> tuple[float, Mapping[int, float]]:
+    """Sum of the squared shares of the rows, and the share of each group."""
+    weights = np.asarray(piece.weights, dtype=np.float64)
+    if weights.sum() <= 0.0:
+        return 0.0, {}
+    weights = weights / weights.sum()
+    shares: dict[int, float] = {}
+    for group, share in zip(piece.groups, weights.tolist(), strict=True):
+        if group >= 0:
+            shares[group] = shares.get(group, 0.0) + share
+    return float(weights @ weights), shares
+
+
+def _unnamed(piece: Piece) -> float:
+    """The part of a piece's overlap with itself that rows without a group have."""
+    weights = np.asarray(piece.weights, dtype=np.float64)
+    own = weights[np.asarray(piece.groups) < 0] / weights.sum()
+    return float(own @ own)
+
+
+def _overlap(a: Mapping[int, float], b: Mapping[int, float]) -> float:
+    return sum(share * b[group] for group, share in a.items() if group in b)
+
+
+@dataclass(frozen=True)
+class Components:
+    """Where the noise comes from, over the last windows."""
+
+    drawn: Ratio
+    """The noise scale of the batch as it is drawn, in rows: its noise over |G|^2, times its rows."""
+    independent: Ratio
+    """The noise scale of rows drawn independently of each other."""
+    shares: Mapping[str, float]
+    """Part of a row's noise by where it comes from: "stream", "group", "row"; only what can be told apart."""
+
+
+class NoiseComponents:
+    """The last windows whose pieces were measured."""
+
+    def __init__(self) -> None:
+        self._windows: deque[Vector] = deque(maxlen=KEPT)
+
+    def update(self, equations: Sequence[float], grad_sq: float, num_rows: float, coincidence: float) -> None:
+        """Add a window.
+
+        Args:
+            equations: [NUM_SUMS], summed over ranks.
+            grad_sq: square norm of the step's gradient, of the mean loss.
+            num_rows: effective rows of the step.
+            coincidence: probability that two rows, drawn independently from all data, come from the same stream: the sum of the
+                squared shares of the streams. Where it is not small, part of what streams deviate by belongs to the mean.
+        """
+        window = np.array([*equations, grad_sq, num_rows, coincidence])
+        if np.isfinite(window).all():
+            self._windows.append(window)
+
+    def components(self) -> Components | None:
+        """The estimate over the last windows; None before `MIN_KEPT` of them, or if all micro-batches of each rank's step
+        come from one stream.
+        """
+        count = len(self._windows)
+        if count < MIN_KEPT:
+            return None
+        windows = np.array(self._windows)
+        matrices = windows[:, : NUM_TERMS**2].reshape(count, NUM_TERMS, NUM_TERMS)
+        rights = windows[:, NUM_TERMS**2 : NUM_SUMS]
+        grad_sq = windows[:, NUM_SUMS]
+        num_rows, coincidence = windows[:, NUM_SUMS + 1 :].mean(axis=0).tolist()
+        kept = independent_columns(matrices.sum(axis=0))
+        if STREAM not in kept and coincidence < 1.0:
+            return None
+        inverse = np.linalg.inv(matrices.sum(axis=0)[np.ix_(kept, kept)])
+        found = np.zeros(NUM_TERMS)
+        found[kept] = inverse @ rights.sum(axis=0)[kept]
+        # What each window moves the estimate by: the sandwich estimator, a window being one observation.
+        moved = np.zeros((count, NUM_TERMS))
+        moved[:, kept] = (rights - matrices @ found)[:, kept] @ inverse
+        to_mean = np.array([1.0, coincidence, 0.0, 0.0])
+        to_noise = np.array([0.0, 1.0 - coincidence, 1.0, 1.0])
+        mean, mean_moved = float(to_mean @ found), moved @ to_mean
+        noise, noise_moved = float(to_noise @ found), moved @ to_noise
+        big, big_moved = float(grad_sq.mean()), (grad_sq - grad_sq.mean()) / count
+        names = {STREAM: "stream", ROW: "row", GROUP: "group"}
+        parts = {name: float(to_noise[k] * found[k] / noise) for k, name in names.items() if k in kept and noise > 0.0}
+        return Components(
+            drawn=_ratio(num_rows * (big - mean), mean, num_rows * (big_moved - mean_moved), mean_moved),
+            independent=_ratio(noise, mean, noise_moved, mean_moved),
+            shares=parts,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """The known values by catalog key."""
+        found = self.components()
+        if found is None:
+            return {}
+        values: dict[str, float | None] = {f"gns/noise_from_{name}": share for name, share in found.shares.items()}
+        for name, ratio in (("drawn", found.drawn), ("independent", found.independent)):
+            values |= {f"gns/b_{name}": ratio.value, f"gns/b_{name}_low": ratio.low, f"gns/b_{name}_high": ratio.high}
+        return {key: value for key, value in values.items() if value is not None}
+
+    def state_dict(self) -> list[list[float]]:
+        """The last windows as plain floats."""
+        return [window.tolist() for window in self._windows]
+
+    def load_state_dict(self, state: Sequence[Sequence[float]]) -> None:
+        """Restore a saved state exactly."""
+        self._windows = deque(np.array(state, dtype=np.float64).reshape(-1, WINDOW_LENGTH), maxlen=KEPT)
+
+
+def _ratio(x: float, y: float, x_moved: Vector, y_moved: Vector) -> Ratio:
+    """x / y, given what each window moves them by, with the covariance of Newey and West (1987): steps that read on in the same
+    documents are not independent of each other."""
+    moved, count = np.stack([x_moved, y_moved]), len(x_moved)
+    covariance = moved @ moved.T
+    for lag in range(1, LAGS + 1):
+        product = moved[:, lag:] @ moved[:, :-lag].T
+        covariance += (1.0 - lag / (LAGS + 1)) * (product + product.T)
+    (var_x, cov), (_, var_y) = (covariance * count / (count - 1)).tolist()
+    return bounded_ratio(x, y, var_x, var_y, cov, freedom=max((count - 1.0) / (1 + LAGS), 2.0))
+
+
+def independent_columns(matrix: Vector) -> list[int]:
+    """Indices of the columns, from the first on, that are no combination of kept ones before them.
+
+    Args:
+        matrix: [n, n] Gram matrix of the columns.
+    """
+    kept: list[int] = []
+    for column in range(len(matrix)):
+        unexplained = matrix[column, column]
+        if kept:
+            cross = matrix[kept, column]
+            unexplained = unexplained - cross @ np.linalg.solve(matrix[np.ix_(kept, kept)], cross)
+        if unexplained > DEPENDENT * max(matrix[column, column], 1e-300):
+            kept.append(column)
+    return kept
 
 
 class NoiseSources(Extension):
     """Feeds the components of the noise scale. Steps in halves are no windows of its averages."""
 
     keeps = "pairs"
-    num_sums = estimate.NUM_SUMS + components.NUM_SUMS
+    num_sums = estimate.NUM_SUMS + NUM_SUMS
+    metric_keys = METRIC_KEYS
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.measure_every = run.config.gns.components_every
+        self.components = NoiseComponents()
         # The same within each source: the probability that two of its rows come from one stream.
         self._concentrations = [source.concentration for source in run.plan.sources]
         self._coincidence = 0.0
@@ -55,14 +277,38 @@ class NoiseSources(Extension):
     def summed(self, sums: Sequence[float], *, grad_sq: float, grad_factor: float, is_taken: bool) -> None:
         """Take the window into the components."""
         window, equations = sums[: estimate.NUM_SUMS], sums[estimate.NUM_SUMS :]
-        if (
-            is_taken
-            and self.run.gns is not None
-            and window[estimate.FAULTS] == 0.0
-            and window[estimate.BIG_NOISE] > 0.0
-        ):
+        if is_taken and window[estimate.FAULTS] == 0.0 and window[estimate.BIG_NOISE] > 0.0:
             num_rows = window[estimate.KAPPA] ** 2 / window[estimate.BIG_NOISE]
-            self.run.gns.components.update(equations, grad_sq / grad_factor**2, num_rows, self._coincidence)
+            self.components.update(equations, grad_sq / grad_factor**2, num_rows, self._coincidence)
+            self._tell_drawn()
+
+    def _tell_drawn(self) -> None:
+        """Have decisions on the batch go by the noise scale of the batch as it is drawn, where it is known."""
+        found = self.components.components()
+        if self.run.gns is not None:
+            self.run.gns.drawn = found.drawn if found is not None and found.drawn.high is not None else None
+
+    def drain_metrics(self) -> Mapping[str, Reported]:
+        """The same on all ranks."""
+        return self.components.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last windows."""
+        return {"windows": self.components.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from saved windows."""
+        self.components.load_state_dict(state["windows"])
+        self._tell_drawn()
+
+
+def halves(micro: MicroBatch) -> list[MicroBatch]:
+    """The first and the second half of the rows; a single row, and that row with nothing to predict and no group.
+
+    Always two: ranks that exchange states, or synchronize in a forward, must do it equally often.
+    """
+    middle = len(micro.targets) // 2
+    return [micro.rows(slice(middle)), micro.rows(slice(middle, None))] if middle else [micro, micro.masked()]
 
 
 def _piece(micro: MicroBatch) -> Piece:

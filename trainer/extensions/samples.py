@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer.data.tokenizer import TextStream, prompt_ids
-from trainer.metrics.sinks.jsonl import SAMPLE
+from trainer.metrics.sinks import SAMPLE
 from trainer.model.generate import Draw, generate
 from trainer.training.extension import Extension
 from trainer.training.setup.parts import autocast_context

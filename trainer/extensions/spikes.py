@@ -108,7 +108,7 @@ class LossSpikes(Extension):
         step, spike = taken.step, None
         if outcome.is_finite and outcome.tokens:
             self._recent = {at: metas for at, metas in self._recent.items() if at > step - KEPT_STEPS}
-            self._recent[step] = [micro.meta for micro in taken.window.micros]
+            self._recent[step] = [micro.meta for micro in taken.window]
             spike = self._detector.update(outcome.loss)
             if spike is not None:
                 self._found.append(FoundSpike(step, spike, outcome.grad_norm))

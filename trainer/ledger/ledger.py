@@ -16,23 +16,25 @@ the right continuation. Only rows that are not finite are dropped. That is decid
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
-from trainer.ledger.exchange import OwnerExchange, owner_of
+from trainer.hashing import splitmix64
 from trainer.ledger.index import EVICTION_MODES, WIPE_MODES, Evicted, GroupIndex, WipeMode, distinct, is_due
-from trainer.ledger.slab import HostSlab, InvalidCount, Native, Slab, to_device
-from trainer.ledger.snapshot import Layout, load_shards, save_rows, save_shard
+from trainer.ledger.slab import HostSlab, InvalidCount, Native, Slab
+from trainer.ledger.snapshot import Owners, load_shards, save_rows, save_shard
+from trainer.on_device import to_device
 
-Ownership = Literal["reader", "exchange"]
 Placement = Literal["device", "host"]
 
 COUNTER_KEYS = (
@@ -44,6 +46,67 @@ COUNTER_KEYS = (
 """Summed over the window and over ranks (with the worst rank beside, as `<key>_max`)."""
 
 GAUGE_KEYS = ("ledger/live_groups", "ledger/fill_fraction")
+
+
+def owner_of(group_ids: Ints, world_size: int) -> Ints:
+    """The rank owning each group: `splitmix64(group_id) % world_size`; plain modulo would follow the ids' strides."""
+    return (splitmix64(group_ids) % np.uint64(world_size)).astype(np.int64)
+
+
+class Route(NamedTuple):
+    """Where the items of this rank go, and how many arrive from each rank."""
+
+    order: Tensor
+    """Item indices sorted by owner, int64 [n] on the exchange's device."""
+
+    send_counts: list[int]
+    receive_counts: list[int]
+
+
+class OwnerExchange:
+    """The all-to-all that takes ids and rows to their owners and brings answers back.
+
+    Every rank must make each call, in the same order, also with nothing to send.
+
+    Args:
+        world_size: ranks of the default process group.
+        device: of the rows; for gloo, which moves CPU tensors only, they are copied to the CPU and back.
+    """
+
+    def __init__(self, *, world_size: int, device: torch.device) -> None:
+        self._world_size = world_size
+        self._wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
+        self.seconds = 0.0
+        """Spent in collectives so far."""
+
+    def route(self, group_ids: Ints) -> Route:
+        """Exchange the number of items per pair of ranks: one collective."""
+        owners = owner_of(group_ids, self._world_size)
+        send = np.bincount(owners, minlength=self._world_size)
+        ones = [1] * self._world_size
+        received = self._all_to_all(torch.from_numpy(send.astype(np.int64)).to(self._wire), ones, ones)
+        order = torch.from_numpy(np.argsort(owners, kind="stable")).to(self._wire)
+        return Route(order, send.tolist(), received.tolist())
+
+    def to_owners(self, route: Route, items: Tensor) -> Tensor:
+        """Send each of `items` [n, ...] to its owner; returns the items sent to this rank, ordered by sending rank."""
+        sorted_items = items.to(self._wire).index_select(0, route.order)
+        received = self._all_to_all(sorted_items, route.send_counts, route.receive_counts)
+        return received.to(items.device)
+
+    def from_owners(self, route: Route, answers: Tensor) -> Tensor:
+        """Return one answer per item that `to_owners` received; returns the answers to this rank's items, in their order."""
+        returned = self._all_to_all(answers.to(self._wire), route.receive_counts, route.send_counts)
+        items = torch.empty_like(returned)
+        items.index_copy_(0, route.order, returned)
+        return items.to(answers.device)
+
+    def _all_to_all(self, items: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+        received = items.new_empty((sum(receive_counts), *items.shape[1:]))
+        began = time.perf_counter()
+        dist.all_to_all_single(received, items.contiguous(), receive_counts, send_counts)
+        self.seconds += time.perf_counter() - began
+        return received
 
 
 class Ledger:
@@ -59,10 +122,7 @@ class Ledger:
         device: of the states as they are looked up and stored.
         dtype: of the states as they are kept; bfloat16 halves the memory and rounds to 8 bits.
         placement: where they are kept: `device`; or `host`, in its pinned memory, for more than a CUDA device can hold.
-        ownership: `reader`: the rank that reads a group owns it, and nothing is communicated. `exchange`: the owner is
-            `splitmix64(group_id) % world_size`, and `lookup` and `store` are collective: every rank calls them equally
-            often, with empty arrays where it has nothing.
-        rank, world_size, process_group: this rank, and the ranks that take part (None: the default group).
+        owners: which rank holds a group.
 
     Raises:
         UserError: a setting is out of range.
@@ -80,29 +140,24 @@ class Ledger:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         placement: Placement = "device",
-        ownership: Ownership = "reader",
-        rank: int = 0,
-        world_size: int = 1,
-        process_group: Any = None,
+        owners: Owners = Owners(),  # noqa: B008 - immutable
     ) -> None:
-        for key, value, allowed in (
-            ("wipe_mode", wipe_mode, WIPE_MODES),
-            ("ownership", ownership, get_args(Ownership)),
-        ):
-            if value not in allowed:
-                raise UserError(f"ledger.{key}", f"must be one of {', '.join(allowed)}, got {value!r}")
-        positive = {"capacity": capacity}
-        positive |= {"wipe_every": wipe_every} if wipe_mode == "full" else {}
+        numbers = {"capacity": capacity}
+        numbers |= {"wipe_every": wipe_every} if wipe_mode == "full" else {}
         if wipe_mode == "periodic_stale":
-            positive |= {"sweep_every": sweep_every, "stale_threshold": stale_threshold}
-        for key, number in positive.items():
-            if number < 1:
-                raise UserError(f"ledger.{key}", f"must be >= 1 with wipe_mode {wipe_mode}, got {number}")
+            numbers |= {"sweep_every": sweep_every, "stale_threshold": stale_threshold}
+        rules: list[tuple[str, bool, object, str]] = [
+            ("wipe_mode", wipe_mode in WIPE_MODES, wipe_mode, f"one of {', '.join(WIPE_MODES)}")
+        ]
+        rules += [(key, number >= 1, number, f">= 1 with wipe_mode {wipe_mode}") for key, number in numbers.items()]
+        for key, is_right, value, rule in rules:
+            if not is_right:
+                raise UserError(f"ledger.{key}", f"must be {rule}, got {value!r}")
         self._wipe_mode = wipe_mode
         self._stale_threshold = stale_threshold
         self._sweep_every = sweep_every
         self._wipe_every = wipe_every
-        self._layout = Layout(ownership, rank, world_size)
+        self._owners = owners
         self._step: int | None = None
         self._stored_at = -1
         device = torch.device(device)
@@ -116,13 +171,13 @@ class Ledger:
         # Computed where it is asked for, which is on few steps.
         self._stored_steps: Callable[[], Tensor] | None = None
         self._exchange: OwnerExchange | None = None
-        if ownership == "exchange" and world_size > 1:
-            self._exchange = OwnerExchange(world_size=world_size, process_group=process_group, device=self._slab.device)
+        if owners.ownership == "exchange" and owners.world_size > 1:
+            self._exchange = OwnerExchange(world_size=owners.world_size, device=self._slab.device)
 
     @property
     def ownership(self) -> str:
         """Which rank owns a group: its reader, or the one that its id hashes to."""
-        return self._layout.ownership
+        return self._owners.ownership
 
     @property
     def is_collective(self) -> bool:
@@ -276,7 +331,7 @@ class Ledger:
         Args:
             with_rows: the states too, under "rows"; or else they are to be had from `held_rows`, in the same order.
         """
-        shard = save_shard(self._index, self._slab, layout=self._layout, step=self._step)
+        shard = save_shard(self._index, self._slab, owners=self._owners, step=self._step)
         if with_rows:
             empty = torch.empty(0, self._slab.width, dtype=self._slab.dtype)
             shard["rows"] = torch.cat([empty, *self.held_rows()])
@@ -313,8 +368,8 @@ class Ledger:
         Raises:
             UserError: the states are of another width, or do not fit the capacity. Nothing is changed.
         """
-        keeps = self._is_mine if self._layout.ownership == "exchange" else owned
-        self._step = load_shards(self._index, self._slab, shards, layout=self._layout, keeps=keeps, room=room)
+        keeps = self._is_mine if self._owners.ownership == "exchange" else owned
+        self._step = load_shards(self._index, self._slab, shards, owners=self._owners, keeps=keeps, room=room)
         self._stored_at = int(self._index.last_step.max(initial=-1))
         self.load_undrained({})
 
@@ -353,7 +408,7 @@ class Ledger:
         return groups, cells, lasts != 0, exchange.to_owners(route, states[to_device(known, states.device)])
 
     def _is_mine(self, groups: Ints) -> Flags:
-        is_mine: Flags = owner_of(groups, self._layout.world_size) == self._layout.rank
+        is_mine: Flags = owner_of(groups, self._owners.world_size) == self._owners.rank
         return is_mine
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.arrays import Flags, Ints
+from trainer.on_device import to_device
 
 Native = Any
 """An array of the library that a slab works with: numpy's or torch's."""
@@ -195,12 +196,6 @@ class InvalidCount:
             all_counted = self._slab.native(np.concatenate(is_counted))
             self._sum += (~self._slab.library.concatenate(is_valid) & all_counted).sum()
             self._batches.clear()
-
-
-def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A tensor of `array` on the device; pinned for CUDA, since a copy from pageable memory would block the host."""
-    tensor = torch.from_numpy(array)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def _are_finite(rows: Tensor) -> Flags:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,21 +21,31 @@ Shard = Mapping[str, Any]
 FORMAT = 1
 
 
-class Layout(NamedTuple):
-    """How groups are distributed over ranks, and which rank this is."""
-
-    ownership: str
-    rank: int
-    world_size: int
+Ownership = Literal["reader", "exchange"]
 
 
-def save_shard(index: GroupIndex, slab: Slab, *, layout: Layout, step: int | None) -> dict[str, Any]:
+class Owners(NamedTuple):
+    """Which rank holds a group's state.
+
+    Attributes:
+        ownership: `reader`: the rank that reads a group, and nothing is communicated. `exchange`: `splitmix64(group_id) %
+            world_size`, and `lookup` and `store` are collective: every rank calls them equally often, with empty arrays where
+            it has nothing.
+        rank, world_size: this rank, and the number of ranks.
+    """
+
+    ownership: Ownership = "reader"
+    rank: int = 0
+    world_size: int = 1
+
+
+def save_shard(index: GroupIndex, slab: Slab, *, owners: Owners, step: int | None) -> dict[str, Any]:
     """Copy a shard but for its rows into what `torch.load(weights_only=True)` accepts."""
     slots = index.held_slots()
     evicted = list(index.evicted.items())
     return {
         "format": FORMAT,
-        **layout._asdict(),
+        **owners._asdict(),
         "capacity": slab.capacity,
         "width": slab.width,
         "dtype": slab.dtype,
@@ -63,7 +73,7 @@ def load_shards(
     slab: Slab,
     saved: Sequence[Shard],
     *,
-    layout: Layout,
+    owners: Owners,
     keeps: Callable[[Ints], Flags] | None,
     room: int,
 ) -> int | None:
@@ -78,9 +88,9 @@ def load_shards(
                 f"the checkpoint's states are {shard['width']} wide, the model's {slab.width}",
                 "resume with the model that was saved, or drop the ledger from the checkpoint",
             )
-    own = saved[layout.rank] if len(saved) == layout.world_size else None
+    own = saved[owners.rank] if len(saved) == owners.world_size else None
     is_same = own is not None and own["capacity"] == slab.capacity
-    if own is not None and is_same and (own["ownership"], own["world_size"]) == (layout.ownership, layout.world_size):
+    if own is not None and is_same and (own["ownership"], own["world_size"]) == (owners.ownership, owners.world_size):
         _fill_exactly(index, slab, own)
     else:
         _fill_anew(index, slab, saved, keeps, room)

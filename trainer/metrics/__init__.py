@@ -10,22 +10,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from trainer.metrics.aggregate import Recorder, SumCount, UnloggedCounters
+    from trainer.metrics.aggregate import Recorder, Reporter, SumCount, reduce_loss_metrics, reduce_over_ranks
     from trainer.metrics.best_effort import BestEffort, Diagnostics, SkipBatch
     from trainer.metrics.catalog.lookup import CATALOG, UnknownMetric, lookup, register
     from trainer.metrics.catalog.spec import MetricSpec
     from trainer.metrics.logger import format_metrics, get_logger
     from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-    from trainer.metrics.rank_reduction import Reporter, reduce_loss_metrics, reduce_over_ranks
     from trainer.metrics.tracker import MetricsTracker, StepMetrics
 
 _HOMES: Final = {
     "BestEffort": "best_effort",
     "CATALOG": "catalog.lookup",
-    "UnloggedCounters": "aggregate",
     "Diagnostics": "best_effort",
     "GradientNoiseScale": "noise_scale.hooks",
-    "Reporter": "rank_reduction",
+    "Reporter": "aggregate",
     "MetricSpec": "catalog.spec",
     "MetricsTracker": "tracker",
     "SkipBatch": "best_effort",
@@ -36,8 +34,8 @@ _HOMES: Final = {
     "format_metrics": "logger",
     "get_logger": "logger",
     "lookup": "catalog.lookup",
-    "reduce_loss_metrics": "rank_reduction",
-    "reduce_over_ranks": "rank_reduction",
+    "reduce_loss_metrics": "aggregate",
+    "reduce_over_ranks": "aggregate",
     "register": "catalog.lookup",
 }
 
@@ -54,7 +52,6 @@ __all__ = [
     "StepMetrics",
     "SumCount",
     "UnknownMetric",
-    "UnloggedCounters",
     "format_metrics",
     "get_logger",
     "lookup",

@@ -1,8 +1,10 @@
-"""Puts the values of several micro-steps, and of several steps between two logged ones, together on one rank.
+"""Combines the values of micro-steps, of the steps between two logged ones, and of all ranks, as the catalog says.
 
-How values combine comes from the catalog's `window` column. Tensors stay on their device and nothing is read: a value
-is a number, a 0-dim tensor, or a `SumCount` for keys whose mean is weighted. `rank_reduction` combines the results over ranks,
-also the `Moments` of what a reporter has sampled.
+On one rank tensors stay on their device and nothing is read: a value is a number, a 0-dim tensor, a `SumCount` for keys whose
+mean is weighted, or `Moments` of what was sampled. Over ranks all keys of a logged step, the same on every rank, go through one
+all-gather of a float64 vector, from which every rank computes the same minima, maxima, sums and means. A rank without a value
+contributes the identity; one that should have a value and cannot give it (None) takes the key away on all ranks, unless it is a
+mean.
 """
 
 from __future__ import annotations
@@ -10,17 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 
-from trainer.metrics.catalog.lookup import lookup_or_gauge
-from trainer.metrics.catalog.spec import Kind, WindowReduction
-from trainer.metrics.values import LeaveOut, as_number
+from trainer.metrics.best_effort import BestEffort, LeaveOut, as_number
+from trainer.metrics.catalog.lookup import ERROR_SUFFIX, WORST_SUFFIX, lookup_or_gauge
+from trainer.metrics.catalog.spec import RankReduction, WindowReduction
 from trainer.wording import message_of
 
 Scalar = float | torch.Tensor
 MOST_EXACT = 2**53
+_MEANS = ("mean", "weighted_mean")
 
 
 class SumCount(NamedTuple):
@@ -124,19 +130,12 @@ class _Entry:
     """None: see `Reported`."""
     count: Scalar
 
-    def value(self) -> Value | None:
-        if self.total is None:
-            return None
-        if self.how == "weighted_mean":
-            return SumCount(self.total, self.count)
-        return self.total / self.count if self.how == "mean" else self.total
-
 
 class Recorder:
     """The one place where a run's metrics are recorded: combines what is recorded until it is drained.
 
-    A key that some micro-batches lack is combined over those that reported it: a gauge present once with 1.0 stays 1.0. A key
-    that is not in the catalog is a gauge.
+    A key that some micro-batches lack is combined over those that reported it: a gauge present once with 1.0 stays 1.0.
+    Counters add up and flags stay raised. A key that is not in the catalog is a gauge.
 
     Args:
         metric_keys: the keys that may be recorded; empty: any.
@@ -182,7 +181,7 @@ class Recorder:
             self._moments[key] = value
             return
         if value is None:
-            if how not in ("mean", "weighted_mean"):
+            if how not in _MEANS:
                 self._entries[key] = _Entry(how, None, 1.0)
             return
         if type(value) is not float:
@@ -199,9 +198,18 @@ class Recorder:
         else:
             entry.total, entry.count = entry.total + total, entry.count + count
 
-    def result(self) -> dict[str, Reported]:
-        """The aggregates so far; weighted means still as `SumCount`."""
-        return {**{key: entry.value() for key, entry in self._entries.items()}, **self._moments}
+    def drain_metrics(self) -> dict[str, Reported]:
+        """The aggregates so far, weighted means still as `SumCount`; starts anew."""
+        found: dict[str, Reported] = {}
+        for key, entry in self._entries.items():
+            total = entry.total
+            if total is not None and entry.how in _MEANS:
+                found[key] = SumCount(total, entry.count) if entry.how == "weighted_mean" else total / entry.count
+            else:
+                found[key] = total
+        found |= self._moments
+        self._entries, self._moments = {}, {}
+        return found
 
     def state_dict(self) -> dict[str, list[float | None]]:
         """Sum (or extreme, or last; None: not known) and count of each key, as plain numbers; waits for their devices."""
@@ -216,46 +224,202 @@ class Recorder:
             key: _Entry(lookup_or_gauge(key).window, total, count) for key, (total, count) in state.items()
         }
 
-    def drain_metrics(self) -> dict[str, Reported]:
-        """The aggregates so far; starts anew."""
-        result = self.result()
-        self._entries, self._moments = {}, {}
-        return result
+
+NUM_MOMENTS = len(Moments._fields)
+_Matrix = NDArray[np.float64]
+Operations = Mapping[str, RankReduction]
 
 
-class UnloggedCounters:
-    """Keeps what was counted on steps that did not log, so that the next one that does reports it.
+class Reporter(Protocol):
+    """A part of a run that has metrics of its own."""
 
-    Counters add up and flags stay raised; of any other key only the latest step's value is handed on. Counters that
-    must be reported from the first logged step on are named as `counters` and start at zero.
+    @property
+    def metric_keys(self) -> tuple[str, ...]:
+        """Every key that it can report."""
+
+    def drain_metrics(self) -> Mapping[str, Reported]:
+        """This rank's values since the last drain, some of the keys; starts anew."""
+
+
+def rank_operations(keys: Iterable[str]) -> Operations:
+    """Key -> how it combines over ranks, sorted, so that ranks agree on the order however they collect their keys.
+
+    A key that is not in the catalog is a gauge: its mean over ranks.
     """
+    return {key: lookup_or_gauge(key).ranks for key in sorted(set(keys))}
 
-    def __init__(self, counters: tuple[str, ...] = ()) -> None:
-        self._counters = counters
-        self._kinds: dict[str, Kind] = {}  # looked up once
-        self._kept: dict[str, Scalar | None] = dict.fromkeys(counters, 0.0)
-        self._latest: dict[str, Value] = {}
 
-    def add(self, values: Mapping[str, Value | None]) -> None:
-        """Take in one step's values; None is one that could not be given: its count is not known until the next drain."""
-        self._latest = {}
-        for key, value in values.items():
-            kind, kept = self._kinds.get(key), self._kept.get(key, 0.0)
-            if kind is None:
-                kind = self._kinds[key] = lookup_or_gauge(key).kind
-            value = value.detach() if isinstance(value, torch.Tensor) else value
-            if kind == "gauge" or isinstance(value, tuple):
-                if value is not None:
-                    self._latest[key] = value
-            elif value is None or kept is None or key not in self._kept:
-                self._kept[key] = value if kept is not None else None
+def _length(operations: Operations) -> int:
+    """Numbers in the vector of `_pack`."""
+    return 2 * len(operations) + NUM_MOMENTS * list(operations.values()).count("mean_and_error")
+
+
+def _count_of_unknown(operation: RankReduction) -> float:
+    return 0.0 if operation in (*_MEANS, "mean_and_error") else np.nan
+
+
+def _pack(
+    local: Mapping[str, Reported], operations: Operations, device: torch.device | str, guard: BestEffort | None = None
+) -> torch.Tensor:
+    """The vector float64: for each key its value (or sum) and its count, count 0 where the rank has none; then the moments.
+
+    Keys with moments leave their pair at zero. The count of a value that is not known (None) is NaN, but of a mean's 0.
+    """
+    for key in sorted(local.keys() - operations.keys()):
+        if guard is None:
+            raise KeyError(f"not among the keys of the reduction: {key}")
+        guard.leave_out(key, "it is not among the keys of the reduction")
+    numbers = np.zeros(_length(operations))
+    tensors: dict[int, torch.Tensor] = {}  # by place
+    moments = iter(range(2 * len(operations), len(numbers), NUM_MOMENTS))
+    for index, (key, operation) in enumerate(operations.items()):
+        first = 2 * index if operation != "mean_and_error" else next(moments)
+        if key not in local:
+            continue
+        try:
+            scalars = _scalars(local[key], operation)
+        except Exception as error:  # noqa: BLE001 - one value must not cost the others
+            if guard is None:
+                raise TypeError(f"{key}: {message_of(error)}") from None
+            guard.leave_out(key, message_of(error))
+            scalars = None
+        if scalars is None:
+            numbers[first + 1] = _count_of_unknown(operation)
+            continue
+        for place, scalar in enumerate(scalars, start=first):
+            if isinstance(scalar, torch.Tensor):
+                tensors[place] = scalar.to(device=device, dtype=torch.float64).reshape(())
             else:
-                self._kept[key] = kept + value if kind == "counter" else _larger(kept, value, 1)
+                numbers[place] = scalar
+    vector = torch.from_numpy(numbers).to(device)
+    if tensors:
+        vector[torch.tensor(list(tensors), device=device)] = torch.stack(list(tensors.values()))
+    return vector
 
-    def drain(self) -> dict[str, Value]:
-        """Everything counted since the last drain, and the latest step's other values; starts anew."""
-        kept = {key: value for key, value in self._kept.items() if value is not None}
-        drained: dict[str, Value] = {**kept, **self._latest}
-        self._kept = dict.fromkeys(self._counters, 0.0)
-        self._latest = {}
-        return drained
+
+def _scalars(value: Reported, operation: RankReduction) -> Sequence[Scalar] | None:
+    """What stands for a value in the vector; None if it is not known.
+
+    A plain number counts once, and is a sample of one: the mean over ranks then has the standard error over ranks.
+    """
+    if value is None:
+        return None
+    if operation != "mean_and_error":
+        if isinstance(value, Moments):
+            raise TypeError(f"has moments, but its reduction over ranks is {operation}")
+        given: tuple[Any, ...] = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
+    elif isinstance(value, Moments):
+        given = value
+    elif isinstance(value, tuple):
+        raise TypeError("a sum and a count have no standard error; report Moments")
+    else:
+        taken = as_scalar(value)
+        given = Moments(1.0, taken, 1.0, taken * taken, taken, 1.0)
+    return [scalar if type(scalar) is float else as_scalar(scalar) for scalar in given]
+
+
+def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
+    pairs = gathered[:, : 2 * len(operations)]
+    values, counts = pairs[:, 0::2], pairs[:, 1::2]  # [W, K] each
+    present = counts != 0
+    totals = np.where(present, values, 0.0).sum(0)
+    weights = counts.sum(0)
+    least = np.where(present, values, np.inf).min(0)
+    most = np.where(present, values, -np.inf).max(0)
+    unknown: list[bool] = np.any(np.isnan(counts), axis=0).tolist()
+    reduced: dict[str, float] = {}
+    for index, (key, operation) in enumerate(operations.items()):
+        if not present[:, index].any():
+            continue
+        if operation in _MEANS:
+            reduced[key] = float(totals[index] / weights[index])
+        elif unknown[index]:
+            continue
+        elif operation in ("min", "max"):
+            reduced[key] = float(least[index] if operation == "min" else most[index])
+        else:
+            reduced[key] = float(totals[index])
+            if operation == "sum_and_worst":
+                reduced[key + WORST_SUFFIX] = float(most[index])
+    sums = gathered[:, 2 * len(operations) :].sum(0).reshape(-1, NUM_MOMENTS)
+    with_errors = (key for key, operation in operations.items() if operation == "mean_and_error")
+    for key, numbers in zip(with_errors, sums.tolist(), strict=True):
+        moments = Moments(*numbers)
+        if moments.num > 0:
+            reduced[key] = moments.mean()
+        if moments.num > 1:
+            reduced[key + ERROR_SUFFIX] = moments.error()
+    return reduced
+
+
+def reduce_over_ranks(
+    local: Mapping[str, Reported],
+    keys: Iterable[str] | Operations,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str,
+    world_size: int,
+    guard: BestEffort | None = None,
+) -> dict[str, float]:
+    """One logged step's values over all ranks, in one collective (none for a single rank). Every rank must call it.
+
+    Args:
+        local: this rank's values; keys may be missing. Plain numbers count once in a mean, a `SumCount` by its count, and
+            the units of `Moments` one by one. None is a value that this rank should have and cannot give.
+        keys: all keys that any rank may have, the same on every rank; or what `rank_operations` makes of them.
+        device: where the collective runs (the CPU for gloo, this rank's device for nccl).
+        guard: a value that is no number costs a warning, and counts as None; without a guard, it raises.
+
+    Returns:
+        The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst rank) beside
+        counters that ask for it, or `<key>_se` (the standard error) beside means that have one. A NaN on any rank makes the
+        result NaN; a key that no rank has is absent, and so is one that is None on any rank, unless it is a mean.
+
+    Raises:
+        KeyError, TypeError: a local key is not among `keys`, or a value is no number (without a guard).
+    """
+    operations = keys if isinstance(keys, Mapping) else rank_operations(keys)
+    # The collective stands outside of the guard: the other ranks wait for it.
+    vector = guard.run(_pack, local, operations, device, guard) if guard else _pack(local, operations, device)
+    if vector is None:  # nothing of this rank is known
+        vector = torch.zeros(_length(operations), dtype=torch.float64, device=device)
+        counts = [_count_of_unknown(operation) for operation in operations.values()]
+        vector[1 : 2 * len(operations) : 2] = torch.tensor(counts, dtype=torch.float64)
+    ranks = [vector]
+    if world_size > 1:
+        ranks = [torch.empty_like(vector) for _ in range(world_size)]
+        dist.all_gather(ranks, vector, group=group)
+    gathered = torch.stack(ranks).cpu().numpy()
+    return (guard.run(_combine, gathered, operations) or {}) if guard else _combine(gathered, operations)
+
+
+def reduce_loss_metrics(
+    values: Mapping[str, Scalar],
+    counts: Mapping[str, Scalar] | None = None,
+    sum_keys: Iterable[str] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str,
+    world_size: int,
+) -> dict[str, float]:
+    """Means and totals over ranks in one collective. Every rank must call it with the same names.
+
+    Args:
+        values: this rank's numbers. The names in `values`, `counts` and `sum_keys` together must be the same on all
+            ranks; a rank that has no value for a name in `counts` or `sum_keys` leaves it out of `values`.
+        counts: weight of this rank's mean, by name; names without a count weigh the same on every rank.
+        sum_keys: names that are totals: the cluster's total under the name, the worst rank's under `<name>_max`.
+
+    Returns:
+        The same on every rank; a mean over nothing is absent, a total over nothing is 0.
+    """
+    counts = counts or {}
+    totals = frozenset(sum_keys or ())
+    names = sorted(values.keys() | counts.keys() | totals)
+    operations: dict[str, RankReduction] = {name: "sum_and_worst" if name in totals else "mean" for name in names}
+    local: dict[str, Value] = dict.fromkeys(totals, 0.0)
+    for name, value in values.items():
+        # A mean over nothing may be NaN: its count 0 leaves it out.
+        is_weighted = name in counts and name not in totals
+        local[name] = SumCount(value * counts[name], counts[name]) if is_weighted else value
+    return reduce_over_ranks(local, operations, group=group, device=device, world_size=world_size)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TextIO
 
-from trainer.untrusted import open_plain
+from trainer.files import open_plain
 from trainer.wording import printable_lines
 
 ROOT: Final = "trainer"

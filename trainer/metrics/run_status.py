@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from trainer.errors import UserError
-from trainer.files import write_json
-from trainer.untrusted import open_descriptor, open_plain, parse_json, read_json
+from trainer.files import open_descriptor, open_plain, parse_json, read_json, write_json
 from trainer.wording import error_text
 
 logger = logging.getLogger(__name__)

@@ -13,31 +13,70 @@ tracker.close()
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 
-from trainer.metrics.aggregate import Scalar, UnloggedCounters, Value, as_value
-from trainer.metrics.best_effort import BestEffort, Diagnostics
+from trainer.metrics.aggregate import Recorder, Reported, Scalar, Value, as_value
+from trainer.metrics.best_effort import BestEffort, Diagnostics, LeaveOut, checked
 from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known, lookup_or_gauge
-from trainer.metrics.logger import get_logger
-from trainer.metrics.memory import MemoryStats, get_memory_stats
-from trainer.metrics.mfu import compute_mfu, resolve_peak_tflops
+from trainer.metrics.device import compute_mfu, get_memory_stats, resolve_peak_tflops
 from trainer.metrics.payload_contract import Mode, build_payload, build_restart
-from trainer.metrics.sinks.base import Sink
-from trainer.metrics.smoothing import Ema
-from trainer.metrics.values import LeaveOut, checked
+from trainer.metrics.sinks import Sink
 from trainer.wording import message_of
 
-logger = get_logger(__name__)
-P = ParamSpec("P")
 # Speed and MFU follow from tokens and time: an average of rates would be above the tokens over the time.
 _SMOOTHED = ("loss", "tokens", "step_time")
+
+
+class Ema:
+    """`value = alpha * sample + (1 - alpha) * value`, from the first sample on.
+
+    Samples are numbers or 0-dim tensors; a tensor is averaged on its device and read only by `read`. A sample that is
+    not finite is passed over: one bad step would otherwise spoil the average for good.
+    """
+
+    def __init__(self, alpha: float) -> None:
+        if not 0.0 < alpha <= 1.0:
+            raise ValueError(f"alpha must be in (0, 1], got {alpha}")
+        self.alpha = alpha
+        self._value: Scalar | None = None
+
+    def update(self, sample: Scalar) -> None:
+        """Take in one sample."""
+        if isinstance(sample, torch.Tensor):
+            self._value = self._on_device(sample)
+        elif isinstance(self._value, torch.Tensor):
+            self._value = self._on_device(self._value.new_full((), sample))
+        elif math.isfinite(sample):
+            value = self._value
+            self._value = sample if value is None else self.alpha * sample + (1.0 - self.alpha) * value
+
+    def _on_device(self, sample: torch.Tensor) -> torch.Tensor:
+        sample = sample.detach().to(torch.float64)
+        if self._value is None:
+            # A copy: the caller may reuse its tensor. NaN marks that nothing finite has been seen yet.
+            return torch.where(torch.isfinite(sample), sample, torch.nan)
+        value = self._value if isinstance(self._value, torch.Tensor) else sample.new_full((), self._value)
+        mixed = torch.where(torch.isnan(value), sample, torch.lerp(value, sample, self.alpha))
+        return torch.where(torch.isfinite(sample), mixed, value)
+
+    def read(self) -> float | None:
+        """The average as a number (waits for the device if it is a tensor); None before the first finite sample."""
+        if self._value is None:
+            return None
+        value = float(self._value)
+        return None if math.isnan(value) else value
+
+    def load(self, value: float | None) -> None:
+        """Continue from a saved average."""
+        self._value = value
 
 
 @dataclass(frozen=True)
@@ -71,11 +110,6 @@ class _OpenStep:
     """Section -> seconds."""
 
 
-def _read(value: Value) -> float:
-    """A value as a number; waits for its device."""
-    return float(value[0]) / float(value[1]) if isinstance(value, tuple) else float(value)
-
-
 class MetricsTracker:
     """Times steps, smooths, and sends payloads to the sinks on logging steps.
 
@@ -94,9 +128,7 @@ class MetricsTracker:
         smoothing_alpha: float = 0.1,
         sinks: Iterable[Sink] = (),
         rank: int = 0,
-        counters: tuple[str, ...] = (),
         strict_keys: bool = False,
-        diagnostics: Diagnostics | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Build a tracker; `sinks` may also come later through `init_backends`.
@@ -109,30 +141,30 @@ class MetricsTracker:
             peak_tflops: peak of one device; 0 takes it from the device's name, where known.
             smoothing_alpha: weight of the newest step in the smoothed values.
             rank: only rank 0 may have sinks.
-            counters: counter keys in `extra` that are reported as 0 until something is counted.
             strict_keys: a key that is not in the catalog raises `UnknownMetric` instead of one warning.
-            diagnostics: guards of everything here but the record; shared with the loop's other diagnostics.
             clock: monotonic seconds.
         """
         if log_interval < 1:
             raise ValueError(f"log_interval must be >= 1, got {log_interval}")
         self._log_interval = log_interval
-        self._num_devices = num_devices
         self._device = torch.device(device)
-        self._flops_per_token = flops_per_token
-        self._peak_tflops = resolve_peak_tflops(self._device, peak_tflops)
+        peak = resolve_peak_tflops(self._device, peak_tflops)
+        self._mfu_per_speed: Any = compute_mfu(
+            tokens_per_sec=1.0, flops_per_token=flops_per_token, num_devices=num_devices, peak_tflops=peak
+        )
         self._rank = rank
         self._strict_keys = strict_keys
-        self.diagnostics = diagnostics or Diagnostics()
         self._clock = clock
+        self.diagnostics = Diagnostics()
+        """Guards of everything here but the record; the loop's other diagnostics share them."""
         self._smoothed = {name: Ema(smoothing_alpha) for name in _SMOOTHED}
-        self._extra = UnloggedCounters(counters)
+        # What all ranks have is said once.
+        self._leave_out: LeaveOut = BestEffort("tracker").leave_out if rank == 0 else lambda *_: None
+        self._extra = Recorder(leave_out=self._leave_out)
         self._tokens_seen: Scalar = 0
         self._outside_sec = 0.0
         self._open: deque[_OpenStep] = deque()
         self._checked_keys: set[str] = set()
-        # What all ranks have is said once.
-        self._leave_out: LeaveOut = BestEffort("tracker").leave_out if rank == 0 else lambda *_: None
         self._sinks: list[tuple[Sink, BestEffort | None]] = []
         self.init_backends(sinks)
 
@@ -211,9 +243,9 @@ class MetricsTracker:
             grad_norm: before clipping; None if it is not computed.
             tokens_in_step: target tokens over all ranks; speeds follow from them.
             tokens_trained: those that count in `tokens_seen`: 0 for a step whose update was skipped. None: all of them.
-            extra: other values over all ranks, by catalog key. What counters count on a step that is not logged is in the next
-                one that is; of other keys the logged step's own values are reported. What is no number, or has the name of
-                something that the tracker reports itself (`loss`, `mfu`, times of sections), is left out with one warning.
+            extra: other values over all ranks, by catalog key. The catalog says how those since the last logged step combine:
+                counters add up, means are taken. What is no number, or has the name of something that the tracker reports
+                itself (`loss`, `mfu`, times of sections), is left out with one warning.
             force_log: log this step whatever the interval says (the last step, an evaluation step).
 
         Returns:
@@ -228,72 +260,65 @@ class MetricsTracker:
             raise RuntimeError("end_step without start_step")
         ended = self._open.popleft()
         step_time = (self._clock() if ended.stop is None else ended.stop) - ended.start
-        tokens_per_sec = tokens_in_step / step_time if step_time > 0.0 else None
         self._tokens_seen = self._tokens_seen + (tokens_in_step if tokens_trained is None else tokens_trained)
-        is_logged = force_log or self.will_log(step)
         guard = self.diagnostics.best_effort
-        guard("smoothing").run(self._smooth, (loss, tokens_in_step, step_time))
+        with guard("smoothing"):
+            for average, sample in zip(self._smoothed.values(), (loss, tokens_in_step, step_time), strict=True):
+                if sample is not None:
+                    average.update(sample)
         if extra:
-            guard("extra").run(self._add_extra, extra)
-        if not is_logged:
+            with guard("extra"):
+                self._extra.add(checked(extra, self._leave_out, as_value))
+        if not (force_log or self.will_log(step)):
             return None
         # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
         memory = guard("memory").run(get_memory_stats, self._device)
-        mfu = None if tokens_per_sec is None else self._mfu(tokens_per_sec)
-        metrics = _step_metrics(loss, grad_norm, lr, tokens_per_sec, mfu, step_time, memory)
-        self._emit("train", step, self._collect(metrics, tokens_in_step, ended.parts))
+        speed = _read(tokens_in_step / step_time) if step_time > 0.0 else None
+        metrics = StepMetrics(
+            loss=None if loss is None else _read(loss),
+            grad_norm=None if grad_norm is None else _read(grad_norm),
+            lr=float(lr),
+            tokens_per_sec=speed,
+            mfu=self._mfu(speed),
+            step_time_sec=step_time,
+            allocated_gb=memory.allocated_gb if memory else None,
+            peak_gb=memory.peak_gb if memory else None,
+            reserved_gb=memory.reserved_gb if memory else None,
+            total_gb=memory.total_gb if memory else None,
+            mem_utilization=memory.mem_utilization if memory else None,
+        )
+        own = {"tokens_in_step": _read(tokens_in_step), "tokens_seen": _read(self._tokens_seen)}
+        self._emit("train", step, self._collect(metrics, own, ended.parts))
         return metrics
 
-    def _add_extra(self, extra: Mapping[str, Value]) -> None:
-        self._extra.add(checked(extra, self._leave_out, as_value))
+    def _mfu(self, speed: float | None) -> float | None:
+        return None if speed is None or self._mfu_per_speed is None else speed * self._mfu_per_speed
 
-    def _smooth(self, samples: tuple[Scalar | None, ...]) -> None:
-        for name, sample in zip(_SMOOTHED, samples, strict=True):
-            if sample is not None:
-                self._smoothed[name].update(sample)
-
-    def _read_smoothed(self) -> dict[str, float | None]:
-        return {name: average.read() for name, average in self._smoothed.items()}
-
-    def _smoothed_values(self) -> dict[str, float | None]:
-        """The averages that are reported; the speed is the averaged tokens over the averaged time."""
-        loss, tokens, seconds = self._read_smoothed().values()
-        speed = tokens / seconds if tokens is not None and seconds else None
-        return {"loss": loss, "tokens_per_sec": speed, "step_time": seconds}
-
-    def _mfu(self, tokens_per_sec: Scalar) -> Scalar | None:
-        return self.diagnostics.best_effort("mfu").run(
-            compute_mfu,
-            tokens_per_sec=tokens_per_sec,
-            flops_per_token=self._flops_per_token,
-            num_devices=self._num_devices,
-            peak_tflops=self._peak_tflops,
-        )
-
-    def _collect(self, metrics: StepMetrics, tokens_in_step: Scalar, parts: Mapping[str, float]) -> dict[str, float]:
-        """All values of a logged step by catalog key; what is unknown is left out."""
-        memory = ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utilization")
-        found: dict[str, float | None] = {
-            (f"gpu/{name}" if name in memory else name): value for name, value in vars(metrics).items()
-        }
-        found["tokens_in_step"] = _read(tokens_in_step)
-        found["tokens_seen"] = _read(self._tokens_seen)
-        guard = self.diagnostics.best_effort
-        smoothed = guard("smoothing").run(self._smoothed_values) or {}
-        found |= {f"smoothed/{name}": smoothed.get(name) for name in ("loss", "tokens_per_sec", "step_time")}
-        speed = smoothed.get("tokens_per_sec")
-        mfu = None if speed is None else self._mfu(speed)
-        found["smoothed/mfu"] = None if mfu is None else _read(mfu)
+    def _collect(
+        self, metrics: StepMetrics, own: Mapping[str, float], parts: Mapping[str, float]
+    ) -> dict[str, float | None]:
+        """All values of a logged step by catalog key; None where a thing is unknown."""
+        found: dict[str, float | None] = {}
+        for name, value in vars(metrics).items():
+            found[f"gpu/{name}" if name.endswith("_gb") or name == "mem_utilization" else name] = value
+        found |= own
+        with self.diagnostics.best_effort("smoothing"):
+            loss, tokens, seconds = (average.read() for average in self._smoothed.values())
+            # The averaged tokens over the averaged time.
+            speed = tokens / seconds if tokens is not None and seconds else None
+            found |= {"smoothed/loss": loss, "smoothed/tokens_per_sec": speed, "smoothed/step_time": seconds}
+            found["smoothed/mfu"] = self._mfu(speed)
         for part, seconds in parts.items():
             found[f"time/{part}_sec"] = seconds
             found[f"time/{part}_share"] = seconds / metrics.step_time_sec if metrics.step_time_sec > 0.0 else None
-        extra = guard("extra").run(self._extra.drain) or {}
-        for key in sorted(extra.keys() & found.keys()):
-            self._leave_out(key, "the name is one of the tracker's own")
-        found |= self._read_all({key: value for key, value in extra.items() if key not in found})
-        return {key: value for key, value in found.items() if value is not None}
+        for key, extra in self._read_all(self._extra.drain_metrics()).items():
+            if key in found:
+                self._leave_out(key, "the name is one of the tracker's own")
+            else:
+                found[key] = extra
+        return found
 
-    def _read_all(self, values: Mapping[str, Value | None]) -> dict[str, float | None]:
+    def _read_all(self, values: Mapping[str, Reported]) -> dict[str, float | None]:
         """The values as numbers; waits for their devices. A mean over nothing is None."""
         found: dict[str, float | None] = {}
         for key, value in values.items():
@@ -313,7 +338,8 @@ class MetricsTracker:
         """
         values = self.diagnostics.best_effort("log_eval").run(checked, metrics, self._leave_out, as_value) or {}
         found = self._read_all(values)
-        self._emit("eval", step, {_eval_key(key): value for key, value in found.items() if value is not None})
+        prefixes = {key: "" if "/" in key or key.startswith(EVAL_PREFIX) else EVAL_PREFIX for key in found}
+        self._emit("eval", step, {prefixes[key] + key: value for key, value in found.items()})
 
     def log_restart(self, step: int, **details: Any) -> None:
         """Say in every stream that the run continues after this checkpointed step, so that steps may repeat."""
@@ -321,29 +347,32 @@ class MetricsTracker:
 
     def log_event(self, event: Mapping[str, Any]) -> None:
         """Send an event to the sinks; each takes those that it has a use for."""
-        for sink, guard in self._sinks:
-            _call(guard, sink.event, event)
+        self._send("event", event)
 
-    def _emit(self, mode: Mode, step: int, metrics: dict[str, float]) -> None:
+    def _emit(self, mode: Mode, step: int, values: Mapping[str, float | None]) -> None:
+        metrics = {key: value for key, value in values.items() if value is not None}
         for key in metrics.keys() - self._checked_keys:
-            self._check_key(key)
-        if not self._sinks or not metrics:
-            return
-        payload = build_payload(mode, step, metrics)
-        for sink, guard in self._sinks:
-            _call(guard, sink.log, payload)
+            if self._strict_keys and not is_known(key):
+                raise UnknownMetric(key)
+            lookup_or_gauge(key)
+            self._checked_keys.add(key)
+        if self._sinks and metrics:
+            self._send("log", build_payload(mode, step, metrics))
 
-    def _check_key(self, key: str) -> None:
-        if self._strict_keys and not is_known(key):
-            raise UnknownMetric(key)
-        lookup_or_gauge(key)
-        self._checked_keys.add(key)
+    def _send(self, method: str, *args: Any) -> None:
+        """Call the sinks: an essential one as it is, any other one under its guard."""
+        for sink, guard in self._sinks:
+            call = getattr(sink, method)
+            if guard is None:
+                call(*args)
+            else:
+                guard.run(call, *args)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run continues from: tokens seen and the smoothed values."""
         return {
             "tokens_seen": int(self._tokens_seen),
-            "smoothed": self.diagnostics.best_effort("smoothing").run(self._read_smoothed) or dict.fromkeys(_SMOOTHED),
+            "smoothed": {name: average.read() for name, average in self._smoothed.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -357,40 +386,11 @@ class MetricsTracker:
         with ExitStack() as stack:
             while self._sinks:
                 sink, guard = self._sinks.pop(0)
-                stack.callback(_call, guard, sink.close)
+                stack.callback(sink.close) if guard is None else stack.callback(guard.run, sink.close)
 
 
-def _call(guard: BestEffort | None, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call a sink: an essential one as it is, any other one under its guard."""
-    if guard is None:
-        function(*args, **kwargs)
-    else:
-        guard.run(function, *args, **kwargs)
-
-
-def _eval_key(key: str) -> str:
-    return key if "/" in key or key.startswith(EVAL_PREFIX) else EVAL_PREFIX + key
-
-
-def _step_metrics(
-    loss: Scalar | None,
-    grad_norm: Scalar | None,
-    lr: float,
-    tokens_per_sec: Scalar | None,
-    mfu: Scalar | None,
-    step_time: float,
-    memory: MemoryStats | None,
-) -> StepMetrics:
-    return StepMetrics(
-        loss=None if loss is None else _read(loss),
-        grad_norm=None if grad_norm is None else _read(grad_norm),
-        lr=float(lr),
-        tokens_per_sec=None if tokens_per_sec is None else _read(tokens_per_sec),
-        mfu=None if mfu is None else _read(mfu),
-        step_time_sec=step_time,
-        allocated_gb=memory.allocated_gb if memory else None,
-        peak_gb=memory.peak_gb if memory else None,
-        reserved_gb=memory.reserved_gb if memory else None,
-        total_gb=memory.total_gb if memory else None,
-        mem_utilization=memory.mem_utilization if memory else None,
-    )
+def _read(value: Reported) -> float:
+    """A value as a number; waits for its device."""
+    if isinstance(value, tuple):
+        return float(value[0]) / float(value[1])
+    return float(value)  # type: ignore[arg-type]

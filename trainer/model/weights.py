@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from trainer.distributed.shards import as_shard, own_rows
 from trainer.errors import UserError
-from trainer.files import replacing_path
-from trainer.untrusted import parse_json
+from trainer.files import parse_json, replacing_path
 
 WEIGHTS_FILE = "model.safetensors"
 SHARED_KEY = "shared"  # metadata: JSON, name of an omitted tensor -> name of the tensor that it shares memory with

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trainer.objective.components import ObjectiveError, Term
-from trainer.objective.compose import Objective, ObjectiveOutput
+from trainer.objective.loss import Objective, ObjectiveError, ObjectiveOutput, Term
 
 
 class ChunkedObjective:

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Replicated, Strategy
@@ -39,7 +40,6 @@ from trainer.training.setup.parts import autocast_context, in_cells, make_model,
 from trainer.training.setup.plan import Plan, width_of
 from trainer.training.setup.plausible import ledger_bytes
 from trainer.training.setup.sharding import layout_for, make_strategy, shard_model
-from trainer.training.step.microbatch import MicroBatch
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import StepSettings, TrainStep
 
@@ -292,11 +292,14 @@ def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
         optimizer=build_optimizer(model, config.optimizer),
         gns=gns,
         scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of
-        settings=StepSettings(max_tokens_per_micro(plan), config.train.clip_grad_norm),
+        settings=StepSettings(
+            max_tokens_per_micro(plan),
+            config.train.clip_grad_norm,
+            world_size=1,
+            device=CPU,
+            autocast=autocast_context(config, CPU),
+        ),
         strategy=strategy,
-        world_size=1,  # its own sums over ranks take no memory to speak of
-        device=CPU,
-        autocast=autocast_context(config, CPU),
     )
 
 

@@ -26,15 +26,14 @@ _METRICS_HEAD = """# Metrics and losses
 
 Generated from `trainer/metrics/catalog/` by `make docs`; edit the catalog, not this page.
 
-This page lists every key of a payload's `metrics`. Evaluation keys have the prefix `eval_` (`eval_loss`). A part in angle
-brackets stands for a name (`objective/<name>`: `objective/token_ce`). Keys depend on features: if a feature is off, or a
-value is unknown (MFU on an unknown device), the key is absent rather than zero. Backends show keys without a namespace
-under `train/` and `eval/` (`loss` as `train/loss`, `eval_loss` as `eval/loss`) and the others unchanged.
+Every key of a payload's `metrics`. Evaluation keys have the prefix `eval_` (`eval_loss`). A part in angle brackets stands
+for a name (`objective/<name>`: `objective/token_ce`). If a feature is off, or a value is unknown (MFU on an unknown device, a
+noise scale without an upper bound), the key is absent rather than zero. Estimates of a variance or a squared norm may be
+negative by chance. Backends show keys without a namespace under `train/` and `eval/` (`loss` as `train/loss`).
 
-*Window* is the reduction over micro-steps and *ranks* the reduction over ranks. `weighted_mean` sums values and counts
-before it divides. `sum_and_worst` gives the total under the key and the largest rank's value under `<key>_max`;
-`mean_and_error` gives the mean and its standard error under `<key>_se`. Counters
-count since the last logged step.
+*Steps/ranks*: how values combine over micro-batches and steps since the last logged one, and over ranks. `weighted_mean` sums
+values and counts before it divides. `sum_and_worst` gives the total under the key and the largest rank's value under
+`<key>_max`; `mean_and_error` gives the mean and its standard error under `<key>_se`.
 """
 _TYPES = {"boolean": "true or false", "object": "table"}
 _Node = dict[str, Any]
@@ -113,12 +112,10 @@ def render_catalog_markdown() -> str:
     parts = [_METRICS_HEAD]
     for group in dict.fromkeys(spec.group for spec in CATALOG):
         parts.append(f"\n## {group}\n\n")
-        parts.append(
-            "| key | unit | kind and reduction | meaning | healthy | pathological |\n|---|---|---|---|---|---|\n"
-        )
+        parts.append("| key | unit | steps/ranks | meaning | healthy | pathological |\n|---|---|---|---|---|---|\n")
         for spec in CATALOG:
             if spec.group == group:
-                how = f"{spec.kind}; window {spec.window}, ranks {spec.ranks}"
+                how = f"{spec.window}/{spec.ranks}"
                 cells = (f"`{spec.name}`", spec.unit or "-", how, spec.description, spec.healthy, spec.pathological)
                 parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)

@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from trainer.distributed.agree import gather_from_ranks
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort, Diagnostics
-from trainer.training.step.on_device import HostCopy
+from trainer.on_device import HostCopy
 
 if TYPE_CHECKING:
+    from trainer.data.batch import Carry, MicroBatch
     from trainer.metrics.aggregate import Reported
-    from trainer.objective.compose import ObjectiveOutput
+    from trainer.objective.loss import ObjectiveOutput
     from trainer.training.run import Run, StepInFlight
-    from trainer.training.step.microbatch import Carry, MicroBatch
     from trainer.training.step.step import StepOutcome
 
 
@@ -170,13 +170,14 @@ class Extensions:
         self._riders = [_Rider(name, each, diagnostics.best_effort(name)) for name, each in extensions.items()]
         self._device = device
         self._world_size = world_size
+        self.periods = {each.extension.boundary_every for each in self._riders} - {0}
+        """The next step waits for a boundary after steps that are multiples of one of these."""
         self.asks = False
         """Set by an extension that asks on this rank for an exchange."""
         self._arrange()
         self._measure(())
 
     def _arrange(self) -> None:
-        self._periods = {each.extension.boundary_every for each in self._riders} - {0}
         self._always = [each for each in self._riders if each.extension.every_step]
         self._by_moment = {moment: [each for each in self._riders if each.has(moment)] for moment in MOMENTS}
 
@@ -242,10 +243,6 @@ class Extensions:
                 each.guard.enabled = False
                 self._riders.remove(each)
                 self._arrange()
-
-    def needs_boundary(self, step: int) -> bool:
-        """Whether the next step must wait for an extension."""
-        return any(step % period == 0 for period in self._periods)
 
     def has(self, moment: str) -> bool:
         """Whether any extension has this moment."""

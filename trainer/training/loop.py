@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.distributed.agree import gather_from_ranks
 from trainer.distributed.watchdog import DATA
+from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.logger import get_logger
-from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.training.run import Run, StepInFlight
 from trainer.training.signals import StopNow
 from trainer.training.step.step import StepOutcome
@@ -74,7 +74,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     run.watchdog.at(DATA, step)
     try:
         with run.tracker.section("data"), run.stop.interrupting(run.info.world_size == 1):
-            window = run.windows.read(step, num_micros)
+            window = run.windows.read(num_micros)
     except StopNow:
         return (None if previous is None else finish(run, previous)) or stopped_by(run), None
     if window is None:
@@ -84,7 +84,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
         run.event(change)
     run.watchdog.at("forward and backward", step)
     with run.tracker.section("forward_backward"):
-        run.train_step.accumulate(step, window.micros, is_logged=is_logged)
+        run.train_step.accumulate(step, window, is_logged=is_logged)
     run.watchdog.at("optimizer", step)
     with run.tracker.section("optimizer"):
         launched = run.train_step.launch(
@@ -93,7 +93,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
             saved=run.saver.is_written,
             save_due=run.saver.time_is_up,
             exchange=run.extensions.asks,
-            exhausted=window.is_exhausted,
+            exhausted=all(micro.is_filler for micro in window),
         )
     current = StepInFlight(step, reached, window, launched, lr)
     reason = None if previous is None else finish(run, previous)
@@ -114,7 +114,7 @@ def micro_batches_of(
         tokens_before: tokens through step - 2.
     """
     position = run.position
-    before = position.micro_batches if previous is None else len(previous.window.micros)
+    before = position.micro_batches if previous is None else len(previous.window)
     num_micros, change = growth.of_step(
         step, before=before, changed_at=position.micro_batches_since, tokens_before=tokens_before
     )
@@ -123,10 +123,7 @@ def micro_batches_of(
 
 def is_read_at_once(run: Run, step: int) -> bool:
     """Whether the step's numbers are needed right after it; the same on all ranks."""
-    config = run.config
-    is_asked = run.extensions.needs_boundary(step) or (run.growth is not None and run.growth.decides_after(step))
-    is_due = any(every and step % every == 0 for every in (config.eval.every, config.checkpoint.every))
-    return run.logs(step) or is_asked or is_due
+    return run.logs(step) or any(step % every == 0 for every in run.periods)
 
 
 def finish(run: Run, taken: StepInFlight) -> str | None:
@@ -138,16 +135,16 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     outcome = run.train_step.finish(taken.launched)
     if outcome.is_exhausted:
         return "data exhausted"
-    position, step = run.position, taken.step
-    if ended := newly_ended(position.data_state, taken.window.data_state):
+    position, step, data_state = run.position, taken.step, taken.window[-1].state
+    if ended := newly_ended(position.data_state, data_state):
         logger.info("step %d: read to the end: source %s", step, ", ".join(ended))
         run.event({"event": "source_ended", "global_step": step, "sources": ended})
-    position.step, position.reached, position.data_state = step, taken.reached, taken.window.data_state
+    position.step, position.reached, position.data_state = step, taken.reached, data_state
     position.tokens_before, position.tokens = position.tokens, position.tokens + outcome.tokens_trained
-    if len(taken.window.micros) != position.micro_batches:
-        position.micro_batches, position.micro_batches_since = len(taken.window.micros), step
-    for metrics in taken.window.metrics:
-        run.recorder.add(metrics)
+    if len(taken.window) != position.micro_batches:
+        position.micro_batches, position.micro_batches_since = len(taken.window), step
+    for micro in taken.window:
+        run.recorder.add(micro.metrics)
     run.extensions.call("step_finished", taken, outcome)
     if not outcome.is_finite:
         reject(run, taken, outcome)
@@ -214,7 +211,7 @@ def reduced_metrics(run: Run, taken: StepInFlight, *, drains: bool) -> dict[str,
     guard = run.diagnostics.best_effort
     run.record("non_finite_steps", 0.0)  # reported as 0, not left out
     if run.growth is not None:
-        run.record("train/micro_batches", float(len(taken.window.micros)))
+        run.record("train/micro_batches", float(len(taken.window)))
     if (grad_scale := run.train_step.grad_scale) is not None:
         run.record("grad_scale", grad_scale)
     if run.info.world_size > 1:
@@ -285,7 +282,7 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome) -> None:
     position, table = run.position, run.config.train
     position.skipped_in_a_row += 1
     run.record("non_finite_steps", 1.0)
-    metas = gather_from_ranks([micro.meta for micro in taken.window.micros], world_size=run.info.world_size)
+    metas = gather_from_ranks([micro.meta for micro in taken.window], world_size=run.info.world_size)
     run.event({"event": "non_finite", "global_step": taken.step, "loss": outcome.loss, "batches": metas})
     what = f"step {taken.step}: loss {outcome.loss}, squared gradient norm {outcome.grad_norm}"
     if (

@@ -18,7 +18,7 @@ from trainer.distributed.startup import GroupError
 from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
-from trainer.metrics.sinks.stdout import kept_for_payloads
+from trainer.metrics.sinks import kept_for_payloads
 from trainer.training.checkpointing.saver import SaveError
 from trainer.training.loop import NonFiniteError, run_loop
 from trainer.training.messages import summarize

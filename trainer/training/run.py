@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from trainer.config.schema import RunConfig
+from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.aggregate import Recorder, Reported
+from trainer.metrics.aggregate import Operations, Recorder, Reported, Reporter
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.rank_reduction import Operations, Reporter
-from trainer.metrics.sinks.jsonl import EventWriter
+from trainer.metrics.sinks import EventWriter
 from trainer.metrics.tracker import MetricsTracker
-from trainer.objective.compose import Loss
+from trainer.objective.loss import Loss
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.evaluation.evaluator import Evaluator
@@ -31,7 +31,7 @@ from trainer.training.setup.plan import Plan
 from trainer.training.signals import StopRequest
 from trainer.training.step.schedule import Length, Schedule
 from trainer.training.step.step import Launched, TrainStep
-from trainer.training.step.window import Window, WindowReader
+from trainer.training.step.window import WindowReader
 
 if TYPE_CHECKING:
     from trainer.extensions.batch_growth import BatchGrowth
@@ -44,7 +44,7 @@ class StepInFlight:
     step: int
     reached: int
     """See `Length.reached_by`."""
-    window: Window
+    window: Sequence[MicroBatch]
     launched: Launched
     lr: float
 
@@ -75,6 +75,8 @@ class Run:
     loss: Loss = field(init=False)
     train_step: TrainStep = field(init=False)
     extensions: Extensions = field(init=False)
+    periods: Set[int] = field(init=False)
+    """A step that is a multiple of one of these is read before the next is launched."""
     saver: Saver = field(init=False)
     watchdog: Watchdog = field(init=False)
     reporters: Mapping[str, tuple[Reporter, Sequence[str]]] = field(init=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.runs import make_corpus
+from tests.support.streams import mixing_dataset
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.layout import discover_nested
-from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.weights import ConstantWeight
 from trainer.tools.branching.run_branches import reordered
@@ -20,7 +20,7 @@ def corpus(tmp_path_factory):
 
 def blend(corpus, *, rank=0, world_size=1, repeat=True, batching_mode="device_per_stream", batch_size=2):
     def source(modality):
-        dataset = StreamMixingDataset(
+        dataset = mixing_dataset(
             discover_nested(str(corpus), [modality]),
             name=f"source-{modality}",
             tokenizer=load_tokenizer("bytes"),

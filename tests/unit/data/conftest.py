@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.streams import mixing_dataset
 from trainer.data.layout import Stream, discover_nested
 from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import BytesTokenizer
@@ -35,6 +36,6 @@ def mixing() -> Callable[..., StreamMixingDataset]:
 
     def make(streams: Sequence[Stream], **kwargs: Any) -> StreamMixingDataset:
         defaults = {"name": "source", "tokenizer": BytesTokenizer(), "seq_len": 4, "batch_size": 2}
-        return StreamMixingDataset(streams, **{"num_streams_mixed": 2, **defaults, **kwargs})
+        return mixing_dataset(streams, **{"num_streams_mixed": 2, **defaults, **kwargs})
 
     return make

@@ -53,29 +53,6 @@ def names(blend: BlendDataset, count: int) -> list[str]:
     return [next(blend)["dataset_labels"][0] for _ in range(count)]
 
 
-def test_shares_follow_constant_weights() -> None:
-    """Chi-square over 20,000 batches."""
-    weights = {"a": 5, "b": 0, "c": 3, "d": 2}
-    blend = plain({name: ConstantWeight(weight) for name, weight in weights.items()}, per_source=True)
-    seen = Counter(names(blend, 20_000))
-    assert seen["b"] == 0
-    expected = {"a": 10_000, "c": 6_000, "d": 4_000}
-    assert sum((seen[name] - e) ** 2 / e for name, e in expected.items()) < 13.8  # 2 degrees of freedom, p = 0.001
-    error = max(abs(seen[name] - e) / 20_000 for name, e in expected.items())
-    metrics = blend.drain_step_metrics()
-    assert (metrics["blend/max_share_error"], metrics["blend/ended_sources"]) == (pytest.approx(error), 0.0)
-    assert {name: metrics[f"blend/share/{name}"] for name in weights} == {name: seen[name] / 20_000 for name in weights}
-
-
-def test_a_nested_blend_does_not_repeat_the_choices_of_the_one_above() -> None:
-    halves = {"a": ConstantWeight(1), "b": ConstantWeight(1)}
-    others = {"c": ConstantWeight(1), "d": ConstantWeight(1)}
-    same = sum(
-        (x == "a") == (y == "c") for x, y in zip(names(plain(halves), 400), names(plain(others), 400), strict=True)
-    )
-    assert 150 < same < 250
-
-
 def test_sources_that_end_are_left_out_and_the_last_one_ends_the_blend() -> None:
     blend = plain({"a": ConstantWeight(1), "b": ConstantWeight(1)}, sizes={"a": 5, "b": 30})
     order = [batch["dataset_labels"][0] for batch in blend]
@@ -159,7 +136,7 @@ def blended(
     )
 
 
-@pytest.mark.parametrize("stop", [0, 1, 7, 40, 90])
+@pytest.mark.parametrize("stop", [0, 7, 90])
 @pytest.mark.parametrize("repeat", [True, False])
 def test_resuming_a_blend_gives_the_samples_and_the_shares_of_an_uninterrupted_run(
     write_streams: Write, mixing: Make, stop: int, repeat: bool
@@ -186,17 +163,6 @@ def test_resuming_a_blend_gives_the_samples_and_the_shares_of_an_uninterrupted_r
         "blend/max_share_error"
     )
     assert whole.state_dict() == resumed.state_dict()
-
-
-def test_a_state_is_a_snapshot(write_streams: Write, mixing: Make) -> None:
-    blend = blended(write_streams(LAYOUT), mixing, repeat=False)
-    next(blend)
-    state = blend.state_dict()
-    before = json.dumps(state)
-    for _ in blend:
-        pass
-    assert json.dumps(state) == before
-    assert blend.state_dict()["ended"] == [True, True]
 
 
 def test_a_state_taken_after_every_batch_is_the_one_that_is_taken_once(write_streams: Write, mixing: Make) -> None:

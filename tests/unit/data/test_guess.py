@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from trainer.data.groups import held_out
 from trainer.data.layout import Stream
 from trainer.tools.init.survey import sample_streams
+from trainer.tools.inspection import encoding
 from trainer.tools.inspection.guess import guess_dtype
 from trainer.tools.inspection.sizing import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
 
@@ -60,3 +61,19 @@ def test_of_large_data_evenly_spread_streams_are_looked_at(tmp_path):
     chosen, share = sample_streams(streams, max_bytes=300)
     assert [stream.stream_id for stream in chosen] == [0, 4, 8]
     assert share == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1 << 20])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("plain, \u00e9, \u20ac and \U0001f600".encode(), ""),
+        ("\u20ac".encode() + b"x\xff", "not UTF-8: byte 0xff at offset 4"),
+        (b"cut \xe2\x82", "not UTF-8: byte 0xe2 at offset 4"),
+        (b"abcde\0", "binary: a NUL byte at offset 5"),
+    ],
+)
+def test_the_first_byte_that_is_no_text_is_named_wherever_a_chunk_ends(tmp_path, monkeypatch, content, why, size):
+    monkeypatch.setattr(encoding, "CHUNK_BYTES", size)
+    (tmp_path / "a.txt").write_bytes(content)
+    assert encoding.why_not_text(tmp_path / "a.txt") == why

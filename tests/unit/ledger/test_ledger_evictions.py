@@ -65,20 +65,7 @@ def test_a_group_that_was_evicted_again_is_not_the_oldest() -> None:
     assert list(ledger.recently_evicted.items()) == [(4, ("lru", 6)), (1, ("lru", 7))]
 
 
-def test_order_of_stores_stays_small_over_many_steps() -> None:
-    ledger = new_ledger("lru", capacity=8)
-    for step in range(1, 3000):
-        ledger.begin_step(step)
-        store(ledger, [step % 5, 5 + step % 3])
-    assert ledger._index._order is not None
-    assert ledger._index._order.num_entries <= 2 * 8 + 1024
-    assert sum(slots.size for _, slots in ledger._index._order._buckets) <= 2 * 8 + 1024
-    store(ledger, [100])
-    # Of groups 0..4 and 5..7 all slots are used; group 0 was stored longest ago (step 2995).
-    assert dict(ledger.recently_evicted) == {0: ("lru", 2999)}
-
-
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_stores_and_takes_equal_a_sort_of_all_slots(seed: int) -> None:
     rng = np.random.default_rng(seed)
     last_step = np.full(50, -1, np.int64)

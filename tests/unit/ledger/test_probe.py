@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from torch.nn import functional
 from trainer.arrays import IGNORED
 from trainer.extensions.carry_probe import SAMPLED_KEYS, SHARE_KEY, CarryProbe
 from trainer.ledger.ledger import Ledger
+from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import SkipBatch
-from trainer.metrics.rank_reduction import reduce_over_ranks
 from trainer.model import build
 from trainer.model.protocol import ModelOutput
 
@@ -208,16 +207,6 @@ def test_two_ranks_give_the_numbers_of_one_with_the_same_groups() -> None:
     assert both == pytest.approx(alone, rel=1e-5, abs=1e-9)
 
 
-def test_rows_without_a_held_state_do_not_count_but_lower_the_share() -> None:
-    model = make_model()
-    batch = make_batch([1, 2, 3, 2], history=4)
-    state = stored_states(changed(model), batch)
-    state[1] = 0.0  # a cold start
-    found = numbers(measure(model, batch, state, age=torch.tensor([3, -1, 5, 6])))
-    assert found.pop(SHARE_KEY) == 0.75
-    assert found == pytest.approx(oracle(model, batch, state, [0, 2, 3]), rel=1e-4, abs=1e-7)
-
-
 def test_one_row_has_no_standard_error_and_none_no_number() -> None:
     model = make_model()
     batch = make_batch([1, 9], history=4)
@@ -231,14 +220,6 @@ def test_one_row_has_no_standard_error_and_none_no_number() -> None:
     assert numbers(measure(model, cold, torch.zeros(2, model.state_width), age=torch.full((2,), -1))) == {
         SHARE_KEY: 0.0
     }
-
-
-def test_a_masked_row_without_a_group_is_no_row() -> None:
-    """What a rank runs whose data are exhausted: cells and tokens of its last batch, but no group and no target."""
-    model = make_model()
-    batch = make_batch([2, 3], history=4)
-    masked = replace(batch, group_ids=np.array([-1, -1]), targets=torch.full_like(batch.targets, IGNORED))
-    assert numbers(measure(model, masked, stored_states(model, batch))) == {}
 
 
 def test_cells_further_back_than_the_tokens_reach_are_left_out() -> None:
@@ -275,26 +256,11 @@ class Ignores(nn.Module):
         return self.inner(tokens, state=None)  # type: ignore[no-any-return]
 
 
-class Nothing(Ignores):
-    """Returns zeros for a state."""
-
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        output = self.inner(tokens, state=None)
-        return ModelOutput(output.logits, torch.zeros_like(output.state))
-
-
 def test_carrying_is_worth_nothing_to_a_model_that_ignores_its_state() -> None:
     model = Ignores(make_model())
     batch = make_batch([1, 2, 3], history=4)
     found = numbers(measure(model, batch, torch.randn(3, model.state_width)))
     assert (found[GAIN], found[f"{GAIN}_se"], found[GAP]) == (0.0, 0.0, 0.0)
-
-
-def test_equal_zero_states_have_not_drifted_and_other_ones_have_no_ratio() -> None:
-    model = Nothing(make_model())
-    batch = make_batch([1, 2, 3], history=4)
-    assert numbers(measure(model, batch, torch.zeros(3, model.state_width)))[DRIFT] == 0.0
-    assert DRIFT not in numbers(measure(model, batch, torch.ones(3, model.state_width)))
 
 
 class Noisy(nn.Module):
@@ -332,16 +298,6 @@ def test_modes_generators_buffers_gradients_and_states_are_as_before() -> None:
     assert all(torch.equal(a, b) for a, b in zip(after, gradients, strict=True))
     # Evaluation mode: dropout would make two probes differ.
     assert numbers(probe) == numbers(measure(model, batch, state))
-
-
-def test_modes_are_restored_after_a_failure() -> None:
-    model = Noisy(make_model()).train()
-    model.frozen.eval()
-    batch = make_batch([1, 2, 3], history=4)
-    with pytest.raises(RuntimeError):
-        measure(model, batch, torch.zeros(3, model.state_width + 1))
-    assert [module.training for module in model.modules()].count(False) == 1
-    assert torch.is_grad_enabled()
 
 
 def test_gradients_are_those_without_a_probe_under_autocast() -> None:
@@ -458,22 +414,6 @@ def test_what_cannot_be_read_again_is_skipped_with_words(changes: dict[str, Any]
         measure(make_model(), batch, torch.zeros(2, 16), **changes)
 
 
-def test_rows_of_another_length_are_skipped() -> None:
-    """A last cell that comes without its padding: cells of its length would be cut in the wrong places."""
-    batch = make_batch([1, 2], history=4)
-    short = replace(batch, tokens=batch.tokens[:, :3], targets=batch.targets[:, :3])
-    with pytest.raises(SkipBatch, match="rows of 6 tokens"):
-        measure(make_model(), short, torch.zeros(2, 16))
-
-
-def test_groups_and_cells_may_be_lists_as_for_the_ledger() -> None:
-    model = make_model()
-    batch = make_batch([1, 2, 9], history=4)
-    state = stored_states(changed(model), batch)
-    as_lists = replace(batch, group_ids=batch.group_ids.tolist(), cell_index=batch.cell_index.tolist())
-    assert numbers(measure(model, as_lists, state)) == numbers(measure(model, batch, state))
-
-
 def ages(ledger: Ledger) -> Iterator[list[int]]:
     """Of two groups that are read in turn, and one that is new each time."""
     for step, groups in enumerate(([1, 2, 30], [1, -1, 31], [2, 1, 32]), start=5):
@@ -492,16 +432,6 @@ def test_the_age_of_a_state_is_that_of_its_last_store() -> None:
     assert list(ages(ledger)) == [[3, -1, -1], [1, -1, -1], [2, 1, -1]]
 
 
-def test_a_state_of_step_0_has_an_age() -> None:
-    ledger = Ledger(state_width=2, capacity=4, wipe_mode="none")
-    for step, expected in ((0, -1), (0, 0), (1, 1)):  # a step may store more than once
-        ledger.begin_step(step)
-        ledger.lookup(np.array([1]), np.array([1]))
-        assert ledger.lookup_age().tolist() == [expected]
-        if step == 0:
-            ledger.store(np.array([1]), np.array([1]), np.array([False]), torch.ones(1, 2))
-
-
 def test_ages_are_known_between_a_lookup_and_the_next_store() -> None:
     ledger = Ledger(state_width=2, capacity=4, wipe_mode="none")
     with pytest.raises(RuntimeError, match="lookup"):
@@ -509,24 +439,3 @@ def test_ages_are_known_between_a_lookup_and_the_next_store() -> None:
     list(ages(ledger))
     with pytest.raises(RuntimeError, match="lookup"):
         ledger.lookup_age()
-
-
-def test_a_resumed_ledger_knows_the_ages() -> None:
-    before, after = (Ledger(state_width=2, capacity=4, wipe_mode="lru") for _ in range(2))
-    list(ages(before))
-    after.load_state_dict([before.state_dict()])
-    assert list(ages_again(after)) == list(ages_again(before))
-
-
-def ages_again(ledger: Ledger) -> Iterator[list[int]]:
-    ledger.begin_step(20)
-    ledger.lookup(np.array([2, 1, 32]), np.array([2, 2, 1]))
-    yield ledger.lookup_age().tolist()
-
-
-def test_numbers_fall_with_the_distance_of_the_weights() -> None:
-    model = make_model()
-    batch = make_batch([1, 2, 3, 4] * 4, history=4)
-    scales = (0.1, 0.01, 0.001)
-    drifts = [numbers(measure(model, batch, stored_states(changed(model, scale=s), batch)))[DRIFT] for s in scales]
-    assert all(far > 5 * near for far, near in pairwise(drifts))

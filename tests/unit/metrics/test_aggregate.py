@@ -8,21 +8,14 @@ import math
 import pytest
 import torch
 
-from trainer.metrics.aggregate import Recorder, SumCount, UnloggedCounters
-
-
-def test_a_gauge_present_on_one_of_32_micro_steps_keeps_its_value() -> None:
-    window = Recorder()
-    for micro in range(32):
-        window.add({"grad_norm": 1.0} if micro == 7 else {})
-    assert window.result() == {"grad_norm": 1.0}
+from trainer.metrics.aggregate import Recorder, SumCount
 
 
 def test_a_gauge_is_averaged_over_the_micro_steps_that_reported_it() -> None:
     window = Recorder()
     for values in ({"grad_norm": 1.0}, {}, {"grad_norm": 4.0}):
         window.add(values)
-    assert window.result() == {"grad_norm": 2.5}
+    assert window.drain_metrics() == {"grad_norm": 2.5}
 
 
 def test_each_kind_is_put_together_in_its_own_way() -> None:
@@ -38,19 +31,12 @@ def test_each_kind_is_put_together_in_its_own_way() -> None:
     assert window.drain_metrics() == {}
 
 
-def test_a_plain_number_of_a_weighted_mean_counts_once() -> None:
-    window = Recorder()
-    window.add({"loss": 2.0})
-    window.add({"loss": 4.0})
-    assert window.result() == {"loss": SumCount(6.0, 2.0)}
-
-
 def test_tensors_stay_tensors_and_carry_no_graph() -> None:
     weight = torch.tensor(2.0, requires_grad=True)
     window = Recorder()
     for _ in range(2):
         window.add({"loss": (weight * 3, torch.tensor(2)), "grad_norm": weight * 1})
-    result = window.result()
+    result = window.drain_metrics()
     total, count = result["loss"]  # type: ignore[misc]
     assert isinstance(total, torch.Tensor)
     assert not total.requires_grad
@@ -65,7 +51,7 @@ def test_nan_is_a_value_and_not_an_absence(tensor: bool) -> None:
         window = Recorder()
         for value in (first, second):
             window.add({"grad_norm": value, "loss_spike": value, "ledger/cold_starts": value})
-        assert all(math.isnan(float(value)) for value in window.result().values())  # type: ignore[arg-type]
+        assert all(math.isnan(float(value)) for value in window.drain_metrics().values())  # type: ignore[arg-type]
 
 
 def test_keys_and_pairs_are_checked() -> None:
@@ -81,37 +67,7 @@ def test_a_key_outside_the_catalog_is_a_gauge() -> None:
     window = Recorder()
     for value in (1.0, 3.0):
         window.add({"my/thing": value})
-    assert window.result() == {"my/thing": 2.0}
-    counters = UnloggedCounters()
-    for value in (1.0, 3.0):
-        counters.add({"my/thing": value})
-    assert counters.drain() == {"my/thing": 3.0}
-
-
-def test_what_was_counted_on_silent_steps_is_in_the_next_drain() -> None:
-    ledger = UnloggedCounters()
-    ledger.add({"ledger/cold_starts": 2.0, "grad_norm": 9.0, "loss_spike": 1.0})
-    ledger.add({"ledger/cold_starts": torch.tensor(3.0), "loss_spike": 0.0})
-    ledger.add({"grad_norm": 1.0})
-    assert ledger.drain() == {"ledger/cold_starts": 5.0, "grad_norm": 1.0, "loss_spike": 1.0}
-    ledger.add({"ledger/cold_starts": 1.0})
-    assert ledger.drain() == {"ledger/cold_starts": 1.0}
-    assert ledger.drain() == {}
-
-
-def test_a_gauge_of_an_earlier_step_is_not_reported_as_the_latest() -> None:
-    ledger = UnloggedCounters()
-    ledger.add({"grad_norm": 9.0, "loss": SumCount(1.0, 2.0)})
-    ledger.add({})
-    assert ledger.drain() == {}
-
-
-def test_named_counters_are_reported_as_zero() -> None:
-    ledger = UnloggedCounters(("ledger/cold_starts",))
-    assert ledger.drain() == {"ledger/cold_starts": 0.0}
-    ledger.add({"ledger/cold_starts": 4.0})
-    assert ledger.drain() == {"ledger/cold_starts": 4.0}
-    assert ledger.drain() == {"ledger/cold_starts": 0.0}
+    assert window.drain_metrics() == {"my/thing": 2.0}
 
 
 def test_a_total_of_which_a_part_is_not_known_is_not_known_and_stays_so_over_a_restart() -> None:

@@ -16,8 +16,7 @@ import pytest
 
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.payload_contract import build_payload
-from trainer.metrics.sinks.base import BackgroundSink
-from trainer.metrics.sinks.stdout import PayloadStream, StdoutSink
+from trainer.metrics.sinks import BackgroundSink, PayloadStream, StdoutSink
 
 
 class Recorder:

@@ -15,9 +15,7 @@ import pytest
 
 from trainer.metrics.logger import add_log_file
 from trainer.metrics.payload_contract import build_payload, build_restart, validate_stream
-from trainer.metrics.sinks.base import display_key
-from trainer.metrics.sinks.jsonl import EventWriter, JsonlSink
-from trainer.metrics.sinks.stdout import StdoutSink, resolve_stdout_mode
+from trainer.metrics.sinks import EventWriter, JsonlSink, StdoutSink, display_key, resolve_stdout_mode
 
 
 def payload(step: int, **metrics: float) -> dict[str, Any]:
@@ -152,7 +150,7 @@ def test_auto_is_a_line_on_a_terminal_and_json_elsewhere(monkeypatch: pytest.Mon
 PROGRAM = """
 import sys
 from trainer.metrics.payload_contract import build_payload
-from trainer.metrics.sinks.stdout import StdoutSink
+from trainer.metrics.sinks import StdoutSink
 sink = StdoutSink("json")
 for step in range(1, 20000):
     sink.log(build_payload("train", step, {"loss": 1.0}))

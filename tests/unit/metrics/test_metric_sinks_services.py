@@ -14,8 +14,7 @@ import pytest
 
 from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
 from trainer.metrics.payload_contract import build_payload, build_restart
-from trainer.metrics.sinks.tensorboard import TensorboardSink
-from trainer.metrics.sinks.wandb import WandbSink, resolve_mode
+from trainer.metrics.services import TensorboardSink, WandbSink, resolve_mode
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -29,7 +28,7 @@ def train(step: int, loss: float = 1.0) -> dict[str, Any]:
 
 
 def test_wandb_offline_gets_one_row_a_step_with_training_and_evaluation_together(tmp_path: Path) -> None:
-    sink = WandbSink(mode="offline", project="p", run_dir=tmp_path, name="n", run_id="abc123", config={"a": {"b": 1}})
+    sink = WandbSink(mode="offline", project="p", run_dir=tmp_path, run_id="abc123", config={"a": {"b": 1}})
     assert sink.run_id == "abc123"
     sink.log(train(1))
     sink.log(train(10, math.nan))
@@ -87,8 +86,8 @@ def test_wandb_writes_nothing_to_stdout_and_swallows_no_line_of_ours(tmp_path: P
     program = f"""
 from pathlib import Path
 from trainer.metrics.payload_contract import build_payload
-from trainer.metrics.sinks.stdout import StdoutSink
-from trainer.metrics.sinks.wandb import WandbSink
+from trainer.metrics.sinks import StdoutSink
+from trainer.metrics.services import WandbSink
 out, sink = StdoutSink("json"), WandbSink(mode="offline", project="p", run_dir=Path({str(tmp_path)!r}))
 for step in (1, 2, 3):
     for each in (out, sink):
@@ -174,7 +173,7 @@ def test_wandb_killed_in_the_run_costs_one_warning_and_no_traceback(tmp_path: Pa
 import os, signal, sys, time
 from pathlib import Path
 from trainer.metrics.payload_contract import build_payload
-from trainer.metrics.sinks.wandb import WandbSink
+from trainer.metrics.services import WandbSink
 sink = WandbSink(mode="offline", project="p", run_dir=Path({str(tmp_path)!r}))
 sink.log(build_payload("train", 1, {{"loss": 1.0}}))
 parents = {{int(p.parent.name): p.read_text() for p in Path("/proc").glob("[0-9]*/stat")}}
@@ -230,13 +229,3 @@ def test_tensorboard_hides_what_a_restart_repeats(tmp_path: Path) -> None:
     again.log(train(11, 2.0))
     again.close()
     assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (10, 1.0), (11, 2.0)]
-
-
-def test_a_missing_tensorboard_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    sink = TensorboardSink(tmp_path)
-    sink.log(train(1))
-    sink.close()
-    assert capsys.readouterr().err.count("tensorboard failed and is off from now on") == 1

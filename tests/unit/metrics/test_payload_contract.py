@@ -166,13 +166,12 @@ def test_contract_modules_need_the_standard_library_alone() -> None:
 import sys
 for name in ("torch", "numpy", "pydantic", "wandb", "rich", "typer"):
     sys.modules[name] = None
-from trainer.metrics import batch_extras, payload_contract
+from trainer.metrics import payload_contract
 from trainer.metrics.catalog import lookup as catalog
-from trainer.metrics.sinks import base
+from trainer.metrics import sinks
 line = payload_contract.encode_payload(payload_contract.build_payload("train", 1, {"loss": 1.0}))
 assert payload_contract.parse_payload(line).global_step == 1
 assert catalog.lookup("loss").unit == "nats/token"
-assert batch_extras.pop_extras({"token_types": 1}) == {"token_types": 1}
 from trainer.metrics import lookup
 assert lookup is catalog.lookup
 """

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from trainer.metrics.memory import MemoryStats, get_memory_stats
-from trainer.metrics.mfu import compute_mfu, lookup_peak_tflops, resolve_peak_tflops
-from trainer.metrics.smoothing import Ema
+from trainer.metrics.device import MemoryStats, compute_mfu, get_memory_stats, lookup_peak_tflops, resolve_peak_tflops
+from trainer.metrics.tracker import Ema
 
 
 def test_tensors_are_averaged_as_numbers_are() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.data.batch import MicroBatch, take_apart
 from trainer.metrics.best_effort import BestEffort, Diagnostics
-from trainer.objective.compose import Objective
+from trainer.objective.loss import Objective
 from trainer.training.step.details import StepDetails
-from trainer.training.step.microbatch import MicroBatch, masked_copy, split
 
 TARGETS = torch.tensor([[1, 2, -100], [0, -100, -100]])
 LOGITS = torch.tensor([[[0.0, 2.0, 0.0]] * 3, [[3.0, 0.0, 1.0]] * 3], dtype=torch.float64)
@@ -67,7 +67,7 @@ def test_a_masked_copy_adds_nothing_to_any_mean():
     """What a rank whose data are exhausted runs in place of its micro-batches."""
     extras = {"token_types": torch.tensor([[0, 1, 1], [1, 0, 0]]), "dataset_labels": ["left", "right"]}
     batch = {"tokens": torch.zeros(2, 3), "targets": TARGETS, **extras}
-    micro = split(masked_copy(batch), None)
+    micro = take_apart(batch, None).masked()
     details = StepDetails(("token_ce",), token_types=("x", "y"), sources=("left", "right"))
     details.add(micro, Objective()(LOGITS[:1], micro.targets))
     assert {key: float(value.weight) for key, value in details.drain_metrics().items() if float(value.weight)} == {}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
-from trainer.data.groups import build_groups
+from trainer.data.groups import CutOptions, build_groups
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.errors import UserError
 from trainer.micro_batches import ONE, MicroBatches
@@ -77,7 +77,7 @@ def test_every_token_of_the_documents_belongs_to_one_group(
     lengths: list[int], max_cells: int, pack: bool, every: int
 ) -> None:
     sizes, kept = np.array(lengths), np.arange(0, len(lengths), every)
-    groups = build_groups(sizes, kept, namespace="", relative_path="s", seq_len=6, max_group_cells=max_cells, pack=pack)
+    groups = build_groups(sizes, kept, "s", CutOptions("", 6, max_cells, pack))
     tokens = group_tokens(groups, sizes, 6)
     assert tokens.sum() == sizes[kept].sum()
     assert (tokens > 0).all()

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.remote.conftest import make_checkpoint
 from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
-from trainer.extensions.mirror.checkpoints import ABANDONED, Owner, RemoteCheckpoints, kept
+from trainer.extensions.mirror.checkpoints import ABANDONED, Owner, RemoteCheckpoints
 from trainer.extensions.mirror.claim import claim, save_id
 from trainer.extensions.mirror.mirror import Mirror
 from trainer.storage import StorageError
@@ -244,8 +244,3 @@ def test_a_deletion_begins_with_the_marker(checkpoints, url):
     remote.remove(1)
     assert order[0] == f"step_00000001/{MARKER}"
     assert remote.files() == {}
-
-
-def test_retention_keeps_the_newest_and_the_multiples():
-    assert kept({1, 2, 3, 4, 5, 6, 7}, keep_last=2, keep_every=3) == {7, 6, 3}
-    assert kept({5, 1}, keep_last=4, keep_every=0) == {5, 1}

@@ -53,12 +53,6 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def test_of_the_same_step_the_local_one_is_taken(stored, checkpoints, url, caplog):
-    with caplog.at_level("INFO", logger="trainer"):
-        assert found_by(url, checkpoints.parent)[0] == checkpoints / "step_00000003"
-    assert "downloaded" not in caplog.text
-
-
 def test_a_newer_one_of_the_store_is_taken(stored, checkpoints, url):
     shutil.rmtree(checkpoints / "step_00000003")
     assert found_by(url, checkpoints.parent)[0] == checkpoints / "step_00000003"

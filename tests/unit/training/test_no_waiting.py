@@ -24,22 +24,21 @@ from torch.overrides import TorchFunctionMode
 from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
 from trainer.config.schema import GnsTable, OptimizerTable
+from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.extensions.per_layer import LayerNumbers
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
-from trainer.objective.components import CoordSettings
-from trainer.objective.compose import Objective
+from trainer.objective.loss import CoordSettings, Objective
+from trainer.on_device import HostCopy
 from trainer.training import loop
 from trainer.training.extension import Extensions
 from trainer.training.main import train
 from trainer.training.run import Run, StepInFlight
 from trainer.training.setup.open_run import Launch
 from trainer.training.signals import STOP_SIGNALS
-from trainer.training.step.microbatch import Carry, MicroBatch
-from trainer.training.step.on_device import HostCopy
 from trainer.training.step.step import HEAD, StepSettings, TrainStep
 
 ROWS, LENGTH, VOCABULARY, MICROS = 4, 12, 11, 2
@@ -124,12 +123,8 @@ def make_step(
         gns=gns,
         scaler=torch.amp.GradScaler(device.type, enabled=False),
         settings=StepSettings(
-            max_tokens_per_micro=ROWS * LENGTH,
-            clip_grad_norm=1.0,
+            max_tokens_per_micro=ROWS * LENGTH, clip_grad_norm=1.0, world_size=1, device=device, autocast=nullcontext
         ),
-        world_size=1,
-        device=device,
-        autocast=nullcontext,
         extensions=Extensions(
             {"layers": LayerNumbers(run)} if has_layers else {}, Diagnostics(), device=device, world_size=1
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from tests.support.late import events, run_differences
 from tests.support.runs import read_rows, write_tiny_config
 from trainer.config.load import load_config
+from trainer.data.batch import take_apart
 from trainer.distributed.env import RankInfo
 from trainer.training.main import train
 from trainer.training.setup.open_run import Launch
@@ -181,18 +183,14 @@ def test_the_data_end_at_the_same_step(both, policy, micro_batches):
 
 def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():
     batch = {"tokens": torch.ones(2, 3), "targets": torch.ones(2, 3, dtype=torch.int64)}
-    loaded = [type("Loaded", (), {"batch": batch, "state": "after 1", "metrics": {"lr": 1.0}, "is_masked": False})()]
+    micro = replace(take_apart(batch, None), state="after 1", metrics={"lr": 1.0})
     reader = WindowReader(
-        iter(loaded),  # type: ignore[arg-type]
-        accepted=None,
-        data_state="before",
-        info=RankInfo(),
-        device=torch.device("cpu"),
-        is_resumed=False,
+        iter([micro]), data_state="before", info=RankInfo(), device=torch.device("cpu"), is_resumed=False
     )
-    first, second = reader.read(1, 2), reader.read(2, 2)
-    assert (first.data_state, second.data_state) == ("after 1", "after 1")
-    mixed = [[metrics["stream_mixing/masked_share"] for metrics in window.metrics] for window in (first, second)]
-    assert mixed == [[0.0, 1.0], [1.0, 1.0]]
-    assert [metrics.get("lr") for metrics in first.metrics] == [1.0, None]
-    assert [int((micro.targets != -100).sum()) for micro in first.micros] == [6, 0]
+    first, second = reader.read(2), reader.read(2)
+    assert first is not None
+    assert second is not None
+    assert [each.state for each in first + second] == ["after 1"] * 4
+    assert [each.is_filler for each in first + second] == [False, True, True, True]
+    assert [dict(each.metrics) for each in first] == [{"lr": 1.0}, {"stream_mixing/masked_share": 1.0}]
+    assert [int((each.targets != -100).sum()) for each in first] == [6, 0]

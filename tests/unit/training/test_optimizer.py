@@ -12,7 +12,7 @@ from tests.support.ranks import differences
 from trainer.config.schema import OptimizerTable
 from trainer.errors import UserError
 from trainer.model import build
-from trainer.training.step.on_device import step_unless, supports_found_inf
+from trainer.on_device import step_unless, supports_found_inf
 from trainer.training.step.optimizer import build_optimizer, check_optimizer, load_named_state, named_state
 from trainer.training.step.schedule import set_lr
 

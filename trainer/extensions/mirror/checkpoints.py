@@ -14,10 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.files import remove_tree, sync_directory, write_file
+from trainer.files import open_plain, parse_json, read_bytes, remove_tree, sync_directory, write_file
 from trainer.storage import MissingError, Storage, StorageError, StoredFile
 from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, checkpoint_name, parse_marker, step_of
-from trainer.untrusted import open_plain, parse_json, read_bytes
 
 KEY = "checkpoint.remote"
 OWNER_FILE = "RUN.json"

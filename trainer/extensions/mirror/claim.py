@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from trainer.errors import UserError
 from trainer.extensions.mirror.checkpoints import KEY, Owner, RemoteCheckpoints
-from trainer.files import write_json
+from trainer.files import read_json, write_json
 from trainer.storage import StorageError
 from trainer.training.run_dir import ID_FILE
-from trainer.untrusted import read_json
 
 
 class Claimed(NamedTuple):

@@ -19,15 +19,15 @@ from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
 from trainer.extensions.mirror.checkpoints import ABANDONED, Owner, RemoteCheckpoints, kept
 from trainer.extensions.mirror.claim import Claimed, save_id
+from trainer.files import read_bytes
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
-from trainer.metrics.sinks.jsonl import EventWriter
+from trainer.metrics.sinks import EventWriter
 from trainer.storage import StorageError
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, checkpoint_name, step_of
 from trainer.training.run_dir import RunDir
 from trainer.training.signals import StopRequest
-from trainer.untrusted import read_bytes
 from trainer.wording import counted, error_text
 
 logger = get_logger(__name__)

@@ -12,12 +12,12 @@ from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.extensions.mirror.checkpoints import Owner, RemoteCheckpoints
 from trainer.extensions.mirror.claim import Claimed, claim
+from trainer.files import read_bytes
 from trainer.metrics.logger import get_logger
 from trainer.storage import MissingError, StorageError, is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, checkpoint_name, step_of
 from trainer.training.run_dir import RunDir
-from trainer.untrusted import read_bytes
 
 Found = tuple[Path, dict[str, Any]]
 T = TypeVar("T")

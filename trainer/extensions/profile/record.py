@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainer.extensions.profile.trace import TraceSummary
-from trainer.files import write_json
-from trainer.untrusted import read_json
+from trainer.files import read_json, write_json
 
 FOLDER: Final = "profile"
 TRACE: Final = "trace.json.gz"

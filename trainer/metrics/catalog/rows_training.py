@@ -17,8 +17,8 @@ _TimeRow = partial(MetricSpec, group="Time in a step", ranks="max")
 _MemoryRow = partial(MetricSpec, group="Device memory", unit="GB", window="max", ranks="max", precision=2)
 
 _RANK_TIMES: tuple[tuple[str, RankReduction, str], ...] = (
-    ("slowest", "max", "Far above time/fastest_rank_sec in most steps: all others wait for one rank."),
-    ("fastest", "min", "Far below time/slowest_rank_sec in most steps: it waits for the slowest."),
+    ("slowest", "max", "Far above the fastest in most steps: all wait for one rank."),
+    ("fastest", "min", "Far below the slowest in most steps."),
 )
 
 _OF_A_SET: tuple[MetricSpec, ...] = (
@@ -26,9 +26,9 @@ _OF_A_SET: tuple[MetricSpec, ...] = (
         name="loss",
         unit="nats/token",
         title="Loss",
-        description="Objective per target token, weighted by tokens over all micro-batches and ranks.",
-        healthy="Falls fast at first, then more and more slowly; its noise shrinks with the batch size.",
-        pathological="Jumps (bad batch, learning rate too high), is flat from the start, or equals ln(vocabulary size).",
+        description="Objective per target token.",
+        healthy="Falls fast at first, then more and more slowly.",
+        pathological="Jumps (bad batch, learning rate too high), or stays at ln(vocabulary size).",
     ),
     _TokenMean(
         name="accuracy",
@@ -36,7 +36,7 @@ _OF_A_SET: tuple[MetricSpec, ...] = (
         title="Accuracy",
         description="Fraction of target tokens whose most probable prediction is correct.",
         healthy="Rises while the loss falls.",
-        pathological="Flat while the loss falls (only confidence changes), or 1 early on (targets leak into inputs).",
+        pathological="Flat while the loss falls (only confidence changes); 1 early on (targets leak into inputs).",
     ),
     _Row(
         name="perplexity",
@@ -46,7 +46,7 @@ _OF_A_SET: tuple[MetricSpec, ...] = (
         title="Perplexity",
         precision=3,
         description="exp of the cross-entropy per token.",
-        healthy="Falls towards a floor that depends on the data.",
+        healthy="Falls towards a floor set by the data.",
         pathological="At or above the vocabulary size: nothing is learned.",
     ),
     _TokenMean(
@@ -63,7 +63,15 @@ _OF_A_SET: tuple[MetricSpec, ...] = (
 ROWS: tuple[MetricSpec, ...] = (
     *_OF_A_SET,
     *(
-        replace(row, name=f"eval/<name>/{row.name}", title=f"{row.title}, by validation set", group="Evaluation")
+        replace(
+            row,
+            name=f"eval/<name>/{row.name}",
+            title=f"{row.title}, by validation set",
+            group="Evaluation",
+            description=f"The {row.title.lower()} on one validation set.",
+            healthy=f"As {row.name}.",
+            pathological="Rises while that of training falls: overfitting.",
+        )
         for row in _OF_A_SET
     ),
     *(
@@ -85,18 +93,16 @@ ROWS: tuple[MetricSpec, ...] = (
         ranks="max",
         precision=0,
         title="Micro-batches per step",
-        description="Micro-batches of the step on each rank, where train.micro_batches is a schedule or auto; events.jsonl "
-        "has the reason of each change.",
-        healthy="Changes where it was planned, or doubles as the noise scale grows.",
-        pathological="auto stays at its start although gns/b_now_low is more than twice gns/b_big: see events.jsonl for a "
-        "noise scale that failed.",
+        description="Micro-batches of the step on each rank, if train.micro_batches is no constant; reasons: events.jsonl.",
+        healthy="Changes as planned, or doubles as the noise scale grows.",
+        pathological="auto never grows although gns/b_now_low exceeds twice gns/b_big: the noise scale may have failed.",
     ),
     _Row(
         name="grad_norm",
         unit="",
         title="Gradient norm",
         description="L2 norm of the whole gradient before clipping.",
-        healthy="Settles within the first few hundred steps and drifts slowly.",
+        healthy="Settles within a few hundred steps and drifts slowly.",
         pathological="Spikes before loss spikes; steady growth; 0 (no gradient reaches the parameters).",
     ),
     _Row(
@@ -117,7 +123,7 @@ ROWS: tuple[MetricSpec, ...] = (
         ranks="sum",
         title="Tokens in the step",
         precision=0,
-        description="Target tokens of the step over all micro-batches and ranks, also of a step that was skipped.",
+        description="Target tokens of the step, also of a skipped one.",
         healthy="Close to batch size times sequence length; lower with padding.",
         pathological="Far lower: mostly padding, or ranks without data.",
     ),
@@ -128,7 +134,7 @@ ROWS: tuple[MetricSpec, ...] = (
         ranks="max",
         title="Tokens seen",
         precision=0,
-        description="Target tokens trained on so far, including steps before a resume, without those of skipped steps.",
+        description="Target tokens trained on since the start of the run, without skipped steps.",
         healthy="Grows linearly.",
         pathological="Restarts at zero after a resume.",
     ),
@@ -137,8 +143,8 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="nats/token",
         group="Objective",
         title="Objective component",
-        description="One component of the loss, per token that it applies to, as it enters the loss: its weight included.",
-        healthy="Each component falls or stays small relative to the main one.",
+        description="One component of the loss, weight included, per token that it applies to.",
+        healthy="Falls, or stays small relative to the main one.",
         pathological="A regularizer outgrows the cross-entropy.",
     ),
     _TokenTypeMean(
@@ -165,7 +171,7 @@ ROWS: tuple[MetricSpec, ...] = (
         ranks="max",
         title="Rejected steps",
         description="Steps rejected because of a non-finite loss or gradient.",
-        pathological="More than a few: lower the learning rate, or look up the batch in events.jsonl.",
+        pathological="More than a few: lower the learning rate, or look up the batches in events.jsonl.",
     ),
     _MustBeZero(
         name="loss_spike",
@@ -174,8 +180,7 @@ ROWS: tuple[MetricSpec, ...] = (
         window="max",
         ranks="max",
         title="Loss spike",
-        description="1 if the loss of a step since the last logged one was train.spike_sigma above its average; "
-        "events.jsonl names the batches.",
+        description="1 if the loss of a step was train.spike_sigma above its average; batches: events.jsonl.",
         pathological="1 repeatedly on the same sources: bad data.",
     ),
     _SafetyRow(
@@ -196,7 +201,7 @@ ROWS: tuple[MetricSpec, ...] = (
         ranks="max",
         title="Checkpoint time",
         precision=3,
-        description="Time that saves have blocked training since the last logged step, summed, on the slowest rank.",
+        description="Time that saves have blocked training, on the slowest rank.",
         healthy="Small relative to the checkpoint interval.",
         pathological="Grows: disk full or slow.",
     ),
@@ -206,7 +211,7 @@ ROWS: tuple[MetricSpec, ...] = (
         window="last",
         title="Tokens per second",
         precision=0,
-        description="Target tokens of the step over all ranks, divided by the step time.",
+        description="Target tokens of the step over its time.",
         healthy="Flat after the first steps.",
         pathological="Falls over time (leak, throttling) or oscillates (data).",
     ),
@@ -215,8 +220,7 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="fraction",
         window="last",
         title="Model FLOPs utilization",
-        description="The model's own FLOPs per second over the devices' peak; absent if the peak is unknown. Only trained "
-        "tokens count: not what activation checkpointing or burn-in computes again.",
+        description="The model's FLOPs per second over the devices' peak, without what checkpointing or burn-in recomputes.",
         band=(0.3, 0.6),
         healthy="0.3 to 0.6 for large matrices on one node.",
         pathological="Above 1: wrong peak or FLOP count. Below 0.1: bound by data, kernel launches or communication.",
@@ -225,9 +229,9 @@ ROWS: tuple[MetricSpec, ...] = (
         name="step_time_sec",
         unit="s",
         title="Step time",
-        description="Time from start_step to end_step of the logged step, without evaluation and checkpoints.",
+        description="Time of the logged step, without evaluation and checkpoints.",
         healthy="Flat.",
-        pathological="Single slow steps: time/* shows which part was slow.",
+        pathological="Single slow steps: see time/*.",
     ),
     *(
         _TimeRow(
@@ -235,7 +239,7 @@ ROWS: tuple[MetricSpec, ...] = (
             unit="s",
             window="sum",
             title=f"Time: {words}",
-            description=f"Host time of the logged step in {words}.",
+            description=f"Host time in {words}.",
             healthy=healthy,
             pathological=pathological,
         )
@@ -252,13 +256,12 @@ ROWS: tuple[MetricSpec, ...] = (
             kind="counter",
             window="sum",
             title=f"Reading: {words}",
-            description=f"Time since the last logged step in {words}, on the slowest rank, also while the step did not wait; "
-            "all sources together, or each (with metrics.per_source).",
+            description=f"Time in {words}, waited for or not; by source with metrics.per_source.",
             healthy="Far below the time of the steps.",
-            pathological=f"Close to it, while time/data_sec is large: {fix}.",
+            pathological=f"Close to it: {fix}.",
         )
         for stage, words, fix in (
-            ("open", "opening files", "there are many small ones, or text that can be tokenized ahead"),
+            ("open", "opening files", "many small files, or text to tokenize ahead"),
             ("tokenize", "tokenizing", "tokenize ahead"),
             ("read", "reading opened files and making batches", "the disk is slow"),
             ("own_code", "the user's data set or format", "its code is slow"),
@@ -269,8 +272,8 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="s",
         window="last",
         title="Time: probe of carry",
-        description="Time of the probe in the logged step, on the slowest rank; no other time of the step includes it.",
-        healthy="A few steps long: divided by ledger.probe_every steps, below 1 % of the run.",
+        description="Time of the probe of carry; no other time includes it.",
+        healthy="A few steps long.",
         pathological="Longer: raise ledger.probe_every, or lower ledger.probe_cells.",
     ),
     *(
@@ -283,7 +286,7 @@ ROWS: tuple[MetricSpec, ...] = (
             description=f"time/{part}_sec divided by step_time_sec.",
             band=band,
             healthy="Flat.",
-            pathological="Grows: this part slows the steps down.",
+            pathological="Grows.",
         )
         for part, words, band in (
             ("data", "waiting for data", (None, 0.05)),
@@ -298,9 +301,8 @@ ROWS: tuple[MetricSpec, ...] = (
             window="last",
             ranks=ranks,
             title=f"Time of the {rank} rank",
-            description=f"Host time of the {rank} rank from the start of the step to the backward that reduces the gradient. "
-            "It excludes waiting for other ranks and (on CUDA) work that is still queued on the device.",
-            healthy="Close to the other one of slowest and fastest.",
+            description=f"Host time of the {rank} rank until the gradient is reduced, without waits for others or the device.",
+            healthy="Slowest and fastest are close.",
             pathological=pathological,
         )
         for rank, ranks, pathological in _RANK_TIMES
@@ -317,16 +319,16 @@ ROWS: tuple[MetricSpec, ...] = (
             (
                 "allocated_gb",
                 "Allocated",
-                "Memory allocated by tensors when the step is logged (1 GB = 1e9 bytes).",
+                "Memory of tensors when the step is logged (1 GB = 1e9 bytes).",
                 "Flat.",
-                "Grows step by step: something keeps tensors alive.",
+                "Grows: something keeps tensors alive.",
             ),
             (
                 "peak_gb",
                 "Peak",
                 "Largest allocated memory since the process started.",
                 "Reached within the first steps.",
-                "Grows late: longer batches than before, fragmentation next.",
+                "Grows late: longer batches.",
             ),
             (
                 "reserved_gb",
@@ -355,10 +357,9 @@ ROWS: tuple[MetricSpec, ...] = (
             group="Smoothed",
             title=f"{title} (EMA)",
             precision=precision,
-            description=f"Exponential moving average of {source} over every step, logged or not"
-            + (", tokens and time each on their own." if unit in ("tokens/s", "fraction") else "."),
-            healthy="A smooth version of the raw curve.",
-            pathological="Drifts away from its early level.",
+            description=f"Exponential moving average of {source} over all steps.",
+            healthy="Follows the raw curve.",
+            pathological="As the raw curve.",
         )
         for name, source, unit, title, precision in (
             ("loss", "loss", "nats/token", "Loss", 4),

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.metrics.noise_scale.components import NoiseComponents
 from trainer.metrics.noise_scale.ratio import Current, History, Ratio, bounded_ratio, is_positive
 
 # Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the window's vector.
@@ -200,8 +199,9 @@ class NoiseScaleAverage:
         self._ema = ema
         self._noise = PairAverage(ema)  # x = tr(Sigma), y = |G|^2
         self._history = History()  # of the same pairs
-        self.components = NoiseComponents()
         self._consistency = PairAverage(ema)  # x = between, y = within
+        self.drawn: Ratio | None = None
+        """B of the batch as it is drawn, if something measures it and it has an upper bound."""
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
         self.token_sum = self.token_weight = 0.0  # average of tokens per effective example
         self.skipped = 0.0  # since the start
@@ -232,9 +232,8 @@ class NoiseScaleAverage:
 
     def reading(self) -> tuple[str, Ratio] | None:
         """What decisions go by, with its key: B of the batch as it is drawn, where it has an upper bound, otherwise B now."""
-        components = self.components.components()
-        if components is not None and components.drawn.high is not None:
-            return "gns/b_drawn", components.drawn
+        if self.drawn is not None:
+            return "gns/b_drawn", self.drawn
         current = self.current()
         return None if current is None else ("gns/b_now", current.ratio)
 
@@ -251,7 +250,7 @@ class NoiseScaleAverage:
 
     def metrics(self) -> dict[str, float]:
         """The known values by catalog key, unknown ones left out; `gns/skipped` counts since the start."""
-        values: dict[str, float | None] = {"gns/skipped": self.skipped, **self.components.metrics()}
+        values: dict[str, float | None] = {"gns/skipped": self.skipped}
         if self._noise.count > 0.0:
             values["gns/tr_sigma"], values["gns/grad_sq"] = self._noise.mean_x, self._noise.mean_y
             values["gns/b_small"], values["gns/b_big"] = 1.0 / self.small_noise, 1.0 / self.big_noise
@@ -306,7 +305,6 @@ class NoiseScaleAverage:
         return {
             "noise": self._noise.state_dict(),
             "history": self._history.state_dict(),
-            "components": self.components.state_dict(),
             "consistency": self._consistency.state_dict(),
             "gauges": {name: float(getattr(self, name)) for name in self.GAUGES},
         }
@@ -314,7 +312,6 @@ class NoiseScaleAverage:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state exactly."""
         self._history.load_state_dict(state["history"])
-        self.components.load_state_dict(state["components"])
         self._noise.load_state_dict(state["noise"])
         self._consistency.load_state_dict(state["consistency"])
         for name in self.GAUGES:

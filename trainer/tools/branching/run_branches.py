@@ -29,7 +29,7 @@ from trainer.config.data_tables import MixingOverride, MixingTable
 from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.errors import UserError
-from trainer.files import remove_tree, write_file, write_json
+from trainer.files import open_plain, read_json, remove_tree, write_file, write_json
 from trainer.import_path import PROGRAM
 from trainer.tools.branching.study import Branch, Study
 from trainer.tools.runs.load import RunRecord, load_run
@@ -37,7 +37,6 @@ from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack, unpack, write_tensors
 from trainer.training.run_dir import FINISHED, RunDir
 from trainer.training.signals import PARENT
-from trainer.untrusted import open_plain, read_json
 
 STUDY_FILE, RESULT_FILE, ANSWER_FILE, OUTPUT_FILE = "study.json", "result.json", "cbs.json", "output.txt"
 LAST_PART = 4  # the last quarter of the steps counts, without held-out documents

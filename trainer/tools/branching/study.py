@@ -17,6 +17,7 @@ from typing import Any, Literal
 from trainer.config.rules import mixing_of
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
+from trainer.files import open_descriptor, read_bytes
 from trainer.metrics.run_status import LOCK_NAME, take_lock
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.tools.trained.saved_model import config_of, refuse_code
@@ -24,7 +25,6 @@ from trainer.training.checkpointing import checkpoint
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import make_plan
 from trainer.training.step.schedule import make_schedule
-from trainer.untrusted import open_descriptor, read_bytes
 
 LrRule = Literal["none", "sqrt", "linear"]
 LR_EXPONENTS: dict[LrRule, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}

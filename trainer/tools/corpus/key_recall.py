@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.keyed import keyed_generator
 from trainer.errors import UserError
+from trainer.hashing import keyed_generator
 from trainer.metrics.progress_bar import Report
 from trainer.tools.corpus.documents import Document
 from trainer.tools.corpus.manifest import Manifest

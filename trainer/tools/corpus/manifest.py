@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.untrusted import read_json
+from trainer.files import read_json
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"

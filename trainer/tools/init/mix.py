@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.groups import build_groups, documents_of
-from trainer.data.lanes import plan_length
+from trainer.data.groups import CutOptions, build_groups, documents_of
 from trainer.data.layout import Stream
+from trainer.data.reader import plan_length
 from trainer.tools.init.shares import Mix
 from trainer.tools.inspection.sizing import Sizes
 
@@ -82,15 +82,8 @@ def parts_of(streams: Sequence[Stream], lengths: Sequence[Ints], sizes: Sizes, m
 def _pass(stream: Stream, lengths: Ints, sizes: Sizes) -> tuple[int, int]:
     """(tokens, micro-batches) of a pass over the training documents of a stream, as one rank reads it."""
     kept = np.flatnonzero(documents_of("train", stream.relative_path, len(lengths), sizes.holdout_fraction))
-    groups = build_groups(
-        lengths,
-        kept,
-        namespace="",
-        relative_path=stream.relative_path,
-        seq_len=sizes.seq_len,
-        max_group_cells=sizes.max_group_cells,
-        pack=sizes.pack,
-    )
+    cut = CutOptions("", sizes.seq_len, sizes.max_group_cells, sizes.pack)
+    groups = build_groups(lengths, kept, stream.relative_path, cut)
     if not groups.num_groups:
         return 0, 0
     return int(lengths[kept].sum()), plan_length(groups.num_cells, sizes.batch_size)

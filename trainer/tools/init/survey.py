@@ -13,6 +13,7 @@ import numpy as np
 from trainer.config.data_tables import DataTable
 from trainer.data.documents import ReadOptions
 from trainer.data.formats import is_import_path, takes_option
+from trainer.data.groups import CutOptions
 from trainer.data.layout import Discovery, Stream, discover, discover_direct, refuse_empty, refuse_unheeded
 from trainer.data.stored import Cache, discover_stored
 from trainer.data.tokenizer import load_tokenizer
@@ -66,16 +67,8 @@ def make_starter(
         names, modalities = [s.relative_path for s in chosen], [s.modality for s in chosen]
         sizes = choose_sizes(names, seen.lengths, share=share, modalities=modalities)
         vocab_size = seen.largest_id + 1 if named == "ids" else 0
-        options = ReadOptions(load_tokenizer(named, vocab_size=vocab_size), kind.dtype, eod)
-        found = survey(
-            chosen,
-            options,
-            format=format,
-            seq_len=sizes.seq_len,
-            max_group_cells=sizes.max_group_cells,
-            pack=sizes.pack,
-            report=report,
-        )
+        options = ReadOptions(load_tokenizer(named, vocab_size=vocab_size), kind.dtype, eod, format=format)
+        found = survey(chosen, options, CutOptions("", sizes.seq_len, sizes.max_group_cells, sizes.pack), report=report)
         parts = parts_of(chosen, seen.lengths, sizes, weights)
         held_out = holds_out_each(names, seen.lengths, modalities, sizes.holdout_fraction)
     notes = _notes(at, seen, kind, share, sizes)

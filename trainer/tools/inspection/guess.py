@@ -131,11 +131,11 @@ def look(
         UserError: a file cannot be read or is damaged.
     """
     bounded = IdsTokenizer(UNBOUNDED) if tokenizer == "ids" else load_tokenizer(tokenizer)
-    options = ReadOptions(bounded, found.dtype, eod)
+    options = ReadOptions(bounded, found.dtype, eod, format=format)
     lengths: list[Ints] = []
     largest, count = 0, 0
     for stream in each_stream(streams, report):
-        documents = load_documents(stream.path, format, options)
+        documents = load_documents(stream.path, options)
         lengths.append(documents.lengths)
         for chunk in token_chunks(documents) if tokenizer == "ids" else ():
             top = int(chunk.max(initial=0))

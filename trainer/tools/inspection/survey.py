@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from trainer.arrays import Ints
 from trainer.data.documents import ReadOptions, TokenArray, TokenTable
 from trainer.data.formats import format_name, load_documents
-from trainer.data.groups import build_groups
+from trainer.data.groups import CutOptions, build_groups
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import Tokenizer
 from trainer.metrics.progress_bar import Report
@@ -114,19 +114,15 @@ def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
 def survey(
     streams: Sequence[Stream],
     options: ReadOptions,
+    cut: CutOptions,
     *,
-    format: str,
-    seq_len: int,
-    max_group_cells: int,
-    pack: bool,
     report: Report | None = None,
 ) -> Survey:
     """Read every stream once and count.
 
     Args:
         streams: from `discover_nested` or `discover_direct`.
-        options, format: how files are read.
-        seq_len, max_group_cells, pack: how documents would be cut; see `build_groups`.
+        options, cut: how files are read and documents would be cut.
         report: see `each_stream`.
 
     Raises:
@@ -135,29 +131,21 @@ def survey(
     found = []
     counts = np.zeros(options.tokenizer.vocab_size, dtype=np.int64)
     for stream in each_stream(streams, report):
-        documents = load_documents(stream.path, format, options)
+        documents = load_documents(stream.path, options)
         lengths = documents.lengths
         both = [
-            build_groups(
-                lengths,
-                np.arange(len(lengths)),
-                namespace="",
-                relative_path=stream.relative_path,
-                seq_len=seq_len,
-                max_group_cells=max_group_cells,
-                pack=is_packed,
-            )
+            build_groups(lengths, np.arange(len(lengths)), stream.relative_path, replace(cut, pack=is_packed))
             for is_packed in (False, True)
         ]
         unpacked_cells, packed_cells = (int(each.cell_offsets[-1]) for each in both)
-        groups, cells = both[pack], (packed_cells if pack else unpacked_cells)
+        groups, cells = both[cut.pack], (packed_cells if cut.pack else unpacked_cells)
         for chunk in token_chunks(documents):
             counts += np.bincount(chunk.astype(np.intp, copy=False), minlength=len(counts))
         tokens = int(lengths.sum())
         facts = StreamFacts(
             stream=stream.relative_path,
             modality=stream.modality,
-            format=format_name(Path(stream.path), format),
+            format=format_name(Path(stream.path), options.format),
             documents=len(lengths),
             empty_documents=int((lengths == 0).sum()),
             tokens=tokens,
@@ -165,7 +153,7 @@ def survey(
             cells=cells,
             unpacked_cells=unpacked_cells,
             packed_cells=packed_cells,
-            padding_share=_padding(tokens, cells, seq_len),
+            padding_share=_padding(tokens, cells, cut.seq_len),
         )
         found.append(facts)
     return Survey(found, counts)

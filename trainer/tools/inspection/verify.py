@@ -57,7 +57,6 @@ def verify(
     streams: Sequence[Stream],
     options: ReadOptions,
     *,
-    format: str,
     root: Path | None = None,
     report: Report | None = None,
 ) -> Verification:
@@ -65,7 +64,7 @@ def verify(
 
     Args:
         streams: from `discover_nested` or `discover_direct`.
-        options, format: how files are read.
+        options: how files are read.
         root: of a NESTED layout; if it has a corpus manifest, sizes and hashes are compared too.
         report: see `each_stream`.
 
@@ -83,10 +82,10 @@ def verify(
         try:
             if entries is not None:
                 _compare(Path(stream.path), entries.pop(stream.relative_path, None))
-            documents = load_documents(stream.path, format, options)
+            documents = load_documents(stream.path, options)
             num_tokens += sum(len(chunk) for chunk in token_chunks(documents))
             num_documents += documents.num_documents
-            strange += not_text([stream], format)
+            strange += not_text([stream], options.format)
         except UserError as error:
             errors.append(error)
     absent = f"is in {MANIFEST_NAME}, but not here"

@@ -23,13 +23,11 @@ from trainer.config.rules import mixing_of
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.documents import ReadOptions
 from trainer.data.epochs import QueueKey
-from trainer.data.groups import GroupTable
-from trainer.data.keyed import KeyedUniforms
-from trainer.data.lanes import assign_lanes, cut_slices
-from trainer.data.mixing import BATCHING_MODES, BatchingMode
-from trainer.data.open_stream import CutOptions, OpenStream, StreamOpener
-from trainer.data.pool import ActivePool, PickMode
-from trainer.data.weights import ScheduledWeight, WeightSpec, positions, zero_batches
+from trainer.data.groups import CutOptions, GroupTable, OpenStream, StreamOpener
+from trainer.data.mixing import BATCHING_MODES, ActivePool, BatchingMode, PickMode
+from trainer.data.reader import assign_lanes, cut_slices
+from trainer.data.weights import ScheduledWeight, WeightSpec, first_all_zero, positions
+from trainer.hashing import KeyedUniforms
 from trainer.micro_batches import MicroBatches
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
@@ -175,11 +173,11 @@ def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
     """
     config, table, mixing = plan.config, source.table, mixing_of(plan.config, source.table)
     data, holdout = config.data, config.eval.holdout_fraction
-    options = ReadOptions(plan.tokenizer, table.dtype, table.eod, table.text_split)
+    options = ReadOptions(plan.tokenizer, table.dtype, table.eod, table.text_split, table.format)
     cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, data.pack, "train", holdout)
     shared = mixing.batching_mode == "per_stream"
     turns = QueueKey(source.name, config.run.seed, len(source.streams), shared).turns
-    shapes, opener = [], StreamOpener(format=table.format, options=options, cut=cut, warns=False)
+    shapes, opener = [], StreamOpener(options, cut, warns=False)
     for stream, turn in zip(source.streams, turns, strict=True) if not source.is_off else ():
         batch_size = mixing.batch_size_by_modality.get(stream.modality, mixing.batch_size)
         shapes.append(stream_shape(opener(stream), batch_size=batch_size, world_size=world_size, turn=turn))
@@ -264,7 +262,7 @@ class CountedMixing:
         self._rank = rank
         self._key = QueueKey(shape.name, seed, len(shape.streams), shape.shared)
         self._uniforms = KeyedUniforms("pick", shape.name, seed, "all" if shape.shared else rank)
-        self._pool: ActivePool[CountedReader] = ActivePool(shape.modalities, pick_mode)
+        self._pool = ActivePool(shape.modalities, pick_mode)
         self._active: Counter[str] = Counter()
         self._epoch = -1
         self._queue: Iterator[int] = iter(())
@@ -459,10 +457,11 @@ def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batc
 
 def first_zero(weight: WeightSpec, num_batches: int, micro_batches: MicroBatches) -> ZeroSpan | None:
     """The first range within the run in which the weight is zero."""
-    for first, last in zero_batches(weight, micro_batches):
-        if first < num_batches:
-            return ZeroSpan(first, None if last is None or last >= num_batches - 1 else last)
-    return None
+    found = first_all_zero([weight], micro_batches=micro_batches, num_batches=num_batches)
+    if found is None:
+        return None
+    first, last = found
+    return ZeroSpan(first, None if last is None or last >= num_batches - 1 else last)
 
 
 def sample_points(length: int, most: int = 240) -> Ints:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 from trainer.errors import UserError
-from trainer.files import did_you_mean
+from trainer.files import did_you_mean, parse_json, read_json, read_lines, read_toml
 from trainer.metrics.payload_contract import (
     MODES,
     SCHEMA_VERSION,
@@ -29,7 +29,6 @@ from trainer.metrics.payload_contract import (
 )
 from trainer.metrics.run_status import STATUS_NAME, judged, run_state, usable
 from trainer.tools.runs.table import RowTable
-from trainer.untrusted import parse_json, read_json, read_lines, read_toml
 from trainer.wording import counted
 
 METRICS_NAME: Final = "metrics.jsonl"

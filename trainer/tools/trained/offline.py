@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import chdir, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from trainer.config.data_tables import EvalSourceTable, MixingTable
 from trainer.config.schema import RunConfig, SchedulerTable
+from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
@@ -161,11 +161,11 @@ def _announced(each: EvalSet, plan: Plan) -> EvalSet:
     size = sum(os.path.getsize(stream.path) for source in sources for stream in source.streams)
     name = each.name or "held-out documents, a part"
 
-    def batches() -> Iterator[dict[str, Any]]:
+    def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:
         logger.info("%s: %.1f MB in files", name, size / 1e6)
         said = time.monotonic()
-        for number, batch in enumerate(each.batches(), start=1):
-            yield batch
+        for number, micro in enumerate(each.batches(accepted), start=1):
+            yield micro
             if time.monotonic() - said > PROGRESS_SEC:
                 said = time.monotonic()
                 logger.info("%s: %s read", name, counted(number, "micro-batch"))

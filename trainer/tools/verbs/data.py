@@ -188,10 +188,10 @@ def verify(
 
     at = discover(paths, format=format)
     refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod, "text_split": text_split})
-    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split)
+    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split, format)
     root = Path(paths[0]) if at.layout == "nested" else None
     with progress_bar() as report:
-        found = read_everything(at.streams, options, format=format, root=root, report=report)
+        found = read_everything(at.streams, options, root=root, report=report)
     if found.not_text:
         get_logger("data").warning("%s", describe(found.not_text, found.streams))
     if found.errors:
@@ -217,16 +217,17 @@ def inspect(
 ) -> None:
     """Show layout, modalities, streams, documents, groups, cells, padding and a token histogram."""
     from trainer.data.documents import ReadOptions
+    from trainer.data.groups import CutOptions
     from trainer.data.layout import discover, refuse_unheeded
     from trainer.data.tokenizer import load_tokenizer
     from trainer.tools.inspection.survey import survey
 
     at = discover(paths, format=format)
     refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod, "text_split": text_split})
-    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split)
-    cutting: dict[str, Any] = {"seq_len": seq_len, "max_group_cells": max_group_cells, "pack": pack}
+    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split, format)
+    cut = CutOptions("", seq_len, max_group_cells, pack)
     with progress_bar() as report:
-        found = survey(at.streams, options, format=format, **cutting, report=report)
+        found = survey(at.streams, options, cut, report=report)
     content = {
         "paths": paths,
         "layout": at.layout,
@@ -238,7 +239,7 @@ def inspect(
             "eod": eod,
             "text_split": text_split,
         },
-        "cutting": cutting,
+        "cutting": {"seq_len": seq_len, "max_group_cells": max_group_cells, "pack": pack},
         **_facts(found, seq_len, options.tokenizer),
     }
     if as_json:

@@ -178,9 +178,9 @@ def _entries(place: str, *, is_deep: bool) -> list[CheckpointEntry]:
 
 def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
     from trainer.extensions.mirror.checkpoints import RemoteCheckpoints
+    from trainer.files import parse_json
     from trainer.storage import StorageError
     from trainer.training.checkpointing.checkpoint import MARKER, STATE_FILE, checkpoint_name
-    from trainer.untrusted import parse_json
 
     remote, entries = RemoteCheckpoints(url, key="URL"), []
     try:

@@ -270,21 +270,17 @@ def export(
 
 def _write_tensorboard(train: RowTable, evals: RowTable, out: Path) -> int:
     from trainer.metrics.payload_contract import build_payload
-    from trainer.metrics.sinks.tensorboard import TensorboardSink
+    from trainer.metrics.services import TensorboardSink
     from trainer.tools.runs.table import rows_of
 
     shutil.rmtree(out, ignore_errors=True)
-    failures: list[str] = []
-    sink, rows = (
-        TensorboardSink(out, on_event=lambda event: failures.append(str(event["error"]))),
-        rows_of(train, evals),
-    )
-    for row in rows:
-        sink.log(build_payload(row.mode, row.step, row.values))
+    sink, rows = TensorboardSink(out), rows_of(train, evals)
+    try:
+        for row in rows:
+            sink.log(build_payload(row.mode, row.step, row.values))
+    except ModuleNotFoundError as error:
+        raise UserError("--format tensorboard", str(error), "run: pip install tensorboard") from None
     sink.close()
-    if failures:
-        fix = "run: pip install tensorboard" if "No module" in failures[0] else "check the path and the free space"
-        raise UserError("--format tensorboard", f"could not be written: {failures[0]}", fix)
     return len(rows)
 
 

@@ -31,6 +31,11 @@ from torch import Tensor
 from trainer.errors import UserError
 from trainer.files import (
     did_you_mean,
+    is_file_name,
+    open_plain,
+    parse_json,
+    read_bytes,
+    read_json,
     remove_leftovers,
     remove_tree,
     replace_link,
@@ -40,9 +45,7 @@ from trainer.files import (
 )
 from trainer.import_path import format_error
 from trainer.metrics.logger import get_logger
-from trainer.metrics.noise_scale.components import WINDOW_LENGTH
 from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, unpack, write_tensors
-from trainer.untrusted import is_file_name, open_plain, parse_json, read_bytes, read_json
 from trainer.wording import counted
 
 FORMAT_VERSION = 2
@@ -410,7 +413,6 @@ class _NoiseScale(_Part):
     consistency: dict[str, float]
     gauges: dict[str, float]
     history: list[list[Pair]]
-    components: list[Annotated[list[float], Field(min_length=WINDOW_LENGTH, max_length=WINDOW_LENGTH)]]
 
 
 class _SavedState(_Part):

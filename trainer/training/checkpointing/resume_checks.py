@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from trainer.config.load import flatten, recorded_settings
 from trainer.config.schema import RunConfig
 from trainer.data.blend import ALL_RANKS, BlendDataset, parts_of, without_sources
+from trainer.data.epochs import restart_streams
 from trainer.data.fingerprint import (
     EVAL,
     FINGERPRINT_KEY,
@@ -24,7 +25,6 @@ from trainer.data.fingerprint import (
 )
 from trainer.data.layout import refuse_empty_files
 from trainer.data.mixing import StreamMixingDataset
-from trainer.data.mixing_state import restart_streams
 from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import UserError
-from trainer.files import replacing_path
-from trainer.untrusted import open_plain
+from trainer.files import open_plain, replacing_path
 
 # Keys of a file's metadata, each of JSON.
 _OFFSETS = "DCP_SHARDING_INFO"  # name -> {"saved_offsets": [first row, 0, ...]}, as torch names it

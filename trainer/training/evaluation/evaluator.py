@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
 
+from trainer.data.batch import MicroBatch
 from trainer.distributed.agree import gather_from_ranks
 from trainer.ledger.ledger import Ledger
+from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
-from trainer.metrics.rank_reduction import reduce_over_ranks
-from trainer.objective.compose import Loss
+from trainer.objective.loss import Loss
 from trainer.training.evaluation.own_task import OwnTask
 from trainer.training.setup.data import EvalSet
 from trainer.training.step.details import StepDetails
-from trainer.training.step.microbatch import split
 
 BITS_PER_NAT = 1 / math.log(2)
 OF_A_SET = ("loss", "accuracy", "perplexity", "bits_per_byte")  # what is logged of an [[eval.source]]
@@ -29,7 +28,8 @@ class Evaluator:
     """Runs evaluations, each over the same micro-batches.
 
     Args:
-        model: the model itself, without DDP: evaluation reduces nothing but its sums.
+        model: what a row is run through, without DDP: evaluation reduces nothing but its sums.
+        accepted: the inputs that it takes; None: any.
         sets: what is read, each for itself.
         task: of the user's own.
         make_ledger: an empty ledger for one set; None for a model without state.
@@ -105,10 +105,10 @@ class Evaluator:
             return {}
         guard.run(details.drain_metrics)
         ledger = self._make_ledger() if self._make_ledger is not None else None
-        for number, batch in enumerate(each.batches(), start=1):
+        for number, micro in enumerate(each.batches(self._accepted), start=1):
             if self._stops(should_stop):
                 break
-            self._evaluate(number, batch, ledger)
+            self._evaluate(number, micro, ledger)
         local = guard.run(details.drain_metrics) or {}
         told = gather_from_ranks((should_stop(), guard.enabled), world_size=self._world_size)
         if any(stops for stops, _ in told):
@@ -127,8 +127,7 @@ class Evaluator:
         """Whether to stop before the next micro-batch, of which every rank has as many."""
         return bool(self._most(int(should_stop())))
 
-    def _evaluate(self, step: int, batch: dict[str, Any], ledger: Ledger | None) -> None:
-        micro = split(batch, self._accepted)
+    def _evaluate(self, step: int, micro: MicroBatch, ledger: Ledger | None) -> None:
         state = None
         if ledger is not None and micro.carry is not None:
             ledger.begin_step(step)

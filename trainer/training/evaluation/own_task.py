@@ -11,8 +11,7 @@ from torch import nn
 
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.agree import gather_from_ranks
-from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.values import as_number, checked
+from trainer.metrics.best_effort import BestEffort, as_number, checked
 
 
 class OwnTask:

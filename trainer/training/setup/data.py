@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.config.rules import largest_batch, mixing_of
+from trainer.data.batch import MicroBatch
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
+from trainer.data.documents import ReadOptions
+from trainer.data.groups import CutOptions
 from trainer.data.loader import Loader
-from trainer.data.mixing import StreamMixingDataset
+from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.own_batches import OwnBatches
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
@@ -25,12 +28,12 @@ class EvalSet(NamedTuple):
 
     Attributes:
         name: of an `[[eval.source]]`; empty: the held-out documents.
-        batches: makes an iterator of this rank's micro-batches, always the same ones: as many on every rank, since
-            `per_stream` batching masks the rows of a rank whose part of a stream has ended.
+        batches: makes an iterator of this rank's micro-batches for a model that takes such inputs (None: any), always the
+            same ones: as many on every rank, since `per_stream` batching masks the rows of a rank whose part has ended.
     """
 
     name: str
-    batches: Callable[[], Iterator[dict[str, Any]]]
+    batches: Callable[[frozenset[str] | None], Iterator[MicroBatch]]
 
 
 def make_dataset(
@@ -43,30 +46,28 @@ def make_dataset(
         is_whole: that is all documents, not the held-out ones.
     """
     config, mixing = plan.config, mixing_of(plan.config, source.table)
-    return StreamMixingDataset(
-        source.streams,
-        name=source.name,
-        tokenizer=plan.tokenizer,
+    cut = CutOptions(
+        namespace=source.name,
         seq_len=config.data.seq_len if is_holdout else config.row_tokens,
+        max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
+        pack=config.data.pack,
+        split="holdout" if is_holdout and not is_whole else "train",
+        holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,
+    )
+    read = ReadOptions(
+        plan.tokenizer, source.table.dtype, source.table.eod, source.table.text_split, source.table.format
+    )
+    mix = MixOptions(
         num_streams_mixed=mixing.num_streams_mixed,
         pick_mode="round_robin" if is_holdout else mixing.pick_mode,
         batching_mode="per_stream" if is_holdout else mixing.batching_mode,
         batch_size=mixing.batch_size,
         batch_size_by_modality=mixing.batch_size_by_modality,
-        max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
-        pack=config.data.pack,
         repeat=mixing.repeat and not is_holdout,
         tokens_before=0 if is_holdout else config.ledger.burn_in,
         seed=config.run.seed,
-        rank=info.rank,
-        world_size=info.world_size,
-        split="holdout" if is_holdout and not is_whole else "train",
-        holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,
-        format=source.table.format,
-        dtype=source.table.dtype,
-        eod=source.table.eod,
-        text_split=source.table.text_split,
     )
+    return StreamMixingDataset(source.streams, cut, read, mix, rank=info.rank, world_size=info.world_size)
 
 
 def make_blend(plan: Plan, info: RankInfo) -> BlendDataset:
@@ -144,16 +145,15 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device) -> list[EvalSet]
 def _eval_set(name: str, datasets: list[StreamMixingDataset], limit: int | None, device: torch.device) -> EvalSet:
     beginnings = [dataset.state_dict() for dataset in datasets]
 
-    def batches() -> Iterator[dict[str, Any]]:
+    def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:
         for dataset, beginning in zip(datasets, beginnings, strict=True):
             dataset.load_state_dict(beginning)
         # Generators, which have neither state nor metrics: an evaluation needs none.
-        loaders = [iter(Loader((batch for batch in each), device=device, prefetch=0)) for each in datasets]
-        in_turn = (loaded for turn in zip_longest(*loaders) for loaded in turn if loaded is not None)
-        for loaded in islice(in_turn, limit):
-            yield loaded.batch
+        loaders = [Loader((batch for batch in each), device=device, accepted=accepted, prefetch=0) for each in datasets]
+        in_turn = (micro for turn in zip_longest(*loaders) for micro in turn if micro is not None)
+        return islice(in_turn, limit)
 
-    next(batches(), None)
+    next(batches(None), None)
     return EvalSet(name, batches)
 
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from trainer.data.batch import accepted_inputs
 from trainer.distributed.env import RankInfo
 from trainer.import_path import resolve_target
 from trainer.metrics.best_effort import Diagnostics
-from trainer.objective.compose import Loss
+from trainer.objective.loss import Loss
 from trainer.training.evaluation.evaluator import Evaluator
 from trainer.training.evaluation.own_task import OwnTask
 from trainer.training.setup.data import EvalSet
 from trainer.training.setup.parts import autocast_context, make_eval_ledger, make_objective
 from trainer.training.setup.plan import Plan
 from trainer.training.step.details import StepDetails
-from trainer.training.step.microbatch import accepted_inputs
 
 
 def make_details(plan: Plan, diagnostics: Diagnostics) -> StepDetails:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.data.batch import accepted_inputs
 from trainer.data.fingerprint import FINGERPRINT_KEY
 from trainer.data.loader import Loader
 from trainer.distributed.agree import from_main_rank, gather_from_ranks, raise_on_all_ranks
@@ -23,13 +24,12 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
 from trainer.import_path import format_error, resolve_target
+from trainer.metrics.aggregate import Operations, rank_operations
 from trainer.metrics.catalog.spec import RankReduction
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.rank_reduction import Operations, rank_operations
 from trainer.metrics.run_status import dead
-from trainer.metrics.sinks.jsonl import EventWriter
-from trainer.metrics.sinks.stdout import Output
+from trainer.metrics.sinks import EventWriter, Output
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import loading
@@ -50,7 +50,6 @@ from trainer.training.setup.sharding import make_strategy, refuse_bypassed_units
 from trainer.training.setup.sinks import make_sinks, wandb_id
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.details import LoggedDetails
-from trainer.training.step.microbatch import accepted_inputs
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.training.step.step import StepSettings, TrainStep
 from trainer.training.step.window import WindowReader
@@ -190,7 +189,14 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
     step_model = run.strategy.wrap(run.row_model, state.model)
     pack(position.data_state, "data")  # one that a checkpoint cannot keep is refused before the first step
     guard = diagnostics.best_effort("data metrics")
-    loader = Loader(state.dataset, device=device, prefetch=config.data.prefetch, guard=guard)
+    loader = Loader(
+        state.dataset,
+        device=device,
+        accepted=accepted_inputs(state.model),
+        burns_in=config.ledger.burn_in > 0,
+        prefetch=config.data.prefetch,
+        guard=guard,
+    )
     stack.callback(loader.close)
     run_dir, stop = run.run_dir, run.stop
     # Nothing of a run refers to the run itself: one that is done is freed, and the process group with it.
@@ -204,15 +210,8 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
         groups=run.strategy.groups,
     )
     stack.callback(run.watchdog.close)
-    run.windows = WindowReader(
-        loader,
-        accepted=accepted_inputs(state.model),
-        data_state=position.data_state,
-        info=info,
-        device=device,
-        is_resumed=is_resumed,
-        burns_in=config.ledger.burn_in > 0,
-    )
+    data_state = position.data_state
+    run.windows = WindowReader(loader, data_state=data_state, info=info, device=device, is_resumed=is_resumed)
     run.schedule = make_schedule(config, plan.length)
     if config.eval.every:
         run.evaluator = make_evaluator(
@@ -221,6 +220,8 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
     run.growth = _growth(run)
     run.extensions = _load_extensions(run)
     stack.callback(run.extensions.close)
+    decides_every = config.micro_batches.auto.every if config.micro_batches.auto is not None else 0
+    run.periods = (run.extensions.periods | {config.eval.every, config.checkpoint.every, decides_every}) - {0}
     run.train_step = TrainStep(
         model=step_model,
         ledger=state.ledger,
@@ -228,11 +229,14 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
         optimizer=state.optimizer,
         gns=state.gns,
         scaler=state.scaler,
-        settings=StepSettings(max_tokens_per_micro(plan), config.train.clip_grad_norm),
+        settings=StepSettings(
+            max_tokens_per_micro(plan),
+            config.train.clip_grad_norm,
+            world_size=info.world_size,
+            device=device,
+            autocast=autocast_context(config, device),
+        ),
         strategy=run.strategy,
-        world_size=info.world_size,
-        device=device,
-        autocast=autocast_context(config, device),
         extensions=run.extensions,
         diagnostics=diagnostics,
     )

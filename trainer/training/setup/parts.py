@@ -14,11 +14,11 @@ from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
+from trainer.ledger.snapshot import Owners
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.wrappers import Cellwise, Headless, output_layer, recompute_blocks, refuse_more_than_a_head
 from trainer.objective.chunked import ChunkedObjective
-from trainer.objective.components import CoordSettings
-from trainer.objective.compose import Loss, Objective
+from trainer.objective.loss import CoordSettings, Loss, Objective
 from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.setup.data import make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
@@ -94,9 +94,7 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
         device=device,
         dtype=STATE_TYPES[table.dtype],
         placement=table.placement,
-        ownership="exchange" if plan.facts.ownership == "exchange" else "reader",
-        rank=info.rank,
-        world_size=info.world_size,
+        owners=Owners("exchange" if plan.facts.ownership == "exchange" else "reader", info.rank, info.world_size),
     )
 
 

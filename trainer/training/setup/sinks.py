@@ -8,11 +8,8 @@ from typing import Any
 from trainer.config.schema import RunConfig, WandbTable
 from trainer.metrics.best_effort import Diagnostics, EventCallback
 from trainer.metrics.logger import get_logger
-from trainer.metrics.sinks.base import BackgroundSink, Sink
-from trainer.metrics.sinks.jsonl import JsonlSink
-from trainer.metrics.sinks.stdout import Output, StdoutSink, resolve_stdout_mode
-from trainer.metrics.sinks.tensorboard import TensorboardSink
-from trainer.metrics.sinks.wandb import CLOSE_SEC, WandbMode, WandbSink, resolve_mode
+from trainer.metrics.services import CLOSE_SEC, TensorboardSink, WandbMode, WandbSink, resolve_mode
+from trainer.metrics.sinks import BackgroundSink, JsonlSink, Output, Sink, StdoutSink, resolve_stdout_mode
 from trainer.training.run_dir import RunDir
 
 logger = get_logger(__name__)
@@ -52,14 +49,13 @@ def make_sinks(
             entity=table.entity,
             base_url=table.base_url,
             run_dir=run_dir.path,
-            name=run_dir.path.name,
             run_id=wandb_run_id,
             config=resolved,
             on_event=on_event,
         )
         sinks.append(in_background(wandb, "wandb", CLOSE_SEC))
     if config.metrics.tensorboard:
-        sinks.append(in_background(TensorboardSink(run_dir.path / "tensorboard", on_event=on_event), "tensorboard"))
+        sinks.append(in_background(TensorboardSink(run_dir.path / "tensorboard"), "tensorboard"))
     return sinks
 
 

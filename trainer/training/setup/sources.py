@@ -146,7 +146,7 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
 
 def is_off(weight: WeightSpec) -> bool:
     """Whether a weight is 0 from beginning to end."""
-    return weight.zero_intervals() == [(0, None)]
+    return weight.zero_from() == 0
 
 
 def _found(

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import IGNORED
+from trainer.data.batch import MicroBatch
 from trainer.metrics.aggregate import SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
-from trainer.objective.compose import ObjectiveOutput
-from trainer.objective.token_types import TokenTypeMismatch, token_type_sums
+from trainer.objective.loss import ObjectiveOutput, TokenTypeMismatch, token_type_sums
 from trainer.training.extension import Extension
-from trainer.training.step.microbatch import MicroBatch
 
 if TYPE_CHECKING:
     from trainer.training.run import Run

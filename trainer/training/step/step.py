@@ -30,16 +30,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
+from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norms
-from trainer.objective.compose import Loss
+from trainer.objective.loss import Loss
+from trainer.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
 from trainer.training.extension import Extensions, Measured
-from trainer.training.step.microbatch import Carry, MicroBatch
-from trainer.training.step.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
 from trainer.training.step.schedule import set_lr
 
 # Positions in the head of the reduced vector; the noise scale's sums follow, and the gradient's squared norm.
@@ -53,6 +53,10 @@ class StepSettings:
 
     max_tokens_per_micro: int
     clip_grad_norm: float
+    world_size: int
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[None]]
+    """Makes the context in which forward and loss run."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +114,8 @@ class TrainStep:
         scaler: loss scaling for fp16 (disabled otherwise). With it, and with an optimizer that does not support `found_inf`,
             `launch` waits for the device.
         strategy: how gradients are averaged over ranks; None on a single rank.
-        autocast: makes the context in which forward and loss run.
         extensions: are called at the moments of the step.
         diagnostics: guards of the noise scale, whose failure never costs the step.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -127,12 +129,8 @@ class TrainStep:
         scaler: torch.amp.GradScaler,
         settings: StepSettings,
         strategy: Strategy | None = None,
-        world_size: int,
-        device: torch.device,
-        autocast: Callable[[], AbstractContextManager[None]],
         extensions: Extensions | None = None,
         diagnostics: Diagnostics | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = model
         self._ledger = ledger
@@ -140,20 +138,21 @@ class TrainStep:
         self._optimizer = optimizer
         self._gns = gns
         diagnostics = diagnostics or Diagnostics()
-        self._extensions = extensions or Extensions({}, diagnostics, device=device, world_size=world_size)
+        self._extensions = extensions or Extensions(
+            {}, diagnostics, device=settings.device, world_size=settings.world_size
+        )
         self._scaler = scaler
         self._clip_grad_norm = settings.clip_grad_norm
         self._strategy = strategy or Strategy()
-        self._world_size = world_size
-        self._device = device
-        self._autocast = autocast
+        self._world_size = settings.world_size
+        self._device = settings.device
+        self._autocast = settings.autocast
         self._gns_guard = diagnostics.best_effort("gns")
-        self._clock = clock
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._decides_on_device = supports_found_inf(optimizer) and not scaler.is_enabled()
         self._max_tokens_per_micro = settings.max_tokens_per_micro
         self._kappa = 1.0 / settings.max_tokens_per_micro  # of the step that accumulates
-        self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=settings.device)
         self._ready_at = 0.0
 
     @property
@@ -203,7 +202,7 @@ class TrainStep:
                     result = self._objective(output.logits, micro.targets, meta=micro.meta)
                 if is_last:
                     exchanged = 0.0 if self._ledger is None else self._ledger.exchange_sec
-                    self._ready_at = self._clock() - (exchanged - exchanged_before)
+                    self._ready_at = time.perf_counter() - (exchanged - exchanged_before)
                 self._backward(micro, result.loss_sum, is_last=is_last)
             if self._ledger is not None and carry is not None and output.state is not None:
                 self._ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)

@@ -1,4 +1,4 @@
-"""What a step decides and copies without the host waiting for the device.
+"""What is decided on the device, and copied to it and from it, without the host waiting.
 
 Whether the optimizer steps, and by how much the gradient is scaled, are known on the device first and stay there. The optimizer
 gets the decision as `found_inf`, the flag by which torch's loss scaling makes a step do nothing.
@@ -6,8 +6,17 @@ gets the decision as `found_inf`, the flag by which torch's loss scaling makes a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """A tensor of `values` on the device; to CUDA through pinned memory, since another copy would block the host."""
+    tensor = torch.as_tensor(values)
+    is_pinned = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if is_pinned else tensor).to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -1,17 +1,46 @@
-"""Model FLOPs utilisation: the share of the devices' peak that the model's own arithmetic reaches.
-
-`mfu = tokens_per_sec * flops_per_token / (num_devices * peak)` (Chowdhery et al. 2022, appendix B): recomputed
-activations do not count. Without a known peak there is no MFU; a guessed peak would be a wrong number.
-"""
+"""This process's device: its memory, and the share of its peak that a model reaches."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from trainer.metrics.aggregate import Scalar
+
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Memory in GB (1e9 bytes), as the caching allocator sees it."""
+
+    allocated_gb: float
+    peak_gb: float
+    reserved_gb: float
+    total_gb: float
+
+    @property
+    def mem_utilization(self) -> float:
+        """Peak over total: how near the run has come to running out."""
+        return self.peak_gb / self.total_gb
+
+
+def get_memory_stats(device: torch.device | str) -> MemoryStats | None:
+    """Memory of a CUDA device (the peak is that since the process started), None for any other kind of device."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    stats = torch.cuda.memory_stats(device)
+    return MemoryStats(
+        allocated_gb=stats.get("allocated_bytes.all.current", 0) / _GB,
+        peak_gb=stats.get("allocated_bytes.all.peak", 0) / _GB,
+        reserved_gb=stats.get("reserved_bytes.all.current", 0) / _GB,
+        total_gb=torch.cuda.get_device_properties(device).total_memory / _GB,
+    )
+
 
 # Dense bf16 tensor-core peaks in TFLOPS from the makers' data sheets (which often print the sparse figure, twice as
 # large). The first pattern that matches the whole device name counts; a MIG slice or an unlisted card has no peak.

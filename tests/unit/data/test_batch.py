@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.data.batch import BATCH_EXTRAS, MicroBatch, accepted_inputs, take_apart
 from trainer.errors import UserError
-from trainer.training.step.microbatch import MicroBatch, accepted_inputs, halves, masked_copy, split
+from trainer.extensions.noise_components import halves
 
 
 def in_halves(window: list[MicroBatch]) -> list[MicroBatch]:
@@ -20,17 +21,17 @@ def batch(**more: object) -> dict[str, object]:
 
 
 def test_extras_and_bookkeeping_never_reach_the_model():
-    given = batch(dataset_labels=["x", "y"], instability_meta_json="{}", token_types=torch.zeros(2, 3))
-    micro = split(given, frozenset({"tokens"}))
+    given = batch(**dict.fromkeys(BATCH_EXTRAS, 3))
+    micro = take_apart(given, frozenset({"tokens"}))
     assert micro.inputs.keys() == {"tokens"}
-    assert micro.extras.keys() == {"dataset_labels", "instability_meta_json", "token_types"}
+    assert micro.extras == dict.fromkeys(BATCH_EXTRAS, 3)
     assert micro.carry is not None
     assert micro.carry.is_last.tolist() == [False, True]
     assert "tokens" in given  # the data set's dict is not changed
 
 
 def test_a_batch_without_groups_carries_nothing():
-    micro = split({"tokens": torch.zeros(2, 3), "targets": torch.zeros(2, 3)}, None)
+    micro = take_apart({"tokens": torch.zeros(2, 3), "targets": torch.zeros(2, 3)}, None)
     assert micro.carry is None
     assert micro.meta == "{}"
 
@@ -40,19 +41,22 @@ def test_a_batch_without_groups_carries_nothing():
     [
         ({"tokens": 1}, "has no targets; it has tokens"),
         ({"tokens": 1, "targets": 1, "group_ids": 1}, "has group_ids but not all of group_ids, cell_index, is_last"),
-        (batch(odd=1), "batch key odd: neither an input of the model"),
+        (batch(odd=1), r"batch key odd: neither an input of the model \(tokens\).*dataset_labels.*token_types"),
     ],
 )
 def test_an_incomplete_or_unknown_batch_is_refused(given, message):
     with pytest.raises(UserError, match=message):
-        split(given, frozenset({"tokens"}))
+        take_apart(given, frozenset({"tokens"}))
 
 
 def test_a_masked_copy_has_one_row_with_nothing_to_predict_and_no_group():
-    copy = masked_copy(batch(dataset_labels=["x", "y"]))
-    assert copy["targets"].tolist() == [[-100, -100, -100]]
-    assert copy["group_ids"].tolist() == [-1]
-    assert len(copy["tokens"]) == len(copy["cell_index"]) == len(copy["dataset_labels"]) == 1
+    copy = take_apart(batch(dataset_labels=["x", "y"], noise=torch.zeros(5)), None).masked()
+    assert copy.is_filler
+    assert copy.targets.tolist() == [[-100, -100, -100]]
+    assert copy.carry is not None
+    assert (copy.carry.group_ids.tolist(), len(copy.carry.cell_index)) == ([-1], 1)
+    assert len(copy.inputs["tokens"]) == len(copy.extras["dataset_labels"]) == 1
+    assert len(copy.inputs["noise"]) == 5  # what has no entry for each row is shared
 
 
 def test_the_model_s_own_signature_says_what_it_takes():
@@ -74,7 +78,7 @@ def test_halves_have_all_rows_in_order_with_their_groups_and_extras():
         "token_types": torch.tensor([[1] * 3, [2] * 3]),
         "instability_meta_json": "{}",
     }
-    micro = split(batch(**more, temperature=0.5, noise=torch.zeros(5)), None)
+    micro = take_apart(batch(**more, temperature=0.5, noise=torch.zeros(5)), None)
     first, second = in_halves([micro])
     assert [half.targets.tolist() for half in (first, second)] == [[row] for row in micro.targets.tolist()]
     assert second.carry is not None
@@ -90,7 +94,7 @@ def test_halves_have_all_rows_in_order_with_their_groups_and_extras():
 def test_a_single_row_is_followed_by_a_masked_one():
     """Ranks that exchange states must do it equally often."""
     single = {key: value[:1] for key, value in batch().items()}
-    whole, nothing = in_halves([split(single, None)])
+    whole, nothing = in_halves([take_apart(single, None)])
     assert whole.targets.tolist() == [[1, 1, 1]]
     assert nothing.targets.tolist() == [[-100] * 3]
     assert whole.carry is not None

@@ -1,4 +1,4 @@
-"""Weights & Biases: one row per step, best effort; online where there is a login, otherwise offline.
+"""Weights & Biases, best effort and online where there is a login, otherwise offline; and TensorBoard.
 
 wandb drops a second `log` of a committed step with only a warning, so the training and evaluation payloads of a step are
 held back until the step is over and sent as one row. It also drops steps below the run's own counter, so after a rewind
@@ -20,9 +20,8 @@ from urllib.parse import urlsplit
 
 from trainer.metrics.best_effort import BestEffort, EventCallback
 from trainer.metrics.logger import get_logger
-from trainer.metrics.payload_contract import all_values
-from trainer.metrics.sinks.base import display_key
-from trainer.metrics.sinks.jsonl import SAMPLE
+from trainer.metrics.payload_contract import RESTART, all_values
+from trainer.metrics.sinks import SAMPLE, display_key
 
 logger = get_logger(__name__)
 WandbMode = Literal["offline", "online", "disabled"]
@@ -112,7 +111,6 @@ class WandbSink:
         mode: WandbMode,
         project: str,
         run_dir: Path,
-        name: str | None = None,
         run_id: str | None = None,
         config: Mapping[str, Any] | None = None,
         entity: str | None = None,
@@ -125,7 +123,7 @@ class WandbSink:
 
         Args:
             mode: explicit, because wandb would prompt on the terminal.
-            run_dir: wandb's files go to `<run_dir>/wandb`.
+            run_dir: wandb's files go to `<run_dir>/wandb`; its name is that of the run.
             run_id: continue this run; None starts a new one.
             config: shown with the run.
             entity: team or user; None: the account's default.
@@ -148,7 +146,13 @@ class WandbSink:
         settings: dict[str, Any] = {"console": "off", "quiet": True, "silent": True, "base_url": base_url}
         settings |= {"init_timeout": init_timeout_sec, "login_timeout": init_timeout_sec}
         settings["finish_timeout"] = finish_timeout_sec
-        options: dict[str, Any] = {"mode": mode, "project": project, "entity": entity, "name": name, "id": run_id}
+        options: dict[str, Any] = {
+            "mode": mode,
+            "project": project,
+            "entity": entity,
+            "name": run_dir.name,
+            "id": run_id,
+        }
         self._guard.run(self._open, run_dir, {**options, "config": dict(config or {})}, settings)
 
     def _open(self, run_dir: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -248,3 +252,41 @@ class WandbSink:
         leaver = threading.Thread(target=leave, daemon=True)
         leaver.start()
         leaver.join(_GRACE_SEC)
+
+
+class TensorboardSink:
+    """Writes each metric as a scalar to TensorBoard's event files (extra `tensorboard`), at its step."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._writer: Any = None
+        self._purge_step: int | None = None
+
+    def _opened(self) -> Any:
+        if self._writer is None:
+            # Imported here: tensorboard is an extra, and its import takes seconds.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._log_dir), purge_step=self._purge_step, flush_secs=30)
+        return self._writer
+
+    def log(self, payload: Mapping[str, Any]) -> None:
+        """Write one payload."""
+        for key, value in all_values(payload).items():
+            self._opened().add_scalar(display_key(key), value, payload["global_step"])
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """After a restart, hide earlier rows of the repeated steps; show a sample as text."""
+        if event.get("event") == RESTART:
+            self.close()
+            self._purge_step = event["global_step"] + 1
+        elif event.get("event") == SAMPLE:
+            # Indented text is shown verbatim; anything else would be rendered as Markdown.
+            shown = "".join(f"    {line}\n" for line in f"{event['prompt']}{event['text']}".splitlines() or [""])
+            self._opened().add_text("sample/text", shown, event["global_step"])
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,13 +1,9 @@
-"""The components of the loss: pure functions of the logits and targets of one micro-batch.
-
-Each returns its sum over the tokens that it applies to and their number, so that a mean over micro-batches and ranks is
-the mean over all tokens. All compute in float32 or wider and keep their results on the device.
-"""
+"""The training objective: the components of the loss, their sum, and loss and accuracy by type of the target token."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -71,11 +67,6 @@ def prepare(logits: Tensor, targets: Tensor) -> Prepared:
     index = targets.masked_fill(~mask, 0).unsqueeze(-1)
     token_loss = (log_normalizer - logits.gather(-1, index).squeeze(-1)).masked_fill(~mask, 0.0)
     return Prepared(logits, log_normalizer, targets, mask, token_loss)
-
-
-def token_ce(prepared: Prepared) -> Term:
-    """The cross entropy, summed over the unmasked targets."""
-    return Term(prepared.token_loss.sum(), prepared.mask.sum())
 
 
 def z_loss(prepared: Prepared, coefficient: float) -> Term:
@@ -145,3 +136,124 @@ def coord(prepared: Prepared, settings: CoordSettings, meta: str | None) -> Term
     distance = (log_p.exp() * offset.abs()).sum(-1) / settings.num_bins
     per_token = (soft_cross_entropy + distance).masked_fill(~applies, 0.0)
     return Term(settings.weight * per_token.sum(), applies.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOutput:
+    """The loss of one micro-batch and its parts, as tensors on the logits' device."""
+
+    loss_sum: Tensor
+    """Sum of all parts: a scalar with a gradient. The window's loss is the sum of these over micro-batches and ranks,
+    divided by the sum of `num_tokens`."""
+
+    num_tokens: Tensor
+    """Number of unmasked targets: a scalar, int64."""
+
+    parts: dict[str, Term]
+    """Component name -> (sum, count), detached; the sums add up to `loss_sum`."""
+
+    token_loss: Tensor
+    """Cross entropy of each target, [B, T], detached, 0 where masked."""
+
+    is_correct: Tensor
+    """Whether the most likely token is the target, bool [B, T], False where masked."""
+
+    @property
+    def num_correct(self) -> Tensor:
+        """Number of correct predictions: a scalar, int64."""
+        return self.is_correct.sum()
+
+
+class Loss(Protocol):
+    """What computes the loss of a model's output [B, T, ...] against targets int64 [B, T]; see `Objective`."""
+
+    def __call__(self, output: Tensor, targets: Tensor, /, *, meta: str | None = None) -> ObjectiveOutput: ...
+
+
+class Objective:
+    """The loss: cross entropy plus the enabled components.
+
+    Args:
+        z_loss: coefficient of the z-loss; 0 disables it.
+        coord: settings for the supervision of ordered-bin tokens; None disables it.
+
+    Raises:
+        UserError: the coefficient is negative or not finite.
+    """
+
+    def __init__(self, *, z_loss: float = 0.0, coord: CoordSettings | None = None) -> None:
+        if not 0 <= z_loss < float("inf"):
+            raise UserError("objective.z_loss", f"must be >= 0 and finite, got {z_loss}")
+        self._z_loss = z_loss
+        self._coord = coord
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the enabled components."""
+        return ("token_ce",) + ("z_loss",) * (self._z_loss > 0) + ("coord",) * (self._coord is not None)
+
+    def __call__(self, logits: Tensor, targets: Tensor, *, meta: str | None = None) -> ObjectiveOutput:
+        """Compute the loss of logits [B, T, V] against targets int64 [B, T] (`IGNORED` where masked).
+
+        `meta` is the batch's `instability_meta_json`, for the message if a component fails. A non-finite loss is
+        returned like any other; the optimizer step handles it.
+
+        Raises:
+            ObjectiveError: an enabled component cannot be computed.
+        """
+        if logits.shape[:-1] != targets.shape:
+            shapes = f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}"
+            raise ObjectiveError("token_ce", shapes, meta)
+        prepared = prepare(logits, targets)
+        terms = {"token_ce": Term(prepared.token_loss.sum(), prepared.mask.sum())}
+        if self._z_loss > 0:
+            terms["z_loss"] = z_loss(prepared, self._z_loss)
+        if self._coord is not None:
+            terms["coord"] = coord(prepared, self._coord, meta)
+        return ObjectiveOutput(
+            loss_sum=torch.stack([term.sum for term in terms.values()]).sum(),
+            num_tokens=terms["token_ce"].num_tokens,
+            parts={name: Term(term.sum.detach(), term.num_tokens) for name, term in terms.items()},
+            token_loss=prepared.token_loss.detach(),
+            is_correct=prepared.logits.detach().argmax(-1) == targets,
+        )
+
+
+class TokenTypeMismatch(ValueError):
+    """The token types do not match the batch; the caller skips the diagnostic for this batch."""
+
+
+class TokenTypeSums(NamedTuple):
+    """Sums over one micro-batch by token type, on the device; each [num_types]."""
+
+    loss: Tensor
+    num_correct: Tensor
+    num_tokens: Tensor
+
+
+def token_type_sums(
+    token_loss: Tensor, is_correct: Tensor, token_types: Tensor, num_types: int, *, mask: Tensor | None = None
+) -> TokenTypeSums:
+    """Sum loss, correct predictions and targets by the type of the target.
+
+    Args:
+        token_loss: loss of each target, [B, T].
+        is_correct: bool [B, T].
+        token_types: type of each target, integers [B, T]; values outside 0..num_types-1 (such as -1) are not counted.
+        num_types: number of types.
+        mask: bool [B, T], False where the target is masked: such a position has no loss and must not count, whatever its
+            type. None: the types say it, as -1.
+
+    Raises:
+        TokenTypeMismatch: the shapes differ.
+    """
+    if not token_loss.shape == is_correct.shape == token_types.shape:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (token_loss, is_correct, token_types))
+        raise TokenTypeMismatch(f"losses, predictions and token types must have the same shape, got {shapes}")
+    types = torch.arange(num_types, device=token_types.device)
+    # A masked sum, not a scatter: its order of additions is fixed on every device.
+    belongs = token_types.reshape(-1, 1) == types  # [B * T, num_types]
+    if mask is not None:
+        belongs &= mask.reshape(-1, 1)
+    loss = token_loss.detach().reshape(-1, 1).masked_fill(~belongs, 0.0).sum(0)
+    return TokenTypeSums(loss, (belongs & is_correct.reshape(-1, 1)).sum(0), belongs.sum(0))

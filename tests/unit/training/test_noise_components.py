@@ -8,8 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from trainer.metrics.noise_scale.components import NUM_SUMS, NoiseComponents, Piece, normal_equations
-from trainer.metrics.noise_scale.estimate import NoiseScaleAverage
+from trainer.extensions.noise_components import NUM_SUMS, NoiseComponents, Piece, normal_equations
 
 DIM = 60
 MEAN = np.full(DIM, 0.5)
@@ -17,7 +16,7 @@ GRAD_SQ = 0.25 * DIM
 T_STREAM, T_GROUP, T_ROW = 12.0, 30.0, 78.0
 INDEPENDENT = (T_STREAM + T_GROUP + T_ROW) / GRAD_SQ
 WINDOWS = 40
-RUNS = 40
+RUNS = 30
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def test_the_batch_as_drawn_has_the_noise_of_its_gradient(name: str) -> None:
     layout = LAYOUTS[name]
     draws = Draws(layout, 1)
     rows = layout.world_size * layout.micros * layout.rows
-    squares = [draws.window()[1] for _ in range(1500)]
+    squares = [draws.window()[1] for _ in range(1000)]
     truth = rows * (np.mean(squares) - GRAD_SQ) / GRAD_SQ
     found = [found_by(layout, seed).components() for seed in range(RUNS)]
     numerators = [one.drawn.value * 1.0 for one in found if one is not None and one.drawn.value is not None]
@@ -148,26 +147,10 @@ def test_the_batch_as_drawn_has_the_noise_of_its_gradient(name: str) -> None:
     assert np.median(numerators) == pytest.approx(truth, rel=0.1)
 
 
-def test_taking_micro_batches_for_independent_is_far_off() -> None:
-    """The estimate that components are there to correct, on the same draws."""
-    layout = LAYOUTS["per_stream, 4 ranks, 2 micro-batches"]
-    draws, x, y = Draws(layout, 3), [], []
-    for _ in range(1500):
-        _, big, by_rank = draws.window()
-        small = np.mean([g @ g for means in by_rank for g in means])
-        count = layout.world_size * layout.micros
-        x.append((small - big) / (1 / layout.rows) / (1 - 1 / count))
-        y.append((count * big - small) / (count - 1))
-    naive = np.mean(x) / np.mean(y)
-    assert naive < 0.9 * INDEPENDENT
-
-
 def test_one_stream_per_step_cannot_be_told_from_the_mean() -> None:
     components = found_by(Layout(2, 1, 8, 4, ranks_share_streams=True), 0)
     assert components.components() is None
     assert components.metrics() == {}
-    assert components.reason is not None
-    assert "one stream" in components.reason
 
 
 def test_a_corpus_of_one_stream_has_no_stream_noise() -> None:
@@ -246,10 +229,3 @@ def test_a_window_that_was_not_measured_is_left_out() -> None:
     before = components.metrics()
     components.update([np.nan] * NUM_SUMS, 1.0, 4, 0.0)
     assert components.metrics() == before
-
-
-def test_they_are_saved_and_restored_with_the_averages() -> None:
-    average, again = NoiseScaleAverage(), NoiseScaleAverage()
-    average.components = found_by(LAYOUTS["1 rank"], 0)
-    again.load_state_dict(average.state_dict())
-    assert again.components.metrics() == average.components.metrics() != {}

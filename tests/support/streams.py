@@ -1,0 +1,69 @@
+"""Streams and data sets of streams for tests."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from trainer.data.documents import ReadOptions
+from trainer.data.groups import CutOptions
+from trainer.data.layout import Stream, discover_nested
+from trainer.data.mixing import MixOptions, StreamMixingDataset
+from trainer.data.tokenizer import BytesTokenizer
+
+
+def mixing_dataset(
+    streams: Sequence[Stream], *, rank: int = 0, world_size: int = 1, **settings: Any
+) -> StreamMixingDataset:
+    """A data set, its settings by name; cells of 4 bytes unless they say otherwise."""
+    settings = {"namespace": settings.pop("name", "source"), "seq_len": 4, "tokenizer": BytesTokenizer(), **settings}
+    parts = []
+    for kind in (CutOptions, ReadOptions, MixOptions):
+        names = {each.name for each in fields(kind)}
+        parts.append(kind(**{name: settings.pop(name) for name in names & settings.keys()}))
+    assert not settings, settings
+    return StreamMixingDataset(streams, *parts, rank=rank, world_size=world_size)  # type: ignore[arg-type]
+
+
+class WideTokens(BytesTokenizer):
+    """Bytes, with room for the ids of `write_tokens`."""
+
+    vocab_size = 2000
+    bos_id = 1999
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_type_table = None
+
+
+def write_tokens(folder: Path, layout: Mapping[str, Sequence[int]], *, is_unique: bool = False) -> list[Stream]:
+    """A file `NAME.jsonl` for each name of the layout, of documents of these lengths.
+
+    Ids count up through a stream, so that (document, position) can be read from them; if they are unique, through all.
+    """
+    first = 0
+    for name, lengths in layout.items():
+        path = folder / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True, parents=True)
+        rows = []
+        for size in lengths:
+            rows.append({"tokens": list(range(first, first + size))})
+            first += size
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        first = first if is_unique else 0
+    return discover_nested(folder)
+
+
+@contextmanager
+def streams_of(
+    layout: Sequence[Sequence[int]], modalities: str = "ab", *, is_unique: bool = False
+) -> Iterator[list[Stream]]:
+    """Streams of documents of these lengths, in the modalities in turn; see `write_tokens`."""
+    with tempfile.TemporaryDirectory() as folder:
+        named = {f"{modalities[i % len(modalities)]}/s{i}": lengths for i, lengths in enumerate(layout)}
+        yield write_tokens(Path(folder), named, is_unique=is_unique)

@@ -1,0 +1,151 @@
+"""The micro-batch that a step trains on: a data set's dict, taken apart once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.arrays import IGNORED
+from trainer.errors import UserError
+from trainer.on_device import to_device
+
+CARRY_KEYS = ("group_ids", "cell_index", "is_last")
+MASKED_SHARE = "stream_mixing/masked_share"
+BATCH_EXTRAS: Final[Mapping[str, str]] = {
+    "dataset_labels": "source of each row, a list of names",
+    "dataset_segments": "modality of each row, a list of names",
+    "pack_num_samples": "documents in each row, integers [B]",
+    "token_types": "type of each target token, small integers [B, T], -1 where masked",
+    "tokens_before": "inputs of the row's earlier cells in its group, the last n of them, right-aligned, integers [B, n]",
+    "resets_before": "resets of the row's earlier cells, booleans [B, n]",
+    "instability_meta_json": "JSON text that locates the batch: stream, slice position, group ids",
+}
+"""The keys of a data set's dict that the model never gets. A new one is registered here."""
+
+
+@dataclass(frozen=True)
+class Carry:
+    """Which group each row continues: int64 [B], int64 [B], bool [B]; group -1 carries nothing."""
+
+    group_ids: np.ndarray
+    cell_index: np.ndarray
+    is_last: np.ndarray
+
+    @classmethod
+    def of_no_group(cls, num_rows: int) -> Self:
+        """Rows that carry nothing."""
+        return cls(np.full(num_rows, -1), np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch, ready to be trained on."""
+
+    inputs: dict[str, Any]
+    """For `model(**inputs)`, without the state."""
+    targets: Tensor
+    """int64 [B, T]; -100 where there is nothing to predict."""
+    carry: Carry | None
+    """None: the rows have no groups, the model starts from zero."""
+    extras: dict[str, Any]
+    """Those of `BATCH_EXTRAS`, for monitoring alone."""
+    meta: str = "{}"
+    """What identifies the batch, as JSON."""
+    state: Any = None
+    """The data set's state after this batch: resuming from it gives the next one, however far a loader has read ahead."""
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    """What the data set reported with it; None is what it should have reported and could not."""
+    is_filler: bool = False
+    """A masked copy, of which nothing is learnt: the data set had nothing left."""
+
+    def rows(self, part: slice) -> MicroBatch:
+        """These rows. What has no entry for each row stays as it is."""
+        num_rows = len(self.targets)
+
+        def cut(values: Mapping[str, Any]) -> dict[str, Any]:
+            is_by_row = {
+                key: isinstance(v, Tensor | np.ndarray | list) and len(v) == num_rows for key, v in values.items()
+            }
+            return {key: value[part] if is_by_row[key] else value for key, value in values.items()}
+
+        carry = self.carry and Carry(*(getattr(self.carry, key)[part] for key in CARRY_KEYS))
+        return replace(self, inputs=cut(self.inputs), targets=self.targets[part], carry=carry, extras=cut(self.extras))
+
+    def masked(self) -> MicroBatch:
+        """The first row with nothing to predict and no group."""
+        first = self.rows(slice(1))
+        carry = first.carry and Carry.of_no_group(1)
+        metrics = {MASKED_SHARE: 1.0}
+        return replace(
+            first, targets=torch.full_like(first.targets, IGNORED), carry=carry, metrics=metrics, is_filler=True
+        )
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with all tensors on a device."""
+
+        def moved(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in values.items()}
+
+        return replace(self, inputs=moved(self.inputs), targets=self.targets.to(device), extras=moved(self.extras))
+
+
+def accepted_inputs(model: nn.Module) -> frozenset[str] | None:
+    """Names that `model.forward` takes beside the state; None if it takes any."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return frozenset(parameters) - {"state"}
+
+
+def check_inputs(inputs: Collection[str], accepted: Collection[str]) -> None:
+    """Check that the model accepts every key of a batch that is not an extra.
+
+    Raises:
+        UserError: it does not.
+    """
+    if unknown := sorted(set(inputs) - set(accepted)):
+        raise UserError(
+            f"batch key {', '.join(unknown)}",
+            f"neither an input of the model ({', '.join(sorted(accepted))}) "
+            f"nor a registered batch extra ({', '.join(sorted(BATCH_EXTRAS))})",
+            "accept it in the model, register it in trainer/data/batch.py, or do not collate it",
+        )
+
+
+def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None, *, burns_in: bool = False) -> MicroBatch:
+    """A data set's dict as a micro-batch.
+
+    Args:
+        accepted: inputs that the model takes; None: any.
+        burns_in: the model is a `Cellwise` with burn-in: pass it the tokens before each row, and which rows continue.
+
+    Raises:
+        UserError: `targets` is absent, only some of the carry keys are there, or a key is neither a registered extra nor
+            an input of the model.
+    """
+    inputs = dict(batch)
+    extras = {key: inputs.pop(key) for key in BATCH_EXTRAS if key in inputs}
+    if "targets" not in inputs:
+        raise UserError(
+            "data", f"a micro-batch has no targets; it has {', '.join(sorted(inputs))}", "add targets [B, T]"
+        )
+    targets = inputs.pop("targets")
+    given = [key for key in CARRY_KEYS if key in inputs]
+    if given and len(given) < len(CARRY_KEYS):
+        raise UserError(
+            "data", f"a micro-batch has {', '.join(given)} but not all of {', '.join(CARRY_KEYS)}", "give all or none"
+        )
+    carry = Carry(**{key: inputs.pop(key) for key in CARRY_KEYS}) if given else None
+    if accepted is not None:
+        check_inputs(inputs, accepted)
+    if burns_in:
+        inputs |= {key: extras[key] for key in ("tokens_before", "resets_before") if key in extras}
+        if carry is not None:
+            inputs["continues"] = to_device((carry.cell_index > 0) & (carry.group_ids >= 0), targets.device)
+    return MicroBatch(inputs, targets, carry, extras, meta=str(extras.get("instability_meta_json", "{}")))

@@ -1,1 +1,0 @@
-"""Destinations of payloads. Import the sinks from their modules."""
