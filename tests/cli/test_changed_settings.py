@@ -123,11 +123,3 @@ def test_settings_are_read_by_step(
     found = load_run(record(tmp_path / "found", lines, lr, last_step))
     other = load_run(record(tmp_path / "other", rows(1, 40), 7.0))
     assert config_differences([found, other]) == [(LR, [wanted, 7.0])]
-
-
-@pytest.mark.parametrize("changed", [7, {"optimizer.lr": 3}, {"optimizer.lr": {"after": 2}}])
-def test_a_damaged_record_of_changes_is_no_reason_not_to_read_the_run(tmp_path: Path, changed: object) -> None:
-    path = record(tmp_path / "run", [*rows(1, 3), (3, {}), *rows(4, 5)], 1.0)
-    lines = (path / "metrics.jsonl").read_text().replace('"changed": {}', f'"changed": {json.dumps(changed)}')
-    (path / "metrics.jsonl").write_text(lines)
-    assert config_differences([load_run(path), load_run(record(tmp_path / "other", rows(1, 5), 1.0))]) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import tomllib
 
 import pytest
@@ -63,22 +62,3 @@ def test_columns_sets_the_width_in_a_pipe_and_without_it_nothing_is_left_out(run
     assert "2.2 ± 0.1" in narrow
     monkeypatch.setenv("COLUMNS", "wide")
     assert program(["compare", *runs], capsys).stdout == whole
-
-
-def test_json_has_every_number(runs, capsys):
-    done = program(["compare", *runs, "--json"], capsys)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["ranked_by"] == "Held-out loss"
-    fast, slow, bad = found["groups"]
-    assert [group["settings"] for group in found["groups"]] == [{"optimizer.lr": rate} for rate in RATES.values()]
-    assert [run["seed"] for run in fast["runs"]] == [1, 2, 3]
-    row = next(row for row in fast["outcome"] if row["label"] == "Held-out loss")
-    assert row["mean"] == pytest.approx(2.2)
-    assert row["standard_deviation"] == pytest.approx(0.1)
-    assert row["n"] == 3
-    error = (statistics.stdev([2.1, 2.2, 2.3]) ** 2 / 3 + statistics.stdev([2.25, 2.35]) ** 2 / 2) ** 0.5
-    assert slow["above_best"] == {"difference": pytest.approx(0.1), "error": pytest.approx(error), "is_resolved": False}
-    assert bad["above_best"] == {"difference": pytest.approx(6.8), "error": None, "is_resolved": None}
-    assert fast["above_best"] is None
-    assert next(row for row in bad["outcome"] if row["label"] == "Held-out loss")["standard_deviation"] is None

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from tests.support.honest_models import (
     DIM,
-    Convolution,
     DeltaRule,
     Ema,
     Gru,
@@ -60,20 +59,9 @@ class ReturnNoneWhenGiven(NestedLstm):
         return SimpleNamespace(logits=output.logits, state=output.state if state is None else None)
 
 
-class ReturnNoneInEval(Gru):
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        output = super().forward(tokens, state)
-        return output if self.training else output._replace(state=None)
-
-
 class DropPartOfNest(NestedLstm):
     def forward(self, tokens: Tensor, state: Any = None) -> Any:
         return super().forward(tokens, state and {**state, "c": torch.zeros_like(state["c"])})
-
-
-class ReadOtherStates(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x, state.roll(1, 0))
 
 
 class RoundGiven(Gru):
@@ -101,13 +89,6 @@ class RaisesLater(Gru):
         return super().forward(tokens, state)
 
 
-class RaisesOnStates(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        if state.any():
-            raise RuntimeError("boom on a state")
-        return super().mix(x, state)
-
-
 class RaisesOnResets(RecurrentEncoder):
     def __init__(self) -> None:
         super().__init__(vocab_size=37, dim=DIM, num_layers=2, hidden=2 * DIM, tie_embeddings=False)
@@ -116,12 +97,6 @@ class RaisesOnResets(RecurrentEncoder):
         if resets is not None and resets.any():
             raise RuntimeError("boom on a reset")
         return super().forward(tokens, state, resets)
-
-
-class ReturnZeros(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, end = super().mix(x, state)
-        return x, torch.zeros_like(end)
 
 
 class DropConvolution(Language):
@@ -139,20 +114,6 @@ class DropConvolution(Language):
         return x, h[0]
 
 
-class ForgetConvolution(Convolution):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        half = state.shape[1] // 2
-        return super().mix(x, torch.cat([state[:, :half], torch.zeros_like(state[:, half:])], 1))
-
-
-class DropLayer(Gru):
-    def __init__(self) -> None:
-        super().__init__(2)
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x, torch.cat([torch.zeros_like(state[:, :DIM]), state[:, DIM:]], 1))
-
-
 class OffByOne(Ema):
     """Returns the state before the last token."""
 
@@ -161,22 +122,11 @@ class OffByOne(Ema):
         return out, out[:, -2] if x.shape[1] > 1 else state
 
 
-class FirstToken(Ema):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        out, _ = super().mix(x, state)
-        return out, out[:, 0]
-
-
 class NeverUpdated(Ema):
     """The state goes in and comes out."""
 
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return super().mix(x, state)[0], state
-
-
-class SwapRows(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x.flip(0), state)
 
 
 class SwapTokens(Gru):
@@ -201,11 +151,6 @@ class BatchNorm(Gru):
         return super().mix(self.norm(x.transpose(1, 2)).transpose(1, 2), state)
 
 
-class BatchMean(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x - 0.1 * x.mean(0, keepdim=True), state)
-
-
 class PeekAhead(Gru):
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         out, end = super().mix(x, state)
@@ -215,13 +160,6 @@ class PeekAhead(Gru):
 class Unmasked(Transformer):
     def mix(self, x: Tensor, state: None) -> tuple[Tensor, None]:
         return self.layer(x + self.positions(torch.arange(x.shape[1], device=x.device))), None
-
-
-class TimeMean(Gru):
-    """A norm over time."""
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x / (1 + x.std(1, keepdim=True, correction=0)), state)
 
 
 class WriteIntoState(Ema):
@@ -280,18 +218,6 @@ class AlwaysDropout(Gru):
         return F.dropout(x, 0.3), end
 
 
-class DropoutOfAModule(Gru):
-    """The probability of a dropout module, given to a function that knows no mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.1)
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, end = super().mix(x, state)
-        return F.dropout(x, self.dropout.p), end
-
-
 class DropoutBehindZeros(AlwaysDropout):
     """Behind a head of zeros, which hides it at the start."""
 
@@ -331,20 +257,6 @@ class Advances(Gru):
         if self.training and torch.is_grad_enabled():
             self.calls += 1
         return super().mix(x * (1 + 0.5 * self.calls), state)
-
-
-class AdvancesItsGraph(Gru):
-    """Advances a tensor with its graph, where `Advances` counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: Tensor | None = None
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        scale = 1.0 if self.kept is None else 1.0 + self.kept.square().mean()
-        if self.training and torch.is_grad_enabled():
-            self.kept = self.head.weight * 5.0
-        return super().mix(x * scale, state)
 
 
 class Detached(Gru):
@@ -438,21 +350,14 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "returns none": (ReturnNone, "carry", "takes a state and returns none"),
     "returns a state in training alone": (lambda: ReturnNone(True), "carry", "a state in train() and none in eval()"),
     "returns a state in eval alone": (lambda: ReturnNone(False), "forward", "returns no state in train()"),
-    "returns none in eval": (ReturnNoneInEval, "forward", "in eval() a state NoneType"),
     "returns none when given a state": (ReturnNoneWhenGiven, "forward", "returns no state in train(), when given a"),
     "drops a part of a nest": (DropPartOfNest, "carry", "numbers 16 to 31 of its 32"),
     "returns a state of nan": (NanState, "carry", "holds NaN"),
     "rounds the state": (RoundGiven, "carry", "differ from the exact row"),
     "raises later": (RaisesLater, "forward", "boom in my model (tests/support/mutant_models.py:"),
-    "raises on a state": (RaisesOnStates, "forward", "boom on a state"),
     "raises on a reset": (RaisesOnResets, "resets", "boom on a reset"),
-    "reads the states of other rows": (ReadOtherStates, "isolation", "reads their states"),
-    "returns zeros": (ReturnZeros, "carry", "start from zero"),
     "drops the convolution's state": (DropConvolution, "carry", "state"),
-    "drops one convolution of two": (ForgetConvolution, "carry", "numbers 48 to 95"),
-    "drops one layer's state": (DropLayer, "carry", "numbers 0 to 15 of its 32"),
     "off by one": (OffByOne, "carry", "missing or wrong"),
-    "state of the first token": (FirstToken, "carry", "missing or wrong"),
     "state is never updated": (NeverUpdated, "carry", "incoming one"),
     "single rows only": (SingleRowsOnly, "carry", "start from zero"),
     "single tokens only": (SingleTokensOnly, "carry", "start from zero"),
@@ -462,24 +367,19 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "ignores resets": (leaky_encoder, "resets", "does nothing"),
     "one layer ignores resets": (lambda: leaky_encoder(1), "resets", "before the reset"),
     "resets too late": (LateReset, "resets", "before the reset"),
-    "swaps rows": (SwapRows, "isolation", "row"),
     "swaps rows of tokens": (SwapTokens, "isolation", "row"),
     "batch norm": (BatchNorm, "isolation", "their tokens"),
-    "mean over the batch": (BatchMean, "isolation", "their tokens"),
     "peeks one ahead": (PeekAhead, "causality", "the next token"),
     "transformer without mask": (Unmasked, "causality", "mask"),
-    "norm over time": (TimeMean, "causality", "mask"),
     "writes into the incoming state": (WriteIntoState, "purity", "in place"),
     "state hidden in the module": (HiddenState, "purity", "from call to call"),
     "state hidden with its graph": (HiddenInANest, "purity", "from call to call"),
     "dropout in eval": (AlwaysDropout, "purity", "random"),
-    "dropout in eval with a module's probability": (DropoutOfAModule, "purity", "random"),
     "dropout in eval behind zeros": (DropoutBehindZeros, "purity", "random"),
     "dropout of attention in eval": (AttentionDropout, "purity", "random"),
     "noise in eval": (AlwaysNoise, "purity", "random"),
     "noise of numpy in eval": (NoiseOfNumpy, "purity", "random"),
     "recomputation advances a state": (Advances, "checkpointing", "recomput"),
-    "recomputation advances a tensor of the graph": (AdvancesItsGraph, "checkpointing", "recomput"),
     "in-place update breaks backward": (InPlaceBackward, "gradient", "backward"),
     "gradient partly detached": (Detached, "gradient", "Remove what detaches the state"),
     "state detached": (DetachedState, "gradient", "detached"),
