@@ -13,6 +13,7 @@ import importlib
 import os
 import platform
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -23,8 +24,7 @@ from torch import Tensor, nn
 
 from trainer.contracts import Report, check_model
 from trainer.model.hugging_face import HuggingFace, without_attention
-from trainer.model.protocol import ModelOutput
-from trainer.model.state_layout import carry_flat
+from trainer.model.protocol import ModelOutput, carry_flat
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
 VOCAB = 64
@@ -213,7 +213,7 @@ def judged(report: Report) -> tuple[str, str]:
             f"{v.check}: {v.text}" for v in ([carry] if carry.status != "held" else []) + others
         )
     if gradient.status != "held":
-        return "forward exact", gradient.text
+        return "forward exact", textwrap.shorten(gradient.text, 200)
     return "exact", f"logits to {carry.size:.0e}, gradients to {gradient.size:.0e}"
 
 
@@ -230,9 +230,9 @@ def main() -> int:
         "# Families of models, checked",
         "",
         "Public models checked against the [state contract](contracts.md): random weights, small sizes, CPU, float64.",
-        "*Exact*: a row read in cells (chunks) equals the row read whole, and so does the gradient. *Silently wrong*: no",
-        "error, but other results; `train check` rejects such a model. Each is wrapped with its own cache, flattened to",
-        "`[B, state_width]` and back, nothing repaired.",
+        "*Exact*: a row read in cells (chunks) equals the row read whole, and so does the gradient. *Silently wrong*: other "
+        "results without an",
+        "error; `train check` rejects such a model. Each keeps its own cache as its state.",
         "",
         f"Measured by `python scripts/families.py` (extra `families`) with {versions}, Python {platform.python_version()}.",
         "",

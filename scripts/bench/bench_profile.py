@@ -16,7 +16,7 @@ from bench_table import Figure, Table, print_figures
 from torch.profiler import ProfilerActivity, profile, schedule
 from trainer_run import GPU_CONFIG, TINY, EachStep, plan_of, run_trainer
 
-from trainer.extensions.profile.trace import TraceSummary, read_trace, summarize
+from trainer.extensions.trace import TraceSummary, read_trace, summarize
 
 WARM_UP, SETTLE, ACTIVE = 8, 2, 4
 STEPS = WARM_UP + SETTLE + ACTIVE + 2

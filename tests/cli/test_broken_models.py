@@ -159,7 +159,7 @@ def test_a_model_that_drops_its_state_is_refused_in_one_clear_sentence(check):
     assert ended.returncode == 2
     place = "--set model.target=broken_model:build: model.target: broken_model:build: "
     assert ended.stderr.startswith(
-        f"{place}breaks carry: cells after the first start from zero: the incoming state is not "
+        f"{place}breaks carry: cells of 6 tokens differ from the uncut row from position 6 on, by "
     )
     assert 'or set model.trust = ["carry"] to train it all the same' in ended.stderr
     assert ended.stderr.count("\n") == 1
@@ -179,7 +179,7 @@ def test_the_contract_can_be_left_out_or_trusted_and_that_is_said(check):
     assert "#   contract = not tried: --no-contract" in check(DROPS, options=("--no-contract",)).stdout
     ended = check(DROPS, 'model.trust=["carry"]')
     assert ended.returncode == 0, ended.stderr
-    assert "model: carry: cells after the first start from zero" in ended.stderr
+    assert "model: carry: cells of 6 tokens differ" in ended.stderr
     assert "broken: carry" in ended.stdout
 
 
@@ -201,7 +201,7 @@ def test_a_trusted_breach_is_recorded_and_diagnosed_and_judged_again_on_a_resume
     trusted = ("--set", 'model.trust=["carry"]', "--set", "checkpoint.every=3")
     result = run_broken(tmp_path, DROPS, *trusted)
     assert result.returncode == 0, result.stderr
-    assert "model: carry: cells after the first start from zero" in result.stderr
+    assert "model: carry: cells of 6 tokens differ" in result.stderr
     again = run_broken(tmp_path, DROPS, "--steps", 8, "--resume", "auto", *trusted)
     assert again.returncode == 0, again.stderr
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
@@ -210,7 +210,7 @@ def test_a_trusted_breach_is_recorded_and_diagnosed_and_judged_again_on_a_resume
     assert all(event["trusted"] == ["carry"] for event in contracts)
     diagnosis = program(["diagnose", tmp_path / "run"], capsys)
     assert diagnosis.returncode == 3
-    assert "model_contract: the model breaks carry: cells after the first" in diagnosis.stdout
+    assert "model_contract: the model breaks carry: cells of 6 tokens" in diagnosis.stdout
     refused = run_broken(tmp_path, DROPS, "--steps", 10, "--resume", "auto", "--set", "checkpoint.every=3")
     assert refused.returncode == 2
     assert "breaks carry" in refused.stderr

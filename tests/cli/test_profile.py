@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.in_process import program
 from tests.support.runs import losses, make_corpus, run, write_tiny_config
-from trainer.extensions.profile.extension import SETTLING, WARM_UP
+from trainer.extensions.profile import SETTLING, WARM_UP
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.examples import run_example
 from tests.support.in_process import program
 from tests.support.runs import ROOT, TIMEOUT_SEC, environment, read_rows
 
@@ -33,17 +34,9 @@ OWN_STEP = [pytest.param(name, marks=marks) for name, marks in NEEDS.items() if 
 WRAPPED = [pytest.param(name, marks=marks) for name, marks in NEEDS.items() if name != "plain_pytorch"]
 
 
-def run_loop(name: str, out: Path, *arguments: object, nproc: int | None = None, prelude: str = ""):
-    """Run a loop to its end; `prelude` is Python that runs before it in the same process."""
-    script = [str(LOOPS / f"{name}.py"), "--out", str(out), *map(str, arguments)]
-    line = [sys.executable, *script]
-    if prelude:
-        code = f"import runpy, sys\n{prelude}\nsys.argv = sys.argv[1:]\nsys.path.insert(0, {str(LOOPS)!r})\n"
-        line = [sys.executable, "-c", f"{code}runpy.run_path(sys.argv[0], run_name='__main__')", *script]
-    if nproc is not None:
-        line[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    env = environment({"PYTHONPATH": str(ROOT)})
-    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False, cwd=out)
+def run_loop(name: str, out: Path, *arguments: object, **options: object):
+    """Run a loop to its end."""
+    return run_example(f"loops/{name}.py", "--out", out, *arguments, cwd=out, **options)
 
 
 def numbers(out: Path) -> dict[int, dict[str, float]]:
@@ -106,10 +99,9 @@ def test_an_epoch_s_last_micro_batch_counts_the_rows_it_has(name, tmp_path):
     assert {step: row["gns/b_big"] for step, row in found.items() if "gns/b_big" in row} == pytest.approx(measured)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in NEEDS.items()])
-def test_a_loop_that_fails_says_so_in_its_status(name, tmp_path):
+def test_a_loop_that_fails_says_so_in_its_status(tmp_path):
     prelude = "from trainer.metrics.tracker import MetricsTracker\ndef fail(*_, **__): raise ValueError('broken')\n"
-    done = run_loop(name, tmp_path, "--steps", 2, prelude=prelude + "MetricsTracker.end_step = fail")
+    done = run_loop("plain_pytorch", tmp_path, "--steps", 2, prelude=prelude + "MetricsTracker.end_step = fail")
     assert done.returncode == 1
     status = json.loads((tmp_path / "status.json").read_text(encoding="utf-8"))
     assert (status["state"], status["reason"]) == ("failed", "ValueError: broken")
@@ -164,82 +156,14 @@ tracker.close()
 """
 
 
-@pytest.mark.parametrize("is_declared", [False, True])
-def test_a_metric_of_one_s_own_is_logged_with_one_warning_unless_it_is_declared(is_declared, tmp_path):
-    declaration = next(block for block in blocks("python") if "register(" in block)
-    code = FREE_KEYS.format(declaration=declaration if is_declared else "")
+def test_a_declared_metric_of_one_s_own_is_logged_without_a_warning(tmp_path):
+    code = FREE_KEYS.format(declaration=next(block for block in blocks("python") if "register(" in block))
     env = environment({"PYTHONPATH": str(ROOT)})
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, cwd=tmp_path
     )
-    assert done.stderr.count("router/entropy") == (0 if is_declared else 1), done.stderr
+    assert "router/entropy" not in done.stderr
     assert [row["router/entropy"] for row in read_rows(tmp_path / "metrics.jsonl").values()] == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("name", WRAPPED)
-def test_without_the_extra_a_loop_says_so_in_one_line(name, tmp_path):
-    package = {"with_accelerate": "accelerate", "with_lightning": "lightning", "with_hf_trainer": "transformers"}[name]
-    done = run_loop(name, tmp_path, prelude=f"sys.modules[{package!r}] = None")
-    assert done.returncode == 1
-    assert re.fullmatch(r"this example needs .*: pip install [ a-z]+\n", done.stderr)
-
-
-ORACLE = """
-import json, runpy, sys, torch
-from pathlib import Path
-sys.path.insert(0, str(Path(sys.argv[1]).parent))
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-names = runpy.run_path(sys.argv[1])
-config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0,
-                    attn_pdrop=0, bos_token_id=0, eos_token_id=0)
-grads = []
-
-class Recording(Trainer):
-    def training_step(self, model, *args, **kwargs):
-        before = self.flat(model)
-        loss = super().training_step(model, *args, **kwargs)
-        grads.append((self.flat(model) - before) * 4)
-        return loss
-
-    def flat(self, model):
-        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).double().flatten()
-                          for p in model.parameters()])
-
-torch.manual_seed(0)
-arguments = TrainingArguments(output_dir=sys.argv[2], max_steps=1, per_device_train_batch_size=8, use_cpu=True,
-    gradient_accumulation_steps=4, max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to="none",
-    disable_tqdm=True, seed=0, logging_nan_inf_filter=False)
-callback = names["Measure"](Path(sys.argv[2]), max_grad_norm=1e-3)
-trainer = Recording(GPT2LMHeadModel(config), arguments, train_dataset=names["Counting"](), callbacks=[callback])
-trainer.train()
-micro = torch.stack(grads)
-small, big = micro.square().sum(1).mean().item(), micro.mean(0).square().sum().item()
-row = json.loads((Path(sys.argv[2]) / "metrics.jsonl").read_text().splitlines()[-1])["metrics"]
-try:
-    Trainer(trainer.model, TrainingArguments(output_dir=sys.argv[2], use_cpu=True, report_to="none"),
-            train_dataset=names["Counting"](), callbacks=[callback]).train()
-except ValueError as refusal:
-    refused = str(refusal)
-print("RESULT", json.dumps({"small": small, "big": big, "row": row, "refused": refused}))
-"""
-
-
-@pytest.mark.slow  # the test on two ranks runs the callback
-@pytest.mark.parametrize("name", [pytest.param("with_hf_trainer", marks=NEEDS["with_hf_trainer"])])
-def test_the_callback_s_estimates_are_those_of_the_gradients_that_the_trainer_made(name, tmp_path):
-    """From the micro-batches' own gradients, before clipping: S = (|g|^2 - |G|^2) / (1/b - 1/mb)."""
-    line = [sys.executable, "-c", ORACLE, str(LOOPS / f"{name}.py"), str(tmp_path)]
-    env = environment({"PYTHONPATH": str(ROOT)})
-    result = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.split("RESULT ")[1])
-    small, big, row = found["small"], found["big"], found["row"]
-    assert row["gns/tr_sigma"] == pytest.approx((small - big) / (1 / 8 - 1 / 32), rel=1e-4)
-    assert row["gns/grad_sq"] == pytest.approx((4 * big - small) / 3, rel=1e-4)
-    assert row["grad_norm"] == pytest.approx(big**0.5, rel=1e-5)
-    assert found["refused"].startswith("set TrainingArguments(max_grad_norm=0)"), (
-        "a Trainer that clips first is refused"
-    )
 
 
 OWN_PROGRAM = """

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.data.batch import accepted_inputs
 from trainer.model import build
 from trainer.model.gated_delta import build as build_gated_delta
-from trainer.model.state_layout import carry_flat
+from trainer.model.protocol import carry_flat
 
 VOCAB = 13
 

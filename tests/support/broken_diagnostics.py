@@ -48,6 +48,7 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._hook": "a guard",
     "trainer.metrics.sinks.BackgroundSink._run": "holds a guard",
     "trainer.extensions.mirror": "has faults of its own",
+    "trainer.extensions.remote": "has faults of its own",
     "trainer.extensions.contract_check": "refuses a model",
     "trainer.extensions.batch_growth": "decides on the batch",
 }

@@ -342,12 +342,6 @@ class ZeroHead(Gru):
         nn.init.zeros_(self.head.bias)
 
 
-class Tied(Gru):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embedding.weight
-
-
 class Bigram(Language):
     """Neither state nor memory."""
 
@@ -403,7 +397,6 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "vocabulary padded with -inf": PaddedVocabulary,
     "vocabulary padded with -1e9": lambda: PaddedVocabulary(-1e9),
     "head of zeros": ZeroHead,
-    "tied": Tied,
     "bigram": Bigram,
     "another kernel in eval": FusedRecurrentInEval,
 }

@@ -42,7 +42,7 @@ def test_nothing_else_writes_files() -> None:
     # Whole directories, written beside their place by the helper; downloads, whose size is compared; and the lock.
     allowed = [
         "trainer/data/stored.py",
-        "trainer/extensions/mirror/checkpoints.py",
+        "trainer/extensions/remote.py",
         "trainer/tools/corpus/writer.py",
         "trainer/training/checkpointing/checkpoint.py",
         "trainer/tools/trained/saved_model.py",

@@ -7,6 +7,6 @@ assert not report.breaches, report
 """
 
 from trainer.contracts.check import check_model
-from trainer.contracts.report import CHECKS, ContractError, Report, Verdict
+from trainer.contracts.trial import CHECKS, ContractError, Report, Verdict
 
 __all__ = ["CHECKS", "ContractError", "Report", "Verdict", "check_model"]

@@ -1,31 +1,39 @@
-"""`check_model`: all checks on one model."""
+"""`check_model`: all checks on one model; its interface; and that nothing but arguments and weights decides the result."""
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trainer.contracts.carry import (
-    check_carry,
-    check_checkpointing,
-    check_gradient,
-    check_precision,
-    check_state_used,
-)
-from trainer.contracts.forward import check_forward, check_purity, find_state, takes_resets
-from trainer.contracts.report import CHECKS, FAILED_LATER, Report, Verdict
+from trainer.contracts.carry import check_carry, check_checkpointing, check_gradient, check_precision, check_state_used
 from trainer.contracts.rows import check_causality, check_isolation, check_resets
-from trainer.contracts.subject import CallFailed, NotTestable, Subject, private_copy, uncompiled, without_dropout
-from trainer.contracts.trial import Trial, make_trial
+from trainer.contracts.subject import (
+    CallFailed,
+    NotTestable,
+    Result,
+    Subject,
+    private_copy,
+    seed_generators,
+    without_dropout,
+)
+from trainer.contracts.trial import CHECKS, ROWS, Report, Trial, Verdict, make_trial, relative, untestable
+from trainer.errors import UserError
+from trainer.import_path import format_error, shown_path
 
-DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+KNOWN_INPUTS = frozenset({"tokens", "state", "resets"})
+RANDOM = (
+    "in eval(), the same call gives another answer each time, by {:.1e} of the logits' spread: something random is active "
+    "there, such as a dropout without training=self.training; pass that, or use nn.Dropout"
+)
 
 
 def check_model(
@@ -44,7 +52,7 @@ def check_model(
 
     Args:
         model: `forward(tokens, state)` returns an object with `.logits` and `.state`. Without an attribute `state_width` its
-            state may be any nest of tensors [B, ...], whose layout is found as `trainer.model.state_layout` finds it.
+            state may be any nest of tensors [B, ...], whose layout is found as `trainer.model.protocol` finds it.
         vocab_size: token ids are below it.
         seq_len: tokens of a cell in training. Only `forward` and models that take no other length use rows of it.
         pieces: other lengths of rows that training has (burn-in), for `forward`.
@@ -59,9 +67,10 @@ def check_model(
         try:
             how = _check(model, vocab_size, (seq_len, *pieces), autocast, time.thread_time() + max_seconds, verdicts)
         except (CallFailed, NotTestable) as error:
-            how = "nothing else was run" if verdicts else how
-            _fill(verdicts, str(error))
-    ordered = tuple(verdicts[check] for check in CHECKS)
+            how, why = "nothing else was run" if verdicts else how, str(error)
+        else:
+            why = "the time was up before it began"
+    ordered = tuple(verdicts.get(check) or untestable(check, why) for check in CHECKS)
     return Report(ordered, how, time.perf_counter() - started)
 
 
@@ -74,30 +83,100 @@ def _check(
     verdicts: dict[str, Verdict],
 ) -> str:
     """Fill in the verdicts; returns the circumstances."""
-    model = uncompiled(model)
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, where a compilation per shape would take minutes
     with_resets = takes_resets(model)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise NotTestable("the model has no weights (meta device)")
     drawn = private_copy(model)
     given = next((p.dtype for p in drawn.parameters() if p.is_floating_point()), torch.float32)
-    if (problem := find_state(drawn, lengths[0])) is not None:
-        verdicts["forward"] = problem
-        raise NotTestable("forward fails")
+    problem = _find_state(drawn, lengths[0])
     working = Subject(without_dropout(drawn), dtype=given)
     live = Subject(drawn, dtype=given, autocast=autocast, is_live=True)
     for length in dict.fromkeys(lengths):
-        verdicts["forward"] = check_forward(working.with_autocast(autocast), vocab_size, length, with_resets)
-        if verdicts["forward"].status != "held":
-            raise NotTestable("forward fails")
+        problem = problem or _check_forward(working.with_autocast(autocast), vocab_size, length, with_resets)
+    if problem:
+        verdicts["forward"] = Verdict("forward", "broken", problem)
+        raise NotTestable("forward fails")
+    verdicts["forward"] = Verdict("forward", "held", f"ran with tokens {[1, lengths[-1]]}")
     if vocab_size < 2:
         raise NotTestable("a vocabulary of one token says nothing")
     options: dict[str, Any] = {"vocab_size": vocab_size, "seq_len": lengths[0], "takes_resets": with_resets}
     try:
         return _judge_exactly(working, live, options, deadline, verdicts)
     except CallFailed as error:
-        text = f"{error}{FAILED_LATER} with tokens {[1, lengths[0]]}"
+        text = f"{error}, after it ran with tokens {[1, lengths[0]]}"
         verdicts["forward"] = Verdict("forward", "broken", text)
         raise NotTestable("forward fails") from error
+
+
+def _find_state(model: nn.Module, seq_len: int) -> str:
+    """Give a model without `state_width` one, as the trainer does when it builds it; why that fails, if it does."""
+    if getattr(model, "state_width", None) is not None:
+        return ""
+    from trainer.model.protocol import carry_flat  # of models that are written like this alone
+
+    try:
+        carry_flat(model, lengths=(seq_len,))
+    except UserError as error:
+        return f"{error.problem}{_place_of_forward(model)}"
+    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
+        text = format_error(error, otherwise=_place_of_forward(model))
+        return f"its forward fails with a row of {seq_len} tokens and no state: {text}"
+    return ""
+
+
+def _check_forward(subject: Subject, vocab_size: int, seq_len: int, takes_resets: bool) -> str:
+    """What is wrong with one row of the training length in `train()` or in `eval()`; empty if nothing is."""
+    width: int = subject.model.state_width  # type: ignore[assignment]
+    tokens = (torch.arange(seq_len) % vocab_size)[None]
+    given: dict[str, Any] = {"tokens": tokens.to(subject.device), "state": subject.zeros(1)}
+    if takes_resets:
+        given["resets"] = torch.zeros(1, seq_len, dtype=torch.bool, device=subject.device)
+    for training in (True, False):
+        where = "" if training else " in eval()"
+        model = subject.fresh().train(training)
+        try:
+            output = subject.forward(model, dict(given), with_grad=False)
+        except Exception as error:  # noqa: BLE001 - a user's model may raise anything
+            text = format_error(error, otherwise=_place_of_forward(model))
+            shape = [1, width] if width else "None"
+            return f"its forward fails{where} with tokens {list(tokens.shape)} and state {shape}: {text}"
+        if problem := _mismatch(output, seq_len, vocab_size, width):
+            return f"its forward returns{where} {problem}{_place_of_forward(model)}"
+    return ""
+
+
+def _mismatch(output: Any, length: int, vocab_size: int, width: int) -> str:
+    """What is wrong with a forward's output for one row; empty if nothing is."""
+    if not hasattr(output, "logits") or not hasattr(output, "state"):
+        return f"a {type(output).__name__} without .logits and .state"
+    logits, state = (
+        list(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (output.logits, output.state)
+    )
+    # More columns than ids do no harm: some pad the vocabulary.
+    if isinstance(logits, str) or len(logits) != 3 or logits[:2] != [1, length] or logits[2] < vocab_size:
+        return f"logits {logits} for tokens [1, {length}], not {[1, length, vocab_size]}"
+    return f"a state {state} for one row, not [1, {width}], its state_width" if width and state != [1, width] else ""
+
+
+def _place_of_forward(model: nn.Module) -> str:
+    """` (FILE:LINE)` of the model's `forward`; empty if it has none in Python."""
+    code = getattr(inspect.unwrap(model.forward), "__code__", None)
+    return "" if code is None else f" ({shown_path(code.co_filename)}:{code.co_firstlineno})"
+
+
+def takes_resets(model: nn.Module) -> bool:
+    """Whether `forward` takes `resets`.
+
+    Raises:
+        NotTestable: it needs inputs that are not known here.
+    """
+    skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    parameters = inspect.signature(model.forward).parameters
+    required = {p.name for p in parameters.values() if p.default is inspect.Parameter.empty and p.kind not in skipped}
+    if unknown := sorted(required - KNOWN_INPUTS):
+        raise NotTestable(f"forward needs {', '.join(unknown)}, which only the data have")
+    return "resets" in parameters
 
 
 def _judge_exactly(
@@ -108,123 +187,192 @@ def _judge_exactly(
     Raises:
         CallFailed: it fails in its own dtype, on rows like those that it took before.
     """
-    trial = _exact_trial(working, **options)
-    if trial.subject is not working:
-        found = dict(verdicts)
-        try:
-            return _judge(trial, working, live, deadline, found)
-        except CallFailed:  # some of its operators may lack float64
-            found = dict(verdicts)
-            working.is_pure, working.training = False, True
-            trial = make_trial(working, **options)
-        finally:
-            verdicts.update(found)
-    return _judge(trial, working, live, deadline, verdicts)
+    try:
+        trial = make_trial(working.in_float64(), **options)
+    except (CallFailed, NotTestable, TypeError, RuntimeError):  # mps has no float64, kernels may not either
+        trial = make_trial(working, **options)
+    before = dict(verdicts)
+    try:
+        return _judge(trial, working, live, deadline, verdicts)
+    except CallFailed:
+        if trial.subject is working:
+            raise
+    # Some of its operators lack float64.
+    verdicts.clear()
+    verdicts.update(before)
+    working.is_pure, working.training = False, True
+    return _judge(make_trial(working, **options), working, live, deadline, verdicts)
 
 
 def _judge(trial: Trial, working: Subject, live: Subject, deadline: float, verdicts: dict[str, Verdict]) -> str:
     """Make every check but `forward`; returns the circumstances."""
-    if (nan := _nan_state(trial)) is not None:
-        verdicts["carry"] = nan
-        raise NotTestable("the state is NaN")
-    verdicts["purity"], trial = check_purity(trial, live)
-    if "random" in trial.facts:
-        raise NotTestable("the model is random in eval() too")
-    has_state, own = trial.width > 0, DTYPE_NAMES.get(working.dtype, str(working.dtype))
-    low = working.with_autocast(torch.bfloat16)
-
-    def second(check: str, subject: Subject, name: str) -> Verdict:
-        return check_precision(trial, subject, check=check, name=name)
-
-    checks: dict[str, Callable[[], Verdict]] = {
-        "causality": lambda: check_causality(trial),
-        "isolation": lambda: check_isolation(trial),
-        "carry": lambda: check_carry(trial),
-        "state_used": lambda: check_state_used(trial),
-        "resets": lambda: check_resets(trial),
-        "gradient": lambda: _after_carry(verdicts, lambda: check_gradient(trial), has_state=has_state),
-        "checkpointing": lambda: check_checkpointing(trial),
-        "autocast": lambda: _after_carry(
-            verdicts, lambda: second("autocast", low, "bf16 autocast"), has_state=has_state, check="autocast"
-        ),
-    }
-    for check, judge in checks.items():
-        if time.thread_time() > deadline:
-            _fill(verdicts, "the time was up before it began")
-            break
-        try:
-            verdicts[check] = judge()
-        except NotTestable as error:
-            verdicts[check] = Verdict(check, "not testable here", str(error))
-        except CallFailed as error:
-            if check != "resets" or trial.subject is not working:
-                raise
-            verdicts[check] = Verdict(check, "broken", f"{error}, with a reset inside a row")
-        trial.facts[check] = verdicts[check].status
-        if check == "carry" and trial.subject is not working and verdicts[check].status == "held":
-            found = second("carry", working, own)
-            if found.status == "broken":
-                verdicts[check] = found
-    precision = DTYPE_NAMES.get(trial.subject.dtype, str(trial.subject.dtype))
-    return f"judged in {precision}, rows of {trial.length} tokens in cells of {trial.cell}, on {trial.subject.device}"
-
-
-def _nan_state(trial: Trial) -> Verdict | None:
-    """A verdict on states of NaN, which no other check could compare. Infinities may mean something, as in log space."""
     for training in (True, False):
         with trial.in_mode(training):
             state = trial.start_state()
+        # Infinities may mean something, as in log space; NaN no other check could compare.
         if state is not None and state.isnan().any():
-            text = (
-                f"the returned state holds NaN in {'train' if training else 'eval'}(), and the next cell starts from it"
-            )
-            return Verdict("carry", "broken", text)
-    return None
+            mode = "train" if training else "eval"
+            text = f"the returned state holds NaN in {mode}(), and the next cell starts from it"
+            verdicts["carry"] = Verdict("carry", "broken", text)
+            raise NotTestable("the state is NaN")
+    verdicts["purity"], trial = check_purity(trial, live)
+    if "random" in trial.facts:
+        raise NotTestable("the model is random in eval() too")
+    own, precision = (str(each.dtype).removeprefix("torch.") for each in (working, trial.subject))
+    is_exact = trial.subject is not working
+
+    def check_autocast(trial: Trial) -> Verdict:
+        low = working.with_autocast(torch.bfloat16)
+        return check_precision(trial, low, check="autocast", name="bf16 autocast")
+
+    checks: dict[str, Callable[[Trial], Verdict]] = {
+        "causality": check_causality,
+        "isolation": check_isolation,
+        "carry": check_carry,
+        "state_used": check_state_used,
+        "resets": check_resets,
+        "gradient": check_gradient,
+        "checkpointing": check_checkpointing,
+        "autocast": check_autocast,
+    }
+    for check, judge in checks.items():
+        if time.thread_time() > deadline:
+            break
+        try:
+            if check in ("gradient", "autocast"):
+                _require_carry(verdicts["carry"], trial)
+            verdict = judge(trial)
+        except NotTestable as error:
+            verdict = untestable(check, error)
+        except CallFailed as error:
+            if check != "resets" or is_exact:
+                raise
+            verdict = Verdict(check, "broken", f"{error}, with a reset inside a row")
+        trial.facts[check] = verdict.status
+        if check == "carry" and is_exact and verdict.status == "held":
+            found = check_precision(trial, working, check="carry", name=own)
+            verdict = found if found.status == "broken" else verdict
+        verdicts[check] = verdict
+    return f"judged in {precision}, rows of {trial.length} tokens in cells of {trial.cell}, on {trial.subject.device}"
 
 
-def _after_carry(
-    verdicts: dict[str, Verdict], judge: Callable[[], Verdict], *, has_state: bool, check: str = "gradient"
-) -> Verdict:
-    """A judgement that presumes that the state is carried."""
-    carry = verdicts["carry"]
+def _require_carry(carry: Verdict, trial: Trial) -> None:
+    """Raise `NotTestable` where the state is not carried, or nobody knows."""
     if carry.status == "broken":
-        return Verdict(check, "not testable here", "the state is not carried")
-    if carry.status == "not testable here" and has_state:
-        return Verdict(check, "not testable here", f"carry is not: {carry.text}")
-    return judge()
+        raise NotTestable("the state is not carried")
+    if carry.status == "not testable here" and trial.width:
+        raise NotTestable(f"carry is not: {carry.text}")
 
 
-def _exact_trial(working: Subject, vocab_size: int, seq_len: int, takes_resets: bool) -> Trial:
-    """In float64 if the model runs in it, in its own dtype otherwise."""
-    options: dict[str, Any] = {"vocab_size": vocab_size, "seq_len": seq_len, "takes_resets": takes_resets}
-    try:
-        return make_trial(working.in_float64(), **options)
-    except (CallFailed, NotTestable, TypeError, RuntimeError):  # mps has no float64, kernels may not either
-        return make_trial(working, **options)
+def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
+    """Judge purity, and find out in which modes the other checks have to run.
+
+    Args:
+        live: the model as it is, with its dropouts; the trial's has none.
+
+    Returns:
+        The verdict, and the trial for the checks that follow. If the verdict allows it, they run on one copy of the model
+        instead of a fresh one per call.
+    """
+    subject = trial.subject
+    tokens, state = trial.tokens(), trial.start_state(ROWS)
+    size, draws = _repeat_live(trial, live, tokens, state)
+    if size:
+        with trial.in_mode(False):
+            # A functional dropout alone leaves the other checks possible: they switch it off.
+            if not draws or subject.draws_random_numbers(tokens):
+                trial.facts["random"] = True
+        return Verdict("purity", "broken", RANDOM.format(size), size), trial
+    kept, written = "", ""
+    results: dict[bool, Result] = {}
+    for training in (True, False):
+        with trial.in_mode(training):
+            model = subject.fresh()
+            results[training], found = _with_writes(trial, tokens, state, model)
+            written = written or found
+            kept, size = _again(trial, tokens, state, model, results[training])
+        if kept:
+            break
+    subject.is_pure = not kept
+    with trial.in_mode(True):
+        is_random = subject.draws_random_numbers(tokens)
+    note = " (judged in eval(): in train() the model draws random numbers beside dropout)" if is_random else ""
+    differ = not kept and not torch.equal(results[True].logits, results[False].logits)
+    modes = (False,) if is_random else (True, False) if differ else (True,)
+    trial = replace(trial, modes=modes, mode_note=note)
+    if kept or written:
+        return Verdict("purity", "broken", kept or written, size or None), trial
+    if draws:
+        text = "the model draws random numbers in eval(), which do not change its answer here"
+        return Verdict("purity", "warning", text), trial
+    difference = _difference(trial, results[True], results[False]) if len(modes) == 2 else 0.0
+    if difference > max(64 * trial.noise, trial.noise**0.5):
+        text = f"train() and eval() differ by {difference:.1e} of the logits' spread, though nothing is random"
+        return Verdict("purity", "warning", text, difference), trial
+    return Verdict("purity", "held", f"the same call twice gives the same answer, in train() as in eval(){note}"), trial
 
 
-def _fill(verdicts: dict[str, Verdict], why: str) -> None:
-    for check in CHECKS:
-        verdicts.setdefault(check, Verdict(check, "not testable here", why))
+def _repeat_live(trial: Trial, live: Subject, tokens: Tensor, state: Tensor | None) -> tuple[float, bool]:
+    """How far two calls of the model as it is differ in eval(), 0.0 if by rounding alone, and whether it drew numbers.
+
+    Each call is on a copy of its own, so that what a module keeps from call to call is no reason to differ; the generators
+    are not reseeded between the two. Calls of one shape give the same bits; where nothing was drawn from torch's
+    generators, a device may still add in another order.
+    """
+    live.training = False
+    state = None if state is None else state.to(live.ledger_dtype)
+    seed_generators()
+    before = live.generator_state()
+    first = live(tokens, state)
+    second = live(tokens, state)
+    draws = not torch.equal(before, live.generator_state())
+    size = _difference(trial, second, first)
+    limit = 0.0 if draws else torch.finfo(live.autocast or live.dtype).eps ** 0.5
+    return (size if size > limit else 0.0), draws
 
 
-def _run_eagerly() -> AbstractContextManager[Any]:
-    """Run compiled parts uncompiled. Nothing is compiled where the compiler was never imported, which takes seconds."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+def _again(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module, first: Result) -> tuple[str, float]:
+    """Whether the same object gives the same answer to the same call, after another call in between."""
+    trial.subject(trial.others(tokens), None if state is None else state.flip(0), on=model)
+    size = _difference(trial, trial.subject(tokens, state, on=model), first)
+    if size <= max(64 * trial.noise, 1e-12):
+        return "", size
+    mode = "train" if trial.subject.training else "eval"
+    text = f"the same call gives another answer after another call in between, by {size:.1e}, in {mode}(): the module keeps "
+    return f"{text}something of its own from call to call, which the ledger cannot see", size
+
+
+def _with_writes(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module) -> tuple[Result, str]:
+    """A call's result, and which of its arguments the forward writes into."""
+    subject = trial.subject
+    given_tokens, given = tokens.to(subject.device, copy=True), None if state is None else state.clone()
+    result = subject(given_tokens, given, on=model, copies=False)
+    is_state = given is not None and state is not None and not torch.equal(given, state)
+    if is_state or not torch.equal(given_tokens.cpu(), tokens):
+        what = "the incoming state" if is_state else "tokens"
+        return result, f"forward writes into {what}, in place; compute a new tensor instead"
+    return result, ""
+
+
+def _difference(trial: Trial, found: Result, wanted: Result) -> float:
+    size = float(trial.errors(found.logits, wanted.logits).max())
+    if found.state is not None and wanted.state is not None:
+        states = found.state.double(), wanted.state.double()
+        unit = float(states[1].nan_to_num(0, 0, 0).square().mean().sqrt()) or 1.0
+        size = max(size, float(relative(*states, unit).max()))
+    return size
 
 
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[None]:
     """Restore the random generators; run compiled parts uncompiled."""
     devices = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}
-    python = random.getstate()
-    library = sys.modules.get("numpy")
+    python, library = random.getstate(), sys.modules.get("numpy")
     numpy_state = library.random.get_state() if library is not None else None
+    # Nothing is compiled where the compiler was never imported, which takes seconds.
+    eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
-        with torch.random.fork_rng(devices=sorted(devices)), _run_eagerly():
+        with torch.random.fork_rng(devices=sorted(devices)), eagerly:
             yield
     finally:
         random.setstate(python)

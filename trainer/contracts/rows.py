@@ -2,59 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.contracts.report import Verdict
-from trainer.contracts.subject import CallFailed, NotTestable, Result, Subject
-from trainer.contracts.trial import ROWS, Trial, judge_samples, relative
+from trainer.contracts.subject import CallFailed, NotTestable, Result
+from trainer.contracts.trial import ROWS, Trial, Verdict, relative, untestable
 
 DISCRETE = (
     "rows are coupled, but by a discrete choice alone, such as an expert's capacity: a small change of the other rows changes "
     "nothing. Expected of experts that drop tokens; a capacity that drops none avoids it"
 )
-Judge = Callable[[Trial, int], Verdict]
 
 
 def check_causality(trial: Trial) -> Verdict:
     """Change the tokens from a position on: logits before it must not change."""
-    return _in_all_modes(trial, "causality", _judge_causality)
+    return trial.judge("causality", _judge_causality)
 
 
 def check_isolation(trial: Trial) -> Verdict:
     """Change the other rows, and permute rows: a row's logits and state must not change."""
-    return _in_all_modes(trial, "isolation", _judge_isolation)
+    return trial.judge("isolation", _judge_isolation)
 
 
 def check_resets(trial: Trial) -> Verdict:
     """With a reset inside a row, the second document must not see the first, through a state or through attention."""
-    if not trial.takes_resets:
-        return Verdict("resets", "not testable here", "forward takes no resets")
-    return _in_all_modes(trial, "resets", _judge_resets)
-
-
-def _in_all_modes(trial: Trial, check: str, judge: Judge) -> Verdict:
-    """The verdict of the worst mode; a breach must show with every draw of tokens."""
-    held: list[Verdict] = []
-    for training in trial.modes:
-        with trial.in_mode(training):
-            try:
-                found = judge_samples(lambda sample: judge(trial, sample))
-            except NotTestable as error:
-                return Verdict(check, "not testable here", str(error))
-        statuses = [verdict.status for verdict in found]
-        if set(statuses) == {"broken"}:
-            where = "" if len(trial.modes) == 1 else f" (in {'train' if training else 'eval'}())"
-            return replace(found[0], text=found[0].text + where)
-        if "not testable here" in statuses:
-            return found[statuses.index("not testable here")]
-        held += [verdict for verdict in found if verdict.status == "held"]
-    size = max(verdict.size or 0.0 for verdict in held)
-    return Verdict(check, "held", held[0].text, size)
+    return (
+        trial.judge("resets", _judge_resets) if trial.takes_resets else untestable("resets", "forward takes no resets")
+    )
 
 
 def _judge_causality(trial: Trial, sample: int) -> Verdict:
@@ -73,13 +49,9 @@ def _judge_causality(trial: Trial, sample: int) -> Verdict:
         largest = max(largest, size)
         if size > limit:
             first = int((earlier > limit).nonzero()[0])
-            return Verdict("causality", "broken", _words_of_leak(position, first, size), size, first)
+            text = f"changing the tokens from position {position} on moves the logits at position {first} by {size:.1e}"
+            return Verdict("causality", "broken", text, size, first)
     return Verdict("causality", "held", f"changed tokens move no earlier logits (at most {largest:.1e})", largest)
-
-
-def _words_of_leak(position: int, first: int, size: float) -> str:
-    look = "the next token, which is the target" if position - first == 1 else "a later token, as without a causal mask"
-    return f"changing the tokens from position {position} on moves the logits at position {first} by {size:.1e}: it sees {look}"
 
 
 def _judge_isolation(trial: Trial, sample: int) -> Verdict:
@@ -99,9 +71,9 @@ def _judge_isolation(trial: Trial, sample: int) -> Verdict:
         size, position = _deviation(trial, moved, wanted, limit, row=row)
         if size > limit:
             if _is_discrete(trial, tokens, state, before, limit, row):
-                return Verdict("isolation", "not testable here", DISCRETE, size, position)
+                return untestable("isolation", DISCRETE)
             text = f"the same rows in another order give other results, by {size:.1e} from position {position} on"
-            return Verdict("isolation", "broken", f"{text}: a row's result depends on its place", size, position)
+            return Verdict("isolation", "broken", text, size, position)
         largest = max(largest, size)
     text = f"other rows, and the order of rows, change nothing (at most {largest:.1e})"
     return Verdict("isolation", "held", text, largest)
@@ -126,16 +98,13 @@ def _judge_others(
     if size <= limit:
         return Verdict("isolation", "held", "", size), limit
     # What changed tokens do to their own row, the state being the same.
-    read = trial.subject(changed, state)
-    own = float(trial.errors(read.logits, before.logits)[others].amax(1).min())
+    own = float(trial.errors(trial.subject(changed, state).logits, before.logits)[others].amax(1).min())
     if own > limit and _is_discrete(trial, tokens, state, before, limit, row):
-        return Verdict("isolation", "not testable here", DISCRETE, size, position), limit
+        return untestable("isolation", DISCRETE), limit
     text = (
         f"changing the other rows moves the logits or the state of row {row} by {size:.1e}, from position {position} on"
     )
-    by_tokens, _ = _deviation(trial, read, before, limit, row=row)
-    source = "their tokens" if by_tokens > limit else "their states"
-    return Verdict("isolation", "broken", f"{text}: it reads {source}", size, position), limit
+    return Verdict("isolation", "broken", text, size, position), limit
 
 
 def _deviation(trial: Trial, found: Result, wanted: Result, limit: float, *, row: int) -> tuple[float, int]:
@@ -198,8 +167,9 @@ def _judge_resets(trial: Trial, sample: int) -> Verdict:
     for row, position in enumerate(at):
         changed[row, :position] = trial.others(tokens, sample=sample)[row, :position]
     after = subject(changed, trial.start_state(ROWS, sample=sample + 100), resets).logits
-    effect = _effect_across(trial, changed, at, state, unmarked)
-    limit = trial.limit(effect)
+    # How far the first document moves the second without a reset.
+    across = trial.errors(subject(changed, state).logits, unmarked)
+    limit = trial.limit(max(float(across[row, position:].max()) for row, position in enumerate(at)))
     # Before the reset nothing may change: resets that are False are no resets.
     largest = max(float(trial.errors(joined, unmarked)[row, :position].max()) for row, position in enumerate(at))
     if largest > limit:
@@ -212,41 +182,19 @@ def _judge_resets(trial: Trial, sample: int) -> Verdict:
             text = (
                 f"the document before the reset at position {position} moves the logits {first} positions after it by "
             )
-            text += f"{size:.1e}"
-            if float(trial.errors(joined[row, position:], unmarked[row, position:]).max()) <= limit:
-                text += ": the reset does nothing"
-            return Verdict("resets", "broken", text, size, position + first)
+            return Verdict("resets", "broken", f"{text}{size:.1e}", size, position + first)
         largest = max(largest, size)
-    return _compare_apart(trial, tokens, state, joined, at, limit, largest)
-
-
-def _effect_across(trial: Trial, changed: Tensor, at: list[int], state: Tensor | None, unmarked: Tensor) -> float:
-    """How far the first document moves the second without a reset."""
-    errors = trial.errors(trial.subject(changed, state).logits, unmarked)
-    return max(float(errors[row, position:].max()) for row, position in enumerate(at))
-
-
-def _compare_apart(
-    trial: Trial, tokens: Tensor, state: Tensor | None, joined: Tensor, at: list[int], limit: float, largest: float
-) -> Verdict:
-    """The two documents of a row against each run alone; of the last row."""
-    subject: Subject = trial.subject
-    for row, position in list(enumerate(at))[-1:]:
-        try:
-            before = None if state is None else state[row : row + 1]
-            first = subject(tokens[row : row + 1, :position], before).logits
-            second = subject(tokens[row : row + 1, position:], None if state is None else subject.zeros(1)).logits
-        except CallFailed as error:
-            text = f"nothing crosses the reset (at most {largest:.1e}); the documents alone: {error}"
-            return Verdict("resets", "held", text, largest)
-        errors = trial.errors(torch.cat([first, second], dim=1), joined[row : row + 1])[0]
-        size = float(errors.max())
-        if size > limit:
-            where = int((errors > limit).nonzero()[0])
-            text = f"a row with a reset at position {position} differs from its two documents run alone, from position "
-            text += f"{where} on, by {size:.1e}"
-            if where < position:
-                text += ": the document before the reset has changed"
-            return Verdict("resets", "broken", text, size, where)
-        largest = max(largest, size)
+    # The last row's two documents, each run alone.
+    given = None if state is None else state[-1:]
+    try:
+        alone = [subject(tokens[-1:, : at[-1]], given), subject(tokens[-1:, at[-1] :], subject.zeros(1))]
+    except CallFailed as error:
+        text = f"nothing crosses the reset (at most {largest:.1e}); the documents alone: {error}"
+        return Verdict("resets", "held", text, largest)
+    errors = trial.errors(torch.cat([each.logits for each in alone], dim=1), joined[-1:])[0]
+    size = float(errors.max())
+    if size > limit:
+        text = f"a row with a reset at position {at[-1]} differs from its two documents run alone, by {size:.1e}"
+        return Verdict("resets", "broken", text, size, int((errors > limit).nonzero()[0]))
+    largest = max(largest, size)
     return Verdict("resets", "held", f"documents of a row equal the same run alone, to {largest:.1e}", largest)

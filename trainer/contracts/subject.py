@@ -48,8 +48,7 @@ class Result(NamedTuple):
 class Subject:
     """Calls a copy of the model; each call has the same seed, so that dropout repeats itself.
 
-    Until `is_pure` is set, each call runs on a fresh copy: what a module keeps in its attributes cannot reach the next
-    call, so the checks see exactly what the arguments carry.
+    Until `is_pure` is set, each call runs on a fresh copy: what a module keeps in its attributes cannot reach the next call.
 
     Args:
         model: owned by this object from now on.
@@ -113,12 +112,9 @@ class Subject:
         copies: bool = True,
         around: AbstractContextManager[Any] | None = None,
     ) -> Result:
-        """Run a forward.
+        """Run a forward with tokens [B, T].
 
         Args:
-            tokens: int64 [B, T].
-            resets: passed only if not None.
-            with_grad: keep the graph.
             on: call this copy instead.
             copies: pass copies of the arguments: a forward that writes into them must not spoil the next comparison.
             around: a context for the call.
@@ -280,13 +276,6 @@ def without_dropout(model: nn.Module) -> nn.Module:
         elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
             module.dropout = 0.0
     return made
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The module inside `torch.compile(model)`: a compilation per shape would take minutes."""
-    inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
-    return inner
 
 
 def _normal(like: Tensor) -> Tensor:

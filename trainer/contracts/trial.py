@@ -1,26 +1,129 @@
-"""What the checks share: tokens, row lengths, the scale of the logits, and how far rounding alone moves them."""
+"""What the checks share: verdicts and their report; tokens, row lengths, the scale of the logits, and rounding."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trainer.contracts.report import Verdict
-from trainer.contracts.subject import CallFailed, NotTestable, Result, Subject
+from trainer.contracts.subject import CallFailed, NotTestable, Subject
 
+Status = Literal["held", "broken", "warning", "not testable here"]
+
+CHECKS: Final = {
+    "forward": "forward takes tokens and state, and returns logits and state of the right shape",
+    "carry": "a row read in cells, each from the state that the last one returned, equals the row read whole",
+    "gradient": "the gradient through a cut equals that of the uncut row",
+    "causality": "logits depend on no later token",
+    "isolation": "a row's logits and state depend on no other row",
+    "resets": "nothing crosses a reset inside a row",
+    "state_used": "the incoming state changes the logits",
+    "purity": "the result depends on the arguments and the weights alone, in train() as in eval()",
+    "checkpointing": "recomputation under activation checkpointing gives the same gradient",
+    "autocast": "carry, causality and isolation under bf16 autocast",
+}
+"""Every check and what it asserts, in the order in which they are reported."""
+
+NO_STATE: Final = "the model has no state (state_width = 0)"
+"""Why nothing about a state is tested."""
 ROWS = 2
 CELLS = 3
 CELL_LENGTHS = (6, 4, 16, 32, 64, 128, 256)
 SAMPLES = (0, 1)  # a breach has to show with each of these draws of tokens
 # An effect must exceed rounding by this factor to be tested at all; see `Trial.limit`.
 TESTABLE = 1000.0
+
+
+class ContractError(AssertionError):
+    """A model breaks the contract; see `Report.raise_if_broken`."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one check.
+
+    Attributes:
+        check: a key of `CHECKS`.
+        status: `held`; `broken`; `warning`: not as it should be, but harmless in ordinary training; `not testable here`.
+        text: what was found, or why nothing could be.
+        size: largest deviation, as a fraction of the spread of the logits over positions; None where nothing was compared.
+        position: first wrong position of the row, from 0; None if there is none.
+    """
+
+    check: str
+    status: Status
+    text: str
+    size: float | None = None
+    position: int | None = None
+
+
+def untestable(check: str, why: object) -> Verdict:
+    """The verdict `not testable here`."""
+    return Verdict(check, "not testable here", str(why))
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdicts of `check_model`, in the order of `CHECKS`.
+
+    Attributes:
+        how: precision, row length and other circumstances of the check.
+        seconds: time that it took.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    how: str
+    seconds: float
+
+    @property
+    def breaches(self) -> list[Verdict]:
+        """The verdicts `broken`."""
+        return [verdict for verdict in self.verdicts if verdict.status == "broken"]
+
+    @property
+    def warnings(self) -> list[Verdict]:
+        """The verdicts `warning`."""
+        return [verdict for verdict in self.verdicts if verdict.status == "warning"]
+
+    @property
+    def unchecked(self) -> list[Verdict]:
+        """`causality` and, of a model with a state, `carry`, where they could not be judged."""
+        main = (self["causality"], self["carry"])
+        return [v for v in main if v.status == "not testable here" and v.text != NO_STATE]
+
+    def __getitem__(self, check: str) -> Verdict:
+        return next(verdict for verdict in self.verdicts if verdict.check == check)
+
+    def raise_if_broken(self) -> None:
+        """For a user's own tests.
+
+        Raises:
+            ContractError: a check is broken; the message lists all verdicts.
+        """
+        if self.breaches:
+            raise ContractError(str(self))
+
+    def summary(self) -> str:
+        """The checks by status, on one line."""
+        by_status: dict[str, list[str]] = {}
+        for verdict in self.verdicts:
+            by_status.setdefault(verdict.status, []).append(verdict.check)
+        listed = "; ".join(f"{status}: {', '.join(checks)}" for status, checks in by_status.items())
+        return f"{listed} ({self.how})"
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, as plain objects."""
+        return {"verdicts": [asdict(verdict) for verdict in self.verdicts], "how": self.how, "seconds": self.seconds}
+
+    def __str__(self) -> str:
+        lines = [f"{verdict.check}: {verdict.status}: {verdict.text}" for verdict in self.verdicts]
+        return "\n".join([*lines, f"({self.how}; {self.seconds:.1f} s)"])
 
 
 @dataclass(frozen=True)
@@ -37,6 +140,7 @@ class Trial:
         unit: the spread of the logits over positions, which errors are relative to.
         varies: the columns of the logits that are compared, bool [V]: those of a padded vocabulary are constant.
         modes: values of `training` to judge: both only where they differ.
+        facts: what one check found or computed and another needs.
     """
 
     subject: Subject
@@ -51,7 +155,6 @@ class Trial:
     modes: tuple[bool, ...] = (True,)
     mode_note: str = ""
     facts: dict[Any, Any] = field(default_factory=dict)
-    """What one check found or computed and another needs."""
 
     @property
     def length(self) -> int:
@@ -108,23 +211,38 @@ class Trial:
         finally:
             self.subject.training = before
 
+    def judge(self, check: str, judge: Callable[[Trial, int], Verdict]) -> Verdict:
+        """The verdict of the worst mode; a breach must show with every draw of tokens.
+
+        Args:
+            judge: of this trial and the number of a draw.
+        """
+        held = Verdict(check, "held", "")
+        for training in self.modes:
+            breaches: list[Verdict] = []
+            with self.in_mode(training):
+                for sample in SAMPLES:
+                    try:
+                        found = judge(self, sample)
+                    except NotTestable as error:
+                        return untestable(check, f"{error}{self.mode_note}")
+                    if found.status != "broken":
+                        break
+                    breaches.append(found)
+            if found.status == "broken":
+                where = "" if len(self.modes) == 1 else f" (in {'train' if training else 'eval'}())"
+                return replace(breaches[0], text=breaches[0].text + where)
+            if found.status != "held":
+                return found
+            held = max(held, found, key=lambda each: (each.size or 0.0, each.text))
+        return replace(held, text=held.text + self.mode_note)
+
 
 def relative(found: Tensor, wanted: Tensor, unit: float) -> Tensor:
     """Root mean square over the vocabulary of the difference, divided by `unit`: [B, T]; infinite where one is not finite."""
     same = (found == wanted) | (found.isnan() & wanted.isnan())
     difference = torch.where(same, torch.zeros_like(found), found - wanted)
     return (difference.square().mean(-1).sqrt() / unit).nan_to_num(nan=math.inf)
-
-
-def spread(logits: Tensor) -> tuple[float, Tensor]:
-    """Standard deviation over positions and rows of the columns that vary (0 if none does), and which do, bool [V].
-
-    Columns of a padded vocabulary are constant, and may hold -inf or -1e9.
-    """
-    flat = logits.flatten(0, 1)  # [B T, V]
-    varies = flat.isfinite().all(0) & (flat != flat[:1]).any(0)
-    size = float(flat[:, varies].std(0).square().mean().sqrt()) if varies.any() and flat.shape[0] > 1 else 0.0
-    return size, varies
 
 
 def make_trial(subject: Subject, *, vocab_size: int, seq_len: int, takes_resets: bool) -> Trial:
@@ -135,33 +253,32 @@ def make_trial(subject: Subject, *, vocab_size: int, seq_len: int, takes_resets:
         NotTestable: its logits are constant or not finite.
     """
     width: int = subject.model.state_width  # type: ignore[assignment]
-    trial = Trial(subject, vocab_size, width, seq_len, takes_resets)
-    trial = _with_cell_length(trial, seq_len)
+    trial = _with_cell_length(Trial(subject, vocab_size, width, seq_len, takes_resets), seq_len)
     tokens = trial.tokens()
     whole = subject(tokens, subject.zeros(ROWS)).logits
-    unit, varies = spread(whole)
     if not whole.isfinite().any() or whole.isnan().any():
         raise NotTestable("the logits are not finite")
-    if unit == 0.0:
+    flat = whole.flatten(0, 1)  # [B T, V]
+    # Columns of a padded vocabulary are constant, and may hold -inf or -1e9.
+    varies = flat.isfinite().all(0) & (flat != flat[:1]).any(0)
+    if not varies.any():
         raise NotTestable("the logits are the same at every position, whatever the tokens are")
-    trial = replace(trial, unit=unit, varies=varies)
+    trial = replace(trial, unit=float(flat[:, varies].std(0).square().mean().sqrt()), varies=varies)
     return replace(trial, noise=_noise(trial, tokens, whole))
 
 
 def _with_cell_length(trial: Trial, seq_len: int) -> Trial:
     """The first length of which the model takes a cell and a whole row; models may need a multiple of a chunk."""
-    failure: CallFailed | None = None
-    for length in [*(each for each in CELL_LENGTHS if each < max(seq_len, 7)), seq_len]:
-        for takes_cells in (True, False) if length == seq_len else (True,):
-            tried = replace(trial, cell=length, takes_cells=takes_cells)
-            try:
-                for size in dict.fromkeys((length, tried.length)):
-                    trial.subject(trial.tokens(1, size), trial.subject.zeros(1))
-            except CallFailed as error:
-                failure = error
-                continue
-            return tried
-    assert failure is not None
+    lengths = [each for each in CELL_LENGTHS if each < max(seq_len, 7)]
+    for length, takes_cells in [*((each, True) for each in lengths), (seq_len, True), (seq_len, False)]:
+        tried = replace(trial, cell=length, takes_cells=takes_cells)
+        try:
+            for size in dict.fromkeys((length, tried.length)):
+                trial.subject(trial.tokens(1, size), trial.subject.zeros(1))
+        except CallFailed as error:
+            failure = error
+            continue
+        return tried
     raise failure
 
 
@@ -191,9 +308,10 @@ def effective_dtype(trial: Trial, tokens: Tensor) -> torch.dtype:
     rounded = [_Rounded(own), _Rounded(own)]
     for found, row in zip(rounded, (tokens[:1], trial.others(tokens)[:1]), strict=True):
         trial.subject(row, trial.subject.zeros(1), around=found)
-    seen = [first[0] for first, second in zip(rounded[0].seen, rounded[1].seen, strict=False) if first != second]
-    if len(rounded[0].seen) != len(rounded[1].seen):
-        seen += [dtype for each in rounded for dtype, _ in each.seen]
+    first, second = (found.seen for found in rounded)
+    seen = [one[0] for one, other in zip(first, second, strict=False) if one != other]
+    if len(first) != len(second):
+        seen += [dtype for dtype, _ in first + second]
     return max((own, *seen), key=lambda dtype: torch.finfo(dtype).eps)
 
 
@@ -214,21 +332,11 @@ class _Rounded(TorchFunctionMode):
         return found
 
 
-def run_cells(subject: Subject, tokens: Tensor, lengths: list[int], state: Tensor | None) -> Result:
-    """Read a row in cells, each from the state that the last one returned, as the ledger carries it."""
+def run_cells(subject: Subject, tokens: Tensor, lengths: list[int], state: Tensor | None) -> Tensor:
+    """The logits of a row that is read in cells, each from the state that the last one returned, as the ledger carries it."""
     pieces = []
     for piece in torch.split(tokens, lengths, dim=1):
         result = subject(piece, state)
         pieces.append(result.logits)
         state = subject.carried(result.state)
-    return Result(torch.cat(pieces, dim=1), state)
-
-
-def judge_samples(judge: Callable[[int], Verdict]) -> list[Verdict]:
-    """The verdicts on one draw of tokens, or on several if the first is not `held`."""
-    found: list[Verdict] = []
-    for sample in SAMPLES:
-        found.append(judge(sample))
-        if found[-1].status == "held":
-            break
-    return found
+    return torch.cat(pieces, dim=1)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from trainer.config.schema import ModelTable
-from trainer.contracts import Report, Verdict, check_model
-from trainer.contracts.report import FAILED_LATER
+from trainer.contracts import Report, check_model
 from trainer.data.batch import accepted_inputs, check_inputs
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
@@ -36,15 +33,13 @@ REFUSED = ("forward", "purity", "isolation", "causality", "carry", "resets")
 state that is hidden in the module, and rows that are mixed, break carry too."""
 
 OFF = "model.contract is false"
-_KNOWN_INPUTS = frozenset({"tokens", "state", "resets"})
 _FORWARD = (
     "make it forward(tokens [B, T], state [B, state_width]) -> ModelOutput(logits [B, T, V], state [B, state_width]), "
     "as trainer.model.protocol.SequenceModel describes it"
 )
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """Depth and width at which a model is checked."""
 
     dim: int
@@ -63,7 +58,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         The report, or why nothing was checked.
 
     Raises:
-        UserError: the model cannot be built, or needs inputs that the data do not have.
+        UserError: the model cannot be built, or needs inputs that the data do not have, or resets that it does not take.
     """
     table, tokens = plan.config.model, plan.config.data.seq_len
     if not table.contract:
@@ -77,9 +72,10 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             reduced = table.model_copy(update={"dim": size.dim, "num_layers": size.num_layers})
             model = make_model(plan.config, reduced, plan.vocab_size).to(device)
             model_and_loss(model, plan.config, device)
-        why_not = _why_not_inputs(plan, model)
-        if why_not:
-            return why_not
+        accepted = accepted_inputs(model)
+        if accepted is not None and not any(source.table.target is not None for source in plan.sources):
+            refuse_pack(plan, accepted)
+            check_inputs({"tokens"}, accepted)
         burn_in = plan.config.ledger.burn_in
         report = check_model(
             model,
@@ -152,26 +148,16 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
     refused = [broken[check] for check in REFUSED if check in broken and check not in plan.config.model.trust]
     if not plan.config.data.pack:
         refused = [verdict for verdict in refused if verdict.check != "resets"]
-    if refused:
-        key, name, *_ = resolve_builder(plan.config.model)
-        raise UserError(key, f"{name}: {_problem(refused)}", _fix(plan, refused))
-
-
-def _problem(refused: list[Verdict]) -> str:
-    """The first breach, and the names of the others."""
+    if not refused:
+        return
+    key, name, *_ = resolve_builder(plan.config.model)
     first, *others = refused
     if first.check == "forward":
-        return first.text
+        raise UserError(key, f"{name}: {first.text}", _FORWARD)
+    names = ", ".join(f'"{name}"' for name in dict.fromkeys([*plan.config.model.trust, *(v.check for v in refused)]))
     more = f" (and breaks {' and '.join(verdict.check for verdict in others)})" if others else ""
-    return f"breaks {first.check}: {first.text}{more}"
-
-
-def _fix(plan: Plan, refused: list[Verdict]) -> str:
-    if refused[0].check == "forward" and FAILED_LATER not in refused[0].text:
-        return _FORWARD
-    checks = [*plan.config.model.trust, *(verdict.check for verdict in refused)]
-    names = ", ".join(f'"{name}"' for name in dict.fromkeys(checks))
-    return f"fix the model (docs/contracts.md), or set model.trust = [{names}] to train it all the same"
+    fix = f"fix the model (docs/contracts.md), or set model.trust = [{names}] to train it all the same"
+    raise UserError(key, f"{name}: breaks {first.check}: {first.text}{more}", fix)
 
 
 def find_size(table: ModelTable, vocab_size: int, tokens: int) -> Size | str:
@@ -212,33 +198,16 @@ def _count(table: ModelTable, vocab_size: int, tokens: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _why_not_inputs(plan: Plan, model: nn.Module) -> str:
-    """Why the model cannot be tried without a batch of the data; empty if it can."""
-    if any(source.table.target is not None for source in plan.sources):
-        needs = _required(model) - _KNOWN_INPUTS
-        return "the model takes inputs that only the data of your own have" if needs else ""
-    refuse_pack(plan, model)
-    accepted = accepted_inputs(model)
-    if accepted is not None:
-        check_inputs({"tokens"}, accepted)
-    return ""
-
-
-def refuse_pack(plan: Plan, model: nn.Module) -> None:
+def refuse_pack(plan: Plan, accepted: Collection[str]) -> None:
     """Refuse packed rows for a model that would run from one document into the next.
+
+    Args:
+        accepted: the inputs that the model takes.
 
     Raises:
         UserError: `data.pack` is on, and the model takes no resets.
     """
-    accepted = accepted_inputs(model)
-    if plan.config.data.pack and accepted is not None and "resets" not in accepted:
+    if plan.config.data.pack and "resets" not in accepted:
         _, name, *_ = resolve_builder(plan.config.model)
         problem = f"documents share a row, and {name} takes no resets, which keep them apart"
         raise UserError("data.pack", problem, "set it to false, or let the model's forward take resets [B, T]")
-
-
-def _required(model: nn.Module) -> set[str]:
-    """Names that `forward` cannot be called without."""
-    skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    parameters = inspect.signature(model.forward).parameters.values()
-    return {p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in skipped}

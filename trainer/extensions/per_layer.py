@@ -17,7 +17,7 @@ whole's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,14 +92,18 @@ class PerLayer:
         self._gns = gns
         self._group = group
         self._world_size = 1 if self._group is None else dist.get_world_size(self._group)
-        self._copies = _copies(self._parameters, self._world_size)
+        layout = layout_of(self._parameters[:1])
+        # How many ranks hold the same part of the gradient and of the weights.
+        self._copies = self._world_size if layout is None else layout.replicas
         self._sample = WeightSample(self._parameters, limit=sample_limit(len(self._parameters)))
-        self._members = {f"layer/{name}": members for name, members in grouped(named).items()}
+        self._members: dict[str, list[int]] = {}
+        for number, name in enumerate(named):
+            self._members.setdefault(f"layer/{layer_of(name)}", []).append(number)
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         names = group_names or [str(number) for number in range(len(optimizer.param_groups))]
         for name, settings in zip(names, optimizer.param_groups, strict=True):
             if members := [numbers[parameter] for parameter in settings["params"] if parameter in numbers]:
-                self._members[f"param_group/{as_segment(name)}"] = members
+                self._members[f"param_group/{name.replace('/', '_')}"] = members
         self._noise = {} if gns is None else {key: PairAverage(ema) for key in self._members}
         self._squares: list[Tensor] = []  # of each parameter's gradient, while a step is under way
         self._values: dict[str, float] = {}
@@ -142,7 +146,10 @@ class PerLayer:
         """
         self._values = {}
         if is_taken:
-            self._add(reduced[1:HEAD], _columns(reduced[HEAD:]), grad_factor)
+            # Micro-gradients, gradient, change, weights.
+            length = len(self._parameters)
+            columns = [reduced[at : at + length] for at in range(HEAD, self.num_sums, length)]
+            self._add(reduced[1:HEAD], columns, grad_factor)
         for key, average in self._noise.items():
             ratio = average.ratio()
             if ratio is not None and ratio.value is not None:
@@ -150,9 +157,7 @@ class PerLayer:
 
     def _add(self, sums: Sequence[float], columns: Sequence[Sequence[float]], grad_factor: float | None) -> None:
         has_noise = sums[RANKS] == self._world_size
-        factor = grad_factor
-        if factor is None:
-            factor = sums[KAPPA] / sums[RANKS] if has_noise else 1.0
+        factor = grad_factor or (sums[KAPPA] / sums[RANKS] if has_noise else 1.0)
         for key, members in self._members.items():
             small, big, moved, weights = (math.fsum(column[number] for number in members) for column in columns)
             self._values[f"{key}/grad_norm"] = math.sqrt(big) / factor
@@ -197,38 +202,13 @@ class PerLayer:
                 average.load_state_dict(state[key])
 
 
-def _columns(numbers: Sequence[float]) -> list[Sequence[float]]:
-    """The four columns one after another: micro-gradients, gradient, change, weights."""
-    length = len(numbers) // 4
-    return [numbers[place * length : (place + 1) * length] for place in range(4)]
-
-
-def _copies(parameters: Sequence[nn.Parameter], world_size: int) -> int:
-    """How many ranks hold the same part of the gradient and of the weights."""
-    layout = layout_of(parameters[:1])
-    return world_size if layout is None else layout.replicas
-
-
 def layer_of(name: str) -> str:
     """The layer of a parameter: its name up to the first number, `blocks.0` of `blocks.0.mixer.weight`; without a number the
     module that owns it, `embedding` of `embedding.weight`; of a parameter of the model itself its own name."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
     kept = parts[: number + 1] if number is not None else parts[:-1] or parts
-    return as_segment(".".join(kept))
-
-
-def as_segment(name: str) -> str:
-    """A name as one segment of a metric key, in which a slash separates segments."""
-    return name.replace("/", "_")
-
-
-def grouped(names: Iterable[str]) -> dict[str, list[int]]:
-    """The indices of the names by layer, in the order of appearance."""
-    layers: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        layers.setdefault(layer_of(name), []).append(index)
-    return layers
+    return ".".join(kept).replace("/", "_")  # which separates the segments of a metric key
 
 
 def sample_limit(num_tensors: int) -> int:
@@ -261,7 +241,11 @@ class WeightSample:
             if numel <= limit:
                 self._places.append(None)
                 continue
-            first, stop = _own_entries(parameter)
+            try:
+                first, stop = own_entries(parameter)
+            except ValueError as error:
+                problem = f"not possible with parameters {error}"
+                raise UserError("metrics.per_layer", problem, "shard them by rows, or set it to false") from None
             key = (numel, first, stop)
             if key not in shared:
                 drawn = torch.randint(numel, (limit,), generator=torch.Generator().manual_seed(numel)).sort().values
@@ -306,15 +290,6 @@ class WeightSample:
 
     def _squares(self, parts: list[Tensor]) -> Tensor:
         return torch.stack(torch._foreach_norm(parts, 2, torch.float64)).square() * self._scales
-
-
-def _own_entries(parameter: nn.Parameter) -> tuple[int, int]:
-    """The entries [first, stop) of the whole tensor, counted row by row, that this rank holds."""
-    try:
-        return own_entries(parameter)
-    except ValueError as error:
-        problem = f"not possible with parameters {error}"
-        raise UserError("metrics.per_layer", problem, "shard them by rows, or set it to false") from None
 
 
 class LayerNumbers(Extension):

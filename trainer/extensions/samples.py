@@ -1,20 +1,131 @@
-"""Samples of what the model generates, at intervals: written by rank 0, without a trace in training."""
+"""Autoregressive generation, with the state carried from token to token; and samples of it at intervals during a run."""
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from trainer.data.tokenizer import TextStream, prompt_ids
 from trainer.metrics.sinks import SAMPLE
-from trainer.model.generate import Draw, generate
 from trainer.training.extension import Extension
 from trainer.training.setup.parts import autocast_context
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
+
+
+class GenerationError(Exception):
+    """No token can be sampled from the model's scores."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Sampling settings.
+
+    Args:
+        temperature: divides the scores; 0 takes the most likely token.
+        top_k: sample from the k most likely tokens only; 0: from all.
+        seed: sampling seed; the same seed, weights and prompt give the same tokens.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+
+def generate(
+    model: nn.Module,
+    prompt: Sequence[int],
+    *,
+    draw: Draw,
+    cell: int,
+    forbidden: Sequence[int] = (),
+    device: torch.device | str = "cpu",
+) -> Iterator[int]:
+    """Yield the token ids that follow `prompt`, without end.
+
+    A model with state reads the prompt in cells of `cell` tokens, then each new token alone with the state carried over,
+    which equals one uncut forward pass. A model without state sees at most the last `cell` tokens, the length that it was
+    trained on: exactly these each time; or, if it has a `new_cache`, what the cache holds, which begins again with the last
+    half of them when it is full, so that most tokens are read once.
+
+    Args:
+        model: implements `trainer.model.protocol`, in evaluation mode.
+        prompt: at least one id, starting with the id that begins a document.
+        forbidden: ids that are never sampled, such as the one that begins documents.
+
+    Raises:
+        GenerationError: every allowed score is NaN or minus infinity.
+    """
+    generator = torch.Generator().manual_seed(draw.seed)
+    read = _reader(model, cell, torch.device(device))
+    fresh = list(prompt)
+    while True:
+        token = draw_token(read(fresh), draw, forbidden, generator)
+        yield token
+        fresh = [token]
+
+
+def _reader(model: nn.Module, cell: int, device: torch.device) -> Callable[[Sequence[int]], Tensor]:
+    """A function that reads further tokens and returns the scores [V] of the next one."""
+    seen: list[int] = []
+    state: Tensor | None = None
+    cache: Any = None
+    new_cache: Any = getattr(model, "new_cache", None)
+
+    @torch.no_grad()
+    def scores_of(tokens: Sequence[int], **given: Any) -> Tensor:
+        nonlocal state
+        output: Any = model(tokens=torch.tensor([list(tokens)], device=device), state=state, **given)
+        state, scores = output.state, output.logits[0, -1]
+        return scores  # type: ignore[no-any-return]
+
+    def with_state(tokens: Sequence[int]) -> Tensor:
+        for start in range(0, len(tokens), cell):
+            scores = scores_of(tokens[start : start + cell])
+        return scores
+
+    def with_window(tokens: Sequence[int]) -> Tensor:
+        seen[:] = [*seen, *tokens][-cell:]
+        return scores_of(seen)
+
+    def with_cache(tokens: Sequence[int]) -> Tensor:
+        nonlocal cache
+        if cache is None or len(seen) + len(tokens) > cell:
+            kept = cell if cache is None else max(cell // 2, 1)
+            seen[:], cache = [*seen, *tokens][-kept:], new_cache()
+            return scores_of(seen, cache=cache)
+        seen.extend(tokens)
+        return scores_of(tokens, cache=cache)
+
+    if getattr(model, "state_width", 0):
+        return with_state
+    return with_window if new_cache is None else with_cache
+
+
+def draw_token(scores: Tensor, draw: Draw, forbidden: Sequence[int], generator: torch.Generator) -> int:
+    """Sample one id from scores [V].
+
+    Raises:
+        GenerationError: every allowed score is NaN or minus infinity.
+    """
+    allowed = scores.detach().to("cpu", torch.float64, copy=True)
+    allowed[list(forbidden)] = -torch.inf
+    if not torch.isfinite(allowed.max()):
+        raise GenerationError(f"the model's scores are not finite (the largest is {float(allowed.max())})")
+    if draw.temperature == 0:
+        return int(allowed.argmax())
+    if 0 < draw.top_k < len(allowed):
+        best = allowed.topk(draw.top_k)
+        allowed = torch.full_like(allowed, -torch.inf).scatter(0, best.indices, best.values)
+    # Subtract the maximum first: a tiny temperature would overflow otherwise.
+    probabilities = ((allowed - allowed.max()) / draw.temperature).softmax(0)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 class Samples(Extension):

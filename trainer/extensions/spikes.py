@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.metrics.logger import get_logger
@@ -23,8 +22,7 @@ WARMUP = 20  # losses before the first verdict: the spread of fewer is unreliabl
 KEPT_STEPS = 4
 
 
-@dataclass(frozen=True, order=True)
-class Spike:
+class Spike(NamedTuple):
     """A loss far above the preceding ones, with their mean and standard deviation."""
 
     loss: float
@@ -80,14 +78,6 @@ class SpikeDetector:
         self._variance = float(state["variance"])
 
 
-class FoundSpike(NamedTuple):
-    """A loss spike, and the gradient norm of its step."""
-
-    step: int
-    spike: Spike
-    grad_norm: float
-
-
 class LossSpikes(Extension):
     """Reports loss spikes with the batches of all ranks (`train.spike_sigma`).
 
@@ -100,7 +90,7 @@ class LossSpikes(Extension):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._detector = SpikeDetector(run.config.train.spike_sigma)
-        self._found: list[FoundSpike] = []  # not reported yet
+        self._found: list[tuple[int, Spike, float]] = []  # with step and gradient norm, not reported yet
         self._recent: dict[int, Sequence[str]] = {}  # step -> what identifies this rank's micro-batches
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
@@ -111,22 +101,21 @@ class LossSpikes(Extension):
             self._recent[step] = [micro.meta for micro in taken.window]
             spike = self._detector.update(outcome.loss)
             if spike is not None:
-                self._found.append(FoundSpike(step, spike, outcome.grad_norm))
+                self._found.append((step, spike, outcome.grad_norm))
                 self.run.extensions.asks = True
         self.run.record("loss_spike", float(spike is not None))
 
-    def to_exchange(self) -> tuple[list[FoundSpike], dict[int, Sequence[str]]]:
+    def to_exchange(self) -> tuple[list[tuple[int, Spike, float]], dict[int, Sequence[str]]]:
         """The spikes that this rank has found, and its recent batches."""
         found, self._found = self._found, []
         return found, self._recent
 
     def exchanged(self, by_rank: Sequence[Any]) -> None:
         """Write the spikes that any rank has found, with the batches of all."""
-        for found in sorted({found for spikes, _ in filter(None, by_rank) for found in spikes}):
-            step, spike = found.step, found.spike
+        for step, spike, grad_norm in sorted({found for spikes, _ in filter(None, by_rank) for found in spikes}):
             text = "step %d: loss spike: %.4f, %.1f standard deviations above its average of %.4f"
             logger.warning(text, step, spike.loss, spike.num_sigma, spike.mean)
-            values = {"loss": spike.loss, "mean": spike.mean, "sigma": spike.sigma, "grad_norm": found.grad_norm}
+            values = {**spike._asdict(), "grad_norm": grad_norm}
             batches = [rank and rank[1].get(step) for rank in by_rank]
             self.run.event({"event": "loss_spike", "global_step": step, **values, "batches": batches})
 

@@ -1,20 +1,123 @@
-"""`RecurrentEncoder`: the reference model, a stack of gated linear recurrences and gated MLPs."""
+"""`RecurrentEncoder`: the reference model, a stack of gated linear recurrences and gated MLPs; and what families share."""
 
 from __future__ import annotations
 
 import math
-from typing import Unpack
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.blocks import GatedMLP, LanguageModel, Sizes, check_sizes, init_matrix
+from trainer.errors import UserError
 from trainer.model.protocol import GATE_SHARPNESS, ModelOutput
 from trainer.model.recurrence import fused_scan, gated_scan
 
 INITIAL_DECAY_RANGE = (0.9, 0.999)
 """Range of the channels' decay `a` at initialization, where the recurrence gate is about one half."""
+
+
+def init_matrix(weight: Tensor, scale: float = 1.0) -> None:
+    """Draw a weight [outputs, inputs] from a normal distribution of standard deviation `scale / sqrt(inputs)`.
+
+    Normalized inputs then give outputs of about unit size. The usual fixed 0.02 is too small for widths below about a
+    thousand: gates and values start near zero, and recall over cells is learned far later.
+    """
+    nn.init.normal_(weight, std=scale / math.sqrt(weight.shape[1]))
+
+
+class GatedMLP(nn.Module):
+    """`out(activation(gate(x)) * values(x))`: GEGLU, or SwiGLU with silu (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, dim: int, hidden: int, activation: Callable[[Tensor], Tensor] = F.gelu) -> None:
+        super().__init__()
+        self.activation = activation
+        self.values = nn.Linear(dim, hidden, bias=False)
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.out = nn.Linear(hidden, dim, bias=False)
+
+    def init_weights(self, residual_scale: float) -> None:
+        """Draw all parameters from torch's global generator; `residual_scale` applies to the output projection."""
+        init_matrix(self.values.weight)
+        init_matrix(self.gate.weight)
+        init_matrix(self.out.weight, residual_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [B, T, D] position-wise."""
+        mapped: Tensor = self.out(self.activation(self.gate(x)) * self.values(x))
+        return mapped
+
+
+def check_sizes(
+    vocab_size: int, dim: int, num_layers: int, mlp_ratio: float, tie_embeddings: bool, *, heads: Sequence[int] = ()
+) -> dict[str, Any]:
+    """The arguments of a `LanguageModel` whose MLP is `mlp_ratio` times as wide as `dim`, rounded to an integer.
+
+    Args:
+        heads: numbers of heads, each of which must divide the one before it, the first one `dim`.
+
+    Raises:
+        UserError: a size is not positive, or does not divide.
+    """
+    hidden = round(mlp_ratio * dim)
+    sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers, "args.mlp_ratio": hidden}
+    problems = [(name, f"gives a size of {size}; it must be >= 1") for name, size in sizes.items() if size < 1]
+    for name, part, whole in zip(("args.heads", "args.kv_heads"), heads, (dim, *heads), strict=False):
+        problems += [(name, f"is {part}, which does not divide {whole}")] if part < 1 or whole % part else []
+    for name, problem in problems[:1]:
+        raise UserError(f"model.{name}", problem, "choose another size")
+    sizes["hidden"] = sizes.pop("args.mlp_ratio")
+    return {**sizes, "tie_embeddings": tie_embeddings}
+
+
+class ResidualBlock(nn.Module):
+    """One layer: a mixer over time and an MLP, each of which adds to the residual stream."""
+
+    def init_weights(self, num_layers: int) -> None:
+        """Draw all parameters; the 2 * num_layers projections into the residual stream start smaller."""
+        for part in self.children():
+            if not isinstance(part, nn.RMSNorm):
+                part.init_weights(1.0 / math.sqrt(2 * num_layers))  # type: ignore[operator]
+
+
+class LanguageModel(nn.Module):
+    """What the built-in families share: embedding, blocks, norm and output layer, with their first weights.
+
+    Args:
+        make_block: makes a block, with an `init_weights(num_layers)`.
+        vocab_size: number of token ids.
+        dim: width of the residual stream.
+        num_layers: number of blocks.
+        hidden: width of the gated MLP.
+        tie_embeddings: share the embedding's weight with the output layer.
+
+    Parameters are drawn from torch's global generator, so `torch.manual_seed` before construction makes them reproducible.
+    """
+
+    def __init__(
+        self,
+        make_block: Callable[[], nn.Module],
+        *,
+        vocab_size: int,
+        dim: int,
+        num_layers: int,
+        hidden: int,
+        tie_embeddings: bool,
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.dim, self.num_layers, self.hidden = vocab_size, dim, num_layers, hidden
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(make_block() for _ in range(num_layers))
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        init_matrix(self.embedding.weight)
+        for block in self.blocks:
+            block.init_weights(num_layers)  # type: ignore[operator]
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight
+        else:
+            init_matrix(self.head.weight)
 
 
 class GatedRecurrence(nn.Module):
@@ -58,7 +161,7 @@ class GatedRecurrence(nn.Module):
         return self.out(gate * h.to(gate.dtype)), state
 
 
-class Block(nn.Module):
+class Block(ResidualBlock):
     """One layer: `x + recurrence(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(self, dim: int, hidden: int) -> None:
@@ -67,12 +170,6 @@ class Block(nn.Module):
         self.recurrence = GatedRecurrence(dim)
         self.mlp_norm = nn.RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden)
-
-    def init_weights(self, num_layers: int) -> None:
-        """Draw all parameters; the 2 * num_layers projections into the residual stream start smaller."""
-        residual_scale = 1.0 / math.sqrt(2 * num_layers)
-        self.recurrence.init_weights(residual_scale)
-        self.mlp.init_weights(residual_scale)
 
     def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Map x [B, T, D] from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
@@ -86,13 +183,10 @@ class RecurrentEncoder(LanguageModel):
 
     Running a row cell by cell, each from the state that the previous cell returned, equals running it uncut.
     The state's layout is `[layer 0 | layer 1 | ...]`, in float32 or wider, also under autocast.
-
-    Args:
-        sizes: see `Sizes`; each layer's state is as wide as `dim`.
     """
 
-    def __init__(self, **sizes: Unpack[Sizes]) -> None:
-        super().__init__(lambda: Block(sizes["dim"], sizes["hidden"]), sizes)
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(lambda: Block(sizes["dim"], sizes["hidden"]), **sizes)
         self.state_width = self.num_layers * self.dim
 
     def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
@@ -114,9 +208,8 @@ class RecurrentEncoder(LanguageModel):
         """Floating-point operations per trained token: 6 per weight of a matrix product and 5 per state channel.
 
         A product with a weight matrix costs a multiply-add (2) per weight forward and two of them backward (gradients of
-        the input and of the weight). The recurrence costs 2 per channel forward and 3 backward. Norms, activations and
-        gates (together well below 1 % at usual widths), the embedding lookup, and work that only this implementation of
-        the scan adds are not counted. The cost does not depend on `seq_len`.
+        the input and of the weight); the recurrence 2 per channel forward and 3 backward. Norms, activations and gates,
+        below 1 % at usual widths, the embedding, and work that only this scan adds are not counted.
         """
         matrix_weights = self.num_layers * (5 * self.dim**2 + 3 * self.dim * self.hidden) + self.dim * self.vocab_size
         return 6.0 * matrix_weights + 5.0 * self.num_layers * self.dim

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.errors import UserError
-from trainer.model.blocks import GatedMLP, LanguageModel, Sizes, check_sizes, init_matrix
+from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, check_sizes, init_matrix
 from trainer.model.hugging_face import save_as_qwen3_next
 from trainer.model.protocol import ModelOutput
 
@@ -83,7 +82,8 @@ def gated_delta_rule(
 
     system = (b * (k @ k.transpose(-1, -2)) * decay).tril(-1)
     right = torch.cat([b * v, b * from_state * k], dim=-1)
-    solved = torch.linalg.solve_triangular(_plus_identity(system), right, upper=False, unitriangular=True)
+    system = system + torch.eye(chunk, dtype=system.dtype, device=system.device)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     without, by_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)  # u = without - by_state M_0
     mixing = (q @ k.transpose(-1, -2)) * decay
     to_end = decay[..., -1, :, None] * k  # [B, H, N, C, K]
@@ -98,10 +98,6 @@ def gated_delta_rule(
 def _in_chunks(x: Tensor, dim: int, chunk: int) -> Tensor:
     """[..., N * chunk, ...] as [..., N, chunk, ...]."""
     return x.reshape(*x.shape[:dim], -1, chunk, *x.shape[dim + 1 :])
-
-
-def _plus_identity(lower: Tensor) -> Tensor:
-    return lower + torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
 
 
 class DeltaMixer(nn.Module):
@@ -198,7 +194,7 @@ def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | 
     return y, last
 
 
-class DeltaBlock(nn.Module):
+class DeltaBlock(ResidualBlock):
     """One layer: `x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(self, dim: int, hidden: int, heads: int) -> None:
@@ -207,11 +203,6 @@ class DeltaBlock(nn.Module):
         self.mixer = DeltaMixer(dim, heads)
         self.mlp_norm = nn.RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden, F.silu)
-
-    def init_weights(self, num_layers: int) -> None:
-        """Draw all parameters; the 2 * num_layers projections into the residual stream start smaller."""
-        self.mixer.init_weights(1.0 / math.sqrt(2 * num_layers))
-        self.mlp.init_weights(1.0 / math.sqrt(2 * num_layers))
 
     def forward(self, x: Tensor, state: LayerState | None, resets: Tensor | None) -> tuple[Tensor, LayerState]:
         """Map x [B, T, D]; see `DeltaMixer`."""
@@ -227,11 +218,11 @@ class GatedDelta(LanguageModel):
 
     Args:
         heads: heads of width dim / heads.
-        sizes: see `Sizes`.
+        sizes: of `LanguageModel`.
     """
 
-    def __init__(self, *, heads: int, **sizes: Unpack[Sizes]) -> None:
-        super().__init__(lambda: DeltaBlock(sizes["dim"], sizes["hidden"], heads), sizes)
+    def __init__(self, *, heads: int, **sizes: Any) -> None:
+        super().__init__(lambda: DeltaBlock(sizes["dim"], sizes["hidden"], heads), **sizes)
         self.heads = heads
 
     def forward(
@@ -278,13 +269,11 @@ def build(
 
     Args:
         heads: 0: one per 64 of `dim`, at least one. The state has dim^2 / heads numbers per layer, beside the convolution's.
-        mlp_ratio: width of the gated MLP as a multiple of `dim`, rounded to an integer.
-        tie_embeddings: share one weight between the embedding and the output layer.
+        mlp_ratio, tie_embeddings: as in `check_sizes`.
 
     Raises:
         UserError: the heads do not divide `dim`.
     """
     heads = heads or max(dim // 64, 1)
-    if dim % heads:
-        raise UserError("model.args.heads", f"{heads} heads do not divide dim = {dim}", "choose a divisor")
-    return GatedDelta(heads=heads, **check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings))
+    sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings, heads=(heads,))
+    return GatedDelta(heads=heads, **sizes)

@@ -30,50 +30,27 @@ NORM_EPS = torch.finfo(torch.float32).eps  # nn.RMSNorm's own for float32
 Weights = dict[str, Tensor]
 
 
-def _mamba2(dim: int, num_layers: int) -> dict[str, Any]:
-    return {"head_dim": HEAD_DIM, "num_heads": 2 * dim // HEAD_DIM, "n_groups": 1, "state_size": 64, "chunk_size": 64}
-
-
-def _bamba(dim: int, num_layers: int) -> dict[str, Any]:
-    mixer = {"mamba_n_heads": 2 * dim // HEAD_DIM, "mamba_d_head": HEAD_DIM, "mamba_n_groups": 1, "mamba_d_state": 64}
-    return {**mixer, "mamba_chunk_size": 64, "attn_layer_indices": [], **_mlp(dim)}
-
-
-def _lfm2(dim: int, num_layers: int) -> dict[str, Any]:
-    return {"layer_types": ["conv"] * num_layers, "block_multiple_of": 8, **_mlp(dim)}
-
-
-def _qwen3_next(dim: int, num_layers: int) -> dict[str, Any]:
-    heads = max(dim // HEAD_DIM, 1)
-    widths = {"linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM}
-    return {
-        "layer_types": ["linear_attention"] * num_layers,
-        "linear_num_key_heads": heads,
-        "linear_num_value_heads": heads,
-        "num_experts": 0,
-        "mlp_only_layers": list(range(num_layers)),
-        **widths,
-        **_mlp(dim),
-    }
-
-
-def _kimi_linear(dim: int, num_layers: int) -> dict[str, Any]:
-    kinds = {"layer_types": ["linear_attention"] * num_layers, "mlp_layer_types": ["dense"] * num_layers}
-    return {**kinds, "linear_head_dim": HEAD_DIM, "linear_num_heads": max(dim // HEAD_DIM, 1), **_mlp(dim)}
-
-
-def _mlp(dim: int) -> dict[str, Any]:
-    return {"intermediate_size": 2 * dim, "num_attention_heads": max(dim // HEAD_DIM, 1), "num_key_value_heads": 1}
-
-
-SIZES: dict[str, Callable[[int, int], dict[str, Any]]] = {
-    "mamba2": _mamba2,
-    "bamba": _bamba,
-    "lfm2": _lfm2,
-    "qwen3_next": _qwen3_next,
-    "kimi_linear": _kimi_linear,
-}
-"""What a config needs beside its width and depth, in proportion to them; `[model] args` goes before."""
+def _sizes(model_type: str, dim: int, num_layers: int) -> dict[str, Any]:
+    """What a config needs beside its width and depth, in proportion to them; `[model] args` goes before."""
+    heads, linear = max(dim // HEAD_DIM, 1), ["linear_attention"] * num_layers
+    mlp = {"intermediate_size": 2 * dim, "num_attention_heads": heads, "num_key_value_heads": 1}
+    mamba = {"n_heads": 2 * dim // HEAD_DIM, "d_head": HEAD_DIM, "n_groups": 1, "d_state": 64, "chunk_size": 64}
+    heads_of_qwen = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
+    widths_of_qwen = {"linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM}
+    dense = {"num_experts": 0, "mlp_only_layers": list(range(num_layers))}
+    sizes: dict[str, dict[str, Any]] = {
+        "mamba2": {
+            "head_dim": HEAD_DIM, "num_heads": 2 * dim // HEAD_DIM, "n_groups": 1, "state_size": 64, "chunk_size": 64,
+        },
+        "bamba": {"attn_layer_indices": [], **{f"mamba_{name}": size for name, size in mamba.items()}, **mlp},
+        "lfm2": {"layer_types": ["conv"] * num_layers, "block_multiple_of": 8, **mlp},
+        "qwen3_next": {"layer_types": linear, **heads_of_qwen, **widths_of_qwen, **dense, **mlp},
+        "kimi_linear": {
+            "layer_types": linear, "mlp_layer_types": ["dense"] * num_layers, "linear_head_dim": HEAD_DIM,
+            "linear_num_heads": heads, **mlp,
+        },
+    }  # fmt: skip
+    return sizes[model_type]
 
 
 class HuggingFace(nn.Module):
@@ -126,13 +103,12 @@ def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **sett
 
     Args:
         vocab_size: number of token ids. A model that is read from a directory gets more rows if it has fewer.
-        dim: `hidden_size`; of the directory's own size with `from`, as is `num_layers`.
+        dim, num_layers: `hidden_size` and `num_hidden_layers`, unless a directory is read.
         model_type: the family's name in `transformers`.
         settings: keys of the family's config; or `from`, a directory written by `save_pretrained`.
 
     Raises:
-        UserError: the package is missing, a setting is unknown, the directory is no such model, or layers have a cache that
-            grows.
+        UserError: the package is missing, a setting is unknown, or the directory is no such model.
     """
     transformers = package()
     folder = settings.pop("from", None)
@@ -156,7 +132,7 @@ def _new(
         raise UserError("model.args", f"{model_type} has no {', '.join(unknown)}", fix)
     sizes = {"vocab_size": vocab_size, "hidden_size": dim, "num_hidden_layers": num_layers}
     special = {"pad_token_id": None, "bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
-    given = {**sizes, **special, **SIZES[model_type](dim, num_layers), **settings}
+    given = {**sizes, **special, **_sizes(model_type, dim, num_layers), **settings}
     try:
         config = transformers.AutoConfig.for_model(model_type, **given)
         return transformers.AutoModelForCausalLM.from_config(config)
@@ -170,17 +146,15 @@ def _new(
 
 
 def _read(transformers: Any, folder: str, model_type: str, settings: Mapping[str, Any]) -> Any:
-    if settings:
-        raise UserError("model.args", f"{', '.join(sorted(settings))} beside from", "the directory says the sizes")
-    if not (Path(folder) / "config.json").is_file():
-        raise UserError("model.args.from", f"{folder} has no config.json", "name a directory of save_pretrained")
+    fix = f"name a directory of save_pretrained with a {model_type}, and no other args"
     try:
+        if settings or not (Path(folder) / "config.json").is_file():
+            raise ValueError(f"{', '.join(sorted(settings))} beside from" if settings else "it has no config.json")
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-    except Exception as error:
-        problem = f"{folder} cannot be read: {format_error(error)}"
-        raise UserError("model.args.from", problem, "write it again") from error
-    if (found := model.config.model_type) != model_type:
-        raise UserError("model.family", f"is {model_type}, but {folder} has a {found}", "name that one")
+        if (found := model.config.model_type) != model_type:
+            raise ValueError(f"it has a {found}")
+    except Exception as error:  # of a damaged directory anything
+        raise UserError("model.args.from", f"{folder} cannot be read: {format_error(error)}", fix) from error
     return model
 
 
@@ -278,11 +252,7 @@ def _is_no_missing_kernel(record: logging.LogRecord) -> bool:
 
 
 def save_as_llama(model: Any, directory: Path, *, rotary_base: float) -> None:
-    """Write a `Transformer`.
-
-    Raises:
-        UserError: the package `transformers` is missing.
-    """
+    """Write a `Transformer`."""
     attention = model.blocks[0].attention
     config = package().LlamaConfig(
         **_common(model),
@@ -309,11 +279,7 @@ def save_as_llama(model: Any, directory: Path, *, rotary_base: float) -> None:
 
 
 def save_as_qwen3_next(model: Any, directory: Path) -> None:
-    """Write a `GatedDelta`, as layers of linear attention alone with plain MLPs.
-
-    Raises:
-        UserError: the package `transformers` is missing.
-    """
+    """Write a `GatedDelta`, as layers of linear attention alone with plain MLPs."""
     width = model.dim // model.heads
     config = package().Qwen3NextConfig(
         **_common(model),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.model.blocks import GatedMLP, LanguageModel, Sizes, check_sizes, init_matrix
+from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, check_sizes, init_matrix
 from trainer.model.hugging_face import save_as_llama
 from trainer.model.protocol import ModelOutput
 
@@ -73,7 +72,7 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class TransformerBlock(nn.Module):
+class TransformerBlock(ResidualBlock):
     """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(self, dim: int, hidden: int, heads: int, kv_heads: int) -> None:
@@ -82,11 +81,6 @@ class TransformerBlock(nn.Module):
         self.attention = Attention(dim, heads, kv_heads)
         self.mlp_norm = nn.RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden)
-
-    def init_weights(self, num_layers: int) -> None:
-        """Draw all parameters; the 2 * num_layers projections into the residual stream start smaller."""
-        self.attention.init_weights(1.0 / math.sqrt(2 * num_layers))
-        self.mlp.init_weights(1.0 / math.sqrt(2 * num_layers))
 
     def forward(
         self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeysAndValues | None, layer: int
@@ -104,13 +98,13 @@ class Transformer(LanguageModel):
 
     Args:
         heads, kv_heads: heads of the queries, and of keys and values, which divide them; `dim` is a multiple of 2 * `heads`.
-        sizes: see `Sizes`.
+        sizes: of `LanguageModel`.
     """
 
     state_width = 0
 
-    def __init__(self, *, heads: int, kv_heads: int, **sizes: Unpack[Sizes]) -> None:
-        super().__init__(lambda: TransformerBlock(sizes["dim"], sizes["hidden"], heads, kv_heads), sizes)
+    def __init__(self, *, heads: int, kv_heads: int, **sizes: Any) -> None:
+        super().__init__(lambda: TransformerBlock(sizes["dim"], sizes["hidden"], heads, kv_heads), **sizes)
         self.head_dim, self.kv_dim = self.dim // heads, self.dim // heads * kv_heads
 
     def forward(
@@ -196,10 +190,7 @@ def build(
     """
     heads = heads or max(dim // 64, 1)
     kv_heads = kv_heads or heads
-    if dim % (2 * heads):
-        key = "model.args.heads" if heads > 1 else "model.dim"
-        raise UserError(key, f"dim = {dim} is no {heads} times an even number", "choose another")
-    if heads % kv_heads:
-        raise UserError("model.args.kv_heads", f"{kv_heads} do not divide the {heads} heads", "choose a divisor")
-    sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings)
+    sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings, heads=(heads, kv_heads))
+    if dim // heads % 2:
+        raise UserError("model.dim", f"gives {heads} heads an odd width of {dim // heads}", "choose another size")
     return Transformer(heads=heads, kv_heads=kv_heads, **sizes)

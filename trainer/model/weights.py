@@ -21,18 +21,6 @@ SHARED_KEY = "shared"  # metadata: JSON, name of an omitted tensor -> name of th
 MOST_NAMED = 5  # tensors named in one message
 
 
-def weights_file(path: str | Path) -> Path:
-    """The file itself, or the one in a directory written by `train export`.
-
-    Raises:
-        UserError: there is none.
-    """
-    file = Path(path) / WEIGHTS_FILE if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        raise UserError(str(path), "is neither a safetensors file nor a directory with one", "check the path")
-    return file
-
-
 def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Write a model's state; tensors that share memory (tied embeddings) are written once, with the names of the others.
 
@@ -65,7 +53,7 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         UserError: the file is missing, or damaged.
     """
-    file = weights_file(path)
+    file = Path(path) / WEIGHTS_FILE if Path(path).is_dir() else Path(path)
     try:
         with safetensors.safe_open(str(file), framework="pt", device="cpu") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
@@ -73,9 +61,8 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         for name, owner in parse_json(metadata.get(SHARED_KEY, "{}")).items():
             tensors[name] = tensors[owner]
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, AttributeError) as error:
-        raise UserError(
-            str(file), f"is not a readable safetensors file ({error})", "write or download it again"
-        ) from None
+        fix = "check the path, or write or download it again"
+        raise UserError(str(file), f"is not a readable safetensors file ({error})", fix) from None
     return tensors, metadata
 
 

@@ -139,31 +139,6 @@ def test_losses_gradients_and_stored_states_are_those_of_the_oracle(burn_in, wid
         torch.testing.assert_close(stored[key], state, rtol=1e-10, atol=1e-12)
 
 
-def test_with_unchanged_weights_the_losses_are_those_without_burn_in():
-    without, _, _ = trained(0.0, 0)
-    assert trained(0.0, BURN_IN)[0] == pytest.approx(without, rel=1e-12)
-    assert trained(0.05, BURN_IN)[0] != pytest.approx(trained(0.05, 0)[0], rel=1e-6), "and with others they are not"
-
-
-def test_burn_in_brings_a_stale_state_closer_to_that_of_todays_weights():
-    """Of the same tokens and the same change of weights."""
-    tokens, resets = documents()
-    errors = []
-    for burn_in in (0, CELL - 1):
-        model = make_model()
-        with torch.no_grad():
-            stale = model(tokens[:, : CELL - burn_in]).state
-        drift(model, 7, 0.05)
-        cellwise = Cellwise(model, cell=CELL, burn_in=burn_in)
-        cellwise.model = Spy(model)
-        cellwise(**batch_of(1, tokens, torch.zeros_like(resets), max(burn_in, 1)), state=stale)
-        with torch.no_grad():
-            fresh = model(tokens[:, :CELL]).state
-        started = cellwise.model.states[1 if burn_in else 0]
-        errors.append(float((started - fresh).norm() / fresh.norm()))
-    assert errors[1] < 0.9 * errors[0]
-
-
 class Spy(nn.Module):
     """Keeps the incoming states and lengths."""
 

@@ -74,15 +74,6 @@ def test_chunks_of_any_length_equal_the_recurrence_with_their_gradients(seed, le
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-9)
 
 
-def test_a_state_carried_over_a_cut_changes_only_rounding():
-    arguments, is_reset = make_case(3, 90, resets=0.05)
-    whole, end = gated_delta_rule(*arguments, is_reset, chunk=16)
-    first = gated_delta_rule(*(x[:, :, :37] for x in arguments[:5]), arguments[5], is_reset[:, :37], chunk=16)
-    second = gated_delta_rule(*(x[:, :, 37:] for x in arguments[:5]), first[1], is_reset[:, 37:], chunk=16)
-    torch.testing.assert_close(torch.cat([first[0], second[0]], dim=2), whole, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(second[1], end, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("resets", [0.0, 0.3])
 def test_the_short_convolution_is_that_of_documents_apart(resets):
     generator = torch.Generator().manual_seed(0)

@@ -133,16 +133,6 @@ def test_16_bit_inputs_give_16_bit_states_and_gradients_and_a_float32_final_stat
     torch.testing.assert_close(final.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "positions", [[0], [1, 2, 3], [5, 6, 13, 40, 63], [TILE - 1, TILE], list(range(TILE + 6))], ids=str
-)
-def test_resets_anywhere(positions: list[int]) -> None:
-    inputs = make(2, TILE + 6, 3, share=0.0)
-    resets = torch.zeros(2, TILE + 6, dtype=torch.bool, device=DEVICE)
-    resets[1, positions] = True
-    assert_accurate(inputs._replace(resets=resets))
-
-
 def test_no_value_and_no_gradient_passes_a_reset() -> None:
     inputs = make(1, TILE + 6, 3, share=0.0)
     resets = torch.zeros(1, TILE + 6, dtype=torch.bool, device=DEVICE)
@@ -187,16 +177,6 @@ def test_a_row_cut_anywhere_gives_the_same_states(cut: int) -> None:
     second, last = fused_scan(*inputs.times(slice(cut, None), carried))
     torch.testing.assert_close(torch.cat([first, second], dim=1), whole, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(last, final, rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("output", [0, 1], ids=["h", "final state"])
-def test_gradients_through_one_output_alone(output: int) -> None:
-    inputs = make(2, TILE + 3, 3, share=0.01)
-    leaves, exact = inputs.leaves(), inputs.mapped(Tensor.double).leaves()
-    grads = torch.autograd.grad(fused_scan(*leaves)[output].square().sum(), leaves.differentiable())
-    expected = torch.autograd.grad(step_by_step(*exact)[output].square().sum(), exact.differentiable())
-    for grad, true in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad.double(), true, rtol=1e-4, atol=1e-5)
 
 
 def test_non_contiguous_inputs() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from trainer.extensions.samples import Draw, GenerationError, draw_token, generate
 from trainer.model import build
-from trainer.model.generate import Draw, GenerationError, draw_token, generate, next_scores
 from trainer.model.protocol import ModelOutput
 
 VOCABULARY = 31
@@ -47,17 +47,6 @@ def test_each_token_is_drawn_from_what_the_uncut_forward_says(prompt, cell, seed
         for position, token in enumerate(written):
             uncut = model(tokens=torch.tensor([[*prompt, *written[:position]]])).logits[0, -1]
             assert draw_token(uncut, draw, [0], generator) == token
-
-
-def test_carried_state_gives_the_scores_of_the_uncut_forward():
-    model = make_model()
-    tokens = torch.randint(VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        uncut = model(tokens=tokens).logits[0]
-    state = None
-    for position in range(40):
-        scores, state = next_scores(model, tokens[:, position : position + 1], state)
-        assert torch.allclose(scores, uncut[position], atol=1e-12), position
 
 
 def test_a_model_without_state_is_shown_the_last_tokens():

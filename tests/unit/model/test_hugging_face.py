@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.schema import ModelTable
+from trainer.extensions.samples import Draw, generate
 from trainer.model.families import FAMILIES
-from trainer.model.generate import Draw, generate
 from trainer.training.setup.plan import build_model
 
 transformers = pytest.importorskip("transformers", reason="extra hf")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainer.errors import UserError
-from trainer.model.protocol import ModelOutput
-from trainer.model.state_layout import StateLayout, carry_flat
+from trainer.model.protocol import ModelOutput, StateLayout, carry_flat
 
 SHAPES = st.lists(st.integers(1, 3), max_size=3).map(tuple)
 NESTS = st.recursive(

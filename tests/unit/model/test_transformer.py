@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.errors import UserError
-from trainer.model.generate import Draw, generate
+from trainer.extensions.samples import Draw, generate
 from trainer.model.transformer import build
 
 

@@ -11,9 +11,8 @@ import pytest
 from tests.unit.remote.conftest import make_checkpoint
 from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
-from trainer.extensions.mirror.checkpoints import ABANDONED, Owner, RemoteCheckpoints
-from trainer.extensions.mirror.claim import claim, save_id
-from trainer.extensions.mirror.mirror import Mirror
+from trainer.extensions.mirror import Mirror
+from trainer.extensions.remote import ABANDONED, Claimed, Owner, RemoteCheckpoints, claim, save_id
 from trainer.storage import StorageError
 from trainer.training.checkpointing.checkpoint import (
     MARKER,
@@ -22,7 +21,7 @@ from trainer.training.checkpointing.checkpoint import (
     parse_marker,
     step_of,
 )
-from trainer.training.run_dir import ID_FILE
+from trainer.training.run_dir import ID_FILE, RunDir
 
 OWNER = Owner("id", "run", "writer")
 
@@ -51,11 +50,9 @@ class Faulty(RemoteCheckpoints):
 def mirror_of(remote, checkpoints, events, *, step=-1, stall_sec=60.0, **table):
     remote.set_owner(OWNER)
     return Mirror(
-        remote,
-        OWNER,
-        claim=lambda: OWNER,
-        checkpoints=checkpoints,
-        table=CheckpointTable(**{"keep_last": 2, **table}),
+        Claimed(remote, OWNER, lambda: OWNER),
+        RunDir(checkpoints.parent),
+        CheckpointTable(**{"keep_last": 2, **table}),
         step=step,
         on_event=events.append,
         first_wait_sec=0.01,

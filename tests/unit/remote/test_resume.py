@@ -9,9 +9,7 @@ import pytest
 from tests.unit.remote.conftest import make_checkpoint
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
-from trainer.extensions.mirror.checkpoints import RemoteCheckpoints
-from trainer.extensions.mirror.claim import claim, save_id
-from trainer.extensions.mirror.resume import find_checkpoint
+from trainer.extensions.remote import RemoteCheckpoints, claim, find_checkpoint, save_id
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, parse_marker
 from trainer.training.run_dir import RunDir

@@ -11,7 +11,7 @@ from string import Template
 from typing import Any, Final
 
 from trainer.config.load import flatten
-from trainer.extensions.profile.record import FOLDER, SUMMARY, TRACE, read_summary
+from trainer.extensions.trace import FOLDER, SUMMARY, TRACE, read_summary
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.tools.report.charts import Chart, Curve, make_charts
 from trainer.tools.report.figures import NUM_COLORS, encode_charts, is_near

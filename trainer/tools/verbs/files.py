@@ -138,9 +138,8 @@ def push(
 ) -> None:
     """Upload the checkpoints of a run that has ended, where its store lacks them; exit with 1 if that fails."""
     from trainer.config.load import load_config
-    from trainer.extensions.mirror.checkpoints import RemoteCheckpoints
-    from trainer.extensions.mirror.claim import Claimed, claim
-    from trainer.extensions.mirror.mirror import start_mirror
+    from trainer.extensions.mirror import start_mirror
+    from trainer.extensions.remote import Claimed, RemoteCheckpoints, claim
     from trainer.metrics.best_effort import Diagnostics
     from trainer.storage import StorageError
     from trainer.training.run_dir import RunDir
@@ -177,7 +176,7 @@ def _entries(place: str, *, is_deep: bool) -> list[CheckpointEntry]:
 
 
 def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
-    from trainer.extensions.mirror.checkpoints import RemoteCheckpoints
+    from trainer.extensions.remote import RemoteCheckpoints
     from trainer.files import parse_json
     from trainer.storage import StorageError
     from trainer.training.checkpointing.checkpoint import MARKER, STATE_FILE, checkpoint_name

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.config.data_tables import EvalSourceTable
-    from trainer.model.generate import Draw
+    from trainer.extensions.samples import Draw
     from trainer.tools.runs.table import RowTable
     from trainer.tools.trained.saved_model import SavedModel
 
@@ -68,7 +68,7 @@ def sample(
         raise UserError("--bytes", "does not go with --tokens", "give one of the two")
     require_run(run_dir)
     with uncollected():
-        from trainer.model.generate import Draw, GenerationError
+        from trainer.extensions.samples import Draw, GenerationError
         from trainer.tools.trained.saved_model import load_model
 
     on = pick_device(device)
@@ -100,7 +100,7 @@ def _text_pieces(
 ) -> Iterator[str]:
     """The generated text, piece by piece, up to the requested length."""
     from trainer.data.tokenizer import TextStream, prompt_ids
-    from trainer.model.generate import generate
+    from trainer.extensions.samples import generate
 
     is_text = saved.tokenizer.name != "ids"
     if num_bytes is not None and not is_text:

@@ -164,7 +164,7 @@ def open_run(
 
 def _start_mirror(claimed: Any, run: Run, after_group: ExitStack) -> Callable[[Path], None]:
     """Start to copy checkpoints to the claimed store. Returns what decides which are kept."""
-    mirrors = importlib.import_module("trainer.extensions.mirror.mirror")
+    mirrors = importlib.import_module("trainer.extensions.mirror")
     table, step = run.config.checkpoint, run.position.step
     mirror = mirrors.start_mirror(claimed, run.run_dir, table, step, run.diagnostics)
     after_group.callback(mirrors.wait_for_mirror, mirror, run.stop)
@@ -261,7 +261,7 @@ def _load_extensions(run: Run) -> Extensions:
         "per_layer": (config.metrics.per_layer, "per_layer:LayerNumbers"),
         "spikes": (config.train.spike_sigma, "spikes:LossSpikes"),
         "sample": (config.sample.every, "samples:Samples"),
-        "profile": (run.info.is_main and config.metrics.profile, "profile.extension:StepProfile"),
+        "profile": (run.info.is_main and config.metrics.profile, "profile:StepProfile"),
         "progress": (shows_bar, "progress:ProgressBar"),
     }
     found: dict[str, Extension] = {"step_details": LoggedDetails(run, make_details(run.plan, run.diagnostics))}
@@ -433,7 +433,7 @@ def _place(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -> t
                 if config.checkpoint.remote is None and not is_url(resume):
                     found = checkpoint.find(run_dir.checkpoints, resume)
                 else:
-                    stores = importlib.import_module("trainer.extensions.mirror.resume")
+                    stores = importlib.import_module("trainer.extensions.remote")
                     ready = partial(_make_ready, run_dir, stack)
                     found, claimed = stores.find_checkpoint(config, run_dir, resume, ready)
             except OSError as error:  # a name that is too long, a directory that may not be read

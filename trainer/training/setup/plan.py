@@ -23,7 +23,7 @@ from trainer.import_path import format_error, resolve_target
 from trainer.metrics.logger import get_logger
 from trainer.micro_batches import MicroBatches
 from trainer.model.families import DEFAULT, FAMILIES, Family
-from trainer.model.state_layout import carry_flat
+from trainer.model.protocol import carry_flat
 from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.model.wrappers import output_layer, recompute_blocks
 from trainer.storage import is_url

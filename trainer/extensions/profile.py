@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from trainer.config.schema import FIRST_PROFILED
-from trainer.extensions.profile.record import FOLDER, TRACE, write_summary
-from trainer.extensions.profile.trace import read_trace, summarize
+from trainer.extensions.trace import FOLDER, TRACE, read_trace, summarize, write_summary
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
 from trainer.wording import counted
@@ -19,9 +18,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 WARM_UP = 2  # steps with the profiler on that are not recorded
-SETTLING = (
-    FIRST_PROFILED - 1 - WARM_UP
-)  # steps before, in which models are compiled, buckets are built and caches are filled
+SETTLING = FIRST_PROFILED - 1 - WARM_UP  # steps before: models are compiled, buckets are built, caches are filled
 SHOWN = 8
 
 

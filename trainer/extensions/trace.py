@@ -1,5 +1,7 @@
 """A summary of the trace that torch's profiler exports (Chrome's trace event format): kernels, idle time, synchronizations.
 
+The run writes both to `RUN_DIR/profile`; the report reads the summary.
+
 It needs the exported file alone, so it works with the traces of every release and of other machines. Steps are the spans that
 `torch.profiler.profile.step` leaves. Of a run on the CPU, operators take the place of kernels.
 """
@@ -9,12 +11,17 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from trainer.extensions.profile.spans import Span, clipped, gaps, self_times
+from trainer.files import read_json, write_json
+
+FOLDER: Final = "profile"  # of the run directory, with the trace and its summary
+TRACE: Final = "trace.json.gz"
+SUMMARY: Final = "summary.json"
+MOST_KERNELS: Final = 25
 
 STEP_PREFIX = "ProfilerStep#"
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -25,6 +32,20 @@ SYNCHRONIZING = frozenset(
     for name in ("DeviceSynchronize", "StreamSynchronize", "Memcpy", "Memcpy2D", "MemcpyToSymbol", "MemcpyFromSymbol")
 ) | {"cuCtxSynchronize", "cuStreamSynchronize"}
 EVENT_WAITS = frozenset({"cudaEventSynchronize", "hipEventSynchronize", "cuEventSynchronize"})
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that ran from `start` to `end`, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+    @property
+    def length(self) -> float:
+        """In microseconds."""
+        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -144,3 +165,59 @@ def _per_step(calls: Sequence[Span], steps: Mapping[int, Span]) -> dict[int, dic
         number: dict(Counter(c.name for c in calls if c.name in SYNCHRONIZING and step.start <= c.start < step.end))
         for number, step in sorted(steps.items())
     }
+
+
+def clipped(spans: Iterable[Span], start: float, end: float) -> Iterator[Span]:
+    """The parts of the spans between `start` and `end`; those outside are left out."""
+    for span in spans:
+        inside = Span(span.name, max(span.start, start), min(span.end, end))
+        if inside.length > 0:
+            yield inside
+
+
+def gaps(spans: Iterable[Span], start: float, end: float) -> list[float]:
+    """Lengths of the times between `start` and `end` in which none of the spans runs, in order. Spans may overlap."""
+    found, covered_to = [], start
+    for span in sorted(clipped(spans, start, end), key=lambda each: each.start):
+        if span.start > covered_to:
+            found.append(span.start - covered_to)
+        covered_to = max(covered_to, span.end)
+    if end > covered_to:
+        found.append(end - covered_to)
+    return found
+
+
+def self_times(spans: Sequence[Span]) -> list[tuple[Span, float]]:
+    """Each span of one thread with its length less that of the spans directly inside it."""
+    own = [span.length for span in spans]
+    open_spans: list[int] = []
+    # Of two that start together the longer one is the outer one.
+    for index in sorted(range(len(spans)), key=lambda each: (spans[each].start, -spans[each].end)):
+        while open_spans and spans[open_spans[-1]].end <= spans[index].start:
+            open_spans.pop()
+        if open_spans:
+            own[open_spans[-1]] -= spans[index].length
+        open_spans.append(index)
+    return list(zip(spans, own, strict=True))
+
+
+def write_summary(folder: Path, found: TraceSummary, *, first_step: int) -> None:
+    """Write the summary beside the trace.
+
+    Args:
+        first_step: global step of the first profiled one.
+    """
+    content = asdict(found)
+    content["kernels"] = content["kernels"][:MOST_KERNELS]
+    content["num_kernels"] = len(found.kernels)
+    content["synchronizations"] = {str(step): dict(calls) for step, calls in found.synchronizations.items()}
+    write_json(folder / SUMMARY, {"profile_version": 1, "first_step": first_step, **content})
+
+
+def read_summary(run_dir: Path) -> Mapping[str, Any] | None:
+    """What `write_summary` wrote; None if the run was not profiled, or it cannot be read."""
+    try:
+        content = read_json(run_dir / FOLDER / SUMMARY)
+    except (OSError, ValueError):
+        return None
+    return content if content.get("profile_version") == 1 else None

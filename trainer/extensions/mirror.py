@@ -17,8 +17,7 @@ from typing import Any
 
 from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
-from trainer.extensions.mirror.checkpoints import ABANDONED, Owner, RemoteCheckpoints, kept
-from trainer.extensions.mirror.claim import Claimed, save_id
+from trainer.extensions.remote import ABANDONED, Claimed, kept, save_id
 from trainer.files import read_bytes
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
@@ -31,7 +30,7 @@ from trainer.training.signals import StopRequest
 from trainer.wording import counted, error_text
 
 logger = get_logger(__name__)
-EventCallback = Callable[[Mapping[str, Any]], object]
+MOST_CLOSE_SEC = 3600.0  # that `wait` takes at all
 
 
 class TakenOverError(Exception):
@@ -42,42 +41,33 @@ class Mirror:
     """Keeps the store's checkpoints equal to the local ones.
 
     Args:
-        remote: where they are mirrored to.
-        owner: of the remote directory, as this process has claimed it; None: `claim` has not succeeded yet.
-        claim: claims the directory, when the store answers again.
-        checkpoints: the local directory.
+        claimed: the store, which is claimed here if it did not answer before.
+        run_dir: with the local checkpoints; gets the id under which the store is claimed.
         table: retention.
         step: the one that the run continues from; later checkpoints belong to an abandoned branch. -1: nothing is set aside.
         on_event: records events; called from the thread.
         first_wait_sec, longest_wait_sec: between a failed attempt and the next; it doubles with each, and is spread by half.
-        stall_sec: how long `close` waits without a byte having moved.
-        longest_close_sec: how long it waits at all.
+        stall_sec: how long `wait` waits without a byte having moved.
     """
 
     def __init__(
         self,
-        remote: RemoteCheckpoints,
-        owner: Owner | None,
-        *,
-        claim: Callable[[], Owner],
-        checkpoints: Path,
+        claimed: Claimed,
+        run_dir: RunDir,
         table: CheckpointTable,
+        *,
         step: int,
-        on_event: EventCallback,
+        on_event: Callable[[Mapping[str, Any]], object],
         first_wait_sec: float = 1.0,
         longest_wait_sec: float = 300.0,
         stall_sec: float = 60.0,
-        longest_close_sec: float = 3600.0,
     ) -> None:
-        self._remote = remote
-        self._owner = owner
-        self._claim = claim
-        self._checkpoints = checkpoints
-        self._table = table
+        self._remote, self._owner, self._claim = claimed
+        self._run_dir, self._checkpoints = run_dir.path, run_dir.checkpoints
+        self._retention = {"keep_last": table.keep_last, "keep_every": table.keep_every}
         self._step = step
         self._on_event = on_event
-        self._first_wait_sec, self._longest_wait_sec = first_wait_sec, longest_wait_sec
-        self._stall_sec, self._longest_close_sec = stall_sec, longest_close_sec
+        self._first_wait_sec, self._longest_wait_sec, self._stall_sec = first_wait_sec, longest_wait_sec, stall_sec
         self._lock = threading.Lock()  # between choosing a checkpoint and deleting one
         self._busy: int | None = None
         self._is_prepared = False
@@ -102,9 +92,8 @@ class Mirror:
 
     def prune(self) -> None:
         """Delete local checkpoints as retention says, but not the one that is being uploaded."""
-        keep = {"keep_last": self._table.keep_last, "keep_every": self._table.keep_every}
         with self._lock:
-            checkpoint.prune(self._checkpoints, **keep, spared=self._busy)
+            checkpoint.prune(self._checkpoints, **self._retention, spared=self._busy)
 
     def wait(self, *, is_hurried: Callable[[], bool] = lambda: False) -> bool:
         """Wait until the store has the last checkpoint, as long as bytes move; say how it went, and whether it has.
@@ -120,15 +109,12 @@ class Mirror:
             now = time.monotonic()
             if self._moved != moved:
                 moved, moved_at = self._moved, now
-            if now - moved_at > self._stall_sec or now - started > self._longest_close_sec:
+            if now - moved_at > self._stall_sec or now - started > MOST_CLOSE_SEC:
                 break
             if now - said_at > 10.0:
                 said_at = now
                 logger.info("waiting for %s: %.1f MB moved so far", self._remote.url, self._moved / 1e6)
         self.prune()
-        return self._say_end()
-
-    def _say_end(self) -> bool:
         last = next(iter(checkpoint.complete_checkpoints(self._checkpoints)), None)
         if last is None:
             return True
@@ -137,7 +123,7 @@ class Mirror:
             return True
         text = "%s does not have the last checkpoint, %s (%s); to upload it: train checkpoint push %s"
         problem = self._problem or "it was not uploaded in time"
-        logger.warning(text, self._remote.url, last.name, problem, self._checkpoints.parent)
+        logger.warning(text, self._remote.url, last.name, problem, self._run_dir)
         return False
 
     def _run(self) -> None:
@@ -200,6 +186,8 @@ class Mirror:
         """Make sure that the directory is this process's, and the first time see what it has."""
         if self._owner is None:
             self._owner = self._claim()
+        if not self._is_prepared:
+            save_id(self._run_dir, self._owner, self._remote.url)
         found = self._remote.owner()
         if found is None:  # somebody has emptied the store
             self._remote.set_owner(self._owner)
@@ -232,8 +220,8 @@ class Mirror:
             local = {step_of(path): path for path in checkpoint.complete_checkpoints(self._checkpoints)}
             gone = sorted(self._announced - local.keys() - self._mirrored)
             self._announced &= local.keys() - self._mirrored
-            keep = {"keep_last": self._table.keep_last, "keep_every": self._table.keep_every}
-            wanted = kept(local.keys() | self._mirrored | self._others, **keep) & local.keys() - self._mirrored
+            every = local.keys() | self._mirrored | self._others
+            wanted = kept(every, **self._retention) & local.keys() - self._mirrored
             self._busy = max(wanted, default=None)
         for step in gone:
             logger.info("%s was deleted before it was uploaded; a newer one takes its place", checkpoint_name(step))
@@ -255,8 +243,7 @@ class Mirror:
 
     def _prune_remote(self) -> None:
         there = self._mirrored | self._others
-        keep = kept(there, keep_last=self._table.keep_last, keep_every=self._table.keep_every)
-        for step in sorted(there - keep):
+        for step in sorted(there - kept(there, **self._retention)):
             self._remote.remove(step)
             self._mirrored.discard(step)
             self._others.discard(step)
@@ -268,31 +255,10 @@ class Mirror:
 def start_mirror(
     claimed: Claimed, run_dir: RunDir, table: CheckpointTable, step: int, diagnostics: Diagnostics
 ) -> Mirror:
-    """The mirror of a run that is about to begin, or to continue from `step` (rank 0).
-
-    Raises:
-        OSError: the run directory cannot be written.
-    """
+    """The mirror of a run that is about to begin, or to continue from `step` (rank 0)."""
     # Of its own, and never closed: the thread may write an event until the process ends.
-    events = EventWriter(run_dir.events)
-    guard = diagnostics.best_effort("events of checkpoint.remote")
-
-    def claim_and_save() -> Owner:
-        owner = claimed.claim()
-        save_id(run_dir.path, owner, claimed.remote.url)
-        return owner
-
-    if claimed.owner is not None:
-        save_id(run_dir.path, claimed.owner, claimed.remote.url)
-    return Mirror(
-        claimed.remote,
-        claimed.owner,
-        claim=claim_and_save,
-        checkpoints=run_dir.checkpoints,
-        table=table,
-        step=step,
-        on_event=lambda event: guard.run(events.write, event),
-    )
+    events, guard = EventWriter(run_dir.events), diagnostics.best_effort("events of checkpoint.remote")
+    return Mirror(claimed, run_dir, table, step=step, on_event=lambda event: guard.run(events.write, event))
 
 
 def wait_for_mirror(mirror: Mirror, stop: StopRequest) -> None:

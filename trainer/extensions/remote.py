@@ -1,0 +1,403 @@
+"""The checkpoints of one run in a store: `URL/step_00000100/` with the files of the local directory, and `URL/RUN.json`.
+
+As on disk, the marker `COMPLETE` is what makes a checkpoint exist. It is written when every other file has been read back and
+has the hash that the marker lists, and deleted before any of them. RUN.json names the owner: two runs that shared a store by
+mistake would delete each other's checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from trainer.config.schema import RunConfig
+from trainer.errors import UserError
+from trainer.files import (
+    open_plain,
+    parse_json,
+    read_bytes,
+    read_json,
+    remove_tree,
+    sync_directory,
+    write_file,
+    write_json,
+)
+from trainer.metrics.logger import get_logger
+from trainer.storage import MissingError, Storage, StorageError, StoredFile, is_url
+from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, checkpoint_name, parse_marker, step_of
+from trainer.training.run_dir import ID_FILE, RunDir
+
+KEY = "checkpoint.remote"
+OWNER_FILE = "RUN.json"
+ABANDONED = "ABANDONED"
+"""The marker's name in a checkpoint of a branch that the run has left."""
+ATTEMPTS, FIRST_WAIT_SEC = 5, 1.0
+
+Found = tuple[Path, dict[str, Any]]
+T = TypeVar("T")
+logger = get_logger(__name__)
+
+
+class Owner(NamedTuple):
+    """Which run a store belongs to, and which process of it writes there."""
+
+    id: str
+    name: str
+    writer: str
+
+
+class RemoteCheckpoints:
+    """The checkpoints below a URL. Every method raises `StorageError` if a request fails.
+
+    Raises:
+        UserError: as `Storage`.
+    """
+
+    def __init__(self, url: str, *, key: str = KEY) -> None:
+        self.storage = Storage(url, key=key)
+        self.url = self.storage.url
+
+    def files(self) -> dict[int, dict[str, StoredFile]]:
+        """Step -> the files of its directory, complete or not."""
+        steps: dict[int, dict[str, StoredFile]] = {}
+        for name, file in self.storage.files().items():
+            directory, _, rest = name.partition("/")
+            if rest and (step := step_of(Path(directory))) >= 0 and directory == checkpoint_name(step):
+                steps.setdefault(step, {})[rest] = file
+        return steps
+
+    def complete(self) -> list[int]:
+        """The steps of the complete checkpoints, newest first."""
+        return sorted((step for step, files in self.files().items() if MARKER in files), reverse=True)
+
+    def marker(self, step: int) -> bytes:
+        """The content of a checkpoint's marker; raises `MissingError` if there is none."""
+        return self.storage.read(f"{checkpoint_name(step)}/{MARKER}")
+
+    def owner(self) -> Owner | None:
+        """What RUN.json says; None without one."""
+        try:
+            found = parse_json(self.storage.read(OWNER_FILE))
+            return Owner(str(found["id"]), str(found["name"]), str(found["writer"]))
+        except MissingError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            raise StorageError(f"{self.url}/{OWNER_FILE}: is damaged") from None
+
+    def set_owner(self, owner: Owner) -> None:
+        """Write RUN.json."""
+        self.storage.write(OWNER_FILE, (json.dumps(owner._asdict(), indent=1) + "\n").encode())
+
+    def upload(self, local: Path, verified: set[str], report: Callable[[int], None]) -> int:
+        """Upload a complete checkpoint, the marker last; returns its bytes.
+
+        Args:
+            verified: names of the files that are in the store already, as an earlier attempt found; others are added.
+            report: called with the bytes of each piece that was sent or read back.
+
+        Raises:
+            StorageError: a request failed, or a file does not read back as the marker says.
+            OSError, CheckpointError: the local marker is gone or damaged.
+        """
+        name, marker = local.name, read_bytes(local / MARKER)
+        listed = parse_marker(marker, local / MARKER)
+        there = self.storage.files(name)
+        if MARKER in there:  # of another content: from now on there is no checkpoint here
+            self.storage.remove([f"{name}/{MARKER}"])
+        self.storage.remove([f"{name}/{file}" for file in there.keys() - listed.keys() - {MARKER}])
+        for file in [each for each in listed if each not in verified]:
+            self.storage.put(local / file, f"{name}/{file}", report=report)
+            if problem := self._difference(f"{name}/{file}", listed[file], report):
+                raise StorageError(problem)
+            verified.add(file)
+        self.storage.write(f"{name}/{MARKER}", marker)
+        if self.storage.read(f"{name}/{MARKER}") != marker:
+            self.storage.remove([f"{name}/{MARKER}"])
+            raise StorageError(f"{self.url}/{name}/{MARKER}: is not what was uploaded")
+        return sum(int(expected["bytes"]) for expected in listed.values())
+
+    def _difference(self, name: str, expected: Mapping[str, Any], report: Callable[[int], None]) -> str:
+        """How a stored file differs from what the marker says of it; empty if it does not."""
+        size = self.storage.info(name).size
+        if size != expected["bytes"]:
+            return f"{self.url}/{name}: has {size} bytes, not {expected['bytes']}"
+        is_same = self.storage.sha256(name, size, report=report) == expected["sha256"]
+        return "" if is_same else f"{self.url}/{name}: is damaged (its hash is not what {MARKER} says)"
+
+    def verify(self, step: int) -> None:
+        """Read every file of a complete checkpoint and compare it with the marker.
+
+        Raises:
+            CheckpointError: a file is missing or differs.
+        """
+        name = checkpoint_name(step)
+        for file, expected in parse_marker(self.marker(step), f"{self.url}/{name}/{MARKER}").items():
+            try:
+                problem = self._difference(f"{name}/{file}", expected, lambda read: None)
+            except MissingError as error:
+                problem = str(error)
+            if problem:
+                raise CheckpointError(problem)
+
+    def download(self, step: int, checkpoints: Path) -> Path:
+        """Make the checkpoint a local one, in place of a local one of its name: staged, hashed, the marker last.
+
+        Raises:
+            CheckpointError: a file is missing, truncated or changed; nothing is left of it here.
+            OSError: it cannot be written.
+        """
+        name = checkpoint_name(step)
+        staging, target = checkpoints / f".tmp_{name}.remote", checkpoints / name
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        try:
+            marker = self.marker(step)
+            for file, expected in parse_marker(marker, f"{self.url}/{name}/{MARKER}").items():
+                # What arrives damaged may have been damaged on the way: the store is asked once more.
+                if not any(self._arrives(f"{name}/{file}", staging / file, expected) for _ in range(2)):
+                    where = f"{self.url}/{name}/{file}"
+                    raise CheckpointError(f"{where}: is damaged (its size or hash is not what {MARKER} says)")
+            if target.exists():
+                remove_tree(target)
+            staging.rename(target)
+        except MissingError as error:
+            raise CheckpointError(str(error)) from None
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        write_file(target / MARKER, marker)
+        sync_directory(checkpoints)
+        return target
+
+    def _arrives(self, name: str, local: Path, expected: Mapping[str, Any]) -> bool:
+        """Download a file; whether it is what the marker says."""
+        self.storage.get(name, local)
+        with open_plain(local) as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        return bool(local.stat().st_size == expected["bytes"] and digest == expected["sha256"])
+
+    def remove(self, step: int) -> None:
+        """Delete a checkpoint, the marker first. What a failed request leaves is no checkpoint, and `clean` deletes it."""
+        name = checkpoint_name(step)
+        self.storage.remove([f"{name}/{MARKER}"])
+        self.storage.remove([f"{name}/{file}" for file in self.storage.files(name)])
+        self.storage.remove_directory(name)
+
+    def clean(self) -> list[int]:
+        """Delete what interrupted uploads and deletions have left; returns their steps."""
+        left = [step for step, files in self.files().items() if not files.keys() & {MARKER, ABANDONED}]
+        for step in left:
+            self.remove(step)
+        with suppress(StorageError):  # a right of its own, which not everybody has who may write
+            self.storage.abort_uploads()
+        return left
+
+    def set_aside_after(self, step: int) -> list[int]:
+        """Mark the checkpoints of later steps as those of an abandoned branch, which nobody resumes from; returns them.
+
+        Their files stay, as in the local directory `abandoned`, until the run has a checkpoint of that step again.
+        """
+        later = [each for each in self.complete() if each > step]
+        for each in later:
+            name = checkpoint_name(each)
+            self.storage.write(f"{name}/{ABANDONED}", self.marker(each))
+            self.storage.remove([f"{name}/{MARKER}"])
+        return later
+
+
+def kept(steps: Collection[int], *, keep_last: int, keep_every: int) -> set[int]:
+    """The steps that retention keeps: the newest `keep_last`, and the multiples of `keep_every` (0: none)."""
+    newest = sorted(steps, reverse=True)[:keep_last]
+    return {*newest, *(step for step in steps if keep_every and step % keep_every == 0)}
+
+
+class Claimed(NamedTuple):
+    """A run's store at its start."""
+
+    remote: RemoteCheckpoints
+    owner: Owner | None
+    """None: the store did not answer, and the run resumes from its own directory."""
+    claim: Callable[[], Owner]
+    """Claims it later."""
+
+
+def claim(remote: RemoteCheckpoints, run_dir: Path, name: str, *, resumes: bool, may_adopt: bool) -> Owner:
+    """Make the store that of this run and of this process, or find that it already is. Writes RUN.json alone.
+
+    A store without a checkpoint can be claimed by any run: there is nothing to lose.
+
+    Args:
+        name: of the run.
+        resumes: it continues from a checkpoint.
+        may_adopt: it has no checkpoint of its own, and may take over those that a run of its name has left.
+
+    Raises:
+        UserError: it holds the checkpoints of another run, or of one that is not to be resumed.
+        StorageError: the store cannot be read or written.
+    """
+    found, own = remote.owner(), _saved_id(run_dir)
+    if any(remote.complete()) and (not resumes or found is None or found.id != own):
+        adopts = resumes and may_adopt and own is None and (found is None or found.name == name)
+        if not adopts:
+            whose = "a run" if found is None else f"another run ({found.name})"
+            problem = f"{remote.url} holds the checkpoints of {whose}"
+            raise UserError(KEY, problem, "name a prefix of its own, or continue that run with --resume auto")
+        own = found.id if found is not None else None
+    owner = Owner(own or uuid.uuid4().hex, name, uuid.uuid4().hex)
+    remote.set_owner(owner)
+    if remote.owner() != owner:
+        raise StorageError(f"{remote.url}: does not give back what was just written")
+    return owner
+
+
+def _saved_id(run_dir: Path) -> str | None:
+    try:
+        return str(read_json(run_dir / ID_FILE)["id"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def save_id(run_dir: Path, owner: Owner, url: str) -> None:
+    """Keep the id in the run directory.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_json(run_dir / ID_FILE, {"id": owner.id, "url": url})
+
+
+def find_checkpoint(
+    config: RunConfig, run_dir: RunDir, resume: str, prepare: Callable[[], None]
+) -> tuple[Found | None, Claimed | None]:
+    """The checkpoint to continue from, made a local one, and the store that the run mirrors to (rank 0).
+
+    Args:
+        resume: `off`, `auto`, or a checkpoint's path or URL.
+        prepare: makes and locks the run directory, before something is downloaded into it.
+
+    Raises:
+        UserError: a package is missing; the URL cannot be used; the store holds another run's checkpoints, or cannot be read
+            where nothing else has a checkpoint; or as `checkpoint.find`.
+    """
+    if config.checkpoint.remote is None:
+        return _named_or_local(run_dir, resume, prepare), None
+    remote = RemoteCheckpoints(config.checkpoint.remote)
+    own_steps = checkpoint.complete_checkpoints(run_dir.checkpoints)
+    may_adopt = not own_steps and (resume == "auto" or resume.startswith(f"{remote.url}/"))
+
+    def claim_it() -> Owner:
+        return claim(remote, run_dir.path, config.run.name, resumes=resume != "off", may_adopt=may_adopt)
+
+    try:
+        owner = claim_it()
+    except StorageError as error:
+        if own_steps if resume == "auto" else resume != "off" and not is_url(resume):
+            logger.warning("%s; resuming without the store, and mirroring is tried again during the run", error)
+            return checkpoint.find(run_dir.checkpoints, resume), Claimed(remote, None, claim_it)
+        raise _unreadable(KEY, error) from None
+    if resume == "auto":
+        return _newest(remote, run_dir, prepare), Claimed(remote, owner, claim_it)
+    return _named_or_local(run_dir, resume, prepare), Claimed(remote, owner, claim_it)
+
+
+def _unreadable(key: str, error: StorageError) -> UserError:
+    return UserError(key, f"cannot be used: {error}", "check the URL, the endpoint and the credentials")
+
+
+def _named_or_local(run_dir: RunDir, resume: str, prepare: Callable[[], None]) -> Found | None:
+    if not is_url(resume):
+        return checkpoint.find(run_dir.checkpoints, resume)
+    parent, _, name = resume.rstrip("/").rpartition("/")
+    step = step_of(Path(name))
+    fix = "name a whole one, such as s3://BUCKET/PREFIX/step_00000100 (train checkpoint list URL)"
+    if step < 0 or name != checkpoint_name(step):
+        raise UserError("--resume", f"{resume} is no checkpoint", fix)
+    remote = RemoteCheckpoints(parent, key="--resume")
+    try:
+        marker = _asked_again(lambda: remote.marker(step))
+        local = run_dir.checkpoints / name
+        if not (local / MARKER).exists():
+            return _downloaded(remote, step, run_dir, prepare)
+        if read_bytes(local / MARKER) == marker:
+            return local, checkpoint.verify(local)
+    except MissingError:
+        raise UserError("--resume", f"{resume} is not there, or is not complete", fix) from None
+    except CheckpointError as error:
+        raise UserError("--resume", str(error), fix) from None
+    except StorageError as error:
+        raise _unreadable("--resume", error) from None
+    raise UserError(
+        "--resume", f"{run_dir.path} has another {name} than {resume}", "name a new directory with --run-dir"
+    )
+
+
+def _newest(remote: RemoteCheckpoints, run_dir: RunDir, prepare: Callable[[], None]) -> Found | None:
+    """The newest checkpoint that is whole, of the directory and the store; of the same step the local one.
+
+    Raises:
+        UserError: there are some, and none is whole; or the store cannot be read.
+    """
+    local = {step_of(p): p for p in run_dir.checkpoints.glob("step_*") if step_of(p) >= 0}
+    try:
+        there = [step for step in _asked_again(remote.complete) if not _was_left(remote, step, run_dir)]
+        for step in sorted(local.keys() | set(there), reverse=True):
+            try:
+                if step in local:
+                    return local[step], checkpoint.verify(local[step])
+            except CheckpointError as error:
+                where = "taking that of the store" if step in there else "falling back to the checkpoint before it"
+                logger.warning("%s; %s", error, where)
+            try:
+                if step in there:
+                    return _downloaded(remote, step, run_dir, prepare)
+            except CheckpointError as error:
+                logger.warning("%s; falling back to the checkpoint before it", error)
+    except StorageError as error:
+        raise _unreadable("--resume auto", error) from None
+    if number := len(local.keys() | set(there)):
+        problem = f"none of the {number} checkpoints in {run_dir.checkpoints} and {remote.url} is whole"
+        raise UserError("--resume auto", problem, "start a new run")
+    return None
+
+
+def _was_left(remote: RemoteCheckpoints, step: int, run_dir: RunDir) -> bool:
+    """Whether a checkpoint of the store is of a branch that the run has left, which the store has not been told yet."""
+    try:
+        left = read_bytes(run_dir.checkpoints / "abandoned" / checkpoint_name(step) / MARKER)
+        return left == remote.marker(step)
+    except FileNotFoundError:
+        return False
+
+
+def _downloaded(remote: RemoteCheckpoints, step: int, run_dir: RunDir, prepare: Callable[[], None]) -> Found:
+    prepare()
+    started = time.monotonic()
+    path = _asked_again(lambda: remote.download(step, run_dir.checkpoints))
+    logger.info("downloaded %s/%s in %.1f s", remote.url, path.name, time.monotonic() - started)
+    return path, checkpoint.verify(path)
+
+
+def _asked_again(request: Callable[[], T]) -> T:
+    """The request's result; a store that fails is asked a few times before the run gives up.
+
+    Raises:
+        StorageError: it failed every time; MissingError: at once.
+    """
+    for attempt in range(ATTEMPTS - 1):
+        try:
+            return request()
+        except MissingError:
+            raise
+        except StorageError as error:
+            wait = FIRST_WAIT_SEC * 2.0**attempt * random.uniform(0.5, 1.5)
+            logger.warning("%s; trying again in %.1f s", error, wait)
+            time.sleep(wait)
+    return request()
