@@ -19,8 +19,7 @@ from tests.support.ranks import last_logged
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
 
 STEP = 8
-# The first batch is made of half the rows, which are evaluated with the run's own afterwards; the other of micro-batches.
-OPTIONS = ("--at", STEP, "--factors", "1/4,2", "--lr-grid", "1", "--tokens", 2_500, "--parallel", 2)
+OPTIONS = ("--at", STEP, "--factors", "1/2,2", "--lr-grid", "1", "--tokens", 2_500, "--parallel", 2)
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +91,12 @@ def test_the_branches_train_equal_tokens_with_the_stated_batch_and_rate(whole):
     found = answer(run_dir)
     lr = read_rows(run_dir / "metrics.jsonl")["train", STEP]["lr"]
     small, large = found["batches"]
-    assert (small["micro_batches"], small["row_share"], large["micro_batches"]) == (1, "1/2", 4)
-    assert small["steps"] == 8 * large["steps"]
+    assert (small["micro_batches"], large["micro_batches"]) == (1, 4)
+    assert small["steps"] == 4 * large["steps"]
     assert small["trained_tokens"] == pytest.approx(large["trained_tokens"], rel=0.1)
     assert large["trained_tokens"] == pytest.approx(found["tokens"], rel=0.2)
-    assert (small["lr"], large["lr"]) == pytest.approx((lr / 2, lr * 2**0.5))
-    for batch, name in ((small, "1_of_4"), (large, "2")):
+    assert (small["lr"], large["lr"]) == pytest.approx((lr * 0.5**0.5, lr * 2**0.5))
+    for batch, name in ((small, "1_of_2"), (large, "2")):
         (branch,) = run_dir.glob(f"cbs/{STEP}/batch_{name}-*-seed_0")
         rows = read_rows(branch / "metrics.jsonl")
         logged = {step: row for (mode, step), row in rows.items() if mode == "train"}
@@ -109,7 +108,7 @@ def test_the_branches_train_equal_tokens_with_the_stated_batch_and_rate(whole):
 
 def test_seeds_read_other_data_and_are_evaluated_on_the_same(whole):
     run_dir, _, _ = whole
-    for name in ("1_of_4", "2"):
+    for name in ("1_of_2", "2"):
         first, second = (next(run_dir.glob(f"cbs/{STEP}/batch_{name}-*-seed_{seed}")) for seed in (0, 1))
         tokens = [
             [row.get("tokens_in_step") for row in read_rows(each / "metrics.jsonl").values()]
@@ -123,23 +122,11 @@ def test_seeds_read_other_data_and_are_evaluated_on_the_same(whole):
         assert batch["error"] == pytest.approx(abs(losses["0"] - losses["1"]) / 2)
 
 
-def test_a_batch_of_fewer_rows_is_evaluated_on_the_held_out_batches_of_the_run(whole):
-    """As many target tokens as in the run's own evaluation: with its own rows, a branch would read other documents."""
-    run_dir, _, _ = whole
-    (branch,) = run_dir.glob(f"cbs/{STEP}/batch_1_of_4-*-seed_0")
-    resolved = (branch / "evaluation" / "config.resolved.toml").read_text()
-    assert "batch_size = 4" in resolved
-    assert "batch_size = 2\n" in (branch / "config.resolved.toml").read_text()
-    rows = read_rows(branch / "evaluation" / "metrics.jsonl")
-    assert [mode for mode, _ in rows] == ["eval"]
-
-
-def test_the_answer_is_a_table_a_plot_a_picture_and_a_sentence(whole):
+def test_the_answer_is_a_table_and_a_sentence(whole):
     run_dir, _, done = whole
     assert "critical batch is" in " ".join(done.stdout.split())
     assert f"At step {STEP} the critical batch" in answer(run_dir)["sentence"]
     assert "noise scale" in answer(run_dir)["sentence"]
-    assert (run_dir / "cbs" / str(STEP) / "cbs.html").read_text().startswith("<!doctype html>")
     assert not list(run_dir.glob("cbs/*/*/checkpoints"))
 
 
@@ -152,13 +139,10 @@ def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
     assert found["critical"]["factor"] == "2"
     assert found["batches"][0]["losses"] == answer(run_dir)["batches"][0]["losses"]
     # Without --tokens it is that of the branches that are done, not the default.
-    assert program(["cbs", run_dir, "--at", STEP, "--factors", "1/4,2", "--lr-grid", "1"], capsys).returncode == 0
+    assert program(["cbs", run_dir, "--at", STEP, "--factors", "1/2,2", "--lr-grid", "1"], capsys).returncode == 0
     refused = program(["cbs", run_dir, *OPTIONS, "--tokens", "99999"], capsys)
     assert refused.returncode == 2
     assert "their losses do not compare" in refused.stderr
-    refused = program(["cbs", run_dir, *OPTIONS, "--factors", "1,2", "--nproc", "2"], capsys)
-    assert refused.returncode == 2
-    assert "num_ranks 1 (now 2)" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -189,9 +173,8 @@ def test_a_run_that_is_still_trained_is_refused(trained, capsys):
 
 def test_a_branch_that_fails_is_named_and_the_others_are_kept(trained, tmp_path):
     run_dir = copied(trained, "failing")
-    grid = ("--lr-grid", "1", "--lr-rule", "none")
-    options = ("--at", STEP, "--factors", "1,4", *grid, "--tokens", 1, "--seeds", 1)
-    lr = read_rows(run_dir / "metrics.jsonl")["train", STEP]["lr"]
+    options = ("--at", STEP, "--factors", "1,4", "--lr-grid", "1", "--tokens", 1, "--seeds", 1)
+    lr = 2 * read_rows(run_dir / "metrics.jsonl")["train", STEP]["lr"]  # of 4 times the batch
     out, err = tmp_path / "out", tmp_path / "err"
     process = Forked(["cbs", run_dir, *options], environment(), cwd=Path.cwd(), out=out, err=err)
     status = run_dir / "cbs" / str(STEP) / f"batch_4-lr_{lr:.6g}-seed_0" / "status.json"

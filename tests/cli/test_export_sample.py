@@ -92,6 +92,8 @@ def test_two_lengths_and_absent_checkpoints_are_refused(folder):
         generate(folder / "run", num_tokens=3)
     with pytest.raises(UserError, match=r"has no checkpoint after step 4; use one of 3, 6"):
         generate(folder / "run", step=4)
+    with pytest.raises(UserError, match="is not a directory; name the directory of a run"):
+        generate(folder / "nowhere")
     (folder / "no_config").mkdir()
     shutil.copy(folder / "exported" / "model.safetensors", folder / "no_config")
     with pytest.raises(UserError, match=r"no_config: has model.safetensors but no config.toml.*--format safetensors"):

@@ -44,7 +44,7 @@ def drawn(config: Path, *overrides: str) -> dict[str, float]:
     return {name: count / sum(tokens.values()) for name, count in tokens.items()}
 
 
-@pytest.mark.parametrize("mix", [Mix.sqrt, Mix.equal])
+@pytest.mark.parametrize("mix", Mix)
 def test_the_tokens_that_are_drawn_have_the_shares_that_were_asked_for(corpus, monkeypatch, mix):
     monkeypatch.chdir(corpus)
     init(["data"], out="x.toml", force=True, weights=mix, minutes=0)
@@ -55,7 +55,7 @@ def test_the_tokens_that_are_drawn_have_the_shares_that_were_asked_for(corpus, m
         [stream.relative_path for stream in found], lengths, modalities=[stream.modality for stream in found]
     )
     tokens = {part.modality: part.tokens for part in parts_of(found, lengths, sizes, mix)}
-    power = {Mix.sqrt: 0.5, Mix.equal: 0.0}[mix]
+    power = {Mix.tokens: 1.0, Mix.sqrt: 0.5, Mix.equal: 0.0}[mix]
     asked = {name: math.pow(count, power) for name, count in tokens.items()}
     assert [source.table.weight for source in plan.sources] != [1.0] * 3
     for name, share in drawn(Path("x.toml")).items():
@@ -79,6 +79,19 @@ def test_equal_weights_draw_another_mix_which_preview_and_check_show_and_warn_ab
     assert suggested.keys() == LENGTHS.keys()
     asked = {source.name: source.weight for source in load_config("x.toml").data.source}
     assert {name: float(weight) for name, weight in suggested.items()} == pytest.approx(asked, rel=0.01)
+
+
+def test_an_underdrawn_modality_alone_is_warned_about(corpus, monkeypatch, capsys):
+    monkeypatch.chdir(corpus)
+    init(["data"], out="x.toml", force=True, weights=Mix.tokens, minutes=0)
+    weights = {source.name: source.weight for source in load_config("x.toml").data.source}
+    few = ["--set", f"data.source.few.weight={weights['few'] / 5}"]
+    shown = json.loads(
+        program(["preview", "--config", "x.toml", "--json", *few], capsys).stdout.partition("\nwrote")[0]
+    )
+    (found,) = [each for each in shown["warnings"] if each["key"] == "data.source.weight"]
+    assert found["problem"].startswith("few is ")
+    assert "long is" not in found["problem"]
 
 
 def test_a_blend_that_is_meant_to_change_gives_no_warning(corpus, monkeypatch, capsys):
