@@ -8,29 +8,23 @@ held-out loss of the constant run, in at least 15 % fewer optimizer steps.
     python scripts/batch_growth.py                    # 5 seeds, 17 runs, about a quarter of an hour on one idle core
     python scripts/batch_growth.py --seeds 1 --lr 8e-3
 
-Results are kept in a file, and an interrupted run continues from its checkpoint: the script can be stopped and started again.
+Results are kept in a file: the script can be stopped and started again.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import json
-import os
 import platform
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import torch
+from experiments import Results, Setting, study_parser, train
 
 from trainer.tools.runs.load import load_run
 
-ROOT = Path(__file__).resolve().parents[1]
 TOKENS, START = 1_000_000, 2
 CONSTANT, PLANNED, AUTO = "constant", "planned", "auto"
 SIZES: Mapping[str, str] = {
@@ -87,10 +81,6 @@ min_lr_ratio = 0.1
 [metrics]
 log_interval = 10
 stdout = "off"
-
-[checkpoint]
-every = 250
-keep_last = 1
 """
 
 
@@ -116,50 +106,16 @@ class Curve:
         return None
 
 
-def train(folder: Path, corpus: Path, name: str, seed: int, lr: float) -> Curve:
-    """One run of the program, continued if it was interrupted."""
-    text = CONFIG.format(seed=seed, tokens=TOKENS, size=SIZES[name], corpus=corpus, lr=lr)
-    # Other settings are another run: it must not continue from the checkpoints of this one.
-    run_dir = folder / f"{name}-{seed}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    config = run_dir.with_suffix(".toml")
-    folder.mkdir(parents=True, exist_ok=True)
-    config.write_text(text, encoding="utf-8")
-    program = [
-        sys.executable,
-        str(ROOT / "train"),
-        "--config",
-        str(config),
-        "--run-dir",
-        str(run_dir),
-        "--resume",
-        "auto",
-    ]
-    done = subprocess.run(
-        program, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(program)} failed:\n{done.stderr[-3000:]}")
-    run = load_run(run_dir)
-    steps, losses = run.evals.column("eval_loss")
-    changes = {int(e["global_step"]): int(e["to"]) for e in run.events if e.get("event") == "micro_batches"}
-    tokens = int(run.train.column("tokens_seen")[1][-1])
-    return Curve(list(steps), list(losses), sorted(changes.items()), tokens)
-
-
-def curve_of(out: Path, corpus: Path, name: str, seed: int, lr: float) -> Curve:
-    """A run's curve, from the file of results if it is there."""
-    results = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    key = f"{name} size={SIZES[name]} tokens={TOKENS} lr={lr:g} seed={seed}"
-    if key not in results:
-        curve = train(out.with_suffix(""), corpus, name, seed, lr)
-        print(
-            f"{name}, seed {seed}: {curve.steps[-1]} steps, held-out loss {curve.losses[-1]:.4f}",
-            file=sys.stderr,
-            flush=True,
-        )
-        results[key] = asdict(curve)
-        out.write_text(json.dumps(results), encoding="utf-8")
-    return Curve(**results[key])
+def run(setting: Setting, seed: int, text: Path, work: Path) -> dict[str, object]:
+    """Train once; its `Curve`."""
+    settings = dict(setting.overrides)
+    config = CONFIG.format(seed=seed, tokens=TOKENS, size=SIZES[setting.corpus], corpus=text, lr=settings["lr"])
+    run_dir, _ = train(f"{setting.name}, seed {seed}", config, {}, work)
+    record = load_run(run_dir)
+    steps, losses = record.evals.column("eval_loss")
+    changes = {int(e["global_step"]): int(e["to"]) for e in record.events if e.get("event") == "micro_batches"}
+    tokens = int(record.train.column("tokens_seen")[1][-1])
+    return asdict(Curve(list(steps), list(losses), sorted(changes.items()), tokens))
 
 
 def report(curves: Mapping[str, Sequence[Curve]]) -> None:
@@ -200,19 +156,24 @@ def report(curves: Mapping[str, Sequence[Curve]]) -> None:
 
 def main() -> None:
     """Run what is not in the file, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, default=Path("data/pytext"))
-    parser.add_argument("--out", type=Path, default=Path("build/batch_growth.json"))
-    parser.add_argument("--seeds", type=int, default=5)
+    parser = study_parser(__doc__, "batch_growth")
+    parser.set_defaults(seeds=5, jobs=1)
     parser.add_argument("--lr", type=float, help="peak learning rate of all runs, instead of the best of a grid")
-    options = parser.parse_args()
-    if not options.corpus.exists():
-        raise SystemExit(f"no corpus in {options.corpus}; make it with: make data")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    corpus = options.corpus.resolve()
-    lr = options.lr or min(RATES, key=lambda rate: curve_of(options.out, corpus, CONSTANT, 0, rate).losses[-1])
+    args = parser.parse_args()
+    results = Results(args.out)
+
+    def curves(settings: Sequence[Setting], seeds: int) -> list[list[Curve]]:
+        text = args.text.resolve()
+        results.complete(settings, seeds, lambda setting, seed: run(setting, seed, text, args.work), args.jobs)
+        return [[Curve(**results.of(setting, seed)) for seed in range(seeds)] for setting in settings]
+
+    lr = args.lr
+    if lr is None:
+        tried = curves([Setting(CONSTANT, (("lr", rate),)) for rate in RATES], 1)
+        lr = min(zip(RATES, tried, strict=True), key=lambda each: each[1][0].losses[-1])[0]
     print(f"peak learning rate {lr:g}")
-    report({name: [curve_of(options.out, corpus, name, seed, lr) for seed in range(options.seeds)] for name in SIZES})
+    found = curves([Setting(name, (("lr", lr),)) for name in SIZES], args.seeds)
+    report(dict(zip(SIZES, found, strict=True)))
 
 
 if __name__ == "__main__":

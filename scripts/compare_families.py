@@ -7,21 +7,18 @@ held-out loss is that of whole held-out documents. The better of two learning ra
     python scripts/compare_families.py
     python scripts/compare_families.py --of optimizers     # of the first family
 
-About twenty and ten minutes on two idle cores; means are kept in a file, and a second call runs only what is missing.
+About twenty and ten minutes on two idle cores.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from state_staleness import Results, Setting, held_out_loss, train
+from experiments import Results, Setting, rows_of, study_parser, train
 
 from trainer.config.schema import ModelTable
 from trainer.training.setup.plan import build_model, size_of
@@ -133,18 +130,16 @@ def parameters_of(family: str, heads: int, dim: int) -> float:
 def run(setting: Setting, seed: int, text: Path, work: Path) -> dict[str, float]:
     """Train once; the held-out loss at the end, and the time."""
     sets = {"run.seed": seed, "eval.every": STEPS, **dict(setting.overrides)}
-    rows, seconds = train(f"{setting.name}, seed {seed}", CONFIG.format(steps=STEPS, text=text), sets, work)
-    step_sec = statistics.median(row["metrics"]["step_time_sec"] for row in rows if row.get("mode") == "train")
-    return {"eval_loss": held_out_loss(rows), "step_sec": step_sec, "seconds": seconds}
+    run_dir, seconds = train(f"{setting.name}, seed {seed}", CONFIG.format(steps=STEPS, text=text), sets, work)
+    step_sec = statistics.median(row["step_time_sec"] for row in rows_of(run_dir, "train"))
+    return {"eval_loss": rows_of(run_dir, "eval")[-1]["eval_loss"], "step_sec": step_sec, "seconds": seconds}
 
 
 def at_the_better_rate(found: Sequence[Row], results: Results) -> list[Row]:
     """For each model, the row whose learning rate gave the lower held-out loss on the first seed."""
     rows: dict[str, list[tuple[float, Row]]] = {}
     for row in found:
-        loss = results.value(row[2], 0, "eval_loss")
-        assert loss is not None, "runs of the first seed are missing"
-        rows.setdefault(row[0], []).append((loss, row))
+        rows.setdefault(row[0], []).append((results.of(row[2], 0)["eval_loss"], row))
     return [min(choices, key=lambda choice: choice[0])[1] for choices in rows.values()]
 
 
@@ -155,8 +150,7 @@ def table(found: Sequence[Row], results: Results, seeds: int) -> str:
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
 
     def losses(setting: Setting) -> list[float]:
-        values = (results.value(setting, seed, "eval_loss") for seed in range(seeds))
-        return [value for value in values if value is not None]
+        return [results.of(setting, seed)["eval_loss"] for seed in range(seeds)]
 
     reference = losses(found[0][2])
     for label, number, setting in found:
@@ -176,33 +170,19 @@ def table(found: Sequence[Row], results: Results, seeds: int) -> str:
 
 def main() -> None:
     """Run what is missing, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__, "compare_families")
     parser.add_argument("--of", choices=["families", "optimizers"], default="families")
-    parser.add_argument("--text", type=Path, default=Path("data/pytext"), help="made by `make data`")
-    parser.add_argument("--out", type=Path, default=Path("build/compare_families.json"), help="the results, kept")
-    parser.add_argument("--work", type=Path, default=Path("build/compare_families"), help="directory of the runs")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
     args = parser.parse_args()
-    if not args.text.is_dir():
-        raise SystemExit(f"no corpus in {args.text}; make it with: make data")
-    args.work.mkdir(parents=True, exist_ok=True)
     results = Results(args.out)
 
-    def one(job: tuple[Setting, int]) -> tuple[Setting, int, dict[str, float]]:
-        return *job, run(*job, args.text, args.work)
-
-    def run_missing(found: Sequence[Row], seeds: int) -> None:
-        missing = results.missing([setting for *_, setting in found], seeds)
-        with ThreadPoolExecutor(args.jobs) as pool:
-            for number, (setting, seed, means) in enumerate(pool.map(one, missing), start=1):
-                results.add(setting, seed, means)
-                print(f"{number} of {len(missing)}: {setting.name}, seed {seed}: {means}", file=sys.stderr, flush=True)
+    def complete(found: Sequence[Row], seeds: int) -> None:
+        settings = [setting for *_, setting in found]
+        results.complete(settings, seeds, lambda setting, seed: run(setting, seed, args.text, args.work), args.jobs)
 
     found = families() if args.of == "families" else optimizers()
-    run_missing(found, seeds=1)
+    complete(found, seeds=1)
     best = at_the_better_rate(found, results)
-    run_missing(best, args.seeds)
+    complete(best, args.seeds)
     print(table(best, results, args.seeds))
 
 

@@ -7,7 +7,6 @@ and for each batch size the learning rate and the span of the average are the be
 B is measured by the hooks, in all runs, until they reach the target.
 
     python scripts/gns_batch_sizes.py --out build/gns_batch_sizes.json
-    python scripts/gns_batch_sizes.py --out build/gns_batch_sizes.json --plot docs/images/gns_batch_sizes.png
 
 Runs that are in the file are reused, so the script can be interrupted and started again.
 """
@@ -37,9 +36,8 @@ NUM_EVALUATIONS = 48
 RATES = tuple(1e-3 * 2.0 ** (k / 2) for k in range(14))
 VOCAB = 256
 TUNED_ON = 2  # seeds
-# Span of the average of weights, as the weight of the newest ones at step t: 1 / (1 + span (t - 1)). 0: no average.
+# Span of the average of weights, as the weight of the newest ones at step t: 1 / (1 + span (t - 1)).
 SPANS = (0.03, 0.06, 0.12, 0.25)
-RAW = (0.0,)
 PAST_TARGET = 0.01  # nats: runs end this far below the target, so that all spans that are of use reach it
 
 
@@ -56,14 +54,12 @@ class Setting:
     """Budget of training sequences."""
     target: float = 0.0
     """Held-out loss at which the run ends."""
-    spans: tuple[float, ...] = SPANS
-    """Of the averages of weights that are evaluated."""
 
     @property
     def name(self) -> str:
         """Key in the results file."""
         size = f"dim={self.dim} layers={self.num_layers} sequences={self.sequences}"
-        return f"{size} batch={self.batch} lr={self.lr:g} seed={self.seed} target={self.target:.4f} spans={self.spans}"
+        return f"{size} batch={self.batch} lr={self.lr:g} seed={self.seed} target={self.target:.4f}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Curve:
 
     steps: list[int]
     held_out: list[list[float]]
-    """Nats per byte, of the weights averaged over each of `Setting.spans`."""
+    """Nats per byte, of the weights averaged over each of `SPANS`."""
     b_now: list[float | None]
     """`gns/b_now`."""
     seconds: float
@@ -128,7 +124,7 @@ def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
     torch.manual_seed(setting.seed)
     model = build(VOCAB, setting.dim, setting.num_layers)
     parameters: list[Tensor] = list(model.parameters())
-    averages = [[p.detach().clone() for p in parameters] for _ in setting.spans]
+    averages = [[p.detach().clone() for p in parameters] for _ in SPANS]
     optimizer = torch.optim.Adam(parameters, lr=setting.lr, betas=(0.9, 0.95))
     gns = GradientNoiseScale(model, weights_are_tokens=False)
     num_steps = setting.sequences // setting.batch
@@ -149,7 +145,7 @@ def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for span, average in zip(setting.spans, averages, strict=True):
+            for span, average in zip(SPANS, averages, strict=True):
                 torch._foreach_lerp_(average, parameters, 1.0 / (1.0 + span * (step - 1)))
         if step % every == 0:
             now = gns.current()
@@ -243,7 +239,6 @@ def measure(
     batches: Sequence[int],
     sequences: int,
     seeds: int,
-    spans: tuple[float, ...],
 ) -> Found:
     """Steps to the target by batch size, and B.
 
@@ -252,11 +247,10 @@ def measure(
 
     Args:
         size: width and layers of the model.
-        spans: of the averages of weights to choose from.
     """
 
     def curves(batch: int, target: float, rate: int, seeds: int) -> list[Curve]:
-        settings = [Setting(*size, batch, RATES[rate], seed, sequences, target, spans) for seed in range(seeds)]
+        settings = [Setting(*size, batch, RATES[rate], seed, sequences, target) for seed in range(seeds)]
         return [results.get(setting) for setting in settings]
 
     def lowest(curve: Curve) -> float:
@@ -266,13 +260,13 @@ def measure(
         def cost(span: int) -> float:
             return statistics.fmean(c.steps_to(target, span) or math.inf for c in found[:TUNED_ON])
 
-        span = min(range(len(spans)), key=cost)
+        span = min(range(len(SPANS)), key=cost)
         steps = [curve.steps_to(target, span) for curve in found]
         known = [s for s in steps if s is not None]
         if len(known) < len(steps):
             raise SystemExit(f"batch {batch}: a run does not reach {target:.3f}; raise --sequences")
         means, ends = zip(*(c.b_on_the_way(s, batch) for c, s in zip(found, known, strict=True)), strict=True)
-        return Row(batch, RATES[rate], spans[span], known, list(means), list(ends))
+        return Row(batch, RATES[rate], SPANS[span], known, list(means), list(ends))
 
     rate = best_rate(lambda rate: statistics.fmean(map(lowest, curves(batches[-1], 0.0, rate, TUNED_ON))), 8)
     largest = curves(batches[-1], 0.0, rate, seeds)
@@ -283,7 +277,7 @@ def measure(
         def cost(rate: int, batch: int = batch) -> float:
             tried = curves(batch, target, rate, TUNED_ON)
             return min(
-                statistics.fmean(c.steps_to(target, span) or math.inf for c in tried) for span in range(len(spans))
+                statistics.fmean(c.steps_to(target, span) or math.inf for c in tried) for span in range(len(SPANS))
             )
 
         rate = best_rate(cost, max(rate - 1, 0))
@@ -339,55 +333,22 @@ def b_at_the_end(rows: list[Row]) -> float:
     return statistics.fmean(b for row in rows for b in row.b_end)
 
 
-def plot(path: Path, all_found: list[Found]) -> None:
-    """Plot steps against batch size: the runs and the theory, for each model."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, every_axes = plt.subplots(1, len(all_found), figsize=(5.2 * len(all_found), 4.0), layout="constrained")
-    for axes, found in zip(np.atleast_1d(every_axes), all_found, strict=True):
-        rows = found.rows
-        grid = np.geomspace(rows[0].batch / 2, rows[-1].batch * 2, 100)
-        for b, style, what in (
-            (fitted_b(rows), "--", "fitted to the steps"),
-            (b_at_the_end(rows), "-", "measured at the target"),
-            (b_on_the_way(rows), ":", "measured on the way"),
-        ):
-            axes.loglog(grid, fit(rows, b) * (1 + b / grid), style, label=f"B = {b:.0f}, {what}")
-        for row in rows:
-            axes.plot([row.batch] * len(row.steps), row.steps, "ko", markersize=3)
-        title = f"width {found.dim}, {found.num_layers} layer" + "s" * (found.num_layers > 1)
-        axes.set(xlabel=f"batch (sequences of {SEQ_LEN} bytes)", ylabel="steps to the target loss", title=title)
-        axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     """Run what is not cached, print the tables, draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("data/pytext"))
     parser.add_argument("--out", type=Path, default=Path("build/gns_batch_sizes.json"))
-    parser.add_argument("--plot", type=Path)
     parser.add_argument("--sizes", default="48x1,64x2", help="width x layers, of each model")
     parser.add_argument("--batches", default="16,32,64,128,256")
     parser.add_argument("--sequences", type=int, default=49_152, help="sequences per run")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--raw", action="store_true", help="the loss of the weights themselves, without an average")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results, batches = Results(args.out, args.corpus), [int(batch) for batch in args.batches.split(",")]
-    all_found = []
     for size in args.sizes.split(","):
         dim, num_layers = map(int, size.split("x"))
-        spans = RAW if args.raw else SPANS
-        all_found.append(measure(results, (dim, num_layers), batches, args.sequences, args.seeds, spans))
-        report(all_found[-1])
+        report(measure(results, (dim, num_layers), batches, args.sequences, args.seeds))
     print(f"{platform.platform()}, torch {torch.__version__}")
-    if args.plot:
-        plot(args.plot, all_found)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,11 @@ def read_records(directory: Path) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: record["promise"])
 
 
+def some(cases: list[str]) -> list[str]:
+    """Two of many, and how many more."""
+    return cases if len(cases) <= 3 else [*cases[:2], f"{len(cases) - 2} more"]
+
+
 def render(records: list[dict[str, Any]]) -> str:
     """The table in Markdown: a row for all faults of a promise that had the same outcome."""
     alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
@@ -36,7 +41,8 @@ def render(records: list[dict[str, Any]]) -> str:
         for record in same:
             kind, _, case = record["what"].partition(": ")
             cases.setdefault(kind, []).append(case)
-        what = "; ".join(": ".join(filter(None, (kind, ", ".join(each)))) for kind, each in cases.items())
+        kinds = [": ".join(filter(None, (kind, ", ".join(some(each))))) for kind, each in cases.items()]
+        what = "; ".join(some(kinds))
         times = str(sum(record["times"] for record in same))
         cells = (promise, what, times, lost, outcome)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")

@@ -66,9 +66,10 @@ class UserErrors(UserError):
         return "\n".join(error.message for error in self.errors)
 
 
-def combined(errors: list[UserError]) -> UserError:
-    """The error itself if it is a single one, otherwise all of them as one."""
-    return errors[0] if len(errors) == 1 else UserErrors(errors)
+def raise_found(errors: list[UserError]) -> None:
+    """Raise the mistakes that were found, if there are any: a single one, or all as one."""
+    if errors:
+        raise errors[0] if len(errors) == 1 else UserErrors(errors)
 
 
 def _relative(text: str) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,6 +82,37 @@ def format_error(error: BaseException, *, otherwise: str = "") -> str:
     """`NameError: name 'x' is not defined (mine.py:3)`, on one line; `otherwise` replaces a location outside user code."""
     text = error.msg if isinstance(error, SyntaxError) else message_of(error)
     return f"{type(error).__name__}: {' '.join(text.split())}{place_of(error) or otherwise}"
+
+
+@contextmanager
+def users_code(key: str, problem: str = "fails", fix: str = "fix it there") -> Iterator[None]:
+    """Around a call of the user's code, or what depends on the content of a user's file: whatever it raises is their mistake.
+
+    Raises:
+        UserError: `problem`, and what was raised.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(key, f"{problem}: {format_error(error)}", fix) from error
+
+
+def refuse_arguments(
+    function: Any, name: str, given: Mapping[str, Any], *, key: str, fix: str = "see its signature"
+) -> None:
+    """Refuse keyword arguments that a function does not take, unless it hides its signature, as one written in C may.
+
+    Raises:
+        UserError: see above.
+    """
+    try:
+        inspect.signature(function).bind(**given)
+    except ValueError:
+        pass
+    except TypeError as error:
+        raise UserError(key, f"cannot call {name} with {', '.join(given)}: {error}", fix) from error
 
 
 def _import_error(key: str, module_name: str, error: BaseException) -> UserError:

@@ -9,16 +9,15 @@ faster: it makes no targets, keeps no position, and reports nothing.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from bench_table import Figure, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, in_turns, over, print_figures, ratio_figure
 
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.documents import ReadOptions
@@ -106,33 +105,15 @@ def bare_loop(paths: list[Path], *, with_targets: bool) -> Loop:
     return run
 
 
-def floor_loop(paths: list[Path]) -> Loop:
-    """The same by hand: plain arrays, a bisection instead of `choice`, numbers drawn ahead. No loop can do less."""
-    arrays = [np.asarray(np.memmap(path, dtype=np.uint16, mode="r")) for path in paths]
-    generator = np.random.default_rng(0)
-    ends = (np.cumsum(WEIGHTS) / sum(WEIGHTS)).tolist()
-    cursors = [0] * len(paths)
-    block = ROWS * SEQ_LEN
-
-    def run(batches: int) -> None:
-        for uniform in generator.random(batches).tolist():
-            source = bisect_right(ends, uniform)
-            begin = cursors[source]
-            arrays[source][begin : begin + block].reshape(ROWS, SEQ_LEN).astype(np.int64)
-            cursors[source] = (begin + block) % ((SAMPLES - ROWS) * SEQ_LEN)
-
-    return run
-
-
 def time_in_turns(loops: dict[str, Loop], batches: int, rounds: int) -> dict[str, list[float]]:
     """Microseconds a batch, of each round."""
-    found: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(rounds + 1):
-        for name, loop in loops.items():
-            begin = time.perf_counter()
-            loop(batches)
-            found[name].append((time.perf_counter() - begin) / batches * 1e6)
-    return {name: times[1:] for name, times in found.items()}  # the first round warms up
+
+    def us_per_batch(loop: Loop) -> float:
+        begin = time.perf_counter()
+        loop(batches)
+        return (time.perf_counter() - begin) / batches * 1e6
+
+    return in_turns({name: partial(us_per_batch, loop) for name, loop in loops.items()}, rounds)
 
 
 def metrics_cost(paths: list[Path], num_readers: int, picks: int, rounds: int) -> list[float]:
@@ -169,7 +150,6 @@ def figures(batches: int, rounds: int) -> list[Figure]:
             "pool of 8, metrics on": pool_loop(paths),
             "bare loop": bare_loop(paths, with_targets=False),
             "bare loop with targets": bare_loop(paths, with_targets=True),
-            "floor": floor_loop(paths),
         }
         times = time_in_turns(loops, batches, rounds)
     found = [
@@ -181,12 +161,8 @@ def figures(batches: int, rounds: int) -> list[Figure]:
         )
         for name, each in times.items()
     ]
-    found.append(Figure("blend, metrics on: picks a second", 1e6 / statistics.median(times["blend, metrics on"])))
-    found.append(
-        Figure("blend, metrics on: samples a second", ROWS * 1e6 / statistics.median(times["blend, metrics on"]))
-    )
     for other in ("bare loop", "bare loop with targets"):
-        ratios = [theirs / own for theirs, own in zip(times[other], times["blend, metrics on"], strict=True)]
+        ratios = over(times[other], times["blend, metrics on"])
         found.append(ratio_figure(f"speed of the blend over the {other}", ratios))
     with tempfile.TemporaryDirectory() as folder:
         many = write_corpus(Path(folder), max(GOALS_US), 512)
@@ -196,15 +172,13 @@ def figures(batches: int, rounds: int) -> list[Figure]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__)
     parser.add_argument("--batches", type=int, default=400, help="batches a turn")
     parser.add_argument("--rounds", type=int, default=75, help="turns of each, after one that warms up")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    args = parser.parse_args(argv)
-    print_figures("data", figures(args.batches, args.rounds), as_json=args.json, check=args.check)
+    args = parser.parse_args()
+    print_figures("data", figures(args.batches, args.rounds), args)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Scaling of cost with the number of ranks, streams, groups, active readers and metric keys.
 
-For ranks and strategies, collectives and their elements are counted with torch's profiler in real runs, since there are fewer
-cores than processes to time; elements of a gathering are those that a rank has after it. Everything else is timed per batch or
-per step; growth is the slope between the ends of the range on a log-log scale: 0 is flat, 1 is linear.
+Collectives and the elements that a rank sends are counted with torch's profiler in real runs (strategies: a model of 3 blocks,
+2 micro-batches); elements of a gathering are those that a rank has after it. Everything else is timed; growth is the slope
+between the ends of the range on a log-log scale: 0 is flat, 1 is linear.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 from bench_metrics import make_tracker
-from bench_table import Figure, print_figures
-from collectives import MICRO_BATCHES, count_collectives
+from bench_table import Figure, bench_parser, print_figures
+from collectives import count_collectives
 
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions
@@ -139,62 +139,51 @@ def slope(points: Points) -> float:
 
 def figures_of(what: str, unit: str, points: Points, at_most: float) -> list[Figure]:
     """Each point, and the slope with its goal."""
-    rows = [Figure(f"{unit} at {size:,} {what}", value, unit) for size, value in points]
+    rows = [Figure(f"{size:,} {what}", value, unit) for size, value in (points[0], points[-1])]
     return [*rows, Figure(f"growth with {what} (0 flat, 1 linear)", slope(points), "", at_most=at_most)]
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    """All figures; `args.plot` also writes a plot."""
+    """All figures."""
     found: list[Figure] = []
     for world_size in args.ranks:
         silent, logged = count_collectives(world_size)
         number = sum(silent.calls.values())
-        added = logged.elements["all-gather"] // world_size
+        sent, added = silent.elements["all-reduce"], logged.elements["all-gather"] // world_size
+        calls = sum(logged.calls.values())
         found += [
-            Figure(f"collectives per step, {world_size} ranks", number),
-            Figure(f"collectives per logged step, {world_size} ranks", sum(logged.calls.values()), at_most=number + 1),
-            Figure(f"elements sent per rank, {world_size} ranks: gradients and sums", silent.elements["all-reduce"]),
-            Figure(f"elements sent per rank, {world_size} ranks: additional on a logged step", added),
+            Figure(f"{world_size} ranks: collectives per step", number, f"with {sent:,} elements"),
+            Figure(f"{world_size} ranks: on a logged step", calls, f"with {added:,} more", at_most=number + 1),
         ]
     for name, (world_size, sets) in STRATEGIES.items() if args.ranks else ():
         of_strategy = [f"distributed.{each}" for each in sets]
         silent, _ = count_collectives(world_size, f"model.num_layers={BLOCKS}", *of_strategy)
         for kind, number in sorted(silent.calls.items()):
-            found.append(Figure(f"{name}: {kind}s per step of {BLOCKS} blocks, {MICRO_BATCHES} micro-batches", number))
-            found.append(Figure(f"{name}: elements of its {kind}s", silent.elements[kind]))
+            found.append(Figure(f"{name}: {kind}s per step", number, f"with {silent.elements[kind]:,} elements"))
     measured: list[tuple[str, str, Callable[[], Points], float]] = [
         ("groups", "us per batch", lambda: over_groups(args.groups, args.batches), MAX_FLAT),
         ("active readers", "us per batch", lambda: over_pool(args.pool, args.batches), MAX_SLOPE),
         ("metric keys", "us per logged step", lambda: over_keys(args.keys, args.batches), MAX_SLOPE),
     ]
     per_batch, opening = over_streams(args.streams, args.batches)
-    series = {("streams", "us per batch"): per_batch, ("streams", "s to open"): opening}
     found += figures_of("streams", "us per batch", per_batch, MAX_FLAT)
     found += figures_of("streams", "s to open", opening, MAX_SLOPE)
     for what, unit, points, at_most in measured:
-        series[what, unit] = points()
-        found += figures_of(what, unit, series[what, unit], at_most)
-    if args.plot is not None:
-        from growth_plot import draw  # needs matplotlib, which no extra installs
-
-        draw(series, args.plot)
+        found += figures_of(what, unit, points(), at_most)
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--streams", type=int, nargs="+", default=[10, 100, 1000, 10_000, 100_000])
     parser.add_argument("--groups", type=int, nargs="+", default=[1000, 10_000, 100_000, 1_000_000, 10_000_000])
     parser.add_argument("--pool", type=int, nargs="+", default=[4, 16, 64, 256])
     parser.add_argument("--keys", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--batches", type=int, default=300, help="batches (steps) per round")
-    parser.add_argument("--plot", type=Path, help="write a plot of the growth to this file (PNG)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    args = parser.parse_args(argv)
-    print_figures("growth", measure(args), as_json=args.json, check=args.check)
+    args = parser.parse_args()
+    print_figures("growth", measure(args), args)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 
 import torch
-from bench_table import Figure, peak_mb, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, in_child, in_turns, over, peak_mb, print_figures, ratio_figure
 from torch import Tensor, nn
 
 from trainer.model import transformer
@@ -25,7 +23,7 @@ from trainer.objective import Objective
 from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.loss import Loss
 
-VOCABULARIES = (257, 32_000, 128_000)
+VOCABULARIES = (257, 128_000)
 WAYS = ("at once", "in chunks")
 
 
@@ -71,34 +69,23 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     found = []
     for vocab_size in args.vocabularies:
         ways, tokens = make(args, vocab_size), draw(args, vocab_size)
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
-        for turn in range(args.rounds + 1):
-            for way, (model, loss) in ways.items():
-                seconds = step(model, loss, tokens)
-                if turn:
-                    times[way].append(seconds)
-        memory = {}
-        for way in WAYS:
-            command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", way, str(vocab_size)]
-            memory[way] = float(
-                json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
-            )
+        times = in_turns({way: partial(step, *ways[way], tokens) for way in WAYS}, args.rounds)
+        memory = {way: in_child("--memory-of", way, str(vocab_size)) for way in WAYS}
         is_large = vocab_size >= VOCABULARIES[-1]
         for way in WAYS:
             found.append(Figure(f"V = {vocab_size:,}, {way}: peak memory of a step", memory[way], "MB"))
             found.append(Figure(f"V = {vocab_size:,}, {way}: time of a step", statistics.median(times[way]), "s"))
-        ratios = [chunked / plain for chunked, plain in zip(times[WAYS[1]], times[WAYS[0]], strict=True)]
         name = f"V = {vocab_size:,}: time in chunks over at once"
-        found.append(ratio_figure(name, ratios, at_most=1.4))
+        found.append(ratio_figure(name, over(times[WAYS[1]], times[WAYS[0]]), at_most=1.4))
         ratio = memory[WAYS[1]] / memory[WAYS[0]]
         name = f"V = {vocab_size:,}: memory in chunks over at once"
         found.append(Figure(name, ratio, "x", at_most=0.3 if is_large else None))
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__, device="cpu")
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rows", type=int, default=8, help="rows per micro-batch")
@@ -106,18 +93,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk", type=int, default=128, help="chunk_tokens")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=list(VOCABULARIES), help="sizes")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--memory-of", nargs=2, help="print the MB of this way and vocabulary alone")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(1)
     if args.memory_of:
         way, vocab_size = args.memory_of
         print(json.dumps(memory_of_step(args, way, int(vocab_size))))
         return
-    print_figures("head", measure(args), as_json=args.json, check=args.check)
+    print_figures("head", measure(args), args)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,8 @@
-"""What the ledger costs: microseconds a step at 10k, 100k and 1M live groups, beside two yardsticks.
+"""What the ledger costs: microseconds a step at 10k and 1M live groups, over what any store has to do.
 
-A step is one look-up and one store of 64 groups with states of 2 KiB, with exact LRU eviction and the memory of evicted
-groups. The yardsticks, on the same groups, in turns of 25 steps:
-
-- `OrderedDict`: a tensor a group, least recently stored first, with the same eviction and the same memory;
-- bare gather + scatter: one `index_select` and one `index_copy_` of 64 rows, which any store has to do.
-
-Patterns: `window`, in which 4 of 64 groups are new, so that a group comes about 16 times and never again; and `zipf`, in
-which groups are drawn with probability 1 / rank from 4 times as many as fit.
-
-A micro-batch of 64 rows is smaller than most: with more rows or wider states the share of the copies grows. So wide rows have
-a goal of their own: a look-up and a store of states of 0.26 to 20 MB over the bare gather + scatter of the same rows.
+A step is one look-up and one store of 64 groups (states of 2 KiB, exact LRU eviction), of which 4 are new: a group comes about
+16 times and never again. The yardstick, on the same groups, is a bare gather + scatter of 64 rows. Wide rows have a goal
+of their own: states of 0.26 to 20 MB over the bare gather + scatter of the same rows.
 """
 
 from __future__ import annotations
@@ -19,14 +11,13 @@ import argparse
 import gc
 import statistics
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from bench_table import Figure, print_figures
+from bench_table import Figure, bench_parser, print_figures
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -44,34 +35,7 @@ MAX_OVER_BARE_WIDE = 1.3
 WIDE = ((65_536, 2_048, 32), (500_000, 480, 16), (5_000_000, 48, 4))  # numbers of a state, groups held, groups a step
 WIDE_STEPS = 40
 MOST_BATCH_BYTES = 2 * 10**8
-MIN_UNDER_DICT = 1.5
 MAX_GROWTH = 2.0
-
-
-class DictOfTensors:
-    """LRU store of one tensor a group, as one would write it at first."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._held: OrderedDict[int, Tensor] = OrderedDict()
-        self._evicted: OrderedDict[int, int] = OrderedDict()
-        self._zeros = torch.zeros(WIDTH)
-        self.num_false_evictions = 0
-
-    def step(self, step: int, groups: Ints, states: Tensor) -> Tensor:
-        """Look up and store one batch."""
-        ids = groups.tolist()
-        found = torch.stack([self._held.get(group, self._zeros) for group in ids])
-        for group, state in zip(ids, states, strict=True):
-            if group not in self._held and self._evicted.pop(group, None) is not None:
-                self.num_false_evictions += 1
-            self._held[group] = state.clone()
-            self._held.move_to_end(group)
-        while len(self._held) > self._capacity:
-            self._evicted[self._held.popitem(last=False)[0]] = step
-        while len(self._evicted) > self._capacity:
-            self._evicted.popitem(last=False)
-        return found
 
 
 class Slab:
@@ -113,15 +77,6 @@ def window_batches(live: int, rng: np.random.Generator) -> Iterator[Ints]:
         first_new += NUM_NEW
 
 
-def zipf_batches(live: int, rng: np.random.Generator) -> Iterator[Ints]:
-    """Batches of groups with probability 1 / rank among 4 * `live` groups."""
-    ranks = np.cumsum(1.0 / np.arange(1, 4 * live + 1))
-    while True:
-        drawn = np.searchsorted(ranks, rng.random(6 * BATCH) * ranks[-1])
-        _, first = np.unique(drawn, return_index=True)
-        yield drawn[np.sort(first)[:BATCH]]
-
-
 def timed(durations: list[float], run: Callable[[], object], device: str = "cpu") -> float:
     """Run and note how long it took, to the end of what it queued on the device; when the call returned."""
     if device == "cuda":
@@ -135,33 +90,29 @@ def timed(durations: list[float], run: Callable[[], object], device: str = "cpu"
     return returned
 
 
-def measure(live: int, batches: Iterator[Ints], num_steps: int, seed: int) -> dict[str, float]:
-    """Median microseconds a step of the ledger, the `OrderedDict` and the bare gather + scatter."""
-    rng = np.random.default_rng(seed)
-    ledger, tensors, slab = LedgerSteps(live), DictOfTensors(live), Slab(live)
+def measure(live: int, num_steps: int) -> tuple[float, float]:
+    """Median microseconds a step of the ledger, and of the bare gather + scatter."""
+    rng = np.random.default_rng(live)
+    ledger, slab = LedgerSteps(live), Slab(live)
     states = torch.randn(BATCH, WIDTH)
     step = 0
     for first in range(0, live - live % BATCH, BATCH):
         step += 1
-        for store in (ledger, tensors):
-            store.step(step, np.arange(first, first + BATCH), states)
-    # Made beforehand, so that between the steps nothing but the other stores runs.
+        ledger.step(step, np.arange(first, first + BATCH), states)
+    batches = window_batches(live, np.random.default_rng(live))
+    # Made beforehand, so that between the steps nothing but the other store runs.
     planned = [next(batches) for _ in range(num_steps)]
     places = [torch.from_numpy(rng.integers(0, live, BATCH)) for _ in range(num_steps)]
     gc.collect()
-    times: dict[str, list[float]] = {"ledger": [], "tensors": [], "bare": []}
+    ours: list[float] = []
+    bare: list[float] = []
     for first in range(0, num_steps, BLOCK):
-        block = list(enumerate(planned[first : first + BLOCK], start=step + first + 1))
-        for name, store in (("ledger", ledger), ("tensors", tensors)):
-            for number, groups in block:
-                timed(times[name], partial(store.step, number, groups, states))
+        for number, groups in enumerate(planned[first : first + BLOCK], start=step + first + 1):
+            timed(ours, partial(ledger.step, number, groups, states))
         for slots in places[first : first + BLOCK]:
-            timed(times["bare"], partial(slab.step, slots, states))
-    # Groups stored at the same step are evicted in the order of their slots here, in that of the batch there.
-    num_false = ledger.ledger.drain_metrics()["ledger/false_evictions/lru"]
-    assert abs(num_false - tensors.num_false_evictions) <= 0.02 * num_false, "the stores disagree"
+            timed(bare, partial(slab.step, slots, states))
     warm = num_steps // 5
-    return {name: statistics.median(values[warm:]) * 1e6 for name, values in times.items()}
+    return statistics.median(ours[warm:]) * 1e6, statistics.median(bare[warm:]) * 1e6
 
 
 @dataclass(frozen=True)
@@ -240,22 +191,16 @@ def row_figures(args: argparse.Namespace) -> list[Figure]:
 
 
 def figures(lives: Sequence[int], num_steps: int) -> list[Figure]:
-    """All sizes and patterns."""
+    """All sizes."""
     found: list[Figure] = []
-    for name, make_batches in (("window", window_batches), ("zipf", zipf_batches)):
-        ours = []
-        for live in lives:
-            batches = make_batches(live, np.random.default_rng(live))
-            took = measure(live, batches, num_steps, seed=live)
-            ours.append(took["ledger"])
-            where = f"{name}, {live:,} live groups"
-            over_bare, over_tensors = took["ledger"] / took["bare"], took["tensors"] / took["ledger"]
-            found += [
-                Figure(f"{where}: ledger", took["ledger"], "us"),
-                Figure(f"{where}: ledger over bare gather + scatter", over_bare, "x", at_most=MAX_OVER_BARE),
-                Figure(f"{where}: OrderedDict over ledger", over_tensors, "x", at_least=MIN_UNDER_DICT),
-            ]
-        found.append(Figure(f"{name}: growth of the ledger's time", ours[-1] / ours[0], "x", at_most=MAX_GROWTH))
+    costs = []
+    for live in lives:
+        ours, bare = measure(live, num_steps)
+        costs.append(ours)
+        found.append(Figure(f"{live:,} live groups: ledger", ours, "us"))
+        name = f"{live:,} live groups: ledger over bare gather + scatter"
+        found.append(Figure(name, ours / bare, "x", at_most=MAX_OVER_BARE))
+    found.append(Figure("growth of the ledger's time", costs[-1] / costs[0], "x", at_most=MAX_GROWTH))
     for width, live, batch in WIDE:
         where = f"{batch} of {live:,} states of {4 * width / 1e6:.2g} MB"
         ratio = measure_wide(width, live, batch).over_bare
@@ -263,10 +208,10 @@ def figures(lives: Sequence[int], num_steps: int) -> list[Figure]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--live", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="live groups")
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--live", type=int, nargs="+", default=[10_000, 1_000_000], help="live groups")
     parser.add_argument("--steps", type=int, default=2000, help="steps per size and pattern")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--row-bytes", type=int, nargs="+", help="measure states of these sizes alone")
@@ -274,15 +219,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--placement", default="device", choices=["device", "host"], help="with --row-bytes: on CUDA")
     parser.add_argument("--wide-steps", type=int, default=WIDE_STEPS, help="with --row-bytes: steps per size")
     parser.add_argument("--megabytes", type=int, default=2000, help="with --row-bytes: of all states, at most 65,536")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     if args.device == "cuda" and not args.row_bytes:
         parser.error("--device cuda needs --row-bytes: the groups are kept on the CPU")
     found = row_figures(args) if args.row_bytes else figures(args.live, args.steps)
-    print_figures("ledger", found, as_json=args.json, check=args.check)
+    print_figures("ledger", found, args)
 
 
 if __name__ == "__main__":

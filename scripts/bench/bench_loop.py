@@ -1,9 +1,8 @@
 """Overhead of the trainer's loop over a bare one: same model, batches and optimizer, alternating step by step.
 
 The trainer runs in full: mixing with its metrics, prefetching, ledger, noise scale in every step, timing, the payload on
-stdout (here /dev/null) and metrics.jsonl. The bare loop is what a competent engineer writes by hand: batches prepared in
-memory, one table of states, autograd, clipping, AdamW; it reads a number from the device only once every `LOG_INTERVAL`
-steps. The losses of both are compared at every step: unless they do the same work, the program fails.
+stdout (here /dev/null) and metrics.jsonl. The bare loop is written by hand: batches prepared in memory, one table of states,
+autograd, clipping, AdamW, a number read from the device every `LOG_INTERVAL` steps. Their losses must agree at every step.
 
 Memory is measured in two fresh processes, one per loop; there the bare one reads the data set's batches as it runs.
 """
@@ -14,24 +13,21 @@ import argparse
 import math
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bench_table import Figure, print_figures, ratio_figure
-from trainer_run import ALONE, LOG_INTERVAL, TINY, EachStep, plan_of, run_trainer
+from bench_table import Figure, bench_parser, in_child, over, print_figures, ratio_figure
+from trainer_run import ALONE, LOG_INTERVAL, TINY, StepWatcher, plan_of, run_trainer
 
 from trainer.arrays import IGNORED
 from trainer.data.batch import MicroBatch
 from trainer.data.loader import Loader
-from trainer.training.setup.data import make_blend
-from trainer.training.setup.parts import autocast_context
+from trainer.training.setup.parts import autocast_context, make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.schedule import lr_at, set_lr
@@ -93,7 +89,7 @@ class BareLoop:
         return total
 
 
-class Alternating(EachStep):
+class Alternating(StepWatcher):
     """After each step of the trainer it runs one of the bare loop, and times both."""
 
     def __init__(self, bare: BareLoop | None, device: torch.device) -> None:
@@ -134,15 +130,6 @@ def ready_batches(plan: Plan, device: torch.device) -> list[MicroBatch]:
     return [batch for batch, _ in zip(batches_of(plan, device), range(needed), strict=False)]
 
 
-def peak_memory(loop: str, args: argparse.Namespace) -> float:
-    """Peak memory in MiB of a fresh process that runs one of the loops for a few steps."""
-    command = [sys.executable, __file__, "--only", loop, "--steps", "12", "--device", args.device]
-    command += ["--config", str(args.config)] if args.config else []
-    command += [word for each in args.sets for word in ("--set", each)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout.strip().splitlines()[-1])
-
-
 def measure(args: argparse.Namespace) -> list[Figure]:
     """Speed and memory, as figures."""
     device = torch.device(args.device)
@@ -154,17 +141,16 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     # Blocks from one logged step to the next: a logged step is read at once and the others one step later, so within a block
     # the times between two calls are not those of one step.
     blocks = [slice(first, first + LOG_INTERVAL) for first in range(LOG_INTERVAL, args.steps, LOG_INTERVAL)]
-    ratios = [sum(times.bare[block]) / sum(times.ours[block]) for block in blocks]
-    ours, theirs = (
-        statistics.median(sum(each[block]) / LOG_INTERVAL for block in blocks) for each in (times.ours, times.bare)
-    )
-    memory = [[peak_memory(loop, args) for loop in ("trainer", "bare")] for _ in range(args.memory_rounds)]
+    ours, theirs = ([sum(each[block]) / LOG_INTERVAL for block in blocks] for each in (times.ours, times.bare))
+    memory = [
+        [in_child("--only", loop, "--steps", "12") for loop in ("trainer", "bare")] for _ in range(args.memory_rounds)
+    ]
     growth = [ours_mib / bare_mib for ours_mib, bare_mib in memory]
     goal = GOALS[device.type]
     return [
-        ratio_figure("tokens per second, trainer over bare loop", ratios, at_least=goal),
-        Figure("seconds per step: trainer", ours, "s"),
-        Figure("seconds per step: bare loop", theirs, "s"),
+        ratio_figure("tokens per second, trainer over bare loop", over(theirs, ours), at_least=goal),
+        Figure("seconds per step: trainer", statistics.median(ours), "s"),
+        Figure("seconds per step: bare loop", statistics.median(theirs), "s"),
         ratio_figure("peak memory, trainer over bare loop", growth, at_most=MAX_MEMORY),
     ]
 
@@ -186,25 +172,21 @@ def only(loop: str, args: argparse.Namespace) -> None:
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__, device="cpu", sets=True)
     parser.add_argument("--config", type=Path, help="config of the run (default: 17.6 M parameters on synthetic text)")
-    parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of the config, KEY=VALUE")
     parser.add_argument("--tiny", action="store_true", help="shrink the config's model and batches: a rehearsal")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=120, help="steps of each loop, a multiple of the log interval, 10")
     parser.add_argument("--memory-rounds", type=int, default=3, help="pairs of processes to measure memory")
     parser.add_argument("--only", choices=["trainer", "bare"], help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     args.sets = [*(TINY if args.tiny else ()), *args.sets]
     torch.set_num_threads(torch.get_num_threads() if args.device == "cuda" else 1)
     if args.only:
         only(args.only, args)
         return
-    print_figures("loop", measure(args), as_json=args.json, check=args.check)
+    print_figures("loop", measure(args), args)
 
 
 if __name__ == "__main__":

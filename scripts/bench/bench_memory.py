@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from bench_table import Figure, peak_mb, print_figures
-from trainer_run import GPU_CONFIG, LOG_INTERVAL, TINY, EachStep, plan_of, run_trainer
+from bench_table import Figure, bench_parser, in_child, peak_mb, print_figures
+from trainer_run import GPU_CONFIG, LOG_INTERVAL, TINY, StepWatcher, plan_of, run_trainer
 
 from trainer.tools.memory import predict_memory, resident_bytes
 
@@ -28,7 +26,7 @@ MOST_OVER, LEAST_OVER = 1.1, 0.9
 MOST_GROWTH_MB = 4.0  # batches that are prefetched, or in flight, come and go
 
 
-class Watch(EachStep):
+class Watch(StepWatcher):
     """The memory in use and its peak after each step, in MB."""
 
     def __init__(self, device: str) -> None:
@@ -65,21 +63,6 @@ def measure_one(args: argparse.Namespace, sets: Sequence[str]) -> dict[str, floa
     }
 
 
-def in_child(args: argparse.Namespace, sets: Sequence[str]) -> dict[str, float]:
-    """`measure_one` in a process of its own.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    command = [sys.executable, __file__, "--one", "--device", args.device, "--steps", str(args.steps)]
-    command += [word for each in sets for word in ("--set", each)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
 def measure(args: argparse.Namespace) -> list[Figure]:
     """Figures of the runs: plain, compiled (which the prediction does not know), and with the states on the host."""
     own = [*SETS, *(TINY if args.device == "cpu" else ()), *args.sets]
@@ -88,7 +71,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     if args.device == "cuda":
         runs["on the device, compiled"] = [*own, "train.compile=true"]
     for name, sets in runs.items():
-        took = measured[name] = in_child(args, sets)
+        took = measured[name] = in_child("--one", *(word for each in sets for word in ("--set", each)))
         is_compiled = name.endswith("compiled")
         ratio = took["measured"] / took["predicted"]
         limits = {} if is_compiled else {"at_least": LEAST_OVER, "at_most": MOST_OVER}
@@ -110,19 +93,16 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser = bench_parser(__doc__, device="cuda", sets=True)
     parser.add_argument("--steps", type=int, default=30, help="a multiple of the log interval, 10")
-    parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of the config, KEY=VALUE")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.one:
         print(json.dumps(measure_one(args, args.sets)))
         return
-    print_figures("memory", measure(args), as_json=args.json, check=False)
+    print_figures("memory", measure(args), args)
 
 
 if __name__ == "__main__":

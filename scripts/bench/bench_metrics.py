@@ -10,15 +10,14 @@ wandb is not included: its client's `log` alone takes 75 to 270 us.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_table import Figure, print_figures
+from bench_table import Figure, bench_parser, print_figures
 
 from trainer.metrics.aggregate import SumCount, Value, rank_operations, reduce_over_ranks
 from trainer.metrics.catalog.lookup import CATALOG
@@ -119,16 +118,14 @@ def measure(repeats: int) -> list[Figure]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5000, help="steps of each measurement")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print_figures("metrics", measure(args.repeats), as_json=args.json, check=args.check)
+    print_figures("metrics", measure(args.repeats), args)
 
 
 if __name__ == "__main__":

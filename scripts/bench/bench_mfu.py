@@ -6,7 +6,6 @@ median over the logged steps after the first, which compiles. On the CPU the mod
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_table import Figure, print_figures
+from bench_table import Figure, bench_parser, print_figures
 from trainer_run import GPU_CONFIG, TINY, overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,14 +94,11 @@ def measure(device: str, sets: Sequence[str]) -> list[Figure]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of the config, KEY=VALUE")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    args = parser.parse_args(argv)
-    print_figures("mfu", measure(args.device, args.sets), as_json=args.json, check=False)
+    parser = bench_parser(__doc__, device="cuda", sets=True)
+    args = parser.parse_args()
+    print_figures("mfu", measure(args.device, args.sets), args)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,14 @@ host slower, so idle time is an upper bound. The trace opens in chrome://tracing
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from bench_table import Figure, Table, print_figures
+from bench_table import Figure, Table, bench_parser, print_figures
 from torch.profiler import ProfilerActivity, profile, schedule
-from trainer_run import GPU_CONFIG, TINY, EachStep, plan_of, run_trainer
+from trainer_run import GPU_CONFIG, TINY, StepWatcher, plan_of, run_trainer
 
 from trainer.extensions.trace import TraceSummary, read_trace, summarize
 
@@ -25,7 +24,7 @@ MOST_KERNELS = 25
 MOST_NAME = 90
 
 
-class StepProfiler(EachStep):
+class StepProfiler(StepWatcher):
     """Tells the profiler of each step."""
 
     def __init__(self, profiler: profile) -> None:
@@ -80,17 +79,14 @@ def short(name: str) -> str:
     return name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 3]}..."
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--set", dest="sets", action="append", default=[], help="a setting of the config, KEY=VALUE")
+    parser = bench_parser(__doc__, device="cuda", sets=True)
     parser.add_argument("--trace", type=Path, default=Path("build/trace.json.gz"), help="where the trace is written")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     sets = [*(["train.compile=false"] if args.device == "cpu" else []), *args.sets]
     figures, tables = measure(profile_run(args.device, sets, args.trace))
-    print_figures("profile", figures, as_json=args.json, check=False, tables=tables)
+    print_figures("profile", figures, args, tables)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench_table import Figure, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, in_turns, over, print_figures, ratio_figure
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -141,19 +141,15 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     for length in args.lengths:
         x = torch.randn(args.tokens // length, length, args.dim, device=args.device, dtype=dtype_of(args.device))
         candidates = layers(args.dim, args.device)
-        times: dict[str, list[float]] = {name: [] for name in candidates}
-        for turn in range(args.rounds + 1):
-            for name, layer in candidates.items():
-                spent = seconds(layer, x)
-                if turn:
-                    times[name].append(spent)
+        times = in_turns(
+            {name: functools.partial(seconds, layer, x) for name, layer in candidates.items()}, args.rounds
+        )
         ours = times["recurrence"]
         medians[length] = statistics.median(ours)
         for other in ("gru", "attention"):
-            ratios = [theirs / own for own, theirs in zip(ours, times[other], strict=True)]
             is_promised = other == "gru" or (args.device == "cpu" and length >= FASTER_THAN_ATTENTION_FROM)
             name = f"T={length}: times faster than {other}"
-            found.append(ratio_figure(name, ratios, at_least=1.0 if is_promised else None))
+            found.append(ratio_figure(name, over(times[other], ours), at_least=1.0 if is_promised else None))
         moved = TENSORS_MOVED[args.device] * x.numel() * x.element_size()
         found.append(Figure(f"T={length}: ours, seconds", medians[length], "s"))
         found.append(Figure(f"T={length}: ours, minimum bytes over time", moved / medians[length] / 1e9, "GB/s"))
@@ -166,17 +162,14 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__, device="cpu")
     parser.add_argument("--dim", type=int, help="default: 256 on the CPU, 1024 on CUDA")
     parser.add_argument("--tokens", type=int, help="tokens per batch, at every length; default: 4096, 32768 on CUDA")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(1)
     elif not HAS_TRITON:
@@ -184,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, size in DEFAULT_SIZES[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, size)
-    print_figures("recurrence", measure(args), as_json=args.json, check=args.check)
+    print_figures("recurrence", measure(args), args)
 
 
 if __name__ == "__main__":

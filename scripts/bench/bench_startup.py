@@ -7,7 +7,6 @@ with files in the page cache.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -17,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench_table import Figure, print_figures
+from bench_table import Figure, bench_parser, print_figures
 from trainer_run import CONFIG, LOG_INTERVAL, write_corpus
 
 MAX_HELP_SEC = 0.4
@@ -82,14 +81,12 @@ def measure(rounds: int) -> list[Figure]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    args = parser.parse_args(argv)
-    print_figures("start-up", measure(args.rounds), as_json=args.json, check=args.check)
+    args = parser.parse_args()
+    print_figures("start-up", measure(args.rounds), args)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,6 +54,34 @@ def ratio_figure(
     return Figure(name, middle, "x", low, high, at_least=at_least, at_most=at_most)
 
 
+def over(ours: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Paired ratios."""
+    return [own / other for own, other in zip(ours, others, strict=True)]
+
+
+def in_turns(actions: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each action returns, in turns, after a first one that warms up: other load on the machine falls on all alike."""
+    found: dict[str, list[float]] = {name: [] for name in actions}
+    for turn in range(rounds + 1):
+        for name, action in actions.items():
+            value = action()
+            if turn:
+                found[name].append(value)
+    return found
+
+
+def in_child(*arguments: str) -> Any:
+    """What a process of this program with these further arguments prints in its last line, as JSON.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    done = subprocess.run([sys.executable, *sys.argv, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 def machine() -> str:
     """Processor, accelerator and versions, in words."""
     try:
@@ -81,11 +112,30 @@ class Table:
     rows: Sequence[Sequence[str | float | int]]
 
 
+def bench_parser(doc: str | None, *, device: str | None = None, sets: bool = False) -> argparse.ArgumentParser:
+    """The options that benchmarks share.
+
+    Args:
+        device: default of `--device`, if it is one of them.
+        sets: whether `--set` is.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
+    if device:
+        parser.add_argument("--device", default=device, choices=["cpu", "cuda"])
+    if sets:
+        parser.add_argument(
+            "--set", dest="sets", action="append", default=[], help="a setting of the config, KEY=VALUE"
+        )
+    return parser
+
+
 def print_figures(
-    bench: str, figures: Sequence[Figure], *, as_json: bool, check: bool, tables: Sequence[Table] = ()
+    bench: str, figures: Sequence[Figure], args: argparse.Namespace, tables: Sequence[Table] = ()
 ) -> None:
-    """Print to stdout; with `check`, exit with 1 if a goal is missed."""
-    if as_json:
+    """Print to stdout, with `--json` as JSON; with `--check`, exit with 1 if a goal is missed."""
+    if args.json:
         content = {"figures": [asdict(figure) for figure in figures], "tables": [asdict(table) for table in tables]}
         print(json.dumps({"bench": bench, "machine": machine(), **content}))
     else:
@@ -97,7 +147,7 @@ def print_figures(
             print(
                 "\n".join([f"{table.title}: {', '.join(table.columns)}", *("  ".join(map(str, r)) for r in table.rows)])
             )
-    if check and any(figure.is_met is False for figure in figures):
+    if args.check and any(figure.is_met is False for figure in figures):
         sys.exit(1)
 
 

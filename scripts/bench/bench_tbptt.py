@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 
 import torch
-from bench_table import Figure, peak_mb, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, in_child, in_turns, over, peak_mb, print_figures, ratio_figure
 from torch import Tensor, nn
 
 from trainer.model import build
@@ -68,50 +66,42 @@ def memory_of_step(args: argparse.Namespace) -> float:
 def measure(args: argparse.Namespace) -> list[Figure]:
     """Time per token and memory of each way, and their ratios to one long cell."""
     ways = make(args)
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(args.rounds + 1):
-        for way, model in ways.items():
-            tokens = draw(args, way)
-            spent = step(model, tokens) / tokens.numel()
-            if turn:
-                times[way].append(spent * 1e6)
-    memory = {}
-    for way in ways:
-        command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", way]
-        memory[way] = float(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout))
+
+    def us_per_token(way: str) -> float:
+        tokens = draw(args, way)
+        return step(ways[way], tokens) / tokens.numel() * 1e6
+
+    times = in_turns({way: partial(us_per_token, way) for way in ways}, args.rounds)
+    memory = {way: in_child("--memory-of", way) for way in ways}
     found = []
     for way in ("truncated", *WAYS):
         found.append(Figure(f"{way}: time per token", statistics.median(times[way]), "us"))
         found.append(Figure(f"{way}: peak memory of a step", memory[way], "MB"))
     long = times[WAYS[0]]
     for way, most_time, most_memory in ((WAYS[1], 1.5, 1.5), (WAYS[2], 2.0, 0.5)):
-        ratios = [own / other for own, other in zip(times[way], long, strict=True)]
-        found.append(ratio_figure(f"{way}: time over one long cell", ratios, at_most=most_time))
+        found.append(ratio_figure(f"{way}: time over one long cell", over(times[way], long), at_most=most_time))
         ratio = memory[way] / memory[WAYS[0]]
         found.append(Figure(f"{way}: memory over one long cell", ratio, "x", at_most=most_memory))
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; exits with 1 when --check is given and a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__, device="cpu")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=4, help="rows per micro-batch")
     parser.add_argument("--cell", type=int, default=128, help="tokens per cell")
     parser.add_argument("--cells", type=int, default=8, help="cells per row, k")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--memory-of", choices=[*WAYS, "truncated"], help="print the MB of this way alone")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless every goal is met")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(1)
     if args.memory_of:
         print(json.dumps(memory_of_step(args)))
         return
-    print_figures("tbptt", measure(args), as_json=args.json, check=args.check)
+    print_figures("tbptt", measure(args), args)
 
 
 if __name__ == "__main__":

@@ -70,21 +70,21 @@ wandb = {{ mode = "disabled" }}
 """
 
 
-class EachStep:
-    """Is told of each step. Here it does nothing."""
+class StepWatcher:
+    """Gets each finished step. This one ignores it."""
 
     def update(self, step: int, loss: float) -> None:
-        """Called once a step is finished."""
+        """A step is finished."""
 
 
-class CallsBack(Extension):
-    """Tells `EachStep`, which the benchmark has made before the run."""
+class WatchSteps(Extension):
+    """Passes each finished step to the watcher of the benchmark, which was made before the run."""
 
-    told = EachStep()
+    watcher = StepWatcher()
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
-        """Tell it."""
-        CallsBack.told.update(taken.step, outcome.loss)
+        """Pass it on."""
+        WatchSteps.watcher.update(taken.step, outcome.loss)
 
 
 def write_corpus(root: Path) -> None:
@@ -119,18 +119,18 @@ def overrides(steps: int, device: str) -> list[str]:
     quiet = ["eval.every=0", "checkpoint.every=0", 'metrics.wandb.mode="disabled"', "metrics.tensorboard=false"]
     # A warm-up of the learning rate longer than the run would be refused.
     whole = [f"train.steps={steps}", f"metrics.log_interval={LOG_INTERVAL}", f"scheduler.warmup_steps={min(steps, 10)}"]
-    whole.append('extension=[{target="trainer_run:CallsBack"}]')
+    whole.append('extension=[{target="trainer_run:WatchSteps"}]')
     return [*whole, f'train.device="{device}"', 'metrics.stdout="json"', *quiet]
 
 
-def run_trainer(plan: Plan, folder: Path, device: torch.device, each_step: EachStep) -> None:
+def run_trainer(plan: Plan, folder: Path, device: torch.device, watcher: StepWatcher) -> None:
     """Run the full trainer from its first to its last step; its payloads go nowhere."""
     with (
         open("/dev/null", "w", encoding="utf-8") as nowhere,
         contextlib.redirect_stdout(nowhere),
         contextlib.ExitStack() as stack,
     ):
-        CallsBack.told = each_step
+        WatchSteps.watcher = watcher
         run = open_run(plan, Launch(run_dir=str(folder / "run")), ALONE, device, stack, stack)
         assert run is not None
         run_loop(run)

@@ -75,7 +75,6 @@ BENCHES = (
         "--dim 1024 --rows 16 --length 1024 --chunk 2048 --vocabularies 32000 128000",
         "--rows 2 --length 64 --rounds 1 --vocabularies 4096",
     ),
-    Bench("speed", "copy", 60, "", "--megabytes 16 --rounds 3"),
     Bench("ledger", "device", 200, f"--placement device {ROW_BYTES}", f"--placement device {FEW_ROWS}", "ledger"),
     Bench("ledger", "host", 240, f"--placement host {ROW_BYTES}", f"--placement host {FEW_ROWS}", "ledger"),
     Bench("memory", "memory", 400, "", "--steps 20"),

@@ -8,8 +8,11 @@ installed; torch, triton and everything else are those of the interpreter that r
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,21 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gpu_checks import Check, checks
-from gpu_machine import clocks, commit, how_to_supply, missing_packages, versions
-from gpu_results import (
-    BAD,
-    FAILED,
-    NOT_RUN,
-    PARTS,
-    TIMED_OUT,
-    Record,
-    Row,
-    in_order,
-    load,
-    render,
-    save,
-    summary,
-)
+from gpu_results import BAD, FAILED, NOT_RUN, PARTS, TIMED_OUT, Record, Row, load, render, save, summary
 from limited_process import Ended, run_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +30,39 @@ CORPUS = ROOT / "data" / "pytext"
 CORPUS_SEC = 240.0
 EXIT_BAD, EXIT_CANNOT = 1, 2
 NEED_CORPUS = frozenset({"speed", "memory", "profile"})
+OF_TORCH = """
+import json, torch
+cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
+device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+print(json.dumps({"torch": torch.__version__, "cuda": cuda, "cudnn": cudnn, "device": device}))
+"""
+
+
+def versions() -> dict[str, str | None]:
+    """Of device, driver, torch, CUDA, cuDNN and Python. torch is asked in a process of its own: to import it here would take
+    the memory of the device that is measured."""
+    of_torch = json.loads(_said(sys.executable, "-c", OF_TORCH) or "{}")
+    driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    return {
+        **{key: None if value is None else str(value) for key, value in of_torch.items()},
+        "driver": driver or None,
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str:
+    """The commit of the checkout, with `-dirty` if it was changed; `COMMIT` of the environment where there is no git."""
+    described = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return os.environ.get("COMMIT") or _said("git", "-C", str(ROOT), *described) or "unknown"
+
+
+def _said(*command: str) -> str:
+    """What a command prints; empty if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def environment(device: str) -> dict[str, str]:
@@ -72,12 +94,11 @@ def run_check(check: Check, *, limit_sec: float, environ: dict[str, str]) -> Rec
     if limit_sec < 1.0:
         row = Row(check.name, NOT_RUN, reason="the time of the part is over")
         return Record(check.part, check.name, "", "", 0.0, [row])
-    before = clocks()
     ended = run_process([sys.executable, *check.arguments], limit_sec=limit_sec, environ=environ, cwd=ROOT)
     record = findings(check, ended)
     if any(row.status in BAD for row in record.rows):
         print(ended.stdout[-2000:] + ended.stderr[-4000:], file=sys.stderr, flush=True)
-    return replace(record, clocks_before=before, clocks_after=clocks())
+    return record
 
 
 def run_parts(
@@ -89,7 +110,7 @@ def run_parts(
     part_sec: float,
 ) -> list[Record]:
     """Run checks in turn, each part for no longer than `part_sec`; `keep` is called after each."""
-    version, found = commit(ROOT), []
+    version, found = commit(), []
     began: dict[str, float] = {}
     for check in chosen:
         start = began.setdefault(check.part, time.monotonic())
@@ -127,9 +148,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, merge, print a table; the exit code."""
     args = parse(argv)
-    if missing := missing_packages(args.part):
-        print(f"make gpu: {how_to_supply(missing)}", file=sys.stderr)
-        return EXIT_CANNOT
     results = ROOT / "build" / ("gpu" if args.device == "cuda" else "gpu-cpu")
     results.mkdir(parents=True, exist_ok=True)
     for report in results.glob("*.xml"):  # what an earlier run has left would pass for this one's
@@ -159,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def keep(record: Record) -> None:
         records[record.key] = record
-        merged = in_order(records.values(), [check.key for check in known])
+        merged = {check.key: records[check.key] for check in known if check.key in records}
         save(file, args.device, merged)
         file.with_suffix(".md").write_text(render(list(merged.values()), args.device), encoding="utf-8")
 

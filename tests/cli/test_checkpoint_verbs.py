@@ -60,5 +60,5 @@ def test_what_is_no_run_is_refused_with_one_line(tmp_path, capsys, verb):
     result = program(["checkpoint", verb, tmp_path / "nowhere"], capsys)
     assert result.returncode == 2
     assert result.stderr == (
-        f"{tmp_path / 'nowhere'}: has no directory checkpoints; name a run directory (runs/NAME-TIME)\n"
+        f"{tmp_path / 'nowhere'}: has no checkpoint; name a run (runs/NAME-TIME) that saved one, or the store of one\n"
     )

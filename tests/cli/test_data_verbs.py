@@ -185,7 +185,7 @@ def test_lost_files_come_before_copies(tmp_path, capsys):
     (tmp_path / "in" / "d.txt").write_bytes(b"a\0b")
     build = ["data", "build", "text", "--out", tmp_path / "out", "--modality", f"m={tmp_path}/in/*.txt"]
     line = program(build, capsys).stderr.splitlines()[0]
-    assert re.match(r"skipped 5\d* files: m/b0.txt \(not UTF-8: byte 0xff at offset 0\), .* and ", line)
+    assert re.match(r"skipped 54 files: m/b0.txt \(not UTF-8: byte 0xff at offset 0\), .* and 51 more", line)
     assert line.endswith("; the manifest lists them all")
 
 

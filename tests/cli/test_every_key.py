@@ -68,14 +68,14 @@ SLOW_SAVES = """
 import os, time
 import numpy as np
 from trainer.model import build as build_ours
-from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing import saver
 
 if os.environ.get("RANK") == "1":
-    write = checkpoint.write_part
+    write = saver.write_part
     def slow(path, value):
         time.sleep(0.05)
         write(path, value)
-    checkpoint.write_part = slow
+    saver.write_part = slow
 
 def build(vocab_size, dim, num_layers):
     return build_ours(vocab_size, dim=dim, num_layers=num_layers)

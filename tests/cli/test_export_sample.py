@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 
 def generate(where, **changes):
-    sample(str(where), **{"prompt": "the ", "num_bytes": 30, "seed": 4, "device": "cpu", **changes})
+    sample(str(where), **{"prompt": "the ", "tokens": 30, "seed": 4, "device": "cpu", **changes})
 
 
 def samples_of(run_dir):
@@ -82,21 +82,17 @@ def test_the_seed_decides_and_the_exported_model_says_the_same(folder, capsys):
     assert text == said("run") == said("exported")
     assert text != said("run", seed=5)
     assert text != said("run", step=3)
-    as_json = json.loads(said("run", as_json=True))
-    assert (as_json["step"], as_json["prompt"] + as_json["text"] + "\n") == (6, text)
-    assert len(said("run", top_k=1, num_bytes=7)) <= 4 + 7 + 1
+    assert len(said("run", top_k=1, tokens=7)) <= 4 + 7 + 1
 
 
-def test_two_lengths_and_absent_checkpoints_are_refused(folder):
-    with pytest.raises(UserError, match="--bytes: does not go with --tokens"):
-        generate(folder / "run", num_tokens=3)
+def test_absent_checkpoints_are_refused(folder):
     with pytest.raises(UserError, match=r"has no checkpoint after step 4; use one of 3, 6"):
         generate(folder / "run", step=4)
     with pytest.raises(UserError, match="is not a directory; name the directory of a run"):
         generate(folder / "nowhere")
     (folder / "no_config").mkdir()
     shutil.copy(folder / "exported" / "model.safetensors", folder / "no_config")
-    with pytest.raises(UserError, match=r"no_config: has model.safetensors but no config.toml.*--format safetensors"):
+    with pytest.raises(UserError, match=r"no_config/config.toml: cannot be read"):
         generate(folder / "no_config")
 
 
@@ -160,7 +156,6 @@ def test_without_a_format_the_path_decides_and_it_is_said(folder, tmp_path, caps
         pytest.importorskip("pyarrow")
     done = program(["export", folder / "run", "--out", tmp_path / name], capsys)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith(f"no --format: writing {format}; the others: ")
     program(["export", folder / "run", "--out", tmp_path / "asked", "--format", format], capsys)
     found, asked = tmp_path / name, tmp_path / "asked"
     if format == "safetensors":
@@ -169,18 +164,6 @@ def test_without_a_format_the_path_decides_and_it_is_said(folder, tmp_path, caps
         )
     else:
         assert found.read_bytes() == asked.read_bytes()
-
-
-def test_an_old_run_becomes_a_tensorboard_directory(folder, tmp_path, capsys):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    exported = program(["export", folder / "run", "--format", "tensorboard", "--out", tmp_path / "tb"], capsys)
-    assert exported.returncode == 0, exported.stderr
-    board = EventAccumulator(str(tmp_path / "tb"))
-    board.Reload()
-    found = {event.step: event.value for event in board.Scalars("train/loss")}
-    assert found == pytest.approx(losses(folder / "run" / "metrics.jsonl"))
 
 
 def test_a_tokenizer_that_is_not_there_is_named_with_the_way_out(tmp_path, monkeypatch):

@@ -14,9 +14,7 @@ from tests.support.in_process import program
 from tests.unit.preview.test_forecast import real_run
 from trainer.config.load import load_config
 from trainer.data.layout import discover_nested
-from trainer.tools.init.mix import parts_of
-from trainer.tools.init.shares import Mix
-from trainer.tools.inspection.sizing import choose_sizes
+from trainer.tools.init.sizing import MIXES, choose_sizes, parts_of
 from trainer.tools.verbs.init import init
 from trainer.training.setup.plan import make_plan
 
@@ -44,18 +42,16 @@ def drawn(config: Path, *overrides: str) -> dict[str, float]:
     return {name: count / sum(tokens.values()) for name, count in tokens.items()}
 
 
-@pytest.mark.parametrize("mix", Mix)
+@pytest.mark.parametrize("mix", MIXES)
 def test_the_tokens_that_are_drawn_have_the_shares_that_were_asked_for(corpus, monkeypatch, mix):
     monkeypatch.chdir(corpus)
     init(["data"], out="x.toml", force=True, weights=mix, minutes=0)
     plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
     found = discover_nested(Path("data"))
     lengths = [np.array(LENGTHS[stream.modality]) for stream in found]
-    sizes = choose_sizes(
-        [stream.relative_path for stream in found], lengths, modalities=[stream.modality for stream in found]
-    )
+    sizes = choose_sizes(found, lengths)
     tokens = {part.modality: part.tokens for part in parts_of(found, lengths, sizes, mix)}
-    power = {Mix.tokens: 1.0, Mix.sqrt: 0.5, Mix.equal: 0.0}[mix]
+    power = {"tokens": 1.0, "sqrt": 0.5, "equal": 0.0}[mix]
     asked = {name: math.pow(count, power) for name, count in tokens.items()}
     assert [source.table.weight for source in plan.sources] != [1.0] * 3
     for name, share in drawn(Path("x.toml")).items():
@@ -83,7 +79,7 @@ def test_equal_weights_draw_another_mix_which_preview_and_check_show_and_warn_ab
 
 def test_an_underdrawn_modality_alone_is_warned_about(corpus, monkeypatch, capsys):
     monkeypatch.chdir(corpus)
-    init(["data"], out="x.toml", force=True, weights=Mix.tokens, minutes=0)
+    init(["data"], out="x.toml", force=True, minutes=0)
     weights = {source.name: source.weight for source in load_config("x.toml").data.source}
     few = ["--set", f"data.source.few.weight={weights['few'] / 5}"]
     shown = json.loads(

@@ -16,8 +16,8 @@ from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.tools.pictures import check_page
+from trainer.tools.preview.show import print_preview
 from trainer.tools.preview.summary import make_preview
-from trainer.tools.preview.terminal import print_preview
 from trainer.training.setup.plan import make_plan
 
 FADING = 'weight={schedule="linear",points={0=3.0,6=0.0}}'

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.runs import read_rows, run, write_tiny_config
-from trainer.training.checkpointing import checkpoint as files
+from trainer.training.checkpointing.tensor_files import read_rank
 
 # In step 5, one micro-batch of rank 1 gives NaN: in its logits, or in the states as well.
 SPOILED = """
@@ -49,7 +49,7 @@ def trained(directory: Path, spoil: str | None) -> tuple[dict[int, dict[str, flo
     result = run(*arguments, nproc=2, cwd=directory, extra=extra)
     assert result.returncode == 0, result.stderr
     rows = {step: row for (_, step), row in read_rows(run_dir / "metrics.jsonl").items()}
-    return rows, [files.read_rank(run_dir / "checkpoints" / "latest", rank)["ledger"] for rank in range(2)]
+    return rows, [read_rank(run_dir / "checkpoints" / "latest", rank)["ledger"] for rank in range(2)]
 
 
 def findings(run_dir: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.fault_record import Injected
 from tests.support.runs import losses, make_corpus, run, write_tiny_config
 from trainer.tools.runs.load import load_run
-from trainer.training.checkpointing.checkpoint import read_rank
+from trainer.training.checkpointing.tensor_files import read_rank
 
 pytestmark = pytest.mark.distributed
 RUN = "\n[checkpoint]\nevery = 4\n"

@@ -18,9 +18,8 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.tools.memory import predict_memory
-from trainer.training.setup.parts import autocast_context, make_objective, make_state
+from trainer.training.setup.parts import autocast_context, make_objective, make_state, make_strategy
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.setup.sharding import make_strategy
 from trainer.training.step.optimizer import named_state
 from trainer.training.step.step import StepSettings, TrainStep
 

@@ -17,12 +17,10 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.model.weights import read_weights
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.model_part import model_part
-from trainer.training.checkpointing.restore import restore
-from trainer.training.checkpointing.resume_checks import DataPolicy, check_data
-from trainer.training.setup.parts import make_state
+from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
+from trainer.training.checkpointing.train_state import model_part
+from trainer.training.setup.parts import make_state, make_strategy
 from trainer.training.setup.plan import make_plan
-from trainer.training.setup.sharding import make_strategy
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
@@ -133,7 +131,7 @@ def held_after(rank: int, world: int, config: str, saved: dict[str, str]) -> lis
             state = make_state(plan, info, CPU, ranks)
             _, state_json = checkpoint.find(Path(path).parent, path)
             data = check_data(plan, state_json, info, DataPolicy())
-            restore(Path(path), state_json, state, loaded, info, CPU, data, groups_in_flight=0)
+            restore(Path(path), state_json, plan, state, info, CPU, data)
             part = model_part(state.model, state.optimizer, state.scaler, rank=rank)
             whole = model_content(Path(path))
             rows = {} if part is None else part.rows
@@ -197,7 +195,7 @@ def test_shards_are_exported_whole_and_another_run_begins_with_them(config, runs
     tensors, _ = read_weights(exported)
     expected = weights(runs["hsdp"])
     assert all(torch.equal(tensors[name], value) for name, value in expected.items())
-    sampled = run("sample", runs["hsdp"], "--prompt", "the", "--bytes", 10)
+    sampled = run("sample", runs["hsdp"], "--prompt", "the", "--tokens", 10)
     assert sampled.returncode == 0, sampled.stderr
     begun = ("eval.every=0", "sample.every=0", "checkpoint.every=0", f'model.weights="{exported}"')
     paths = [
@@ -472,8 +470,8 @@ class Units(nn.Module):
         self.how, self.state_width = how, 0
         self.emb, self.head = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size)
         self.layers = nn.ModuleList(Layer(dim) for _ in range(num_layers))
-        if how in ("twice", "list", "property"):
-            self.shard_units = {"twice": lambda: [*self.layers, self.layers[0]], "list": lambda: [self.layers]}.get(how, [])
+        if how in ("twice", "list"):
+            self.shard_units = {"twice": lambda: [*self.layers, self.layers[0]], "list": lambda: [self.layers]}[how]
 
     def forward(self, tokens, state=None):
         x = self.emb(tokens)
@@ -492,9 +490,8 @@ def build(**settings):
     [
         ("called", ""),
         ("bypassed", "uses a part of a block without calling the block"),
-        ("twice", "Units.shard_units names a module twice"),
-        ("list", "Units.shard_units names a module without a forward"),
-        ("property", "Units.shard_units gives something else than modules inside the model"),
+        ("twice", "Units.shard_units() must give modules inside the model"),
+        ("list", "Units.shard_units() must give modules inside the model"),
     ],
 )
 def test_blocks_of_ones_own_are_found_and_wrong_ones_refused_by_run_and_check(config, tmp_path, how, said):

@@ -139,8 +139,8 @@ def test_other_verbs_read_and_write_where_they_were_started(project):
     assert refused.stderr.splitlines()[-1].startswith("--set optimizer.group=[{match='none'}]: optimizer.group")
     ended(project, "doctor", "--model", "leaving:build")
     ended(project, "eval", "run", "--trust-code")
-    ended(project, "sample", "run", "--bytes", "4", "--trust-code")
+    ended(project, "sample", "run", "--tokens", "4", "--trust-code")
     assert ended(project, "export", "run", "--out", "exported")[1] == ["exported"]
-    ended(project, "sample", "exported", "--bytes", "4", "--trust-code")
+    ended(project, "sample", "exported", "--tokens", "4", "--trust-code")
     weights = ("--set", "model.weights=exported/model.safetensors", "--run-dir", "warm")
     assert ended(project, "--config", "x.toml", *weights)[1] == ["warm"]

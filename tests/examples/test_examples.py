@@ -92,7 +92,7 @@ def test_own_parts_train_by_import_path(tmp_path):
     assert rows["train", 40]["loss"] < 0.7 * rows["train", 1]["loss"]
     assert rows["train", 40]["ledger/cold_starts"] == 0
     assert 0 <= rows["train", 40]["my/saturation"] <= 1
-    spoken = run("sample", tmp_path / "run", "--prompt", "Iron, ", "--bytes", "20", "--trust-code", cwd=own)
+    spoken = run("sample", tmp_path / "run", "--prompt", "Iron, ", "--tokens", "20", "--trust-code", cwd=own)
     assert spoken.returncode == 0, spoken.stderr
     assert spoken.stdout.startswith("Iron, ")
     assert not list(own.glob("runs*")), "a run must not leave files among the examples"

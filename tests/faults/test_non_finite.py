@@ -12,7 +12,7 @@ from tests.support.fault_record import Injected
 from tests.support.fault_runs import ARGUMENTS, make_config
 from tests.support.ranks import Ranks, status
 from tests.support.runs import read_rows
-from trainer.training.checkpointing import checkpoint as files
+from trainer.training.checkpointing.tensor_files import read_rank
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 CONFIG = "\n[checkpoint]\nevery = 1\nkeep_last = 50\n"
@@ -27,7 +27,7 @@ def run_with(tmp_path, fault, *more):
 
 
 def ledgers(checkpoint):
-    return [files.read_rank(checkpoint, rank)["ledger"] for rank in range(3)]
+    return [read_rank(checkpoint, rank)["ledger"] for rank in range(3)]
 
 
 @pytest.mark.parametrize(("what", "rank", "micro"), KINDS)

@@ -22,7 +22,6 @@ HARNESS = ROOT / "scripts" / "gpu"
 sys.path.insert(0, str(HARNESS))
 
 import gpu_checks  # noqa: E402 - found by the line above
-import gpu_machine  # noqa: E402
 import gpu_results  # noqa: E402
 import limited_process  # noqa: E402
 import run as harness  # noqa: E402
@@ -35,7 +34,6 @@ NO_GOAL = {"at_least": None, "at_most": None}
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking torch for its versions takes seconds."""
     monkeypatch.setattr(harness, "versions", lambda: {"torch": "2.11", "device": "made up"})
-    monkeypatch.setattr(harness, "clocks", lambda: {"sm_mhz": "1980"})
 
 
 def figures(*found: dict[str, Any]) -> str:
@@ -75,7 +73,6 @@ def test_a_failure_is_a_row_with_its_last_line_and_the_rest_goes_on() -> None:
     assert of(odd)[0][0] == "FAILED"
     assert of(good) == [("passed", "")]
     assert good.machine == {"torch": "2.11"}
-    assert good.clocks_before == good.clocks_after == {"sm_mhz": "1980"}
 
 
 def test_figures_that_were_printed_before_a_failure_are_kept() -> None:
@@ -228,8 +225,6 @@ RECORD = gpu_results.Record(
     [gpu_results.Row("a | b", "MISSED", 0.98, 0.97, 0.99, "x", "at least 0.99", reason="slow")],
     [gpu_results.Table("Kernels", ("kernel", "calls"), [("gemm<int>", 1200), ("scan", 3)])],
     {"torch": "2.11", "device": "H100", "triton": None},
-    {"sm_mhz": "1980"},
-    {"sm_mhz": "1410"},
 )
 
 
@@ -254,12 +249,11 @@ def test_results_of_another_device_or_damaged_ones_are_refused(tmp_path: Path) -
         gpu_results.load(file, "cuda")
 
 
-def test_the_page_has_figures_goals_tables_clocks_and_versions() -> None:
+def test_the_page_has_figures_goals_tables_and_versions() -> None:
     page = gpu_results.render([RECORD], "cuda")
     assert "| a \\| b | 0.98 (0.97 to 0.99) | at least 0.99 | MISSED: slow |" in page
     assert "| gemm<int> | 1,200 |" in page
     assert "- 2026-01-02, commit abc: torch 2.11, device H100\n" in page
-    assert "12 s; sm_mhz 1980 to 1410." in page
     assert "rehearsal" not in page
     assert "a rehearsal, whose figures mean nothing" in gpu_results.render([RECORD], "cpu")
 
@@ -309,49 +303,10 @@ def test_a_machine_without_a_device_is_refused(
     assert two_checks("--device", "cpu", speed=GOOD, memory=GOOD) == 0
 
 
-def test_a_missing_package_is_named_in_one_line_with_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu_machine, "REQUIRED", {"torch": "torch", "not_installed": "not-installed"})
-    assert harness.main(["--device", "cpu", "--part", "speed"]) == 2
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1
-    assert "lacks not-installed:" in message
-    assert "PYTHONPATH" in message
-
-
-def test_a_bare_interpreter_is_told_what_it_lacks() -> None:
-    """Without site-packages there is nothing: the harness itself needs the standard library alone."""
-    command = [sys.executable, "-E", "-s", "-S", str(HARNESS / "run.py"), "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "lacks torch, numpy, typer, rich, pydantic, tomli-w, safetensors, pytest, hypothesis:" in done.stderr
-
-
-def test_the_commit_is_that_of_git_or_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_commit_is_that_of_git_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COMMIT", raising=False)
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if head.returncode == 0:
-        assert gpu_machine.commit(ROOT).removesuffix("-dirty") == head.stdout[:12]
-    assert gpu_machine.commit(tmp_path) == "unknown"
+        assert harness.commit().removesuffix("-dirty") == head.stdout[:12]
     monkeypatch.setenv("COMMIT", "abc")
-    assert gpu_machine.commit(tmp_path) == "abc"
-
-
-def test_clocks_are_those_that_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        '#!/bin/sh\ncase "$1" in *clocks_event*) echo "Field is not a valid field"; exit 2;; esac\n'
-        'echo "1980, 2619, 41, 351.20, 0x0000000000000000"\n'
-    )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert gpu_machine.clocks() == {
-        "sm_mhz": "1980",
-        "memory_mhz": "2619",
-        "temperature_c": "41",
-        "power_w": "351.20",
-        "throttle_reasons": "0x0000000000000000",
-    }
-    tool.write_text("#!/bin/sh\nexit 9\n")
-    assert gpu_machine.clocks() == {}
+    assert harness.commit() == "abc"

@@ -56,7 +56,7 @@ SHOWN = (
     "trainer.tools.verbs.records",
     "trainer.extensions",
     "trainer.objective.loss.token_type_sums",
-    "trainer.training.messages.summarize",
+    "trainer.training.main.summarize",
     "trainer.training.run_dir.StatusKeeper",
     "trainer.training.step.details",
     "trainer.data.mixing.ActivePool.snapshot",

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.checkpoint import TensorPart
-from trainer.training.checkpointing.model_part import open_model, whole_weights
-from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack, unpack
+from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, TensorPart, pack, unpack, write_part
+from trainer.training.checkpointing.train_state import open_model, whole_weights
 
 
 def model_content(path: Path) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def file_content(file: Path) -> Any:
 def write_content(file: Path, value: Any) -> None:
     """Write a file of that content."""
     values, tensors = pack(value)
-    files.write_part(file, TensorPart({name: Rows.all_of(tensor) for name, tensor in tensors.items()}, values))
+    write_part(file, TensorPart({name: Rows.all_of(tensor) for name, tensor in tensors.items()}, values))
 
 
 def sign(path: Path) -> None:

@@ -44,10 +44,3 @@ def test_what_is_shown_is_whole_and_fits(width):
         is_there = column.heading.split("\n")[-1] in text.split("omitted")[0]
         assert is_there == (whole in text)
     assert "…" not in text
-
-
-def test_a_name_that_is_wider_than_the_screen_is_folded_and_loses_nothing():
-    name = "x" * 30 + "y" * 30
-    text = shown([Column("run", [name]), Column("state", ["done"])], 40)
-    assert max(map(len, text.splitlines())) <= 40
-    assert (text.count("x"), text.count("y")) == (30, 30)

@@ -29,10 +29,6 @@ def test_numbers_have_four_significant_digits_or_all_before_the_point(value: flo
     assert number_text(value) == text
 
 
-def test_digits_can_be_chosen() -> None:
-    assert (number_text(2.34567, 5), number_text(2.34567, 3)) == ("2.3457", "2.35")
-
-
 @pytest.mark.parametrize(
     ("number", "noun", "text"),
     [

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.options import uncollected
-from trainer.cli.refuse import refuse
+from trainer.cli.terminal import refuse
 from trainer.config.load import load_config, located
 from trainer.config.rules import check_sharding
 from trainer.config.schema import RunConfig
@@ -65,7 +65,7 @@ def run_training(
     stop_with_parent(lambda: stop.request("the end of its launcher"), within_sec=config.distributed.timeout_sec)
     with uncollected():
         importlib.import_module("torch._dynamo")  # which the optimizer's first step imports
-        from trainer.training.checkpointing.resume_checks import DataPolicy
+        from trainer.training.checkpointing.restore import DataPolicy
         from trainer.training.main import train
         from trainer.training.setup.open_run import Launch
 
@@ -98,11 +98,7 @@ def _say_starting(text: str) -> None:
 
 
 def _refuse_ranks(config: RunConfig, nproc: int) -> None:
-    """Refuse a number of ranks that cannot work, before any is started.
-
-    Raises:
-        UserError: this process is itself a rank of a launcher, or the ranks cannot share the model.
-    """
+    """Refuse a number of ranks that cannot work, before any is started."""
     if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         raise UserError("--nproc", "this process is already a rank of torchrun", "use torchrun or --nproc, not both")
     check_sharding(config, nproc)
@@ -168,11 +164,7 @@ def _leave_status(reason: str) -> bool:
 
 
 def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
-    """Start the ranks that torchrun's arguments `own` describe, and wait for their end; returns the exit code.
-
-    Raises:
-        UserError: there are CUDA devices, but fewer than ranks.
-    """
+    """Start the ranks that torchrun's arguments `own` describe, and wait for their end; returns the exit code."""
     with uncollected():
         import torch
         from torch.distributed import run as torchrun

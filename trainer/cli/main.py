@@ -19,8 +19,7 @@ from typing import Annotated
 import typer
 
 from trainer.cli.options import ConfigOption, ReplicasOption, SetOption, StrategyOption, require_config
-from trainer.cli.refuse import refuse
-from trainer.cli.terminal import echo
+from trainer.cli.terminal import echo, refuse
 from trainer.ending import leave_soon
 from trainer.errors import UserError
 

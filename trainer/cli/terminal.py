@@ -5,11 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -103,3 +108,71 @@ def put_text(text: str, out: str | None) -> None:
     with writing(out):
         write_file(Path(out), text, follow=True)
     echo(f"wrote {out}", err=True)
+
+
+EXIT_USER_ERROR = 2
+# A rank that has not answered by then is not waited for; those that have still agree on one speaker.
+WAIT_FOR_RANKS_SEC = 60.0
+# For that agreement once the wait is over. torchrun kills a rank 30 s after its SIGTERM.
+AGREE_SEC = 20.0
+
+
+def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = False) -> NoReturn:
+    """Print the message, once for all ranks, and exit with the code for users' mistakes.
+
+    Args:
+        message: empty if nothing is to be printed.
+        speaker: the rank that prints, if the ranks have agreed on one. If not, they do so now.
+        is_told_to_end: this process has got a SIGTERM already.
+    """
+    rank = os.environ.get("RANK", "0")
+    is_waiting = False
+    if message and speaker is None and os.environ.get("WORLD_SIZE", "1") != "1":
+        meeting = _Meeting(0.0 if is_told_to_end else WAIT_FOR_RANKS_SEC)
+        speaker, is_waiting = meeting.speaker(), meeting.is_alive()
+    # As soon as one rank has exited, torchrun ends the others. That must swallow neither the message nor the exit code.
+    if "RANK" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if message and (speaker is None or str(speaker) == rank):
+        prefix = "" if rank == "0" else f"[rank {rank}] "
+        print(prefix + printable_lines(message), file=sys.stderr, flush=True)  # noqa: T201 - the one message of a refused run
+    if is_waiting:  # C++ code in another thread may abort the process while the interpreter shuts down
+        sys.stdout.flush()
+        os._exit(EXIT_USER_ERROR)
+    sys.exit(EXIT_USER_ERROR)
+
+
+class _Meeting(threading.Thread):
+    """Answers the other ranks that this one refuses. A thread, since it may block for long and signals must be handled."""
+
+    def __init__(self, wait_sec: float) -> None:
+        super().__init__(name="meeting", daemon=True)
+        self._end = time.monotonic() + wait_sec
+        self._speaker: int | None = None
+
+    def speaker(self) -> int | None:
+        """The rank that prints; None if the others cannot be reached. Waits for them, but not after a SIGTERM."""
+        signal.signal(signal.SIGTERM, self._end_wait)
+        self.start()
+        while self.is_alive() and time.monotonic() < self._end + AGREE_SEC:
+            self.join(0.1)
+        return self._speaker
+
+    def _end_wait(self, number: int, frame: FrameType | None) -> None:
+        """A rank has failed, and torchrun ends the others: who has not answered by now never will."""
+        self._end = min(self._end, time.monotonic())
+
+    def run(self) -> None:
+        """Meet the others, if there is a launcher and the host of its store lives."""
+        import torch.distributed as dist
+
+        from trainer.distributed.env import answer_refusal, rank_info, rendezvous_store
+        from trainer.errors import UserError
+
+        with suppress(UserError, ValueError, RuntimeError, dist.DistError):
+            info = rank_info()
+            store = rendezvous_store(info, timeout=timedelta(seconds=WAIT_FOR_RANKS_SEC))
+            self._speaker = answer_refusal(store, rank=info.rank, world_size=info.world_size, gives_up=self._is_over)
+
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._end

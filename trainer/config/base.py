@@ -136,10 +136,9 @@ class BatchScheduleTable(Table):
     """A number of micro-batches that is planned: `{ schedule = "step", unit = "steps", points = { 0 = 1, 1000 = 2 } }`."""
 
     schedule: Literal["step"]
-    """step: take the last point reached, in whatever order they are written; the first point holds before it, too."""
+    """step: take the last point reached; the first one holds before it, too."""
     unit: Literal["steps", "tokens"] = "steps"
-    """Unit of the points: steps, optimizer steps, from 1; tokens, the target tokens over all ranks before the step, its
-    predecessor counted as full."""
+    """Unit of the points: optimizer steps, from 1; or target tokens over all ranks before the step."""
     points: BatchPoints
     """Position in the run -> micro-batches."""
     lr: LrRule = "none"
@@ -152,11 +151,11 @@ class AutoBatchTable(Table):
     schedule: Literal["auto"]
     """auto: decide during the run. Needs gns.enabled."""
     start: MicroBatchCount = 1
-    """Micro-batches of the first steps; one rank needs 2, since one micro-batch alone has no noise to measure."""
+    """Micro-batches of the first steps; one rank needs 2."""
     max: MicroBatchCount = 16
     """Micro-batches at most."""
     multiple: PositiveFactor = 2.0
-    """Double when the lower bound of B exceeds this many times the batch, both in sequences per step over all ranks."""
+    """Double when the lower bound of B exceeds this many times the batch."""
     every: Count = 100
     """Steps between decisions, and from a change to the next at least."""
     lr: LrRule = "none"

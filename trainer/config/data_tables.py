@@ -18,10 +18,9 @@ class MixingTable(Table):
     num_streams_mixed: Size = 4
     """K: number of streams that a source keeps open at once."""
     pick_mode: PickMode = "weighted"
-    """How the stream of a micro-batch is picked. weighted: in proportion to the batches left in each open stream, so
-    that they drain together; uniform: all equally likely; round_robin: in turn."""
+    """How a micro-batch's stream is picked. weighted: in proportion to the batches left; uniform: equally; round_robin."""
     batching_mode: BatchingMode = "per_stream"
-    """per_stream: all ranks pick the same stream; device_per_stream: every rank has its own open streams and picks."""
+    """per_stream: all ranks pick the same stream; device_per_stream: each has its own."""
     batch_size: Size = 8
     """Cells per micro-batch and rank."""
     batch_size_by_modality: dict[Text, Size] = {}
@@ -47,25 +46,21 @@ class FilesTable(Table):
     name: Annotated[str, Field(pattern=SOURCE_NAME, max_length=100)]
     """The source's name in messages, `--set` and metric keys."""
     layout: Literal["nested", "direct"] | None = None
-    """nested: `root/<modality>/.../<stream file>`; direct: the files of `paths`, each with its directory's name as the
-    modality. Absent: follows from root or paths."""
+    """nested: `root/<modality>/.../<stream file>`; direct: `paths`, with a directory's name as modality. Absent: follows."""
     root: Text | None = None
-    """Directory of a nested layout, relative to the working directory; or its URL in a store, `s3://bucket/corpus`."""
+    """Directory of a nested layout, or its URL, `s3://bucket/corpus`."""
     paths: list[Text] | None = None
-    """Files or globs of a direct layout, relative to the working directory; or their URLs."""
+    """Files or globs of a direct layout, or their URLs."""
     modalities: list[Text] | None = None
     """Modalities to read below root; absent: all."""
     format: Text = "auto"
-    """auto: by file extension; the name of a format, for files with another extension; or the import path
-    `package.module:function` of your own format: `(path, options) -> TokenTable`."""
+    """auto: by file extension; a format's name; or the import path of your own, `(path, options) -> TokenTable`."""
     dtype: Text | None = None
     """numpy dtype of the tokens in `.bin` files without an index (`uint16`)."""
     eod: WholeNumber | None = None
-    """Token id that ends a document in `.npy` and `.bin` files, within the vocabulary; absent: each file is one document. A
-    file that it does not occur in gives a warning."""
+    """Token id that ends a document in `.npy` and `.bin` files; absent: each file is one document."""
     text_split: Literal["file", "blank_line"] = "file"
-    """Documents of raw text files (`.txt`, `.md`, `.py`). file: each file is one; blank_line: one per block of text
-    between blank lines."""
+    """Documents of raw text files. file: each file is one; blank_line: each block between blank lines."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -86,14 +81,13 @@ class SourceTable(FilesTable):
     """`[[data.source]]`: one source of the blend. Needs exactly one of root, paths, include and target."""
 
     include: Text | None = None
-    """A dataset file with `[[source]]` tables, relative to this file. The weights of its sources are multiplied by this
-    source's weight."""
+    """A dataset file with `[[source]]` tables, relative to this file; their weights are multiplied by this one's."""
     target: ImportPath | None = None
     """Import path `package.module:function` of a function that builds your own iterable of micro-batches."""
     args: Args = {}
     """Keyword arguments of the target."""
     weight: Weight = 1.0
-    """Share of the micro-batches, relative to the other sources: a number, or a schedule. Weights need not sum to 1."""
+    """Share of the micro-batches, relative to the other sources: a number, or a schedule."""
     mixing: MixingOverride = MixingOverride()
     """Keys of `[data.mixing]` that this source sets differently."""
 
@@ -119,8 +113,7 @@ class DataTable(Table):
     tokenizer: Text = "bytes"
     """`bytes`; the path of a Hugging Face tokenizer.json; or `ids`, for files of token ids."""
     vocab_size: WholeNumber = 0
-    """Number of token ids, with tokenizer `ids`: files may hold ids 0 to vocab_size - 1, all others are refused. 0 with any
-    other tokenizer, which knows its own."""
+    """Number of token ids, with tokenizer `ids`; 0 with any other."""
     max_group_cells: Size = 64
     """Cells per group at most; longer documents are cut into several groups."""
     pack: bool = False
@@ -128,17 +121,15 @@ class DataTable(Table):
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Micro-batches prepared ahead by a background thread; 0: no thread."""
     cache_dir: Text | None = None
-    """Where each node keeps copies of sources that are URLs; absent: `trainer/data` in the user's cache directory
-    (XDG_CACHE_HOME, ~/.cache)."""
+    """Where each node keeps copies of sources that are URLs; absent: `trainer/data` in the user's cache directory."""
     cache_gb: Amount = 100.0
-    """Size that the copies may have together, in GB (1e9 bytes): the least recently used make room, a source that does not fit
-    is refused. 0: no limit."""
+    """Size of all copies, in GB: the least recently used make room; 0: no limit."""
     mixing: MixingTable = MixingTable()
     source: Annotated[list[SourceTable], Field(min_length=1)]
 
 
 class EvalSourceTable(FilesTable):
-    """`[[eval.source]]`: a validation set of your own, with metrics of its own. Needs exactly one of root and paths."""
+    """`[[eval.source]]`: a validation set of your own, with the keys of `[[data.source]]` from name to text_split."""
 
     batches: WholeNumber = 0
     """Micro-batches per rank and evaluation, from the beginning of the set; 0: all of it."""

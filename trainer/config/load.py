@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from trainer.config.data_tables import DatasetFile
 from trainer.config.messages import KeyPath, user_errors
 from trainer.config.schema import RunConfig
-from trainer.errors import UserError, UserErrors, combined
+from trainer.errors import UserError, UserErrors, raise_found
 from trainer.files import did_you_mean
 from trainer.wording import short_repr
 
@@ -76,10 +76,10 @@ def _load(model: type[Model], path: str | Path, overrides: Sequence[str] = ()) -
     try:
         return model.model_validate(source.raw)
     except ValidationError as error:
-        found = user_errors(error, model, source.where)
+        raise_found(user_errors(error, model, source.where))
+        raise
     except RecursionError:
-        found = [UserError("TOML", "is nested too deeply", "remove brackets", where=str(path))]
-    raise combined(found)
+        raise UserError("TOML", "is nested too deeply", "remove brackets", where=str(path)) from None
 
 
 class _Source:

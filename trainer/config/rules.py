@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig
-from trainer.errors import UserError, combined
+from trainer.errors import UserError, raise_found
 from trainer.metrics.catalog.rows_gns import ONE_BATCH_SIZE
 from trainer.wording import counted
 
@@ -219,8 +219,7 @@ def check_state_rules(config: RunConfig, state_width: int) -> None:
 
 
 def _refuse(found: Iterable[Mistake]) -> None:
-    if errors := [UserError(key, problem, fix) for key, problem, fix in found]:
-        raise combined(errors)
+    raise_found([UserError(key, problem, fix) for key, problem, fix in found])
 
 
 def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:

@@ -47,19 +47,15 @@ class TrainTable(Table):
     """`[train]`: the training loop."""
 
     steps: WholeNumber = 0
-    """Number of optimizer steps; 0: tokens says how long the run is."""
+    """Number of optimizer steps; 0: see tokens."""
     tokens: Tokens = 0
-    """Length of the run in target tokens over all ranks, to within two steps; 0: steps says it. Warm-up and decay then go by
-    tokens, too."""
+    """Length of the run in target tokens over all ranks, to within two steps; 0: steps says it."""
     micro_batches: BatchSize = 1
-    """m: micro-batches per optimizer step and rank (gradient accumulation): a number; a schedule; or "auto", short for a table
-    with defaults, which lets m double as the noise scale permits (docs/gns.md)."""
+    """m: micro-batches per optimizer step and rank (gradient accumulation): a number, a schedule, or "auto" (docs/gns.md)."""
     tbptt_cells: Size = 1
-    """k: consecutive cells of a group that the gradient flows through (truncated back-propagation through time). Rows
-    then have k * data.seq_len tokens, and groups at most data.max_group_cells // k rows."""
+    """k: cells that the gradient flows through (truncated back-propagation through time). Rows have k * data.seq_len tokens."""
     activation_checkpointing: Literal["off", "block", "cell"] = "off"
-    """Recompute activations in the backward instead of keeping them: of one block at a time (a model's nn.ModuleList named
-    blocks), or, with tbptt_cells above 1, of one cell at a time."""
+    """Recompute activations in the backward: block by block (a model's nn.ModuleList blocks) or, with tbptt_cells, by cell."""
     clip_grad_norm: Amount = 1.0
     """Maximum gradient norm; 0: no clipping."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -69,12 +65,11 @@ class TrainTable(Table):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """What to do when the loss or gradient is not finite on any rank: stop the run, or skip the step."""
+    """When loss or gradient is not finite on any rank: stop the run, or skip the step."""
     max_skips: Count = 10
     """Consecutive steps that on_non_finite = "skip" may skip; one more stops the run."""
     spike_sigma: Factor = 6.0
-    """A loss this many standard deviations above its running mean is a spike; the step's batches are recorded in
-    events.jsonl. 0: off."""
+    """Record the batches of a loss this many standard deviations above its running mean in events.jsonl; 0: off."""
 
     @model_validator(mode="after")
     def _has_a_length(self) -> TrainTable:
@@ -87,10 +82,9 @@ class ModelTable(Table):
     """`[model]`: the model to train."""
 
     family: Text | None = None
-    """A model that needs no code: "rglru" (taken if neither this nor target is set), "gated_delta", "transformer", or one of
-    another package (docs/models.md)."""
+    """A built-in model (docs/models.md); absent, without target: "rglru"."""
     target: ImportPath | None = None
-    """A model of your own: import path `package.module:function`, called with vocab_size, dim, num_layers and args."""
+    """Your own: import path `package.module:function`, called with vocab_size, dim, num_layers and args."""
     dim: Size = 192
     """Width of the residual stream and of each layer's recurrent state."""
     num_layers: Annotated[int, Field(ge=1, le=2000)] = 4  # each takes about 6 ms to build, on the meta device too
@@ -98,13 +92,11 @@ class ModelTable(Table):
     args: Args = {}
     """Further keyword arguments of the family or the target."""
     weights: Text | None = None
-    """Initial weights: a .safetensors file, or a directory written by `train export`. Ignored on resume, which uses the
-    checkpoint's weights."""
+    """Initial weights: a .safetensors file, or a directory written by `train export`. Ignored on resume."""
     trust: list[Literal["forward", "purity", "carry", "causality", "isolation", "resets"]] = []
-    """Train the model although it breaks these parts of its contract (docs/contracts.md); diagnosis warns about it."""
+    """Train the model although it breaks these parts of its contract (docs/contracts.md)."""
     contract: bool = True
-    """Check a model of your own against its contract before a run, which calls copies of it some hundred times. false: for
-    a forward that does more than compute, such as count its calls in a global variable."""
+    """Check a model of your own against its contract before a run, which calls copies of it some hundred times."""
 
     @model_validator(mode="after")
     def _is_one_model(self) -> ModelTable:
@@ -117,14 +109,13 @@ class LedgerTable(Table):
     """`[ledger]`: storage of recurrent states between steps."""
 
     wipe_mode: Literal["none", "full", "lru", "periodic_stale"] = "lru"
-    """What is evicted. none: nothing; full: everything, every wipe_every steps; lru: the least recently stored groups,
-    when the ledger is full; periodic_stale: groups not stored recently."""
+    """Evict: none; full: all, every wipe_every steps; lru: the least recently stored, when full; periodic_stale: the stale."""
     capacity: Count = 4096
     """Number of groups a rank can hold."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which states are kept. bfloat16: half the memory, and states rounded to 8 bits at each cut."""
+    """Type of the kept states."""
     placement: Literal["device", "host"] = "device"
-    """Where states are kept. host: in the host's pinned memory, copied while a CUDA device computes; on a CPU the same."""
+    """Where states are kept. host: in pinned host memory."""
     stale_threshold: WholeNumber = 0
     """periodic_stale: evict groups that were not stored for more than this many steps."""
     sweep_every: Count = 1
@@ -132,15 +123,13 @@ class LedgerTable(Table):
     wipe_every: WholeNumber = 0
     """full: steps between wipes."""
     burn_in: WholeNumber = 0
-    """r: tokens before each cell that are read again with today's weights, without gradient, from the stored state of r
-    tokens earlier; less than data.seq_len. 0: none."""
+    """r: tokens before each cell that are read again without gradient (docs/ledger.md), below data.seq_len; 0: none."""
     ownership: Literal["auto", "exchange", "reader"] = "auto"
-    """Which rank holds a group's state. reader: the rank that reads the group; exchange: the rank that the group's id
-    hashes to, by all-to-all; auto: reader, except where a source with a target may move groups between ranks."""
+    """Which rank holds a group's state. reader: that reads it; exchange: that its id hashes to; auto: reader where possible."""
     probe_every: WholeNumber = 500
     """Steps between probes of what carrying states is worth; only logged steps have one. 0: none."""
     probe_cells: Size = 8
-    """Cells that a probe reads again: it measures cells whose group began at most this many cells ago."""
+    """Cells that a probe reads again."""
 
     @model_validator(mode="after")
     def _has_what_the_mode_needs(self) -> LedgerTable:
@@ -173,8 +162,7 @@ class ObjectiveTable(Table):
     """Also report loss and accuracy by token type, where the tokenizer defines token types."""
     coord: CoordTable | None = None
     chunk_tokens: WholeNumber = 0
-    """Tokens whose logits exist together: the loss is computed a part at a time, in the forward and again in the backward, so
-    that memory does not grow with tokens times vocabulary. 0: all together."""
+    """Tokens whose logits exist together: the loss is computed in parts to save memory; 0: all together."""
 
 
 class OptimizerGroupTable(Table):
@@ -192,14 +180,13 @@ class OptimizerTable(Table):
     """`[optimizer]`: how weights are updated."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """adamw (Loshchilov and Hutter, 2019); muon (Jordan et al., 2024), for the matrices between embedding and output, with
-    adamw for the rest; sgd."""
+    """muon (Jordan et al., 2024) is for the matrices between embedding and output, with adamw for the rest."""
     target: ImportPath | None = None
-    """Import path of one's own: called with parameter groups, lr and the keys of args; it replaces name."""
+    """Import path of your own, called with parameter groups, lr and args; replaces name."""
     args: Args = {}
     """Keyword arguments of target."""
     lr: Annotated[float, Field(gt=0, le=1e38)] = 1e-3  # within float32: a rate may be chosen to diverge
-    """Peak learning rate. muon scales its updates to the size of adamw's, so that one rate fits both."""
+    """Peak learning rate; one rate fits adamw and muon."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """adamw: decay rates of the moving averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
@@ -221,9 +208,6 @@ def _refuse_ineffective(table: OptimizerTable | SchedulerTable, replaced: Collec
     """Refuse `args` without a `target`, and keys that a target replaces.
 
     A key with its default value says nothing: a config with all defaults filled in is a config too.
-
-    Raises:
-        ValueError: such a key is there.
     """
     if table.target is None and table.args:
         raise ValueError("args are those of a target of your own: name it, or use the keys of this table")
@@ -239,8 +223,7 @@ class SchedulerTable(Table):
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """After the warm-up: constant; linear or cosine decay to min_lr_ratio; wsd: stable, then linear decay."""
     target: ImportPath | None = None
-    """Import path of one's own: called with a step, and with steps, peak (optimizer.lr) and the keys of args by name; gives
-    that step's learning rate. It replaces all other keys of this table."""
+    """Import path of your own, called with a step, steps, peak (optimizer.lr) and args; replaces all other keys here."""
     args: Args = {}
     """Keyword arguments of target."""
     warmup_steps: WholeNumber = 0
@@ -266,18 +249,16 @@ class GnsTable(Table):
     enabled: bool = True
     """Measure it in every optimizer step."""
     ema: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Decay of the moving averages of its numerator and denominator; 0.95 averages about 40 steps."""
+    """Decay of its moving averages; 0.95 averages about 40 steps."""
     components_every: WholeNumber = 0
-    """Steps between measurements of where the noise comes from (streams, groups, rows), which runs each micro-batch in two
-    halves; only logged steps have one. 0: none."""
+    """Steps between measurements of where the noise comes from (docs/gns.md); only logged steps have one. 0: none."""
 
 
 class WandbTable(Table):
     """`[metrics] wandb`: Weights & Biases."""
 
     mode: Literal["auto", "offline", "online", "disabled"] = "auto"
-    """auto: as the environment's WANDB_MODE says; without it online if there is a login (WANDB_API_KEY, or `wandb login`),
-    otherwise offline. offline: write to the run directory; online: also send to the server; disabled: off."""
+    """auto: WANDB_MODE, or online with a login, otherwise offline, which writes to the run directory alone."""
     project: Text = "trainer"
     """Project name."""
     entity: Text | None = None
@@ -300,13 +281,13 @@ class MetricsTable(Table):
     per_source: bool = False
     """Also report metrics per source and modality, with its name in the key."""
     per_layer: bool = False
-    """Also report gradient norm, update over weight and noise scale per layer and per parameter group of the optimizer."""
+    """Also report gradient norm, update over weight and noise scale per layer and parameter group."""
     profile: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Steady steps that torch's profiler records on rank 0, into RUN_DIR/profile; 0: none. Also --profile."""
+    """Steps that torch's profiler records on rank 0; 0: none. Also --profile."""
     smoothing_alpha: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Weight of the newest value in the moving averages `smoothed/*`."""
     peak_tflops: Amount = 0.0
-    """Peak TFLOPS of one device, for MFU; 0: by the device's name, and no MFU where that is unknown."""
+    """Peak TFLOPS of one device, for MFU; 0: by the device's name."""
     wandb: WandbTable = WandbTable()
     tensorboard: bool = False
     """Write TensorBoard event files; needs the extra `tensorboard`."""
@@ -331,9 +312,9 @@ class CheckpointTable(Table):
     """`[checkpoint]`: saving and resuming."""
 
     every: WholeNumber = 0
-    """Steps between checkpoints; 0: by every_minutes alone. The end of a run is always saved."""
+    """Steps between checkpoints; 0: by every_minutes alone."""
     every_minutes: Amount = 30.0
-    """Minutes, by rank 0's clock, after which a run saves if it has not saved since; 0: by every alone."""
+    """Minutes after which a run saves if it has not saved since; 0: by every alone."""
     keep_last: Count = 2
     """Number of newest checkpoints to keep."""
     keep_every: WholeNumber = 0
@@ -341,36 +322,29 @@ class CheckpointTable(Table):
     background: bool = False
     """Write the files in a background thread while training continues."""
     remote: Text | None = None
-    """URL of a store, such as "s3://bucket/prefix", that completed checkpoints are mirrored to in the background: one prefix
-    per run. Needs the extra `remote`; endpoint and credentials come from the environment (docs/reliability.md)."""
+    """URL, such as "s3://bucket/prefix", that checkpoints are mirrored to (docs/reliability.md), one prefix per run."""
     resume: Text = "off"
-    """off: start a new run; auto: the latest complete checkpoint of the run directory or of remote, if there is one; or the
-    path or URL of a checkpoint."""
+    """off: new run; auto: latest complete checkpoint of run directory or remote, if any; or a checkpoint's path or URL."""
 
 
 class DistributedTable(Table):
     """`[distributed]`: the ranks, and how they share the model."""
 
     strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    """ddp: every rank holds the whole model; fsdp: parameters, gradients and optimizer state are sharded over all ranks
-    (FSDP2); hsdp: over the ranks of each of several replicas. A single rank holds everything."""
+    """ddp: every rank holds the whole model; fsdp: shards over all ranks (FSDP2); hsdp: over the ranks of each replica."""
     replicas: WholeNumber = 0
     """hsdp: number of replicas, each of neighbouring ranks; 0: one per node."""
     reshard_after_forward: bool = True
-    """fsdp and hsdp: free a block's parameters after its forward and gather them again in the backward. false: gather them
-    once, and hold the whole parameters in between."""
+    """fsdp and hsdp: free a block's parameters between its forward and its backward."""
     accumulate: Literal["shards", "whole"] = "shards"
-    """fsdp and hsdp, with train.micro_batches above 1: shards: average the gradient in every micro-batch and keep shards alone;
-    whole: keep a whole gradient on each rank and average once per step, as ddp does."""
+    """fsdp and hsdp. shards: average gradients in every micro-batch; whole: keep them whole and average once per step."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on CUDA, gloo on the CPU."""
     timeout_sec: Seconds = 600.0
-    """Seconds after which a collective that does not complete fails, and after which a rank (a single one too) that makes no
-    progress ends the run: it enters no phase or collective, reads no micro-batch and uses no processor. Raise it if a healthy
-    read may wait longer. docs/reliability.md lists what a single rank may wait for without a limit."""
+    """Seconds after which a collective fails, and a rank without progress ends the run (docs/reliability.md). Raise it if a
+    healthy read may wait longer."""
     find_unused_parameters: bool = False
-    """ddp: for a model with parameters that no micro-batch, or not every one, uses: DDP searches for them in every step.
-    Without it, several ranks refuse such a model."""
+    """ddp: allow a model with parameters that not every micro-batch uses; DDP then searches for them in every step."""
 
 
 class ExtensionTable(Table):

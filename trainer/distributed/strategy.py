@@ -14,11 +14,31 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.agree import most_of_ranks
+from trainer.distributed.env import RankInfo, num_nodes
 from trainer.distributed.shards import Layout
 from trainer.errors import UserError
 from trainer.wording import counted, few
 
 logger = logging.getLogger(__name__)
+
+
+def layout_for(strategy: str, replicas: int, info: RankInfo) -> Layout | None:
+    """How a run lays out its parameters; None if every rank holds the whole model.
+
+    Args:
+        strategy: `distributed.strategy`.
+        replicas: `distributed.replicas`; 0: one per node.
+
+    Raises:
+        UserError: replicas do not fit the nodes.
+    """
+    if strategy == "ddp" or info.world_size == 1:
+        return None
+    replicas = (replicas or num_nodes(info)) if strategy == "hsdp" else 1
+    if info.world_size % replicas:
+        problem = f"{replicas} nodes do not divide {info.world_size} ranks"
+        raise UserError("distributed.replicas", problem, "set it to a number that does")
+    return Layout(replicas, info.world_size // replicas)
 
 
 class Strategy:
@@ -222,10 +242,10 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
     own = getattr(model, "shard_units", None)
     if own is not None:
         units = list(own()) if callable(own) else []
-        if problem := _problem_of(model, units):
+        if not _fit(model, units):
             name = f"{type(model).__name__}.shard_units"
-            fix = "make it a method that returns modules to be gathered one at a time"
-            raise UserError("distributed.strategy", f"{name} {problem}", fix)
+            fix = "name each module once, with a forward of its own and no parameter that another part of the model has"
+            raise UserError("distributed.strategy", f"{name}() must give modules inside the model", fix)
         return units
     blocks = getattr(model, "blocks", None)
     if isinstance(blocks, nn.ModuleList) and len(blocks):
@@ -244,19 +264,11 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
     return units
 
 
-def _problem_of(model: nn.Module, units: Sequence[object]) -> str:
-    """What is wrong with the modules that a model names; empty if nothing is."""
+def _fit(model: nn.Module, units: Sequence[object]) -> bool:
+    """Whether a model names modules that can be gathered one at a time."""
     inside = set(model.modules()) - {model}
-    modules = [unit for unit in units if isinstance(unit, nn.Module) and unit in inside]
-    if not units or len(modules) < len(units):
-        return "gives something else than modules inside the model"
-    if len(set(modules)) < len(modules):
-        return "names a module twice"
-    if not all(map(_has_forward, modules)):
-        return "names a module without a forward, such as an nn.ModuleList"
-    return (
-        "" if _apart(model, modules) == modules else "gives modules that share parameters with other parts of the model"
-    )
+    modules = [unit for unit in units if isinstance(unit, nn.Module) and unit in inside and _has_forward(unit)]
+    return bool(units) and len(set(modules)) == len(units) and _apart(model, modules) == modules
 
 
 def _apart(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:

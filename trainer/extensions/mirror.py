@@ -24,7 +24,8 @@ from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import EventWriter
 from trainer.storage import StorageError
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, checkpoint_name, step_of
+from trainer.training.checkpointing.checkpoint import MARKER, checkpoint_name, step_of
+from trainer.training.checkpointing.tensor_files import CheckpointError
 from trainer.training.run_dir import RunDir
 from trainer.training.signals import StopRequest
 from trainer.wording import counted, error_text

@@ -33,7 +33,8 @@ from trainer.files import (
 from trainer.metrics.logger import get_logger
 from trainer.storage import MissingError, Storage, StorageError, StoredFile, is_url
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, checkpoint_name, parse_marker, step_of
+from trainer.training.checkpointing.checkpoint import MARKER, checkpoint_name, parse_marker, step_of
+from trainer.training.checkpointing.tensor_files import CheckpointError
 from trainer.training.run_dir import ID_FILE, RunDir
 
 KEY = "checkpoint.remote"

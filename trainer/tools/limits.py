@@ -40,12 +40,10 @@ def exhaust_churn(picks_per_slice: float, world_size: int, batch_size: int | Non
         picks_per_slice: that a reader lasts; infinity if none is exhausted.
         batch_size: of the source; None: unknown.
     """
-    rate = world_size / picks_per_slice
-    words = (
-        f"a reader lasts {number_text(picks_per_slice)} picks: {number_text(rate)} are exhausted per micro-batch on "
-    )
+    each, rate = number_text(picks_per_slice), number_text(world_size / picks_per_slice)
+    words = f"a reader lasts {each} picks: {rate} are exhausted per micro-batch on {counted(world_size, 'rank')}"
     better = max(batch_size // 4, 1) if batch_size is not None and batch_size >= 2 else None
-    return Assessment(picks_per_slice <= CHURN_PICKS, words + counted(world_size, "rank"), better)
+    return Assessment(picks_per_slice <= CHURN_PICKS, words, better)
 
 
 def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: float = 0.0) -> Assessment:

@@ -35,11 +35,17 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.encoder import use_kernels
 from trainer.model.recurrence import HAS_TRITON
 from trainer.model.weights import tied_names
-from trainer.training.setup.data import max_tokens_per_micro
-from trainer.training.setup.parts import autocast_context, in_cells, make_model, model_and_loss
+from trainer.training.setup.parts import (
+    autocast_context,
+    in_cells,
+    make_model,
+    make_strategy,
+    max_tokens_per_micro,
+    model_and_loss,
+    shard_model,
+)
 from trainer.training.setup.plan import Plan, width_of
 from trainer.training.setup.plausible import ledger_bytes
-from trainer.training.setup.sharding import layout_for, make_strategy, shard_model
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import StepSettings, TrainStep
 
@@ -146,9 +152,8 @@ class Memory:
     """Most that exist together: the above, and gradients and activations at the worst moment of a step."""
 
     def parts(self) -> dict[str, int]:
-        """What exists all the time, without what there is none of."""
-        named = {"weights": self.weights, "optimizer": self.optimizer, "ledger": self.ledger, "buckets": self.buckets}
-        return {name: size for name, size in named.items() if size}
+        """All but the peak, without what there is none of."""
+        return {name: size for name, size in vars(self).items() if size and name != "peak"}
 
 
 def resident_bytes() -> int:
@@ -176,7 +181,7 @@ def predict_memory(plan: Plan, *, most_seconds: float = MOST_SECONDS) -> Memory:
 
 def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
     config = plan.config
-    is_sharded = layout_for(config.distributed, RankInfo(world_size=plan.facts.world_size)) is not None
+    is_sharded = plan.layout is not None
     model = _sharded_on_meta(plan, strategy) if is_sharded else None
     warnings.simplefilter("ignore")  # a run gives them
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), live:
@@ -244,7 +249,7 @@ def _assumed_ranks(plan: Plan) -> Iterator[Strategy]:
         ValueError: this process has a process group.
     """
     info = RankInfo(world_size=plan.facts.world_size)
-    if layout_for(plan.config.distributed, info) is None:
+    if plan.layout is None:
         yield make_strategy(plan.config, info, CPU)
         return
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from trainer.cli.terminal import writing
 from trainer.errors import UserError
 from trainer.files import write_file
 
@@ -61,9 +62,7 @@ def write_page(page: str, out: Path) -> int:
         UserError: the file cannot be written.
     """
     content = page.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
-    try:
+    with writing("--out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_file(out, content, follow=True)
-    except OSError as error:
-        raise UserError("--out", f"{out} cannot be written: {error.strerror}", "choose another path") from None
     return len(content)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.config.data_tables import FilesTable
 from trainer.config.schema import RunConfig
 from trainer.metrics.catalog.lookup import CATALOG
 
@@ -13,14 +14,12 @@ _INTRODUCTION = """\
 <!-- Generated from trainer/config by `make docs`. -->
 # Configuration
 
-A run is one TOML file. `train check --config x.toml --defaults` prints it with all defaults filled in, and the numbers
-that follow from it. Refused, with file, line, key and fix: unknown keys, values of the wrong type (nothing is
-converted: not `"5"`, not `2.9` for an integer), NaN and infinity. `--set table.key=value` changes a value on the
-command line; an element of `data.source` is named by its index or its name (`--set data.source.python.weight=2`). Paths
-of data and runs are relative to the working directory; the path of an included dataset file is relative to the file
-that includes it.
+A run is one TOML file. `train check --config x.toml --defaults` prints it with all defaults. Unknown keys, values of the
+wrong type (nothing is converted), NaN and infinity are refused with file, line, key and fix. `--set table.key=value`
+changes a value; an element of `data.source` is named by index or name (`--set data.source.python.weight=2`). Paths of data
+and runs are relative to the working directory.
 
-Editors complete and check a file that starts with `#:schema ../docs/config.schema.json`.
+Editors complete a file that starts with `#:schema ../docs/config.schema.json`.
 """
 _METRICS_HEAD = """# Metrics and losses
 
@@ -51,7 +50,7 @@ def render_config_markdown() -> str:
         parts.extend(
             _row(name, node, is_alternative=name in alternatives)
             for name, node in table["properties"].items()
-            if "description" in node
+            if "description" in node and not (title == "`[[eval.source]]`" and name in FilesTable.model_fields)
         )
     return "".join(parts)
 

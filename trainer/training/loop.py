@@ -87,11 +87,12 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
         run.train_step.accumulate(step, window, is_logged=is_logged)
     run.watchdog.at("optimizer", step)
     with run.tracker.section("optimizer"):
+        saved, save_due = run.saver.votes
         launched = run.train_step.launch(
             lr=lr,
             stop=run.stop.requested,
-            saved=run.saver.is_written,
-            save_due=run.saver.time_is_up,
+            saved=saved,
+            save_due=save_due,
             exchange=run.extensions.asks,
             exhausted=all(micro.is_filler for micro in window),
         )

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import logging
+import os
 import shutil
+import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,23 +17,21 @@ from textwrap import shorten
 import torch
 
 from trainer.config.schema import RunConfig
-from trainer.distributed.env import RankInfo, pick_backend, pick_device, process_group, rank_info
-from trainer.distributed.startup import GroupError
+from trainer.distributed.env import GroupError, RankInfo, pick_backend, pick_device, process_group, rank_info
 from trainer.distributed.watchdog import is_of_a_collective
-from trainer.errors import UserError
+from trainer.errors import UserError, raise_found
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import kept_for_payloads
+from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.saver import SaveError
 from trainer.training.loop import NonFiniteError, run_loop
-from trainer.training.messages import summarize
 from trainer.training.run import Run
-from trainer.training.run_dir import FINISHED, RunDir
+from trainer.training.run_dir import FINISHED, RunDir, resume_command
 from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.setup.plausible import refuse_unmet
-from trainer.training.setup.tokens import Stopped, tokenize_once
+from trainer.training.setup.sources import Stopped, tokenize_once
 from trainer.training.signals import exits_as_errors
-from trainer.wording import error_text
+from trainer.wording import counted, error_text
 
 logger = get_logger(__name__)
 every_rank_logger = get_logger(f"{__name__}.failure", rank_zero_only=False)
@@ -63,7 +65,7 @@ def train(config: RunConfig, launch: Launch) -> int:
             logger.warning("stopped while text was tokenized; the same command continues")
             return EXIT_FAILED
         # A model of one's own may do anything while it is built: it is built once, where it is needed.
-        refuse_unmet(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
+        raise_found(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
         backend = pick_backend(config.distributed.backend, device)
         timeout = config.distributed.timeout_sec
         with ExitStack() as after_group:
@@ -148,3 +150,51 @@ def _describe(error: OSError, run_dir: RunDir) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += f" ({shutil.disk_usage(run_dir.path).free / 1e6:.1f} MB are free)"
     return text
+
+
+def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
+    """Log what happened, where the record is, and what to look at next."""
+    position = run.position
+    # In tokens, how many steps a run has is known at its end alone if its batch decides for itself.
+    grows = run.length.is_in_tokens and run.config.micro_batches.auto is not None
+    of = "" if grows else f" of {run.config.train.steps}"
+    lines = [f"{state} at step {position.step}{of}: {reason}"]
+    first, last = position.first_loss, position.last_loss
+    if first is not None and last is not None:
+        # Of single steps, which a change of source or a schedule moves: the report has means.
+        losses = [f"{loss:.4f} at step {step}" for step, loss in (first, last)]
+        lines.append(f"loss {losses[0]}, {losses[1]} ({last[1] / first[1]:.0%})")
+    if position.last_eval is not None:
+        lines += _evaluated(*position.last_eval, run.config.eval.batches)
+    lines.append(f"the run is in {run_dir.path}")
+    lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
+    if checkpoint.complete_checkpoints(run_dir.checkpoints):
+        lines.append(f"  checkpoints/    {_next_command(run, run_dir, state)}")
+    elif state == "stopped":
+        lines.append("nothing was trained, so the exit code is 1; the same command begins anew")
+    if any((run_dir.path / "wandb").glob("offline-run-*")):
+        lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
+    lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
+    for number, line in enumerate(lines):
+        logger.log(logging.ERROR if state == "failed" and number == 0 else logging.INFO, "%s", line)
+    sys.stderr.flush()
+
+
+def _evaluated(step: int, metrics: Mapping[str, float], batches: int) -> list[str]:
+    """The losses of the last evaluation, which reads at most so many micro-batches a rank of the held-out documents."""
+    losses = []
+    if "eval_loss" in metrics:
+        losses.append(f"held out {metrics['eval_loss']:.4f} (the first {counted(batches, 'micro-batch')} a rank)")
+    for key, value in metrics.items():
+        if key.startswith("eval/") and key.endswith("/loss"):
+            losses.append(f"{key.removeprefix('eval/').removesuffix('/loss')} {value:.4f}")
+    return [f"evaluated at step {step}: {', '.join(losses)}"] if losses else []
+
+
+def _next_command(run: Run, run_dir: RunDir, state: str) -> str:
+    ranks = run.info.world_size
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks if ranks == 1 else 0))
+    command = resume_command(run_dir, run.config, ranks, local_world_size=local)
+    if state == FINISHED:
+        return f"train beyond step {run.position.step} with: {command} --steps {2 * run.config.train.steps}"
+    return f"resume with: {command}"

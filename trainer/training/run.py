@@ -24,7 +24,7 @@ from trainer.metrics.tracker import MetricsTracker
 from trainer.objective.loss import Loss
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
-from trainer.training.evaluation.evaluator import Evaluator
+from trainer.training.evaluator import Evaluator
 from trainer.training.extension import Extensions
 from trainer.training.run_dir import RunDir, StatusKeeper
 from trainer.training.setup.plan import Plan

@@ -29,11 +29,11 @@ def record():
 
 @pytest.fixture
 def make_origin():
-    """Makes an origin at step 100: 2 micro-batches of 8 rows, 1,000 tokens and 10 sequences per step, learning rate 1e-3."""
+    """Makes an origin at step 100: 4 micro-batches, 1,000 tokens and 10 sequences per step, learning rate 1e-3."""
 
     def make(changes=None, **fields):
         tables = {
-            "train": {"steps": 400, "micro_batches": 2},
+            "train": {"steps": 400, "micro_batches": 4},
             "data": {"source": [{"name": "one", "root": "nowhere"}], "mixing": {"batch_size": 8}},
             "eval": {"every": 10, "holdout_fraction": 0.1},
         }
@@ -44,7 +44,7 @@ def make_origin():
             path=Path("run/checkpoints/step_00000100"),
             step=100,
             config=RunConfig.model_validate(tables),
-            today=Fraction(2),
+            micro_batches=4,
             num_ranks=1,
             lr=1e-3,
             tokens_seen=100_000,
@@ -65,7 +65,6 @@ def make_study(make_origin):
     def make(changes=None, *, fields=None, **options):
         given = {
             "factors": [Fraction(1, 4), Fraction(1), Fraction(4)],
-            "lr_rule": None,
             "lr_grid": [0.5, 1.0, 2.0],
             "num_seeds": 2,
             "tokens": None,

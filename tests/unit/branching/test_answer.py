@@ -1,18 +1,20 @@
-"""From results to rows and a sentence."""
+"""From losses to a verdict, rows and a sentence."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainer.errors import UserError
-from trainer.tools.branching.answer import cost_lines, make_answer, sentence
+from trainer.tools.branching.answer import cost_lines, decide, make_answer
 from trainer.tools.branching.run_branches import BranchResult, last_training_loss
 
 
 def results_of(study, loss_of):
-    return {b: BranchResult(loss_of(b.batch.factor, b.lr_scale, b.seed), 1000, 1.0) for b in study.branches}
+    return {b: BranchResult(loss_of(b.factor, b.lr_scale, b.seed), 1000, 1.0) for b in study.branches}
 
 
 def answered(study, loss_of, **options):
@@ -22,43 +24,41 @@ def answered(study, loss_of, **options):
 def test_the_rate_with_the_best_mean_over_seeds_counts(make_study):
     losses = {0.5: [1.0, 3.0], 1.0: [1.8, 1.8], 2.0: [2.0, 2.0]}
     answer = answered(make_study(), lambda factor, scale, seed: losses[scale][seed])
-    for row in answer.rows:
-        assert (row.lr_scale, row.is_edge, row.measured.mean) == (1.0, False, 1.8)
-        assert row.measured.error == 0.0
+    for row in answer["batches"]:
+        assert (row["lr_scale"], row["is_edge"], row["loss"]) == (1.0, False, 1.8)
 
 
 def test_a_rate_that_diverged_with_one_seed_does_not_count(make_study):
     answer = answered(make_study(), lambda factor, scale, seed: None if scale == 0.5 and seed else 1.0 + scale)
-    assert [row.lr_scale for row in answer.rows] == [1.0] * 3
+    assert [row["lr_scale"] for row in answer["batches"]] == [1.0] * 3
     nothing = answered(make_study(), lambda factor, scale, seed: None)
-    assert nothing.verdict is None
-    assert "no branch ended with a finite loss" in sentence(nothing)
-    assert nothing.to_json()["critical"] is None
+    assert nothing["critical"] is None
+    assert "no branch ended with a finite loss" in nothing["sentence"]
 
 
 def test_the_sentence_names_the_batch_in_sequences_and_tokens(make_study):
     study = make_study()
-    found = sentence(answered(study, lambda factor, scale, seed: 2.0 + (factor == 4) + abs(scale - 1)))
+    found = answered(study, lambda factor, scale, seed: 2.0 + (factor == 4) + abs(scale - 1))["sentence"]
     assert found.startswith(
         "At step 100 the critical batch is 10 sequences (1,000 tokens, 1 x today's): its loss is within 1.00% or the error "
         "bars of the lowest, that of 1/4 x, that of 4 x is not. "
     )
     assert "edge" not in found
-    edge = sentence(answered(study, lambda factor, scale, seed: 2.0 + float(factor)))
+    edge = answered(study, lambda factor, scale, seed: 2.0 + float(factor))["sentence"]
     assert "The best learning rate of 1/4 x, 1 x, 4 x is at the edge of the grid" in edge
-    above = sentence(answered(study, lambda factor, scale, seed: 2.0))
+    above = answered(study, lambda factor, scale, seed: 2.0)["sentence"]
     assert "at least 40 sequences (4,000 tokens, 4 x today's), the largest measured" in above
 
 
 def test_what_the_error_bar_decided_is_said(make_study):
     spread = {Fraction(1): (0.05, 0.25), Fraction(4): (1.0, 1.0)}
-    found = sentence(answered(make_study(), lambda factor, scale, seed: 2.0 + spread.get(factor, (0, 0))[seed]))
+    found = answered(make_study(), lambda factor, scale, seed: 2.0 + spread.get(factor, (0, 0))[seed])["sentence"]
     assert "the error bars, not the tolerance, decided" in found
 
 
 def test_the_noise_scale_stands_beside_it_in_the_same_units(make_study, record):
     rows = record({90: {"gns/b_simple": 20.0, "gns/b_simple_low": 15.0, "gns/b_simple_high": 30.0, "gns/b_big": 16.0}})
-    found = sentence(answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0))
+    found = answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0)["sentence"]
     assert found.endswith("The noise scale (gns/b_simple at step 90) is 20 (15 to 30) sequences.")
 
 
@@ -69,7 +69,8 @@ def test_the_cost_is_that_of_what_is_left(make_study, record):
     assert lines[0] == ("18 branches from step 100 of run: 3 batches x 3 learning rates x 2 seeds, of which 6 are done")
     # 12 branches of 64,000 tokens at 9,000 tokens/s, the median until the checkpoint, two at once.
     assert lines[-1] == (
-        "cost: 12 branches, 2 at once, 768,000 tokens, about 43 s at the run's 9,000 tokens/s, plus the start of each"
+        "cost: 12 branches, 2 at once, 768,000 tokens, about 43 s of training at the run's 9,000 tokens/s; starting each "
+        "process takes longer still"
     )
 
 
@@ -80,9 +81,71 @@ def test_the_training_loss_is_a_mean_per_token_over_the_last_quarter(record):
     assert last_training_loss(record(rows), last=8, num_steps=8) is None
 
 
-@pytest.mark.parametrize("fields", [{"marker": "1"}, {"num_ranks": 2}, {"tokens_per_step": 999.0}])
+@pytest.mark.parametrize("fields", [{"marker": "1"}, {"tokens_per_step": 999.0}])
 def test_results_of_other_settings_are_refused(make_study, fields):
     before = make_study(tokens=1).common
     make_study(tokens=1, before=before)
     with pytest.raises(UserError, match="their losses do not compare"):
         make_study(tokens=1, before=before, fields=fields)
+
+
+FACTORS = [Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4)]
+
+
+def measured(*losses):
+    """One batch per entry: a list of losses by seed, or one loss."""
+    by_seed = [each if isinstance(each, list) else [each] for each in losses]
+    return {factor: dict(enumerate(each)) for factor, each in zip(FACTORS, by_seed, strict=False)}
+
+
+def test_the_largest_batch_within_the_tolerance_of_the_best_is_critical():
+    verdict = decide(measured(2.0, 2.0, 2.01, 2.1, 2.4), tolerance=0.01)
+    assert (verdict.reference, verdict.largest, verdict.next_larger) == (Fraction(1, 4), 1, 2)
+    assert not verdict.is_unresolved
+    assert [each.is_within for each in verdict.compared.values()] == [True, True, True, False, False]
+    assert verdict.compared[1].excess == pytest.approx(0.01)
+
+
+def test_a_loss_that_falls_with_the_batch_leaves_it_open_above():
+    verdict = decide(measured(2.4, 2.2, 2.1, 2.05, 2.0), tolerance=0.01)
+    assert (verdict.reference, verdict.largest, verdict.next_larger) == (4, 4, None)
+    assert not verdict.compared[FACTORS[0]].is_within
+
+
+def test_an_error_bar_wider_than_the_tolerance_decides_and_is_named():
+    # Differences of 0.05 and 0.25: 0.15 on average, with a standard error of 0.1.
+    noisy = measured([2.0, 2.0], [2.05, 2.25])
+    verdict = decide(noisy, tolerance=0.01)
+    assert verdict.compared[FACTORS[1]].error == pytest.approx(0.1)
+    assert verdict.compared[FACTORS[1]].allowed == pytest.approx(0.2)
+    assert verdict.largest == Fraction(1, 2)
+    assert verdict.is_unresolved
+    assert not decide(noisy, tolerance=0.11).is_unresolved
+
+
+def test_what_seeds_have_in_common_is_no_error():
+    """Branches of one seed read the same data: the spread between seeds cancels in their difference."""
+    verdict = decide(measured([2.0, 2.5, 3.0], [2.1, 2.6, 3.1]), tolerance=0.01)
+    assert verdict.compared[FACTORS[1]].error == pytest.approx(0.0, abs=1e-12)
+    assert verdict.largest == Fraction(1, 4)
+
+
+def test_a_batch_without_a_loss_is_outside():
+    verdict = decide(measured(2.0, 2.0, [], 2.0), tolerance=0.01)
+    assert (verdict.largest, verdict.next_larger) == (Fraction(1, 2), 1)
+    assert len(verdict.compared) == 3
+
+
+def test_without_any_loss_there_is_no_verdict():
+    assert decide(measured([], []), tolerance=0.01) is None
+    assert decide({}, tolerance=0.01) is None
+
+
+@given(
+    losses=st.lists(st.lists(st.floats(0.5, 5.0), min_size=2, max_size=2), min_size=5, max_size=5),
+    tolerance=st.floats(0, 0.5),
+)
+def test_a_wider_tolerance_never_gives_a_smaller_batch(losses, tolerance):
+    strict, wide = (decide(measured(*losses), tolerance=each) for each in (tolerance, 2 * tolerance))
+    assert strict.reference <= strict.largest <= wide.largest
+    assert strict.next_larger is None or strict.next_larger > strict.largest

@@ -1,35 +1,34 @@
-"""Which branches there are, their learning rates and configs."""
+"""Which branches there are, their batches, learning rates, steps and configs."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainer.errors import UserError
-from trainer.tools.branching.run_branches import evaluation_config, training_config
-from trainer.tools.branching.study import parse_numbers
+from trainer.tools.branching.run_branches import slots, training_config
+from trainer.tools.branching.study import STEPS_UNIT, base_steps_for, parse_numbers
 
 
 def rates(study):
-    return {branch.batch.factor: branch.lr for branch in study.branches if branch.lr_scale == 1}
+    return {branch.factor: branch.lr for branch in study.branches if branch.lr_scale == 1}
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "rule", "expected"),
+    ("optimizer", "expected"),
     [
-        ({}, None, (0.5e-3, 1e-3, 2e-3)),
-        ({"name": "muon"}, None, (0.5e-3, 1e-3, 2e-3)),
-        ({"name": "sgd"}, None, (0.25e-3, 1e-3, 4e-3)),
-        ({"name": "sgd"}, "sqrt", (0.5e-3, 1e-3, 2e-3)),
-        ({}, "none", (1e-3, 1e-3, 1e-3)),
-        ({"target": "my:optimizer"}, "linear", (0.25e-3, 1e-3, 4e-3)),
+        ({}, (0.5e-3, 1e-3, 2e-3)),
+        ({"name": "muon"}, (0.5e-3, 1e-3, 2e-3)),
+        ({"name": "sgd"}, (0.25e-3, 1e-3, 4e-3)),
     ],
 )
-def test_the_learning_rate_follows_the_batch_by_the_rule_of_the_optimizer(make_study, optimizer, rule, expected):
-    study = make_study({"optimizer": optimizer}, lr_rule=rule)
+def test_the_learning_rate_follows_the_batch_by_the_rule_of_the_optimizer(make_study, optimizer, expected):
+    study = make_study({"optimizer": optimizer})
     assert list(rates(study).values()) == pytest.approx(expected)
-    assert {branch.lr for branch in study.branches if branch.batch.factor == 1} == {0.5e-3, 1e-3, 2e-3}
+    assert {branch.lr for branch in study.branches if branch.factor == 1} == {0.5e-3, 1e-3, 2e-3}
 
 
 def test_the_tokens_are_a_share_of_the_run_so_far_or_enough_steps_of_the_largest_batch(make_study):
@@ -51,12 +50,17 @@ def test_tokens_of_branches_that_are_done_stay_unless_a_new_factor_does_not_divi
         make_study(before=before(20))
 
 
-def test_data_of_ones_own_have_one_order_and_batches_of_their_size(make_study):
+def test_data_of_ones_own_have_one_order(make_study):
     data = {"data": {"source": [{"name": "mine", "target": "my:data"}]}}
     with pytest.raises(UserError, match="--seeds: source mine is a target of your own"):
         make_study(data)
-    study = make_study(data, num_seeds=1)
+    assert make_study(data, num_seeds=1).num_seeds == 1
+
+
+def test_a_batch_is_a_whole_number_of_micro_batches(make_study):
+    study = make_study(fields={"micro_batches": 2})
     assert [line.split()[0] for line in study.impossible] == ["1/4"]
+    assert {branch.micro_batches for branch in study.branches} == {2, 8}
 
 
 def test_the_config_of_a_branch_differs_in_batch_rate_and_length_alone(make_study):
@@ -66,9 +70,8 @@ def test_the_config_of_a_branch_differs_in_batch_rate_and_length_alone(make_stud
     before = study.origin.config
     for branch in study.branches:
         after = training_config(study, branch)
-        factor = branch.batch.factor
-        rows = after.train.micro_batches * after.data.mixing.batch_size
-        assert rows == factor * 16
+        factor = branch.factor
+        assert after.train.micro_batches == factor * 4
         assert (after.train.steps, after.optimizer.lr, after.scheduler.name) == (
             100 + branch.steps,
             branch.lr,
@@ -76,24 +79,9 @@ def test_the_config_of_a_branch_differs_in_batch_rate_and_length_alone(make_stud
         )
         assert after.ledger.stale_threshold == {Fraction(1, 4): 40, 1: 10, 4: 3}[factor]
         assert after.train.on_non_finite == "stop"
-        assert (after.eval.every > 0) == (branch.batch.row_share == 1)
-        kept = {"run", "model", "objective", "distributed"}
+        assert after.eval.every > 0
+        kept = {"run", "model", "objective", "distributed", "data"}
         assert all(getattr(after, table) == getattr(before, table) for table in kept)
-
-
-def test_fewer_rows_are_fewer_of_every_source_and_modality_and_evaluated_with_all(make_study):
-    mixing = {"batch_size": 8, "batch_size_by_modality": {"a": 4}}
-    source = {"name": "one", "root": "nowhere", "mixing": {"batch_size": 2, "batch_size_by_modality": {"b": 6}}}
-    study = make_study({"data": {"mixing": mixing, "source": [source]}}, factors=[Fraction(1, 4), Fraction(1)])
-    branch = study.branches[0]
-    assert branch.batch.row_share == Fraction(1, 2)
-    after = training_config(study, branch).data
-    assert (after.mixing.batch_size, after.mixing.batch_size_by_modality) == (4, {"a": 2})
-    assert (after.source[0].mixing.batch_size, after.source[0].mixing.batch_size_by_modality) == (1, {"b": 3})
-    evaluated = evaluation_config(study, branch)
-    assert evaluated.data == study.origin.config.data
-    assert evaluated.eval.every > 0
-    assert evaluated.train.steps == 100 + branch.steps
 
 
 def test_groups_that_are_never_read_on_may_be_evicted(make_study):
@@ -115,3 +103,27 @@ def test_numbers_are_read_exactly():
     for text in ("", "1,,2", "-1", "1/0", "inf", "nan"):
         with pytest.raises(UserError, match=r"--factors: .* is no positive number"):
             parse_numbers("--factors", text)
+
+
+def test_branches_at_once_get_devices_of_their_own():
+    assert slots(2, 2, ["0", "1", "5", "7", "8"]) == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "5,7"}]
+    assert slots(2, 1, []) == [{}]
+    with pytest.raises(UserError, match="--parallel: 3 branches of 2 ranks need 6 CUDA devices, there are 5"):
+        slots(2, 3, ["0", "1", "5", "7", "8"])
+
+
+QUARTER = Fraction(1, 4)
+
+
+@given(
+    factors=st.lists(st.fractions(QUARTER, 8, max_denominator=6), min_size=1, max_size=5),
+    tokens=st.integers(1, 10**7),
+    per_step=st.floats(1, 1e4),
+)
+def test_every_factor_trains_the_same_tokens_in_whole_steps(factors, tokens, per_step):
+    base = base_steps_for(tokens, per_step, factors)
+    assert base * per_step >= tokens * (1 - 1e-9)
+    for factor in factors:
+        steps = base / factor
+        assert steps.denominator == 1
+        assert steps % STEPS_UNIT == 0

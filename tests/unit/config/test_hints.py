@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.runs import TINY
-from trainer.config.load import load_config, load_dataset_file
+from trainer.config.load import load_dataset_file
 from trainer.config.messages import EXPLAINED, OTHER_NAMES, hint, keys_of
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
@@ -29,15 +28,10 @@ def fix_for(key: str) -> str:
         # Names of other trainers.
         ("train.lr", "optimizer.lr"),
         ("train.grad_accum", "train.micro_batches"),
-        ("train.learning_rate", "optimizer.lr"),
-        ("train.save_every", "checkpoint.every"),
-        ("eval.interval", "eval.every"),
         # A key of another table.
         ("data.wipe_mode", "ledger.wipe_mode"),
-        ("train.seed", "run.seed"),
         ("train.Log-Interval", "metrics.log_interval"),
         # A misspelt key of this table.
-        ("ledger.ledger_wipe_mode", "ledger.wipe_mode"),
         ("metrics.log_intervall", "log_interval"),
         ("data.mixing.num_stream_mixed", "num_streams_mixed"),
     ],
@@ -73,23 +67,6 @@ def test_the_keys_that_are_named_exist_and_the_unknown_ones_do_not():
     assert len(set(names)) == len(names)
     assert not set(names) & EXPLAINED.keys()
     assert [name for name in (*names, *EXPLAINED) if "." in name and exists(name)] == []
-
-
-def test_keys_in_explanations_exist():
-    dotted = {word.strip(",;()") for text in EXPLAINED.values() for word in text.split() if word.count(".") >= 1}
-    assert dotted
-    assert [key for key in sorted(dotted) if not exists(key)] == []
-
-
-@pytest.mark.parametrize(
-    ("override", "where"),
-    [("max_steps=5", "max_steps"), ("data.source.first.batch_size=5", "data.source.0.batch_size")],
-)
-def test_the_fix_reaches_the_message(tmp_path, override, where):
-    path = tmp_path / "x.toml"
-    path.write_text(TINY.format(runs="runs", corpus="corpus"))
-    with pytest.raises(UserError, match=f"{where}: unknown key; did you mean"):
-        load_config(path, [override])
 
 
 def test_a_dataset_file_knows_its_own_keys(tmp_path):

@@ -82,6 +82,8 @@ def plan(directory: Path, *overrides: str, world_size: int = 1):
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
+        (['data.mixing.batch_size_by_modality={"../x"=2}'], "no stream has the modality '../x'; there are a, b"),
+        (["data.source.second.mixing.batch_size_by_modality={a=2}"], "the modality 'a'; there are b"),
         (['train.micro_batches="atuo"'], 'train.micro_batches: must be an integer, "auto" or a table'),
         (["train.micro_batches=0"], "train.micro_batches: must be >= 1, got 0"),
         (['train.micro_batches={schedule="step",points={0=0}}'], "train.micro_batches.points.0: must be >= 1, got 0"),

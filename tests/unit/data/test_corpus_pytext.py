@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from trainer.errors import UserError
-from trainer.tools.corpus.manifest import Manifest
-from trainer.tools.corpus.pytext import build_pytext
+from trainer.tools.corpus.builders import build_pytext
+from trainer.tools.corpus.writer import Manifest
 
 CAPS = {"python": 6_000_000, "cpp": 8_000_000, "prose": 3_000_000}
 
@@ -78,26 +75,3 @@ def test_the_same_installation_gives_the_same_bytes(built: tuple[Path, Manifest]
     assert (tmp_path / "again" / "manifest.json").read_bytes() == (out / "manifest.json").read_bytes()
     assert all(0 <= done <= total for done, total, _ in seen)
     assert seen[-1][2] == "done"
-
-
-@pytest.mark.parametrize("missing", ["numpy", "torch"])
-def test_a_missing_package_is_named(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name))
-    with pytest.raises(UserError, match=f"{missing} is not installed for this interpreter"):
-        build_pytext(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_torch_without_headers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    with pytest.raises(UserError, match="torch's package has no include directory"):
-        build_pytext(tmp_path / "out")
-
-
-def test_an_unknown_modality_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no modality 'rust'; the modalities are python, cpp, prose"):
-        build_pytext(tmp_path / "out", max_bytes={"rust": 1})

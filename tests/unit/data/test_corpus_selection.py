@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.tools.corpus.documents import Document
-from trainer.tools.corpus.selection import cap_evenly, group_by_directory
+from trainer.tools.corpus.documents import Document, cap_evenly, group_by_directory
 
 
 def document(source: str, num_bytes: int) -> Document:

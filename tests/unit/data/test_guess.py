@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from trainer.data.groups import held_out
 from trainer.data.layout import Stream
+from trainer.tools.init.sizing import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
 from trainer.tools.init.survey import sample_streams
-from trainer.tools.inspection import encoding
-from trainer.tools.inspection.guess import guess_dtype
-from trainer.tools.inspection.sizing import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
+from trainer.tools.inspection import verify
+from trainer.tools.inspection.survey import guess_dtype
 
 DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
 
@@ -37,16 +37,19 @@ def test_a_vocabulary_beyond_16_bits_is_told_too():
 )
 def test_sizes_are_usable_whatever_the_lengths(lengths, share):
     lengths[0].append(7)  # something to read
-    paths = [f"s{i}.txt" for i in range(len(lengths))]
+    streams = [Stream(i, f"s{i}.txt", f"s{i}.txt", "m") for i in range(len(lengths))]
     arrays = [np.array(each, dtype=np.int64) for each in lengths]
-    sizes = choose_sizes(paths, arrays, share=share)
+    sizes = choose_sizes(streams, arrays, share=share)
     assert SEQ_LEN_RANGE[0] <= sizes.seq_len <= SEQ_LEN_RANGE[1]
     assert STEPS_RANGE[0] <= sizes.steps <= STEPS_RANGE[1]
     assert 1 <= sizes.num_streams_mixed <= len(lengths)
     assert min(sizes.max_group_cells, sizes.batch_size, sizes.micro_batches) >= 1
     assert sizes.num_streams_mixed * sizes.batch_size <= 4096, "fits the ledger's default"
     if sizes.holdout_fraction:
-        held = [held_out(path, len(each), sizes.holdout_fraction) for path, each in zip(paths, arrays, strict=True)]
+        held = [
+            held_out(stream.relative_path, len(each), sizes.holdout_fraction)
+            for stream, each in zip(streams, arrays, strict=True)
+        ]
         tokens = sum(int(each[mask].sum()) for each, mask in zip(arrays, held, strict=True))
         assert 0 < tokens < sum(int(each.sum()) for each in arrays)
 
@@ -74,6 +77,6 @@ def test_of_large_data_evenly_spread_streams_are_looked_at(tmp_path):
     ],
 )
 def test_the_first_byte_that_is_no_text_is_named_wherever_a_chunk_ends(tmp_path, monkeypatch, content, why, size):
-    monkeypatch.setattr(encoding, "CHUNK_BYTES", size)
+    monkeypatch.setattr(verify, "CHUNK_BYTES", size)
     (tmp_path / "a.txt").write_bytes(content)
-    assert encoding.why_not_text(tmp_path / "a.txt") == why
+    assert verify.why_not_text(tmp_path / "a.txt") == why

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from trainer.distributed.startup import GroupError, answer_ready, answer_refusal, claim_message
+from trainer.distributed.env import GroupError, answer_ready, answer_refusal, claim_message
 from trainer.errors import UserError
 
 

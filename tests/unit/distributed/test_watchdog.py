@@ -7,11 +7,8 @@ import math
 import pytest
 import torch.distributed as dist
 
-from tests.support.fault_runs import ARGUMENTS, make_config
-from tests.support.ranks import Ranks, status
 from trainer.distributed.env import RankInfo
-from trainer.distributed.hang_detector import HangDetector, Heartbeat
-from trainer.distributed.watchdog import Watchdog, is_of_a_collective
+from trainer.distributed.watchdog import HangDetector, Heartbeat, Watchdog, is_of_a_collective
 
 LIMIT = 10.0
 
@@ -168,20 +165,3 @@ def test_a_rank_that_is_gone_is_named_alone_also_by_who_notices_after_the_others
     second.close()
     assert first.explain(closed).startswith("rank 2 is gone (")
     first.close()
-
-
-@pytest.mark.slow  # tests/faults/test_hang.py has this on three ranks
-def test_a_hang_in_a_real_run_ends_and_is_named(tmp_path):
-    run_dir = tmp_path / "run"
-    arguments = (
-        *("--config", make_config(tmp_path), "--run-dir", run_dir, *ARGUMENTS),
-        *("--set", "distributed.timeout_sec=8"),
-    )
-    fault = {"what": "sleep", "rank": 1, "step": 3, "micro": 1}
-    with Ranks(arguments, logs=tmp_path / "logs", fault=fault, is_fresh=True) as ranks:
-        codes = ranks.wait()
-        said = ranks.said()
-    assert 0 not in codes, said
-    assert "rank 1 is missing: step 3: forward and backward" in status(run_dir)["reason"]
-    assert "faulty_model.py" in (run_dir / "logs" / "rank_001.log").read_text()
-    assert "stacks of rank 0:" in (run_dir / "logs" / "rank_000.log").read_text()

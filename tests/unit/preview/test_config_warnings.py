@@ -7,27 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import make_corpus, run, write_tiny_config
+from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
-from trainer.tools.diagnostics.diagnose import RULES
 from trainer.tools.preview.config_warnings import ConfigWarning, find_warnings, rank_warnings
 from trainer.tools.preview.summary import Preview, make_preview
-from trainer.tools.runs.load import load_run
 from trainer.training.setup.plan import make_plan
 
 FAULTS = {
     "ledger.stale_threshold": ["ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=1", "train.steps=40"],
     "ledger.wipe_mode": ["ledger.wipe_mode=full", "ledger.wipe_every=2"],
     "ledger.capacity": ["ledger.capacity=10000000"],
-    "ledger.probe_every": ["ledger.probe_every=2", "train.steps=400"],
     "data.mixing.repeat": ["data.mixing.repeat=false", "train.steps=500"],
     "eval.every": ["eval.every=100", "eval.holdout_fraction=0.1"],
     "metrics.log_interval": ["metrics.log_interval=50"],
     "data.seq_len": ["data.seq_len=1000"],
 }
-
-
-BY_NAME = {rule.name: rule for rule in RULES}
 
 
 def preview_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> tuple[Preview, list[ConfigWarning]]:
@@ -71,45 +65,6 @@ def test_a_harmful_setting_is_named_and_its_suggestion_helps(tmp_path: Path, key
 def test_a_good_config_has_no_warnings(tmp_path: Path) -> None:
     _, warnings = preview_of(tmp_path, "train.steps=40")
     assert [each.message for each in warnings] == []
-
-
-def test_a_stale_threshold_is_compared_with_the_counted_waits(tmp_path: Path) -> None:
-    faulty = ["ledger.wipe_mode=periodic_stale", "train.steps=40", "ledger.stale_threshold=1"]
-    preview, warnings = preview_of(tmp_path, *faulty)
-    assert preview.ledger is not None
-    assert preview.ledger.waits_beyond_threshold
-    assert "evicted while they are needed" in warnings[0].message
-    longest = preview.ledger.counted_wait_steps
-    between, warnings = preview_of(tmp_path, *faulty[:2], f"ledger.stale_threshold={longest}")
-    assert between.ledger is not None
-    assert between.ledger.waits_beyond_threshold == 0
-    assert longest < 40 <= between.ledger.wait_bound_steps
-    assert "another seed" in warnings[0].message
-
-
-ONE_READER_EACH = (
-    'data.source=[{{name="one",layout="nested",root="{0}",modalities=["a"],weight=3.0,mixing={{num_streams_mixed=1}}}},'
-    '{{name="two",layout="nested",root="{0}",modalities=["b"],mixing={{num_streams_mixed=1}}}}]'
-)
-ONE_POOL = 'data.source=[{{name="one",layout="nested",root="{0}",modalities=["a","b"],mixing={{num_streams_mixed=2}}}}]'
-
-
-@pytest.mark.parametrize(("sources", "tolerance"), [(ONE_READER_EACH, 0.0), (ONE_POOL, 0.1)])
-def test_the_diagnosis_of_the_run_suggests_the_threshold_of_the_preview(
-    tmp_path: Path, sources: str, tolerance: float
-) -> None:
-    """Exactly, where no slice matters; of a pool, the record has the longest slice that a logged row saw."""
-    faulty = ["ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=1", "train.steps=30"]
-    faulty += [sources.format(tmp_path / "corpus"), "data.mixing.batch_size=1"]
-    _, warnings = preview_of(tmp_path, *faulty, world_size=1)
-    proposed = next(int(each.value) for each in warnings if each.key == "ledger.stale_threshold")
-    settings = [part for setting in faulty for part in ("--set", setting)]
-    config, record = tmp_path / "tiny.toml", tmp_path / "run"
-    trained = run("--config", config, "--run-dir", record, *settings, "--stdout", "off")
-    assert trained.returncode == 0, trained.stderr
-    knob = BY_NAME["false_evictions_stale"].apply(load_run(record)).knob
-    assert knob is not None
-    assert knob.suggested == pytest.approx(proposed, rel=tolerance)
 
 
 def test_slices_of_few_picks_cause_churn(tmp_path: Path) -> None:

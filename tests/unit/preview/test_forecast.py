@@ -13,7 +13,7 @@ from trainer.config.load import load_config
 from trainer.data.mixing import EXHAUST_EVENTS
 from trainer.distributed.env import RankInfo
 from trainer.tools.preview.forecast import Forecast, SourceShape, count_run, source_shape
-from trainer.training.setup.data import make_blend
+from trainer.training.setup.parts import make_blend
 from trainer.training.setup.plan import Plan, make_plan
 
 MODES = [
@@ -38,7 +38,6 @@ class Real:
     cells_per_step: Counter[int] = field(default_factory=Counter)
     exhausts: Counter[str] = field(default_factory=Counter)
     longest_wait: int = 0
-    in_flight: int = 0
 
 
 def real_run(plan: Plan, world_size: int) -> Real:
@@ -70,7 +69,6 @@ def real_run(plan: Plan, world_size: int) -> Real:
                 last_step[group] = step
                 if is_last:
                     del last_step[group]
-            real.in_flight = max(real.in_flight, len(last_step))
         else:
             index += 1
         real.batches.append(index)
@@ -115,6 +113,5 @@ def test_counts_match_the_real_pipeline(tmp_path: Path, overrides: tuple[str, ..
     assert forecast.cells_per_step.tolist() == [
         real.cells_per_step[step + 1] for step in range(len(forecast.cells_per_step))
     ]
-    assert real.in_flight <= forecast.in_flight
     tallies = [tally for shape in shapes for tally in forecast.tallies[shape.name]]
     assert real.longest_wait <= max(max(waits) for tally in tallies for waits in tally.waits.values())

@@ -14,14 +14,12 @@ from trainer.config.load import load_config
 from trainer.data.groups import CutOptions, build_groups
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.errors import UserError
-from trainer.micro_batches import ONE, MicroBatches
+from trainer.micro_batches import ONE
 from trainer.tools.limits import wait_bound
 from trainer.tools.preview.forecast import (
     count_run,
     expected_batches,
-    first_zero,
     group_tokens,
-    sample_points,
     source_shape,
 )
 from trainer.tools.preview.summary import _source_view, make_preview
@@ -33,37 +31,6 @@ def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> Plan:
         make_corpus(tmp_path / "corpus", streams=5, documents=9)
     config_path = write_tiny_config(tmp_path)
     return make_plan(load_config(config_path, overrides), config_path, world_size)
-
-
-@given(
-    points=st.dictionaries(st.integers(0, 60), st.sampled_from([0.0, 0.5, 2.0]), min_size=1, max_size=4),
-    kind=st.sampled_from(["linear", "step"]),
-    unit=st.sampled_from(["batch", "step"]),
-    micro_batches=st.integers(1, 3),
-)
-@settings(max_examples=100, deadline=None, derandomize=True)
-def test_the_first_zero_is_the_first_batch_at_which_the_weight_is_zero(
-    points: dict[int, float], kind: str, unit: str, micro_batches: int
-) -> None:
-    weight = ScheduledWeight(kind, points, unit=unit)  # type: ignore[arg-type]
-    values = [weight.evaluate(b if unit == "batch" else b // micro_batches + 1) for b in range(40)]
-    zeros = [batch for batch, value in enumerate(values) if value == 0]
-    span = first_zero(weight, 40, MicroBatches.constant(micro_batches))
-    if not zeros:
-        assert span is None
-        return
-    assert span is not None
-    assert span.first == zeros[0]
-    after = [batch for batch in range(zeros[0], 40) if values[batch] != 0]
-    assert span.last == (after[0] - 1 if after else None)
-
-
-@pytest.mark.parametrize("last", [29, 30, 31])
-def test_a_zero_weight_until_the_end_of_the_run_has_no_last_batch(last: int) -> None:
-    weight = ScheduledWeight("step", {0: 1.0, 10: 0.0, last + 1: 1.0})
-    span = first_zero(weight, 31, ONE)
-    assert span is not None
-    assert (span.first, span.last) == (10, last if last < 30 else None)
 
 
 @given(
@@ -113,7 +80,7 @@ def test_averages_of_a_long_run_agree_with_its_counts(tmp_path: Path, mode: str)
     short = count_run(plan, shapes, 2, most=40)
     assert not short.is_whole
     for source, shape in zip(counted.sources, shapes, strict=True):
-        view = _source_view(plan, shape, source.batches, None, short)
+        view = _source_view(plan, shape, source.batches, short)
         for own, other in zip(view.modalities, source.modalities, strict=True):
             assert own.picks == pytest.approx(other.picks, rel=0.1)
             # Counts leave out the readers that the run has not finished, about 4 of 35.
@@ -148,70 +115,3 @@ def test_a_source_without_documents_is_refused(tmp_path: Path) -> None:
         (tmp_path / "corpus" / modality / "empty.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(UserError, match="source first: has no document to train on"):
         make_preview(plan_of(tmp_path), 2)
-
-
-@pytest.mark.parametrize(("length", "most"), [(1, 240), (2, 240), (240, 240), (1000, 240)])
-def test_sample_points_include_both_ends(length: int, most: int) -> None:
-    points = sample_points(length, most)
-    assert points[0] == 0
-    assert points[-1] == length - 1
-    assert len(points) <= min(length, most)
-
-
-@pytest.mark.parametrize(
-    ("steps", "every", "interval", "probed"),
-    [
-        (100, 10, 5, 10),
-        (100, 10, 4, 5),
-        (103, 10, 103, 0),
-        (120, 10, 7, 2),
-        (5, 1, 10, 2),
-        (9, 10, 1, 0),
-        (9, 0, 1, None),
-    ],
-)
-def test_probes_are_counted_where_a_run_has_them(
-    tmp_path: Path, steps: int, every: int, interval: int, probed: int | None
-) -> None:
-    """Multiples of probe_every that are logged, step 1 and the last step included."""
-    sets = (f"train.steps={steps}", f"ledger.probe_every={every}", f"metrics.log_interval={interval}")
-    ledger = make_preview(plan_of(tmp_path, *sets, "scheduler.warmup_steps=0"), 2).ledger
-    assert ledger is not None
-    assert (ledger.probes and ledger.probes.count) == probed
-
-
-def test_the_cost_of_probes_is_bounded_and_their_reach_counted(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "train.steps=100", "ledger.probe_every=10", "ledger.probe_cells=2")
-    shapes = [source_shape(plan, source, 2) for source in plan.sources]
-    ledger = make_preview(plan, 2).ledger
-    assert ledger is not None
-    assert ledger.probes is not None
-    assert ledger.probes.passes == 5
-    assert ledger.probes.cost == pytest.approx(10 * 5 / (100 * 3 * 2))  # two micro-batches per step
-    sizes = [size for shape in shapes for stream in shape.streams for size in np.flatnonzero(stream.group_cells)]
-    assert max(sizes) == 8
-    whole = make_preview(plan_of(tmp_path, "ledger.probe_every=1", "ledger.probe_cells=7"), 2).ledger
-    assert whole is not None
-    assert whole.probes is not None
-    assert whole.probes.reach == 1.0
-    assert 0.2 < (ledger.probes.reach or 0.0) < 0.9
-    alone = make_preview(plan_of(tmp_path, "data.max_group_cells=1"), 2).ledger
-    assert alone is not None
-    assert alone.probes is not None
-    assert (alone.probes.passes, alone.probes.reach) == (0, None)
-
-
-def test_a_preview_shows_the_planned_batch_and_says_that_auto_decides_by_itself(tmp_path: Path) -> None:
-    points = 'train.micro_batches={schedule="step",points={0=1,5=3,90=9},lr="linear"}'
-    preview = make_preview(plan_of(tmp_path, points, "train.steps=40"), 2)
-    assert [(each.step, each.micro_batches, each.lr_factor) for each in preview.batch_changes] == [(5, 3, 3.0)]
-    assert (preview.num_batches, preview.auto) == (4 + 36 * 3, None)
-    constant = make_preview(plan_of(tmp_path, "train.micro_batches=1", "train.steps=40"), 2)
-    factors = [now / before for now, before in zip(preview.curves.lr, constant.curves.lr, strict=True)]
-    assert factors == pytest.approx([1.0] * 4 + [3.0] * 36)
-    auto = ('train.micro_batches={schedule="auto",start=2,every=7,multiple=1.5}', "data.source.first.weight=1")
-    preview = make_preview(plan_of(tmp_path, *auto, "train.steps=40"), 2)
-    assert preview.num_batches == 80
-    assert preview.auto is not None
-    assert "the run itself decides, every 7 steps" in preview.auto
-    assert "exceeds 1.5 times the batch" in preview.auto

@@ -32,10 +32,6 @@ def test_with_slices_of_two_picks_the_rule_does_not_hold() -> None:
     assert max(max(waits(8, 2, seed)) for seed in range(20)) > 2 * 8 * 2
 
 
-def test_uniform_picks_wait_far_less() -> None:
-    assert max(waits(8, 50, 0, pick_mode="uniform")) < 8 * 50 / 2
-
-
 def test_with_a_single_reader_every_pick_lacks_the_other_modality() -> None:
     part = SliceShape(np.full(4, 3), 12)
     streams = tuple(StreamShape(modality, 4, (part,)) for modality in "aabb")
@@ -45,7 +41,3 @@ def test_with_a_single_reader_every_pick_lacks_the_other_modality() -> None:
     picks, absent = mixing.tally.picks, mixing.tally.absent
     assert picks["a"] + picks["b"] == 100
     assert (absent["a"], absent["b"]) == (picks["b"], picks["a"])
-
-
-def test_a_lone_reader_never_waits() -> None:
-    assert set(waits(1, 50, 0)) == {1}

@@ -11,7 +11,8 @@ from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.extensions.remote import RemoteCheckpoints, claim, find_checkpoint, save_id
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.checkpoint import MARKER, CheckpointError, parse_marker
+from trainer.training.checkpointing.checkpoint import MARKER, parse_marker
+from trainer.training.checkpointing.tensor_files import CheckpointError
 from trainer.training.run_dir import RunDir
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.tools.report.run_summary import config_differences, end_of, heading, key_means, summarize
+from trainer.tools.report.run_summary import config_differences, end_of, key_means, summarize
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.table import RowTable
 
@@ -41,22 +40,6 @@ def test_results_come_from_the_rows_and_are_none_if_unknown(make_run):
     assert found["Tokens seen"] is None
 
 
-def test_the_noise_scale_is_that_of_the_last_row_and_names_it(make_run):
-    rows = {
-        "gns/b_now": [20.0, 24.0],
-        "gns/b_now_low": [15.0, 18.0],
-        "gns/b_now_high": [50.0, 44.0],
-        "gns/b_now_steps": [8.0, 9.0],
-        "gns/b_big": [16.0, 16.0],
-    }
-    (row,) = [row for row in summarize(make_run("a", rows)) if row.label == "Noise scale"]
-    assert (row.value, row.note) == (24.0, "gns/b_now at step 2, from the last 9 steps, between 18 and 44")
-    without = {**rows, "gns/b_now": [20.0, None], "gns/b_now_high": [50.0, None]}
-    (row,) = [row for row in summarize(make_run("b", without)) if row.label == "Noise scale"]
-    assert row.text == "at least 18"
-    assert "at step 2" in row.note
-
-
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=60), st.integers(1, 70))
 def test_the_best_loss_is_the_lowest_mean_and_at_most_the_final_one(losses, window):
     table = RowTable(merge_same_step=False)
@@ -67,41 +50,6 @@ def test_the_best_loss_is_the_lowest_mean_and_at_most_the_final_one(losses, wind
     means = [math.fsum(losses[at : at + width]) / width for at in range(len(losses) - width + 1)]
     assert found["Best loss"] == pytest.approx(min(means), rel=1e-12)
     assert found["Best loss"] <= found["Final loss"]
-
-
-def test_rounded_sums_do_not_hide_that_the_final_loss_is_the_best(make_run):
-    # After a huge value, running sums round both small means to 0.
-    rows = {row.label: row.value for row in summarize(make_run("a", {"loss": [1e30, 2.0, 2.0, 1.0, 1.0]}), window=2)}
-    assert (rows["Final loss"], rows["Best loss"]) == (1.0, 1.0)
-
-
-def test_every_result_names_the_rows_that_it_was_made_of(make_run):
-    columns = {
-        "loss": [3.0, 2.0, 1.0],
-        "tokens_per_sec": [1.0, 2.0, 3.0],
-        "tokens_seen": [10.0, 20.0, 30.0],
-        "ledger/cold_starts": [None, 2.0, 0.0],
-        "ledger/false_evictions/lru": [1.0, None, None],
-        "non_finite_steps": [0.0, 0.0, 0.0],
-        "gns/b_now_low": [3.0, 3.0, 3.0],
-        "gns/b_big": [4.0, 4.0, 4.0],
-    }
-    run = make_run("a", columns, {1: {"eval_loss": 2.0}, 2: {"eval_loss": 2.5}})
-    notes = {row.label: row.note for row in summarize(run) if row.value is not None}
-    assert notes == {
-        "Steps": "the last of 3 rows, steps 1 to 3",
-        "Tokens seen": "step 3",
-        "Final loss": "step 3",
-        "Best loss": "lowest row, step 3",
-        "Held-out loss": "last of 2 evaluations, step 2",
-        "Best held-out loss": "best of 2 evaluations, step 1",
-        "Speed": "median of 3 rows, steps 1 to 3",
-        "Noise scale": "gns/b_now at step 3",
-        "Cold starts": "total of 2 rows, steps 2 to 3",
-        "False evictions": "total of step 1",
-        "Rejected steps": "total of 3 rows, steps 1 to 3",
-        "Restarts": "",
-    }
 
 
 def test_differing_settings_are_dotted_keys_and_sources_go_by_name(make_run):
@@ -152,17 +100,6 @@ def test_the_end_is_the_last_tenth_of_the_rows_and_the_final_loss_names_its_step
     assert final.note == "mean of 10 rows, steps 91 to 100"
     assert end_of(make_run("longer", {"loss": falling * 5})).rows == 20
     assert end_of(short, 400).rows == 11
-
-
-def test_the_final_loss_is_called_the_latest_while_a_run_goes_on(make_run):
-    rows = []
-    for state in ("running", "done"):
-        run = replace(make_run(state, {"loss": [3.0, 2.0]}), status={"state": state})
-        rows += [row for row in summarize(run) if row.label == "Final loss"]
-    going, ended = rows
-    assert heading([going]) == "Latest loss (nats/token)"
-    assert heading([ended, ended]) == "Final loss (nats/token)"
-    assert heading([going, ended]) == "Latest loss / Final loss (nats/token)"
 
 
 def test_the_final_loss_falls_back_to_the_last_finite_value(make_run):

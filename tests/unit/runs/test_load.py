@@ -102,15 +102,6 @@ def test_a_directory_without_metrics_and_a_missing_path_are_refused(tmp_path: Pa
         load_run(tmp_path / "absent")
 
 
-def test_damaged_lines_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
-    twice = '{"schema_version":1,"mode":"train","global_step":2,"metrics":{"loss":1.0,"loss":2.0}}'
-    lines = [train(1, loss=1.0), twice, '{"half', train(3, loss=3.0)]
-    run = load_run(write(tmp_path / "metrics.jsonl", *lines))
-    assert list(run.steps) == [1, 3]
-    assert len(run.notes) == 1
-    assert "2 damaged lines, the first at line 2: loss: " in run.notes[0]
-
-
 def test_decreasing_steps_without_a_restart_are_noted(tmp_path: Path) -> None:
     run = load_run(write(tmp_path / "metrics.jsonl", train(1, loss=1.0), train(9, loss=2.0), train(1, loss=3.0)))
     assert column(run, "loss") == {1: 3.0, 9: 2.0}
@@ -201,10 +192,3 @@ def test_columns_match_a_dict_of_rows(seed: int) -> None:
 def test_reading_a_run_imports_neither_torch_nor_numpy() -> None:
     code = "import sys, trainer.tools.runs.load; print({'torch', 'numpy', 'wandb'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
-
-
-@pytest.mark.parametrize("line", [train(2**70, loss=1.0), restart(2**70)])
-def test_a_step_beyond_64_bits_is_skipped_like_any_line_that_cannot_be_meant(tmp_path, line):
-    run = load_run(write(tmp_path / "metrics.jsonl", train(1, loss=2.0), line, train(2, loss=1.5)))
-    assert column(run, "loss") == {1: 2.0, 2: 1.5}
-    assert not run.restarts

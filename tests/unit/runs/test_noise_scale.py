@@ -31,11 +31,6 @@ def test_it_is_that_of_the_last_row_or_of_the_last_by_a_step() -> None:
     assert noise_scale_of(run, by=4) is None
 
 
-def test_a_lower_bound_alone_is_told_without_a_value_of_an_earlier_row() -> None:
-    run = record({5: {"gns/b_now": 4.0, "gns/b_now_low": 3.0, "gns/b_now_high": 9.0}, 10: {"gns/b_now_low": 6.0}})
-    assert noise_scale_of(run) == NoiseScale("gns/b_now", 10, 16.0, 6.0, None, None, None)
-
-
 def test_what_says_most_is_preferred() -> None:
     bounds = {f"gns/b_{name}_low": low for name, low in (("simple", 1.0), ("now", 2.0), ("drawn", 3.0))}
     found = noise_scale_of(record({5: bounds}))

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from tests.support.checkpoints import weights
-from tests.support.ranks import differences
 from tests.support.runs import ROOT, run, write_tiny_config
 from trainer.errors import UserError
-from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, pack, unpack, write_tensors
+from trainer.training.checkpointing.tensor_files import CheckpointError, Rows, TensorFiles, pack, unpack, write_tensors
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 TENSORS = st.sampled_from(
@@ -97,7 +96,7 @@ def test_rows_are_joined_from_any_cut_into_files(tmp_path_factory, data):
     assert torch.equal(found.read("w", low, high), whole[low:high])
     assert torch.equal(found.read("w"), whole)
     if others:
-        with pytest.raises(DamagedFile, match=r"w: rows .* are in no file|do not fit together"):
+        with pytest.raises(CheckpointError, match=r"w: rows .* are in no file|do not fit together"):
             TensorFiles([first]).read("w")
 
 
@@ -114,7 +113,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
         path.write_bytes(struct.pack("<Q", 2**62) + data[8:])
     else:
         path.write_bytes(b"")
-    with pytest.raises(DamagedFile, match=r"x\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"x\.safetensors"):
         TensorFiles([path]).read("w")
 
 
@@ -164,10 +163,3 @@ def test_nothing_reads_what_could_be_a_pickle():
                 found.append(f"{path.name}: {'safe' if safe else 'unsafe'} {ast.unparse(node.func)}")
     assert found
     assert all(": safe np.load" in each for each in found)
-
-
-def test_values_are_bit_for_bit_what_they_were(tmp_path):
-    value = {"pi": math.pi, "tiny": 5e-324, "big": 2**62, "nested": [{"x": (1, 2.5)}]}
-    values, _ = pack(value)
-    write_tensors(tmp_path / "x.safetensors", {}, values)
-    assert differences(unpack(TensorFiles([tmp_path / "x.safetensors"]).values, None), value) == []

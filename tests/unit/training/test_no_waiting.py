@@ -170,34 +170,6 @@ def test_layers_are_measured_without_waiting(numbers_of_a_good_step):
         assert launched.measured is not None
 
 
-def test_the_check_sees_a_reading_of_each_kind():
-    value = torch.ones(3, device=META)
-    readings = [
-        lambda: value[0].item(),
-        lambda: float(value[0]),
-        lambda: bool(value[0] > 0),
-        lambda: value.tolist(),
-        lambda: value.cpu(),
-        lambda: value.to("cpu", non_blocking=True),
-        lambda: value.numpy(),
-        lambda: value[value > 0],
-        lambda: value.nonzero(),
-    ]
-    for reading in readings:
-        with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
-            reading()
-    writings = [
-        lambda: torch.tensor([1.0], device=META),
-        lambda: torch.tensor(True, device=META),
-        lambda: torch.as_tensor(1.0, device=META),
-        lambda: torch.ones(3).to(META),
-        lambda: value.copy_(torch.ones(3)),
-    ]
-    for writing in writings:
-        with NoBlockingCopies(), pytest.raises(AssertionError, match="waits"):
-            writing()
-
-
 READINGS = ("item", "tolist", "cpu", "nonzero", "__float__", "__int__", "__bool__", "__index__")
 
 

@@ -79,9 +79,7 @@ def test_a_resumed_run_continues_as_if_it_had_never_stopped(both):
     assert run_differences(*both()) == []
 
 
-@pytest.mark.parametrize(
-    ("what", "step"), [("nan", 2), ("nan", 7), ("nan", 8), ("inf_gradient", 11), ("nan", 12), ("inf_gradient", 15)]
-)
+@pytest.mark.parametrize(("what", "step"), [("nan", 2), ("nan", 7), ("inf_gradient", 11)])
 def test_a_bad_step_is_skipped_and_leaves_no_trace_in_weights(both, step, what):
     fault = {"what": what, "step": step, "micro": 1}
     every, late = both("train.on_non_finite=skip", *LRU, fault=fault)
@@ -89,16 +87,7 @@ def test_a_bad_step_is_skipped_and_leaves_no_trace_in_weights(both, step, what):
     assert [event["global_step"] for event in events(late) if event["event"] == "non_finite"] == [step]
 
 
-@pytest.mark.parametrize(("step", "steps"), [(2, 3), (6, 2)])
-def test_bad_steps_in_a_row_are_each_counted_once(both, step, steps):
-    fault = {"what": "nan", "step": step, "steps": steps}
-    every, late = both("train.on_non_finite=skip", fault=fault)
-    assert run_differences(every, late) == []
-    rows = read_rows(late / "metrics.jsonl")
-    assert sum(row.get("non_finite_steps", 0) for row in rows.values()) == steps
-
-
-@pytest.mark.parametrize("step", [2, 7, 8, 9, 13])
+@pytest.mark.parametrize("step", [2, 7, 8])
 def test_a_run_that_must_stop_ends_with_the_row_of_the_bad_step(both, step):
     fault = {"what": "nan", "step": step, "micro": 1}
     every, late = both(fault=fault, code=1)
@@ -116,15 +105,6 @@ def test_a_run_that_must_stop_ends_with_the_row_of_the_bad_step(both, step):
     assert any(key.startswith("ledger/") for key in rows[1]) == (step == 8)
 
 
-def test_too_many_bad_steps_in_a_row_end_the_run_at_the_same_step(both):
-    fault = {"what": "nan", "step": 4, "steps": 9}
-    every, late = both("train.on_non_finite=skip", "train.max_skips=2", "eval.every=0", fault=fault, code=1)
-    assert events(every) == events(late)
-    for run_dir in (every, late):
-        status = json.loads((run_dir / "status.json").read_text())
-        assert (status["last_step"], "3 steps in a row" in status["reason"]) == (6, True)
-
-
 def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both):
     settings = ("train.on_non_finite=skip", "train.max_skips=2", "eval.every=0")
     both(*settings, "train.steps=3", fault={"what": "nan", "step": 2})
@@ -135,7 +115,7 @@ def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both):
         assert (status["last_step"], "3 steps in a row" in status["reason"]) == (6, True)
 
 
-@pytest.mark.parametrize(("policy", "step"), [("stop", 2), ("stop", 8), ("skip", 3), ("skip", 7)])
+@pytest.mark.parametrize(("policy", "step"), [("stop", 8), ("skip", 3)])
 def test_a_state_that_is_not_finite_is_dropped_and_the_run_goes_on(both, policy, step):
     """The state of one row is NaN while the loss is not: the group starts from zero."""
     fault = {"what": "nan_state", "step": step, "micro": 0}

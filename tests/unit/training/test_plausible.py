@@ -12,7 +12,6 @@ import torch
 from tests.support.in_process import program
 from tests.support.runs import make_corpus, run, write_tiny_config
 from trainer.config.load import load_config
-from trainer.errors import UserError
 from trainer.training.setup import plausible
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -73,19 +72,6 @@ def test_usual_settings_give_no_doubt(config, caplog):
     assert not caplog.records
 
 
-def test_a_default_number_of_readers_is_no_mistake_of_the_user(tmp_path, caplog):
-    make_corpus(tmp_path / "corpus", streams=1)
-    path = tmp_path / "x.toml"
-    path.write_text(f'[train]\nsteps = 2\n[[data.source]]\nname = "s"\nroot = "{tmp_path}/corpus"\n')
-    plan(path)
-    assert not caplog.records
-
-
-def test_a_hundred_thousand_layers_are_refused_before_one_is_built(config):
-    with pytest.raises(UserError, match=r"model\.num_layers: must be <= 2000, got 100000"):
-        plan(config, "model.num_layers=100000")
-
-
 @WITHOUT_CUDA
 @pytest.mark.parametrize(
     ("override", "message"),
@@ -103,15 +89,6 @@ def test_what_needs_cuda_is_refused_by_a_run_and_said_by_check(config, tmp_path,
     assert ended.returncode == 2
     assert message in ended.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_check_says_that_there_is_no_cuda_for_a_run_that_asks_for_it(config, capsys):
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    checked = program(["check", "--config", config, "--set", "train.device=cuda", "--json"], capsys)
-    assert checked.returncode == 0
-    assert 'train.device: "cuda" needs a CUDA device, and torch finds none here' in checked.stderr
-    assert json.loads(checked.stdout)["facts"]["forward_pass"] == "not tried: the run is for CUDA"
 
 
 @pytest.mark.parametrize(
@@ -171,21 +148,7 @@ def test_check_predicts_the_memory_of_a_rank_by_strategy(config, capsys):
     text = program(["check", "--config", config, "--world-size", "4", "--strategy", "fsdp"], capsys).stdout
     assert 'strategy = "fsdp"' in text
     assert "#   sharding = 4 shards\n" in text
-    assert " of them all the time, gradients " in text
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--strategy", "fspd"], "distributed.strategy: must be one of ddp, fsdp, hsdp"),
-        (["--strategy", "fsdp", "--replicas", "2"], 'distributed.replicas: 2 replicas, but the strategy is "fsdp"'),
-        (["--strategy", "hsdp", "--replicas", "3"], "distributed.replicas: 3 replicas do not divide 4 ranks"),
-    ],
-)
-def test_check_refuses_a_strategy_that_does_not_fit_the_ranks(config, capsys, options, message):
-    checked = program(["check", "--config", config, "--world-size", "4", *options], capsys)
-    assert checked.returncode == 2
-    assert message in checked.stderr
+    assert ", gradients " in text
 
 
 def test_check_refuses_a_model_that_cannot_be_sharded(config, capsys):

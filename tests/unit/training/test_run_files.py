@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import signal
 
 import pytest
@@ -18,9 +17,15 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.checkpoint import CheckpointError, TensorPart
-from trainer.training.checkpointing.resume_checks import check_config
-from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles
+from trainer.training.checkpointing.restore import check_config
+from trainer.training.checkpointing.tensor_files import (
+    CheckpointError,
+    Rows,
+    TensorPart,
+    model_file,
+    rank_file,
+    write_part,
+)
 from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, resume_command
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
@@ -49,8 +54,8 @@ STATE = {
 def make_checkpoint(directory, step: int, value: float = 1.0):
     staging = files.staging_dir(directory, step)
     staging.mkdir(parents=True)
-    write_content(staging / files.model_file(0), {"w": torch.full((100,), value)})
-    write_content(staging / files.rank_file(0), {"data": None})
+    write_content(staging / model_file(0), {"w": torch.full((100,), value)})
+    write_content(staging / rank_file(0), {"data": None})
     return files.finish(directory, step, {**STATE, "step": step})
 
 
@@ -58,91 +63,50 @@ def test_a_checkpoint_reads_back_and_latest_points_to_it(tmp_path):
     path = make_checkpoint(tmp_path, 5)
     assert files.verify(path)["step"] == 5
     assert (tmp_path / "latest").resolve() == path
-    assert torch.equal(file_content(path / files.model_file(0))["w"], torch.ones(100))
+    assert torch.equal(file_content(path / model_file(0))["w"], torch.ones(100))
     assert not list(tmp_path.glob(".tmp*"))
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     make_checkpoint(tmp_path, 5, 1.0)
     path = make_checkpoint(tmp_path, 5, 2.0)
-    assert float(file_content(path / files.model_file(0))["w"][0]) == 2.0
+    assert float(file_content(path / model_file(0))["w"][0]) == 2.0
 
 
-def damage_marker(path):
-    (path / files.MARKER).unlink()
+def in_marker(change):
+    """A damage that changes the marker's content."""
+
+    def damage(path):
+        marker = json.loads((path / files.MARKER).read_text())
+        change(marker)
+        (path / files.MARKER).write_text(json.dumps(marker))
+
+    return damage
 
 
-def damage_marker_text(path):
-    (path / files.MARKER).write_text("{")
-
-
-def damage_marker_list(path):
-    (path / files.MARKER).write_text("[]")
-
-
-def damage_version(path):
-    marker = json.loads((path / files.MARKER).read_text())
-    (path / files.MARKER).write_text(json.dumps({**marker, "format_version": 99}))
-
-
-def damage_truncate(path):
-    file = path / files.model_file(0)
-    os.truncate(file, file.stat().st_size - 1)
-
-
-def damage_flip(path):
-    file = path / files.model_file(0)
+def flip(path):
+    file = path / model_file(0)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
-def damage_missing(path):
-    (path / files.model_file(0)).unlink()
+DAMAGES = {
+    "no marker": lambda path: (path / files.MARKER).unlink(),
+    "half a marker": lambda path: (path / files.MARKER).write_text("{"),
+    "a list as marker": lambda path: (path / files.MARKER).write_text("[]"),
+    "another version": in_marker(lambda marker: marker.update(format_version=99)),
+    "no files listed": in_marker(lambda marker: marker.update(files={})),
+    "a file elsewhere": in_marker(lambda marker: marker["files"].update({"../a": marker["files"][model_file(0)]})),
+    "an unlisted shard": in_marker(lambda marker: marker["files"].pop(rank_file(0))),
+    "cut": lambda path: os.truncate(path / model_file(0), (path / model_file(0)).stat().st_size - 1),
+    "a flipped bit": flip,
+    "a missing file": lambda path: (path / model_file(0)).unlink(),
+    "another state": lambda path: (path / files.STATE_FILE).write_text("{}"),
+}
 
 
-def damage_state(path):
-    (path / files.STATE_FILE).write_text("{}")
-
-
-def damage_marker_files(path):
-    (path / files.MARKER).write_text(json.dumps({"format_version": files.FORMAT_VERSION, "step": 5, "files": {}}))
-
-
-def damage_marker_leaves_the_directory(path):
-    marker = json.loads((path / files.MARKER).read_text())
-    marker["files"]["../step_00000005/model_000.safetensors"] = marker["files"][files.model_file(0)]
-    (path / files.MARKER).write_text(json.dumps(marker))
-
-
-def damage_unlisted_shard(path):
-    marker = json.loads((path / files.MARKER).read_text())
-    del marker["files"][files.rank_file(0)]
-    (path / files.MARKER).write_text(json.dumps(marker))
-
-
-def damage_empty(path):
-    for file in path.iterdir():
-        file.unlink()
-
-
-DAMAGES = [
-    damage_marker,
-    damage_marker_text,
-    damage_marker_list,
-    damage_version,
-    damage_truncate,
-    damage_flip,
-    damage_missing,
-    damage_state,
-    damage_marker_files,
-    damage_marker_leaves_the_directory,
-    damage_unlisted_shard,
-    damage_empty,
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused(tmp_path, damage):
     make_checkpoint(tmp_path, 5)
     newest = make_checkpoint(tmp_path, 10)
@@ -159,22 +123,9 @@ def test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused(tmp_path, dama
 def test_auto_starts_anew_without_checkpoints_and_refuses_if_none_is_whole(tmp_path):
     assert files.find(tmp_path, "auto") is None
     assert files.find(tmp_path, "off") is None
-    damage_flip(make_checkpoint(tmp_path, 5))
+    flip(make_checkpoint(tmp_path, 5))
     with pytest.raises(UserError, match="none of the 1 checkpoints"):
         files.find(tmp_path, "auto")
-
-
-def test_a_pickle_in_a_checkpoint_is_not_run(tmp_path):
-    class Malice:
-        def __reduce__(self):
-            return (os.mkdir, (str(tmp_path / "pwned"),))
-
-    torch.save({"x": Malice()}, tmp_path / "a.pt")
-    (tmp_path / "b.pt").write_bytes(pickle.dumps(Malice()))
-    for name in ("a.pt", "b.pt"):
-        with pytest.raises(DamagedFile, match=name):
-            TensorFiles([tmp_path / name])
-    assert not (tmp_path / "pwned").exists()
 
 
 def test_the_newest_and_every_nth_are_kept(tmp_path):
@@ -185,17 +136,6 @@ def test_the_newest_and_every_nth_are_kept(tmp_path):
     (tmp_path / ".tmp_step_00000080").mkdir()
     files.discard_staging(tmp_path)
     assert not list(tmp_path.glob(".tmp*"))
-
-
-def test_a_checkpoint_that_is_half_deleted_is_none(tmp_path, monkeypatch):
-    for step in (5, 10):
-        make_checkpoint(tmp_path, step)
-    with monkeypatch.context() as killed:
-        killed.setattr("shutil.rmtree", lambda *args, **options: None)
-        files.prune(tmp_path, keep_last=1, keep_every=0)
-    assert [files.step_of(path) for path in files.complete_checkpoints(tmp_path)] == [10]
-    files.discard_staging(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000010"]
 
 
 def test_a_new_run_gets_a_directory_of_its_own(config, tmp_path):
@@ -321,30 +261,15 @@ def test_a_directory_in_use_is_refused_until_its_process_ends(tmp_path):
     RunDir(tmp_path / "run").lock().close()
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_file_system_without_locks_can_be_trained_on(tmp_path, monkeypatch, caplog, number):
+def test_a_file_system_without_locks_can_be_trained_on(tmp_path, monkeypatch, caplog):
     def flock(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", flock)
     run = RunDir(tmp_path)
     run.create()
     run.lock().close()
     assert "cannot lock it" in caplog.text
-
-
-def test_what_killed_processes_left_behind_is_removed(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
-    kept = ["config.toml", ".lock", "status.json", ".hidden", "notes.123.tmp"]
-    for name in [*kept, ".status.json.4711", ".status.json.4711.tmp", ".config.resolved.toml.4.tmp"]:
-        (run.path / name).write_text("x")
-    (run.checkpoints / ".latest.99").symlink_to("step_00000005")
-    (run.checkpoints / ".step_00000005.99.tmp").mkdir()
-    run.create()
-    files.discard_staging(run.checkpoints)
-    assert sorted(path.name for path in run.path.iterdir()) == sorted([*kept, "checkpoints", "logs"])
-    assert list(run.checkpoints.iterdir()) == []
 
 
 def test_a_write_of_the_config_that_fails_leaves_the_old_one(config, tmp_path, monkeypatch):
@@ -376,22 +301,6 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
     assert files.set_aside_after(tmp_path, 5) == []
 
 
-def test_status_is_kept_current_but_not_more_often_than_asked(tmp_path):
-    now = [0.0]
-    run_dir = RunDir(tmp_path)
-    lock = run_dir.lock()
-    keep = StatusKeeper(run_dir, "id1", every_sec=1.0, clock=lambda: now[0])
-    seen = []
-    for step, time in enumerate([0.1, 0.9, 1.1, 1.5, 2.05, 9.0], start=1):
-        now[0] = time
-        keep(step)
-        seen.append(run_dir.status().get("last_step"))
-    assert seen == [None, None, 3, 3, 3, 6]
-    assert run_dir.status()["state"] == "running"
-    assert run_dir.status()["wandb_run_id"] == "id1"
-    lock.close()
-
-
 def test_a_status_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     keep = StatusKeeper(RunDir(tmp_path / "gone"), None, every_sec=0.0)
     keep(1)
@@ -402,7 +311,7 @@ def test_what_a_save_says_it_needs_is_about_what_its_file_takes(tmp_path):
     whole = torch.zeros(500, 100)
     rows = {"a": Rows(whole[100:300], 100, (500, 100)), "b": Rows.all_of(torch.ones(3_000, dtype=torch.int64))}
     part = TensorPart(rows, {"step": 7, "of": ["x"] * 50}, {f"tensor {number}": (500, 100) for number in range(50)})
-    files.write_part(tmp_path / "x", part)
+    write_part(tmp_path / "x", part)
     size = (tmp_path / "x").stat().st_size
     assert size <= part.num_bytes < size * 1.1
 
@@ -425,3 +334,17 @@ def test_a_request_after_the_run_has_ended_is_noted_and_says_nothing():
     stop._handle(signal.SIGTERM, None)
     assert stop.requested
     assert said == []
+
+
+def test_a_run_is_not_taken_for_a_checkpoint_and_nothing_is_written(config, tmp_path, monkeypatch):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for wrong, message in (
+        (tmp_path / "run", "is a run, not a checkpoint; continue it with --resume auto --run-dir "),
+        (tmp_path / "ran", r"no such directory; did you mean .*run\?"),
+    ):
+        with pytest.raises(UserError, match=message):
+            choose_run_dir(config, None, str(wrong))
+        with pytest.raises(UserError, match=message):
+            files.find(tmp_path, str(wrong))

@@ -9,12 +9,11 @@ import pytest
 
 from tests.support.runs import make_corpus
 from trainer.config.load import load_config
-from trainer.data.token_formats import write_index
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.tools.preview.forecast import source_shape
-from trainer.training.setup.data import make_dataset
+from trainer.training.setup.parts import make_dataset
 from trainer.training.setup.plan import make_plan
 from trainer.training.setup.sources import Source, resolve_sources
 
@@ -73,7 +72,7 @@ def test_weights_multiply_on_the_way_down_and_paths_are_relative_to_the_file_tha
         (source("outer", 'include = "sets/none.toml"'), {}, "sets/none.toml: cannot be read"),
         (source("a", 'root = "nowhere"'), {}, "make it .train data build pytext --out nowhere"),
         (source("a", 'root = "corpus"\nmodalities = ["c"]'), {}, "has no modality 'c'"),
-        (source("a", 'paths = ["corpus/*.txt"]'), {}, "names no stream file"),
+        (source("a", 'paths = ["corpus/*.txt"]'), {}, "has no stream files"),
         (source("a", 'root = "corpus"\nweight = 0'), {}, "all weights are zero from batch 0 to the end"),
         (
             source(
@@ -87,11 +86,6 @@ def test_weights_multiply_on_the_way_down_and_paths_are_relative_to_the_file_tha
 def test_what_cannot_be_mixed_is_refused(sources, files, message):
     with pytest.raises(UserError, match=message):
         resolve(sources, **files)
-
-
-def test_a_time_without_weights_after_the_run_s_end_does_no_harm():
-    weight = '{ schedule = "step", unit = "step", points = { 1 = 1, 11 = 0 } }'
-    assert len(resolve(source("a", f'root = "corpus"\nweight = {weight}'))) == 1
 
 
 def test_two_leaves_of_one_name_are_refused_by_the_plan():
@@ -119,12 +113,6 @@ def test_blocks_between_blank_lines_are_documents_where_a_source_says_so():
         load_config("x.toml", ["data.source.t.text_split=line"])
 
 
-def test_a_split_of_text_that_no_file_heeds_is_refused():
-    Path("x.toml").write_text(HEAD + source("t", 'root = "corpus"\ntext_split = "blank_line"'))
-    with pytest.raises(UserError, match=r"source t: text_split: is .blank_line., but there are no text files"):
-        make_plan(load_config("x.toml"), Path("x.toml"), 1)
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -145,15 +133,6 @@ def test_options_of_token_files_are_refused_where_there_are_none(keys, message):
     with pytest.raises(UserError) as refused:
         make_plan(load_config("x.toml"), Path("x.toml"), 1)
     assert refused.value.message == f"eval source held: {message}"
-
-
-def test_an_index_says_what_dtype_and_eod_would():
-    Path("tokens").mkdir()
-    np.array([1, 2], dtype=np.uint16).tofile("tokens/a.bin")
-    write_index(Path("tokens/a.idx"), np.array([2]), np.dtype(np.uint16))
-    Path("x.toml").write_text(HEAD + source("t", 'paths = ["tokens/a.bin"]\neod = 0'))
-    with pytest.raises(UserError, match="no npy or bin files; remove it: the index beside"):
-        make_plan(load_config("x.toml"), Path("x.toml"), 1)
 
 
 @pytest.mark.parametrize(("tokenizer", "eod"), [("ids", 500), ("bytes", 257)])
@@ -181,12 +160,3 @@ def test_a_preview_warns_once_of_all_files_of_a_source_that_eod_does_not_occur_i
         "source t: eod = 7 does not occur in 2 of 3 files, tokens/b.npy (2 tokens), tokens/c.npy (3 tokens): "
         "such a file is one document; check the id"
     ]
-
-
-def test_a_preview_without_documents_says_that_a_file_is_one():
-    Path("notes").mkdir()
-    Path("notes/a.txt").write_text("one\n\ntwo")
-    Path("x.toml").write_text(HEAD + source("t", 'paths = ["notes/a.txt"]'))
-    plan = make_plan(load_config("x.toml", ["eval.holdout_fraction=0.999", "eval.every=1"]), Path("x.toml"), 1)
-    with pytest.raises(UserError, match=r"each file is one document.*; set eod or text_split"):
-        source_shape(plan, plan.sources[0], 2)

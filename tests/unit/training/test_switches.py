@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.runs import losses, read_rows, write_tiny_config
 from trainer.config.load import load_config
@@ -136,24 +135,6 @@ def test_a_resumed_optimizer_goes_on_as_if_it_had_never_stopped(corpus, tmp_path
     assert train_once(corpus, tmp_path / "broken", *sets, "checkpoint.resume=auto") == whole
 
 
-def test_counters_between_logged_steps_are_not_lost(corpus, tmp_path):
-    small = ["data.seq_len=64", "data.max_group_cells=1", "data.mixing.batch_size=16", "ledger.capacity=64"]
-    wipes = ["ledger.wipe_mode=full", "ledger.wipe_every=3", *small, "data.mixing.batch_size_by_modality={}"]
-    train_once(corpus, tmp_path / "each", *wipes)
-    train_once(corpus, tmp_path / "some", *wipes, "metrics.log_interval=4")
-    each, some = read_rows(tmp_path / "each" / "metrics.jsonl"), read_rows(tmp_path / "some" / "metrics.jsonl")
-    for key in ("ledger_wipe_count", "stream_mixing/refill/exhaust_events"):
-        counted = {step: row[key] for (mode, step), row in some.items() if mode == "train"}
-        window = {step: each["train", step][key] for step in range(1, 11)}
-        assert sum(window.values()) > 2, key
-        assert counted == {
-            1: window[1],
-            4: sum(window[s] for s in (2, 3, 4)),
-            8: sum(window[s] for s in (5, 6, 7, 8)),
-            10: window[9] + window[10],
-        }, key
-
-
 def test_evaluation_carries_state_so_that_its_loss_does_not_depend_on_the_cells(corpus, tmp_path):
     """The same held-out documents in cells of 8 and of 64 tokens, with weights that do not move."""
     found = []
@@ -171,46 +152,3 @@ def test_a_resumed_model_draws_the_random_numbers_of_an_unbroken_run(corpus, tmp
     train_once(corpus, tmp_path / "broken", *model, "train.steps=5")
     resumed = train_once(corpus, tmp_path / "broken", *model, "checkpoint.resume=auto")
     assert resumed == whole
-
-
-def test_evaluation_never_changes_training(corpus, baseline, tmp_path):
-    without = train_once(corpus, tmp_path / "without", "eval.every=0")
-    often = train_once(corpus, tmp_path / "often", "eval.every=1")
-    assert without == often == baseline
-
-
-def test_a_step_with_a_bad_number_is_skipped_and_training_goes_on(corpus, tmp_path, monkeypatch):
-    """A gradient that is infinite once: the weights of that step stay, the next step trains."""
-    from trainer.training.step.step import TrainStep
-
-    original, seen = TrainStep.launch, []
-
-    def poison(self, **votes):
-        seen.append([p.detach().clone() for p in self._parameters])
-        if len(seen) == 4:
-            self._parameters[0].grad[0] = float("inf")
-        return original(self, **votes)
-
-    monkeypatch.setattr(TrainStep, "launch", poison)
-    measured = train_once(corpus, tmp_path / "run", "train.on_non_finite=skip")
-    assert all(torch.equal(a, b) for a, b in zip(seen[3], seen[4], strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(seen[4], seen[5], strict=True))
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert [rows["train", step]["non_finite_steps"] for step in (3, 4, 5)] == [0, 1, 0]
-    assert '"event":"non_finite"' in (tmp_path / "run" / "events.jsonl").read_text()
-    assert measured[10] < measured[1]
-
-
-def test_too_many_bad_steps_in_a_row_end_the_run(corpus, tmp_path, monkeypatch):
-    from trainer.training.step.step import TrainStep
-
-    original = TrainStep.launch
-
-    def poison(self, **votes):
-        self._parameters[0].grad[0] = float("nan")
-        return original(self, **votes)
-
-    monkeypatch.setattr(TrainStep, "launch", poison)
-    config = load_config(corpus, ["train.steps=10", "train.on_non_finite=skip", "train.max_skips=3"])
-    assert train(config, Launch(config_path=corpus, run_dir=str(tmp_path / "run"))) == 1
-    assert "4 steps in a row were skipped" in (tmp_path / "run" / "status.json").read_text()

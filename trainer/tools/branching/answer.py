@@ -1,4 +1,4 @@
-"""The answer of the branches of a checkpoint: up to which batch the loss after equal tokens is that of the best batch."""
+"""The answer of the branches of a checkpoint: the largest batch whose loss after equal tokens is that of the best batch."""
 
 from __future__ import annotations
 
@@ -9,30 +9,17 @@ from fractions import Fraction
 from statistics import fmean, stdev
 from typing import Any
 
+from rich.console import Console
+
 from trainer.tools.branching.run_branches import BranchResult
 from trainer.tools.branching.study import Branch, Study
-from trainer.tools.runs.noise_scale import NoiseScale, noise_scale_of
+from trainer.tools.fitted_table import Column, fitted_table
+from trainer.tools.runs.noise_scale import noise_scale_of
 from trainer.wording import counted, duration_text, number_text
 
 ERRORS_WIDE = 2.0  # half-width of an error bar, in standard errors
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A batch and the losses of its best learning rate, by seed; none: no branch of it ended with a loss."""
-
-    factor: Fraction
-    losses: Mapping[int, float]
-
-    @property
-    def mean(self) -> float:
-        """Over seeds."""
-        return fmean(self.losses.values())
-
-    @property
-    def error(self) -> float | None:
-        """Standard error of the mean; None with a single seed."""
-        return _standard_error(list(self.losses.values()))
+Losses = Mapping[int, float]
+"""Of a batch at its best learning rate, by seed; empty: no branch of it ended with a loss."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +27,19 @@ class Compared:
     """A batch against the reference.
 
     Args:
-        excess: mean loss above the reference's, over the seeds that both have.
+        excess: mean loss above the reference's.
         error: standard error of `excess`; None with a single seed.
         allowed: the larger of the tolerance and the error bar.
-        is_within: `excess` is at most `allowed`.
     """
 
-    factor: Fraction
     excess: float
     error: float | None
     allowed: float
-    is_within: bool
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the excess is allowed."""
+        return self.excess <= self.allowed
 
 
 @dataclass(frozen=True)
@@ -66,17 +55,18 @@ class Verdict:
     """
 
     reference: Fraction
-    compared: Sequence[Compared]
+    compared: Mapping[Fraction, Compared]
     largest: Fraction
     next_larger: Fraction | None
     is_unresolved: bool
 
 
-def _standard_error(values: Sequence[float]) -> float | None:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+def standard_error(losses: Losses) -> float | None:
+    """Of the mean over seeds; None with a single one."""
+    return stdev(losses.values()) / math.sqrt(len(losses)) if len(losses) > 1 else None
 
 
-def decide(measured: Sequence[Measured], *, tolerance: float) -> Verdict | None:
+def decide(measured: Mapping[Fraction, Losses], *, tolerance: float) -> Verdict | None:
     """Compare every batch with the one of the lowest mean loss; None if no batch has a loss.
 
     Differences are taken seed by seed, since branches of one seed read the same data. A batch without a loss is not within.
@@ -84,153 +74,89 @@ def decide(measured: Sequence[Measured], *, tolerance: float) -> Verdict | None:
     Args:
         tolerance: relative to the loss of the reference.
     """
-    ascending = sorted(measured, key=lambda each: each.factor)
-    with_loss = [each for each in ascending if each.losses]
-    if not with_loss:
+    means = {factor: fmean(losses.values()) for factor, losses in sorted(measured.items()) if losses}
+    if not means:
         return None
-    reference = min(with_loss, key=lambda each: each.mean)
-    compared = {each.factor: _compare(each, reference, tolerance) for each in with_loss}
-    upward = [each.factor for each in ascending if each.factor >= reference.factor]
+    reference = min(means, key=lambda factor: means[factor])
+    tolerated = tolerance * abs(means[reference])
+    compared = {}
+    for factor in means:
+        differences = {seed: loss - measured[reference][seed] for seed, loss in measured[factor].items()}
+        error = standard_error(differences)
+        allowed = max(tolerated, ERRORS_WIDE * (error or 0.0))
+        compared[factor] = Compared(fmean(differences.values()), error, allowed)
+    upward = [factor for factor in sorted(measured) if factor >= reference]
     outside = (factor for factor in upward if factor not in compared or not compared[factor].is_within)
     next_larger = next(outside, None)
     chain = [factor for factor in upward if next_larger is None or factor < next_larger]
-    return Verdict(
-        reference=reference.factor,
-        compared=list(compared.values()),
-        largest=chain[-1],
-        next_larger=next_larger,
-        is_unresolved=any(compared[factor].excess > tolerance * abs(reference.mean) for factor in chain),
-    )
+    is_unresolved = any(compared[factor].excess > tolerated for factor in chain)
+    return Verdict(reference, compared, chain[-1], next_larger, is_unresolved)
 
 
-def _compare(each: Measured, reference: Measured, tolerance: float) -> Compared:
-    """Both have a loss of every seed."""
-    differences = [loss - reference.losses[seed] for seed, loss in each.losses.items()]
-    excess, error = fmean(differences), _standard_error(differences)
-    allowed = max(tolerance * abs(reference.mean), ERRORS_WIDE * (error or 0.0))
-    return Compared(each.factor, excess, error, allowed, excess <= allowed)
-
-
-@dataclass(frozen=True)
-class BatchRow:
-    """One batch.
-
-    Args:
-        lr, lr_scale: the best of the grid; None: no rate gave a loss with every seed.
-        is_edge: it is the lowest or highest of a grid of several rates: a better one may lie outside.
-        tokens: that a branch trained on, averaged over seeds.
-        compared: None without a loss.
-    """
-
-    branch: Branch
-    sequences: float
-    step_tokens: float
-    lr: float | None
-    lr_scale: float | None
-    is_edge: bool
-    measured: Measured
-    tokens: float | None
-    compared: Compared | None
-
-    @property
-    def factor(self) -> Fraction:
-        """Of today's batch."""
-        return self.branch.batch.factor
-
-    def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        compared, batch, has_loss = self.compared, self.branch.batch, bool(self.measured.losses)
-        return {
-            "factor": str(self.factor),
-            "sequences": self.sequences,
-            "tokens": self.step_tokens,
-            "micro_batches": batch.micro_batches,
-            "row_share": str(batch.row_share),
-            "steps": self.branch.steps,
-            "trained_tokens": self.tokens,
-            "lr": self.lr,
-            "lr_scale": self.lr_scale,
-            "is_edge": self.is_edge,
-            "losses": {str(seed): loss for seed, loss in self.measured.losses.items()},
-            "loss": self.measured.mean if has_loss else None,
-            "error": self.measured.error if has_loss else None,
-            "excess": None if compared is None else compared.excess,
-            "excess_error": None if compared is None else compared.error,
-            "allowed": None if compared is None else compared.allowed,
-            "is_within": compared is not None and compared.is_within,
-        }
-
-
-@dataclass(frozen=True)
-class Answer:
-    """All that a call says at its end."""
-
-    study: Study
-    tolerance: float
-    rows: Sequence[BatchRow]
-    verdict: Verdict | None
-    noise: NoiseScale | None
-
-    def row(self, factor: Fraction) -> BatchRow:
-        """The row of a batch."""
-        return next(row for row in self.rows if row.factor == factor)
-
-    def to_json(self) -> dict[str, Any]:
-        """For programs: numbers unrounded, factors as text."""
-        study, verdict, critical = self.study, self.verdict, None
-        if verdict is not None:
-            largest = self.row(verdict.largest)
-            critical = {
-                "factor": str(verdict.largest),
-                "sequences": largest.sequences,
-                "tokens": largest.step_tokens,
-                "next_larger": None if verdict.next_larger is None else str(verdict.next_larger),
-                "is_unresolved": verdict.is_unresolved,
-            }
-        return {
-            "run": str(study.origin.run.path),
-            "step": study.origin.step,
-            **study.common,
-            "lr_in_force": study.origin.lr,
-            "lr_rule": study.lr_rule,
-            "tolerance": self.tolerance,
-            "seeds": study.num_seeds,
-            "impossible": list(study.impossible),
-            "tokens_per_sequence": study.origin.tokens_per_step / study.origin.sequences_per_step,
-            "batches": [row.to_json() for row in self.rows],
-            "reference": None if verdict is None else str(verdict.reference),
-            "critical": critical,
-            "noise_scale": None if self.noise is None else asdict(self.noise),
-            "sentence": sentence(self),
-        }
+Answer = dict[str, Any]
+"""The content of cbs.json: numbers unrounded, factors as text."""
 
 
 def make_answer(study: Study, results: Mapping[Branch, BranchResult], *, tolerance: float) -> Answer:
     """From the results of all branches."""
     by_batch: dict[Fraction, list[Branch]] = {}
     for branch in study.branches:
-        by_batch.setdefault(branch.batch.factor, []).append(branch)
+        by_batch.setdefault(branch.factor, []).append(branch)
     chosen = {factor: _best_rate(branches, results) for factor, branches in by_batch.items()}
-    measured = {n: Measured(n, {branch.seed: loss for branch, loss in best.items()}) for n, best in chosen.items()}
-    verdict = decide(list(measured.values()), tolerance=tolerance)
-    compared = {each.factor: each for each in verdict.compared} if verdict is not None else {}
-    rows = []
+    measured = {n: {branch.seed: loss for branch, loss in best.items()} for n, best in chosen.items()}
+    verdict = decide(measured, tolerance=tolerance)
+    rows, origin = {}, study.origin
     for factor, branches in by_batch.items():
-        best, scales = list(chosen[factor]), sorted({branch.lr_scale for branch in branches})
-        scale = best[0].lr_scale if best else None
-        row = BatchRow(
-            branch=branches[0],
-            sequences=float(factor) * study.origin.sequences_per_step,
-            step_tokens=float(factor) * study.origin.tokens_per_step,
-            lr=best[0].lr if best else None,
-            lr_scale=scale,
-            is_edge=len(scales) > 1 and scale in (scales[0], scales[-1]),
-            measured=measured[factor],
-            tokens=fmean(results[branch].tokens for branch in best) if best else None,
-            compared=compared.get(factor),
-        )
-        rows.append(row)
-    return Answer(study, tolerance, rows, verdict, noise_scale_of(study.origin.run, by=study.origin.step))
+        best, losses, scales = list(chosen[factor]), measured[factor], sorted({branch.lr_scale for branch in branches})
+        compared = None if verdict is None else verdict.compared.get(factor)
+        rows[factor] = {
+            "factor": str(factor),
+            "sequences": float(factor) * origin.sequences_per_step,
+            "tokens": float(factor) * origin.tokens_per_step,
+            "micro_batches": branches[0].micro_batches,
+            "steps": branches[0].steps,
+            "trained_tokens": fmean(results[branch].tokens for branch in best) if best else None,
+            "lr": best[0].lr if best else None,
+            "lr_scale": best[0].lr_scale if best else None,
+            # The best rate is the lowest or highest of a grid of several: a better one may lie outside.
+            "is_edge": bool(best) and len(scales) > 1 and best[0].lr_scale in (scales[0], scales[-1]),
+            "losses": {str(seed): loss for seed, loss in losses.items()},
+            "loss": fmean(losses.values()) if losses else None,
+            "error": standard_error(losses),
+            "excess": compared and compared.excess,
+            "excess_error": compared and compared.error,
+            "allowed": compared and compared.allowed,
+            "is_within": compared is not None and compared.is_within,
+        }
+    noise = noise_scale_of(origin.run, by=origin.step)
+    answer: Answer = {
+        "run": str(origin.run.path),
+        "step": origin.step,
+        **study.common,
+        "lr_in_force": origin.lr,
+        "tolerance": tolerance,
+        "seeds": study.num_seeds,
+        "impossible": list(study.impossible),
+        "tokens_per_sequence": origin.tokens_per_step / origin.sequences_per_step,
+        "batches": list(rows.values()),
+        "reference": None,
+        "critical": None,
+        "noise_scale": noise and asdict(noise),
+        "sentence": f"At step {origin.step:,} no branch ended with a finite loss: try a smaller --lr-grid.",
+    }
+    if verdict is None:
+        return answer
+    scale = "of the run was not logged by then (gns.enabled)"
+    if noise is not None:
+        scale = f"({noise.where}) is {noise.number}" + (" sequences" if noise.is_known else "")
+    answer["reference"] = str(verdict.reference)
+    answer["critical"] = {
+        **{key: rows[verdict.largest][key] for key in ("factor", "sequences", "tokens")},
+        "next_larger": None if verdict.next_larger is None else str(verdict.next_larger),
+        "is_unresolved": verdict.is_unresolved,
+    }
+    answer["sentence"] = f"At step {origin.step:,} {_finding(answer)}. The noise scale {scale}."
+    return answer
 
 
 def _best_rate(branches: Sequence[Branch], results: Mapping[Branch, BranchResult]) -> dict[Branch, float]:
@@ -245,36 +171,28 @@ def _best_rate(branches: Sequence[Branch], results: Mapping[Branch, BranchResult
     return min(whole, key=lambda losses: fmean(losses.values()), default={})
 
 
-def sentence(answer: Answer) -> str:
-    """The answer in words."""
-    verdict, study = answer.verdict, answer.study
-    if verdict is None:
-        return f"At step {study.origin.step:,} no branch ended with a finite loss: try a smaller --lr-grid."
-    largest = answer.row(verdict.largest)
-    name = f"{number_text(largest.sequences, 3)} sequences"
-    size = f"{name} ({largest.step_tokens:,.0f} tokens, {largest.factor} x today's)"
-    best = f"the lowest, that of {verdict.reference} x"
-    rule = f"within {answer.tolerance:.2%}" + (" or the error bars" if study.num_seeds > 1 else "")
-    if verdict.next_larger is None:
+def _finding(answer: Answer) -> str:
+    critical = answer["critical"]
+    name = f"{number_text(critical['sequences'], 3)} sequences"
+    size = f"{name} ({critical['tokens']:,.0f} tokens, {critical['factor']} x today's)"
+    best = f"the lowest, that of {answer['reference']} x"
+    rule = f"within {answer['tolerance']:.2%}" + (" or the error bars" if answer["seeds"] > 1 else "")
+    if critical["next_larger"] is None:
         text = f"the critical batch is at least {size}, the largest measured: its loss is {rule} of {best}"
     else:
-        text = f"the critical batch is {size}: its loss is {rule} of {best}, that of {verdict.next_larger} x is not"
-    if verdict.is_unresolved:
+        text = f"the critical batch is {size}: its loss is {rule} of {best}, that of {critical['next_larger']} x is not"
+    if critical["is_unresolved"]:
         text += "; the error bars, not the tolerance, decided: more seeds or tokens may lower it"
-    if edges := ", ".join(f"{row.factor} x" for row in answer.rows if row.is_edge):
+    if edges := ", ".join(f"{row['factor']} x" for row in answer["batches"] if row["is_edge"]):
         text += f". The best learning rate of {edges} is at the edge of the grid: widen --lr-grid"
-    noise = answer.noise
-    scale = "of the run was not logged by then (gns.enabled)"
-    if noise is not None:
-        scale = f"({noise.where}) is {noise.number}" + (" sequences" if noise.is_known else "")
-    return f"At step {study.origin.step:,} {text}. The noise scale {scale}."
+    return text
 
 
 def cost_lines(study: Study, num_done: int, num_slots: int) -> list[str]:
     """What is to come, before it starts."""
     origin, steps = study.origin, [branch.steps for branch in study.branches]
     num_todo, rate = len(steps) - num_done, origin.tokens_per_sec
-    batches = counted(len({branch.batch.factor for branch in study.branches}), "batch")
+    batches = counted(len({branch.factor for branch in study.branches}), "batch")
     rates = counted(len({branch.lr_scale for branch in study.branches}), "learning rate")
     shape = f"{batches} x {rates} x {counted(study.num_seeds, 'seed')}"
     done = f", of which {num_done} are done" if num_done else ""
@@ -283,11 +201,43 @@ def cost_lines(study: Study, num_done: int, num_slots: int) -> list[str]:
     predicted = "unknown time (the run logged no tokens_per_sec)"
     if rate:
         took = duration_text(total / rate / num_slots)
-        predicted = f"about {took} at the run's {rate:,.0f} tokens/s, plus the start of each"
+        predicted = (
+            f"about {took} of training at the run's {rate:,.0f} tokens/s; starting each process takes longer still"
+        )
     at_once = f", {num_slots} at once" if num_slots > 1 else ""
     return [
         f"{counted(len(steps), 'branch')} from step {origin.step:,} of {origin.run.path}: {shape}{done}",
-        f"each trains {study.tokens:,.0f} tokens in {min(steps):,} to {max(steps):,} steps; what counts is the {kind}",
+        f"each trains {study.tokens:,.0f} tokens in {min(steps):,} to {max(steps):,} steps; the {kind} decides",
         *study.impossible,
         f"cost: {counted(num_todo, 'branch')}{at_once}, {total:,.0f} tokens, {predicted}",
     ]
+
+
+def print_answer(answer: Answer, console: Console) -> None:
+    """Table and sentence."""
+    rows = answer["batches"]
+    lowest = min((abs(row["loss"]) for row in rows if row["losses"]), default=1.0)
+
+    def column(title: str, key: str, form: str, error: str = "", *, scale: float = 1.0, **options: Any) -> Column:
+        cells = []
+        for row in rows:
+            cell = "-" if row[key] is None else format(row[key] / scale, form)
+            if error and row[error] is not None:
+                cell += f" +- {format(row[error] / scale, form.lstrip('+'))}"
+            cells.append(cell)
+        return Column(title, cells, "right", **options)
+
+    columns = [
+        Column("batch", [f"{row['factor']} x" for row in rows], "right"),
+        column("sequences", "sequences", ",.3g"),
+        column("tokens", "tokens", ",.0f", leave_out=1),
+        column("steps", "steps", ",.0f", leave_out=2),
+        column("best lr", "lr", ".3g"),
+        column(f"{answer['loss']} loss", "loss", ".4f", "error"),
+        column("above\nthe best", "excess", "+.2%", "excess_error", scale=lowest),
+        Column("within", ["yes" if row["is_within"] else "no" for row in rows]),
+    ]
+    title = f"Loss after {answer['tokens']:,} tokens from step {answer['step']:,}; +- one standard error"
+    table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")
+    console.print(table)
+    console.print(answer["sentence"], highlight=False, markup=False)

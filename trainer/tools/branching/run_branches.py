@@ -4,7 +4,7 @@ RUN_DIR/cbs/STEP holds what they gave, and is never mixed with results of other 
 
     study.json                  what all branches here have in common
     batch_2-lr_0.001-seed_0/    one branch: a run directory, and its result.json once it is done
-    cbs.json, cbs.svg           the answer of the latest call
+    cbs.json                    the answer of the latest call
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from trainer.config.data_tables import MixingOverride, MixingTable
+import torch
+
 from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.errors import UserError
@@ -34,9 +35,10 @@ from trainer.import_path import PROGRAM
 from trainer.tools.branching.study import Branch, Study
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack, unpack, write_tensors
+from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack, rank_file, unpack, write_tensors
 from trainer.training.run_dir import FINISHED, RunDir
 from trainer.training.signals import PARENT
+from trainer.wording import counted
 
 STUDY_FILE, RESULT_FILE, ANSWER_FILE, OUTPUT_FILE = "study.json", "result.json", "cbs.json", "output.txt"
 LAST_PART = 4  # the last quarter of the steps counts, without held-out documents
@@ -45,7 +47,6 @@ NEVER = 10**9  # steps between evaluations: there is one after the last step
 EPOCHS, BATCHES = 2**20, 2**32  # farther than any run gets: every order has epochs and batches of its own
 POLL_SEC = 0.1
 SHOWN_OUTPUT = 300
-Table = TypeVar("Table", MixingTable, MixingOverride)
 
 
 class BranchFailed(Exception):
@@ -68,45 +69,46 @@ class BranchResult:
 
 
 def read_kept(path: Path) -> dict[str, Any] | None:
-    """A JSON file that an earlier call left; None if there is none.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """A JSON file that an earlier call left; None if there is none that can be read."""
     try:
         return read_json(path)
-    except FileNotFoundError:
+    except (OSError, ValueError):
         return None
-    except (OSError, ValueError) as error:
-        raise UserError(str(path), f"cannot be read: {error}", "remove it") from None
 
 
 def results_of(study: Study) -> dict[Branch, BranchResult]:
-    """The results of the branches that are done.
-
-    Raises:
-        UserError: one is damaged.
-    """
+    """The results of the branches that are done."""
     found = {branch: read_kept(study.directory / branch.name / RESULT_FILE) for branch in study.branches}
     return {branch: BranchResult(**result) for branch, result in found.items() if result is not None}
 
 
-def slots(num_ranks: int, devices: str | None, parallel: int) -> list[dict[str, str]]:
-    """The environment variables of each branch that runs at the same time.
+def slots(num_ranks: int, parallel: int, devices: Sequence[str]) -> list[dict[str, str]]:
+    """The environment variables of each of `parallel` branches that run at the same time.
+
+    Args:
+        devices: the CUDA devices; each branch gets as many of its own as it has ranks.
 
     Raises:
-        UserError: the devices cannot be shared out.
+        UserError: there are too few.
     """
-    if devices is None:
+    if parallel == 1:
+        return [{}]
+    if not devices:
         threads = max(1, (os.cpu_count() or 1) // (parallel * num_ranks))
-        given = os.environ.get("OMP_NUM_THREADS", str(threads))
-        return [{"OMP_NUM_THREADS": given} if parallel > 1 else {}] * parallel
-    names = [name.strip() for name in devices.split(",")]
-    if not all(names) or len(set(names)) < len(names) or len(names) % num_ranks:
-        problem = f"{devices!r} does not name different devices in groups of {num_ranks}, the ranks of a branch"
-        raise UserError("--devices", problem, "write for example 0,1, or set --nproc")
-    groups = [names[at : at + num_ranks] for at in range(0, len(names), num_ranks)]
+        return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}] * parallel
+    if parallel * num_ranks > len(devices):
+        problem = f"{parallel} branches of {counted(num_ranks, 'rank')} need {parallel * num_ranks} CUDA devices"
+        raise UserError("--parallel", f"{problem}, there are {len(devices)}", "use a smaller number")
+    groups = [devices[at * num_ranks : (at + 1) * num_ranks] for at in range(parallel)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
+
+
+def cuda_devices(config: RunConfig) -> list[str]:
+    """The CUDA devices that runs of the config can use, as CUDA_VISIBLE_DEVICES names them."""
+    if config.train.device == "cpu" or not torch.cuda.is_available():
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def run_branches(
@@ -125,7 +127,6 @@ def run_branches(
 
     Raises:
         BranchFailed, OSError: one failed; the others were stopped, and can be resumed.
-        UserError: the data were exhausted before the end of a branch.
     """
     study.directory.mkdir(parents=True, exist_ok=True)
     write_json(study.directory / STUDY_FILE, study.common)
@@ -160,49 +161,36 @@ def _run_branch(
     """Train a branch, from its own checkpoint if it has one, and evaluate it. None: stopped.
 
     Raises:
-        BranchFailed, OSError, UserError: see `run_branches`.
+        BranchFailed, OSError: see `run_branches`.
     """
     started, end = time.monotonic(), study.origin.step + branch.steps
-    path = evaluated = study.directory / branch.name
-
-    def train(place: Path, config: RunConfig, start: Path, order: int = 0) -> bool:
-        """Run a config to its end in `place`, from its own checkpoint or else from a fork of `start`."""
-        if not _checkpoints(place):
-            shutil.rmtree(place, ignore_errors=True)
-            fork(start, place, order=order, evaluates=place != path)
-        elif RunDir(place).status().get("state") == FINISHED:
-            return True
-        return _run_program(study.origin.num_ranks, config, place, environment, should_stop)
-
-    if not train(path, training_config(study, branch), study.origin.path, branch.seed):
-        return None
+    path = study.directory / branch.name
+    if not checkpoint.complete_checkpoints(RunDir(path).checkpoints):
+        shutil.rmtree(path, ignore_errors=True)
+        fork(study.origin.path, path, order=branch.seed)
+    if RunDir(path).status().get("state") != FINISHED:
+        config = training_config(study, branch)
+        if not _run_program(study.origin.num_ranks, config, path, environment, should_stop):
+            return None
     run = load_run(path)
     tokens = round(max(run.train.column("tokens_seen")[1], default=0.0)) - study.origin.tokens_seen
     if run.status.get("state") == FINISHED and run.status.get("last_step") != end:
-        problem = f"the data were exhausted after {tokens:,} of {study.tokens:,.0f} tokens"
-        raise UserError(str(path), problem, "give fewer --tokens, or set data.mixing.repeat in the run")
+        raise BranchFailed(
+            f"{path}: the data ended after {tokens:,} of {study.tokens:,.0f} tokens; give fewer --tokens"
+        )
     loss = None
     if not _has_diverged(run):
-        if study.is_held_out and branch.batch.row_share != 1:
-            evaluated = path / "evaluation"
-            if not train(evaluated, evaluation_config(study, branch), _checkpoints(path)[0]):
-                return None
-            remove_tree(RunDir(evaluated).checkpoints)
         if study.is_held_out:
-            loss = dict(zip(*load_run(evaluated).evals.column("eval_loss"), strict=True)).get(end)
+            loss = dict(zip(*run.evals.column("eval_loss"), strict=True)).get(end)
         else:
             loss = last_training_loss(run, last=end, num_steps=branch.steps)
         if loss is None:
-            raise BranchFailed(f"{path}: no loss was logged at step {end}; see {evaluated / OUTPUT_FILE}")
+            raise BranchFailed(f"{path}: no loss was logged at step {end}; see {path / OUTPUT_FILE}")
     result = BranchResult(loss, tokens, time.monotonic() - started)
     # Before the result: after a kill between the two the branch starts again.
     remove_tree(RunDir(path).checkpoints)
     write_json(path / RESULT_FILE, asdict(result))
     return result
-
-
-def _checkpoints(run_dir: Path) -> list[Path]:
-    return checkpoint.complete_checkpoints(RunDir(run_dir).checkpoints)
 
 
 def _has_diverged(run: RunRecord) -> bool:
@@ -261,40 +249,24 @@ def _run_program(
 
 def training_config(study: Study, branch: Branch) -> RunConfig:
     """The config that a branch trains with: the run's at the checkpoint, with another batch and a constant learning rate, and
-    without samples, probes, other sinks, stores, and checkpoints but at its end.
-
-    Rows that differ from the run's would change the held-out batches: then it does not evaluate, see `evaluation_config`.
-    """
-    config, share = study.origin.config, branch.batch.row_share
-    evaluates = study.is_held_out and share == 1
-    sources = [each.model_copy(update={"mixing": _fewer_rows(each.mixing, share)}) for each in config.data.source]
-    batch = {"steps": study.origin.step + branch.steps, "tokens": 0, "micro_batches": branch.batch.micro_batches}
-    saving = {"every": 0, "every_minutes": 0.0, "keep_last": 1, "keep_every": 0, "background": False}
-    logging = {"log_interval": max(branch.steps // LOGGED_ROWS, 1) if study.is_held_out else 1, "profile": 0}
-    wandb = config.metrics.wandb.model_copy(update={"mode": "disabled"})
+    without samples, probes, other sinks, stores, and checkpoints but at its end."""
+    config = study.origin.config
     changed: dict[str, dict[str, Any]] = {
-        "train": {**batch, "on_non_finite": "stop"},
+        "train": {"steps": study.origin.step + branch.steps, "tokens": 0, "micro_batches": branch.micro_batches},
         "optimizer": {"lr": branch.lr},
-        "ledger": _ledger(config, branch.batch.factor, branch.seed),
-        "eval": {"every": NEVER if evaluates else 0},
-        "metrics": {**logging, "stdout": "off", "wandb": wandb, "tensorboard": False},
-        "data": {"mixing": _fewer_rows(config.data.mixing, share), "source": sources},
+        "ledger": _ledger(config, branch.factor, branch.seed),
+        "eval": {"every": NEVER if study.is_held_out else 0},
+        "metrics": {"profile": 0, "stdout": "off", "tensorboard": False},
         "gns": {"enabled": False},
         "sample": {"every": 0},
-        "checkpoint": {**saving, "remote": None, "resume": "auto"},
+        "checkpoint": {"every": 0, "every_minutes": 0.0, "keep_last": 1, "keep_every": 0, "background": False},
     }
-    return _changed(config, changed).model_copy(update={"scheduler": SchedulerTable(name="constant")})
-
-
-def evaluation_config(study: Study, branch: Branch) -> RunConfig:
-    """The config that the end of a branch with fewer rows is evaluated with: the run's own held-out batches."""
-    data = {"mixing": study.origin.config.data.mixing, "source": study.origin.config.data.source}
-    return _changed(training_config(study, branch), {"data": data, "eval": {"every": NEVER}})
-
-
-def _changed(config: RunConfig, changed: dict[str, dict[str, Any]]) -> RunConfig:
+    changed["train"]["on_non_finite"] = "stop"
+    changed["metrics"]["log_interval"] = max(branch.steps // LOGGED_ROWS, 1) if study.is_held_out else 1
+    changed["metrics"]["wandb"] = config.metrics.wandb.model_copy(update={"mode": "disabled"})
+    changed["checkpoint"] |= {"remote": None, "resume": "auto"}
     tables = {table: getattr(config, table).model_copy(update=update) for table, update in changed.items()}
-    return config.model_copy(update=tables)
+    return config.model_copy(update={**tables, "scheduler": SchedulerTable(name="constant")})
 
 
 def _ledger(config: RunConfig, factor: Fraction, seed: int) -> dict[str, Any]:
@@ -311,24 +283,13 @@ def _ledger(config: RunConfig, factor: Fraction, seed: int) -> dict[str, Any]:
     return changed
 
 
-def _fewer_rows(mixing: Table, share: Fraction) -> Table:
-    """The table with that share of the rows, a whole number, which `fit_batch` found."""
-    update: dict[str, Any] = {}
-    if mixing.batch_size is not None:
-        update["batch_size"] = int(mixing.batch_size * share)
-    if mixing.batch_size_by_modality is not None:
-        update["batch_size_by_modality"] = {name: int(n * share) for name, n in mixing.batch_size_by_modality.items()}
-    return mixing.model_copy(update=update)
-
-
-def fork(source: Path, run_dir: Path, *, order: int = 0, evaluates: bool = False) -> None:
+def fork(source: Path, run_dir: Path, *, order: int = 0) -> None:
     """Put a checkpoint into the run directory of another run, which continues from it with `--resume auto`.
 
     Files that stay the same are linked (copied, where the file system has no links).
 
     Args:
         order: 0: the data continue where they were; see `reordered`.
-        evaluates: the other run begins with an evaluation.
 
     Raises:
         OSError: the disk is full or read-only.
@@ -337,7 +298,7 @@ def fork(source: Path, run_dir: Path, *, order: int = 0, evaluates: bool = False
     checkpoints = RunDir(run_dir).checkpoints
     staging = checkpoint.staging_dir(checkpoints, state["step"])
     staging.mkdir(parents=True)
-    ranks = {checkpoint.rank_file(rank) for rank in range(state["world_size"])}
+    ranks = {rank_file(rank) for rank in range(state["world_size"])}
     for path in source.iterdir():
         target = staging / path.name
         if path.name in ranks and order:
@@ -350,7 +311,7 @@ def fork(source: Path, run_dir: Path, *, order: int = 0, evaluates: bool = False
                 os.link(path, target)
             except OSError:
                 shutil.copyfile(path, target)
-    checkpoint.finish(checkpoints, state["step"], {**state, "evaluation_is_due": evaluates})
+    checkpoint.finish(checkpoints, state["step"], {**state, "evaluation_is_due": False})
 
 
 def reordered(state: Mapping[str, Any], order: int) -> dict[str, Any]:

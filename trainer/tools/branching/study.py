@@ -6,15 +6,14 @@ import fcntl
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
-from trainer.config.rules import mixing_of
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.files import open_descriptor, read_bytes
@@ -22,12 +21,11 @@ from trainer.metrics.run_status import LOCK_NAME, take_lock
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.tools.trained.saved_model import config_of, refuse_code
 from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.tensor_files import CheckpointError, read_rank
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import make_plan
 from trainer.training.step.schedule import make_schedule
 
-LrRule = Literal["none", "sqrt", "linear"]
-LR_EXPONENTS: dict[LrRule, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 DEFAULT_SHARE = 0.2  # of the tokens so far
 LEAST_STEPS = 16  # of the largest batch, by default
 STEPS_UNIT = 4  # a branch's steps are a multiple of this, so that the last quarter of its tokens is whole steps
@@ -40,11 +38,10 @@ class Origin:
 
     Args:
         config: the run's at the checkpoint; its sources without includes, and with the weights in force as constants.
-        today: micro-batches per step and rank, on `num_ranks` ranks (a fraction if the run had another number).
-        num_ranks: of the branches.
+        micro_batches: per step and rank.
         lr: the learning rate in force.
         tokens_seen: target tokens so far, over all ranks.
-        tokens_per_step, sequences_per_step: of today's batch, over all ranks: averages so far, and of the latest row.
+        tokens_per_step, sequences_per_step: of today's batch, over all ranks: average so far, and of the latest row.
         marker: digest of the checkpoint's files.
     """
 
@@ -52,7 +49,7 @@ class Origin:
     path: Path
     step: int
     config: RunConfig
-    today: Fraction
+    micro_batches: int
     num_ranks: int
     lr: float
     tokens_seen: int
@@ -97,7 +94,7 @@ def reserved(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None, trust_code: bool = False) -> Origin:
+def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origin:
     """Read what is needed of the run and its checkpoint at `path`.
 
     Args:
@@ -108,7 +105,7 @@ def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None, trust_code:
     """
     try:
         saved = checkpoint.verify(path)
-    except checkpoint.CheckpointError as error:
+    except CheckpointError as error:
         raise UserError("--at", str(error), "choose another checkpoint") from None
     step, world_size, tokens_seen = saved["step"], saved["world_size"], saved["tracker"]["tokens_seen"]
     config = config_of(saved, path)
@@ -119,7 +116,7 @@ def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None, trust_code:
     if lr <= 0:
         problem = f"the learning rate at step {step} is 0, at which no branch learns"
         raise UserError("--at", problem, "choose another step")
-    batches = checkpoint.read_rank(path, 0)["data"]["batch_index"]
+    batches = read_rank(path, 0)["data"]["batch_index"]
     sources = []
     for source in plan.sources:  # under its full name, with the weight that its schedule has reached
         weight = source.weight.evaluate(step + 1 if source.weight.unit == "step" else batches)
@@ -130,8 +127,8 @@ def open_origin(run_dir: Path, path: Path, *, num_ranks: int | None, trust_code:
         path=path,
         step=step,
         config=config.model_copy(update={"data": config.data.model_copy(update={"source": sources})}),
-        today=Fraction(micro_batches * world_size, num_ranks or world_size),
-        num_ranks=num_ranks or world_size,
+        micro_batches=micro_batches,
+        num_ranks=world_size,
         lr=lr,
         tokens_seen=tokens_seen,
         # Not over steps, which may have had other numbers of micro-batches.
@@ -152,54 +149,10 @@ def _config_path(saved: dict[str, Any], run_dir: Path) -> Path:
     return Path(named[-1]) if named else RunDir(run_dir).resolved_config
 
 
-@dataclass(frozen=True)
-class BranchBatch:
-    """How a branch makes its batch.
-
-    Args:
-        factor: of today's batch.
-        micro_batches: per step and rank.
-        row_share: rows of a micro-batch, as a share of today's.
-    """
-
-    factor: Fraction
-    micro_batches: int
-    row_share: Fraction = Fraction(1)
-
-    def steps(self, base_steps: int) -> int:
-        """Steps that train on as many tokens as `base_steps` steps of today's batch."""
-        steps = base_steps / self.factor
-        assert steps.denominator == 1, (base_steps, self.factor)
-        return steps.numerator
-
-
-def fit_batch(factor: Fraction, today: Fraction, sizes: Sequence[int]) -> BranchBatch | None:
-    """The batch of `factor` times today's with the most rows per micro-batch; None if there is none.
-
-    Args:
-        today: micro-batches per step and rank today; a fraction on another number of ranks.
-        sizes: rows of a micro-batch, of all sources and modalities; empty: they cannot be changed.
-    """
-    wanted = factor * today
-    if wanted.denominator == 1:
-        return BranchBatch(factor, wanted.numerator)
-    # Beyond this a micro-batch has less than a row.
-    for micro_batches in range(math.ceil(wanted), math.floor(wanted * min(sizes, default=0)) + 1):
-        share = wanted / micro_batches
-        if all((size * share).denominator == 1 for size in sizes):
-            return BranchBatch(factor, micro_batches, share)
-    return None
-
-
-def base_steps_for(tokens: float, tokens_per_step: float, factors: Sequence[Fraction]) -> int:
-    """Steps of today's batch that have at least `tokens`, and that every factor divides into whole steps."""
-    unit = _base_steps_unit(factors)
+def base_steps_for(tokens: float, tokens_per_step: float, factors: Iterable[Fraction]) -> int:
+    """Steps of today's batch that have at least `tokens`, and are whole multiples of `STEPS_UNIT` steps of every factor."""
+    unit = math.lcm(*((STEPS_UNIT * factor).numerator for factor in factors))
     return max(math.ceil(tokens / tokens_per_step / unit), 1) * unit
-
-
-def _base_steps_unit(factors: Sequence[Fraction]) -> int:
-    """The least number of today's steps that is a multiple of `STEPS_UNIT` steps of every factor."""
-    return math.lcm(*((STEPS_UNIT * factor).numerator for factor in factors))
 
 
 @dataclass(frozen=True)
@@ -207,12 +160,15 @@ class Branch:
     """One short run.
 
     Args:
-        lr_scale: of the grid, on top of the rule.
+        factor: its batch, as a multiple of today's.
+        micro_batches: per step and rank.
+        lr_scale: of the grid.
         lr: its constant learning rate.
         seed: 0 reads on where the checkpoint stopped; any other number is an order of the data of its own.
     """
 
-    batch: BranchBatch
+    factor: Fraction
+    micro_batches: int
     lr_scale: float
     lr: float
     seed: int
@@ -221,8 +177,7 @@ class Branch:
     @property
     def name(self) -> str:
         """Its directory's name."""
-        factor = str(self.batch.factor).replace("/", "_of_")
-        return f"batch_{factor}-lr_{self.lr:.6g}-seed_{self.seed}"
+        return f"batch_{str(self.factor).replace('/', '_of_')}-lr_{self.lr:.6g}-seed_{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -238,10 +193,13 @@ class Study:
     directory: Path
     origin: Origin
     base_steps: int
-    is_held_out: bool
-    lr_rule: LrRule
     branches: Sequence[Branch]
     impossible: Sequence[str]
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether the held-out loss decides, not the training loss."""
+        return self.origin.config.eval.holdout_fraction > 0
 
     @property
     def tokens(self) -> float:
@@ -258,7 +216,6 @@ class Study:
         """What all results of the directory must share, or their losses do not compare."""
         return {
             "checkpoint": self.origin.marker,
-            "num_ranks": self.origin.num_ranks,
             "tokens": round(self.tokens),
             "base_steps": self.base_steps,
             "loss": "held-out" if self.is_held_out else "training",
@@ -270,7 +227,6 @@ def make_study(
     directory: Path,
     *,
     factors: Sequence[Fraction],
-    lr_rule: LrRule | None,
     lr_grid: Sequence[Fraction],
     num_seeds: int,
     tokens: int | None,
@@ -278,11 +234,10 @@ def make_study(
 ) -> Study:
     """The branches of all factors that are possible.
 
-    The default rule is sqrt for optimizers that normalize their updates (Malladi et al. 2022, arXiv 2205.10287), linear for SGD
-    (Goyal et al. 2017, arXiv 1706.02677).
+    The learning rate follows the square root of the batch for optimizers that normalize their updates (Malladi et al. 2022,
+    arXiv 2205.10287), and the batch itself for SGD (Goyal et al. 2017, arXiv 1706.02677).
 
     Args:
-        lr_rule: None: by the optimizer.
         tokens: of each branch at least; None: those of the branches that are done, or else a share of those so far.
         before: `Study.common` of the results that the directory has already.
 
@@ -294,43 +249,37 @@ def make_study(
     if own and num_seeds > 1:
         problem = f"source {own[0]} is a target of your own, whose order only it knows"
         raise UserError("--seeds", problem, "use --seeds 1, without error bars")
-    mixings = [mixing_of(origin.config, source) for source in origin.config.data.source]
-    rows = {size for each in mixings for size in (each.batch_size, *each.batch_size_by_modality.values())}
-    sizes = [] if own else sorted(rows)
-    fitted = {factor: fit_batch(factor, origin.today, sizes) for factor in sorted(set(factors))}
-    batches = [batch for batch in fitted.values() if batch is not None]
-    cut = f"rows of {', '.join(map(str, sizes))}" if sizes else "micro-batches of a source's own"
+    wanted = {factor: factor * origin.micro_batches for factor in sorted(set(factors))}
+    possible = {factor: number.numerator for factor, number in wanted.items() if number.denominator == 1}
     impossible = [
-        f"{factor} of today's batch is impossible: {factor * origin.today} of a micro-batch, and {cut} cannot be divided so"
-        for factor, batch in fitted.items()
-        if batch is None
+        f"{factor} of today's batch is impossible: {number} of a micro-batch per step and rank"
+        for factor, number in wanted.items()
+        if factor not in possible
     ]
-    if len(batches) < 2:
+    if len(possible) < 2:
         problem = "leaves fewer than two batches to compare" + "".join(f"; {line}" for line in impossible)
         raise UserError("--factors", problem, "name others, such as 1,2,4")
-    base_steps = _base_steps(origin, [batch.factor for batch in batches], tokens, (before or {}).get("base_steps"))
-    rule = lr_rule or ("linear" if origin.config.optimizer.name == "sgd" else "sqrt")
+    least = LEAST_STEPS * float(max(possible)) * origin.tokens_per_step
+    base_tokens = max(DEFAULT_SHARE * origin.tokens_seen, least) if tokens is None else tokens
+    base_steps = base_steps_for(base_tokens, origin.tokens_per_step, possible)
+    kept = (before or {}).get("base_steps")
+    if tokens is None and kept and base_steps_for(kept, 1.0, possible) == kept:
+        base_steps = kept
+    exponent = 1.0 if origin.config.optimizer.name == "sgd" else 0.5
     branches = []
-    for batch in batches:
-        lr = origin.lr * float(batch.factor) ** LR_EXPONENTS[rule]
-        steps, scales = batch.steps(base_steps), sorted(set(map(float, lr_grid)))
-        branches += [Branch(batch, scale, lr * scale, n, steps) for n in range(num_seeds) for scale in scales]
-    is_held_out = origin.config.eval.holdout_fraction > 0
-    study = Study(directory, origin, base_steps, is_held_out, rule, branches, impossible)
+    for factor, micro_batches in possible.items():
+        lr, steps = origin.lr * float(factor) ** exponent, (base_steps / factor).numerator
+        branches += [
+            Branch(factor, micro_batches, scale, lr * scale, seed, steps)
+            for seed in range(num_seeds)
+            for scale in sorted(set(map(float, lr_grid)))
+        ]
+    study = Study(directory, origin, base_steps, branches, impossible)
     if before is not None and (changed := [key for key, now in study.common.items() if before.get(key) != now]):
         listed = ", ".join(f"{key} {before.get(key)} (now {study.common[key]})" for key in changed)
         fix = "give the same options, or move the directory away"
         raise UserError(str(directory), f"holds branches with {listed}; their losses do not compare", fix)
     return study
-
-
-def _base_steps(origin: Origin, factors: Sequence[Fraction], tokens: int | None, before: int | None) -> int:
-    """Today's steps whose tokens every branch trains on."""
-    if tokens is None and before is not None and before % _base_steps_unit(factors) == 0:
-        return before
-    least = LEAST_STEPS * float(max(factors)) * origin.tokens_per_step
-    wanted = max(DEFAULT_SHARE * origin.tokens_seen, least) if tokens is None else tokens
-    return base_steps_for(wanted, origin.tokens_per_step, factors)
 
 
 def parse_numbers(option: str, text: str) -> list[Fraction]:

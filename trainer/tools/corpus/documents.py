@@ -1,55 +1,77 @@
-"""Documents before they are written: found and checked, known by size and digest, with the text left on disk."""
+"""Documents before they are written: found and checked, with the text left on disk; and their streams."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeAlias
+from pathlib import Path, PurePosixPath
 
 from trainer.data.text_formats import text_of
 from trainer.metrics.progress_bar import Report
-from trainer.tools.corpus.manifest import SAME_TEXT, Skipped
+
+SAME_TEXT = "the same text as "
+"""How the reason of a skipped copy begins; the file that is used follows."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of a JSON lines file, left on disk: such files may be larger than memory.
+class Skipped:
+    """A candidate that was not used, and why."""
 
-    Args:
-        number: of the line, from 1.
-        start, num_bytes: where it lies in the file.
-    """
-
-    path: Path
-    number: int
-    start: int
-    num_bytes: int
-
-    def text(self) -> str:
-        """Its field `text`.
-
-        Raises:
-            UserError: it is not such a line.
-            OSError: the file cannot be read.
-        """
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            return text_of(file.read(self.num_bytes), f"{self.path}: line {self.number}")
-
-
-Origin: TypeAlias = Path | Line | str
-"""A file, a line of one, or the text itself."""
+    source: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A potential document."""
+    """A potential document.
+
+    Args:
+        source: its origin relative to its package or root, with forward slashes; the directory determines the stream.
+        size: returns the bytes to read at most, without reading them.
+        read: reads them.
+    """
 
     source: str
-    """Its origin relative to its package or root, with forward slashes; the directory determines the stream."""
-    origin: Origin
+    size: Callable[[], int]
+    read: Callable[[], bytes]
+
+
+def of_file(source: str, path: Path) -> Candidate:
+    """A file."""
+    return Candidate(source, lambda: path.stat().st_size, path.read_bytes)
+
+
+def of_text(source: str, text: str) -> Candidate:
+    """The text itself."""
+    return Candidate(source, lambda: len(text), lambda: text.encode("utf-8", "surrogatepass"))
+
+
+def of_lines(source: str, path: Path) -> list[Candidate]:
+    """The lines of a JSON lines file that are not blank, left on disk: such files may be larger than memory.
+
+    Reading one raises UserError if it is damaged or holds token ids.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    places, start = [], 0
+    with path.open("rb") as lines:
+        for number, text in enumerate(lines, start=1):
+            if text.strip():
+                places.append((number, start, len(text)))
+            start += len(text)
+    width = len(str(places[-1][0])) if places else 0  # so that sources sort in the order of the lines
+
+    def line(number: int, start: int, num_bytes: int) -> Candidate:
+        def read() -> bytes:
+            with path.open("rb") as file:
+                file.seek(start)
+                return text_of(file.read(num_bytes), f"{path}: line {number}").encode("utf-8", "surrogatepass")
+
+        return Candidate(f"{source}:{number:0{width}d}", lambda: num_bytes, read)
+
+    return [line(*place) for place in places]
 
 
 @dataclass(frozen=True)
@@ -57,32 +79,25 @@ class Document:
     """A candidate that passed: size and digest of its text as UTF-8."""
 
     source: str
-    origin: Origin
+    read: Callable[[], bytes]
     num_bytes: int
     digest: str
 
     def text(self) -> str:
         """Read the text (again)."""
-        return _raw(self.origin).decode("utf-8-sig")
+        return self.read().decode("utf-8-sig")
 
 
-def _raw(origin: Origin) -> bytes:
-    if isinstance(origin, Path):
-        return origin.read_bytes()
-    return (origin if isinstance(origin, str) else origin.text()).encode("utf-8", "surrogatepass")
-
-
-def _size(origin: Origin) -> int:
-    if isinstance(origin, Path):
-        return origin.stat().st_size
-    return len(origin) if isinstance(origin, str) else origin.num_bytes
+def document(candidate: Candidate, text: str) -> Document:
+    """The document that a candidate with this text is."""
+    encoded = text.encode("utf-8")
+    return Document(candidate.source, candidate.read, len(encoded), hashlib.sha256(encoded).hexdigest())
 
 
 def check(candidate: Candidate, *, max_bytes: int, forbidden: Iterable[str] = ()) -> Document | Skipped:
     """Read a candidate once and check that it is text.
 
     Args:
-        candidate: what to read.
         max_bytes: a larger file or line is skipped unread.
         forbidden: strings that must not enter the corpus, such as absolute paths of this machine.
 
@@ -90,10 +105,10 @@ def check(candidate: Candidate, *, max_bytes: int, forbidden: Iterable[str] = ()
         UserError: a line of a JSON lines file is damaged.
     """
     try:
-        size = _size(candidate.origin)
+        size = candidate.size()
         if size > max_bytes:
             return Skipped(candidate.source, f"{size} bytes, more than the limit of {max_bytes}")
-        text = _raw(candidate.origin).decode("utf-8-sig")
+        text = candidate.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         return Skipped(candidate.source, f"not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}")
     except OSError as error:
@@ -104,8 +119,7 @@ def check(candidate: Candidate, *, max_bytes: int, forbidden: Iterable[str] = ()
         return Skipped(candidate.source, "empty")
     if any(word in text for word in forbidden):
         return Skipped(candidate.source, "holds an absolute path of this machine")
-    encoded = text.encode("utf-8")
-    return Document(candidate.source, candidate.origin, len(encoded), hashlib.sha256(encoded).hexdigest())
+    return document(candidate, text)
 
 
 def check_all(
@@ -113,19 +127,18 @@ def check_all(
     *,
     what: str,
     max_bytes: int,
-    forbidden: Iterable[str] = (),
+    forbidden: Sequence[str] = (),
     progress: Report | None = None,
 ) -> tuple[list[Document], list[Skipped]]:
     """Check the candidates of the modality `what`, sorted by source, and skip all but the first of exact duplicates."""
     ordered = sorted(candidates, key=lambda candidate: candidate.source)
-    words = tuple(forbidden)
     documents: list[Document] = []
     skipped: list[Skipped] = []
     first_source: dict[str, str] = {}
     for done, candidate in enumerate(ordered):
         if progress is not None and done % 100 == 0:
             progress(done, len(ordered), f"reading {what}")
-        result = check(candidate, max_bytes=max_bytes, forbidden=words)
+        result = check(candidate, max_bytes=max_bytes, forbidden=forbidden)
         if isinstance(result, Document) and result.digest in first_source:
             result = Skipped(result.source, f"{SAME_TEXT}{first_source[result.digest]}")
         if isinstance(result, Skipped):
@@ -134,3 +147,88 @@ def check_all(
         first_source[result.digest] = result.source
         documents.append(result)
     return documents, skipped
+
+
+MIN_STREAM_BYTES = 65_536
+MISC = "misc"
+MAX_NAME_BYTES = 200  # file systems allow 255, the extension included
+Streams = dict[str, list[Document]]
+
+
+def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Streams:
+    """One stream per directory of the sources; a directory with less than `min_bytes` joins its parent.
+
+    Top directories below `min_bytes` form the stream `misc`; if that is too small itself it joins the smallest other
+    stream. Streams are named after the directory, with dots: `numpy.linalg`; see `_stream_name`.
+    """
+    by_directory: dict[tuple[str, ...], list[Document]] = {}
+    for document in documents:
+        by_directory.setdefault(PurePosixPath(document.source).parts[:-1], []).append(document)
+    deepest = max((len(parts) for parts in by_directory), default=0)
+    for depth in range(deepest, 0, -1):
+        for parts in sorted(key for key in by_directory if len(key) == depth):
+            if _size(by_directory[parts]) < min_bytes:
+                small = by_directory.pop(parts)
+                by_directory.setdefault(parts[:-1], []).extend(small)
+    streams: Streams = {}
+    for parts in sorted(key for key in by_directory if key):
+        streams[_free_name(_stream_name(parts), streams)] = by_directory[parts]
+    left_over = by_directory.get((), [])
+    if left_over and streams and _size(left_over) < min_bytes:
+        smallest = min(streams, key=lambda name: (_size(streams[name]), name))
+        streams[smallest] = streams[smallest] + left_over
+    elif left_over:
+        streams[_free_name(MISC, streams)] = left_over
+    return {name: sorted(streams[name], key=lambda document: document.source) for name in sorted(streams)}
+
+
+def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min_bytes: int) -> Streams:
+    """At most `max_bytes` of text in total, in even shares; what a small stream does not need goes to the others.
+
+    Within a stream documents are considered in the order of the SHA-256 of their source, and those that fit are taken.
+    A stream that stays below `min_bytes` because its documents are larger than its share takes its smallest ones too;
+    if it still stays below (one small document and a huge one), it is dropped.
+    """
+    chosen: Streams = {}
+    left = max_bytes
+    by_size = sorted(streams, key=lambda name: (_size(streams[name]), name))
+    for position, name in enumerate(by_size):
+        room = left // (len(by_size) - position)
+        taken: list[Document] = []
+        rest: list[Document] = []
+        for document in sorted(streams[name], key=lambda d: hashlib.sha256(d.source.encode()).digest()):
+            fits = document.num_bytes <= room
+            (taken if fits else rest).append(document)
+            room -= document.num_bytes if fits else 0
+        left -= _size(taken)
+        for document in sorted(rest, key=lambda d: (d.num_bytes, d.source)):
+            if _size(taken) < min_bytes and document.num_bytes <= left:
+                taken.append(document)
+                left -= document.num_bytes
+        if _size(taken) < min(min_bytes, _size(streams[name])):
+            left += _size(taken)
+        elif taken:
+            chosen[name] = sorted(taken, key=lambda document: document.source)
+    return {name: chosen[name] for name in sorted(chosen)}
+
+
+def _size(documents: Sequence[Document]) -> int:
+    return sum(document.num_bytes for document in documents)
+
+
+def _stream_name(parts: Sequence[str]) -> str:
+    """`numpy.linalg`, without the `_` or `.` at its beginning: runs ignore files whose names begin so.
+
+    A name that is too long for a file ends in a digest.
+    """
+    name = ".".join(parts).lstrip("._") or MISC
+    encoded = name.encode()
+    if len(encoded) <= MAX_NAME_BYTES:
+        return name
+    return f"{encoded[:MAX_NAME_BYTES].decode(errors='ignore')}-{hashlib.sha256(encoded).hexdigest()[:12]}"
+
+
+def _free_name(name: str, taken: Mapping[str, object]) -> str:
+    while name in taken:
+        name += "_"
+    return name

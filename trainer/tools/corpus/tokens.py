@@ -126,19 +126,19 @@ def _claim(out: Path, files: Sequence[TextFile], **settings: Any) -> None:
         status = os.stat(file.path)
         now[file.target.relative_to(out).as_posix()] = [status.st_size, status.st_mtime_ns]
     path, before = out / RECORD, {}
-    if path.is_file():
+    if any(out.iterdir()):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             before = found["files"]
             changed = [key for key in settings if found["settings"].get(key) != settings[key]]
             gone = sorted(name for name in before.keys() - now.keys() if (out / name).exists())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(str(path), f"is damaged ({error!r})", "name a new directory, or remove this one") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(
+                str(out), "is not empty, and holds no tokens of this verb", "name a new directory"
+            ) from None
         if changed or gone:
             other = f"made with another {' and '.join(changed)}" if changed else f"of other files ({few(gone)})"
             raise UserError(str(out), f"holds tokens {other}", "name a new directory, or remove these tokens")
-    elif out.exists() and any(out.iterdir()):
-        raise UserError(str(out), "is not empty", "name a new directory")
     for file in files:
         name = file.target.relative_to(out).as_posix()
         if name in before and before[name] != now[name]:

@@ -1,4 +1,4 @@
-"""Writes a corpus (streams of JSON lines and a manifest) into a sibling directory that is renamed at the end."""
+"""Writes a corpus (streams of JSON lines and `manifest.json`) into a sibling directory that is renamed at the end."""
 
 from __future__ import annotations
 
@@ -9,14 +9,95 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from trainer.errors import UserError
-from trainer.files import replacing, write_file
+from trainer.files import read_json, replacing, write_file
 from trainer.metrics.progress_bar import Report
-from trainer.tools.corpus.documents import Document
-from trainer.tools.corpus.manifest import MANIFEST_NAME, Manifest, Skipped, StreamEntry, read_manifest
-from trainer.tools.corpus.selection import Streams
+from trainer.tools.corpus.documents import Document, Skipped, Streams
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class StreamEntry:
+    """One stream file."""
+
+    path: str
+    """Relative to the corpus, with forward slashes."""
+    documents: int
+    text_bytes: int
+    """UTF-8 bytes of the texts."""
+    file_bytes: int
+    sha256: str
+    """Of the file."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A whole corpus, without times or paths of the machine: equal inputs and options give equal manifests and files."""
+
+    builder: str
+    inputs_sha256: str
+    """Of the options and of every document: position and content."""
+    rules: Mapping[str, str]
+    """How documents were chosen, in words, with the numbers used."""
+    modalities: Mapping[str, tuple[StreamEntry, ...]]
+    skipped: tuple[Skipped, ...] = ()
+    format_version: int = field(default=FORMAT_VERSION)
+
+    def totals(self, modality: str | None = None) -> dict[str, int]:
+        """Streams, documents, text_bytes and file_bytes of one modality, or of all."""
+        chosen = [entry for name, entries in self.modalities.items() if modality in (None, name) for entry in entries]
+        return {
+            "streams": len(chosen),
+            "documents": sum(entry.documents for entry in chosen),
+            "text_bytes": sum(entry.text_bytes for entry in chosen),
+            "file_bytes": sum(entry.file_bytes for entry in chosen),
+        }
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`."""
+        content = {
+            "format_version": self.format_version,
+            "builder": self.builder,
+            "inputs_sha256": self.inputs_sha256,
+            "rules": dict(self.rules),
+            "totals": self.totals(),
+            "modalities": {
+                name: {"totals": self.totals(name), "streams": [asdict(entry) for entry in entries]}
+                for name, entries in self.modalities.items()
+            },
+            "skipped": [asdict(item) for item in self.skipped],
+        }
+        return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a corpus.
+
+    Raises:
+        UserError: it is missing, damaged, or of another format version.
+    """
+    file = directory / MANIFEST_NAME
+    try:
+        content = read_json(file)
+        if content["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"format_version is {content['format_version']}")
+        return Manifest(
+            builder=content["builder"],
+            inputs_sha256=content["inputs_sha256"],
+            rules=content["rules"],
+            modalities={
+                name: tuple(StreamEntry(**entry) for entry in modality["streams"])
+                for name, modality in content["modalities"].items()
+            },
+            skipped=tuple(Skipped(**item) for item in content["skipped"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(str(file), f"is not a corpus's manifest ({error!r})", "build the corpus again") from None
 
 
 def write_corpus(
@@ -34,10 +115,11 @@ def write_corpus(
     An `out` that is complete and was built from the same inputs is left untouched, unless `force`.
 
     Raises:
-        UserError: `out` holds something else and `force` is not given, or it holds files that no builder wrote.
+        UserError: `out` holds something else and `force` is not given, or it holds files that no builder wrote; or a file
+            changed meanwhile.
     """
     digest = _inputs_digest(modalities, builder, rules)
-    existing = _existing(out, force=force)
+    existing = _existing(out)
     if existing is not None and not force:
         if existing.inputs_sha256 == digest and _is_whole(out, existing):
             return existing
@@ -75,21 +157,14 @@ def _inputs_digest(modalities: Mapping[str, Streams], builder: str, rules: Mappi
     return digest.hexdigest()
 
 
-def _existing(out: Path, *, force: bool) -> Manifest | None:
+def _existing(out: Path) -> Manifest | None:
     """The manifest in `out`; None if there is nothing to lose."""
-    if not out.exists():
+    if not out.exists() or not any(out.iterdir()):
         return None
-    if not out.is_dir():
-        raise UserError(str(out), "is not a directory", "name a directory for the corpus")
-    if not any(out.iterdir()):
-        return None
-    if not (out / MANIFEST_NAME).is_file():
-        raise UserError(str(out), "is not empty and holds no corpus", "name a new directory for the corpus")
     try:
         return read_manifest(out)
-    except UserError as error:
-        problem = f"holds a manifest that is not ours ({error.problem})"
-        raise UserError(str(out), problem, "name a new directory") from None
+    except UserError:
+        raise UserError(str(out), "is not empty and holds no corpus", "name a new directory for the corpus") from None
 
 
 def _not_ours(out: Path, manifest: Manifest) -> list[str]:
@@ -101,12 +176,8 @@ def _not_ours(out: Path, manifest: Manifest) -> list[str]:
 
 def _is_whole(out: Path, manifest: Manifest) -> bool:
     """Whether every stream has its size; contents are not checked."""
-    for entries in manifest.modalities.values():
-        for entry in entries:
-            file = out / entry.path
-            if not file.is_file() or file.stat().st_size != entry.file_bytes:
-                return False
-    return True
+    entries = {out / entry.path: entry.file_bytes for each in manifest.modalities.values() for entry in each}
+    return all(file.is_file() and file.stat().st_size == size for file, size in entries.items())
 
 
 def _write_stream(directory: Path, path: str, documents: Sequence[Document]) -> StreamEntry:

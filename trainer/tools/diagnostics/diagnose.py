@@ -31,11 +31,10 @@ RULES: Final[tuple[Rule, ...]] = (
 
 @dataclass(frozen=True)
 class Ruling:
-    """A rule and its outcome on a run. `has_config`: the run has config keys that its user can set."""
+    """A rule and its outcome on a run."""
 
     rule: Rule
     outcome: Outcome
-    has_config: bool = True
 
     @property
     def is_judged(self) -> bool:
@@ -49,11 +48,8 @@ class Ruling:
 
     @property
     def fix(self) -> str:
-        """What to change: a config key and its value, or in words for a loop without a config; empty if unknown."""
-        knob = self.outcome.knob
-        if knob is None:
-            return ""
-        return f"try {knob}" if self.has_config else knob.in_words
+        """What to change: a config key and its value; empty if unknown."""
+        return "" if self.outcome.knob is None else f"try {self.outcome.knob}"
 
     @property
     def severity(self) -> Severity | None:
@@ -183,7 +179,7 @@ class Diagnosis:
 
 def diagnose(run: RunRecord, rules: Iterable[Rule] = RULES) -> Diagnosis:
     """Apply every rule."""
-    return Diagnosis(run, tuple(Ruling(rule, _outcome(rule, run), bool(run.config)) for rule in rules))
+    return Diagnosis(run, tuple(Ruling(rule, _outcome(rule, run)) for rule in rules))
 
 
 def _outcome(rule: Rule, run: RunRecord) -> Outcome:
@@ -195,7 +191,7 @@ def _outcome(rule: Rule, run: RunRecord) -> Outcome:
 
 
 def render_diagnosis_markdown(page: str, calibration: Mapping[str, Any]) -> str:
-    """docs/diagnosis.md with the sections on the rules and the tables of the calibration made anew.
+    """docs/diagnosis.md with the sections on the rules and the results of the calibration made anew.
 
     Args:
         page: the present one, whose text before `## Rules` is kept.
@@ -206,35 +202,21 @@ def render_diagnosis_markdown(page: str, calibration: Mapping[str, Any]) -> str:
         keys = ", ".join(f"`{key}`" if " " not in key else key for key in (*rule.needs, *rule.uses))
         lines += [f"### {rule.name} ({rule.severity})", "", f"- Reads: {keys}", f"- Condition: {rule.threshold}"]
         lines += [f"- Why: {rule.why}", f"- Change: {rule.change}", ""]
-    lines += [
-        "## False alarms",
-        "",
-        "In healthy runs, of all rules together:",
-        "",
-        "| runs | ranks | runs with a false alarm | about speed, not judged | wrong advice |",
-        "|---|---|---|---|---|",
-    ]
+    lines += ["## False alarms and injected faults", ""]
+
+    def names(kind: str, part: str) -> int:
+        found = calibration[part].values()
+        return sum(len({each.split(":")[0] for each in of_size[kind]}) for of_size in found)
+
     for what, part in (("synthetic, 300 steps", "synthetic"), ("real, 20 to 60 steps", "short")):
-        for world_size, found in calibration[part].items():
-            cells = []
-            for listed in (found["false_alarms"], found["about_speed"], found["false_advice"]):
-                runs = len({each.split(":")[0] for each in listed})
-                cells.append(", ".join([f"{runs} of {found['runs']}", *listed]))
-            lines.append(f"| {what} | {world_size} | {' | '.join(cells)} |")
-    real = calibration["real"]["runs"]
-    alarms = [name for each in real for name in each["false_alarms"]]
-    number = ", ".join([str(sum(bool(each["false_alarms"]) for each in real)), *alarms])
-    advised = sum(bool(each["advice"]) for each in real)
-    lines += [
-        f"| real, 120 steps | 1 or 2 | {number} of {len(real)} | | {advised} |",
-        "",
-        "## Injected faults",
-        "",
-        "| rule | fault | found | within | limit | other findings |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in calibration["faults"]:
-        others = ", ".join(f"{name} ({count})" for name, count in row["others"].items()) or "none"
-        cells = [row["rule"], row["what"], f"{row['found']} of {row['runs']}", row["worst"], row["within"], others]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        sizes, runs = ", ".join(calibration[part]), sum(of_size["runs"] for of_size in calibration[part].values())
+        lines.append(
+            f"- healthy, {what}, on {sizes} ranks: a false alarm in {names('false_alarms', part)} of {runs} runs, wrong "
+            f"advice in {names('false_advice', part)}, a finding about speed (not judged) in {names('about_speed', part)}"
+        )
+    real, faults = calibration["real"]["runs"], calibration["faults"]
+    alarms = sum(bool(each["false_alarms"]) for each in real)
+    lines.append(f"- healthy, real, 120 steps of each family: a false alarm in {alarms} of {len(real)} runs")
+    found, runs = (sum(fault[key] for fault in faults) for key in ("found", "runs"))
+    lines.append(f"- {len(faults)} injected faults, one or more for each rule: found in {found} of {runs} runs")
     return "\n".join(lines) + "\n"

@@ -238,7 +238,7 @@ def _second_halves(run: RunRecord, what: str) -> dict[str, Series] | Outcome:
     """The second half of the rows of each layer."""
     keys = [key for key in run.train.keys if key.startswith("layer/") and key.endswith(what)]
     if not keys:
-        return unlogged(run, [f"layer/<name>{what}"], "set metrics.per_layer = true")
+        return unlogged([f"layer/<name>{what}"], "set metrics.per_layer = true")
     if len(keys) < MIN_LAYERS:
         return not_measured(f"the model has fewer than {MIN_LAYERS} layers to compare")
     columns = {key.removeprefix("layer/").removesuffix(what): series(run, key) for key in keys}

@@ -187,7 +187,7 @@ def starved_modality(run: RunRecord) -> Outcome:
     ]
     ended, *columns = aligned(*found)
     if not columns:
-        return unlogged(run, [f"{MODALITIES}<modality>"])
+        return unlogged([f"{MODALITIES}<modality>"])
     if len(columns) == 1:
         return healthy("there is only one modality")
     if not ended:
@@ -290,7 +290,7 @@ def masked_ranks(run: RunRecord) -> Outcome:
     if share <= limit:
         return healthy(words)
     if not _has_own_pools(run):
-        condition = "if train preview shows even ranks" if run.config else "if ranks then have equally much to read"
+        condition = "if train preview shows even ranks"
         knob = Knob("data.mixing.batching_mode", "per_stream", "device_per_stream", condition)
     elif run.setting("data.mixing.repeat", True) is False:
         knob = Knob("data.mixing.repeat", False, True)

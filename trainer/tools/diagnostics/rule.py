@@ -20,43 +20,6 @@ MAX_EVIDENCE: Final = 12
 MODALITIES: Final = "stream_mixing/active/modalities/"
 MICRO_BATCHES: Final = "train/micro_batches"
 
-KNOBS: Final[Mapping[str, str]] = {
-    "checkpoint.every": "the number of steps between checkpoints",
-    "checkpoint.resume": "the place to resume from",
-    "data.max_group_cells": "the number of cells that a state is carried across",
-    "data.mixing.batch_size": "the number of sequences per micro-batch",
-    "data.mixing.batch_size_by_modality": "the batch sizes of the modalities",
-    "data.mixing.batching_mode": "the way in which ranks share streams",
-    "data.mixing.num_streams_mixed": "the number of streams read concurrently",
-    "data.mixing.pick_mode": "the way in which the next stream is picked",
-    "data.mixing.repeat": "the repetition of exhausted data",
-    "data.prefetch": "the number of batches loaded ahead",
-    "data.source": "the data",
-    "data.source.weight": "the weight of the source",
-    "ledger.capacity": "the number of groups that the ledger of a rank holds",
-    "ledger.stale_threshold": "the number of steps after which the ledger drops a state",
-    "ledger.wipe_mode": "the ledger's wipe mode",
-    "model": "the model",
-    "model.trust": "the list of trusted parts of the contract",
-    "optimizer.group.lr_scale": "the relative learning rate of that layer",
-    "optimizer.lr": "the learning rate",
-    "train.micro_batches": "the number of micro-batches per step",
-}
-"""What the config keys that rules name set, for runs of loops that have no config."""
-
-REPORTED_BY: Final[Mapping[str, str]] = {
-    "ledger/carry_gain": "trainer.ledger.CarryProbe",
-    "ledger/stale_gap": "trainer.ledger.CarryProbe",
-    "ledger/": "trainer.ledger.Ledger",
-    "stream_mixing/active/": "trainer.data.StreamMixingDataset",
-    "stream_mixing/refill/": "trainer.data.StreamMixingDataset",
-    "blend/": "trainer.data.BlendDataset",
-    "gns/": "trainer.metrics.GradientNoiseScale",
-    "layer/": "trainer.extensions.per_layer.PerLayer",
-    "time/data_sec": 'MetricsTracker.section("data")',
-}
-"""The beginnings of keys, and what reports these keys in a loop without a config. The first that fits counts."""
-
 
 @dataclass(frozen=True)
 class Evidence:
@@ -183,7 +146,7 @@ def modality_columns(run: RunRecord) -> list[Series]:
 
 @dataclass(frozen=True)
 class Knob:
-    """What to change: its config key (one of `KNOBS`), its current value (None: unknown) and a value to try.
+    """What to change: its config key, its current value (None: unknown) and a value to try.
 
     `condition`: when the value is worth trying, and what to do otherwise; empty: always.
     """
@@ -198,17 +161,7 @@ class Knob:
         return {name: value for name, value in vars(self).items() if name != "condition" or value}
 
     def __str__(self) -> str:
-        return f"{self.setting}{self.remark}"
-
-    @property
-    def setting(self) -> str:
-        """The line of a config, without the remark."""
-        return f"{self.key} = {self.suggested}"
-
-    @property
-    def in_words(self) -> str:
-        """Without the key, for a loop that has no config."""
-        return f"for {KNOBS[self.key]}, try {self.suggested}{self.remark}"
+        return f"{self.key} = {self.suggested}{self.remark}"
 
     @property
     def remark(self) -> str:
@@ -270,13 +223,9 @@ def finding(sentence: str, *evidence: Evidence, knob: Knob | None = None, severi
     return Outcome("finding", sentence, evidence, knob, severity)
 
 
-def unlogged(run: RunRecord, keys: Sequence[str], hint: str = "") -> Outcome:
-    """The outcome for a run without some keys. `hint`: what makes a run with a config log them."""
-    words = f"needs {listed(keys)}"
-    if run.config:
-        return not_measured(f"{words}; {hint}" if hint else words)
-    part = next((part for start, part in REPORTED_BY.items() if keys[0].startswith(start)), None)
-    return not_measured(f"{words}, from {part}" if part else words)
+def unlogged(keys: Sequence[str], hint: str = "") -> Outcome:
+    """The outcome for a run without some keys. `hint`: what makes a run log them."""
+    return not_measured(f"needs {listed(keys)}" + (f"; {hint}" if hint else ""))
 
 
 @dataclass(frozen=True)
@@ -295,7 +244,6 @@ class Rule:
     needs: tuple[str, ...]
     uses: tuple[str, ...]
     hint: str
-    due: Callable[[RunRecord], str]
 
     @property
     def threshold(self) -> str:
@@ -319,19 +267,11 @@ class Rule:
     def apply(self, run: RunRecord) -> Outcome:
         """The outcome for any run."""
         missing = [key for key in self.needs if not run.column(key)[0]]
-        if not missing:
-            return self.check(run)
-        due = self.due(run)
-        return not_yet(due) if due else unlogged(run, missing, self.hint)
+        return unlogged(missing, self.hint) if missing else self.check(run)
 
 
 def rule(
-    severity: Severity,
-    *,
-    needs: Iterable[str] = (),
-    uses: Iterable[str] = (),
-    hint: str = "",
-    due: Callable[[RunRecord], str] = lambda run: "",
+    severity: Severity, *, needs: Iterable[str] = (), uses: Iterable[str] = (), hint: str = ""
 ) -> Callable[[Callable[[RunRecord], Outcome]], Rule]:
     """Make a rule of a pure function of a run's record, with the function's name.
 
@@ -343,6 +283,5 @@ def rule(
         needs: metric keys without which nothing can be measured.
         uses: other keys and files that the rule reads if they are there.
         hint: what makes a run log the needed keys.
-        due: for a run that lacks them and will log them, what has to happen first; empty for others.
     """
-    return lambda check: Rule(check.__name__, severity, check, tuple(needs), tuple(uses), hint, due)
+    return lambda check: Rule(check.__name__, severity, check, tuple(needs), tuple(uses), hint)

@@ -256,8 +256,7 @@ def ending(run: RunRecord) -> Outcome:
     """
     state = run.status.get("state")
     if state is None:
-        hint = "" if run.config else " (trainer.metrics.run_status.run_status writes it)"
-        return not_measured(f"needs status.json beside the metrics{hint}")
+        return not_measured("needs status.json beside the metrics")
     if state in ("running", "unknown"):
         return not_yet("status.json says that the run has not ended")
     if state not in ("failed", "died"):

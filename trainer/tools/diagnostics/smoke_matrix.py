@@ -45,16 +45,15 @@ class Case:
         return self.config or self.name
 
 
+def _faulty(name: str, rule: str, provokes: str, control: str = "healthy") -> Case:
+    return Case(name, frozenset({rule}), provokes, control)
+
+
 CASES: Final = (
     Case("healthy", frozenset(), "nothing"),
-    Case("diag_imbalanced_bs", frozenset({"uneven_slices"}), "batch sizes of 64 and 2 in one pool", "healthy"),
-    Case(
-        "diag_exhaust_spike",
-        frozenset({"exhaust_churn"}),
-        "slices with as many picks as there are ranks",
-        "control_long_streams",
-    ),
-    Case("diag_stale_false_evict", frozenset({"false_evictions_stale"}), "states evicted after 5 steps", "healthy"),
+    _faulty("diag_imbalanced_bs", "uneven_slices", "batch sizes of 64 and 2 in one pool"),
+    _faulty("diag_exhaust_spike", "exhaust_churn", "slices with as many picks as ranks", "control_long_streams"),
+    _faulty("diag_stale_false_evict", "false_evictions_stale", "states evicted after 5 steps"),
     Case(
         "control_long_streams",
         frozenset(),
@@ -67,13 +66,7 @@ CASES: Final = (
 
 @dataclass(frozen=True)
 class Judgement:
-    """The diagnosis of a case compared with its expectation.
-
-    Attributes:
-        found: findings, except those of `SPEED_RULES`.
-        speed: findings of `SPEED_RULES`.
-        is_whole: the run reached its last step.
-    """
+    """The findings of a case, those about speed (`SPEED_RULES`) apart, and whether the run reached its last step."""
 
     case: Case
     found: frozenset[str]

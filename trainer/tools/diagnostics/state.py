@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
-from typing import Any
 
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX, keys_under
 from trainer.tools import limits
@@ -18,16 +17,12 @@ from trainer.tools.diagnostics.rule import (
     explained,
     finding,
     healthy,
-    is_one_pool,
     lower_lr,
     micro_batches,
-    modality_columns,
     not_measured,
     not_yet,
-    ranks,
     rule,
     series,
-    sources,
 )
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
@@ -62,10 +57,8 @@ def _capacity(run: RunRecord) -> int | None:
     """Rows of the ledger of one rank: as configured, else estimated from the number of live groups, which is a sum over ranks,
     and the fill; None where neither is known."""
     configured = run.setting("ledger.capacity")
-    if isinstance(configured, int):
-        return configured
-    if run.world_size is None:
-        return None
+    if isinstance(configured, int) or run.world_size is None:
+        return configured if isinstance(configured, int) else None
     live, fill = aligned(series(run, LIVE), series(run, FILL))
     sizes = [groups / share for groups, share in zip(live.values, fill.values, strict=True) if share > 0]
     return round(median(sizes) / run.world_size) if sizes else None
@@ -101,55 +94,15 @@ def false_evictions_stale(run: RunRecord) -> Outcome:
     """Above 0.
 
     As for `false_evictions_lru`.
-    Change: `ledger.stale_threshold`: the bound of `train preview` (2 K n, or with one reader its wait for a pick), where the
-    longest slice logged stands for all
+    Change: `ledger.stale_threshold`: four times as long, or the bound that `train preview` prints
     """
     return _false_evictions(run, "stale", _longer_threshold)
 
 
 def _longer_threshold(run: RunRecord) -> Knob:
-    current, longer = run.setting("ledger.stale_threshold"), _safe_threshold(run)
-    if longer is None:
-        return Knob("ledger.stale_threshold", current, 4 * current if current else "four times as long")
-    return Knob("ledger.stale_threshold", current, longer if not current or longer > current else 2 * current)
-
-
-def _safe_threshold(run: RunRecord) -> int | None:
-    """`wait_bound` of the pool that waits longest; None if the record does not tell.
-
-    A record has only the longest slice that a logged row saw, which stands for all. A source has at most its
-    `num_streams_mixed` readers, and at most the rank's less one for every other source.
-    """
-    active: dict[int, float] = {}  # readers by step, over ranks; a source reports modalities only after its first batch
-    for column in modality_columns(run):
-        for step, value in zip(column.steps, column.values, strict=True):
-            active[step] = active.get(step, 0.0) + value
-    readers = round(max(active.values(), default=0.0) / ranks(run))
-    longest = max(series(run, "stream_mixing/active/remaining_max").values, default=0.0)
-    tables = sources(run)
-    if not readers or not longest:
-        return None
-    if len(tables) < 2:
-        if not tables and not is_one_pool(run):
-            return None
-        found = [(1.0, readers)]
-    elif any("include" in table for table in tables):
-        return None
-    else:
-        weights = [_mean_weight(table.get("weight", 1.0)) for table in tables]
-        mixed = run.setting("data.mixing.num_streams_mixed", readers)
-        own = [dict(table.get("mixing", {})).get("num_streams_mixed", mixed) for table in tables]
-        most = readers - len(tables) + 1
-        found = [(w / sum(weights), max(min(k, most), 1)) for w, k in zip(weights, own, strict=True)]
-    slices = [round(longest) + 1] * readers
-    return max(limits.wait_bound(slices, count, share, micro_batches(run)) for share, count in found)
-
-
-def _mean_weight(weight: Any) -> float:
-    """A weight with a schedule counts as the mean of its points."""
-    if isinstance(weight, Mapping):
-        return float(weight.get("scale", 1.0)) * fmean(map(float, weight["points"].values()))
-    return float(weight)
+    current = run.setting("ledger.stale_threshold")
+    longer = 4 * current if current else "four times as long"
+    return Knob("ledger.stale_threshold", current, longer, "or the bound that train preview prints")
 
 
 @rule("error", needs=[COLD_STARTS], uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES, *EVICTIONS.values()))
@@ -287,15 +240,7 @@ def _late(run: RunRecord, *keys: tuple[str, str]) -> list[_Late] | Outcome:
     return found
 
 
-def _first_probe(run: RunRecord) -> str:
-    """When the first probe is due, for a run of a model with state that has not reached it."""
-    every = run.setting("ledger.probe_every", 0)
-    if not every or not run.environment.get("state_width") or (run.steps and run.steps[-1] >= every):
-        return ""
-    return f"needs {MIN_PROBES} probes in the second half of the run; the first is at step {every} (ledger.probe_every)"
-
-
-@rule("advice", needs=GAIN, hint=PROBES, due=_first_probe)
+@rule("advice", needs=GAIN, hint=PROBES)
 def carry_worthless(run: RunRecord) -> Outcome:
     """Over the second half of the run ({MIN_PROBES} probes or more) the mean gain is at most {NEAR_ERRORS:g} of its standard
     errors, and with {FAR_ERRORS:g} still at most {WORTHLESS_NATS:g} nats; a warning if it is negative by more than
@@ -319,7 +264,7 @@ def carry_worthless(run: RunRecord) -> Outcome:
     return finding(words, gain.shown.evidence(), knob=knob)
 
 
-@rule("warning", needs=(*GAP, *GAIN), hint=PROBES, due=_first_probe, uses=(AGE, DRIFT, COLD_STARTS))
+@rule("warning", needs=(*GAP, *GAIN), hint=PROBES, uses=(AGE, DRIFT, COLD_STARTS))
 def stale_states(run: RunRecord) -> Outcome:
     """Over the second half of the run ({MIN_PROBES} probes or more) the mean gap, of either sign, is beyond {FAR_ERRORS:g}
     standard errors, {STALE_SHARE:g} of the gain and {STALE_NATS:g} nats.

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.tools.init.mix import Part
-from trainer.tools.init.shares import IN_WORDS, Mix
-from trainer.tools.inspection.sizing import Sizes
+from trainer.tools.init.sizing import MIXES, Mix, Part, Sizes
 
 WIDTH = 120  # of notes
 TIE_FROM_VOCABULARY = 8192  # from this size on, tied embeddings save most of a small model's parameters
@@ -62,13 +60,14 @@ class Starter:
 
     @property
     def mix_lines(self) -> list[str]:
-        """Corpus share and drawn share of each modality, a line each; none for a single one."""
+        """The shares of each modality, a line each; none for a single one."""
         parts = [source.part for source in self.sources if source.part is not None]
         width = max((len(part.modality) for part in parts), default=0)
-        return [
-            f"{part.modality:<{width}}  {part.corpus_share:6.1%} of the corpus, {part.drawn_share:6.1%} of what is drawn"
-            for part in parts
-        ]
+        return [f"{part.modality:<{width}}  {_shares(part)}" for part in parts]
+
+
+def _shares(part: Part) -> str:
+    return f"{part.token_share:.1%} of the training tokens, {part.drawn_share:.1%} of what is drawn"
 
 
 def render_starter(starter: Starter, *, schema: str | None) -> str:
@@ -77,9 +76,66 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
     Args:
         schema: path of the JSON Schema from the file's directory, for editors; None: none.
     """
+    sizes = starter.sizes
     lines = [f"#:schema {schema}"] if schema else []
-    for section in (_head, _train, _data, _source, _eval, _model, _rest):
-        lines += [*section(starter), ""]
+    lines += [
+        "# Written by `train init`. All keys: train config docs. Values derived from this file: train check --config FILE",
+        *(f"# {line}" for line in starter.found),
+        *(line for note in starter.notes for line in _comment(f"Note: {note}")),
+        "",
+        "[run]",
+        f"name = {_toml(starter.name)}   # the run directory is runs/<name>-<time>",
+        "seed = 0",
+        "",
+        "[train]",
+        f"steps = {sizes.steps}   # {starter.length}",
+        f"micro_batches = {sizes.micro_batches}   # micro-batches per optimizer step and rank",
+        '# precision = "bf16"   # on a GPU that supports it',
+        "",
+        "[data]",
+        f"seq_len = {sizes.seq_len}   # tokens per cell; the recurrent state is carried from cell to cell",
+        f"tokenizer = {_toml(starter.tokenizer)}   # bytes, ids, or the path of a tokenizer.json",
+    ]
+    if starter.vocab_size:
+        largest, times = starter.largest_id
+        lines += [
+            f"# The largest id is {largest} (it occurs {times:,} times). Set this to your tokenizer's vocabulary size.",
+            f"vocab_size = {starter.vocab_size}",
+        ]
+    lines.append(f"max_group_cells = {sizes.max_group_cells}   # state is carried over at most this many cells")
+    if sizes.pack:
+        lines.append("pack = true   # most documents are shorter than a cell, so several share a row")
+    lines += [
+        "",
+        "[data.mixing]",
+        f"num_streams_mixed = {sizes.num_streams_mixed}   # streams read concurrently (K)",
+        f"batch_size = {sizes.batch_size}   # cells per micro-batch and rank",
+        "",
+        *_source_lines(starter),
+        *_eval_lines(sizes),
+        "",
+        "[model]",
+        "dim = 192",
+        "num_layers = 4",
+    ]
+    if starter.num_ids >= TIE_FROM_VOCABULARY:
+        lines.append("args = { tie_embeddings = true }   # one matrix of vocabulary x dim instead of two")
+    lines += ["", "[optimizer]", "lr = 2e-3", ""]
+    if starter.tokenizer == "bytes":
+        lines += ["[objective]", "token_types = true   # report the loss by type of character", ""]
+    lines += [
+        "[scheduler]",
+        'name = "cosine"',
+        f"warmup_steps = {sizes.steps // 20}",
+        "",
+        "[metrics]",
+        "log_interval = 10",
+        'wandb = { mode = "auto", project = "trainer" }   # online with a login, otherwise offline; or "disabled"',
+        "",
+        "[checkpoint]",
+        f"every = {max(sizes.steps // 5, 1)}",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -94,117 +150,35 @@ def _comment(text: str) -> list[str]:
     )
 
 
-def _head(starter: Starter) -> list[str]:
-    return [
-        "# Written by `train init`. All keys: train config docs. Values derived from this file: train check --config FILE",
-        *(f"# {line}" for line in starter.found),
-        *(line for note in starter.notes for line in _comment(f"Note: {note}")),
-        "",
-        "[run]",
-        f"name = {_toml(starter.name)}   # the run directory is runs/<name>-<time>",
-        "seed = 0",
-    ]
-
-
-def _train(starter: Starter) -> list[str]:
-    sizes = starter.sizes
-    return [
-        "[train]",
-        f"steps = {sizes.steps}   # {starter.length}",
-        f"micro_batches = {sizes.micro_batches}   # micro-batches per optimizer step and rank",
-        '# precision = "bf16"   # on a GPU that supports it',
-    ]
-
-
-def _data(starter: Starter) -> list[str]:
-    sizes = starter.sizes
-    lines = [
-        "[data]",
-        f"seq_len = {sizes.seq_len}   # tokens per cell; the recurrent state is carried from cell to cell",
-        f"tokenizer = {_toml(starter.tokenizer)}   # bytes, ids, or the path of a tokenizer.json",
-    ]
-    if starter.vocab_size:
-        largest, times = starter.largest_id
-        lines.append(
-            f"# The largest id is {largest} (it occurs {times:,} times). Set this to your tokenizer's vocabulary size."
-        )
-        lines.append(f"vocab_size = {starter.vocab_size}")
-    lines.append(f"max_group_cells = {sizes.max_group_cells}   # state is carried over at most this many cells")
-    if sizes.pack:
-        lines.append("pack = true   # most documents are shorter than a cell, so several share a row")
-    return [
-        *lines,
-        "",
-        "[data.mixing]",
-        f"num_streams_mixed = {sizes.num_streams_mixed}   # streams read concurrently (K)",
-        f"batch_size = {sizes.batch_size}   # cells per micro-batch and rank",
-    ]
-
-
-def _source(starter: Starter) -> list[str]:
-    if len(starter.sources) == 1:
-        lines = ["# Add [[data.source]] tables to blend in more data; weight sets the proportions."]
-    else:
-        others = ", ".join(f"{mix}: {words}" for mix, words in IN_WORDS.items() if mix is not starter.mix)
+def _source_lines(starter: Starter) -> list[str]:
+    lines = ["# Add [[data.source]] tables to blend in more data; weight sets the proportions."]
+    if len(starter.sources) > 1:
+        others = ", ".join(f"{mix}: {words}" for mix, (words, _) in MIXES.items() if mix != starter.mix)
         text = "One source per modality. A weight is a share of the micro-batches; these draw each modality "
-        text += f"{IN_WORDS[starter.mix]} (train init --weights {starter.mix}). Other choices: {others}."
+        text += f"{MIXES[starter.mix][0]} (train init --weights {starter.mix}). Other choices: {others}."
         lines = _comment(text)
     for source in starter.sources:
-        lines += _one_source(source, starter.sizes)
+        lines += ["[[data.source]]", f"name = {_toml(source.name)}"]
+        lines += [f"{key} = {_toml(value)}" for key, value in source.keys.items()]
+        if (part := source.part) is not None:
+            lines.append(f"weight = {part.weight:.4g}   # {_shares(part)}")
+            if part.streams < starter.sizes.num_streams_mixed:
+                lines.append(f"mixing = {{ num_streams_mixed = {part.streams} }}")
         if starter.suggests_eod:
             largest, times = starter.largest_id
             hint = largest if times > 1 else "..."
-            lines.append(
-                f"# eod = {hint}   # id that ends a document, if there is one; without it a file is one document"
-            )
+            meaning = "id that ends a document, if there is one; without it a file is one document"
+            lines.append(f"# eod = {hint}   # {meaning}")
         lines.append("")
-    return lines[:-1]
-
-
-def _one_source(source: StarterSource, sizes: Sizes) -> list[str]:
-    lines = ["[[data.source]]", f"name = {_toml(source.name)}"]
-    lines += [f"{key} = {_toml(value)}" for key, value in source.keys.items()]
-    if (part := source.part) is not None:
-        said = f"{part.corpus_share:.1%} of the corpus, {part.drawn_share:.1%} of the tokens that are drawn"
-        lines.append(f"weight = {part.weight:.4g}   # {said}")
-        if part.streams < sizes.num_streams_mixed:
-            lines.append(f"mixing = {{ num_streams_mixed = {part.streams} }}")
     return lines
 
 
-def _eval(starter: Starter) -> list[str]:
-    fraction = starter.sizes.holdout_fraction
-    if not fraction:
+def _eval_lines(sizes: Sizes) -> list[str]:
+    if not sizes.holdout_fraction:
         missing = "# No [eval]: there are too few documents to hold any out. With more of them:"
         return [missing, "# [eval]", "# every = 50", "# holdout_fraction = 0.05"]
     return [
         "[eval]",
-        f"every = {max(starter.sizes.steps // 10, 10)}",
-        f"holdout_fraction = {fraction}   # share of the documents held out for evaluation",
-    ]
-
-
-def _model(starter: Starter) -> list[str]:
-    lines = ["[model]", "dim = 192", "num_layers = 4"]
-    if starter.num_ids >= TIE_FROM_VOCABULARY:
-        lines.append("args = { tie_embeddings = true }   # one matrix of vocabulary x dim instead of two")
-    return lines
-
-
-def _rest(starter: Starter) -> list[str]:
-    steps, types = (
-        starter.sizes.steps,
-        ["[objective]", "token_types = true   # report the loss by type of character", ""],
-    )
-    return [
-        *("[optimizer]", "lr = 2e-3", ""),
-        *(types if starter.tokenizer == "bytes" else []),
-        *("[scheduler]", 'name = "cosine"', f"warmup_steps = {steps // 20}", ""),
-        *(
-            "[metrics]",
-            "log_interval = 10",
-            'wandb = { mode = "auto", project = "trainer" }   # online with a login, otherwise offline; or "disabled"',
-            "",
-        ),
-        *("[checkpoint]", f"every = {max(steps // 5, 1)}"),
+        f"every = {max(sizes.steps // 10, 10)}",
+        f"holdout_fraction = {sizes.holdout_fraction}   # share of the documents held out for evaluation",
     ]

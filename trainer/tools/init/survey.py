@@ -1,9 +1,14 @@
-"""Inspect the user's data, and choose what `train init` writes."""
+"""Inspect the user's data, choose what `train init` writes, and time a few steps of it."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,27 +16,29 @@ from typing import Any
 import numpy as np
 
 from trainer.config.data_tables import DataTable
-from trainer.data.documents import ReadOptions
 from trainer.data.formats import is_import_path, takes_option
-from trainer.data.groups import CutOptions
 from trainer.data.layout import Discovery, Stream, discover, discover_direct, refuse_empty, refuse_unheeded
 from trainer.data.stored import Cache, discover_stored
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
+from trainer.files import write_file
 from trainer.metrics.progress_bar import progress_bar
 from trainer.storage import is_url
-from trainer.tools.init.mix import Part, parts_of
-from trainer.tools.init.shares import Mix
-from trainer.tools.init.starter import Starter, StarterSource
-from trainer.tools.inspection.encoding import describe, not_text
-from trainer.tools.inspection.guess import Guess, Look, guess, look
-from trainer.tools.inspection.sizing import Sizes, choose_sizes, holds_out_each
-from trainer.tools.inspection.survey import Survey, survey
-from trainer.wording import counted
+from trainer.tools.init.sizing import Mix, Part, Sizes, choose_sizes, never_held_out, parts_of
+from trainer.tools.init.starter import Starter, StarterSource, render_starter
+from trainer.tools.inspection.survey import Guess, Look, guess, look
+from trainer.tools.inspection.verify import describe, not_text
+from trainer.wording import counted, duration_text, few
 
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
 MOST_SOURCES = 32  # modalities that get a source of their own, each with open streams of its own
-FEW_DOCUMENTS = 4  # streams with fewer leave rows of a batch empty
+TRIED_STEPS = 4  # the first is slower than the others, and is left out
+TIMEOUT_SEC = 60.0
+FEWEST_STEPS = 20
+QUIET = (
+    *("eval.every=0", "metrics.log_interval=1", "metrics.stdout=off", "metrics.wandb.mode=disabled"),
+    *("checkpoint.every=0", "scheduler.warmup_steps=0"),
+)
 
 
 def make_starter(
@@ -41,7 +48,7 @@ def make_starter(
     dtype: str | None = None,
     eod: int | None = None,
     tokenizer: str | None = None,
-    weights: Mix = Mix.tokens,
+    weights: Mix = "tokens",
 ) -> Starter:
     """The starter config for the data at `paths`; the other arguments are the verb's options.
 
@@ -62,61 +69,47 @@ def make_starter(
     chosen, share = sample_streams(at.streams)
     with progress_bar() as report:
         seen = look(chosen, kind, tokenizer=named, format=format, eod=eod, report=report)
-        if not any(each.any() for each in seen.lengths):
-            raise UserError(paths[0], "holds no token at all", "name files with text or token ids in them")
-        names, modalities = [s.relative_path for s in chosen], [s.modality for s in chosen]
-        sizes = choose_sizes(names, seen.lengths, share=share, modalities=modalities)
-        vocab_size = seen.largest_id + 1 if named == "ids" else 0
-        options = ReadOptions(load_tokenizer(named, vocab_size=vocab_size), kind.dtype, eod, format=format)
-        found = survey(chosen, options, CutOptions("", sizes.seq_len, sizes.max_group_cells, sizes.pack), report=report)
-        parts = parts_of(chosen, seen.lengths, sizes, weights)
-        held_out = holds_out_each(names, seen.lengths, modalities, sizes.holdout_fraction)
+    if not any(each.any() for each in seen.lengths):
+        raise UserError(paths[0], "holds no token at all", "name files with text or token ids in them")
+    sizes = choose_sizes(chosen, seen.lengths, share=share)
+    parts = parts_of(chosen, seen.lengths, sizes, weights)
     notes = _notes(at, seen, kind, share, sizes)
     if strange := not_text(chosen, format):
         notes.append(describe(strange, len(chosen)))
-    if (
-        sizes.holdout_fraction
-        and len(parts) > 1
-        and (without := [each for each, holds in held_out.items() if not holds])
-    ):
+    without = never_held_out(chosen, seen.lengths, sizes.holdout_fraction) if sizes.holdout_fraction else []
+    if len(parts) > 1 and without:
         notes.append(
             f"all modalities are one source, without weights: in {', '.join(without)} no document would be held out, and "
-            "evaluation needs some of every source; train check shows what is drawn of each"
+            "evaluation needs some of every source"
         )
         parts = []
-    keys = _source_keys(kind, format=format, eod=eod)
+    given = {"format": None if format == "auto" else format, "dtype": kind.dtype, "eod": eod}
+    keys = {key: value for key, value in given.items() if value is not None}
     name = _run_name(paths[0])
+    vocab_size = seen.largest_id + 1 if named == "ids" else 0
     return Starter(
         name=name,
-        found=_found_lines(at, chosen, found, kind, sizes),
+        found=_found_lines(at, chosen, seen, kind),
         notes=notes,
         sources=_sources(at, parts, name, keys, format=format),
         mix=weights,
         tokenizer=named,
         vocab_size=vocab_size,
-        num_ids=options.tokenizer.vocab_size,
+        num_ids=load_tokenizer(named, vocab_size=vocab_size).vocab_size,
         largest_id=(seen.largest_id, seen.largest_id_count),
         suggests_eod=eod is None and any(takes_option(name, "eod") for name in kind.formats),
         sizes=sizes,
-        length=f"about {counted(sizes.passes, 'pass')} over the data on 1 rank",
+        length=f"about {counted(sizes.passes, 'pass')} over the training documents on 1 rank",
     )
 
 
 def sample_streams(streams: Sequence[Stream], max_bytes: int = MAX_BYTES) -> tuple[list[Stream], float]:
-    """(all streams, or evenly spread ones if there are more than `max_bytes`; their share of all bytes).
-
-    Raises:
-        UserError: a file is gone, or all are empty.
-    """
-    try:
-        sizes = np.array([Path(stream.path).stat().st_size for stream in streams], dtype=np.float64)
-    except OSError as error:
-        raise UserError(str(error.filename), f"cannot be read: {error.strerror}", "check the path") from None
+    """(all streams, or evenly spread ones if there are more than `max_bytes`; their share of all bytes)."""
+    sizes = np.array([Path(stream.path).stat().st_size for stream in streams], dtype=np.float64)
     total = float(sizes.sum())
     if total <= max_bytes:
         return list(streams), 1.0
-    stride = int(np.ceil(total / max_bytes))
-    chosen = range(0, len(streams), stride)
+    chosen = range(0, len(streams), int(np.ceil(total / max_bytes)))
     return [streams[i] for i in chosen], float(sizes[list(chosen)].sum()) / total
 
 
@@ -127,22 +120,17 @@ def _run_name(path: str) -> str:
     return plain[:40] or "run"
 
 
-def _found_lines(at: Discovery, chosen: list[Stream], found: Survey, kind: Guess, sizes: Sizes) -> list[str]:
-    total = found.total(sizes.seq_len)
+def _found_lines(at: Discovery, chosen: list[Stream], seen: Look, kind: Guess) -> list[str]:
+    def counts(modality: str | None) -> str:
+        lengths = [n for n, stream in zip(seen.lengths, chosen, strict=True) if modality in (None, stream.modality)]
+        streams, documents = counted(len(lengths), "stream"), counted(sum(map(len, lengths)), "document")
+        return f"{streams}, {documents}, {sum(int(each.sum()) for each in lengths):,} tokens"
+
     what = "bytes of text" if kind.kind == "text" else "token ids"
-    lines = [
-        f"Found: {counted(len(at.streams), 'stream')} in layout {at.layout}, {what} ({', '.join(kind.formats)}); "
-        f"{counted(total['documents'], 'document')}, {total['tokens']:,} tokens, {total['padding_share']:.0%} padding in cells"
-    ]
-    if len(chosen) < len(at.streams):
-        lines[0] += f" in the {len(chosen):,} streams that were inspected"
-    for name in found.modalities if len(found.modalities) > 1 else []:
-        facts = found.total(sizes.seq_len, name)
-        lines.append(
-            f"  modality {name}: {counted(facts['streams'], 'stream')}, {counted(facts['documents'], 'document')}, "
-            f"{facts['tokens']:,} tokens"
-        )
-    return lines
+    of = f" of {len(at.streams):,} streams" if len(chosen) < len(at.streams) else ""
+    modalities = sorted({stream.modality for stream in chosen})
+    lines = [f"Found: {counts(None)}{of}, in layout {at.layout}, {what} ({', '.join(kind.formats)})"]
+    return lines + [f"  modality {name}: {counts(name)}" for name in modalities if len(modalities) > 1]
 
 
 def _notes(at: Discovery, seen: Look, kind: Guess, share: float, sizes: Sizes) -> list[str]:
@@ -150,51 +138,71 @@ def _notes(at: Discovery, seen: Look, kind: Guess, share: float, sizes: Sizes) -
     if share < 1.0:
         notes.append(f"only {share:.0%} of the bytes were inspected; ids or lengths may differ in the rest")
     if at.left_out:
-        names = ", ".join(at.left_out[:3]) + (", ..." if len(at.left_out) > 3 else "")
-        notes.append(f"not read, because not in a modality's directory: {names}")
+        notes.append(f"not read, because not in a modality's directory: {few(at.left_out)}")
     if kind.dtype is not None:
         notes.append(f"the dtype {kind.dtype} is guessed from the files' bytes; --dtype overrides it")
-    typical = float(np.median([len(each) for each in seen.lengths]))
-    if kind.kind == "text" and typical < FEW_DOCUMENTS and len(seen.lengths) > 2 * FEW_DOCUMENTS:
-        notes.append(
-            "each file is a stream, and streams with few documents leave rows of a batch empty; "
-            "train data build text merges many files into few streams"
-        )
     lengths = np.concatenate(seen.lengths)
-    num_cut = int((lengths > sizes.seq_len * sizes.max_group_cells).sum())
-    if num_cut:
+    if num_cut := int((lengths > sizes.seq_len * sizes.max_group_cells).sum()):
         verb = "is" if num_cut == 1 else "are"
-        documents = counted(len(lengths), "document")
         notes.append(
-            f"{num_cut:,} of {documents} {verb} longer than max_group_cells and {verb} cut into groups, so that "
-            f"each stream fills the {counted(sizes.batch_size, 'row')} of a batch; a group starts without state. To carry it "
-            "further, raise max_group_cells, and lower batch_size unless there are many documents"
+            f"{num_cut:,} of {counted(len(lengths), 'document')} {verb} longer than max_group_cells and {verb} cut into "
+            f"groups, each of which starts without state; to carry it further, raise max_group_cells"
         )
     return notes
 
 
-def _sources(
-    at: Discovery, parts: list[Part], name: str, keys: Mapping[str, Any], *, format: str
-) -> list[StarterSource]:
+def _sources(at: Discovery, parts: list[Part], name: str, keys: dict[str, Any], *, format: str) -> list[StarterSource]:
     """One source per modality, where a config can name the modality alone; otherwise a single one."""
     whole: dict[str, Any] = {"layout": at.layout}
     whole |= {"root": at.root} if at.root is not None else {"paths": list(at.paths)}
-    if at.root is not None:
-        apart: dict[str, dict[str, Any]] = {part.modality: {"modalities": [part.modality]} for part in parts}
-    else:
-        apart = {}
-        for path in at.paths if not any(map(is_url, at.paths)) else ():
-            found = {stream.modality for stream in discover_direct([path], format=format)}
-            if len(found) > 1:
-                apart = {}
-                break
-            apart.setdefault(found.pop(), {"paths": []})["paths"].append(path)
-    if not 1 < len(parts) <= MOST_SOURCES or not {part.modality for part in parts} <= apart.keys():
+    apart: dict[str, dict[str, Any]] = {part.modality: {"modalities": [part.modality]} for part in parts}
+    if at.root is None:
+        by_path = {}
+        for path in () if any(map(is_url, at.paths)) else at.paths:
+            by_path[path] = {stream.modality for stream in discover_direct([path], format=format)}
+        one_each = all(len(found) == 1 for found in by_path.values())
+        apart = {
+            part.modality: {"paths": paths}
+            for part in parts
+            if one_each and (paths := [path for path, found in by_path.items() if part.modality in found])
+        }
+    if not 1 < len(parts) <= MOST_SOURCES or len(apart) < len(parts):
         return [StarterSource(name, {**whole, **keys})]
     return [StarterSource(part.source, {**whole, **apart[part.modality], **keys}, part) for part in parts]
 
 
-def _source_keys(kind: Guess, *, format: str, eod: int | None) -> dict[str, Any]:
-    """How the files are read."""
-    keys = {"format": None if format == "auto" else format, "dtype": kind.dtype, "eod": eod}
-    return {key: value for key, value in keys.items() if value is not None}
+def timed(starter: Starter, minutes: float) -> Starter:
+    """The starter with at most as many steps as take `minutes` on one rank of this machine, and the predicted time in words.
+
+    The time is that of a few real steps, in a process of its own; a note says why, if they cannot be timed.
+    """
+    try:
+        seconds = _seconds_per_step(starter)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        last = said.strip().splitlines()[-1] if said.strip() else type(error).__name__
+        return replace(starter, notes=[*starter.notes, f"the time of a step could not be measured: {last}"])
+    sizes = starter.sizes
+    steps = min(sizes.steps, max(int(minutes * 60 / seconds), FEWEST_STEPS))
+    passes = sizes.passes * steps / sizes.steps
+    length = f"about {counted(round(passes, 2), 'pass')} over the training documents on 1 rank, "
+    length += f"{duration_text(steps * seconds)} on this machine ({seconds:.2g} s per step)"
+    return replace(starter, sizes=replace(sizes, steps=steps, passes=passes), length=length)
+
+
+def _seconds_per_step(starter: Starter) -> float:
+    """The median time of the steps after the first of a short run.
+
+    Raises:
+        OSError, SubprocessError: the run fails, or takes too long.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        config, run_dir = Path(folder, "x.toml"), Path(folder, "run")
+        write_file(config, render_starter(starter, schema=None).encode(), sync=False)
+        line = [sys.executable, "-m", "trainer", "--config", str(config), "--run-dir", str(run_dir)]
+        line += [part for setting in QUIET for part in ("--set", setting)]
+        line += ["--steps", str(TRIED_STEPS)]
+        subprocess.run(line, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=True)
+        rows = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    times: list[float] = [row["metrics"]["step_time_sec"] for row in rows if row.get("mode") == "train"]
+    return statistics.median(times[1:])

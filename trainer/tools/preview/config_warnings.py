@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from trainer.config.base import ScheduleTable
 from trainer.config.schema import RunConfig
 from trainer.tools import limits
@@ -24,8 +22,6 @@ MAX_EPOCHS = 4.0
 UNEVEN_RANKS = 2.0  # most over fewest tokens of a rank
 PADDING = 0.3  # share of the tokens of all cells
 LANE_FILL = 0.5  # rows of the average batch over the batch size
-PROBE_COST = 0.05  # share of the training time
-HEALTHY_PROBE_COST = 0.01
 SKEW = 2.0  # of the drawn share over that of the corpus, or the other way
 SEEN = 0.01  # share below which a modality may be skewed
 
@@ -214,18 +210,14 @@ def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) ->
         yield ConfigWarning("ledger.stale_threshold", problem, str(max(bound, longest)), settable=True)
     if ledger.mode == "full" and config.ledger.wipe_every <= preview.steps:
         problem = (
-            f'"full" drops every state {preview.steps // config.ledger.wipe_every} times in this run, of up to '
-            f"{ledger.counted_in_flight} unfinished groups per rank, and does not count false evictions"
+            f'"full" drops every state {preview.steps // config.ledger.wipe_every} times in this run, and does not count '
+            "false evictions"
         )
         yield ConfigWarning("ledger.wipe_mode", problem, '"lru"', settable=True)
     row_bytes = round(ledger.megabytes * 1e6 / ledger.capacity)
     oversize = limits.ledger_oversize(ledger.capacity, ledger.groups_in_flight, row_bytes)
     if oversize.is_beyond:
         yield ConfigWarning("ledger.capacity", oversize.words, str(oversize.better), settable=True)
-    if ledger.probes is not None and ledger.probes.cost > PROBE_COST:
-        problem = f"{config.ledger.probe_every}: probes take up to {ledger.probes.cost:.0%} of the time"
-        every = ledger.probes.every * int(np.ceil(ledger.probes.cost / HEALTHY_PROBE_COST))
-        yield ConfigWarning("ledger.probe_every", problem, str(every), settable=True)
 
 
 def _run_warnings(config: RunConfig) -> Iterator[ConfigWarning]:

@@ -24,9 +24,9 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.documents import ReadOptions
 from trainer.data.epochs import QueueKey
 from trainer.data.groups import CutOptions, GroupTable, OpenStream, StreamOpener
-from trainer.data.mixing import BATCHING_MODES, ActivePool, BatchingMode, PickMode
+from trainer.data.mixing import ActivePool, PickMode
 from trainer.data.reader import assign_lanes, cut_slices
-from trainer.data.weights import ScheduledWeight, WeightSpec, first_all_zero, positions
+from trainer.data.weights import ScheduledWeight, WeightSpec, positions
 from trainer.hashing import KeyedUniforms
 from trainer.micro_batches import MicroBatches
 from trainer.training.setup.plan import Plan
@@ -72,13 +72,11 @@ class StreamShape:
 
     Attributes:
         slices: in rank order.
-        group_cells: number of groups of 0, 1, 2, ... cells, int64 [most + 1].
     """
 
     modality: str
     batch_size: int
     slices: tuple[SliceShape, ...]
-    group_cells: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
 
     @property
     def shared_picks(self) -> int:
@@ -128,10 +126,6 @@ class SourceShape:
             return [float(own == 0) for own in picks]
         return [1 - own / max(picks) for own in picks]
 
-    def worst_masked_shares(self) -> dict[BatchingMode, float]:
-        """The largest of `masked_shares` in each batching mode."""
-        return {mode: max(self.masked_shares(shared=mode == "per_stream")) for mode in BATCHING_MODES}
-
     def _parts_by_rank(self) -> Iterator[tuple[SliceShape, ...]]:
         return zip(*(stream.slices for stream in self.streams), strict=True)
 
@@ -162,7 +156,7 @@ def stream_shape(source: OpenStream, *, batch_size: int, world_size: int, turn: 
         slices.append(SliceShape(loads[loads > 0], int(tokens[start:stop].sum())))
     first = -turn % world_size  # the slice of rank 0
     own = (*slices[first:], *slices[:first])
-    return StreamShape(source.stream.modality, batch_size, own, np.bincount(groups.num_cells, minlength=1))
+    return StreamShape(source.stream.modality, batch_size, own)
 
 
 def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
@@ -200,7 +194,6 @@ class CountedReader:
             row[: part.num_picks] = part.rows
         tokens_per_row = np.array([part.tokens / max(part.num_cells, 1) for part in slices])
         self._rows: list[int] = rows.sum(axis=0).tolist()
-        self._fullest: list[int] = [*rows.max(axis=0).tolist(), 0]
         self._tokens: list[float] = (tokens_per_row @ rows).tolist()
 
     @property
@@ -212,11 +205,6 @@ class CountedReader:
     def remaining_fraction(self) -> float:
         """Fraction of the batches left; part of the reader protocol."""
         return self.remaining_picks / self.num_picks
-
-    @property
-    def rows_ahead(self) -> int:
-        """Rows of the next batch on the rank that has most; 0 after the last batch."""
-        return self._fullest[self.picks]
 
     def take(self) -> tuple[int, float]:
         """(rows, tokens) of the next batch, over all ranks that read it."""
@@ -233,7 +221,6 @@ class Tally:
         tokens: for a slice in progress, in proportion to its cells.
         absent: batches picked while no reader of the modality was active.
         waits: optimizer steps between two picks of a reader -> how often.
-        in_flight: rows of the active readers that have started: the states that a rank holds for this source.
     """
 
     batches: int = 0
@@ -243,7 +230,6 @@ class Tally:
     tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     absent: Counter[str] = field(default_factory=Counter)
     waits: defaultdict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
-    in_flight: int = 0
 
 
 class CountedMixing:
@@ -289,10 +275,8 @@ class CountedMixing:
         tally, modality = self.tally, reader.stream.modality
         if reader.picks:
             tally.waits[modality][self.step - reader.last_step] += 1
-        before = reader.rows_ahead if reader.picks else 0
         rows, tokens = reader.take()
         reader.last_step = self.step
-        tally.in_flight += reader.rows_ahead - before
         tally.picks[modality] += 1
         tally.cells[modality] += rows
         tally.tokens[modality] += tokens
@@ -342,7 +326,6 @@ class Forecast:
         tallies: for each source, one tally per rank, or a single one if all ranks share a pool; none for a custom `target`,
             whose batches cannot be counted.
         cells_per_step: over all ranks and countable sources, int64 [steps].
-        in_flight: most rows of started readers on one rank at once: states that its ledger must hold.
     """
 
     num_batches: int
@@ -350,7 +333,6 @@ class Forecast:
     ended_at: int | None
     tallies: dict[str, list[Tally]]
     cells_per_step: Ints
-    in_flight: int
 
 
 def _uncounted() -> Iterator[dict[str, Any]]:
@@ -373,7 +355,6 @@ def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, mos
     steps = min(plan.config.train.steps, max(batches.step_of(most // len(ranks)) - 1, 1))
     cells = np.zeros(steps, dtype=np.int64)
     tallies: dict[str, list[Tally]] = {shape.name: [] for shape in shapes}
-    in_flight = 0
     ends = []
     for rank in ranks:
         parts = [
@@ -382,8 +363,7 @@ def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, mos
             else _uncounted()
             for source, shape in zip(plan.sources, shapes, strict=True)
         ]
-        most_here, ended_here = _count_rank(plan, parts, cells, is_first=rank == 0)
-        in_flight = max(in_flight, most_here)
+        ended_here = _count_rank(plan, parts, cells, is_first=rank == 0)
         ends += [ended_here] if ended_here is not None else []
         for part in parts:
             if isinstance(part, CountedMixing) and (rank == 0 or not part.shape.shared):
@@ -393,13 +373,13 @@ def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, mos
     num_batches = batches.batches_before(steps + 1) if ended_at is None else ended_at
     is_whole = steps == plan.config.train.steps or ended_at is not None
     counted_steps = batches.step_of(num_batches - 1) if num_batches else 0
-    return Forecast(num_batches, is_whole, ended_at, tallies, cells[:counted_steps], in_flight)
+    return Forecast(num_batches, is_whole, ended_at, tallies, cells[:counted_steps])
 
 
 def _count_rank(
     plan: Plan, parts: Sequence[CountedMixing | Iterator[dict[str, Any]]], cells: Ints, *, is_first: bool
-) -> tuple[int, int | None]:
-    """Add the cells of one rank to `cells`; returns (most rows in flight, the batch at which the data ended)."""
+) -> int | None:
+    """Add the cells of one rank to `cells`; returns the batch at which the data ended, if it did."""
     batches = plan.batches_by_steps
     blend = BlendDataset(
         [BlendSource(source.name, part, source.weight) for source, part in zip(plan.sources, parts, strict=True)],
@@ -407,27 +387,17 @@ def _count_rank(
         micro_batches=batches,
     )
     mixings = [part for part in parts if isinstance(part, CountedMixing)]
-    most = 0
     for step in range(1, len(cells) + 1):
         for mixing in mixings:
             mixing.step = step
         for index in range(batches.batches_before(step), batches.batches_before(step + 1)):
             batch = next(blend, None)
             if batch is None:
-                return most, index
+                return index
             # The first rank counts the batches of a shared pool for all ranks.
             if is_first or not batch["is_shared"]:
                 cells[step - 1] += batch["rows"]
-            most = max(most, sum(mixing.tally.in_flight for mixing in mixings))
-    return most, None
-
-
-@dataclass(frozen=True)
-class ZeroSpan:
-    """The first range of batches in which the weight of a source is zero; `last` is None if it lasts to the end."""
-
-    first: int
-    last: int | None
+    return None
 
 
 def shares_at(weights: Sequence[WeightSpec], batches: Ints, micro_batches: MicroBatches) -> npt.NDArray[np.float64]:
@@ -453,15 +423,6 @@ def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batc
         middles = start + (np.arange(count) + 0.5) * ((end - start) / count)
         sums += shares_at(weights, middles.astype(np.int64), micro_batches).mean(axis=1) * (end - start)
     return [float(total) for total in sums]
-
-
-def first_zero(weight: WeightSpec, num_batches: int, micro_batches: MicroBatches) -> ZeroSpan | None:
-    """The first range within the run in which the weight is zero."""
-    found = first_all_zero([weight], micro_batches=micro_batches, num_batches=num_batches)
-    if found is None:
-        return None
-    first, last = found
-    return ZeroSpan(first, None if last is None or last >= num_batches - 1 else last)
 
 
 def sample_points(length: int, most: int = 240) -> Ints:

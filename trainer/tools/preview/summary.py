@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trainer.config.rules import check_state_rules, costs_of_carry
-from trainer.config.schema import RunConfig
-from trainer.data.mixing import BatchingMode
+from trainer.config.rules import check_state_rules
+from trainer.data.mixing import BATCHING_MODES, BatchingMode
 from trainer.micro_batches import MicroBatches
 from trainer.tools.limits import wait_bound
 from trainer.tools.preview.forecast import (
@@ -19,10 +17,8 @@ from trainer.tools.preview.forecast import (
     Forecast,
     SourceShape,
     StreamShape,
-    ZeroSpan,
     count_run,
     expected_batches,
-    first_zero,
     sample_points,
     shares_at,
     source_shape,
@@ -31,10 +27,6 @@ from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import ledger_bytes
 from trainer.training.step.schedule import make_schedule
 from trainer.wording import counted
-
-# The backward costs twice the forward, and a probe has none: a step is three forward passes of each micro-batch.
-PASSES_OF_A_STEP = 3
-READINGS = 3  # of the probed cell: from zero, from the stored state and from the fresh one
 
 
 @dataclass(frozen=True)
@@ -64,15 +56,13 @@ class ModalityView:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceView:
-    """One source over the run. Only the first four fields are known of a custom `target`.
+    """One source over the run. Only the first three fields are known of a custom `target`.
 
     Attributes:
         batches: expected micro-batches per rank (mean over seeds).
+        batch_share: share of the micro-batches.
         drawn_batches: micro-batches per rank with the seed of this run; None if they were not all counted.
         pass_batches: micro-batches per rank of a pass over the source.
-        batch_share: share of the micro-batches.
-        zero: the first range of batches with weight 0.
-        token_share: share of the tokens of all countable sources.
         num_mixed: K, or the number of slices if that is less.
         picks_per_slice: minimum, median, maximum.
         idle_share: share of fully masked micro-batches in the configured batching mode, over all ranks.
@@ -86,11 +76,9 @@ class SourceView:
     name: str
     batches: float
     batch_share: float
-    zero: ZeroSpan | None
     drawn_batches: int | None = None
     pass_batches: float = 0.0
     tokens: float | None = None
-    token_share: float | None = None
     epochs: float | None = None
     num_mixed: int = 0
     picks_per_slice: tuple[int, int, int] | None = None
@@ -105,36 +93,12 @@ class SourceView:
 
 
 @dataclass(frozen=True)
-class ProbeView:
-    """The probes of a run.
-
-    Attributes:
-        every: steps between two probes: `ledger.probe_every`, as far as steps are logged.
-        count: probes in the run.
-        cells: `ledger.probe_cells`.
-        passes: most forward passes of one micro-batch that a probe takes.
-        cost: upper bound of the share of the training time.
-        reach: share of the cells that continue a group which are near enough to its start to be measured; None if no cell
-            does, or if they cannot be counted (a custom `target`).
-    """
-
-    every: int
-    count: int
-    cells: int
-    passes: int
-    cost: float
-    reach: float | None
-
-
-@dataclass(frozen=True)
 class LedgerView:
     """The ledger of one rank, and the states it must hold.
 
     Attributes:
         groups_in_flight: K x batch size over the sources: upper bound of the states needed at once.
         capacity_to_change_ranks: states that a resume on another number of ranks may need at once.
-        counted_in_flight: most states needed at once, as counted.
-        probes: of what carrying is worth; None without.
         waits_beyond_threshold: number of counted waits longer than the stale threshold.
     """
 
@@ -142,28 +106,16 @@ class LedgerView:
     capacity: int
     groups_in_flight: int
     capacity_to_change_ranks: int
-    counted_in_flight: int
     megabytes: float
     stale_threshold: int | None
     wait_bound_steps: int
     counted_wait_steps: int
     waits_beyond_threshold: int | None
-    probes: ProbeView | None
-
-
-@dataclass(frozen=True)
-class BatchChange:
-    """The first step with another number of micro-batches, and what the learning rate of the scheduler is multiplied by from
-    then on."""
-
-    step: int
-    micro_batches: int
-    lr_factor: float
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The plotted curves: shares of the sources at some batches, learning rate at some steps."""
+    """What is drawn: shares of the sources at some batches, learning rate at some steps."""
 
     batches: list[int]
     shares: dict[str, list[float]]
@@ -176,22 +128,19 @@ class Preview:
     """All numbers of a run before it starts.
 
     Attributes:
-        micro_batches: of the first step.
+        micro_batches: in words.
         num_batches: micro-batches per rank; with `auto`, if it never grew.
         is_counted: picks, exhausts and tokens are counted for this seed; otherwise they are averages.
         counted_batches: batches per rank that were counted.
         ends_at_step: the step at which a source without `repeat` runs out of data.
         cells_per_step: minimum, mean, maximum over the counted steps, over all ranks.
         ledger: None for a model without recurrent state.
-        batch_changes: of the number of micro-batches, as planned.
-        auto: how that number may grow by itself, in words; None: it does not.
-        costs_of_carry: of `train.tbptt_cells` and `ledger.burn_in`, in words.
     """
 
     name: str
     world_size: int
     steps: int
-    micro_batches: int
+    micro_batches: str
     num_batches: int
     is_counted: bool
     counted_batches: int
@@ -200,9 +149,6 @@ class Preview:
     sources: tuple[SourceView, ...]
     ledger: LedgerView | None
     curves: Curves
-    batch_changes: tuple[BatchChange, ...] = ()
-    auto: str | None = None
-    costs_of_carry: Mapping[str, str] = field(default_factory=dict)
 
 
 def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Preview:
@@ -215,82 +161,65 @@ def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Pre
         UserError: a stream cannot be opened, a source has nothing to train on, or the model lacks the state that a setting
             needs.
     """
-    train, batches_by_steps, num_batches = plan.config.train, plan.batches_by_steps, plan.num_batches
+    steps, by_steps, num_batches = plan.config.train.steps, plan.batches_by_steps, plan.num_batches
     check_state_rules(plan.config, plan.state_width())
     shapes = [source_shape(plan, source, world_size) for source in plan.sources]
     forecast = count_run(plan, shapes, world_size, most=most)
-    weights = [source.weight for source in plan.sources]
-    expected = expected_batches(weights, num_batches, batches_by_steps)
-    zeros = [first_zero(weight, num_batches, batches_by_steps) for weight in weights]
-    sources = [
-        _source_view(plan, shape, batches, zero, forecast)
-        for shape, batches, zero in zip(shapes, expected, zeros, strict=True)
-    ]
+    expected = expected_batches([source.weight for source in plan.sources], num_batches, by_steps)
+    sources = [_source_view(plan, *each, forecast) for each in zip(shapes, expected, strict=True)]
     tokens = max(sum(source.tokens or 0 for source in sources), 1)
     corpus = max(sum(view.corpus_tokens for source in sources for view in source.modalities), 1)
-    shared = []
-    for source in sources:
-        views = tuple(
+    for at, source in enumerate(sources):
+        views = (
             replace(view, corpus_share=view.corpus_tokens / corpus, drawn_share=view.tokens / tokens)
             for view in source.modalities
         )
-        share = None if source.tokens is None else source.tokens / tokens
-        shared.append(replace(source, token_share=share, modalities=views))
+        sources[at] = replace(source, modalities=tuple(views))
     cells = forecast.cells_per_step
     return Preview(
         name=plan.config.run.name,
         world_size=world_size,
-        steps=train.steps,
-        micro_batches=batches_by_steps.first,
+        steps=steps,
+        micro_batches=_micro_batches(plan.config.micro_batches),
         num_batches=num_batches,
         is_counted=forecast.is_whole,
         counted_batches=forecast.num_batches,
-        ends_at_step=None if forecast.ended_at is None else batches_by_steps.step_of(forecast.ended_at),
+        ends_at_step=None if forecast.ended_at is None else by_steps.step_of(forecast.ended_at),
         cells_per_step=(int(cells.min()), float(cells.mean()), int(cells.max())) if len(cells) else (0, 0.0, 0),
-        sources=tuple(shared),
-        ledger=_ledger_view(plan, shapes, sources, forecast),
-        curves=_curves(plan, num_batches),
-        batch_changes=tuple(
-            BatchChange(step, m, batches_by_steps.lr_factor(m))
-            for step, _, m in batches_by_steps.stretches[1:]
-            if step <= train.steps
-        ),
-        auto=_auto_in_words(plan.config.micro_batches),
-        costs_of_carry=costs_of_carry(plan.config),
+        sources=tuple(sources),
+        ledger=_ledger_view(plan, sources, forecast),
+        curves=_curves(plan),
     )
 
 
-def _auto_in_words(batches: MicroBatches) -> str | None:
-    if (rule := batches.auto) is None:
-        return None
+def _micro_batches(batches: MicroBatches) -> str:
+    if batches.auto is not None:
+        return f"{counted(batches.first, 'micro-batch')} at first (the run may double them, up to {batches.most})"
     return (
-        f"auto: the run itself decides, every {counted(rule.every, 'step')}, whether its {batches.first} micro-batches double, "
-        f"up to {batches.most}: when the lower bound of the noise scale exceeds {rule.multiple:g} times the batch; "
-        f"this forecast is for {batches.first} throughout"
+        counted(batches.first, "micro-batch")
+        if batches.is_constant
+        else f"{batches.least} to {batches.most} micro-batches"
     )
 
 
-def _source_view(
-    plan: Plan, shape: SourceShape, batches: float, zero: ZeroSpan | None, forecast: Forecast
-) -> SourceView:
+def _source_view(plan: Plan, shape: SourceShape, batches: float, forecast: Forecast) -> SourceView:
     share = batches / plan.num_batches
     if not shape.streams:
-        return SourceView(name=shape.name, batches=batches, batch_share=share, zero=zero)
-    modalities = [_modality_view(name, shape, batches, forecast) for name in shape.modalities]
+        return SourceView(name=shape.name, batches=batches, batch_share=share)
+    modalities = tuple(_modality_view(name, shape, batches, forecast) for name in shape.modalities)
     picks = shape.picks_per_slice()
     num_mixed = min(shape.num_mixed, len(picks))
     slices = [(stream, part) for stream in shape.streams for part in stream.slices]
     epoch_cells = sum(part.num_cells for _, part in slices)
     epoch_tokens = sum(part.tokens for _, part in slices)
     rows = sum(len(part.loads) * part.num_picks for _, part in slices)
-    configured_rows = sum(stream.batch_size * part.num_picks for stream, part in slices)
     masked = shape.masked_shares(shared=shape.shared)
+    worst: dict[BatchingMode, float] = {m: max(shape.masked_shares(shared=m == "per_stream")) for m in BATCHING_MODES}
     ranks = range(len(masked))
     return SourceView(
         name=shape.name,
         batches=batches,
         batch_share=share,
-        zero=zero,
         drawn_batches=max(tally.batches for tally in forecast.tallies[shape.name]) if forecast.is_whole else None,
         pass_batches=sum(_picks(shape, stream, rank) for stream in shape.streams for rank in ranks) / len(ranks),
         tokens=sum(view.tokens for view in modalities),
@@ -300,11 +229,11 @@ def _source_view(
         batching_mode="per_stream" if shape.shared else "device_per_stream",
         idle_share=sum(masked) / len(masked),
         rank_token_shares=tuple(shape.token_shares()),
-        masked_share=shape.worst_masked_shares(),
+        masked_share=worst,
         padding_share=1 - epoch_tokens / (epoch_cells * plan.config.row_tokens),
-        lane_fill=rows / configured_rows,
+        lane_fill=rows / sum(stream.batch_size * part.num_picks for stream, part in slices),
         wait_bound_steps=wait_bound(picks, num_mixed, share, plan.batches_by_steps.least),
-        modalities=tuple(modalities),
+        modalities=modalities,
     )
 
 
@@ -319,7 +248,7 @@ def _modality_view(name: str, shape: SourceShape, batches: float, forecast: Fore
         cells = float(sum(tally.cells[name] for tally in tallies))
         tokens = sum(tally.tokens[name] for tally in tallies)
     else:
-        picks, exhausts, cells, tokens = _expected(shape, streams, batches * world_size)
+        picks, exhausts, cells, tokens = _expected(shape, streams, batches)
     return ModalityView(
         name=name,
         streams=len(streams),
@@ -335,17 +264,15 @@ def _modality_view(name: str, shape: SourceShape, batches: float, forecast: Fore
 
 
 def _expected(shape: SourceShape, streams: Sequence[StreamShape], batches: float) -> tuple[float, float, float, float]:
-    """(picks, exhausts, cells, tokens) of some streams in `batches` batches of their source over all ranks, averaged over
+    """(picks, exhausts, cells, tokens) of some streams in `batches` batches of their source on each rank, averaged over
     whole epochs. Ranks with pools of their own are in epochs of their own."""
-    world_size = len(shape.streams[0].slices)
-    picks = exhausts = cells = tokens = 0.0
-    for rank in range(world_size):
-        epochs = batches / world_size / max(sum(_picks(shape, stream, rank) for stream in shape.streams), 1)
-        passes = [_picks(shape, stream, rank) for stream in streams]
-        picks += epochs * sum(passes)
-        exhausts += epochs * sum(each > 0 for each in passes)
-        cells += epochs * sum(stream.slices[rank].num_cells for stream in streams)
-        tokens += epochs * sum(stream.slices[rank].tokens for stream in streams)
+    totals = np.zeros(4)
+    for rank in range(len(shape.streams[0].slices)):
+        epochs = batches / max(sum(_picks(shape, stream, rank) for stream in shape.streams), 1)
+        for stream in streams:
+            part, passes = stream.slices[rank], _picks(shape, stream, rank)
+            totals += epochs * np.array([passes, passes > 0, part.num_cells, part.tokens])
+    picks, exhausts, cells, tokens = totals.tolist()
     return picks, exhausts, cells, tokens
 
 
@@ -354,9 +281,7 @@ def _picks(shape: SourceShape, stream: StreamShape, rank: int) -> int:
     return stream.shared_picks if shape.shared else stream.slices[rank].num_picks
 
 
-def _ledger_view(
-    plan: Plan, shapes: Sequence[SourceShape], sources: Sequence[SourceView], forecast: Forecast
-) -> LedgerView | None:
+def _ledger_view(plan: Plan, sources: Sequence[SourceView], forecast: Forecast) -> LedgerView | None:
     width, table = plan.state_width(), plan.config.ledger
     if width == 0:
         return None
@@ -369,60 +294,21 @@ def _ledger_view(
         capacity=table.capacity,
         groups_in_flight=plan.facts.groups_in_flight,
         capacity_to_change_ranks=plan.facts.capacity_to_change_ranks,
-        counted_in_flight=forecast.in_flight,
         megabytes=ledger_bytes(table, width) / 1e6,
         stale_threshold=threshold,
         wait_bound_steps=max((source.wait_bound_steps for source in sources), default=0),
         counted_wait_steps=max(waits, default=0),
         waits_beyond_threshold=beyond,
-        probes=_probe_view(plan.config, shapes, [source.epochs or 0.0 for source in sources], plan.num_batches),
     )
 
 
-def _probe_view(
-    config: RunConfig, shapes: Sequence[SourceShape], epochs: Sequence[float], num_batches: int
-) -> ProbeView | None:
-    """The probes of a run with a ledger; None if it has none. `epochs`: how often each source is read."""
-    table, steps, interval = config.ledger, config.train.steps, config.metrics.log_interval
-    if not table.probe_every:
-        return None
-    every = math.lcm(table.probe_every, interval)
-    # Step 1 and the last are logged too.
-    extra = {step for step in (1, steps) if step % table.probe_every == 0 and step % every}
-    count = steps // every + len(extra)
-    continuing = measured = 0.0
-    longest = config.max_group_rows
-    sizes = [stream.group_cells for shape in shapes for stream in shape.streams]
-    if all(shape.streams for shape in shapes):
-        longest = max(len(counts) - 1 for counts in sizes)
-    for shape, times in zip(shapes, epochs, strict=True):
-        for stream in shape.streams:
-            later = np.maximum(np.arange(len(stream.group_cells)) - 1, 0)  # a group's cells but the first
-            continuing += times * float(stream.group_cells @ later)
-            measured += times * float(stream.group_cells @ np.minimum(later, table.probe_cells))
-    passes = min(table.probe_cells, longest - 1) + READINGS if longest > 1 else 0
-    return ProbeView(
-        every=every,
-        count=count,
-        cells=table.probe_cells,
-        passes=passes,
-        cost=count * passes / (num_batches * PASSES_OF_A_STEP),
-        reach=measured / continuing if continuing else None,
-    )
-
-
-def _curves(plan: Plan, num_batches: int) -> Curves:
-    config = plan.config
-    batches, steps = sample_points(num_batches), sample_points(config.train.steps) + 1
-    by_steps = plan.batches_by_steps
+def _curves(plan: Plan) -> Curves:
+    by_steps, schedule = plan.batches_by_steps, make_schedule(plan.config, plan.length)
+    batches, steps = sample_points(plan.num_batches), (sample_points(plan.config.train.steps) + 1).tolist()
     shares = shares_at([source.weight for source in plan.sources], batches, by_steps)
-    schedule = make_schedule(config, plan.length)
     return Curves(
         batches=batches.tolist(),
         shares={source.name: row for source, row in zip(plan.sources, shares.tolist(), strict=True)},
-        steps=steps.tolist(),
-        lr=[
-            schedule(plan.length.of_full_steps(step)) * by_steps.lr_factor(by_steps.at(step, 0))
-            for step in steps.tolist()
-        ],
+        steps=steps,
+        lr=[schedule(plan.length.of_full_steps(step)) * by_steps.lr_factor(by_steps.at(step, 0)) for step in steps],
     )

@@ -30,12 +30,11 @@ from trainer.wording import counted
 
 # Over all curves: the page stays below 15 MB, including the 5 MB of plotly.
 POINT_BUDGET: Final = 150_000
-MOST_POINTS: Final = 1_500
-FEWEST_POINTS: Final = 100
+MOST_POINTS, FEWEST_POINTS = 1_500, 100  # of a curve
 OTHER_GROUP: Final = "Not in the catalog"
 # "Smoothed" repeats other curves, which the page can smooth by itself.
 LAST_GROUPS: Final = ("Smoothed", OTHER_GROUP)
-VARIANT_WORDS: Final = {"train": "", "eval": "held out", "worst": "worst rank"}
+VARIANTS: Final = ("", "held out", "worst rank")
 # One healthy run in a thousand exceeds the bound on the pick surprise (docs/mixing.md).
 SURPRISE_ALPHA: Final = 1e-3
 
@@ -101,12 +100,6 @@ def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
     return Curve(step[starts], step[starts + counts - 1], mean, low, high, len(step), bad)
 
 
-def running_total(values: ArrayLike) -> Floats:
-    """Cumulative sum of a counter; values that are not finite count as 0."""
-    total: Floats = np.cumsum(np.nan_to_num(np.asarray(values, np.float64), nan=0.0, posinf=0.0, neginf=0.0))
-    return total
-
-
 @dataclass(frozen=True)
 class Line:
     """One curve of a chart.
@@ -115,8 +108,7 @@ class Line:
         run: index of the run.
         label: legend text, including the name of the run if there are several.
         variant: distinguishes lines of the same run and key.
-        color: index of a color; stands for the run if there are several.
-        dash: index of a dash style; stands for the variant.
+        color, dash: indices; the color stands for the run if there are several.
         errors: standard error of each point; NaN where unknown.
     """
 
@@ -161,17 +153,12 @@ class Chart:
         return self.unit or ("unit not known" if self.group == OTHER_GROUP else "no unit")
 
     @property
-    def is_zero(self) -> bool:
-        """Whether every value is 0, without error bars, and some key has several. A single 0 says nothing about the run."""
-        is_zero = all(
-            line.curve.is_constant and float(line.curve.low[0]) == 0.0 and line.errors is None for line in self.lines
-        )
-        return is_zero and any(line.curve.num_values > 1 for line in self.lines)
-
-    @property
     def is_drawn(self) -> bool:
-        """Whether it is drawn: zeros are listed in words, and so are constants, except in a combined view."""
-        return not self.is_zero and (self.is_wide or not all(line.curve.is_constant for line in self.lines))
+        """Whether it is drawn. Constants are listed in words, in a combined view only zeros that have no error bars."""
+        if not all(line.curve.is_constant for line in self.lines):
+            return True
+        is_zero = all(line.errors is None and float(line.curve.low[0]) == 0.0 for line in self.lines)
+        return self.is_wide and not is_zero
 
 
 @dataclass
@@ -192,11 +179,17 @@ class Columns:
 
     def errors(self, run: int, key: str, curve: Curve) -> Floats | None:
         """The standard error of each point, NaN where unknown; None for a key without errors, and for buckets."""
-        if not is_error(key + ERROR_SUFFIX) or curve.is_reduced:
+        if not _is_error(key + ERROR_SUFFIX) or curve.is_reduced:
             return None
         known = dict(zip(*self.runs[run].column(key + ERROR_SUFFIX), strict=True))
         errors = np.array([known.get(step, math.nan) for step in curve.first.tolist()])
         return errors if np.isfinite(errors).any() else None
+
+    def total(self, run: int, key: str, curve: Curve) -> Curve:
+        """The running total of a counter; values that are not finite count as 0."""
+        steps, values = self.runs[run].column(key)
+        sums = np.cumsum(np.nan_to_num(np.asarray(values), nan=0.0, posinf=0.0, neginf=0.0))
+        return replace(make_curve(steps, sums, limit=self.limit), bad_steps=curve.bad_steps)
 
     @property
     def is_single(self) -> bool:
@@ -204,47 +197,25 @@ class Columns:
         return len(self.runs) == 1
 
 
-def variant_of(key: str) -> tuple[str, str]:
-    """(base key, variant): `eval_loss` is the evaluation of `loss`, `ledger/cold_starts_max` is that of the worst rank."""
+def variant_of(key: str) -> tuple[str, int]:
+    """(base key, index of `VARIANTS`): `eval_loss` is the evaluation of `loss`, `ledger/cold_starts_max` its worst rank."""
     if key.startswith(EVAL_PREFIX):
-        return key.removeprefix(EVAL_PREFIX), "eval"
+        return key.removeprefix(EVAL_PREFIX), 1
     base = key.removesuffix(WORST_SUFFIX)
     # Some keys of the catalog end in _max themselves.
     if base != key and is_known(base) and is_known(key) and lookup(key).title == f"{lookup(base).title}, worst rank":
-        return base, "worst"
-    return key, "train"
+        return base, 2
+    return key, 0
 
 
-def is_error(key: str) -> bool:
-    """Whether the key is a standard error, which is drawn as a band around its mean."""
+def _is_error(key: str) -> bool:
+    """Whether the key is a standard error, which is drawn as a bar around its mean."""
     base = key.removesuffix(ERROR_SUFFIX)
     return base != key and is_known(base) and lookup(base).ranks == "mean_and_error"
 
 
 def _family(key: str) -> tuple[str, str]:
     return family(key) if is_known(key) else ("", "")
-
-
-def chart_id(key: str, *, is_single: bool) -> str:
-    """Keys with the same id share a chart.
-
-    Evaluation and worst rank are drawn with the training curve. For a single run the keys of a pattern share a chart too, one
-    for each variant; for several runs, colors stand for runs, so each key needs its own.
-    """
-    base, variant = variant_of(key)
-    row, part = _family(base)
-    return f"{row} {variant}" if part and is_single else base
-
-
-def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Meaning, good and bad signs of some keys from the catalog; of several, each with the title of its row."""
-    specs = {family(key)[0]: lookup(key) for key in keys if is_known(key)}
-    facts = []
-    for spec in specs.values():
-        front = f"{spec.title}: " if len(specs) > 1 else ""
-        words = ("What", f"{front}{spec.description}"), ("Healthy", spec.healthy), ("Trouble", spec.pathological)
-        facts += [(name, text) for name, text in words if text]
-    return tuple(facts)
 
 
 @dataclass(frozen=True)
@@ -255,7 +226,6 @@ class View:
         rows: names of catalog rows; a pattern stands for all its keys.
         style: for a single run; several runs are drawn as lines.
         is_total: draw running totals.
-        is_log: logarithmic scale.
         max_keys: lines of one color that are readable if colors stand for runs; beyond, the keys get separate charts.
         references: horizontal lines.
     """
@@ -266,43 +236,41 @@ class View:
     is_total: bool = False
     is_log: bool = False
     max_keys: int = 1
-    references: Callable[[Columns], Iterable[Reference]] = lambda columns: ()
+    references: Callable[[Sequence[RunRecord]], Iterable[Reference]] = lambda runs: ()
 
 
 PLAIN: Final = View("", ())
 
 
-def _capacity(columns: Columns) -> Iterable[Reference]:
-    for number, run in enumerate(columns.runs):
+def _capacity(runs: Sequence[RunRecord]) -> Iterable[Reference]:
+    for number, run in enumerate(runs):
         capacity, ranks = run.setting("ledger.capacity"), run.world_size
         if isinstance(capacity, int) and ranks is not None:
             yield Reference(f"capacity of {counted(ranks, 'rank')}", float(capacity * ranks), number)
 
 
-def _surprise_bound(columns: Columns) -> Iterable[Reference]:
-    for number, run in enumerate(columns.runs):
+def _surprise_bound(runs: Sequence[RunRecord]) -> Iterable[Reference]:
+    for number, run in enumerate(runs):
         if run.steps:
-            picks = batches_through(run, run.steps[-1])
-            yield Reference("ln(picks / 0.001)", math.log(max(picks, 1) / SURPRISE_ALPHA), number)
+            picks = max(batches_through(run, run.steps[-1]), 1)
+            yield Reference("ln(picks / 0.001)", math.log(picks / SURPRISE_ALPHA), number)
 
 
-_ACTIVE: Final = "stream_mixing/active/"
+_POOL: Final = "stream_mixing/active/"
+_PHASES: Final = ("data", "forward_backward", "optimizer")
+_REMAINING: Final = f"{_POOL}remaining"
 VIEWS: Final = (
-    View(
-        "Step time by phase (share)",
-        ("time/data_share", "time/forward_backward_share", "time/optimizer_share"),
-        style="area",
-    ),
-    View("Step time by phase (seconds)", ("time/data_sec", "time/forward_backward_sec", "time/optimizer_sec")),
+    View("Step time by phase (share)", tuple(f"time/{phase}_share" for phase in _PHASES), style="area"),
+    View("Step time by phase (seconds)", tuple(f"time/{phase}_sec" for phase in _PHASES)),
     View("Device memory", ("gpu/allocated_gb", "gpu/peak_gb", "gpu/reserved_gb", "gpu/total_gb")),
-    View("Pool: active readers by modality", (f"{_ACTIVE}modalities/<modality>",), style="area"),
-    View("Pool: remaining picks per reader", (f"{_ACTIVE}remaining_min", f"{_ACTIVE}remaining_max"), max_keys=2),
+    View("Pool: active readers by modality", (f"{_POOL}modalities/<modality>",), style="area"),
+    View("Pool: remaining picks per reader", (f"{_REMAINING}_min", f"{_REMAINING}_max"), max_keys=2),
     View(
         "Pool: remaining fraction of the slice per reader",
-        (f"{_ACTIVE}remaining_fraction_min", f"{_ACTIVE}remaining_fraction_max"),
+        (f"{_REMAINING}_fraction_min", f"{_REMAINING}_fraction_max"),
         max_keys=2,
     ),
-    View("Pool: surprise of the longest wait", (f"{_ACTIVE}pick_surprise_max",), references=_surprise_bound),
+    View("Pool: surprise of the longest wait", (f"{_POOL}pick_surprise_max",), references=_surprise_bound),
     View("Ledger: live groups", ("ledger/live_groups",), references=_capacity),
     View(
         "Ledger: lost state, running total",
@@ -316,46 +284,28 @@ VIEWS: Final = (
 )
 
 
-def _noise_scale_views(columns: Columns) -> list[View]:
-    """A view of each key that the noise scale of a run is read from (`noise_scale_of`), the first where none can be read."""
-    scales = [scale for run in columns.runs if (scale := noise_scale_of(run)) is not None]
+def _views(runs: Sequence[RunRecord]) -> Iterable[View]:
+    """Those of the noise scale, one for each key that it is read from (`noise_scale_of`), and all others."""
+    scales = [scale for run in runs if (scale := noise_scale_of(run)) is not None]
     read = sorted({scale.key for scale in scales}, key=READINGS.index) or ["gns/b_now"]
-    return [
-        View(
-            "Noise scale and batch size" + (f" ({key})" if len(read) > 1 else ""),
-            (key, f"{key}_low", f"{key}_high", B_BIG),
-            is_log=True,
-            max_keys=4,
-        )
-        for key in read
-    ]
+    for key in read:
+        title = "Noise scale and batch size" + (f" ({key})" if len(read) > 1 else "")
+        yield View(title, (key, f"{key}_low", f"{key}_high", B_BIG), is_log=True, max_keys=4)
+    yield from VIEWS
 
 
-def _make_views(columns: Columns, keys: Sequence[str]) -> tuple[list[Chart], set[str]]:
-    """(charts, the keys that they show). Skips views with too many lines for several runs."""
-    charts, used = [], set[str]()
-    for view in (*_noise_scale_views(columns), *VIEWS):
-        shown = [key for row in view.rows for key in keys if _belongs(key, row) and columns.curves(key)]
-        if not shown or (not columns.is_single and len(shown) > view.max_keys):
-            continue
-        if view.style == "heat":  # `blocks.10` follows `blocks.9`
-            shown.sort(key=lambda key: [(text, int(part or 0)) for text, part in re.findall(r"(\D*)(\d*)", key)])
-        charts.append(_chart(columns, shown, view))
-        used.update(shown)
-    return charts, used
-
-
-def _belongs(key: str, row: str) -> bool:
-    return variant_of(key)[1] == "train" and _family(key)[0] == row and not is_error(key)
+def _keys_of_row(row: str, keys: Sequence[str], columns: Columns) -> list[str]:
+    """The training keys of a catalog row that some run has; `blocks.10` follows `blocks.9`."""
+    found = [key for key in keys if _family(key)[0] == row and variant_of(key)[1] == 0 and not _is_error(key)]
+    found.sort(key=lambda key: [(text, int(part or 0)) for text, part in re.findall(r"(\D*)(\d*)", key)])
+    return [key for key in found if columns.curves(key)]
 
 
 def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
     """The chart of keys that share one."""
-    base = variant_of(keys[0])[0]
+    base, variants = variant_of(keys[0])[0], [variant_of(key)[1] for key in keys]
     parts = [_family(variant_of(key)[0])[1] for key in keys]
-    variants = [variant_of(key)[1] for key in keys]
-    dashes = [list(VARIANT_WORDS).index(variant) for variant in variants]
-    names = [VARIANT_WORDS[variant] for variant in variants]
+    names, dashes = [VARIANTS[variant] for variant in variants], variants
     if view.rows and (len(keys) > 1 or parts[0]):
         names = _short_titles([part or lookup(key).title for part, key in zip(parts, keys, strict=True)])
         # Totals often coincide (each false eviction is also a cold start): only dashes make both visible.
@@ -365,23 +315,18 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
     lines = []
     for number, (key, name, dash) in enumerate(zip(keys, names, dashes, strict=True)):
         for run, curve in columns.curves(key):
+            drawn = columns.total(run, key, curve) if view.is_total else curve
             words = ["" if columns.is_single else columns.runs[run].name, name]
-            errors, drawn = columns.errors(run, key, curve), curve
-            if view.is_total:
-                steps, values = columns.runs[run].column(key)
-                drawn = replace(
-                    make_curve(steps, running_total(values), limit=columns.limit), bad_steps=curve.bad_steps
-                )
-            label = ", ".join(filter(None, words)) or "train"
-            lines.append(Line(run, label, name or "train", drawn, number if columns.is_single else run, dash, errors))
+            label, color = ", ".join(filter(None, words)) or "train", number if columns.is_single else run
+            lines.append(Line(run, label, name or "train", drawn, color, dash, columns.errors(run, key, curve)))
     if not is_known(base):
         return Chart(base, "", OTHER_GROUP, tuple(keys), tuple(lines))
     spec = lookup(base)
     title = view.title or spec.title
     if not view.rows and parts[0] and (not columns.is_single or len(keys) == 1):
         title = f"{title}: {parts[0]}"
-    if not view.rows and len(set(variants)) == 1 and variants[0] != "train":
-        title = f"{title}, {VARIANT_WORDS[variants[0]]}"
+    if not view.rows and len(set(variants)) == 1 and variants[0]:
+        title = f"{title}, {VARIANTS[variants[0]]}"
     return Chart(
         title,
         spec.unit,
@@ -390,7 +335,7 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
         tuple(lines),
         style=view.style if columns.is_single else "line",
         band=spec.band if len(keys) == 1 or not view.rows else None,
-        references=tuple(view.references(columns)),
+        references=tuple(view.references(columns.runs)),
         facts=_facts(keys if view.rows else [base]),
         is_wide=bool(view.rows),
         is_log=view.is_log,
@@ -400,28 +345,21 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
 def _short_titles(titles: list[str]) -> list[str]:
     """Titles without the leading words that all of them share: they are in the title of the chart."""
     for mark in (": ", ", "):
-        if (
-            len(titles) > 1
-            and len({title.partition(mark)[0] for title in titles}) == 1
-            and all(mark in title for title in titles)
-        ):
+        fronts = {title.partition(mark)[:2] for title in titles}
+        if len(titles) > 1 and len(fronts) == 1 and next(iter(fronts))[1]:
             titles = [title.partition(mark)[2] for title in titles]
     return titles
 
 
-def catalog_charts(columns: Columns, keys: Iterable[str]) -> list[Chart]:
-    """The charts of some keys, in the order of the catalog; standard errors are drawn with their means."""
-    rows = {spec.name: number for number, spec in enumerate(CATALOG)}
-
-    def order(key: str) -> tuple[int, str, int]:
-        base, variant = variant_of(key)
-        return rows.get(_family(base)[0], len(rows)), base, list(VARIANT_WORDS).index(variant)
-
-    shared: dict[str, list[str]] = {}
-    for key in sorted(keys, key=order):
-        if columns.curves(key) and not is_error(key):
-            shared.setdefault(chart_id(key, is_single=columns.is_single), []).append(key)
-    return [_chart(columns, together) for together in shared.values()]
+def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Meaning, good and bad signs of some keys from the catalog; of several, each with the title of its row."""
+    specs = {family(key)[0]: lookup(key) for key in keys if is_known(key)}
+    facts = []
+    for spec in specs.values():
+        front = f"{spec.title}: " if len(specs) > 1 else ""
+        words = ("What", f"{front}{spec.description}"), ("Healthy", spec.healthy), ("Trouble", spec.pathological)
+        facts += [(name, text) for name, text in words if text]
+    return tuple(facts)
 
 
 def points_per_curve(runs: Sequence[RunRecord]) -> int:
@@ -431,11 +369,33 @@ def points_per_curve(runs: Sequence[RunRecord]) -> int:
 
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Charts with every key of every run, sorted by the headings of the catalog; in each group the views come first."""
+    """Charts with every key of every run, sorted by the headings of the catalog; in each group the views come first.
+
+    Evaluation and worst rank are drawn with the training curve. For a single run the keys of a pattern share a chart too, one
+    for each variant; for several runs, colors stand for runs, so each key needs its own. Standard errors are drawn with their
+    means.
+    """
     columns = Columns(runs, points_per_curve(runs))
     keys = list(dict.fromkeys(key for run in runs for key in run.keys))
-    views, used = _make_views(columns, keys)
-    groups = dict.fromkeys(spec.group for spec in CATALOG)
-    order = [*(group for group in groups if group not in LAST_GROUPS), *LAST_GROUPS]
-    charts = [*views, *catalog_charts(columns, [key for key in keys if key not in used])]
-    return sorted(charts, key=lambda chart: order.index(chart.group))
+    charts: list[Chart] = []
+    used: set[str] = set()
+    for view in _views(runs):
+        shown = [key for row in view.rows for key in _keys_of_row(row, keys, columns)]
+        if shown and (columns.is_single or len(shown) <= view.max_keys):
+            charts.append(_chart(columns, shown, view))
+            used.update(shown)
+    rows = {spec.name: number for number, spec in enumerate(CATALOG)}
+
+    def order(key: str) -> tuple[int, str, int]:
+        base, variant = variant_of(key)
+        return rows.get(_family(base)[0], len(rows)), base, variant
+
+    shared: dict[tuple[str, int], list[str]] = {}
+    for key in sorted((key for key in keys if key not in used and not _is_error(key)), key=order):
+        base, variant = variant_of(key)
+        row, part = _family(base)
+        if columns.curves(key):
+            shared.setdefault((row, variant) if part and columns.is_single else (base, 0), []).append(key)
+    charts += [_chart(columns, together) for together in shared.values()]
+    groups = [*(spec.group for spec in CATALOG if spec.group not in LAST_GROUPS), *LAST_GROUPS]
+    return sorted(charts, key=lambda chart: groups.index(chart.group))

@@ -20,10 +20,8 @@ DASHES: Final = ("solid", "dot", "dash", "dashdot")
 WIDEST_GAP: Final = 12
 FEWEST_POINTS: Final = 12  # for a median distance, and to smooth
 _FEW_POINTS: Final = 25  # drawn with markers
-# Enough marks to see where they are; the chart states their number.
-_MOST_BAD_STEPS: Final = 200
-# More labels than this would overlap; the lines are still drawn.
-_MOST_RESTART_WORDS: Final = 6
+_MOST_BAD_STEPS: Final = 200  # that are marked; the chart states their number
+_MOST_RESTART_WORDS: Final = 6  # more would overlap; the lines are still drawn
 _SMALL: Final = {"size": 11, "color": "muted"}
 _AXIS: Final = {"gridcolor": "grid", "linecolor": "line", "zeroline": False, "tickfont": _SMALL, "automargin": True}
 _LAYOUT: Final = {
@@ -114,7 +112,7 @@ def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns) -> Json:
         "name": f"{chart.group}: {chart.title}",
         "data": traces,
         "layout": layout,
-        "levels": [level.value for level in chart.references if is_near(chart, level)],
+        "levels": [level.value for level in chart.references if _is_near(chart, level)],
         "isHeat": chart.style == "heat",
         "isStacked": chart.style == "area",
         "isLog": chart.is_log and can_be_log,
@@ -211,7 +209,7 @@ def _heat_map(chart: Chart, columns: _Columns) -> Json:
     }
 
 
-def is_near(chart: Chart, reference: Reference) -> bool:
+def _is_near(chart: Chart, reference: Reference) -> bool:
     """Whether the level is drawn: one that is far from the values would flatten them."""
     curves = [line.curve for line in chart.lines if len(line.curve.mean)]
     low = min((float(curve.low.min()) for curve in curves), default=0.0)
@@ -235,7 +233,7 @@ def _shapes(chart: Chart, runs: Sequence[RunRecord]) -> list[Json]:
         return f"c{run % NUM_COLORS}" if len(runs) > 1 else "mark"
 
     for level in chart.references:
-        if is_near(chart, level):
+        if _is_near(chart, level):
             stroke = {"color": color_of(level.run), "width": 1.5, "dash": "dash"}
             ends = {"y0": level.value, "y1": level.value}
             shapes.append({"type": "line", **across, **ends, "line": stroke, "name": str(level.run)})
@@ -252,10 +250,10 @@ def _shapes(chart: Chart, runs: Sequence[RunRecord]) -> list[Json]:
 
 def _marks(chart: Chart) -> list[Json]:
     """A × where a value was not finite."""
-    bad = [(line.run, line.curve.bad_steps) for line in chart.lines]
-    at_bottom = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False, "text": "×"}
+    mark = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False, "text": "×"}
+    mark["font"] = {"size": 15, "color": "bad"}
     return [
-        {"x": step, "name": str(run), "font": {"size": 15, "color": "bad"}, **at_bottom}
-        for run, steps in bad
-        for step in steps[:: -(-len(steps) // _MOST_BAD_STEPS) or 1].tolist()
+        {"x": step, "name": str(line.run), **mark}
+        for line in chart.lines
+        for step in line.curve.bad_steps[:: -(-len(line.curve.bad_steps) // _MOST_BAD_STEPS) or 1].tolist()
     ]

@@ -30,7 +30,6 @@ SHORTEST_PAUSE_SEC: Final = 1.0
 BUSY_FACTOR: Final = 10.0
 """Reading pauses at least this many times as long as it took: a long run's record costs at most a tenth of a core."""
 LOOPBACK: Final = "127.0.0.1"
-_OTHER_FILES: Final = ("events.jsonl", "env.json", "config.resolved.toml")
 _HOSTS: Final = (LOOPBACK, "localhost")
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -44,12 +43,11 @@ _NICENESS: Final = 10
 
 @dataclass
 class _Followed:
-    """One run: what was last read of it, whether it has yet to appear, and why nothing newer could be read."""
+    """One run: what was last read of it, and why nothing newer could be read."""
 
     path: Path
     run: RunRecord
-    signature: Any
-    is_awaited: bool = False
+    signature: Any = None
     problem: str = ""
 
     def is_changed(self) -> bool:
@@ -59,43 +57,31 @@ class _Followed:
             return False
         self.signature = signature
         try:
-            self.run, self.is_awaited, self.problem = load_run(self.path, allow_empty=True), False, ""
+            self.run, self.problem = load_run(self.path, allow_empty=True), ""
         except UserError as error:
-            self.problem = error.message if self.path.exists() else "is gone"
+            waits = not self.run.keys and not self.path.exists()
+            kept = f"{error.message if self.path.exists() else 'is gone'}; the page shows what was read before"
+            self.problem = f"waiting for {self.path}, which does not exist yet" if waits else kept
         return True
 
     def line(self, name: str) -> str:
         """How the run stood when it was read, in words."""
-        if self.is_awaited:
-            return f"{name}: waiting for {self.path}, which does not exist yet"
         if self.problem:
-            return f"{name}: {self.problem}; the page shows what was read before"
+            return f"{name}: {self.problem}"
         state, reason = str(self.run.status.get("state", "")), self.run.status.get("reason")
         step = f" at step {self.run.steps[-1]:,}" if self.run.steps else " before its first row"
         if self.run.has_ended:
             return f"{name} has ended{step}: {state}{f', {reason}' if reason else ''}"
-        if not self.run.steps:
-            return f"{name}: no row yet"
-        stamp = self.signature[0]
-        when = time.strftime("%H:%M:%S", time.localtime(stamp[0] / 1e9)) if stamp else "?"
-        return f"{name}: {state or 'state not known'}{step}, last row at {when}"
-
-
-def _follow(path: Path) -> _Followed:
-    """A run that does not exist yet has an empty record, if the directory that will hold it exists."""
-    signature = _signature(path)
-    if path.exists() or not path.parent.is_dir():
-        return _Followed(path, load_run(path, allow_empty=True), signature)
-    empty = RunRecord(path, RowTable(merge_same_step=False), RowTable(merge_same_step=True))
-    return _Followed(path, empty, signature, is_awaited=True)
+        going = f"{state or 'state not known'}{step}, read at {time.strftime('%H:%M:%S')}"
+        return f"{name}: {going if self.run.steps else 'no row yet'}"
 
 
 def _signature(path: Path) -> Any:
     """Changes whenever the page would. status.json is rewritten without any news, so its words count, not its time."""
     directory, metrics = (path.parent, path) if path.is_file() else (path, path / METRICS_NAME)
     status = run_state(directory)
-    stamps = [_stamp(file) for file in (metrics, *(directory / name for name in _OTHER_FILES))]
-    return [*stamps, status.get("state"), status.get("reason"), path.exists()]
+    others = (directory / name for name in ("events.jsonl", "env.json", "config.resolved.toml"))
+    return [*map(_stamp, (metrics, *others)), status.get("state"), status.get("reason"), path.exists()]
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -120,21 +106,20 @@ class Follower:
     def __init__(self, paths: Sequence[str], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        start = clock()
-        self._runs = [_follow(Path(path)) for path in paths]
+        self._runs = []
+        for path in map(Path, paths):
+            empty = RunRecord(path, RowTable(merge_same_step=False), RowTable(merge_same_step=True))
+            awaited = not path.exists() and path.parent.is_dir()
+            self._runs.append(_Followed(path, empty if awaited else load_run(path, allow_empty=True)))
         self._first = time.time_ns()  # a page of an earlier server asks with versions of that one
-        self._count = 0
-        self._render(start)
+        self._count, self._due = 0, -float("inf")
+        self._refresh()
 
     def _refresh(self) -> None:
         """Read and render again if a file has changed and the pause is over."""
         start = self._clock()
-        if start < self._due:
+        if start < self._due or not [followed for followed in self._runs if followed.is_changed()]:
             return
-        if [followed for followed in self._runs if followed.is_changed()]:
-            self._render(start)
-
-    def _render(self, start: float) -> None:
         records = with_distinct_names([followed.run for followed in self._runs])
         self._names = [run.name for run in records]
         self._parts = render_parts([diagnose(run) for run in records])
@@ -178,11 +163,6 @@ class ReportServer(ThreadingHTTPServer):
         except OSError as error:
             raise UserError("--port", f"{port}: {error.strerror}", "name another, or 0 for a free one") from None
 
-    @property
-    def url(self) -> str:
-        """Where the page is."""
-        return f"http://{LOOPBACK}:{self.server_port}/"
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that went away is no error; of others the traceback goes to stderr, and the server goes on."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
@@ -210,20 +190,14 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found\n")
 
-    do_HEAD = do_GET
-
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
         self.send_response(status)
-        for name, value in {
-            "Content-Type": f"{kind}; charset=utf-8",
-            "Content-Length": str(len(body)),
-            **_HEADERS,
-        }.items():
+        own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        for name, value in (own | _HEADERS).items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Requests are not logged: there is one every two seconds."""
@@ -235,11 +209,10 @@ def serve(runs: Sequence[str], *, plotly: str, port: int, say: Callable[[str], N
     Raises:
         UserError: see `Follower` and `ReportServer`.
     """
-    follower = Follower(runs)
-    with ReportServer(follower, plotly=plotly, port=port) as server:
+    with ReportServer(Follower(runs), plotly=plotly, port=port) as server:
         os.nice(_NICENESS)  # a run on the same machine goes first
         try:
-            say(f"following {', '.join(runs)} at {server.url} (end with Ctrl-C)")
+            say(f"following {', '.join(runs)} at http://{LOOPBACK}:{server.server_port}/ (end with Ctrl-C)")
             server.serve_forever()
         except KeyboardInterrupt:
             say("no longer following")

@@ -14,14 +14,14 @@ from trainer.config.load import flatten
 from trainer.extensions.trace import FOLDER, SUMMARY, TRACE, read_summary
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.tools.report.charts import Chart, Curve, make_charts
-from trainer.tools.report.figures import NUM_COLORS, encode_charts, is_near
-from trainer.tools.report.run_summary import SummaryRow, config_differences, heading, rows_text, summarize, value_text
+from trainer.tools.report.figures import NUM_COLORS, encode_charts
+from trainer.tools.report.run_summary import SummaryRow, config_differences, rows_text, summarize, value_text
 from trainer.tools.runs.load import RunRecord, settings_by_step
-from trainer.wording import counted, number_text
+from trainer.wording import counted, few, number_text
 
 _MOST_STEP_BUTTONS: Final = 6
 _MOST_EVENTS: Final = 200
-_MOST_ENDS: Final = 4
+_EVENT_COLUMNS: Final = ("Event", "Run", "Step", "Details")
 
 
 class Html(str):
@@ -117,11 +117,8 @@ def _mark(diagnosis: Diagnosis) -> Html:
 def _finding(ruling: Ruling) -> Html:
     badge = element("span", str(ruling.severity), class_=f"badge {ruling.severity}")
     parts: list[str] = [element("h4", ruling.title, " ", badge), element("p", ruling.outcome.sentence)]
-    knob = ruling.outcome.knob
-    if knob is not None and ruling.has_config:
-        parts.append(element("p", "Try ", _code(knob.setting), knob.remark))
-    elif ruling.fix:
-        parts.append(element("p", f"{ruling.fix[0].upper()}{ruling.fix[1:]}"))
+    if (knob := ruling.outcome.knob) is not None:
+        parts.append(element("p", "Try ", _code(f"{knob.key} = {knob.suggested}"), knob.remark))
     buttons = [
         element("button", f"step {step:,}", type="button", class_="step", data_step=step, title="Show in the charts")
         for step in ruling.steps[:_MOST_STEP_BUTTONS]
@@ -146,7 +143,7 @@ def _tiles(run: RunRecord) -> Html:
     def tile(row: SummaryRow) -> Html:
         unit = _optional("span", "" if row.value is None else row.unit, "unit")
         value = element("dd", row.text, " ", unit, class_="value")
-        return element("div", element("dt", row.words or row.label), value, _optional("dd", row.note, "note"))
+        return element("div", element("dt", row.label), value, _optional("dd", row.note, "note"))
 
     tiles = [tile(row) for row in summarize(run) if row.value is not None or row.note]
     return _section("Outcome", element("dl", *tiles, class_="tiles"))
@@ -162,7 +159,7 @@ def _outcome_tables(diagnoses: Sequence[Diagnosis]) -> Html:
     ]
     rows: list[list[str]] = [["Verdict", *verdicts]]
     rows += [
-        [heading(results), *(join([each.text, _optional("small", each.note)]) for each in results)]
+        [results[0].heading, *(join([each.text, _optional("small", each.note)]) for each in results)]
         for results in zip(*map(summarize, runs), strict=True)
     ]
     different = [
@@ -187,46 +184,32 @@ def chart_groups(charts: Sequence[Chart]) -> Html:
         for is_wide in (True, False):
             cards = [_card(*pair) for pair in numbered if pair[1].is_drawn and pair[1].is_wide is is_wide]
             grids.append(element("div", *cards, class_="grid views" if is_wide else "grid") if cards else "")
-        rest = [chart for _, chart in numbered if not chart.is_drawn]
-        zero = [chart for chart in rest if chart.is_zero]
-        once = [chart for chart in rest if all(line.curve.num_values == 1 for line in chart.lines)]
-        same = [chart for chart in rest if chart not in zero and chart not in once]
-        lists = ("Zero throughout", zero), ("The same throughout", same), ("Measured once", once)
-        parts.append(_section(group, *grids, *(_undrawn(*words) for words in lists if words[1]), class_="charts"))
+        still = [_unchanged(chart) for _, chart in numbered if not chart.is_drawn]
+        said = element("div", element("h3", "The same throughout"), element("ul", *still), class_="still")
+        parts.append(_section(group, *grids, said if still else "", class_="charts"))
     return join(parts)
 
 
-def _undrawn(title: str, charts: Sequence[Chart]) -> Html:
-    """Charts that are said instead of drawn: each with its value, or with its values and the names of its lines."""
-    items = []
-    for chart in charts:
-        names: dict[str, list[str]] = {}
-        for line in chart.lines:
-            names.setdefault(number_text(float(line.curve.mean[0])), []).append(line.label)
-        values = list(names) if len(names) == len(chart.keys) == 1 else [f"{', '.join(names[v])} {v}" for v in names]
-        said = "" if chart.is_zero else f": {' · '.join(values)} {chart.unit}"
-        curves = [line.curve for line in chart.lines]
-        first, last = min(int(curve.first[0]) for curve in curves), max(int(curve.last[-1]) for curve in curves)
-        numbers = sorted({curve.num_values for curve in curves})
-        least = f"{numbers[0]:,} to " if len(numbers) > 1 else ""
-        steps = f"{least}{counted(numbers[-1], 'value')}, steps {first:,} to {last:,}"
-        where = f" ({steps if first < last else f'step {first:,}'}) "
-        items.append(element("li", f"{chart.title}{said}{where}", _keys(chart)))
-    return element("div", element("h3", title), element("ul", *items), class_="still")
+def _unchanged(chart: Chart) -> Html:
+    """A chart that is said instead of drawn: its value, or its values and the names of its lines."""
+    names: dict[str, list[str]] = {}
+    for line in chart.lines:
+        names.setdefault(number_text(float(line.curve.mean[0])), []).append(line.label)
+    values = list(names) if len(names) == 1 else [f"{', '.join(names[value])} {value}" for value in names]
+    curves = [line.curve for line in chart.lines]
+    first, last = min(int(curve.first[0]) for curve in curves), max(int(curve.last[-1]) for curve in curves)
+    most = counted(max(curve.num_values for curve in curves), "value")
+    where = f"{most}, steps {first:,} to {last:,}" if first < last else f"step {first:,}"
+    return element("li", f"{chart.title}: {' · '.join(values)} {chart.unit} ({where}) ", _keys(chart))
 
 
 def _keys(chart: Chart) -> Html:
-    """The keys; of many, the first three and how many more there are."""
-    shown = [*chart.keys[:3], f"{len(chart.keys) - 3} more"] if len(chart.keys) > 4 else chart.keys
-    return _code(", ".join(shown))
+    return _code(few(chart.keys))
 
 
 def _card(number: int, chart: Chart) -> Html:
     title = element("h3", chart.title, " ", _optional("span", chart.unit, "unit"), id=f"chart-{number}")
-    levels = [
-        f"{level.label}: {number_text(level.value)}" + ("" if is_near(chart, level) else " (outside the chart)")
-        for level in chart.references
-    ]
+    levels = [f"{level.label}: {number_text(level.value)}" for level in chart.references]
     facts = [element("div", element("dt", name), element("dd", text)) for name, text in chart.facts]
     num_rows = len(chart.lines)
     height = max(17 * num_rows + 60, 160) if chart.style == "heat" else 228 + (20 * (num_rows // 6))
@@ -265,9 +248,8 @@ def _last_values(chart: Chart) -> str:
             ("max", curve.high, curve.high.argmax()),
         )
         return " · ".join(f"{word} {number_text(float(of[at]))} {_at(curve, int(at))}" for word, of, at in ends)
-    shown = [f"{label} {number_text(float(curve.mean[-1]))} {_at(curve, -1)}" for label, curve in drawn[:_MOST_ENDS]]
-    more = [f"{len(drawn) - len(shown)} more"] if len(drawn) > len(shown) else []
-    return f"last: {' · '.join([*shown, *more])}" if drawn else "no finite value"
+    shown = [f"{label} {number_text(float(curve.mean[-1]))} {_at(curve, -1)}" for label, curve in drawn]
+    return f"last: {few(shown)}" if drawn else "no finite value"
 
 
 def _at(curve: Curve, point: int) -> str:
@@ -307,12 +289,10 @@ def _profiles(runs: Sequence[RunRecord]) -> Html:
 def _profile(run: RunRecord, summary: Mapping[str, Any]) -> Html:
     num_steps, first = int(summary["num_steps"]), int(summary["first_step"])
     what = "kernel" if summary["is_of_device"] else "operator"
-    waits = sum(sum(calls.values()) for calls in summary["synchronizations"].values())
     line = (
         f"{run.name}, rank 0, steps {first:,} to {first + num_steps - 1:,}: {summary['step_ms']:.1f} ms a step; no {what} "
-        f"runs in {summary['idle_ms'] / summary['step_ms']:.0%} of it (longest gap {summary['longest_gap_ms']:.1f} ms); "
-        + (f"{counted(waits, 'call')} waited for the device. " if summary["is_of_device"] else "")
-        + f"The profiler itself makes the host slower. Open {FOLDER}/{TRACE} in Perfetto or chrome://tracing."
+        f"runs in {summary['idle_ms'] / summary['step_ms']:.0%} of it (longest gap {summary['longest_gap_ms']:.1f} ms). "
+        f"Open {FOLDER}/{TRACE} in Perfetto or chrome://tracing."
     )
     rows = [
         [
@@ -323,10 +303,8 @@ def _profile(run: RunRecord, summary: Mapping[str, Any]) -> Html:
         ]
         for kernel in summary["kernels"]
     ]
-    more = int(summary["num_kernels"]) - len(rows)
-    note = _optional("p", f"and {more:,} more, which take less." if more > 0 else "", "note")
     head = (what.capitalize(), "Calls per step", "ms per step", "Share of all")
-    return join([element("p", line), _table(head, rows, caption=f"Time by {what} of {run.name}"), note])
+    return join([element("p", line), _table(head, rows, caption=f"Time by {what} of {run.name}")])
 
 
 def _events(runs: Sequence[RunRecord]) -> Html:
@@ -337,10 +315,9 @@ def _events(runs: Sequence[RunRecord]) -> Html:
             rest = {key: value for key, value in event.items() if key not in ("time", "event", "global_step", "step")}
             step = str(event.get("global_step", event.get("step", "")))
             rows.append([str(event.get("event", "?")), run.name, step, json.dumps(rest, ensure_ascii=False)])
-    num_all = sum(len(run.events) for run in runs)
-    more = f"The first {_MOST_EVENTS} of each run; {num_all:,} in total." if len(rows) < num_all else ""
-    table = _table(["Event", "Run", "Step", "Details"], rows, caption="Events")
-    return _section("Events", table, _optional("p", more)) if rows else Html("")
+    is_cut = any(len(run.events) > _MOST_EVENTS for run in runs)
+    more = _optional("p", f"The first {_MOST_EVENTS} of each run; events.jsonl has all." if is_cut else "")
+    return _section("Events", _table(_EVENT_COLUMNS, rows, caption="Events"), more) if rows else Html("")
 
 
 def _settings(title: str, file: str, runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Html:

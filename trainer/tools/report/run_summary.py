@@ -1,26 +1,41 @@
-"""The results of a run, and how two runs differ in settings and metrics."""
+"""The results of a run, how runs differ in settings and metrics, and runs that differ in their seed alone as one row."""
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import isfinite
 from typing import Any, Final
 
 from trainer.config.load import recorded_settings
 from trainer.metrics.catalog.lookup import is_known, keys_under, lookup
+from trainer.tools.diagnostics.diagnose import Diagnosis
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
-from trainer.wording import counted, number_text
+from trainer.wording import counted, few, number_text
 
 # The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of a short run.
 _MOST_ROWS: Final = 20
 # Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
 _NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
 _NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/")
+SEED: Final = "run.seed"
+ERRORS_WIDE: Final = 2.0
+"""Standard errors of a difference below which it may well be chance."""
+TOKEN_MARGIN: Final = 0.05  # steps differ in tokens, and so runs of equally many steps a little, by their seed
+RANKED_BY: Final = ("Held-out loss", "Final loss")
+_WORLD_SIZE: Final = "env.world_size"  # changes the batch; other recorded values should not change a result
+_HELD_OUT_SETTINGS: Final = (
+    "eval.",
+    "data.source",
+    "data.tokenizer",
+    "data.seq_len",
+    "data.max_group_cells",
+    "data.pack",
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +45,6 @@ class SummaryRow:
     Attributes:
         note: the rows that it was made of, or why there is no value, in words.
         digits: significant digits of `text`.
-        words: what people are shown instead of the label.
     """
 
     label: str
@@ -38,7 +52,6 @@ class SummaryRow:
     unit: str = ""
     note: str = ""
     digits: int = 5
-    words: str = ""
 
     @property
     def text(self) -> str:
@@ -47,11 +60,10 @@ class SummaryRow:
             return "–"
         return self.value if isinstance(self.value, str) else number_text(self.value, digits=self.digits)
 
-
-def heading(rows: Sequence[SummaryRow]) -> str:
-    """What people are shown as the name of one result of several runs, with its unit."""
-    words = " / ".join(dict.fromkeys(row.words or row.label for row in rows))
-    return f"{words} ({rows[0].unit})" if rows[0].unit else words
+    @property
+    def heading(self) -> str:
+        """The label with the unit."""
+        return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,7 @@ def end_of(run: RunRecord, window: int | None = None) -> End:
 
 def _finite(run: RunRecord, key: str) -> dict[int, float]:
     """The finite values of a key by step."""
-    return {step: value for step, value in zip(*run.column(key), strict=True) if isfinite(value)}
+    return {step: value for step, value in zip(*run.column(key), strict=True) if math.isfinite(value)}
 
 
 def rows_text(steps: Sequence[int]) -> str:
@@ -124,12 +136,10 @@ def _last_row(label: str, values: dict[int, float], unit: str, what: str = "") -
 
 
 def _total(label: str, run: RunRecord, keys: Sequence[str], unit: str) -> SummaryRow:
-    columns = [column for column in (_finite(run, key) for key in keys) if column]
-    if not columns:
-        return SummaryRow(label, None, unit)
-    steps = sorted(set().union(*columns))
+    columns = [_finite(run, key) for key in keys]
+    steps = sorted(set[int]().union(*columns))
     total = sum(sum(column.values()) for column in columns)
-    return SummaryRow(label, total, unit, f"total of {rows_text(steps)}")
+    return SummaryRow(label, total, unit, f"total of {rows_text(steps)}") if steps else SummaryRow(label, None, unit)
 
 
 def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
@@ -138,9 +148,9 @@ def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
     If no loss at the end is finite, the last finite one is the final one. The minimum of single rows is luck, and that of a
     running average, which lags, may lie above the final loss. These means include the final one, so the best is never worse.
     """
-    losses, words = _finite(run, "loss"), "" if run.has_ended else "Latest loss"
+    losses = _finite(run, "loss")
     if not losses:
-        return [SummaryRow("Final loss", None, "nats/token", words=words), SummaryRow("Best loss", None, "nats/token")]
+        return [SummaryRow(label, None, "nats/token") for label in ("Final loss", "Best loss")]
     steps, values = list(losses), list(losses.values())
     end = end_of(run, window)
     width = max(sum(step >= end.first for step in steps), 1)
@@ -153,7 +163,7 @@ def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
     mean, start = min((statistics.fmean(values[at : at + width]), at) for at in (lowest, starts[-1]))
     where = ("lowest mean of " if width > 1 else "lowest row, ") + rows_text(steps[start : start + width])
     return [
-        SummaryRow("Final loss", final[0], "nats/token", final[1], words=words),
+        SummaryRow("Final loss", final[0], "nats/token", final[1]),
         SummaryRow("Best loss", mean, "nats/token", where),
     ]
 
@@ -180,11 +190,10 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     speed_note = ("median of " if len(speeds) > 1 else "") + rows_text(list(speeds)) if speeds else ""
     redone = f"{counted(sum(run.steps_redone), 'step')} repeated" if any(run.steps_redone) else ""
     num_evals = f"{counted(len(evals), 'evaluation')}{part}, "
+    last = float(run.steps[-1]) if run.steps else None
     return [
         SummaryRow("State", str(state) if state else None, note=": ".join(filter(None, reached))),
-        SummaryRow("Steps", float(run.steps[-1]), note=f"the last of {rows_text(run.steps)}")
-        if run.steps
-        else SummaryRow("Steps", None),
+        SummaryRow("Steps", last, note=f"the last of {rows_text(run.steps)}" if run.steps else ""),
         _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens"),
         *_losses(run, window),
         _last_row("Held-out loss", evals, "nats/token", f"last of {num_evals}"),
@@ -260,3 +269,174 @@ def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None)
         unit = lookup(key).unit if is_known(key) else ""
         rows.append(KeyMean(key, unit, (mean_a, mean_b), (deviation_a, deviation_b), not is_averaged))
     return rows
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A result over seeds.
+
+    Attributes:
+        mean: over `n` seeds; of a seed that was run several times, the mean of these counts once.
+        deviation: standard deviation with n - 1; None for one seed, which says nothing about the spread.
+    """
+
+    mean: float
+    deviation: float | None
+    n: int
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the mean."""
+        return None if self.deviation is None else self.deviation / math.sqrt(self.n)
+
+
+@dataclass(frozen=True)
+class Excess:
+    """How much higher a mean is than the best one.
+
+    Attributes:
+        error: standard error of the difference, sqrt(error_1^2 + error_2^2), as of independent seeds; None if one of the two
+            has a single seed.
+    """
+
+    difference: float
+    error: float | None
+
+    @property
+    def is_resolved(self) -> bool | None:
+        """Whether it exceeds `ERRORS_WIDE` standard errors; None without an error bar."""
+        return None if self.error is None else abs(self.difference) > ERRORS_WIDE * self.error
+
+
+@dataclass(frozen=True)
+class SeedGroup:
+    """Runs with the same settings.
+
+    Attributes:
+        results: of each run, the numbers of `summarize` by label.
+        settings: of the keys in which any of the compared runs differ, the seed aside.
+        outcome: by label of `summarize`; labels without a number are left out.
+        units: by label.
+    """
+
+    diagnoses: tuple[Diagnosis, ...]
+    results: tuple[Mapping[str, float], ...]
+    settings: Mapping[str, Any]
+    outcome: Mapping[str, Spread]
+    units: Mapping[str, str]
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """The runs."""
+        return [diagnosis.run for diagnosis in self.diagnoses]
+
+    def values(self, label: str) -> list[float]:
+        """A result of each run that has it."""
+        return [results[label] for results in self.results if label in results]
+
+    @property
+    def seeds(self) -> list[Any]:
+        """The distinct seeds, in order; a run whose seed is not recorded is one of its own."""
+        return list(dict.fromkeys(map(_seed, self.runs)))
+
+
+def spread_of(values: Mapping[Any, Sequence[float]]) -> Spread:
+    """The spread of at least one value by seed."""
+    means = [statistics.fmean(of_seed) for of_seed in values.values()]
+    deviation = statistics.stdev(means) if len(means) > 1 else None
+    return Spread(statistics.fmean(means), deviation, len(means))
+
+
+def excess(best: Spread, other: Spread) -> Excess:
+    """The difference of two means, with its error bar if both have several seeds."""
+    errors = best.error, other.error
+    error = None if errors[0] is None or errors[1] is None else math.hypot(errors[0], errors[1])
+    return Excess(other.mean - best.mean, error)
+
+
+def _seed(run: RunRecord) -> Any:
+    seed = run.setting(SEED)
+    return seed if isinstance(seed, int) else str(run.path)
+
+
+def seed_groups(diagnoses: Sequence[Diagnosis], *, window: int | None = None) -> tuple[str, list[SeedGroup]]:
+    """(the label that they are ranked by, the groups, lowest mean first; those without a value last).
+
+    Args:
+        window: see `end_of`.
+    """
+    runs = [diagnosis.run for diagnosis in diagnoses]
+    differing = {key: values for key, values in config_differences(runs) if key != SEED}
+    columns = {key: values for key, values in differing.items() if not key.startswith("env.") or key == _WORLD_SIZE}
+    members: dict[str, list[int]] = {}
+    for number, run in enumerate(runs):
+        # Runs whose settings are not recorded may have any.
+        settings = [values[number] for values in columns.values()] if run.config else str(number)
+        members.setdefault(json.dumps(settings, default=str), []).append(number)
+    groups = [
+        _group([diagnoses[at] for at in numbers], {key: values[numbers[0]] for key, values in columns.items()}, window)
+        for numbers in members.values()
+    ]
+    label = next((label for label in RANKED_BY if any(label in group.outcome for group in groups)), RANKED_BY[-1])
+    return label, sorted(groups, key=lambda group: group.outcome[label].mean if label in group.outcome else math.inf)
+
+
+def _group(diagnoses: Sequence[Diagnosis], settings: Mapping[str, Any], window: int | None) -> SeedGroup:
+    by_seed: dict[str, dict[Any, list[float]]] = {}
+    units: dict[str, str] = {}
+    results: list[dict[str, float]] = []
+    for diagnosis in diagnoses:
+        rows = summarize(diagnosis.run, window=window)
+        results.append({row.label: row.value for row in rows if isinstance(row.value, float)})
+        units |= {row.label: row.unit for row in rows}
+        for label, value in results[-1].items():
+            by_seed.setdefault(label, {}).setdefault(_seed(diagnosis.run), []).append(value)
+    outcome = {label: spread_of(values) for label, values in by_seed.items()}
+    return SeedGroup(tuple(diagnoses), tuple(results), settings, outcome, units)
+
+
+def reservations(groups: Sequence[SeedGroup], label: str | None) -> Iterator[str]:
+    """Why the rows may not compare, in words: state, length, data; with a label (that ranks them) also tokens and seeds."""
+    runs = [run for group in groups for run in group.runs]
+    unfinished = [
+        f"{run.name} ({run.status.get('state') or 'unknown'})" for run in runs if run.status.get("state") != "done"
+    ]
+    if unfinished:
+        yield f"not done: {few(unfinished)}"
+    pairs = [pair for group in groups for pair in zip(group.runs, group.results, strict=True)]
+    ends = {run.name: end["Steps"] for run, end in pairs if "Steps" in end}
+    last = max(ends.values(), default=0.0)
+    short = [f"{name} ({step:,.0f})" for name, step in ends.items() if step < last]
+    if short:
+        yield f"not equally long: the longest ended at step {last:,.0f}, earlier {few(short)}"
+    differing = [
+        key for key in groups[0].settings if key.startswith(_HELD_OUT_SETTINGS) and not key.endswith(".weight")
+    ]
+    if differing:
+        yield f"held-out losses may be of different data: {few(differing)} differ"
+    if label is not None:
+        yield from _reservations_of_rows(groups, label)
+
+
+def _reservations_of_rows(groups: Sequence[SeedGroup], label: str) -> Iterator[str]:
+    bare = [run.name for group in groups for run in group.runs if not run.config]
+    if bare:
+        yield f"no config.resolved.toml, hence a row of its own: {few(bare)}"
+    tokens = [statistics.fmean(seen) if (seen := group.values("Tokens seen")) else math.nan for group in groups]
+    most = max((mean for mean in tokens if math.isfinite(mean)), default=0.0)
+    fewer = [f"row {number} ({mean:,.0f})" for number, mean in enumerate(tokens, 1) if mean < (1 - TOKEN_MARGIN) * most]
+    if fewer:
+        yield f"not equally many tokens: up to {most:,.0f} on average of a row, fewer in {few(fewer)}"
+    for number, group in enumerate(groups, 1):
+        repeated = len(group.runs) - len(group.seeds)
+        if repeated:
+            yield f"row {number} has {len(group.runs)} runs of {len(group.seeds)} seeds; runs of one seed count as one"
+        if label not in group.outcome:
+            yield f"row {number} has no {label.lower()}"
+        elif group.outcome[label].n < len(group.seeds):
+            yield f"row {number} has a {label.lower()} for {group.outcome[label].n} of {len(group.seeds)} seeds"
+        recorded = [key for key, _ in config_differences(group.runs) if key.startswith("env.") and key != _WORLD_SIZE]
+        if recorded:
+            yield f"recorded versions or machines differ within row {number}: {few(recorded)}"
+    if any(len(group.seeds) == 1 for group in groups):
+        yield "one seed has no error bar: a row of a single seed can be neither told from nor equated with another"

@@ -198,12 +198,8 @@ class _Reader:
         Raises:
             UserError: naming the first invalid line.
         """
-        if self._first_error is not None and not (len(self.train) + len(self.evals)):
-            line, error = self._first_error
-            problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"
-            raise UserError(str(path), problem, f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}")
-        if not (len(self.train) + len(self.evals) or allow_empty):
-            raise _no_rows(path)
+        if not (len(self.train) + len(self.evals)) and (self._first_error is not None or not allow_empty):
+            raise _no_rows(path, self._first_error)
 
     def notes(self) -> list[str]:
         """What was skipped or replaced."""
@@ -223,17 +219,19 @@ class _Reader:
         return found
 
 
-def _no_rows(metrics: Path) -> UserError:
-    """The error for an empty record: the run ended before its first row, or may still log one."""
+def _no_rows(metrics: Path, first_error: tuple[int, PayloadError] | None = None) -> UserError:
+    """The error for an empty record: damaged lines alone, a run that ended before its first row, or that may still log one."""
     status = run_state(metrics.parent) if metrics.name == METRICS_NAME else {}
-    state = status.get("state")
-    if state not in ENDED_STATES:
-        return UserError(str(metrics), "has no rows", "wait for the first logged step, or name another run")
-    reason = textwrap.shorten(str(status.get("reason") or "unknown reason"), SHOWN_REASON, placeholder=" ...")
-    step = status.get("last_step")
-    where = f" at step {step}" if step is not None else ""
-    problem = f"has no rows: the run {ENDED_STATES[state]}{where}: {reason}"
-    return UserError(str(metrics), problem, "see logs/ in the run directory, or name another run")
+    problem, fix = "has no rows", "wait for the first logged step, or name another run"
+    if first_error is not None:
+        line, error = first_error
+        problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"
+        fix = f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}"
+    elif (ended := ENDED_STATES.get(str(status.get("state")))) is not None:
+        reason = textwrap.shorten(str(status.get("reason") or "unknown reason"), SHOWN_REASON, placeholder=" ...")
+        where = f" at step {status['last_step']}" if status.get("last_step") is not None else ""
+        problem, fix = f"has no rows: the run {ended}{where}: {reason}", "see logs/ in the run directory"
+    return UserError(str(metrics), problem, fix)
 
 
 def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
@@ -248,17 +246,19 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
     path = Path(path)
     metrics = path / METRICS_NAME if path.is_dir() else path
     has_begun = metrics.exists() if path.is_dir() else path.is_file()
+    problem = ""
     if not has_begun and not (allow_empty and path.is_dir()):
         if (path / STATUS_NAME).is_file():
             raise _no_rows(metrics)
         problem = f"has no {METRICS_NAME}" if path.is_dir() else "is neither a run directory nor a file"
-        raise UserError(str(path), problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
     reader = _Reader()
     try:
         if has_begun:
             reader.read(metrics)
     except OSError as error:
-        raise UserError(str(metrics), f"cannot be read: {error.strerror}", "check the path") from None
+        problem = f"cannot be read: {error.strerror}"
+    if problem:
+        raise UserError(str(path), problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
     reader.check_usable(metrics, allow_empty=allow_empty)
     notes = reader.notes()
     others = _read_others(metrics.parent, notes) if metrics.name == METRICS_NAME else {}
@@ -306,47 +306,18 @@ def settings_by_step(run: RunRecord) -> dict[str, Any]:
     A mapping from the first step of each value to it, or the value itself where these rows have only one: a launch that
     trained no step changed nothing.
     """
-    changes = [_changes(restart.details.get("changed")) for restart in run.restarts]
-    if not any(changes):
-        return {}
-    attempts = run.train.attempts
-    last, reached = len(run.restarts), run.status.get("last_step")
-    if last and isinstance(reached, int) and reached > run.restarts[-1].global_step:
-        attempts[reached] = last  # steps that it has trained, but not logged
-    found: dict[str, Any] = {}
-    for key in sorted({key for change in changes for key in change}):
-        values = _values_of_launches(run, [change.get(key) for change in changes])
-        by_step: dict[int, Any] = {}
-        before = 0
-        for step, attempt in sorted(attempts.items()):
-            since, value = values[attempt]
-            if not by_step and since:  # it begins as the branch of another run
-                by_step[1] = values[0][1]
-            if not by_step or value != next(reversed(by_step.values())):
-                by_step[max(before, since) + 1] = value
-            before = step
-        found[key] = by_step if len(by_step) > 1 else next(iter(by_step.values()), values[-1][1])
-    return found
-
-
-def _values_of_launches(run: RunRecord, changes: list[tuple[Any, Any] | None]) -> list[tuple[int, Any]]:
-    """(the step after which it holds, value) of one setting in the first launch and after each restart.
-
-    A change is that from the checkpoint resumed from, whose value is the one in force at its step.
-    """
-    first = next(change for change in changes if change is not None)
-    history = [(0, first[0])]
-    values = list(history)
-    for restart, change in zip(run.restarts, changes, strict=True):
-        history = [history[0], *(entry for entry in history[1:] if entry[0] < restart.global_step)]
-        if change is not None:
-            history.append((restart.global_step, change[1]))
-        values.append(history[-1])
-    return values
-
-
-def _changes(recorded: Any) -> dict[str, tuple[Any, Any]]:
-    """(before, after) by key; of a damaged record what can be read."""
-    items = recorded.items() if isinstance(recorded, Mapping) else ()
-    pairs = ((key, pair) for key, pair in items if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys())
-    return {key: (pair["before"], pair["after"]) for key, pair in pairs}
+    found: dict[str, dict[int, Any]] = {}
+    said = run.status.get("last_step")
+    reached = said if isinstance(said, int) else max(run.steps, default=0)
+    for restart in run.restarts:
+        for values in found.values():
+            for step in [step for step in values if step > restart.global_step]:  # a branch that was given up
+                del values[step]
+        changed = restart.details.get("changed")
+        for key, pair in changed.items() if isinstance(changed, Mapping) else ():
+            if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys():
+                found.setdefault(key, {1: pair["before"]})[restart.global_step + 1] = pair["after"]
+    counting = {
+        key: {step: v for step, v in values.items() if step <= max(reached, 1)} for key, values in found.items()
+    }
+    return {key: values if len(values) > 1 else values[1] for key, values in sorted(counting.items())}

@@ -1,7 +1,4 @@
-"""Logged rows as columns, and exported as one table.
-
-Compact enough for 100,000 rows of 60 keys without numpy, which readers need not install.
-"""
+"""Logged rows as columns, and exported as one table. Without numpy, which reading a run must not take."""
 
 from __future__ import annotations
 
@@ -10,26 +7,17 @@ import io
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.files import replacing
 from trainer.metrics.payload_contract import Mode
 
-
-class _Block:
-    """The rows that have the same keys in the same order: their row numbers, and their values row by row."""
-
-    __slots__ = ("rows", "values")
-
-    def __init__(self) -> None:
-        self.rows = array("q")
-        self.values = array("d")
+Column = tuple["array[int]", "array[float]"]
 
 
 class RowTable:
-    """The rows of one mode (`train` or `eval`) in file order.
+    """The rows of one mode (`train` or `eval`).
 
     If a step was logged more than once, the latest row replaces the others. With `merge_same_step`, rows of one step
     without a restart between them are merged instead: a loop may log several evaluations of a step.
@@ -37,97 +25,65 @@ class RowTable:
 
     def __init__(self, *, merge_same_step: bool) -> None:
         self._merge = merge_same_step
-        self._row_steps = array("q")
-        self._row_attempts = array("q")
-        self._blocks: dict[tuple[str, ...], _Block] = {}
-        self._in_order = True
-        # Derived on first use, dropped by `add`.
-        self._kept: bytearray | None = None
-        self._orders: dict[tuple[tuple[str, ...], ...], tuple[array[int], array[int] | None]] = {}
-        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        self._places: dict[tuple[str, ...], dict[str, int]] = {}  # of each key in the rows that have the same keys
+        self._rows: list[tuple[int, int, dict[str, int], array[float]]] = []
+        self._columns: dict[str, Column] = {}
+        self._shown: list[tuple[int, int, dict[str, int], array[float]]] | None = None
 
     def add(self, step: int, attempt: int, keys: tuple[str, ...], values: Iterable[float]) -> None:
         """Add one row; `attempt` is the number of restarts before it."""
-        block = self._blocks.get(keys)
-        if block is None:
-            block = self._blocks[keys] = _Block()
-        block.rows.append(len(self._row_steps))
-        block.values.extend(values)
-        if self._row_steps and step <= self._row_steps[-1]:
-            self._in_order = False
-        self._row_steps.append(step)
-        self._row_attempts.append(attempt)
-        self._kept = None
-        self._orders.clear()
+        places = self._places.setdefault(keys, {})
+        if not places:
+            places.update((key, place) for place, key in enumerate(keys))
+        self._rows.append((step, attempt, places, array("d", values)))
+        self._shown = None
         self._columns.clear()
 
     def __len__(self) -> int:
         """Number of rows added, replaced ones included."""
-        return len(self._row_steps)
+        return len(self._rows)
 
     @property
     def keys(self) -> list[str]:
         """The keys of all rows, in order of first appearance."""
-        return list(dict.fromkeys(chain.from_iterable(self._blocks)))
+        return list(dict.fromkeys(key for keys in self._places for key in keys))
 
-    def _kept_rows(self) -> bytearray:
-        """For each row, 1 unless a later row replaced it."""
-        if self._kept is None:
-            self._kept = bytearray(b"\x01") * len(self)
-            last = {} if self._in_order else {step: row for row, step in enumerate(self._row_steps)}
-            attempts = self._row_attempts
-            for row, step in enumerate(self._row_steps) if last else ():
-                self._kept[row] = last[step] == row or (self._merge and attempts[last[step]] == attempts[row])
-        return self._kept
+    def _kept(self) -> list[tuple[int, int, dict[str, int], array[float]]]:
+        """The rows that no later row replaced, by step."""
+        if self._shown is None:
+            last = {row[0]: number for number, row in enumerate(self._rows)}
+            kept = [
+                row
+                for number, row in enumerate(self._rows)
+                if last[row[0]] == number or (self._merge and self._rows[last[row[0]]][1] == row[1])
+            ]
+            self._shown = sorted(kept, key=lambda row: row[0])
+        return self._shown
 
     @property
     def num_replaced(self) -> int:
         """Number of rows that a later row of the same step replaced."""
-        return len(self) - sum(self._kept_rows())
+        return len(self) - len(self._kept())
 
     @property
     def steps(self) -> array[int]:
         """The logged steps, ascending and unique."""
-        return self._row_steps[:] if self._in_order else array("q", sorted(set(self._row_steps)))
+        return array("q", self.attempts)
 
     @property
     def attempts(self) -> dict[int, int]:
         """For each logged step, ascending, the number of restarts before the row that counts."""
-        return dict(sorted(zip(self._row_steps, self._row_attempts, strict=True)))
+        return {step: attempt for step, attempt, _, _ in self._kept()}
 
-    def column(self, key: str) -> tuple[array[int], array[float]]:
+    def column(self, key: str) -> Column:
         """(steps, values) of one key, steps ascending and unique; empty if no row has it. Values may be NaN.
 
-        Both arrays are shared with other columns and later calls: treat them as read-only.
+        Both arrays are shared with later calls: treat them as read-only.
         """
         if key not in self._columns:
-            parts = [(keys, block) for keys, block in self._blocks.items() if key in keys]
-            steps, order = self._order(tuple(keys for keys, _ in parts))
-            values = array("d")
-            for keys, block in parts:
-                values += block.values[keys.index(key) :: len(keys)]
-            self._columns[key] = steps, values if order is None else array("d", map(values.__getitem__, order))
+            found = {step: values[places[key]] for step, _, places, values in self._kept() if key in places}
+            self._columns[key] = array("q", found), array("d", found.values())
         return self._columns[key]
-
-    def _order(self, blocks: tuple[tuple[str, ...], ...]) -> tuple[array[int], array[int] | None]:
-        """Steps of the rows of some blocks, and for each step the position of its value in the blocks' joined values.
-
-        Cached, since most keys of a run are in the same blocks. None instead of positions: the values are in order already.
-        """
-        if blocks not in self._orders:
-            rows = array("q", chain.from_iterable(self._blocks[keys].rows for keys in blocks))
-            positions: Iterable[int] = range(len(rows))
-            if len(blocks) > 1:
-                positions = sorted(positions, key=rows.__getitem__)
-            steps = self._row_steps
-            if not self._in_order:
-                kept = self._kept_rows()
-                last = {steps[rows[position]]: position for position in positions if kept[rows[position]]}
-                positions = map(last.__getitem__, sorted(last))
-            order = array("q", positions)
-            is_ordered = len(blocks) == 1 and self._in_order
-            self._orders[blocks] = array("q", (steps[rows[i]] for i in order)), None if is_ordered else order
-        return self._orders[blocks]
 
 
 @dataclass(frozen=True)

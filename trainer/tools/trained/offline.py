@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import chdir, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,8 +19,8 @@ from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.tools.trained.saved_model import load_model, refuse_code
-from trainer.training.setup.data import EvalSet, eval_sets
-from trainer.training.setup.evaluation import make_evaluator
+from trainer.training.evaluator import EvalSet
+from trainer.training.setup.evaluation import eval_sets, make_evaluator
 from trainer.training.setup.parts import model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.plausible import trained_on
@@ -30,19 +30,6 @@ from trainer.wording import counted, few
 logger = get_logger(__name__)
 ALL = 2**62  # micro-batches
 PROGRESS_SEC = 10.0
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """What was found.
-
-    Args:
-        step: of the checkpoint; None: an exported model that does not say.
-        metrics: by catalog key.
-    """
-
-    step: int | None
-    metrics: dict[str, float]
 
 
 def evaluate_checkpoint(
@@ -55,8 +42,10 @@ def evaluate_checkpoint(
     device: torch.device,
     tokenizer: str | None = None,
     trust_code: bool = False,
-) -> Evaluated:
-    """Evaluate the model of a run, or an exported one, in one process.
+) -> tuple[int | None, dict[str, float]]:
+    """Evaluate the model of a run, or an exported one, in one process: (step, metrics by catalog key).
+
+    The step is None for an exported model that does not say.
 
     With `sources` or `[[eval.source]]` in its config those are read, otherwise all of its held-out documents. Of two sets of
     one name that of `sources` is read; if `sources` are given, sets of the config whose files are not there are left out. A
@@ -88,12 +77,12 @@ def evaluate_checkpoint(
     plan = _plan(config, sets, directory / "config.resolved.toml", batches)
     info, diagnostics = RankInfo(), Diagnostics()
     cell_model, loss = model_and_loss(saved.model, plan.config, device)
-    announced = [_announced(each, plan) for each in eval_sets(plan, info, device)]
+    announced = [_announced(each) for each in eval_sets(plan, info, device)]
     evaluator = make_evaluator(plan, saved.model, cell_model, loss, info, device, diagnostics, announced, most=int)
     found = evaluator.run(saved.step or 0)
     if not found:
         raise UserError(str(directory), "gave no number", "; ".join(diagnostics.summary()) or "look at the data")
-    return Evaluated(saved.step, found)
+    return saved.step, found
 
 
 def _sets(config: RunConfig, given: Sequence[EvalSourceTable], directory: Path) -> list[EvalSourceTable]:
@@ -113,15 +102,14 @@ def _sets(config: RunConfig, given: Sequence[EvalSourceTable], directory: Path) 
             resolve_eval_sources(_with_eval(config, source=[each]))
             kept.append(each)
         except UserError as error:
-            missing.append(error)
-    if missing and not given:
-        problem = (
-            f"{missing[0].problem} (a set of the config of {directory}; paths are relative to the working directory)"
-        )
-        raise UserError(missing[0].key, problem, "go there, or name sets with --source NAME=PATH")
+            if not given:
+                place = f"a set of the config of {directory}; paths are relative to the working directory"
+                fix = "go there, or name sets with --source NAME=PATH"
+                raise UserError(error.key, f"{error.problem} ({place})", fix) from None
+            missing.append(error.message)
     if missing:
         text = "%s: leaves out %s of its config, whose files cannot be read here: %s"
-        logger.warning(text, directory, counted(len(missing), "eval.source"), few([e.message for e in missing]))
+        logger.warning(text, directory, counted(len(missing), "eval.source"), few(missing))
     return [*kept, *given]
 
 
@@ -155,19 +143,15 @@ def _with_eval(config: RunConfig, **changed: object) -> RunConfig:
     return config.model_copy(update={"eval": config.eval.model_copy(update=changed)})
 
 
-def _announced(each: EvalSet, plan: Plan) -> EvalSet:
-    """The set, which logs its size when it is read, and now and then how far it is."""
-    sources = [source for source in plan.eval_sources or plan.sources if each.name in ("", source.name)]
-    size = sum(os.path.getsize(stream.path) for source in sources for stream in source.streams)
-    name = each.name or "held-out documents, a part"
+def _announced(each: EvalSet) -> EvalSet:
+    """The set, which logs now and then how far it is."""
 
     def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:
-        logger.info("%s: %.1f MB in files", name, size / 1e6)
         said = time.monotonic()
         for number, micro in enumerate(each.batches(accepted), start=1):
             yield micro
             if time.monotonic() - said > PROGRESS_SEC:
                 said = time.monotonic()
-                logger.info("%s: %s read", name, counted(number, "micro-batch"))
+                logger.info("%s: %s read", each.name or "held-out documents", counted(number, "micro-batch"))
 
     return EvalSet(each.name, batches)

@@ -24,8 +24,8 @@ from trainer.model.families import DEFAULT
 from trainer.model.weights import WEIGHTS_FILE, check_fit, read_weights, save_weights
 from trainer.tools.runs.load import load_run
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.model_part import open_model, whole_weights
-from trainer.training.checkpointing.tensor_files import DamagedFile
+from trainer.training.checkpointing.tensor_files import CheckpointError
+from trainer.training.checkpointing.train_state import open_model, whole_weights
 from trainer.training.setup.plan import build_model
 
 CONFIG_FILE = "config.toml"
@@ -50,14 +50,7 @@ SHOWN_RESULTS = ("loss", "eval_loss", "eval_bits_per_byte", "eval_perplexity")
 _USE = """\
 ## Use
 
-Sample from it, or start a run of your own from these weights:
-
-```
-train sample {out} --prompt "Once" --bytes 200{option}
-train --config x.toml --set model.weights={out}
-```
-
-In Python:
+`train sample {out} --prompt "Once"{option}`, or start a run with `--set model.weights={out}`. In Python:
 
 ```python
 import torch
@@ -83,7 +76,7 @@ Every document began with the id {bos}, which no tokenizer adds: put it before t
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A whole checkpoint: where it lies, its state.json, the config it was trained with, and the weights on the CPU."""
+    """A whole checkpoint: its directory, its state.json, the config it was trained with, and the weights on the CPU."""
 
     path: Path
     state: dict[str, Any]
@@ -149,16 +142,15 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
     path, state = found
     try:
         weights = whole_weights(open_model(path, state))
-    except (DamagedFile, KeyError) as error:
+    except (CheckpointError, KeyError) as error:
         raise UserError(str(path), f"cannot be used: {error}", "name another one with --step") from None
     return SavedCheckpoint(path, state, config_of(state, path), weights)
 
 
 def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: bool) -> None:
-    """Refuse a config that was not named by the user, but lay with a checkpoint, and names code to import.
+    """Refuse a config that was not named by the user, but lay with a checkpoint at `place`, and names code to import.
 
     Args:
-        place: where it was.
         tables: what is used of it; none: everything.
 
     Raises:
@@ -167,10 +159,8 @@ def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: boo
     for key, path in () if trusted else _named_code(config.model_dump()):
         if not tables or key.partition(".")[0] in tables:
             what = "includes a file, which may name code" if key.endswith("include") else "names code"
-            problem = f"the config in {place} {what}: {path}"
-            raise UserError(
-                key, problem, "add --trust-code (in Python: trust_code=True) if it is yours, or you trust it"
-            )
+            fix = "add --trust-code (in Python: trust_code=True) if it is yours, or you trust it"
+            raise UserError(key, f"the config in {place} {what}: {path}", fix)
 
 
 def _named_code(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -206,9 +196,6 @@ def load_model(
     place = Path(directory).absolute()  # building the model may change the working directory
     found: int | None
     if (place / WEIGHTS_FILE).is_file():
-        if not (place / CONFIG_FILE).is_file():
-            problem = f"has {WEIGHTS_FILE} but no {CONFIG_FILE}, which says what model they are of"
-            raise UserError(str(directory), problem, "name the run, or an export with --format safetensors")
         config, source = load_config(place / CONFIG_FILE), place
         weights, metadata = read_weights(place)
         found = int(metadata["step"]) if metadata.get("step", "").isdigit() else None
@@ -326,14 +313,14 @@ def _last_results(run_dir: Path, step: int) -> dict[str, float]:
 
 
 def _card(saved: SavedCheckpoint, results: dict[str, float], vocab_size: int, out: str, as_hugging_face: bool) -> str:
-    """README.md of an exported model: what it is, what it was trained on, and how to load it.
+    """README.md of an exported model.
 
     Args:
         results: the last logged value of each key.
         out: the directory, as the commands in the card name it.
         as_hugging_face: the directory is one for `from_pretrained`.
     """
-    config, model, environment = saved.config, saved.config.model, saved.state.get("environment", {})
+    config, model = saved.config, saved.config.model
     sizes = f"dim {model.dim}, {model.num_layers} layers"
     if "from" in model.args:
         sizes = f"begun from {model.args['from']}, whose sizes it has"
@@ -345,8 +332,6 @@ def _card(saved: SavedCheckpoint, results: dict[str, float], vocab_size: int, ou
         ("trained for", f"{saved.step:,} of {config.train.steps:,} steps in cells of {config.data.seq_len} tokens"),
         ("tokens seen", f"{int(saved.state['tracker']['tokens_seen']):,}"),
         ("data", ", ".join(source.name for source in config.data.source)),
-        ("precision", config.train.precision),
-        ("torch", environment.get("packages", {}).get("torch", "unknown")),
         *((f"`{key}`", f"{value:.4f}") for key, value in results.items()),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from trainer.training.setup.plan import Plan
 
 WorldSizeOption = Annotated[int, typer.Option("--world-size", "--nproc", min=1, help="World size to assume.")]
-TEMPORARY = ("gradients", "peak", "process")
 MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `train preview` counts any amount
 COUNTED = 20_000  # micro-batches over all ranks
 EXIT_BREACH = 3
@@ -73,7 +72,7 @@ def check(
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
         preview = _preview(plan)
         _warn(plan, preview, device)
-        facts = {**_derived(plan), **_memory(plan, device)}
+        facts = {**_derived(plan), "memory_megabytes": _megabytes(plan, device)}
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):
             refuse_breaches(plan, report)
@@ -84,13 +83,12 @@ def check(
             get_logger("check").warning("model: %s", line)
         facts["forward_pass"] = "ran" if report["forward"].status == "held" else report["forward"].text
         facts["contract"] = report.to_json() if as_json else report.summary()
-    sources = _sources(plan, preview)
-    eval_sources = {
+    facts["sources"] = _sources(plan, preview)
+    facts["eval_sources"] = {
         source.name: {"streams": len(source.streams), "bytes": _num_bytes(source.streams)}
         for source in plan.eval_sources
     }
     if as_json:
-        facts |= {"sources": sources, "eval_sources": eval_sources}
         print_json({"config": resolved.model_dump(mode="json"), "facts": facts})
         return
     facts["tokens_in_run"] = _tokens_in_run(plan, preview)
@@ -100,9 +98,7 @@ def check(
     if not with_defaults:
         echo("# All other keys have their defaults; --defaults prints them.")
     echo(f"# {config_path} is valid. Derived values for {counted(world_size, 'rank')}:")
-    _print_facts(facts, sources)
-    for name, found in eval_sources.items():
-        echo(f"#   eval source {name}: {counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB")
+    _print_facts(facts)
 
 
 def _num_bytes(streams: Any) -> int:
@@ -113,7 +109,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
     from trainer.data.layout import refuse_empty
     from trainer.storage import Storage, is_url
-    from trainer.training.checkpointing.resume_checks import check_resume
+    from trainer.training.checkpointing.restore import check_resume
 
     parent = plan.place(plan.config.run.dir)
     if os.path.exists(parent) and not os.path.isdir(parent):
@@ -162,7 +158,7 @@ def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
 
 
 def _derived(plan: Plan) -> dict[str, Any]:
-    """What follows from the config, except memory and the model's contract.
+    """What follows from the config, except the memory of a step and the model's contract.
 
     Raises:
         UserError: the model lacks the state that a setting needs.
@@ -172,6 +168,8 @@ def _derived(plan: Plan) -> dict[str, Any]:
 
     config, batches = plan.config, plan.config.micro_batches
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
+    if plan.facts.world_size > 1:
+        facts["sharding"] = "none: each rank holds the whole model" if plan.layout is None else str(plan.layout)
     if not batches.is_constant:
         words = f"{batches.least} to {batches.most}; cells_per_step and tokens_per_step are those of {batches.most}"
         facts["micro_batches"] = words
@@ -201,18 +199,6 @@ def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
     return sources
 
 
-def _memory(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """What a rank's memory will hold: of several ranks, which part of the model; in MB, or why that is not known."""
-    from trainer.distributed.env import RankInfo
-    from trainer.training.setup.sharding import layout_for
-
-    held: dict[str, Any] = {}
-    if plan.facts.world_size > 1:
-        layout = layout_for(plan.config.distributed, RankInfo(world_size=plan.facts.world_size))
-        held["sharding"] = "none: each rank holds the whole model" if layout is None else str(layout)
-    return {**held, "memory_megabytes": _megabytes(plan, device)}
-
-
 def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
     """In MB (1e6 bytes), or why that is not known; warns if the machine has less."""
     from trainer.distributed.strategy import bypassed
@@ -232,9 +218,7 @@ def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
             if (found := bypassed(error)) is not None:
                 raise found from None
         return f"not known: the step cannot run without numbers ({format_error(error)})"
-    needs = {**memory.parts(), "gradients": memory.gradients, "peak": memory.peak}
-    if not memory.gradients:
-        del needs["gradients"]
+    needs = {**memory.parts(), "peak": memory.peak}
     if device.type == "cpu" and (process := resident_bytes()):
         needs["process"] = process
     if needs["peak"] > memory_bytes(device):
@@ -243,17 +227,12 @@ def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
     return {name: round(size / 1e6, 1) for name, size in needs.items()}
 
 
-def _print_facts(facts: dict[str, Any], sources: dict[str, dict[str, Any]]) -> None:
-    memory = facts.pop("memory_megabytes")
+def _print_facts(facts: dict[str, Any]) -> None:
+    memory, sources, evals = (facts.pop(name) for name in ("memory_megabytes", "sources", "eval_sources"))
     for name, value in facts.items():
         echo(f"#   {name} = {value:,}" if isinstance(value, int) else f"#   {name} = {value}")
     if isinstance(memory, dict):
-        parts = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items() if name not in TEMPORARY)
-        after = f", gradients {memory['gradients']:,.1f} after its backward)" if "gradients" in memory else ")"
-        line = f"{memory['peak']:,.1f} MB of tensors at the worst moment of a step ({parts} of them all the time{after}"
-        if (own := memory.get("process")) is not None:
-            line += f", and {own:,.0f} MB of the process itself: {memory['peak'] + own:,.0f} MB"
-        memory = line
+        memory = f"{', '.join(f'{name} {size:,.1f}' for name, size in memory.items())} MB"
     echo(f"#   memory per rank: {memory}")
     for name, found in sources.items():
         what = f"{counted(found['streams'], 'stream')}, modalities {', '.join(found['modalities'])}"
@@ -262,8 +241,9 @@ def _print_facts(facts: dict[str, Any], sources: dict[str, dict[str, Any]]) -> N
             echo(f"#     {modality}: {share:.1%} of the corpus, {found['drawn_share'][modality]:.1%} of what is drawn")
         if tokens := found.get("rank_token_shares"):
             by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in found["masked_share"].items())
-            echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}, in both batching modes")
-            echo(f"#     micro-batches without rows on the worst rank: {by_mode}")
+            echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}; without rows, at worst: {by_mode}")
+    for name, found in evals.items():
+        echo(f"#   eval source {name}: {counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB")
 
 
 def preview(
@@ -281,7 +261,7 @@ def preview(
     from trainer.metrics.logger import counted_warnings
     from trainer.tools.pictures import check_page
     from trainer.tools.preview.config_warnings import find_warnings
-    from trainer.tools.preview.picture import draw
+    from trainer.tools.preview.show import draw, print_preview
     from trainer.tools.preview.summary import make_preview
     from trainer.training.setup.plan import make_plan
 
@@ -298,8 +278,6 @@ def preview(
         found = [{**asdict(each), "message": each.message} for each in warnings]
         print_json({"schema_version": 1, "config": config_path, **asdict(forecast), "warnings": found})
         return
-    from trainer.tools.preview.terminal import print_preview  # needs plotext, which JSON does not
-
     print_preview(forecast, warnings, output(), num_logged=logged.count)
 
 
@@ -352,14 +330,9 @@ def _print_report(model: str, report: Report, *, is_unchecked: bool) -> None:
     console = output()
     console.print(fitted_table(columns, width=console.width, box=None, pad_edge=False))
     breaches = ", ".join(verdict.check for verdict in report.breaches)
-    if breaches:
-        summary = coloured("findings", f"breaks {breaches}")
-    elif is_unchecked:
-        summary = coloured("findings", "was not checked") + f": {escape(report['causality'].text)}"
+    summary = coloured("healthy", "keeps the contract")
+    if breaches or is_unchecked:
+        summary = coloured("findings", f"breaks {breaches}" if breaches else "was not checked")
     elif report.unchecked:
         summary = coloured("warning", "keeps the contract, except that carry could not be checked")
-    else:
-        summary = coloured("healthy", "keeps the contract")
-    untested = sum(verdict.status == "not testable here" for verdict in verdicts)
-    tail = f"; {untested} of {len(verdicts)} checks could not be made" if untested else ""
-    console.print(f"{escape(model)} {summary}{tail} ({report.how}; {report.seconds:.1f} s)", highlight=False)
+    console.print(f"{escape(model)} {summary} ({report.how}; {report.seconds:.1f} s)", highlight=False)

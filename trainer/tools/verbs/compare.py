@@ -20,8 +20,7 @@ from trainer.wording import few, number_text
 
 if TYPE_CHECKING:
     from trainer.tools.diagnostics.diagnose import Diagnosis
-    from trainer.tools.report.run_summary import KeyMean, SummaryRow
-    from trainer.tools.report.seed_groups import Excess, SeedGroup
+    from trainer.tools.report.run_summary import Excess, KeyMean, SeedGroup, SummaryRow
     from trainer.tools.runs.load import RunRecord
 
 # By importance; of a narrow terminal the last are left out first.
@@ -39,8 +38,7 @@ def compare(
 ) -> None:
     """Compare runs: two key by key; more as a table, where runs that differ in the seed alone are one row."""
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.report.run_summary import with_distinct_names
-    from trainer.tools.report.seed_groups import reservations, reservations_of_runs, seed_groups
+    from trainer.tools.report.run_summary import reservations, seed_groups, with_distinct_names
     from trainer.tools.runs.load import load_run
 
     if len(paths) < 2:
@@ -48,13 +46,13 @@ def compare(
     diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in paths])]
     label, groups = seed_groups(diagnoses, window=last)
     if len(paths) == 2:
-        remarks = list(reservations_of_runs(groups))
+        remarks = list(reservations(groups, None))
         if as_json:
             print_json({**_two_as_json(diagnoses, last), "reservations": remarks})
             return
         _print_two(diagnoses, last)
     else:
-        remarks = list(reservations(label, groups))
+        remarks = list(reservations(groups, label))
         if as_json:
             rows = [_group_as_json(*row) for row in zip(groups, _excesses(label, groups), strict=True)]
             print_json({"ranked_by": label, "window": last, "groups": rows, "reservations": remarks})
@@ -66,29 +64,14 @@ def compare(
 
 
 def _run_as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    run = diagnosis.run
-    verdict = {"verdict": diagnosis.verdict, "rules_judged": diagnosis.num_judged}
-    return {"name": run.name, "path": str(run.path), **verdict, "notes": run.notes}
+    found = {"verdict": diagnosis.verdict, "findings": [ruling.rule.name for ruling in diagnosis.findings]}
+    return {"name": diagnosis.run.name, "path": str(diagnosis.run.path), **found, "notes": diagnosis.run.notes}
 
 
 def _two_as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str, Any]:
     from trainer.tools.report.run_summary import config_differences, end_of, key_means, summarize
 
     runs = [diagnosis.run for diagnosis in diagnoses]
-    rulings = [diagnosis.by_severity if diagnosis.verdict else [] for diagnosis in diagnoses]
-    remarks = [
-        [
-            {
-                "rule": ruling.rule.name,
-                "severity": ruling.severity,
-                "text": ruling.outcome.sentence,
-                "setting": ruling.fix.removeprefix("try "),
-                "steps": ruling.steps,
-            }
-            for ruling in of_run
-        ]
-        for of_run in rulings
-    ]
     outcomes = zip(*(summarize(run, window=window) for run in runs), strict=True)
     metrics = []
     for row in key_means(runs[0], runs[1], window=window):
@@ -96,7 +79,7 @@ def _two_as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str
         content["standard_deviations"] = content.pop("deviations")
         metrics.append({**content, "difference": row.difference, "relative": row.relative})
     return {
-        "runs": [{**_run_as_json(of_run), "remarks": r} for of_run, r in zip(diagnoses, remarks, strict=True)],
+        "runs": [_run_as_json(diagnosis) for diagnosis in diagnoses],
         "config": [{"key": key, "values": values} for key, values in config_differences(runs)],
         "outcome": [
             {"label": a.label, "unit": a.unit, "values": [a.value, b.value], "notes": [a.note, b.note]}
@@ -111,11 +94,10 @@ def _two_as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str
 def _print_two(diagnoses: Sequence[Diagnosis], window: int | None) -> None:
     from trainer.tools.report.run_summary import key_means
 
-    console, runs = output(), [diagnosis.run for diagnosis in diagnoses]
-    means = key_means(runs[0], runs[1], window=window)
-    console.print(_config_table(runs))
-    console.print(_outcome_table(diagnoses, window))
-    console.print(_means_table(runs, means, window))
+    runs = [diagnosis.run for diagnosis in diagnoses]
+    means = _means_table(runs, key_means(runs[0], runs[1], window=window), window)
+    for table in (_config_table(runs), _outcome_table(diagnoses, window), means):
+        output().print(table)
 
 
 def _new_table(title: str, first: str, runs: Sequence[RunRecord], *more: str) -> Table:
@@ -143,7 +125,7 @@ def _config_table(runs: Sequence[RunRecord]) -> Table | str:
 
 
 def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
-    from trainer.tools.report.run_summary import heading, summarize
+    from trainer.tools.report.run_summary import summarize
 
     runs = [diagnosis.run for diagnosis in diagnoses]
     table = _new_table("Outcome", "", runs, "difference")
@@ -151,14 +133,10 @@ def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
         difference = ""
         if isinstance(first.value, float) and isinstance(second.value, float):
             difference = _signed(second.value - first.value)
-        table.add_row(heading([first, second]), _fact_cell(first), _fact_cell(second), difference)
-    cells = []
-    for diagnosis in diagnoses:
-        word = diagnosis.brief if diagnosis.verdict else "not diagnosed"
-        text = "\n".join(ruling.title for ruling in diagnosis.findings) or word
-        style = {"healthy": "healthy", "no_findings": "unknown"}.get(str(diagnosis.verdict), "warning")
-        cells.append(Text(text, style=COLOURS[style]))
-    table.add_row("Verdict", *cells, "")
+        table.add_row(first.heading, _fact_cell(first), _fact_cell(second), difference)
+    style = {"healthy": COLOURS["healthy"], "findings": COLOURS["warning"]}
+    briefs = [Text(d.brief.replace(", ", "\n"), style=style.get(str(d.verdict), "dim")) for d in diagnoses]
+    table.add_row("Verdict", *briefs, "")
     return table
 
 
@@ -198,7 +176,7 @@ def _signed(value: float) -> str:
 
 def _print_groups(label: str, groups: Sequence[SeedGroup]) -> None:
     """The table of rows with seeds grouped, ranked."""
-    from trainer.tools.report.seed_groups import ERRORS_WIDE
+    from trainer.tools.report.run_summary import ERRORS_WIDE
 
     columns = _columns(label, groups)
     title = (
@@ -250,7 +228,7 @@ def _columns(label: str, groups: Sequence[SeedGroup]) -> list[Column]:
 
 def _excesses(label: str, groups: Sequence[SeedGroup]) -> list[Excess | None]:
     """Of each row against the first; None for the first, and where either has no value."""
-    from trainer.tools.report.seed_groups import excess
+    from trainer.tools.report.run_summary import excess
 
     best = groups[0].outcome.get(label)
     rest = (group.outcome.get(label) for group in groups[1:])
@@ -265,7 +243,7 @@ def _spread_text(group: SeedGroup, name: str) -> str:
 
 
 def _excess_text(found: Excess | None) -> str:
-    from trainer.tools.report.seed_groups import ERRORS_WIDE
+    from trainer.tools.report.run_summary import ERRORS_WIDE
 
     if found is None:
         return ""
@@ -285,11 +263,7 @@ def _range(group: SeedGroup, label: str) -> str:
 
 def _verdicts(group: SeedGroup) -> str:
     verdicts = [diagnosis.verdict for diagnosis in group.diagnoses]
-    if len(verdicts) == 1:
-        return "findings" if group.diagnoses[0].findings else group.diagnoses[0].brief.replace(" by ", " by\n")
-    few_rules = verdicts.count("no_findings")
-    unsure = f",\n{few_rules} without finding by few rules" if few_rules else ""
-    return f"{verdicts.count('healthy')} of {len(verdicts)} healthy{unsure}"
+    return f"{verdicts.count('findings')} of {len(verdicts)} with findings"
 
 
 def _group_as_json(group: SeedGroup, found: Excess | None) -> dict[str, Any]:

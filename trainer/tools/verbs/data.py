@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,9 +20,9 @@ from trainer.metrics.progress_bar import now_and_then, progress_bar
 from trainer.wording import counted, few
 
 if TYPE_CHECKING:
-    from trainer.data.tokenizer import Tokenizer
-    from trainer.tools.corpus.manifest import Manifest, Skipped
-    from trainer.tools.inspection.survey import Survey
+    from trainer.data.documents import ReadOptions
+    from trainer.data.layout import Discovery
+    from trainer.tools.corpus.writer import Manifest
 
 NUM_TOP_IDS = 10
 
@@ -51,7 +48,7 @@ DtypeOption = Annotated[str | None, typer.Option(help="Of headerless .bin files.
 @build_app.command()
 def pytext(out: OutOption = "data/pytext", force: ForceOption = False) -> None:
     """Build a corpus of text that every installation has: sources, headers and prose of the installed packages."""
-    from trainer.tools.corpus.pytext import build_pytext
+    from trainer.tools.corpus.builders import build_pytext
 
     with progress_bar() as progress, writing(out):
         manifest = build_pytext(Path(out), force=force, progress=progress)
@@ -65,7 +62,7 @@ def text(
     force: ForceOption = False,
 ) -> None:
     """Build a corpus of your own text: one document per file, or per line of a .jsonl file."""
-    from trainer.tools.corpus.text import build_text
+    from trainer.tools.corpus.builders import build_text
 
     globs: dict[str, list[str]] = {}
     for given in modality:
@@ -80,30 +77,17 @@ def text(
 
 
 def _summarise(out: str, manifest: Manifest) -> None:
+    from trainer.tools.corpus.documents import SAME_TEXT
+
     if manifest.skipped:
-        echo(f"skipped {_skipped_line(manifest.skipped)}; the manifest lists them all", err=True)
+        lost_first = sorted(manifest.skipped, key=lambda each: each.reason.startswith(SAME_TEXT))
+        examples = few([f"{each.source} ({each.reason})" for each in lost_first])
+        echo(f"skipped {counted(len(lost_first), 'file')}: {examples}; the manifest lists them all", err=True)
     for modality in manifest.modalities:
         totals = manifest.totals(modality)
         documents, streams = counted(totals["documents"], "document"), counted(totals["streams"], "stream")
         echo(f"{modality}: {documents}, {streams}, {totals['text_bytes'] / 1e6:.1f} MB of text", err=True)
     echo(f"wrote the corpus to {out}; contents: {out}/manifest.json", err=True)
-
-
-def _skipped_line(skipped: Sequence[Skipped]) -> str:
-    """What was lost, with an example of each reason before a second one, then how many are mere copies."""
-    lost = [each for each in skipped if not each.is_copy]
-    turns: Counter[str] = Counter()
-    examples: list[tuple[int, str]] = []
-    for each in lost:
-        kind = each.reason.partition(":")[0]
-        examples.append((turns[kind], f"{each.source} ({each.reason})"))
-        turns[kind] += 1
-    examples.sort(key=lambda example: example[0])
-    copies = len(skipped) - len(lost)
-    if not lost:
-        return f"{counted(copies, 'file')} with the same text as another"
-    line = f"{counted(len(lost), 'file')}: {few([text for _, text in examples])}"
-    return f"{line}; and {copies:,} with the same text as another" if copies else line
 
 
 @app.command()
@@ -153,18 +137,14 @@ def key_recall(
     force: ForceOption = False,
 ) -> None:
     """Generate groups whose first cell holds the answers to all later cells: not learnable without carried state."""
-    from trainer.tools.corpus.key_recall import NUM_SYMBOLS, build_key_recall
+    from trainer.tools.corpus.builders import build_key_recall
 
     with writing(out):
         manifest = build_key_recall(
             Path(out), groups=groups, cells=cells, seq_len=seq_len, streams=streams, seed=seed, force=force
         )
-    totals = manifest.totals()
-    echo(f"{totals['documents']:,} groups of {cells} cells of {seq_len} bytes, {totals['streams']} streams", err=True)
-    asked = math.log(NUM_SYMBOLS)
-    floor = 2 * asked / (cells * seq_len)
-    echo(f"token_type/digit/loss: at least {asked:.3f} without carried state, 0 with it", err=True)
-    echo(f"loss over all bytes with carried state: at least {floor:.4f}", err=True)
+    for rule in manifest.rules.values():
+        echo(rule, err=True)
     echo(f"wrote the corpus to {out}; train with data.seq_len = {seq_len}", err=True)
 
 
@@ -179,16 +159,13 @@ def verify(
     text_split: TextSplitOption = "file",
 ) -> None:
     """Read everything once and report every damaged file; exit with 2 if there is one. Warns of text that is not UTF-8."""
-    from trainer.data.documents import ReadOptions
-    from trainer.data.layout import discover, refuse_unheeded
-    from trainer.data.tokenizer import load_tokenizer
+    from trainer.data.layout import discover
     from trainer.metrics.logger import get_logger
-    from trainer.tools.inspection.encoding import describe
+    from trainer.tools.inspection.verify import describe
     from trainer.tools.inspection.verify import verify as read_everything
 
     at = discover(paths, format=format)
-    refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod, "text_split": text_split})
-    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split, format)
+    options = _read_options(at, format, tokenizer, vocab_size, dtype, eod, text_split)
     root = Path(paths[0]) if at.layout == "nested" else None
     with progress_bar() as report:
         found = read_everything(at.streams, options, root=root, report=report)
@@ -206,7 +183,6 @@ def inspect(
     paths: PathsArgument,
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens per cell, as data.seq_len.")] = 256,
     max_group_cells: Annotated[int, typer.Option(min=1, help="As data.max_group_cells.")] = 64,
-    pack: Annotated[bool, typer.Option("--pack", help="As data.pack.")] = False,
     tokenizer: TokenizerOption = "bytes",
     vocab_size: VocabOption = 0,
     format: FormatOption = "auto",
@@ -216,31 +192,38 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show layout, modalities, streams, documents, groups, cells, padding and a token histogram."""
-    from trainer.data.documents import ReadOptions
+    from dataclasses import asdict
+
+    import numpy as np
+
     from trainer.data.groups import CutOptions
-    from trainer.data.layout import discover, refuse_unheeded
-    from trainer.data.tokenizer import load_tokenizer
+    from trainer.data.layout import discover
     from trainer.tools.inspection.survey import survey
 
     at = discover(paths, format=format)
-    refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod, "text_split": text_split})
-    options = ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split, format)
-    cut = CutOptions("", seq_len, max_group_cells, pack)
+    options = _read_options(at, format, tokenizer, vocab_size, dtype, eod, text_split)
     with progress_bar() as report:
-        found = survey(at.streams, options, cut, report=report)
+        found = survey(at.streams, options, CutOptions("", seq_len, max_group_cells, False), report=report)
+    total, reader = max(int(found.counts.sum()), 1), options.tokenizer
+    types = found.type_counts(reader)
+    top_ids = [
+        {"id": i, "text": reader.decode(np.array([i], dtype=np.int64)), "tokens": count, "share": count / total}
+        for i, count in found.top_ids(NUM_TOP_IDS)
+    ]
     content = {
         "paths": paths,
         "layout": at.layout,
-        "reading": {
-            "tokenizer": tokenizer,
-            "vocab_size": vocab_size,
-            "format": format,
-            "dtype": dtype,
-            "eod": eod,
-            "text_split": text_split,
+        "seq_len": seq_len,
+        "max_group_cells": max_group_cells,
+        "totals": found.total(seq_len),
+        "modalities": {name: found.total(seq_len, name) for name in found.modalities},
+        "histogram": {
+            "vocab_size": reader.vocab_size,
+            "distinct_ids": int((found.counts > 0).sum()),
+            "types": {name: {"tokens": count, "share": count / total} for name, count in types.items()},
+            "top_ids": top_ids,
         },
-        "cutting": {"seq_len": seq_len, "max_group_cells": max_group_cells, "pack": pack},
-        **_facts(found, seq_len, options.tokenizer),
+        "streams": [asdict(facts) for facts in found.streams],
     }
     if as_json:
         echo(json.dumps(content, indent=2))
@@ -248,45 +231,33 @@ def inspect(
         _print_tables(content)
 
 
-def _facts(found: Survey, seq_len: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Totals, modalities, histogram and streams, as `--json` prints them."""
-    from dataclasses import asdict
+def _read_options(
+    at: Discovery, format: str, tokenizer: str, vocab_size: int, dtype: str | None, eod: int | None, text_split: str
+) -> ReadOptions:
+    """How the files are read.
 
-    import numpy as np
+    Raises:
+        UserError: an option has no effect on them.
+    """
+    from trainer.data.documents import ReadOptions
+    from trainer.data.layout import refuse_unheeded
+    from trainer.data.tokenizer import load_tokenizer
 
-    total = max(int(found.counts.sum()), 1)
-    types = found.type_counts(tokenizer)
-    top_ids = [
-        {"id": i, "text": tokenizer.decode(np.array([i], dtype=np.int64)), "tokens": count, "share": count / total}
-        for i, count in found.top_ids(NUM_TOP_IDS)
-    ]
-    return {
-        "totals": found.total(seq_len),
-        "modalities": {name: found.total(seq_len, name) for name in found.modalities},
-        "histogram": {
-            "vocab_size": tokenizer.vocab_size,
-            "distinct_ids": int((found.counts > 0).sum()),
-            "types": {name: {"tokens": count, "share": count / total} for name, count in types.items()},
-            "top_ids": top_ids,
-        },
-        "streams": [asdict(facts) for facts in found.streams],
-    }
+    refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod, "text_split": text_split})
+    return ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split, format)
 
 
 def _print_tables(content: dict[str, Any]) -> None:
     console = output()
-    cutting = content["cutting"]
-    how = f"layout {content['layout']}; cells of {cutting['seq_len']} tokens, at most {cutting['max_group_cells']} a group"
-    console.print(how + (", short documents packed" if cutting["pack"] else ""), highlight=False)
-    table = Table()
-    table.add_column("modality")
+    cells = f"cells of {content['seq_len']} tokens, at most {content['max_group_cells']} a group"
+    console.print(f"layout {content['layout']}; {cells}", highlight=False)
+    table = Table("modality")
     names = ("streams", "documents", "tokens", "groups", "cells")
-    other = "unpacked" if cutting["pack"] else "packed"
-    for name in (*names, "padding", f"if {other}"):
+    for name in (*names, "padding", "if packed"):
         table.add_column(name, justify="right")
     rows = list(content["modalities"].items())
     for name, facts in [*rows, *([("all", content["totals"])] if len(rows) > 1 else [])]:
-        paddings = (facts["padding_share"], facts[f"{other}_padding_share"])
+        paddings = (facts["padding_share"], facts["packed_padding_share"])
         table.add_row(escape(name), *(f"{facts[key]:,}" for key in names), *(f"{share:.1%}" for share in paddings))
     console.print(table)
     histogram = content["histogram"]
@@ -295,14 +266,12 @@ def _print_tables(content: dict[str, Any]) -> None:
     title = f"most frequent of {histogram['distinct_ids']:,} distinct ids (vocabulary {histogram['vocab_size']:,})"
     console.print(title, highlight=False)
     console.print(_share_table("id", [(f"{e['id']} {e['text']!r}", e) for e in histogram["top_ids"]]))
-    empty = content["totals"]["empty_documents"]
-    if empty:
+    if empty := content["totals"]["empty_documents"]:
         console.print(f"{empty:,} documents have no token and are never read", highlight=False)
 
 
 def _share_table(kind: str, rows: list[tuple[str, dict[str, Any]]]) -> Table:
-    table = Table()
-    table.add_column(kind)
+    table = Table(kind)
     table.add_column("tokens", justify="right")
     table.add_column("share", justify="right")
     for name, entry in rows:

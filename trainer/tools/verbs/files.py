@@ -122,7 +122,7 @@ def verify(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
     """Compare every file of every checkpoint with its hash; exit with 2 if any differs."""
     entries = _entries(run_dir, is_deep=True)
     if not entries:
-        raise UserError(run_dir, "has no checkpoint", "set checkpoint.every, or let the run finish")
+        raise _none_in(run_dir)
     _print(run_dir, entries, as_json=as_json, is_deep=True)
     fix = "resume from an older one: --resume auto does so by itself"
     if damaged := [UserError("checkpoint", entry.problem, fix) for entry in entries if entry.problem is not None]:
@@ -146,7 +146,7 @@ def push(
 
     run = RunDir(Path(run_dir))
     if not _paths(run_dir):
-        raise UserError(run_dir, "has no checkpoint", "set checkpoint.every, or let the run finish")
+        raise _none_in(run_dir)
     resolved = load_config(run.resolved_config)
     url = to or resolved.checkpoint.remote
     if url is None:
@@ -160,6 +160,10 @@ def push(
         mirror = start_mirror(Claimed(remote, owner, lambda: owner), run, resolved.checkpoint, -1, Diagnostics())
         if not mirror.wait():
             raise typer.Exit(EXIT_NOT_PUSHED)
+
+
+def _none_in(place: str) -> UserError:
+    return UserError(place, "has no checkpoint", "name a run (runs/NAME-TIME) that saved one, or the store of one")
 
 
 def _unusable(url: str, error: Exception) -> UserError:
@@ -201,14 +205,14 @@ def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
     except StorageError as error:
         raise _unusable(url, error) from None
     if not entries:
-        raise UserError(url, "has no checkpoint", "name what checkpoint.remote names, without the step")
+        raise _none_in(url)
     return entries
 
 
 def _state_of(path: str, read: Callable[[], Any]) -> tuple[str | None, int | None]:
     """(what is wrong with a checkpoint, its number of ranks), by a function that reads its state.json."""
     from trainer.storage import StorageError
-    from trainer.training.checkpointing.checkpoint import CheckpointError
+    from trainer.training.checkpointing.tensor_files import CheckpointError
 
     try:
         return None, int(read()["world_size"])
@@ -224,7 +228,7 @@ def _paths(run_dir: str) -> list[Path]:
 
     directory = Path(run_dir) / "checkpoints"
     if not directory.is_dir():
-        raise UserError(run_dir, "has no directory checkpoints", "name a run directory (runs/NAME-TIME)")
+        raise _none_in(run_dir)
     return sorted((path for path in directory.glob("step_*") if step_of(path) >= 0), key=step_of, reverse=True)
 
 

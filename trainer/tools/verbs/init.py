@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from trainer.cli.options import EodOption, FormatOption
-from trainer.cli.terminal import echo, put_text
-from trainer.errors import UserError
-from trainer.tools.init.shares import Mix
+from trainer.cli.terminal import echo, put_text, refuse_existing
 
 SCHEMA_NAME = "config.schema.json"
 
@@ -30,27 +28,23 @@ def init(
     ] = None,
     eod: EodOption = None,
     weights: Annotated[
-        Mix,
+        Literal["tokens", "sqrt", "equal"],
         typer.Option(
-            help="How often each modality is drawn: tokens (in its share of the corpus), sqrt (by the square root of its "
-            "tokens), or equal."
+            help="How often each modality is drawn: by its training tokens, by their square root, or equally."
         ),
-    ] = Mix.tokens,
+    ] = "tokens",
     minutes: Annotated[
         float,
-        typer.Option(
-            min=0, help="Length of the run at most, by timing a few steps on this machine; 0: one pass, untimed."
-        ),
+        typer.Option(min=0, help="Longest time of the run, from a few timed steps; 0: one pass, untimed."),
     ] = 5.0,
 ) -> None:
     """Inspect your data and write a commented config that trains on it."""
     from trainer.tools.init.starter import render_starter
-    from trainer.tools.init.survey import make_starter
-    from trainer.tools.init.trial import timed
+    from trainer.tools.init.survey import make_starter, timed
     from trainer.tools.reference_docs import render_config_schema
 
-    if out is not None and Path(out).exists() and not force:
-        raise UserError(out, "exists already", "name another file, or add --force")
+    if out is not None:
+        refuse_existing(out, force=force)
     starter = make_starter(paths, format=format, dtype=dtype, eod=eod, tokenizer=tokenizer, weights=weights)
     if minutes:
         starter = timed(starter, minutes)

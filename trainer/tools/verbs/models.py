@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import glob
 import itertools
-import json
 import os
-import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -30,19 +27,12 @@ from trainer.files import did_you_mean
 from trainer.storage import is_url
 
 if TYPE_CHECKING:
-    import torch
-
     from trainer.config.data_tables import EvalSourceTable
-    from trainer.extensions.samples import Draw
-    from trainer.tools.runs.table import RowTable
-    from trainer.tools.trained.saved_model import SavedModel
 
 ModelArgument = Annotated[str, typer.Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
-ExportFormat = Literal["safetensors", "hf", "csv", "parquet", "tensorboard"]
-FORMATS: tuple[ExportFormat, ...] = ("safetensors", "hf", "csv", "parquet", "tensorboard")
+ExportFormat = Literal["safetensors", "hf", "csv", "parquet"]
 SUFFIXES: dict[str, ExportFormat] = {".csv": "csv", ".parquet": "parquet"}
 """Of a file to write -> the format without `--format`."""
-DEFAULT_LENGTH = 200
 HELD_OUT = "held-out documents"
 METRICS = {"loss": "loss", "bits_per_byte": "bits per byte", "perplexity": "perplexity", "accuracy": "accuracy"}
 
@@ -50,10 +40,7 @@ METRICS = {"loss": "loss", "bits_per_byte": "bits per byte", "perplexity": "perp
 def sample(
     run_dir: ModelArgument,
     prompt: Annotated[str, typer.Option(help="Text to continue; default: the start of a document.")] = "",
-    num_bytes: Annotated[int | None, typer.Option("--bytes", min=1, help="Bytes of text to generate [200].")] = None,
-    num_tokens: Annotated[
-        int | None, typer.Option("--tokens", min=1, help="Tokens to generate, instead of --bytes.")
-    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="Divides the logits; 0: greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0: from all.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
@@ -61,70 +48,32 @@ def sample(
     tokenizer: TokenizerOption = None,
     device: DeviceOption = "auto",
     trust_code: TrustOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Generate text from a run's newest checkpoint, with the recurrent state carried from token to token."""
-    if num_bytes is not None and num_tokens is not None:
-        raise UserError("--bytes", "does not go with --tokens", "give one of the two")
     require_run(run_dir)
     with uncollected():
-        from trainer.extensions.samples import Draw, GenerationError
+        from trainer.data.tokenizer import TextStream, prompt_ids
+        from trainer.extensions.samples import Draw, GenerationError, generate
         from trainer.tools.trained.saved_model import load_model
 
     on = pick_device(device)
     saved = load_model(run_dir, step=step, device=on, tokenizer=tokenizer, trust_code=trust_code)
-    draw = Draw(temperature, top_k, seed)
-    pieces = []
-    if not as_json:
-        _write(prompt)
-    try:
-        for piece in _text_pieces(saved, prompt, draw, num_bytes=num_bytes, num_tokens=num_tokens, device=on):
-            pieces.append(piece)
-            if not as_json:
-                _write(piece)
-    except GenerationError as error:
-        raise UserError(run_dir, str(error), "take an earlier checkpoint with --step") from None
-    if as_json:
-        _write(json.dumps({"step": saved.step, "prompt": prompt, "text": "".join(pieces)}, ensure_ascii=False))
-    _write("\n")
-
-
-def _text_pieces(
-    saved: SavedModel,
-    prompt: str,
-    draw: Draw,
-    *,
-    num_bytes: int | None,
-    num_tokens: int | None,
-    device: torch.device,
-) -> Iterator[str]:
-    """The generated text, piece by piece, up to the requested length."""
-    from trainer.data.tokenizer import TextStream, prompt_ids
-    from trainer.extensions.samples import generate
-
-    is_text = saved.tokenizer.name != "ids"
-    if num_bytes is not None and not is_text:
-        raise UserError("--bytes", "the model was trained on token ids, which have no bytes", "use --tokens")
-    limit = num_tokens or num_bytes or DEFAULT_LENGTH
-    tokens = generate(
+    generated = generate(
         saved.model,
         prompt_ids(saved.tokenizer, prompt, "--prompt"),
-        draw=draw,
+        draw=Draw(temperature, top_k, seed),
         cell=saved.config.data.seq_len,
         forbidden=[saved.tokenizer.bos_id],
-        device=device,
+        device=on,
     )
     stream = TextStream(saved.tokenizer)
-    written = 0
-    # A token has one byte or more, so that a limit in bytes limits the tokens too.
-    for token in itertools.islice(tokens, limit):
-        piece = stream.push(token)
-        written += len(piece.encode("utf-8"))
-        yield piece
-        # With the bytes tokenizer a token is a byte, so that counting tokens is enough.
-        if num_tokens is None and is_text and saved.tokenizer.name != "bytes" and written >= limit:
-            break
-    yield stream.flush()
+    _write(prompt)
+    try:
+        for token in itertools.islice(generated, tokens):
+            _write(stream.push(token))
+    except GenerationError as error:
+        raise UserError(run_dir, str(error), "take an earlier checkpoint with --step") from None
+    _write(stream.flush() + "\n")
 
 
 def _write(text: str) -> None:
@@ -162,7 +111,7 @@ def evaluate(
     with uncollected():
         from trainer.tools.trained.offline import evaluate_checkpoint
 
-    found = evaluate_checkpoint(
+    at, metrics = evaluate_checkpoint(
         run_dir,
         sources,
         step=step,
@@ -173,9 +122,9 @@ def evaluate(
         trust_code=trust_code,
     )
     if as_json:
-        print_json({"run": run_dir, "step": found.step, "metrics": found.metrics})
+        print_json({"run": run_dir, "step": at, "metrics": metrics})
     else:
-        _print_metrics(run_dir if found.step is None else f"{run_dir}, step {found.step:,}", found.metrics)
+        _print_metrics(run_dir if at is None else f"{run_dir}, step {at:,}", metrics)
 
 
 def _parse_source(text: str) -> EvalSourceTable:
@@ -226,25 +175,20 @@ def export(
     format: Annotated[
         ExportFormat | None,
         typer.Option(
-            help="Weights: safetensors; hf, for from_pretrained. Metrics: csv, parquet, tensorboard. Default: csv or parquet "
-            "if PATH ends so, otherwise safetensors."
+            help="Weights: safetensors, hf (from_pretrained). Metrics: csv, parquet. Default: by PATH's ending, "
+            "otherwise safetensors."
         ),
     ] = None,
     step: StepOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
     trust_code: TrustOption = False,
 ) -> None:
-    """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV, Parquet, TensorBoard)."""
+    """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV, Parquet)."""
     target = Path(out)
-    if format is None:
-        format = SUFFIXES.get(target.suffix, "safetensors")
-        others = ", ".join(each for each in FORMATS if each != format)
-        echo(f"no --format: writing {format}; the others: {others}", err=True)
+    format = format or SUFFIXES.get(target.suffix, "safetensors")
     refuse_existing(out, force=force)
     if target.is_dir() and not _is_export(target):
         raise UserError(out, "is a directory with other files than an export", "name a new one")
-    if not target.absolute().parent.is_dir():
-        raise UserError(out, "is in a directory that does not exist", f"mkdir -p {target.absolute().parent}")
     if format in ("safetensors", "hf"):
         from trainer.tools.trained.saved_model import export_model
 
@@ -259,29 +203,12 @@ def export(
 
     if step is not None:
         raise UserError("--step", "chooses a checkpoint", "use it with --format safetensors or hf")
-    writers = {"csv": write_csv, "parquet": write_parquet, "tensorboard": _write_tensorboard}
     run = load_run(run_dir)
     with writing(out):
-        count = writers[format](run.train, run.evals, target)
+        count = (write_csv if format == "csv" else write_parquet)(run.train, run.evals, target)
     for note in run.notes:
         echo(f"note: {note}", err=True)
     echo(f"wrote {count:,} rows of {len(run.keys)} keys to {out}", err=True)
-
-
-def _write_tensorboard(train: RowTable, evals: RowTable, out: Path) -> int:
-    from trainer.metrics.payload_contract import build_payload
-    from trainer.metrics.services import TensorboardSink
-    from trainer.tools.runs.table import rows_of
-
-    shutil.rmtree(out, ignore_errors=True)
-    sink, rows = TensorboardSink(out), rows_of(train, evals)
-    try:
-        for row in rows:
-            sink.log(build_payload(row.mode, row.step, row.values))
-    except ModuleNotFoundError as error:
-        raise UserError("--format tensorboard", str(error), "run: pip install tensorboard") from None
-    sink.close()
-    return len(rows)
 
 
 def _is_export(directory: Path) -> bool:
@@ -290,7 +217,7 @@ def _is_export(directory: Path) -> bool:
 
     own = {"model.safetensors", "config.toml", "README.md", "config.json", "generation_config.json", "tokenizer.json"}
     names = {path.name for path in directory.iterdir()}
+    if not names or not names <= own | set(TOKENIZER_PARTS):
+        return not names
     card = directory / "README.md"  # a folder of someone else's model may have the same files
-    if names and names <= own | set(TOKENIZER_PARTS):
-        return card.is_file() and "by `train export`" in card.read_text(encoding="utf-8", errors="replace")
-    return all(name.startswith("events.out.tfevents.") for name in names)
+    return card.is_file() and "by `train export`" in card.read_text(encoding="utf-8", errors="replace")

@@ -103,26 +103,32 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
     from trainer.tools.runs.load import load_run, settings_by_step
 
     status = run_state(path)
-    entry = RunEntry(str(path), str(status.get("state", "unknown")), reason=status.get("reason") or None)
     said = status.get("last_step")
     reached = [said] if isinstance(said, int) else []
     times = [(path / name).stat().st_mtime for name in ("metrics.jsonl", "status.json") if (path / name).is_file()]
+    entry = RunEntry(
+        str(path),
+        str(status.get("state", "unknown")),
+        step=max(reached, default=None),
+        age_sec=max(now - times[-1], 0.0),
+        reason=status.get("reason") or None,
+    )
     try:
         run = load_run(path, allow_empty=True)
     except UserError:
-        return replace(
-            entry, step=max(reached, default=None), age_sec=max(now - times[-1], 0.0), verdict="record unreadable"
-        )
+        return replace(entry, verdict="record unreadable")
+    if not run.keys:
+        return entry
     loss, eval_loss = (next(reversed(run.column(key)[1]), None) for key in ("loss", "eval_loss"))
-    is_logged, steps = bool(run.keys), run.setting("train.steps")
+    steps = run.setting("train.steps")
     return replace(
         entry,
         step=max([*run.steps[-1:], *reached], default=None),  # rows are some steps apart
-        steps=steps if isinstance(steps, int) and is_logged else None,
+        steps=steps if isinstance(steps, int) else None,
         loss=loss,
         eval_loss=eval_loss,
-        age_sec=max(now - times[0 if is_logged else -1], 0.0),
-        verdict=diagnose(run).brief if diagnoses and is_logged else None,
+        age_sec=max(now - times[0], 0.0),
+        verdict=diagnose(run).brief if diagnoses else None,
         changed=[key for key, value in settings_by_step(run).items() if isinstance(value, dict)],
     )
 
@@ -131,12 +137,16 @@ def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
     from trainer.tools.fitted_table import Column
 
     ages = ["-" if entry.age_sec is None else duration_text(entry.age_sec) for entry in entries]
+    losses, evals = (
+        ["-" if value is None else f"{value:.4f}" for value in values]
+        for values in ([entry.loss for entry in entries], [entry.eval_loss for entry in entries])
+    )
     columns = [
         Column("run", [escape(entry.run) for entry in entries]),
         Column("state", [coloured(entry.state, otherwise="dim") for entry in entries]),
         Column("step", [_steps(entry) for entry in entries], "right", leave_out=1),
-        Column("loss", [_number(entry.loss) for entry in entries], "right", leave_out=2),
-        Column("eval", [_number(entry.eval_loss) for entry in entries], "right", leave_out=4),
+        Column("loss", losses, "right", leave_out=2),
+        Column("eval", evals, "right", leave_out=4),
         Column("age", ages, "right", leave_out=3),
     ]
     if any(entry.changed for entry in entries):
@@ -162,10 +172,6 @@ def _steps(entry: RunEntry) -> str:
     if entry.step is None:
         return "-"
     return f"{entry.step:,}/{entry.steps:,}" if entry.steps is not None else f"{entry.step:,}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 class LiveVerdict:
@@ -266,24 +272,26 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""
-    if follow and (out is not None or force):
-        option = "--out" if out is not None else "--force"
-        raise UserError(option, "--follow writes no file", "leave one of them out")
-    if port is not None and not follow:
-        raise UserError("--port", "without --follow, nothing is served", "add --follow")
-    if follow:
-        _follow(runs, port or 0)
-    else:
-        _write(runs, DEFAULT_OUT if out is None else out, force=force)
-
-
-def _write(runs: list[str], out: str, *, force: bool) -> None:
     from trainer.tools.diagnostics.diagnose import diagnose
     from trainer.tools.pictures import check_page, plotly_script, write_page
+    from trainer.tools.report.live import serve
     from trainer.tools.report.page import render_page, render_parts
     from trainer.tools.report.run_summary import with_distinct_names
     from trainer.tools.runs.load import load_run
 
+    mixed = {
+        "--out": follow and out is not None,
+        "--force": follow and force,
+        "--port": port is not None and not follow,
+    }
+    if wrong := next((option for option, is_wrong in mixed.items() if is_wrong), None):
+        raise UserError(
+            wrong, f"does not go {'without' if wrong == '--port' else 'with'} --follow", "change one of them"
+        )
+    if follow:
+        serve(runs, plotly=plotly_script(), port=port or 0, say=lambda words: echo(words, err=True))
+        return
+    out = DEFAULT_OUT if out is None else out
     target = check_page(out)
     refuse_existing(out, force=force)
     plotly = plotly_script()
@@ -296,10 +304,3 @@ def _write(runs: list[str], out: str, *, force: bool) -> None:
         for note in run.notes:
             echo(f"{run.name}: note: {note}", err=True)
     echo(f"wrote the report to {out} ({size / 1e6:.1f} MB)", err=True)
-
-
-def _follow(runs: list[str], port: int) -> None:
-    from trainer.tools.pictures import plotly_script
-    from trainer.tools.report.live import serve
-
-    serve(runs, plotly=plotly_script(), port=port, say=lambda words: echo(words, err=True))

@@ -15,18 +15,13 @@ checkpoint cannot run code.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.files import (
@@ -39,13 +34,17 @@ from trainer.files import (
     remove_leftovers,
     remove_tree,
     replace_link,
-    replacing,
     sync_directory,
     write_json,
 )
-from trainer.import_path import format_error
+from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
-from trainer.training.checkpointing.tensor_files import DamagedFile, Rows, TensorFiles, unpack, write_tensors
+from trainer.training.checkpointing.tensor_files import (
+    CheckpointError,
+    model_file,
+    rank_file,
+    rows_file,
+)
 from trainer.wording import counted
 
 FORMAT_VERSION = 2
@@ -57,105 +56,9 @@ CHECKPOINTS = "checkpoints"  # in a run's directory
 logger = get_logger("checkpoint")
 
 
-class CheckpointError(Exception):
-    """A checkpoint is damaged or not of this program; the message names the file and what is wrong."""
-
-
 def checkpoint_name(step: int) -> str:
     """Directory name of the checkpoint after `step`."""
     return f"step_{step:08d}"
-
-
-def model_file(rank: int) -> str:
-    """File name of a rank's part of weights and optimizer."""
-    return f"model_{rank:03d}.safetensors"
-
-
-def rank_file(rank: int) -> str:
-    """File name of a rank's own part."""
-    return f"rank_{rank:03d}.safetensors"
-
-
-def rows_file(rank: int) -> str:
-    """File name of the states of a rank's ledger."""
-    return f"rank_{rank:03d}.rows"
-
-
-class TensorPart(NamedTuple):
-    """A file of tensors and plain values."""
-
-    rows: Mapping[str, Rows]
-    values: Any = None
-    shapes: Mapping[str, tuple[int, ...]] | None = None
-    """See `write_tensors`."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the file, or some more."""
-        tensors = sum(part.tensor.nbytes for part in self.rows.values())
-        # An entry of the header holds name, type, shape and place, one of the metadata name and first row, or shape.
-        entries = sum(2 * len(name) + 160 for name in self.rows) + sum(len(name) + 24 for name in self.shapes or ())
-        return tensors + entries + 2 * len(json.dumps(self.values)) + 512
-
-
-class StatePart(NamedTuple):
-    """A file of states, as pieces [n, width] of the CPU, which are taken one by one."""
-
-    num_bytes: int
-    pieces: Iterable[Tensor]
-
-
-Part = TensorPart | StatePart
-
-
-def write_part(path: Path, part: Part) -> None:
-    """Write one file of a checkpoint to disk, not merely to the page cache.
-
-    Raises:
-        OSError, RuntimeError: it cannot be written.
-    """
-    if isinstance(part, TensorPart):
-        write_tensors(path, part.rows, part.values, shapes=part.shapes)
-        return
-    with replacing(path) as file:
-        for piece in part.pieces:
-            file.write(piece.view(torch.uint8).numpy().data)
-
-
-def read_rank(path: Path, rank: int) -> dict[str, Any]:
-    """What a rank of a checkpoint wrote; the states of its ledger are read when they are used.
-
-    Raises:
-        CheckpointError: a file is damaged; or there are not as many states as it says.
-    """
-    try:
-        files = TensorFiles([path / rank_file(rank)])
-        part: dict[str, Any] = unpack(files.values, files.read)
-    except (DamagedFile, ValueError) as error:
-        raise CheckpointError(str(error)) from None
-    ledger = part.get("ledger", {})
-    if ledger:
-        size = {"count": len(ledger["groups"]), "width": ledger["width"], "dtype": ledger["dtype"]}
-        ledger["rows"] = _map_rows(path / rows_file(rank), **size)
-    return part
-
-
-def _map_rows(path: Path, *, count: int, width: int, dtype: torch.dtype) -> Tensor:
-    """States that `write_part` wrote, [count, width], as a part of memory that is the file's.
-
-    Raises:
-        CheckpointError: there are not as many.
-    """
-    needed = count * width * dtype.itemsize
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    if size != needed:
-        raise CheckpointError(f"{path}: has {size} bytes, not the {needed} of {counted(count, 'state')}")
-    if not count:
-        return torch.empty(0, width, dtype=dtype)
-    return torch.from_numpy(np.memmap(path, np.uint8, mode="c")).view(dtype).view(count, width)
 
 
 def staging_dir(checkpoints: Path, step: int) -> Path:
@@ -357,37 +260,6 @@ def named(path: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         raise UserError("--resume", str(error), "name a whole checkpoint, or use auto") from None
 
 
-class BackgroundWriter:
-    """Writes one file at a time in a thread."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: list[Future[None]] = []
-
-    def submit(self, path: Path, part: Part) -> None:
-        """Write `part`, which nobody may change until it is written, to `path`."""
-        self._pending.append(self._pool.submit(write_part, path, part))
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether all that was submitted is written (or failed)."""
-        return all(future.done() for future in self._pending)
-
-    def wait(self) -> None:
-        """Until all is written.
-
-        Raises:
-            OSError: a write failed.
-        """
-        pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._pool.shutdown(wait=True)
-
-
 def _fingerprint(path: Path) -> dict[str, Any]:
     with open_plain(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -396,7 +268,6 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 MOST = 2**62
 Count = Annotated[int, Field(ge=0, le=MOST)]
-Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
 
 
 class _Part(BaseModel):
@@ -406,13 +277,6 @@ class _Part(BaseModel):
 class _Tracker(_Part):
     tokens_seen: Count
     smoothed: dict[str, float | None]
-
-
-class _NoiseScale(_Part):
-    noise: dict[str, float]
-    consistency: dict[str, float]
-    gauges: dict[str, float]
-    history: list[list[Pair]]
 
 
 class _SavedState(_Part):
@@ -426,7 +290,7 @@ class _SavedState(_Part):
     micro_batches: Annotated[list[Count], Field(min_length=2, max_length=2)]
     evaluation_is_due: bool
     tracker: _Tracker
-    gns: _NoiseScale | None
+    gns: dict[str, Any] | None
     extensions: dict[str, dict[str, Any] | None]
     wandb_run_id: str | None = None
     config: dict[str, Any]
@@ -449,10 +313,5 @@ def loading(path: Path, part: str) -> Iterator[None]:
     Raises:
         UserError: naming the part.
     """
-    try:
+    with users_code("--resume", f"{path}: its {part} cannot be restored", "resume from another checkpoint"):
         yield
-    except UserError:
-        raise
-    except Exception as error:
-        problem = f"{path}: its {part} cannot be restored: {format_error(error)}"
-        raise UserError("--resume", problem, "resume from another checkpoint") from error

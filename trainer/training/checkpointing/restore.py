@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from trainer.config.load import flatten, recorded_settings
 from trainer.config.schema import RunConfig
+from trainer.data.blend import ALL_RANKS, BlendDataset, parts_of, without_sources
+from trainer.data.epochs import restart_streams
+from trainer.data.fingerprint import (
+    EVAL,
+    FINGERPRINT_KEY,
+    DataChange,
+    Fingerprint,
+    blocks_per_file,
+    compare,
+    has_contents,
+    keep_contents,
+    mark_files,
+    stream_files,
+)
+from trainer.data.layout import refuse_empty_files
+from trainer.data.mixing import StreamMixingDataset
+from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
+from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
-from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.checkpoint import CheckpointError, loading
-from trainer.training.checkpointing.model_part import (
-    OtherModel,
+from trainer.storage import is_url
+from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.checkpoint import loading
+from trainer.training.checkpointing.tensor_files import read_rank
+from trainer.training.checkpointing.train_state import (
+    Position,
+    TrainState,
     load_optimizer,
     load_weights_of,
     open_model,
     scaler_state,
+    set_generator_states,
 )
-from trainer.training.checkpointing.resume_checks import DataCheck, check_config, restart_changed
-from trainer.training.checkpointing.tensor_files import DamagedFile
-from trainer.training.checkpointing.train_state import Position, TrainState, set_generator_states
-from trainer.wording import counted
+from trainer.training.setup.plan import Plan
+from trainer.training.setup.sources import Source
+from trainer.wording import counted, few
 
 logger = get_logger(__name__)
 
@@ -32,13 +55,11 @@ logger = get_logger(__name__)
 def restore(
     path: Path,
     saved: Mapping[str, Any],
+    plan: Plan,
     state: TrainState,
-    config: RunConfig,
     info: RankInfo,
     device: torch.device,
     data: DataCheck,
-    *,
-    groups_in_flight: int,
 ) -> Position:
     """Load a checkpoint into the parts of a run, and return where the run continues.
 
@@ -46,37 +67,31 @@ def restore(
         path: of the checkpoint.
         saved: its state.json.
         data: how the data differs from the checkpoint's.
-        groups_in_flight: of this rank, which need room in the ledger beside those of a checkpoint of other ranks.
 
     Raises:
         UserError: a file is damaged, or the checkpoint does not fit the model, the data or the config.
     """
     with loading(path, "config"):
-        check_config(saved["config"], config)
+        check_config(saved["config"], plan.config)
     saved_world_size = saved["world_size"]
     with loading(path, "files"):
-        try:
-            tensors = open_model(path, saved, rank=info.rank)
-            parts = _read_parts(path, saved, state, info, needs_all=bool(data.change))
-        except (CheckpointError, DamagedFile) as error:
-            raise UserError("--resume", str(error), "use auto, which falls back to a complete one") from None
+        tensors = open_model(path, saved, rank=info.rank)
+        parts = _read_parts(path, saved, state, info, needs_all=bool(data.change))
     with loading(path, "weights"):
-        try:
-            load_weights_of(state.model, tensors)
-        except OtherModel as error:
-            problem = f"{path} holds another model: {error}"
-            raise UserError("--resume", problem, "resume with the [model] it was trained with") from None
+        load_weights_of(state.model, tensors)
     with loading(path, "optimizer"):
         load_optimizer(state.optimizer, state.model, tensors)
     if state.scaler.is_enabled():
         with loading(path, "loss scaling"):
             state.scaler.load_state_dict(scaler_state(tensors))
     if state.ledger is not None:
-        if saved.get("state_layout") != state.state_layout:
-            problem = f"{path} holds states of {saved.get('state_layout')}, the model's are {state.state_layout}"
-            raise UserError("--resume", problem, "resume with the model that it was trained with")
-        room = groups_in_flight if saved_world_size != info.world_size else 0
+        # Groups in flight here need room beside those of a checkpoint of other ranks.
+        room = plan.facts.groups_in_flight if saved_world_size != info.world_size else 0
         with loading(path, "ledger"):
+            if saved.get("state_layout") != state.state_layout:
+                raise ValueError(
+                    f"it holds states of {saved.get('state_layout')}, the model's are {state.state_layout}"
+                )
             state.ledger.load_state_dict([part["ledger"] for part in parts], room=room)
     with loading(path, "averages"):
         state.load_shared(saved)
@@ -93,7 +108,7 @@ def restore(
             blends = restart_changed(blends, state.dataset, data)
         state.dataset.load_state_dict(blends if own is None else blends[info.rank])
         position = Position.of(state, saved["step"])
-    _place(position, saved, config)
+    _place(position, saved, plan.config)
     if own is not None:
         with loading(path, "counts"):
             position.load_counts(state, own["unlogged"])
@@ -124,7 +139,251 @@ def _read_parts(
     """The parts of all saving ranks; where this rank needs its own alone, that one in every place."""
     world_size = saved["world_size"]
     if world_size == info.world_size and not needs_all:
-        own = files.read_rank(path, info.rank)
+        own = read_rank(path, info.rank)
         if state.ledger is None or own["ledger"]["ownership"] == state.ledger.ownership:
             return [own] * world_size
-    return [files.read_rank(path, rank) for rank in range(world_size)]
+    return [read_rank(path, rank) for rank in range(world_size)]
+
+
+logger = get_logger(__name__)
+
+# Changing these changes the shapes of weights, the data, or which tokens the stored states follow; the data set itself
+# refuses what changes its cells.
+BREAKING = (
+    "model.",
+    "data.tokenizer",
+    "data.vocab_size",
+    "data.seq_len",
+    "train.tbptt_cells",
+    "ledger.burn_in",
+    "run.seed",
+    "optimizer.name",
+    "optimizer.target",
+    "optimizer.group",
+)
+# The checkpoint has weights of its own; trust and contract decide which models are refused, not what they compute.
+HARMLESS = ("model.weights", "model.trust", "model.contract")
+# These say where and how a run is executed, not what it computes.
+SILENT = (
+    "run.",
+    "metrics.",
+    "sample.",
+    "checkpoint.",
+    "distributed.",
+    "train.device",
+    "ledger.probe_",
+    "data.cache_",
+    *HARMLESS,
+)
+# But this is said: a model that needs shards may be resumed without them by mistake.
+SAID = ("distributed.strategy",)
+
+
+def check_resume(config: RunConfig, resume: str) -> None:
+    """Refuse a checkpoint that a run could not resume from; no file is hashed.
+
+    Args:
+        resume: `checkpoint.resume`, a path absolute. A URL is left to the run, which downloads it.
+
+    Raises:
+        UserError: it is not there, not whole, or was made with another config.
+    """
+    if resume not in ("off", "auto") and not is_url(resume):
+        check_config(checkpoint.named(resume, checkpoint.read_state).get("config", {}), config)
+
+
+def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Compare the config of a checkpoint with that of the run that resumes from it.
+
+    Raises:
+        UserError: keys differ that the saved state does not fit.
+    """
+    changed = changed_settings(saved, {}, config, {})
+    breaking = [key for key in changed if key.startswith(BREAKING) and key not in HARMLESS]
+    if breaking:
+        listed = ", ".join(f"{key}: {changed[key].before!r} -> {changed[key].after!r}" for key in breaking)
+        raise UserError(
+            "--resume", f"the checkpoint was made with another config: {listed}", "restore them, or start a new run"
+        )
+    for key, (before, after) in changed.items():
+        if key in SAID or not key.startswith(SILENT):
+            logger.warning("resuming with another config: %s: %r -> %r", key, before, after)
+
+
+class Change(NamedTuple):
+    """What a resume changed a setting from and to; None: there the key is not set."""
+
+    before: Any
+    after: Any
+
+
+def changed_settings(
+    saved: Mapping[str, Any],
+    saved_environment: Mapping[str, Any],
+    config: RunConfig,
+    environment: Mapping[str, Any],
+) -> dict[str, Change]:
+    """What differs from the settings and versions that a checkpoint was made with; see `recorded_settings` for the keys."""
+    before = recorded_settings(saved, saved_environment)
+    now = recorded_settings(config.model_dump(mode="json"), environment)
+    chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
+    # A key that the saved config lacks is newer than the checkpoint: it was made with what is the default now.
+    unchanged = now.keys() - before.keys() - chosen.keys()
+    pairs = {key: Change(before.get(key), now.get(key)) for key in sorted((before.keys() | now.keys()) - unchanged)}
+    return {key: change for key, change in pairs.items() if change.before != change.after}
+
+
+@dataclass(frozen=True)
+class DataPolicy:
+    """What the command line says about data that changed.
+
+    Args:
+        verify_whole: `--verify-data`: hash the whole content of every file.
+        accept_change: `--accept-data-change`: read changed streams from their beginning.
+    """
+
+    verify_whole: bool = False
+    accept_change: bool = False
+
+
+@dataclass(frozen=True)
+class DataCheck:
+    """The data of a run that begins or resumes.
+
+    Args:
+        now: the fingerprint, for its checkpoints.
+        saved: that of the checkpoint it resumes from; None without one.
+        change: what differs between the two, accepted.
+    """
+
+    now: Fingerprint
+    saved: Fingerprint | None = None
+    change: DataChange = field(default_factory=DataChange)
+
+
+def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, policy: DataPolicy) -> DataCheck:
+    """Mark the data files and compare them with a checkpoint's; every rank must call it, and reads its share of them.
+
+    Args:
+        saved: the checkpoint's state.json; None for a run that begins.
+
+    Raises:
+        UserError: a file cannot be read, or is empty; or the data changed, and that is not accepted.
+    """
+    # Each node has copies of its own of what URLs name.
+    sources = _marked_sources(plan)
+    keys = [copy.key for source in sources.values() for copy in source.copies]
+    copies = gather_from_ranks(keys, world_size=info.world_size)
+    with raise_on_all_ranks(world_size=info.world_size):
+        if any(each != keys for each in copies):
+            problem = "the objects of a source that is a URL changed while the ranks started"
+            raise UserError("data.source", problem, "start again, once nobody writes there")
+        before = _saved_fingerprint(saved)
+        names, files = _data_files(sources, plan.config.data.tokenizer)
+        blocks = blocks_per_file(len(files)) if before is None else before.blocks
+        own = mark_files(files[info.rank :: info.world_size], blocks=blocks, whole=policy.verify_whole)
+    marks = [""] * len(files)
+    for rank, found in enumerate(gather_from_ranks(own, world_size=info.world_size)):
+        marks[rank :: info.world_size] = found
+    tokenizer = marks.pop() if len(files) > len(names) else ""
+    marked: dict[str, dict[str, str]] = {name: {} for name in sources}
+    for (name, path), mark in zip(names, marks, strict=True):
+        marked[name][path] = mark
+    for name in [name for name, source in sources.items() if source.is_off]:
+        logger.info("source %s has weight 0: nothing of it is read", name)
+        if before is not None:  # it may be read again
+            marked[name] = dict(before.sources.get(name, {}))
+    with raise_on_all_ranks(world_size=info.world_size):
+        # A run would find them only when it comes to read them, hours later perhaps.
+        empty = [path for (_, path), mark in zip(names, marks, strict=True) if mark.startswith("0:")]
+        refuse_empty_files(empty, len(names))
+    now = Fingerprint(blocks, tokenizer, marked)
+    if before is None:
+        return DataCheck(now)
+    change = compare(before, now)
+    with raise_on_all_ranks(world_size=info.world_size):
+        if change and not policy.accept_change:
+            raise _refusal(change)
+    if policy.verify_whole and not has_contents(before):
+        logger.warning("--verify-data: the checkpoint has sizes and samples only: contents are verified from now on")
+    if policy.accept_change:
+        _say_accepted(change)
+    return DataCheck(keep_contents(before, now), before, change)
+
+
+def _refusal(change: DataChange) -> UserError:
+    fix = "put the data back, or add --accept-data-change to read these streams from the beginning"
+    if change.removed:
+        fix = "put the source back, with weight = 0 to read nothing of it (a renamed one under its old name)"
+        fix += ", or add --accept-data-change to continue without it"
+    return UserError("--resume", f"the data changed since the checkpoint was saved: {change}", fix)
+
+
+def _say_accepted(change: DataChange) -> None:
+    if not change:
+        logger.info("--accept-data-change: no data changed: every stream continues")
+    for name in change.removed:
+        logger.warning("--accept-data-change: source %s: continuing without it, since the config lacks it", name)
+    for name, each in change.sources.items():
+        if name.startswith(EVAL):
+            text = (
+                "--accept-data-change: validation set %s: %s; its figures from here on do not compare with earlier ones"
+            )
+            logger.warning(text, name.removeprefix(EVAL), each)
+
+
+def _saved_fingerprint(saved: Mapping[str, Any] | None) -> Fingerprint | None:
+    if saved is None:
+        return None
+    with users_code("--resume", "the checkpoint is damaged", "use another checkpoint"):
+        return Fingerprint.from_state(saved.get(FINGERPRINT_KEY))
+
+
+def _marked_sources(plan: Plan) -> dict[str, Source]:
+    """Name in the fingerprint -> source: of the training data, and of the validation sets."""
+    return {source.name: source for source in plan.sources} | {EVAL + each.name: each for each in plan.eval_sources}
+
+
+def _data_files(sources: Mapping[str, Source], tokenizer: str) -> tuple[list[tuple[str, str]], list[list[Path]]]:
+    """(source, stream) of each stream, and its files; the tokenizer's file, if there is one, comes last."""
+    names: list[tuple[str, str]] = []
+    files: list[list[Path]] = []
+    for name, source in sources.items():
+        if source.is_off:
+            continue
+        names += [(name, stream.relative_path) for stream in source.streams]
+        files += stream_files(source.streams, source.table.format)
+    return names, [*files, [Path(tokenizer)]] if tokenizer.endswith(".json") else files
+
+
+def restart_changed(
+    states: Sequence[Mapping[str, Any]], dataset: BlendDataset, check: DataCheck
+) -> list[dict[str, Any]]:
+    """The blend's states of all saving ranks, so that changed streams are read from their beginning; say so."""
+    assert check.saved is not None
+    rewritten = [without_sources(state, check.change.removed) for state in states]
+    for source in dataset.sources:
+        before = check.saved.sources.get(source.name)
+        if (
+            before is None
+            or source.name not in rewritten[0]["names"]
+            or not isinstance(source.dataset, StreamMixingDataset)
+        ):
+            continue
+        now = check.now.sources[source.name]
+        change = check.change.sources.get(source.name)
+        changed = list(now) if check.change.tokenizer else [] if change is None else change.changed
+        if change is None and not changed:
+            continue
+        index = rewritten[0]["names"].index(source.name)
+        parts = restart_streams(parts_of(rewritten, index), list(before), source.dataset, changed)
+        for state in rewritten:
+            state["sources"][index], state["ended"][index] = {ALL_RANKS: parts}, False
+        _say(source.name, changed, change.missing if change else [], change.new if change else [])
+    return rewritten
+
+
+def _say(source: str, changed: Sequence[str], missing: Sequence[str], new: Sequence[str]) -> None:
+    done = (("read from the beginning", changed), ("dropped", missing), ("added", new))
+    listed = ", ".join(f"{counted(len(paths), 'stream')} {what} ({few(paths)})" for what, paths in done if paths)
+    logger.warning("--accept-data-change: source %s: %s; the others continue", source, listed)

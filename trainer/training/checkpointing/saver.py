@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,18 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import saving_ranks
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint as files
-from trainer.training.checkpointing.checkpoint import BackgroundWriter, Part, StatePart, TensorPart
-from trainer.training.checkpointing.model_part import model_part
-from trainer.training.checkpointing.tensor_files import Rows, pack
-from trainer.training.checkpointing.train_state import Position, TrainState, generator_states
+from trainer.training.checkpointing.tensor_files import (
+    Part,
+    Rows,
+    StatePart,
+    TensorPart,
+    model_file,
+    pack,
+    rank_file,
+    rows_file,
+    write_part,
+)
+from trainer.training.checkpointing.train_state import Position, TrainState, generator_states, model_part
 from trainer.training.extension import Extensions
 
 logger = get_logger(__name__)
@@ -43,7 +52,6 @@ class Saver:
         on_saving: called with the seconds that training has waited for a save.
         last_saved: step of the checkpoint that the run continues from; -1 without one.
         retain: called with a new checkpoint, to remove what is not kept (rank 0); None: by `table`.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -59,7 +67,6 @@ class Saver:
         on_saving: Callable[[float], None],
         last_saved: int = -1,
         retain: Callable[[Path], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
         self._table = table
@@ -75,8 +82,7 @@ class Saver:
         self._pending: tuple[int, dict[str, Any], int] | None = None
         """Step, shared state and size of a save whose files are not a checkpoint yet."""
         self.last_saved = last_saved
-        self._clock = clock
-        self._last_began = clock()
+        self._last_began = time.monotonic()
         self._begun_at = self.due_at = last_saved
         """`due_at`: the last step at which the ranks agreed that a save is due."""
 
@@ -86,15 +92,12 @@ class Saver:
         return self.due_at > self._begun_at
 
     @property
-    def time_is_up(self) -> bool:
-        """Whether `every_minutes` have passed since the last save began; rank 0 answers for all."""
+    def votes(self) -> tuple[bool, bool]:
+        """Whether this rank's part of a background save is on disk, and not yet published; and whether `every_minutes`
+        have passed since the last save began, for which rank 0 answers."""
         minutes = self._table.every_minutes
-        return minutes > 0 and self._info.is_main and self._clock() - self._last_began >= 60 * minutes
-
-    @property
-    def is_written(self) -> bool:
-        """Whether this rank's part of a background save is on disk, and the save not yet published."""
-        return self._pending is not None and self._writer.is_idle
+        is_up = minutes > 0 and self._info.is_main and time.monotonic() - self._last_began >= 60 * minutes
+        return self._pending is not None and self._writer.is_idle, is_up
 
     def save(self, position: Position, *, in_background: bool) -> None:
         """Save the state after the last finished step; every rank must call it.
@@ -105,7 +108,7 @@ class Saver:
         started = time.monotonic()
         self._conclude()
         step = position.step
-        self._begun_at, self._last_began = step, self._clock()
+        self._begun_at, self._last_began = step, started
         staging = files.staging_dir(self._directory, step)
         parts = self._parts(position)
         needed = sum(part.num_bytes for part in parts.values())
@@ -169,12 +172,12 @@ class Saver:
         parts: dict[str, Part] = {}
         if state.ledger is not None:
             own["ledger"] = state.ledger.state_dict(with_rows=False)
-            parts[files.rows_file(rank)] = StatePart(state.ledger.num_row_bytes, state.ledger.held_rows())
+            parts[rows_file(rank)] = StatePart(state.ledger.num_row_bytes, state.ledger.held_rows())
         values, tensors = pack(own)
-        parts[files.rank_file(rank)] = TensorPart({name: Rows.all_of(t) for name, t in tensors.items()}, values)
+        parts[rank_file(rank)] = TensorPart({name: Rows.all_of(t) for name, t in tensors.items()}, values)
         model = model_part(state.model, state.optimizer, state.scaler, rank=rank)
         if model is not None:
-            parts[files.model_file(rank)] = model
+            parts[model_file(rank)] = model
         return parts
 
     def _make_staging(self, staging: Path, needed: int) -> None:
@@ -216,9 +219,40 @@ class Saver:
             return ""
 
 
+class BackgroundWriter:
+    """Writes one file at a time in a thread."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: list[Future[None]] = []
+
+    def submit(self, path: Path, part: Part) -> None:
+        """Write `part`, which nobody may change until it is written, to `path`."""
+        self._pending.append(self._pool.submit(write_part, path, part))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was submitted is written (or failed)."""
+        return all(future.done() for future in self._pending)
+
+    def wait(self) -> None:
+        """Until all is written.
+
+        Raises:
+            OSError: a write failed.
+        """
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown(wait=True)
+
+
 def _write_all(staging: Path, parts: Mapping[str, Part]) -> None:
     for name, part in parts.items():
-        files.write_part(staging / name, part)
+        write_part(staging / name, part)
 
 
 class Staging:

@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from trainer.errors import UserError
-from trainer.files import open_plain, replacing_path
+from trainer.files import open_plain, replacing, replacing_path
+from trainer.wording import counted
 
 # Keys of a file's metadata, each of JSON.
 _OFFSETS = "DCP_SHARDING_INFO"  # name -> {"saved_offsets": [first row, 0, ...]}, as torch names it
@@ -28,8 +30,8 @@ _SHAPES = "shapes"  # name -> shape of the whole tensor, of all that the ranks h
 _VALUES = "values"  # what is no tensor
 
 
-class DamagedFile(Exception):
-    """A file is not what `write_tensors` writes, or lacks a tensor; the message names it."""
+class CheckpointError(Exception):
+    """A checkpoint is damaged or not of this program; the message names the file and what is wrong."""
 
 
 class Rows(NamedTuple):
@@ -94,7 +96,7 @@ class TensorFiles:
         paths: of all files, the likeliest to hold what will be asked for first.
 
     Raises:
-        DamagedFile: the first file cannot be read.
+        CheckpointError: the first file cannot be read.
     """
 
     def __init__(self, paths: list[Path]) -> None:
@@ -106,7 +108,7 @@ class TensorFiles:
         """Of all whole tensors."""
         first = next(self._files(), None)
         if first is None:
-            raise DamagedFile("there are no tensors")
+            raise CheckpointError("there are no tensors")
         self.shapes = {name: tuple(shape) for name, shape in first.metadata(_SHAPES).items()}
         self.values = first.metadata(_VALUES)
 
@@ -114,10 +116,10 @@ class TensorFiles:
         """Rows [start, stop) of a tensor (None: to its end; a scalar as it is), copied out of the files.
 
         Raises:
-            DamagedFile: the files do not hold them, or one of them cannot be read.
+            CheckpointError: the files do not hold them, or one of them cannot be read.
         """
         if name not in self.shapes:
-            raise DamagedFile(f"there is no tensor {name}")
+            raise CheckpointError(f"there is no tensor {name}")
         shape = self.shapes[name]
         stop = (shape[0] if shape else 1) if stop is None else stop
         pieces: list[tuple[int, Tensor]] = []
@@ -135,10 +137,10 @@ class TensorFiles:
         at = start
         for first, piece in pieces:
             if (shape and first != at) or tuple(piece.shape[1:]) != shape[1:]:
-                raise DamagedFile(f"{name}: its rows do not fit together")
+                raise CheckpointError(f"{name}: its rows do not fit together")
             at += len(piece) if shape else 1
         if at != stop:
-            raise DamagedFile(f"{name}: rows {at:,} to {stop:,} are in no file")
+            raise CheckpointError(f"{name}: rows {at:,} to {stop:,} are in no file")
         return pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -146,7 +148,7 @@ class TensorFiles:
             found = file.rows(name, 0, 0)
             if found is not None:
                 return found[1].dtype
-        raise DamagedFile(f"{name} is in no file")
+        raise CheckpointError(f"{name} is in no file")
 
     def _files(self) -> Iterator[_OpenFile]:
         """All files, each opened when it is first needed."""
@@ -169,20 +171,20 @@ class _OpenFile:
             self._metadata: dict[str, str] = opened.metadata() or {}
             self._offsets = self.metadata(_OFFSETS)
         except OSError as error:
-            raise DamagedFile(f"{path}: {error.strerror or error}") from None
+            raise CheckpointError(f"{path}: {error.strerror or error}") from None
         except (safetensors.SafetensorError, AttributeError) as error:
-            raise DamagedFile(f"{path}: cannot be read: {error}") from None
+            raise CheckpointError(f"{path}: cannot be read: {error}") from None
 
     def metadata(self, key: str) -> Any:
         """A value of the header.
 
         Raises:
-            DamagedFile: there is none.
+            CheckpointError: there is none.
         """
         try:
             return json.loads(self._metadata[key])
         except (KeyError, ValueError, RecursionError):
-            raise DamagedFile(f"{self._path}: cannot be read: its header has no {key}") from None
+            raise CheckpointError(f"{self._path}: cannot be read: its header has no {key}") from None
 
     def rows(self, name: str, start: int, stop: int) -> tuple[int, Tensor] | None:
         """What the file has of rows [start, stop), with the number of the first; None if it has none of them."""
@@ -199,7 +201,7 @@ class _OpenFile:
                 return None
             return first + low, part[low:high].clone()
         except (safetensors.SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise DamagedFile(f"{self._path}: {name} cannot be read: {error}") from None
+            raise CheckpointError(f"{self._path}: {name} cannot be read: {error}") from None
 
 
 _TAG = "$"  # first letter of the one key of an object that stands for what JSON does not have
@@ -269,3 +271,88 @@ def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:
             return (tuple if tag == "$tuple" else set)(unpack(item, read) for item in content)
         raise ValueError(f"nothing is written as {tag}")
     return {key: unpack(value, read) for key, value in packed.items()}
+
+
+def model_file(rank: int) -> str:
+    """File name of a rank's part of weights and optimizer."""
+    return f"model_{rank:03d}.safetensors"
+
+
+def rank_file(rank: int) -> str:
+    """File name of a rank's own part."""
+    return f"rank_{rank:03d}.safetensors"
+
+
+def rows_file(rank: int) -> str:
+    """File name of the states of a rank's ledger."""
+    return f"rank_{rank:03d}.rows"
+
+
+class TensorPart(NamedTuple):
+    """A file of tensors and plain values."""
+
+    rows: Mapping[str, Rows]
+    values: Any = None
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+    """See `write_tensors`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file, or some more."""
+        tensors = sum(part.tensor.nbytes for part in self.rows.values())
+        # An entry of the header holds name, type, shape and place, one of the metadata name and first row, or shape.
+        entries = sum(2 * len(name) + 160 for name in self.rows) + sum(len(name) + 24 for name in self.shapes or ())
+        return tensors + entries + 2 * len(json.dumps(self.values)) + 512
+
+
+class StatePart(NamedTuple):
+    """A file of states, as pieces [n, width] of the CPU, which are taken one by one."""
+
+    num_bytes: int
+    pieces: Iterable[Tensor]
+
+
+Part = TensorPart | StatePart
+
+
+def write_part(path: Path, part: Part) -> None:
+    """Write one file of a checkpoint to disk, not merely to the page cache.
+
+    Raises:
+        OSError, RuntimeError: it cannot be written.
+    """
+    if isinstance(part, TensorPart):
+        write_tensors(path, part.rows, part.values, shapes=part.shapes)
+        return
+    with replacing(path) as file:
+        for piece in part.pieces:
+            file.write(piece.view(torch.uint8).numpy().data)
+
+
+def read_rank(path: Path, rank: int) -> dict[str, Any]:
+    """What a rank of a checkpoint wrote; the states of its ledger are read when they are used.
+
+    Raises:
+        CheckpointError: a file is damaged; or there are not as many states as it says.
+    """
+    files = TensorFiles([path / rank_file(rank)])
+    part: dict[str, Any] = unpack(files.values, files.read)
+    ledger = part.get("ledger", {})
+    if ledger:
+        size = {"count": len(ledger["groups"]), "width": ledger["width"], "dtype": ledger["dtype"]}
+        ledger["rows"] = _map_rows(path / rows_file(rank), **size)
+    return part
+
+
+def _map_rows(path: Path, *, count: int, width: int, dtype: torch.dtype) -> Tensor:
+    """States that `write_part` wrote, [count, width], as a part of memory that is the file's."""
+    needed = count * width * dtype.itemsize
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    if size != needed:
+        raise CheckpointError(f"{path}: has {size} bytes, not the {needed} of {counted(count, 'state')}")
+    if not count:
+        return torch.empty(0, width, dtype=dtype)
+    return torch.from_numpy(np.memmap(path, np.uint8, mode="c")).view(dtype).view(count, width)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.data.blend import BlendDataset
+from trainer.distributed.shards import as_shard, layout_of, own_range, part_to_save, saving_ranks
+from trainer.errors import UserError
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import Recorder
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.tracker import MetricsTracker
+from trainer.model.weights import tied_names
+from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, TensorPart, model_file, pack, unpack
+from trainer.training.step.optimizer import load_named_state, named_state
+from trainer.wording import few
 
 
 @dataclass
@@ -126,3 +134,126 @@ def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.devic
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def model_part(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, rank: int
+) -> TensorPart | None:
+    """What this rank writes; None: nothing.
+
+    Raises:
+        UserError: an optimizer of the user's own keeps what is no shard, and may differ by rank.
+    """
+    if rank not in saving_ranks(model):
+        return None
+    state = model.state_dict()
+    shared = tied_names(model)
+    kept = {name: value for name, value in state.items() if name not in shared}
+    tree = {"model": kept, "optimizer": named_state(optimizer, model), "scaler": scaler.state_dict()}
+    values, tensors = pack(tree)
+    rows, is_sharded = {}, layout_of(model.parameters()) is not None
+    for name, tensor in tensors.items():
+        is_whole = layout_of([tensor]) is None
+        if is_whole and is_sharded and tensor.numel() > 1 and name.startswith("optimizer."):
+            problem = f"keeps {name.removeprefix('optimizer.')}, which is not sharded as its parameter is"
+            raise UserError(
+                "optimizer.target", problem, "make it with torch.zeros_like(parameter), which gives a shard"
+            )
+        if (part := part_to_save(tensor, rank)) is not None:
+            rows[name] = Rows(*part, tuple(tensor.shape))
+    if rank != 0:
+        return TensorPart(rows, shapes={})
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return TensorPart(rows, {**values, "shared": shared}, shapes)
+
+
+def open_model(path: Path, state: Mapping[str, Any], *, rank: int = 0) -> TensorFiles:
+    """The tensors of a checkpoint.
+
+    Args:
+        state: its state.json, which says what ranks have written them.
+        rank: whose own rows will probably be asked for.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    # The first has all names; of its own rows a rank then looks into its own file first.
+    order = sorted(state["model_files"], key=lambda number: (number != 0, number != rank, number))
+    return TensorFiles([path / model_file(number) for number in order])
+
+
+def whole_weights(tensors: TensorFiles) -> dict[str, Tensor]:
+    """The model's `state_dict()`, whole, on the CPU; tensors alone.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    names = [name for name in tensors.shapes if name.startswith("model.")]
+    found = {name.removeprefix("model."): tensors.read(name) for name in names}
+    for name, owner in tensors.values.get("shared", {}).items():
+        found[name] = found[owner]
+    return found
+
+
+def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
+    """Load the weights that this rank holds.
+
+    Raises:
+        UserError: they are those of another model.
+        CheckpointError: they cannot be read.
+    """
+    own, shared = model.state_dict(), tied_names(model)
+    problems = _misfits(own, shared, saved)
+    if problems:
+        problem = f"the checkpoint holds another model: {few(problems)}"
+        raise UserError("--resume", problem, "resume with the [model] it was trained with")
+    given: dict[str, Any] = {}
+    for name, value in own.items():
+        if name not in shared:
+            extra = saved.values["model"].get(name)
+            given[name] = (
+                _read(saved, f"model.{name}", like=value) if isinstance(value, Tensor) else unpack(extra, saved.read)
+            )
+    given.update({name: given[owner] for name, owner in shared.items()})
+    model.load_state_dict(given)
+
+
+def _misfits(own: Mapping[str, Any], shared: Mapping[str, str], saved: TensorFiles) -> list[str]:
+    names = {name for name in own if name not in shared}
+    there = set(saved.values["model"])
+    found = [f"{name} is not in it" for name in sorted(names - there)]
+    found += [f"the model has no {name}" for name in sorted(there - names)]
+    for name in sorted(names & there):
+        shape = saved.shapes.get(f"model.{name}")
+        if isinstance(own[name], Tensor) and shape != tuple(own[name].shape):
+            found.append(f"{name} has the shape {list(shape or ())}, the model's {list(own[name].shape)}")
+    return found
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: TensorFiles) -> None:
+    """Load the optimizer's state that this rank holds, but not its settings, which are the config's.
+
+    Raises:
+        ValueError: it is of other parameters.
+        CheckpointError: it cannot be read.
+    """
+    parameters = dict(model.named_parameters())
+    by_name = saved.values["optimizer"]
+    unknown = sorted(by_name.keys() - parameters.keys())
+    if unknown:
+        raise ValueError(f"it has a state of {few(unknown)}, which the model does not have")
+    states = {name: unpack(state, partial(_read, saved, like=parameters[name])) for name, state in by_name.items()}
+    load_named_state(optimizer, model, states)
+
+
+def scaler_state(saved: TensorFiles) -> dict[str, Any]:
+    """The loss scaler's `state_dict()`."""
+    state: dict[str, Any] = saved.values["scaler"]
+    return state
+
+
+def _read(saved: TensorFiles, name: str, *, like: Tensor) -> Tensor:
+    """A tensor, or this rank's shard of it if it is sharded as `like` is."""
+    if layout_of([like]) is not None and saved.shapes.get(name) == tuple(like.shape):
+        return as_shard(saved.read(name, *own_range(like)), like)
+    return saved.read(name)

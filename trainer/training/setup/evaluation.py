@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, zip_longest
 
 import torch
 from torch import nn
 
-from trainer.data.batch import accepted_inputs
+from trainer.data.batch import MicroBatch, accepted_inputs
+from trainer.data.loader import Loader
+from trainer.data.mixing import StreamMixingDataset
 from trainer.distributed.env import RankInfo
 from trainer.import_path import resolve_target
 from trainer.metrics.best_effort import Diagnostics
 from trainer.objective.loss import Loss
-from trainer.training.evaluation.evaluator import Evaluator
-from trainer.training.evaluation.own_task import OwnTask
-from trainer.training.setup.data import EvalSet
-from trainer.training.setup.parts import autocast_context, make_eval_ledger, make_objective
+from trainer.training.evaluator import EvalSet, Evaluator, OwnTask
+from trainer.training.setup.parts import autocast_context, make_dataset, make_eval_ledger, make_objective
 from trainer.training.setup.plan import Plan
 from trainer.training.step.details import StepDetails
+
+
+def eval_sets(plan: Plan, info: RankInfo, device: torch.device) -> list[EvalSet]:
+    """The held-out documents, the sources in turn from the beginning, and each `[[eval.source]]`; empty without evaluations.
+
+    Raises:
+        UserError: no document of a source is held out; a set has no document.
+    """
+    table, sets = plan.config.eval, []
+    if not table.every:
+        return []
+    if table.holdout_fraction > 0:
+        own = [source for source in plan.sources if source.streams]
+        datasets = [make_dataset(plan, source, info, is_holdout=True) for source in own]
+        sets.append(_eval_set("", datasets, table.batches, device))
+    for each, source in zip(table.source, plan.eval_sources, strict=True):
+        dataset = make_dataset(plan, source, info, is_holdout=True, is_whole=True)
+        sets.append(_eval_set(each.name, [dataset], each.batches or None, device))
+    return sets
+
+
+def _eval_set(name: str, datasets: list[StreamMixingDataset], limit: int | None, device: torch.device) -> EvalSet:
+    beginnings = [dataset.state_dict() for dataset in datasets]
+
+    def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:
+        for dataset, beginning in zip(datasets, beginnings, strict=True):
+            dataset.load_state_dict(beginning)
+        # Generators, which have neither state nor metrics: an evaluation needs none.
+        loaders = [Loader((batch for batch in each), device=device, accepted=accepted, prefetch=0) for each in datasets]
+        in_turn = (micro for turn in zip_longest(*loaders) for micro in turn if micro is not None)
+        return islice(in_turn, limit)
+
+    next(batches(None), None)
+    return EvalSet(name, batches)
 
 
 def make_details(plan: Plan, diagnostics: Diagnostics) -> StepDetails:

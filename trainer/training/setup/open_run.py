@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,48 +18,49 @@ from torch import nn
 from trainer.data.batch import accepted_inputs
 from trainer.data.fingerprint import FINGERPRINT_KEY
 from trainer.data.loader import Loader
-from trainer.distributed.agree import from_main_rank, gather_from_ranks, raise_on_all_ranks
+from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
-from trainer.import_path import format_error, resolve_target
+from trainer.import_path import resolve_target, users_code
 from trainer.metrics.aggregate import Operations, rank_operations
 from trainer.metrics.catalog.spec import RankReduction
-from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
+from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.metrics.run_status import dead
-from trainer.metrics.sinks import EventWriter, Output
-from trainer.storage import is_url
-from trainer.training.checkpointing import checkpoint
+from trainer.metrics.sinks import Output
 from trainer.training.checkpointing.checkpoint import loading
-from trainer.training.checkpointing.restore import restore
-from trainer.training.checkpointing.resume_checks import DataPolicy, changed_settings, check_data
+from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.tensor_files import pack
 from trainer.training.checkpointing.train_state import HOST_KEYS, Position, TrainState
+from trainer.training.evaluator import EvalSet
 from trainer.training.extension import Extension, Extensions
-from trainer.training.messages import announce, say_rate_change
 from trainer.training.run import Run
-from trainer.training.run_dir import FINISHED, RunDir, StatusKeeper, choose_run_dir, environment
-from trainer.training.setup.data import EvalSet, eval_sets, max_tokens_per_micro
-from trainer.training.setup.evaluation import make_details, make_evaluator
-from trainer.training.setup.parts import autocast_context, in_cells, make_state, model_and_loss
-from trainer.training.setup.plan import Plan, begin_from_weights, width_of
-from trainer.training.setup.sharding import make_strategy, refuse_bypassed_units
-from trainer.training.setup.sinks import make_sinks, wandb_id
+from trainer.training.run_dir import FINISHED, RunDir, environment
+from trainer.training.setup.evaluation import eval_sets, make_details, make_evaluator
+from trainer.training.setup.parts import (
+    autocast_context,
+    in_cells,
+    make_state,
+    make_strategy,
+    max_tokens_per_micro,
+    model_and_loss,
+    refuse_bypassed_units,
+)
+from trainer.training.setup.plan import Plan, begin_from_weights
+from trainer.training.setup.record import begin_record, open_record, place_run, say_rate_change
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.details import LoggedDetails
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.training.step.step import StepSettings, TrainStep
 from trainer.training.step.window import WindowReader
-from trainer.wording import few, printable
+from trainer.wording import few
 
 if TYPE_CHECKING:
     from trainer.extensions.batch_growth import BatchGrowth
 
 logger = get_logger(__name__)
-Found = tuple[Path, dict[str, Any]]
-"""A checkpoint and its state.json."""
 
 
 @dataclass(frozen=True)
@@ -96,58 +96,42 @@ def open_run(
     Raises:
         UserError: on every rank alike.
     """
-    config = plan.config
-    run_dir, found, claimed = _place(plan, launch.run_dir, info, stack)
+    run_dir, found, claimed = place_run(plan, launch.run_dir, info, stack)
     data = check_data(plan, found[1] if found is not None else None, info, launch.data_policy)
-    strategy = make_strategy(config, info, device)
-    with raise_on_all_ranks(world_size=info.world_size):
-        state = make_state(plan, info, device, strategy)
-    refuse_bypassed_units(strategy, state.model, device, seq_len=config.data.seq_len)
-    diagnostics, group = state.tracker.diagnostics, dist.group.WORLD if info.world_size > 1 else None
-    if config.gns.enabled:
-        state.gns = GradientNoiseScale(state.model, ema=config.gns.ema, process_group=group)
-        stack.callback(diagnostics.best_effort("end of gns").run, state.gns.close)
+    strategy = make_strategy(plan.config, info, device)
+    state = _open_state(plan, info, device, strategy, stack)
     with raise_on_all_ranks(world_size=info.world_size):
         sets = eval_sets(plan, info, device)
         if found is None:
-            position = _start(plan, state, run_dir)
+            begin_from_weights(plan, state.model)
+            position = Position.of(state)
         else:
-            in_flight = plan.facts.groups_in_flight
-            position = restore(*found, state, config, info, device, data, groups_in_flight=in_flight)
+            position = restore(*found, plan, state, info, device, data)
             say_rate_change(found[1]["config"], plan, position)
     if _is_over(position, plan.length):
         _say_over(run_dir, position, plan.length, info)
         return None
     contract = _checked_contract(plan, strategy.whole(state.model), info, device, position.step)
-    run_dir = _begin_record(info, run_dir, stack, position.step)
+    run_dir = begin_record(info, run_dir, stack, position.step)
     if launch.on_run_dir is not None:
         launch.on_run_dir(run_dir.path)
     run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop)
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
-    wandb_run_id: str | None = None
-    with raise_on_all_ranks(world_size=info.world_size):
-        if info.is_main:
-            run.events = EventWriter(run_dir.events)
-            stack.callback(diagnostics.best_effort("end of events.jsonl").run, run.events.close)
-            diagnostics.on_event = run.events.write
-            wandb_run_id = _open_record(run, run.events, launch, found)
-            announce(plan, state, device, run_dir)
-            run.status = StatusKeeper(run_dir, wandb_run_id)
-    stack.callback(state.tracker.close)
+    wandb_run_id = open_record(run, found, stack, config_path=launch.config_path, stdout=launch.stdout)
     _open_parts(run, sets, stack, is_resumed=found is not None)
     if found is not None:
         with loading(found[0], "extensions"):
             run.extensions.load_state_dict(found[1]["extensions"])
     run.saver = Saver(
         directory=run_dir.checkpoints,
-        table=config.checkpoint,
+        table=plan.config.checkpoint,
         info=info,
         state=state,
         extensions=run.extensions,
         device=device,
         shared={
             "wandb_run_id": wandb_run_id,
-            "config": config.model_dump(mode="json"),
+            "config": plan.config.model_dump(mode="json"),
             "environment": environment(info),
             FINGERPRINT_KEY: data.now.to_state(),
         },
@@ -160,6 +144,18 @@ def open_run(
     if data.change:
         run.event({"event": "data_changed", "global_step": position.step, "change": str(data.change)})
     return run
+
+
+def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, stack: ExitStack) -> TrainState:
+    """What of the run has a state, the noise scale included."""
+    with raise_on_all_ranks(world_size=info.world_size):
+        state = make_state(plan, info, device, strategy)
+    refuse_bypassed_units(strategy, state.model, device, seq_len=plan.config.data.seq_len)
+    if plan.config.gns.enabled:
+        group = dist.group.WORLD if info.world_size > 1 else None
+        state.gns = GradientNoiseScale(state.model, ema=plan.config.gns.ema, process_group=group)
+        stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
+    return state
 
 
 def _start_mirror(claimed: Any, run: Run, after_group: ExitStack) -> Callable[[Path], None]:
@@ -183,7 +179,6 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
     info, device, diagnostics = run.info, run.device, run.diagnostics
     if config.train.compile:
         run.strategy.compile(state.model)
-    # What a row is run through; everything that keeps or shows the model has the model itself.
     cell_model, run.loss = model_and_loss(state.model, config, device)
     run.row_model = in_cells(cell_model, config)
     step_model = run.strategy.wrap(run.row_model, state.model)
@@ -248,11 +243,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
 
 
 def _load_extensions(run: Run) -> Extensions:
-    """The extensions that the config asks for. One that is off is not imported.
-
-    Raises:
-        UserError: one of the user's own cannot be imported, or fails when it is made.
-    """
+    """The extensions that the config asks for. One that is off is not imported."""
     config = run.config
     shows_bar = run.info.is_main and sys.stderr.isatty()
     asked = {
@@ -276,15 +267,9 @@ def _load_extensions(run: Run) -> Extensions:
                     raise error
     with raise_on_all_ranks(world_size=run.info.world_size):
         for number, table in enumerate(config.extension):
-            key = f"extension {table.target}"
-            try:
-                found[f"{table.target} ({number})"] = resolve_target(table.target, "extension.target")(
-                    run, **table.args
-                )
-            except UserError:
-                raise
-            except Exception as error:
-                raise UserError(key, f"fails: {format_error(error)}", "fix it there") from error
+            with users_code(f"extension {table.target}"):
+                made = resolve_target(table.target, "extension.target")(run, **table.args)
+            found[f"{table.target} ({number})"] = made
     return Extensions(found, run.diagnostics, device=run.device, world_size=run.info.world_size)
 
 
@@ -303,60 +288,19 @@ def _growth(run: Run) -> BatchGrowth | None:
 
 
 def agreed_operations(keys: Iterable[str], info: RankInfo) -> Operations:
-    """How the metrics of all ranks combine, the same on each. Every rank must call it.
+    """How the metrics of all ranks combine, the same on each; one warning where ranks disagree. Every rank must call it.
 
-    A rank that does not know a metric adds nothing to it. Where ranks disagree, one warning tells who.
+    A rank that does not know a metric adds nothing to it; of two rows of the catalog the lower rank's counts.
     """
-    agreed: dict[str, RankReduction] = {}
-    notes: list[str] = []
     by_rank = gather_from_ranks(rank_operations(keys), world_size=info.world_size)
+    agreed: dict[str, RankReduction] = {}
     for own in by_rank:
         agreed = {**own, **agreed}
     for rank, own in enumerate(by_rank):
-        if missing := sorted(agreed.keys() - own.keys()):
-            notes.append(f"rank {rank} has no {few(missing)}")
-        if other := [key for key in own if own[key] != agreed[key]]:
-            notes.append(f"on rank {rank} the row of {few(other)} in the catalog is another")
-    if notes:
-        text = "the ranks do not report the same metrics: %s; what a rank does not report is that of the others"
-        logger.warning(text, "; ".join(notes))
+        if other := sorted(key for key in agreed if own.get(key) != agreed[key]):
+            text = "the ranks do not report the same metrics: rank %d has no %s, or another row of the catalog for it"
+            logger.warning(text, rank, few(other))
     return dict(sorted(agreed.items()))
-
-
-def _open_record(run: Run, events: EventWriter, launch: Launch, found: Found | None) -> str | None:
-    """Open the sinks, say in them if the run restarts, and mark it as running (rank 0). Returns the wandb run's id, if any."""
-    plan, info, state, step, run_dir = run.plan, run.info, run.state, run.position.step, run.run_dir
-    # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
-    is_restart = run_dir.metrics.exists() or found is not None
-    saved = found[1] if found is not None else {}
-    sinks = make_sinks(
-        plan.config,
-        run_dir,
-        stdout=launch.stdout or sys.stdout,
-        wandb_run_id=saved.get("wandb_run_id"),
-        diagnostics=state.tracker.diagnostics,
-        on_event=events.write,
-    )
-    state.tracker.init_backends(sinks)
-    if is_restart:
-        previous = run_dir.status()
-        if previous.get("state") == "running":  # and this process has its lock
-            previous = dead(previous, run_dir.path)
-        if previous.get("state") == "died":
-            logger.warning("%s: %s; continuing from step %d", run_dir.path, previous["reason"], step)
-        details: dict[str, Any] = {"checkpoint": None}
-        if found is not None:
-            changed = changed_settings(saved["config"], saved.get("environment", {}), plan.config, environment(info))
-            pairs = {key: change._asdict() for key, change in changed.items()}
-            details = {"checkpoint": found[0].name, "changed": pairs}
-        state.tracker.log_restart(step, **details)
-        ended = {key: previous.get(key) for key in ("state", "reason", "last_step")}
-        events.write({"event": "restart", "global_step": step, **details, "previous": ended})
-    # After what says that the settings changed: the record is true, wherever this process is killed.
-    if launch.config_path is not None:
-        run_dir.describe(plan.config, launch.config_path, info, state_width=width_of(state.model))
-    run_dir.write_status("running", reason="", step=step, wandb_run_id=wandb_id(sinks))
-    return wandb_id(sinks)
 
 
 def _say_over(run_dir: RunDir, position: Position, length: Length, info: RankInfo) -> None:
@@ -392,88 +336,3 @@ def _checked_contract(
             check = importlib.import_module("trainer.extensions.contract_check").check_before_run
             contract = check(plan, model, device, step=step)
     return contract
-
-
-def _begin_record(info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -> RunDir:
-    """Lock the run's directory, clear what is left of work beyond `step`, and open this rank's log in it.
-
-    Returns:
-        The directory: its name may have changed, see `claim`.
-    """
-    with raise_on_all_ranks(world_size=info.world_size):
-        if info.is_main:
-            _make_ready(run_dir, stack)
-            run_dir.create()
-            checkpoint.discard_staging(run_dir.checkpoints)
-            for path in checkpoint.set_aside_after(run_dir.checkpoints, step):
-                logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
-    run_dir = RunDir(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
-    handler = add_log_file(run_dir.log_file(info.rank))
-    stack.callback(remove_log_file, handler)
-    return run_dir
-
-
-def _place(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
-    """The run's directory, the checkpoint to resume from, and (on rank 0) the store of its checkpoints: rank 0 decides.
-
-    A directory that exists is locked first: what another run is writing there looks like damage.
-    """
-    config = plan.config
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": plan.place(config.run.dir)})})
-    answer: tuple[str, tuple[str, dict[str, Any]] | None] | None = None
-    run_dir: RunDir | None = None
-    claimed: Any = None
-    with raise_on_all_ranks(world_size=info.world_size):
-        if info.is_main:
-            resume = effective_resume(plan.resume)
-            try:
-                run_dir = choose_run_dir(config, given, resume)
-                if run_dir.path.exists() and not run_dir.is_new:
-                    stack.enter_context(run_dir.lock())
-                if config.checkpoint.remote is None and not is_url(resume):
-                    found = checkpoint.find(run_dir.checkpoints, resume)
-                else:
-                    stores = importlib.import_module("trainer.extensions.remote")
-                    ready = partial(_make_ready, run_dir, stack)
-                    found, claimed = stores.find_checkpoint(config, run_dir, resume, ready)
-            except OSError as error:  # a name that is too long, a directory that may not be read
-                place = printable(str(error.filename or given or config.run.dir))
-                raise UserError(
-                    f"{place[:80]}{'...' if len(place) > 80 else ''}",
-                    f"cannot be used: {error.strerror}",
-                    "choose another place with --run-dir",
-                ) from None
-            answer = (str(run_dir.path), (str(found[0]), found[1]) if found else None)
-    answer = from_main_rank(answer, world_size=info.world_size)
-    assert answer is not None
-    path, found_path = answer
-    return run_dir or RunDir(Path(path)), (Path(found_path[0]), found_path[1]) if found_path else None, claimed
-
-
-def _make_ready(run_dir: RunDir, stack: ExitStack) -> None:
-    """Make and lock the run's directory."""
-    if not run_dir.is_locked:
-        run_dir.claim()
-        stack.enter_context(run_dir.lock())
-
-
-def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -> str:
-    """`auto` when torchrun has restarted the ranks (--max-restarts): they resume, whatever the config says."""
-    restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if configured != "off" or restarts == "0":
-        return configured
-    logger.warning("torchrun restarted the ranks (restart %s): resuming from the newest checkpoint", restarts)
-    return "auto"
-
-
-def _start(plan: Plan, state: TrainState, run_dir: RunDir) -> Position:
-    """The position of a new run, with the weights that `[model] weights` names."""
-    if effective_resume(plan.config.checkpoint.resume) == "auto":
-        reached = run_dir.status().get("last_step")
-        if isinstance(reached, int) and reached > 0:
-            text = "--resume auto: %s was at step %d and has no checkpoint; starting again at step 0"
-            logger.warning(text, run_dir.path, reached)
-        else:
-            logger.info("--resume auto: no checkpoint found; starting at step 0")
-    begin_from_weights(plan, state.model)
-    return Position.of(state)

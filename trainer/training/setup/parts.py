@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.config.rules import check_state_rules, largest_batch
+from trainer.config.rules import check_state_rules, largest_batch, mixing_of
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
+from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
+from trainer.data.documents import ReadOptions
+from trainer.data.groups import CutOptions
+from trainer.data.mixing import MixOptions, StreamMixingDataset
+from trainer.data.own_batches import OwnBatches
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import Strategy
+from trainer.distributed.strategy import Replicated, Sharded, Strategy, bypassed, layout_for, shard_units
+from trainer.errors import UserError, raise_found
+from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.snapshot import Owners
+from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
-from trainer.model.wrappers import Cellwise, Headless, output_layer, recompute_blocks, refuse_more_than_a_head
+from trainer.model.protocol import ModelOutput
+from trainer.model.wrappers import (
+    Cellwise,
+    Headless,
+    output_layer,
+    recompute_blocks,
+    refuse_more_than_a_head,
+    run_few_tokens,
+)
 from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.loss import CoordSettings, Loss, Objective
 from trainer.training.checkpointing.train_state import TrainState
-from trainer.training.setup.data import make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
-from trainer.training.setup.plausible import refuse_unmet
-from trainer.training.setup.sharding import shard_model
+from trainer.training.setup.sources import Source
 from trainer.training.step.optimizer import build_optimizer
 
 STATE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,7 +63,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     model = model.to(device)
     check_state_rules(config, width_of(model))
     if not plan.has_built_in_model:  # whose needs were not known before
-        refuse_unmet(plan.unmet_needs(device, model=model))
+        raise_found(plan.unmet_needs(device, model=model))
     torch.manual_seed(zlib.crc32(f"{config.run.seed}:{info.rank}".encode()))  # but dropout of its own
     flops = getattr(model, "flops_per_token", None)
     return TrainState(
@@ -154,3 +171,177 @@ def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
         burn_in=config.ledger.burn_in,
         recompute=config.train.activation_checkpointing == "cell",
     )
+
+
+def make_dataset(
+    plan: Plan, source: Source, info: RankInfo, *, is_holdout: bool, is_whole: bool = False
+) -> StreamMixingDataset:
+    """One source's data set: the training part, or what is evaluated on, read once from its beginning.
+
+    Args:
+        is_holdout: what is evaluated on.
+        is_whole: that is all documents, not the held-out ones.
+    """
+    config, mixing = plan.config, mixing_of(plan.config, source.table)
+    cut = CutOptions(
+        namespace=source.name,
+        seq_len=config.data.seq_len if is_holdout else config.row_tokens,
+        max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
+        pack=config.data.pack,
+        split="holdout" if is_holdout and not is_whole else "train",
+        holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,
+    )
+    read = ReadOptions(
+        plan.tokenizer, source.table.dtype, source.table.eod, source.table.text_split, source.table.format
+    )
+    mix = MixOptions(
+        num_streams_mixed=mixing.num_streams_mixed,
+        pick_mode="round_robin" if is_holdout else mixing.pick_mode,
+        batching_mode="per_stream" if is_holdout else mixing.batching_mode,
+        batch_size=mixing.batch_size,
+        batch_size_by_modality=mixing.batch_size_by_modality,
+        repeat=mixing.repeat and not is_holdout,
+        tokens_before=0 if is_holdout else config.ledger.burn_in,
+        seed=config.run.seed,
+    )
+    return StreamMixingDataset(source.streams, cut, read, mix, rank=info.rank, world_size=info.world_size)
+
+
+def make_blend(plan: Plan, info: RankInfo) -> BlendDataset:
+    """All sources, mixed by their weights.
+
+    Raises:
+        UserError: a target does not give an iterable.
+    """
+    blended = []
+    for source in plan.sources:
+        if source.is_off:
+            dataset: Any = UnreadSource()
+        elif source.table.target is None:
+            dataset = make_dataset(plan, source, info, is_holdout=False)
+        else:
+            dataset = _make_target(plan, source, info)
+        blended.append(BlendSource(source.name, dataset, source.weight))
+    return BlendDataset(
+        blended,
+        seed=plan.config.run.seed,
+        micro_batches=plan.config.micro_batches,
+        per_source=plan.config.metrics.per_source,
+        times=True,
+        history_every=plan.config.ledger.probe_every,
+        history_tokens=plan.config.ledger.probe_cells * plan.config.row_tokens,
+    )
+
+
+def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
+    key = f"source {source.name}: target"
+    assert source.table.target is not None
+    target = resolve_target(source.table.target, key)
+    given: dict[str, Any] = {
+        "rank": info.rank,
+        "world_size": info.world_size,
+        "seed": plan.config.run.seed,
+        "seq_len": plan.config.row_tokens,
+    }
+    given |= source.table.args
+    refuse_arguments(target, source.table.target, given, key=key)
+    with users_code(key):
+        dataset = target(**given)
+    if not hasattr(dataset, "__iter__"):
+        raise UserError(
+            key, f"gave a {type(dataset).__name__}, which cannot be iterated", "return an iterable of dicts"
+        )
+    return OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {source.table.target}")
+
+
+def max_tokens_per_micro(plan: Plan) -> int:
+    """The most tokens that a micro-batch of the configured sources can have (what scales the loss; any constant works)."""
+    sizes = [largest_batch(mixing_of(plan.config, s.table)) for s in plan.sources if s.table.target is None]
+    return max(sizes, default=1) * plan.config.row_tokens
+
+
+logger = get_logger(__name__)
+
+
+def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> Strategy:
+    """The strategy of a run. Every rank must call it.
+
+    Raises:
+        UserError: as `layout_for`.
+    """
+    table = config.distributed
+    if info.world_size == 1:
+        if table.strategy != "ddp":
+            logger.info('distributed.strategy = "%s": a single rank holds the whole model', table.strategy)
+        return Strategy()
+    layout = layout_for(table.strategy, table.replicas, info)
+    if layout is None:
+        return Replicated(world_size=info.world_size, device=device, find_unused=table.find_unused_parameters)
+    if table.strategy == "hsdp" and layout.replicas == 1:
+        logger.info(
+            'distributed.strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node'
+        )
+    return Sharded(
+        layout,
+        device=device,
+        reshard_after_forward=table.reshard_after_forward,
+        keeps_whole=table.accumulate == "whole",
+        param_dtype=torch.bfloat16 if config.train.precision == "bf16" else None,
+    )
+
+
+def shard_model(strategy: Strategy, model: nn.Module, config: RunConfig) -> None:
+    """Leave this rank its part of the model, which each rank has built whole in host memory, with the same weights.
+
+    Raises:
+        UserError: its blocks are not known.
+    """
+    strategy.shard(model, lambda: _prepared_units(model, config))
+
+
+def _prepared_units(model: nn.Module, config: RunConfig) -> Sequence[nn.Module]:
+    units = shard_units(model)
+    if config.objective.chunk_tokens:  # the loss uses it after the model's forward
+        units = [unit for unit in units if unit is not output_layer(model)]
+    if config.model.target is None:
+        # That a block returns a view matters to those who write into it; the families do not.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if config.train.compile:  # the root's own hooks cannot be compiled
+        for unit in units:
+            unit.compile()
+    model.register_forward_hook(_with_known_fields)
+    return units
+
+
+def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """FSDP looks for tensors in tuples, lists and dicts alone; a model may return any object with the fields."""
+    return output if isinstance(output, tuple) else ModelOutput(output.logits, output.state)
+
+
+def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.device, *, seq_len: int) -> None:
+    """Run a few tokens, and refuse a sharded model that uses a module's parts without calling the module.
+
+    Every rank must call it.
+
+    Args:
+        seq_len: tokens of a cell.
+
+    Raises:
+        UserError: a parameter was used that is not gathered.
+    """
+    if strategy.whole(model) is not None:
+        return
+    try:
+        inspect.signature(model.forward).bind(tokens=None, state=None)
+    except TypeError:  # it takes inputs that only the data have
+        return
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            run_few_tokens(model, device, seq_len=seq_len)
+    except RuntimeError as error:
+        raise bypassed(error) or error from None
+    finally:
+        model.train(was_training)
+        strategy.reshard(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +16,10 @@ from trainer.config.rules import Facts, check_rules
 from trainer.config.schema import ModelTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import shard_units
+from trainer.distributed.shards import Layout
+from trainer.distributed.strategy import layout_for, shard_units
 from trainer.errors import UserError
-from trainer.import_path import format_error, resolve_target
+from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.metrics.logger import get_logger
 from trainer.micro_batches import MicroBatches
 from trainer.model.families import DEFAULT, FAMILIES, Family
@@ -28,7 +28,6 @@ from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.model.wrappers import output_layer, recompute_blocks
 from trainer.storage import is_url
 from trainer.training.setup.plausible import doubts, unmet_needs
-from trainer.training.setup.sharding import layout_for
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.optimizer import check_optimizer
 from trainer.training.step.schedule import Length, make_schedule
@@ -86,6 +85,12 @@ class Plan:
         """Whether the model is a family of this package, which the tests prove."""
         return self.config.model.target is None and family_of(self.config.model).is_own
 
+    @property
+    def layout(self) -> Layout | None:
+        """How the ranks share the model; None if each holds all of it."""
+        table = self.config.distributed
+        return layout_for(table.strategy, table.replicas, RankInfo(world_size=self.facts.world_size))
+
     def num_parameters(self) -> int:
         """Trained parameters, counted without making them."""
         return self._model_size[0]
@@ -132,7 +137,7 @@ class Plan:
             output_layer(model)
         if self.config.train.activation_checkpointing == "block":
             recompute_blocks(model)
-        if layout_for(self.config.distributed, RankInfo(world_size=self.facts.world_size)) is not None:
+        if self.layout is not None:
             shard_units(model)
 
     def check_weights(self) -> None:
@@ -256,66 +261,32 @@ def build_model(table: ModelTable, vocab_size: int, *, seq_len: int | None = Non
             train.
     """
     key, name, target, own = resolve_builder(table)
-    try:
-        model = target(**_arguments(table, vocab_size, name, target, own))
-    except UserError:
-        raise
-    except Exception as error:  # what the user's own function does may raise anything
-        raise UserError(key, f"{name} fails: {format_error(error)}", "fix it there") from error
-    if not isinstance(model, nn.Module):
-        problem = f"{name} gave a {type(model).__name__}, not a module"
-        raise UserError(key, problem, "return one as trainer.model.protocol.SequenceModel describes it")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(key, f"{name} gave a model without a parameter to train", "let at least one have requires_grad")
-    width = getattr(model, "state_width", None)
-    if width is None:
-        try:
-            carry_flat(model, lengths=() if seq_len is None else (seq_len,))
-        except UserError:
-            raise
-        except Exception as error:
-            problem = f"{name} gave a model without state_width, whose forward fails: {format_error(error)}"
-            fix = "make it forward(tokens, state=None) -> trainer.model.protocol.ModelOutput(logits, state) (docs/models.md)"
-            raise UserError(key, problem, fix) from error
-    elif not isinstance(width, int) or width < 0:
-        raise UserError(key, f"{name} gave a model with state_width {width}", "set it to an integer from 0 on")
-    return model
-
-
-def _arguments(table: ModelTable, vocab_size: int, name: str, target: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    """What the builder of a model is called with.
-
-    Raises:
-        UserError: it does not take it.
-    """
     given = {"vocab_size": vocab_size, "dim": table.dim, "num_layers": table.num_layers, **own}
     if twice := sorted(given.keys() & table.args.keys()):
         problem = f"names {', '.join(twice)}, which the run gives itself"
         raise UserError("model.args", problem, "set [model] dim and num_layers; the data say the vocabulary")
     given |= table.args
-    try:
-        inspect.signature(target).bind(**given)
-    except ValueError:  # something written in C may have no signature to look at
-        pass
-    except TypeError as error:
-        if table.target is None:
-            raise _unknown_args(name, target, table.args, own) from error
-        problem = f"cannot call {name} with vocab_size, dim, num_layers and the keys of args: {error}"
-        # What the run itself gives, or misses, is a matter of the builder.
-        key = "model.args" if any(f"'{arg}'" in str(error) for arg in table.args) else "model.target"
-        raise UserError(key, problem, "see its signature") from error
-    return given
-
-
-def _unknown_args(name: str, builder: Any, given: Mapping[str, Any], own: Mapping[str, Any]) -> UserError:
-    """What to say of `args` that a family does not take."""
-    fixed = {"vocab_size", "dim", "num_layers", *own}
-    known = [arg for arg in inspect.signature(builder).parameters if arg not in fixed]
-    unknown = [arg for arg in given if arg not in known]
-    close = [difflib.get_close_matches(arg, known, n=1) for arg in unknown]
-    hints = dict.fromkeys(match[0] for match in close if match)
-    fix = f"did you mean {' and '.join(hints)}?" if hints else f"it takes {', '.join(known)}"
-    return UserError("model.args", f"{name} has no {', '.join(unknown)}", fix)
+    takes = ", ".join(inspect.signature(target).parameters) if table.target is None else ""
+    refuse_arguments(target, name, given, key="model.args", fix=f"it takes {takes}" if takes else "see its signature")
+    with users_code(key, f"{name} fails"):
+        model = target(**given)
+    width, problem = getattr(model, "state_width", 0), ""
+    if not isinstance(model, nn.Module):
+        problem = f"a {type(model).__name__}, not a module"
+    elif not any(parameter.requires_grad for parameter in model.parameters()):
+        problem = "a model without a parameter to train"
+    elif not isinstance(width, int) or width < 0:
+        problem = f"a model with state_width {width}, not an integer from 0 on"
+    if problem:
+        raise UserError(key, f"{name} gave {problem}", "return a trainer.model.protocol.SequenceModel (docs/models.md)")
+    if not hasattr(model, "state_width"):
+        fix = (
+            "make it forward(tokens, state=None) -> trainer.model.protocol.ModelOutput(logits, state) (docs/models.md)"
+        )
+        with users_code(key, f"{name} gave a model without state_width, whose forward fails", fix):
+            carry_flat(model, lengths=() if seq_len is None else (seq_len,))
+    built: nn.Module = model
+    return built
 
 
 def family_of(table: ModelTable) -> Family:
@@ -326,13 +297,8 @@ def family_of(table: ModelTable) -> Family:
     """
     name = table.family or DEFAULT
     if name not in FAMILIES:
-        close = difflib.get_close_matches(name, FAMILIES, n=1)
-        known = (
-            f"did you mean {close[0]}? There are {', '.join(FAMILIES)}"
-            if close
-            else f"choose one of {', '.join(FAMILIES)}"
-        )
-        raise UserError("model.family", f"there is no {name!r}", f"{known}, or name a target of your own")
+        fix = f"choose one of {', '.join(FAMILIES)}, or name a target of your own"
+        raise UserError("model.family", f"there is no {name!r}", fix)
     return FAMILIES[name]
 
 

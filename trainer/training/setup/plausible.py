@@ -13,9 +13,9 @@ from trainer.config.rules import largest_batch, mixing_of
 from trainer.config.schema import FIRST_PROFILED, LedgerTable, RunConfig
 from trainer.data.layout import unread_parts
 from trainer.distributed.env import RankInfo
-from trainer.errors import UserError, UserErrors
+from trainer.distributed.strategy import layout_for
+from trainer.errors import UserError
 from trainer.storage import is_url
-from trainer.training.setup.sharding import layout_for
 from trainer.training.setup.sources import Source
 from trainer.wording import counted, few, printable
 
@@ -155,7 +155,7 @@ def unmet_needs(
     tokens = _tokens_of_a_batch(config, sources)
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
     numbers = 2 + (MOMENTS[config.optimizer.name] if config.optimizer.target is None else 0)  # with weight and gradient
-    layout = layout_for(config.distributed, RankInfo(world_size=world_size))
+    layout = layout_for(config.distributed.strategy, config.distributed.replicas, RankInfo(world_size=world_size))
     held = num_parameters if layout is None else -(-num_parameters // layout.shards)
     logits = tokens * vocab_size * (4 if train.precision == "fp32" else 2)
     needs = {
@@ -194,16 +194,6 @@ def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> li
 def ledger_bytes(table: LedgerTable, state_width: int) -> int:
     """Memory of the states of one rank's ledger."""
     return table.capacity * state_width * (2 if table.dtype == "bfloat16" else 4)
-
-
-def refuse_unmet(found: list[UserError]) -> None:
-    """Raise the unmet needs, if there are any.
-
-    Raises:
-        UserError: one or several (`UserErrors`).
-    """
-    if found:
-        raise found[0] if len(found) == 1 else UserErrors(found)
 
 
 def memory_bytes(device: torch.device) -> int:

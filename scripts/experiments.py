@@ -1,0 +1,124 @@
+"""Runs of the program for the studies in this directory, whose results are kept in a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN_LIMIT_SEC = 1200
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A config by name, with some keys changed."""
+
+    corpus: str
+    overrides: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """In the file of results."""
+        return "; ".join([self.corpus, *(f"{key}={value}" for key, value in self.overrides)])
+
+
+def study_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
+    """The options that the studies share."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=Path("data/pytext"), help="made by `make data`")
+    parser.add_argument("--out", type=Path, default=Path(f"build/{name}.json"), help="the results, kept")
+    parser.add_argument("--work", type=Path, default=Path(f"build/{name}"), help="directory of the runs")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
+    return parser
+
+
+def program(*arguments: str) -> None:
+    """Run `train` with these arguments.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "trainer", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_LIMIT_SEC, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}:\n{done.stderr[-2000:]}")
+
+
+def train(name: str, config: str, sets: Mapping[str, object], work: Path) -> tuple[Path, float]:
+    """Train once in a directory of `work`: the run's directory, and the seconds that it took.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
+    folder = f"{zlib.crc32(name.encode()):08x}"
+    path, run_dir = work / f"{folder}.toml", work / folder
+    shutil.rmtree(run_dir, ignore_errors=True)  # of a call that was cut short
+    work.mkdir(parents=True, exist_ok=True)
+    path.write_text(config, encoding="utf-8")
+    overrides = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+    began = time.perf_counter()
+    program("--config", str(path), "--run-dir", str(run_dir), *overrides)
+    return run_dir, time.perf_counter() - began
+
+
+def rows_of(run_dir: Path, mode: str) -> list[dict[str, Any]]:
+    """The metrics of the rows of a mode, with their step as `global_step`."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{**row["metrics"], "global_step": row["global_step"]} for row in rows if row.get("mode") == mode]
+
+
+class Results:
+    """What runs gave, by setting and seed, kept in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[str, dict[str, dict[str, Any]]] = (
+            json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        )
+
+    def complete(
+        self, settings: Sequence[Setting], seeds: int, run: Callable[[Setting, int], dict[str, Any]], jobs: int
+    ) -> None:
+        """Run what is missing: all settings of one seed before the next seed."""
+        missing = [
+            (setting, seed)
+            for seed in range(seeds)
+            for setting in dict.fromkeys(settings)
+            if str(seed) not in self._found.get(setting.name, {})
+        ]
+        with ThreadPoolExecutor(jobs) as pool:
+            found = pool.map(lambda job: run(*job), missing)
+            for number, ((setting, seed), each) in enumerate(zip(missing, found, strict=True), start=1):
+                self._found.setdefault(setting.name, {})[str(seed)] = each
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.write_text(json.dumps(self._found, indent=1) + "\n", encoding="utf-8")
+                said = ", ".join(f"{key} {value:.4g}" for key, value in each.items() if isinstance(value, float))
+                print(f"{number} of {len(missing)}: {setting.name}, seed {seed}: {said}", file=sys.stderr, flush=True)
+
+    def of(self, setting: Setting, seed: int) -> dict[str, Any]:
+        """What a run gave."""
+        return self._found[setting.name][str(seed)]
+
+    def mean(self, setting: Setting, key: str) -> tuple[float, float] | None:
+        """(mean, standard error over the seeds); None if no run has the key."""
+        values = [found[key] for found in self._found.get(setting.name, {}).values() if key in found]
+        if not values:
+            return None
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return statistics.fmean(values), error

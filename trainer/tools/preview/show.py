@@ -1,0 +1,179 @@
+"""A preview as tables in the terminal, and as a picture: a page with four charts (extra `report`: plotly)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from trainer.data.mixing import BATCHING_MODES
+from trainer.tools.fitted_table import Column, fitted_table
+from trainer.tools.pictures import save_picture
+from trainer.tools.preview.config_warnings import ConfigWarning
+from trainer.tools.preview.summary import LedgerView, Preview, SourceView
+from trainer.wording import counted
+
+
+def print_preview(
+    preview: Preview, warnings: Sequence[ConfigWarning], console: Console, *, num_logged: int = 0
+) -> None:
+    """Print tables and warnings. `num_logged`: further warnings, which were logged before."""
+    tables = [_source_columns(preview), _modality_columns(preview)]
+    tables += [_rank_columns(preview)] if preview.world_size > 1 else []
+    parts: list[RenderableType] = [Text(_headline(preview))]
+    for title, columns in tables:
+        table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")
+        parts.append(table)
+    parts += [] if preview.ledger is None else [_ledger_table(preview.ledger)]
+    parts += [Text(f"warning: {warning.message}") for warning in warnings]
+    total = len(warnings) + num_logged
+    count = counted(total, "warning") if total else "no warnings"
+    parts.append(Text(f"{count}, {num_logged:,} of them above the tables" if num_logged else count))
+    for part in parts:
+        console.print(part, highlight=False)
+
+
+def _headline(preview: Preview) -> str:
+    least, mean, most = preview.cells_per_step
+    lines = [
+        f"{preview.name}: {counted(preview.steps, 'step')} of {preview.micro_batches} on "
+        f"{counted(preview.world_size, 'rank')} ({preview.num_batches:,} per rank); {mean:,.1f} cells per step "
+        f"({least:,} to {most:,})"
+    ]
+    if preview.ends_at_step is not None:
+        lines.append(f"the data is exhausted at step {preview.ends_at_step:,}")
+    elif not preview.is_counted:
+        lines.append(
+            f"waits and absences were counted over the first {preview.counted_batches:,} of {preview.num_batches:,} batches; "
+            "picks, exhausts and tokens are averages"
+        )
+    return "\n".join(lines)
+
+
+def _source_columns(preview: Preview) -> tuple[str, list[Column]]:
+    sources = preview.sources
+    is_counted = any(each.drawn_batches is not None for each in sources)
+    drawn = ["unknown" if each.drawn_batches is None else f"{each.drawn_batches:,}" for each in sources]
+    columns = [
+        Column("source", [escape(each.name) for each in sources]),
+        *([Column("batches\nper rank", drawn, "right")] if is_counted else []),
+        Column("expected\nbatches", [f"{each.batches:,.1f}" for each in sources], "right", 1 if is_counted else 0),
+        Column("expected\nshare", [f"{each.batch_share:.1%}" for each in sources], "right"),
+        Column("tokens", ["unknown" if each.tokens is None else f"{each.tokens:,.0f}" for each in sources], "right"),
+        Column("epochs", ["" if each.epochs is None else f"{each.epochs:.2f}" for each in sources], "right"),
+        Column("K", [str(each.num_mixed or "") for each in sources], "right", leave_out=2),
+        Column("picks\nper slice", [_picks(each) for each in sources], "right", leave_out=4),
+    ]
+    drawn_here = "as this run's seed draws them, and " if is_counted else ""
+    return f"Sources: micro-batches per rank {drawn_here}as expected over all seeds", columns
+
+
+def _picks(source: SourceView) -> str:
+    if source.picks_per_slice is None:
+        return ""
+    least, median, most = source.picks_per_slice
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}\nmedian {median:,}"
+
+
+def _modality_columns(preview: Preview) -> tuple[str, list[Column]]:
+    pairs = [(source, view) for source in preview.sources for view in source.modalities]
+    views = [view for _, view in pairs]
+    columns = [
+        Column("source", [escape(source.name) for source, _ in pairs]),
+        Column("modality", [escape(view.name) for view in views]),
+        Column("streams", [f"{view.streams:,}" for view in views], "right", leave_out=3),
+        Column("batch\nsize", [str(view.batch_size) for view in views], "right", leave_out=5),
+        Column("picks", [f"{view.picks:,.0f}" for view in views], "right"),
+        Column("exhausts", [f"{view.exhausts:,.0f}" for view in views], "right", leave_out=2),
+        Column("cells", [f"{view.cells:,.0f}" for view in views], "right", leave_out=4),
+        Column("tokens", [f"{view.tokens:,.0f}" for view in views], "right", leave_out=2),
+        Column("of\ncorpus", [f"{view.corpus_share:.1%}" for view in views], "right", leave_out=1),
+        Column("of\ndrawn", [f"{view.drawn_share:.1%}" for view in views], "right", leave_out=1),
+        Column("absent", [f"{view.absent_share:.1%}" for view in views], "right"),
+        Column("longest\nwait", [f"{view.longest_wait_steps:,} steps" for view in views], "right"),
+    ]
+    return "Pools, over all ranks", columns
+
+
+def _rank_columns(preview: Preview) -> tuple[str, list[Column]]:
+    sources = [source for source in preview.sources if source.rank_token_shares]
+    columns = [
+        Column("source", [escape(each.name) for each in sources]),
+        Column("fewest\ntokens", [f"{min(each.rank_token_shares):.1%}" for each in sources], "right"),
+        Column("most\ntokens", [f"{max(each.rank_token_shares):.1%}" for each in sources], "right"),
+        Column("batching mode", [each.batching_mode for each in sources], leave_out=1),
+    ]
+    columns += [
+        Column(f"masked,\n{mode}", [f"{each.masked_share[mode]:.1%}" for each in sources], "right")
+        for mode in BATCHING_MODES
+    ]
+    return f"Shares of the {preview.world_size} ranks; masked: micro-batches without rows on the worst rank", columns
+
+
+def _ledger_table(ledger: LedgerView) -> Table:
+    enough = "enough" if ledger.capacity >= ledger.capacity_to_change_ranks else "more than the capacity"
+    rows = {
+        "mode": ledger.mode,
+        "capacity": f"{ledger.capacity:,} groups, {ledger.megabytes:,.1f} MB",
+        "groups in flight": f"at most {ledger.groups_in_flight:,} (K x batch size)",
+        "to change ranks": f"up to {ledger.capacity_to_change_ranks:,} groups after a resume: {enough}",
+        "longest wait": f"{ledger.counted_wait_steps:,} steps counted; the bound for other seeds, 2 K n, is "
+        f"{ledger.wait_bound_steps:,}",
+    }
+    if ledger.stale_threshold is not None:
+        rows["stale threshold"] = (
+            f"{ledger.stale_threshold:,} steps; {ledger.waits_beyond_threshold:,} waits are longer"
+        )
+    table = Table("", "", title="Ledger, per rank", title_justify="left", show_header=False)
+    for row in rows.items():
+        table.add_row(*row)
+    return table
+
+
+def draw(preview: Preview, out: Path) -> None:
+    """Write the picture: blend, learning rate, picks by modality, longest waits.
+
+    Raises:
+        UserError: the file cannot be written, or plotly is not installed.
+    """
+    curves, ledger = preview.curves, preview.ledger
+    views = [(f"{source.name}: {view.name}", view) for source in preview.sources for view in source.modalities]
+    bar = {"type": "bar", "orientation": "h", "y": [name for name, _ in views]}
+    traces: list[dict[str, Any]] = [
+        {"x": curves.batches, "y": shares, "name": name, "stackgroup": "blend", "line": {"shape": "hv"}}
+        for name, shares in curves.shares.items()
+    ]
+    traces.append({"x": curves.steps, "y": curves.lr, "name": "learning rate", "xaxis": "x2", "yaxis": "y2"})
+    for name, field, number in (
+        ("picks", "picks", 3),
+        ("exhausts", "exhausts", 3),
+        ("counted wait", "longest_wait_steps", 4),
+    ):
+        values = [getattr(view, field) for _, view in views]
+        traces.append({**bar, "x": values, "name": name, "xaxis": f"x{number}", "yaxis": f"y{number}"})
+    levels = [] if ledger is None else [("bound 2 K n", ledger.wait_bound_steps), ("stale", ledger.stale_threshold)]
+    dotted = {"type": "line", "xref": "x4", "yref": "y4 domain", "y0": 0, "y1": 1, "line": {"dash": "dot"}}
+    bars = {"autorange": "reversed", "automargin": True}
+    layout = {
+        "grid": {"rows": 2, "columns": 2, "pattern": "independent", "ygap": 0.25},
+        "xaxis": {"title": {"text": "batch"}},
+        "yaxis": {"title": {"text": "share of micro-batches"}, "range": [0, 1]},
+        "xaxis2": {"title": {"text": "step"}},
+        "yaxis2": {"title": {"text": "learning rate"}, "rangemode": "tozero"},
+        "xaxis3": {"title": {"text": "picks and exhausts, all ranks"}},
+        "yaxis3": bars,
+        "xaxis4": {"title": {"text": "longest wait of a reader, steps"}},
+        "yaxis4": bars,
+        "shapes": [
+            {**dotted, "x0": at, "x1": at, "label": {"text": name, "textposition": "end"}}
+            for name, at in levels
+            if at is not None
+        ],
+    }
+    title = f"{preview.name}: {counted(preview.steps, 'step')} on {counted(preview.world_size, 'rank')}"
+    save_picture(traces, layout, out, title=title)

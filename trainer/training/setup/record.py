@@ -1,0 +1,277 @@
+"""Where a run is recorded: its directory, the checkpoint that it continues, its sinks, and what is said at the start."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.config.rules import why_no_noise_scale
+from trainer.config.schema import RunConfig, WandbTable
+from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
+from trainer.distributed.env import RankInfo
+from trainer.distributed.shards import layout_of
+from trainer.distributed.strategy import num_parameters
+from trainer.errors import UserError
+from trainer.metrics.best_effort import Diagnostics, EventCallback
+from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
+from trainer.metrics.run_status import dead
+from trainer.metrics.services import CLOSE_SEC, TensorboardSink, WandbMode, WandbSink, resolve_mode
+from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink, resolve_stdout_mode
+from trainer.storage import is_url
+from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.restore import changed_settings
+from trainer.training.checkpointing.train_state import Position, TrainState
+from trainer.training.run import Run
+from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, environment
+from trainer.training.setup.plan import Plan, width_of
+from trainer.training.step.schedule import Length, make_schedule
+from trainer.wording import counted, printable
+
+logger = get_logger(__name__)
+RATE_MARGIN = 0.01
+Found = tuple[Path, dict[str, Any]]
+"""A checkpoint and its state.json."""
+
+
+def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
+    """The run's directory, the checkpoint to resume from, and (on rank 0) the store of its checkpoints: rank 0 decides.
+
+    A directory that exists is locked first: what another run is writing there looks like damage.
+    """
+    config = plan.config
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": plan.place(config.run.dir)})})
+    answer: tuple[str, tuple[str, dict[str, Any]] | None] | None = None
+    run_dir: RunDir | None = None
+    claimed: Any = None
+    with raise_on_all_ranks(world_size=info.world_size):
+        if info.is_main:
+            resume = effective_resume(plan.resume)
+            try:
+                run_dir = choose_run_dir(config, given, resume)
+                if run_dir.path.exists() and not run_dir.is_new:
+                    stack.enter_context(run_dir.lock())
+                if config.checkpoint.remote is None and not is_url(resume):
+                    found = checkpoint.find(run_dir.checkpoints, resume)
+                else:
+                    stores = importlib.import_module("trainer.extensions.remote")
+                    ready = partial(_make_ready, run_dir, stack)
+                    found, claimed = stores.find_checkpoint(config, run_dir, resume, ready)
+            except OSError as error:  # a name that is too long, a directory that may not be read
+                place = printable(str(error.filename or given or config.run.dir))
+                raise UserError(
+                    f"{place[:80]}{'...' if len(place) > 80 else ''}",
+                    f"cannot be used: {error.strerror}",
+                    "choose another place with --run-dir",
+                ) from None
+            if found is None and resume == "auto":
+                logger.info("--resume auto: no checkpoint found; starting at step 0")
+            answer = (str(run_dir.path), (str(found[0]), found[1]) if found else None)
+    answer = from_main_rank(answer, world_size=info.world_size)
+    assert answer is not None
+    path, found_path = answer
+    return run_dir or RunDir(Path(path)), (Path(found_path[0]), found_path[1]) if found_path else None, claimed
+
+
+def _make_ready(run_dir: RunDir, stack: ExitStack) -> None:
+    """Make and lock the run's directory."""
+    if not run_dir.is_locked:
+        run_dir.claim()
+        stack.enter_context(run_dir.lock())
+
+
+def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -> str:
+    """`auto` when torchrun has restarted the ranks (--max-restarts): they resume, whatever the config says."""
+    restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if configured != "off" or restarts == "0":
+        return configured
+    logger.warning("torchrun restarted the ranks (restart %s): resuming from the newest checkpoint", restarts)
+    return "auto"
+
+
+def begin_record(info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -> RunDir:
+    """Lock the run's directory, clear what is left of work beyond `step`, and open this rank's log in it.
+
+    Returns:
+        The directory: its name may have changed, see `claim`.
+    """
+    with raise_on_all_ranks(world_size=info.world_size):
+        if info.is_main:
+            _make_ready(run_dir, stack)
+            run_dir.create()
+            checkpoint.discard_staging(run_dir.checkpoints)
+            for path in checkpoint.set_aside_after(run_dir.checkpoints, step):
+                logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
+    run_dir = RunDir(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
+    handler = add_log_file(run_dir.log_file(info.rank))
+    stack.callback(remove_log_file, handler)
+    return run_dir
+
+
+def open_record(
+    run: Run, found: Found | None, stack: ExitStack, *, config_path: Path | None, stdout: Output | None
+) -> str | None:
+    """Open events.jsonl, sinks and status.json on rank 0, and say what is trained. Every rank must call it.
+
+    Returns:
+        The wandb run's id, on rank 0, if there is one.
+    """
+    wandb_run_id, guard = None, run.diagnostics.best_effort
+    with raise_on_all_ranks(world_size=run.info.world_size):
+        if run.info.is_main:
+            run.events = EventWriter(run.run_dir.events)
+            stack.callback(guard("end of events.jsonl").run, run.events.close)
+            run.diagnostics.on_event = run.events.write
+            wandb_run_id = _open_sinks(run, run.events, found, config_path, stdout or sys.stdout)
+            announce(run.plan, run.state, run.device, run.run_dir)
+            run.status = StatusKeeper(run.run_dir, wandb_run_id)
+    stack.callback(run.tracker.close)
+    return wandb_run_id
+
+
+def _open_sinks(
+    run: Run, events: EventWriter, found: Found | None, config_path: Path | None, stdout: Output
+) -> str | None:
+    """Open the sinks, say in them if the run restarts, and mark it as running. Returns the wandb run's id, if any."""
+    plan, info, state, step, run_dir = run.plan, run.info, run.state, run.position.step, run.run_dir
+    # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
+    is_restart = run_dir.metrics.exists() or found is not None
+    saved = found[1] if found is not None else {}
+    sinks = make_sinks(
+        plan.config,
+        run_dir,
+        stdout=stdout,
+        wandb_run_id=saved.get("wandb_run_id"),
+        diagnostics=state.tracker.diagnostics,
+        on_event=events.write,
+    )
+    state.tracker.init_backends(sinks)
+    if is_restart:
+        previous = run_dir.status()
+        if previous.get("state") == "running":  # and this process has its lock
+            previous = dead(previous, run_dir.path)
+        if previous.get("state") == "died":
+            logger.warning("%s: %s; continuing from step %d", run_dir.path, previous["reason"], step)
+        details: dict[str, Any] = {"checkpoint": None}
+        if found is not None:
+            changed = changed_settings(saved["config"], saved.get("environment", {}), plan.config, environment(info))
+            pairs = {key: change._asdict() for key, change in changed.items()}
+            details = {"checkpoint": found[0].name, "changed": pairs}
+        state.tracker.log_restart(step, **details)
+        ended = {key: previous.get(key) for key in ("state", "reason", "last_step")}
+        events.write({"event": "restart", "global_step": step, **details, "previous": ended})
+    # After what says that the settings changed: the record is true, wherever this process is killed.
+    if config_path is not None:
+        run_dir.describe(plan.config, config_path, info, state_width=width_of(state.model))
+    run_dir.write_status("running", reason="", step=step, wandb_run_id=wandb_id(sinks))
+    return wandb_id(sinks)
+
+
+def make_sinks(
+    config: RunConfig,
+    run_dir: RunDir,
+    *,
+    stdout: Output,
+    wandb_run_id: str | None,
+    diagnostics: Diagnostics,
+    on_event: EventCallback,
+) -> list[Sink]:
+    """The record first: if it cannot be written, nothing else should say that a step was.
+
+    Every sink but the record has a queue and a thread, except those that write to a terminal, beside the progress bar.
+    """
+
+    def in_background(sink: Sink, name: str, close_sec: float = 5.0) -> Sink:
+        return BackgroundSink(sink, name=name, guard=diagnostics.best_effort(name), close_sec=close_sec)
+
+    mode = resolve_stdout_mode(config.metrics.stdout, stdout)
+    sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
+    if mode != "off":
+        to_stdout = StdoutSink(mode, stream=stdout)
+        sinks.append(to_stdout if stdout.isatty() else in_background(to_stdout, "stdout"))
+    if mode == "json" and sys.stderr.isatty():
+        # Somebody watches, and the payload goes to a program: the line for people stands beside the bar.
+        sinks.append(StdoutSink("line", stream=sys.stderr))
+    table = config.metrics.wandb
+    if (wandb_mode := _wandb_mode(table)) != "disabled":
+        resolved: dict[str, Any] = config.model_dump(mode="json")
+        wandb = WandbSink(
+            mode=wandb_mode,
+            project=table.project,
+            entity=table.entity,
+            base_url=table.base_url,
+            run_dir=run_dir.path,
+            run_id=wandb_run_id,
+            config=resolved,
+            on_event=on_event,
+        )
+        sinks.append(in_background(wandb, "wandb", CLOSE_SEC))
+    if config.metrics.tensorboard:
+        sinks.append(in_background(TensorboardSink(run_dir.path / "tensorboard"), "tensorboard"))
+    return sinks
+
+
+def _wandb_mode(table: WandbTable) -> WandbMode:
+    """The mode, `auto` resolved and its reason said in one line."""
+    if table.mode != "auto":
+        return table.mode
+    mode, why = resolve_mode(table.base_url)
+    logger.info("wandb: %s, since %s", mode, why)
+    return mode
+
+
+def wandb_id(sinks: list[Sink]) -> str | None:
+    """The id of the wandb run among the sinks, to be kept in checkpoints."""
+    within = [sink.sink for sink in sinks if isinstance(sink, BackgroundSink)]
+    return next((sink.run_id for sink in within if isinstance(sink, WandbSink)), None)
+
+
+def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDir) -> None:
+    """Log what is trained, on what, where it is written, and how the ranks share it."""
+    facts, model = plan.facts, state.model
+    logger.info(
+        "%s: %s parameters, %s on %s%s, run directory %s",
+        plan.config.run.name,
+        f"{num_parameters(model):,}",
+        counted(facts.world_size, "rank"),
+        device,
+        f", up to {facts.tokens_per_step:,} tokens per step" if facts.tokens_per_step else "",
+        run_dir.path,
+    )
+    if facts.world_size > 1:
+        layout = layout_of(model.parameters())
+        held = "each rank holds the whole model" if layout is None else str(layout)
+        logger.info("%s: %s", plan.config.distributed.strategy, held)
+    reason = why_no_noise_scale(plan.config, facts.world_size)
+    if plan.config.gns.enabled and reason is not None:
+        logger.info("the gradient noise scale is not measured: %s", reason)
+
+
+def say_rate_change(saved: Mapping[str, Any], plan: Plan, position: Position) -> None:
+    """Warn where a resume makes the learning rate jump: a schedule over another length, or another schedule.
+
+    Args:
+        saved: the config of the checkpoint.
+    """
+    try:
+        before = RunConfig.model_validate(saved)
+        length = Length.of(before, plan.facts.tokens_per_micro)
+        former = make_schedule(before, length)
+    except (ValueError, UserError):  # of an earlier version; what differs is said anyway
+        return
+    if length.is_in_tokens != plan.length.is_in_tokens or not position.step:
+        return
+    then, now = (
+        schedule(min(position.reached, each.total))
+        for schedule, each in ((former, length), (make_schedule(plan.config, plan.length), plan.length))
+    )
+    if abs(now - then) > RATE_MARGIN * max(abs(then), abs(now)):
+        text = "the learning rate jumps: at step %d it was %.3g, by this config it is %.3g (the schedule spans the whole run)"
+        logger.warning(text, position.step, then, now)
