@@ -97,10 +97,8 @@ def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, dia
     ruling = next(rule for rule in found["rules"] if rule["rule"] == "false_evictions_stale")
     assert (ruling["severity"], ruling["needs"]) == ("error", ["ledger/false_evictions/stale"])
     assert ruling["evidence"][0]["steps"][0] == 1
-    assert (ruling["knob"]["key"], ruling["fix"]) == (
-        "ledger.stale_threshold",
-        "try ledger.stale_threshold = 20 (now 5)",
-    )
+    assert ruling["knob"]["key"] == "ledger.stale_threshold"
+    assert ruling["fix"].startswith("try ledger.stale_threshold = 20 (now 5)")
 
 
 def test_a_mistyped_run_is_answered_with_the_one_that_exists(tmp_path: Path, diagnosed: Diagnosed) -> None:
