@@ -57,7 +57,7 @@ def here(trained, monkeypatch):
 VERBS = (
     ("sample", "RUN", "--tokens", "3"),
     ("eval", "RUN"),
-    ("cbs", "RUN", "--yes", "--factors", "1", "--seeds", "1", "--lr-grid", "1"),
+    ("cbs", "RUN", "--factors", "1", "--seeds", "1", "--lr-grid", "1"),
 )
 
 

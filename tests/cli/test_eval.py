@@ -137,7 +137,7 @@ def test_sets_of_the_config_whose_files_are_not_there_are_left_out_beside_others
     near.rename(moved)
     alone = program(["eval", run_dir], capsys)
     assert alone.returncode == 2
-    said = f"eval source near: paths: {near}/*.jsonl: names no stream file (a set of the config of {run_dir};"
+    said = f"eval source near: paths: {near}/*.jsonl: has no stream files"
     assert alone.stderr.startswith(said)
     assert alone.stderr.rstrip().endswith("go there, or name sets with --source NAME=PATH")
     new = program(["eval", run_dir, "--json", "--source", f"new={moved}"], capsys)

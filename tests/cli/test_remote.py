@@ -52,7 +52,7 @@ def test_a_run_resumed_from_the_store_alone_equals_the_run_that_was_never_stoppe
     new = tmp_path / "new"
     second = run("--config", config, "--run-dir", new, "--resume", "auto", extra=extra)
     assert second.returncode == 0, second.stderr
-    assert f"{new} has no checkpoint; taking step_00000004 of s3://bucket/alone" in second.stderr
+    assert "downloaded s3://bucket/alone/step_00000004" in second.stderr
     rows, same = read_rows(new / "metrics.jsonl"), read_rows(tmp_path / "whole" / "metrics.jsonl")
     assert sorted(rows) == [("train", 5), ("train", 6)]
     assert [rows[key]["loss"] for key in sorted(rows)] == [same[key]["loss"] for key in sorted(rows)]

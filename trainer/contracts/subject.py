@@ -17,7 +17,6 @@ from trainer.import_path import format_error
 CALL_SEED = 20_251
 ZERO_MATRIX_SCALE = 0.5  # times 1 / sqrt(fan-in): about half of what an ordinary initialization draws
 ZERO_VECTOR_SCALE = 0.1
-BLOCK = 65_521  # a prime: rows of a matrix do not repeat
 DROPOUTS = frozenset({"dropout", "dropout_", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout"})
 NO_DROPOUT: tuple[dict[str, float], ...] = ({"dropout_p": 0.0}, {})  # as a keyword, unless it is given by position
 LIFTED = {
@@ -279,11 +278,9 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def _normal(like: Tensor) -> Tensor:
-    """Normal numbers of a generator of our own; the same block again and again, since drawing takes long."""
+    """Normal numbers of a generator of our own."""
     generator = torch.Generator().manual_seed(like.numel())
-    count = like.numel()
-    block = torch.randn(min(count, BLOCK), generator=generator).to(like.device, like.dtype)
-    return block.repeat(-(-count // max(block.numel(), 1)))[:count].view(like.shape)
+    return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
 
 
 def one_line(error: Exception) -> str:

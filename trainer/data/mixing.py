@@ -200,21 +200,15 @@ class MixOptions:
 
     def __post_init__(self) -> None:
         choices = (("pick_mode", PICK_MODES), ("batching_mode", BATCHING_MODES))
-        wrong = [
-            f"{key}: must be one of {', '.join(known)}" for key, known in choices if getattr(self, key) not in known
-        ]
+        wrong = [f"{key}: one of {', '.join(known)}" for key, known in choices if getattr(self, key) not in known]
         sizes = {f"batch_size_by_modality.{modality}": size for modality, size in self.batch_size_by_modality.items()}
         numbers = {"num_streams_mixed": self.num_streams_mixed, "batch_size": self.batch_size, **sizes}
-        wrong += [
-            f"{key}: must be an integer >= 1"
-            for key, number in numbers.items()
-            if type(number) is not int or number < 1
-        ]
+        wrong += [f"{key}: an integer >= 1" for key, number in numbers.items() if type(number) is not int or number < 1]
         if type(self.tokens_before) is not int or self.tokens_before < 0:
-            wrong.append("tokens_before: must be an integer >= 0")
+            wrong.append("tokens_before: an integer >= 0")
         if wrong:
             key, _, problem = wrong[0].partition(": ")
-            raise UserError(key, f"{problem}, got {getattr(self, key, sizes.get(key))!r}")
+            raise UserError(key, f"must be {problem}, got {getattr(self, key, sizes.get(key))!r}")
 
 
 class StreamMixingDataset:

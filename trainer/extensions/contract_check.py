@@ -152,12 +152,13 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
         return
     key, name, *_ = resolve_builder(plan.config.model)
     first, *others = refused
-    if first.check == "forward":
-        raise UserError(key, f"{name}: {first.text}", _FORWARD)
     names = ", ".join(f'"{name}"' for name in dict.fromkeys([*plan.config.model.trust, *(v.check for v in refused)]))
     more = f" (and breaks {' and '.join(verdict.check for verdict in others)})" if others else ""
+    problem = f"breaks {first.check}: {first.text}{more}"
     fix = f"fix the model (docs/contracts.md), or set model.trust = [{names}] to train it all the same"
-    raise UserError(key, f"{name}: breaks {first.check}: {first.text}{more}", fix)
+    if first.check == "forward":
+        problem, fix = first.text, _FORWARD
+    raise UserError(key, f"{name}: {problem}", fix)
 
 
 def find_size(table: ModelTable, vocab_size: int, tokens: int) -> Size | str:

@@ -318,26 +318,22 @@ def _named_or_local(run_dir: RunDir, resume: str, prepare: Callable[[], None]) -
         return checkpoint.find(run_dir.checkpoints, resume)
     parent, _, name = resume.rstrip("/").rpartition("/")
     step = step_of(Path(name))
-    fix = "name a whole one, such as s3://BUCKET/PREFIX/step_00000100 (train checkpoint list URL)"
-    if step < 0 or name != checkpoint_name(step):
-        raise UserError("--resume", f"{resume} is no checkpoint", fix)
-    remote = RemoteCheckpoints(parent, key="--resume")
     try:
+        if step < 0 or name != checkpoint_name(step):
+            raise CheckpointError(f"{resume} is no checkpoint")
+        remote, local = RemoteCheckpoints(parent, key="--resume"), run_dir.checkpoints / name
         marker = _asked_again(lambda: remote.marker(step))
-        local = run_dir.checkpoints / name
         if not (local / MARKER).exists():
             return _downloaded(remote, step, run_dir, prepare)
-        if read_bytes(local / MARKER) == marker:
-            return local, checkpoint.verify(local)
-    except MissingError:
-        raise UserError("--resume", f"{resume} is not there, or is not complete", fix) from None
-    except CheckpointError as error:
-        raise UserError("--resume", str(error), fix) from None
+        if read_bytes(local / MARKER) != marker:
+            raise CheckpointError(f"{run_dir.path} has another {name} than {resume}")
+        return local, checkpoint.verify(local)
+    except (MissingError, CheckpointError) as error:
+        problem = f"{resume} is not there, or is not complete" if isinstance(error, MissingError) else str(error)
+        fix = "name a complete one (train checkpoint list URL), and a --run-dir that does not have another of its step"
+        raise UserError("--resume", problem, fix) from None
     except StorageError as error:
         raise _unreadable("--resume", error) from None
-    raise UserError(
-        "--resume", f"{run_dir.path} has another {name} than {resume}", "name a new directory with --run-dir"
-    )
 
 
 def _newest(remote: RemoteCheckpoints, run_dir: RunDir, prepare: Callable[[], None]) -> Found | None:

@@ -258,7 +258,8 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     if problem:
-        raise UserError(str(path), problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
+        where = str(metrics if has_begun else path)
+        raise UserError(where, problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
     reader.check_usable(metrics, allow_empty=allow_empty)
     notes = reader.notes()
     others = _read_others(metrics.parent, notes) if metrics.name == METRICS_NAME else {}

@@ -331,8 +331,10 @@ def _print_report(model: str, report: Report, *, is_unchecked: bool) -> None:
     console.print(fitted_table(columns, width=console.width, box=None, pad_edge=False))
     breaches = ", ".join(verdict.check for verdict in report.breaches)
     summary = coloured("healthy", "keeps the contract")
-    if breaches or is_unchecked:
-        summary = coloured("findings", f"breaks {breaches}" if breaches else "was not checked")
+    if breaches:
+        summary = coloured("findings", f"breaks {breaches}")
+    elif is_unchecked:
+        summary = coloured("findings", "was not checked") + f": {escape(report['causality'].text)}"
     elif report.unchecked:
         summary = coloured("warning", "keeps the contract, except that carry could not be checked")
     console.print(f"{escape(model)} {summary} ({report.how}; {report.seconds:.1f} s)", highlight=False)
