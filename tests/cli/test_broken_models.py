@@ -67,12 +67,6 @@ def forward(self, tokens, state=None):
 """
 
 
-def test_a_model_that_keeps_the_contract_is_valid(check):
-    ended = check(model(GOOD))
-    assert ended.returncode == 0, ended.stderr
-    assert "#   forward_pass = ran" in ended.stdout
-
-
 def test_a_model_for_cuda_alone_is_not_tried(check):
     ended = check(model("def forward(self): ..."), "train.device=cuda")
     assert ended.returncode == 0, ended.stderr
@@ -88,20 +82,12 @@ def test_a_model_for_cuda_alone_is_not_tried(check):
             "of size 17 (broken_model.py:12)",
         ),
         (
-            model("def forward(self, tokens):\n    return self.head(self.embedding(tokens))"),
-            "TypeError: Model.forward() got an unexpected keyword argument 'state' (broken_model.py:11)",
-        ),
-        (
             model("def forward(self, tokens, state):\n    return self.head(self.embedding(tokens))"),
             "its forward returns a Tensor without .logits and .state (broken_model.py:11)",
         ),
         (
             model("def forward(self, tokens, state):\n    return ModelOutput(self.embedding(tokens), state)"),
             "its forward returns logits [1, 16, 16] for tokens [1, 16], not [1, 16, 257]",
-        ),
-        (
-            model("def forward(self, tokens, state):\n    return ModelOutput(self.head(self.embedding(tokens)), None)"),
-            "its forward returns a state NoneType for one row, not [1, 16], its state_width",
         ),
     ],
 )
@@ -117,14 +103,7 @@ def test_a_forward_that_breaks_the_contract_is_refused_with_its_place(check, tex
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "x = 1\ny = nowhere\n",
-            "broken_model fails on import: NameError: name 'nowhere' is not defined (bro",
-        ),
-        (
-            "x = 1\ndef build(:\n",
-            "broken_model fails on import: SyntaxError: invalid syntax (broken_model.py:2",
-        ),
+        ("x = 1\ndef build(:\n", "broken_model fails on import: SyntaxError: invalid syntax (broken_model.py:2"),
         (
             "import no_such_pkg\n",
             "broken_model was found, but imports no_such_pkg, which was not (broken_model.py:1); install",
@@ -134,10 +113,6 @@ def test_a_forward_that_breaks_the_contract_is_refused_with_its_place(check, tex
             "model.target: broken_model:build fails: TypeError: object of type 'int' has no len() (broken_model.py:2)",
         ),
         ("import sys\nsys.exit(0)\n", "broken_model fails on import: SystemExit: 0 (broken_model.py:2)"),
-        (
-            "import sys\ndef build(vocab_size, dim, num_layers):\n    sys.exit(0)\n",
-            "sys.exit(0) was called (broken_model.py:3) before the program was done; take the call out",
-        ),
         (
             "def build(vocab_size, dim):\n    return None\n",
             "model.target: cannot call broken_model:build with vocab_size, dim, num_layers and the keys of args: got an "
@@ -162,15 +137,6 @@ def test_a_model_that_looks_at_its_numbers_while_it_is_built_can_be_checked(chec
 def test_more_memory_than_there_is_is_a_warning(check, monkeypatch):
     monkeypatch.setattr("trainer.training.setup.plausible.memory_bytes", lambda device: 60_000)
     assert "a step's tensors take 0.0 GB per rank at their most; cpu has 0.0 GB" in check(model(GOOD)).stderr
-
-
-def test_the_check_leaves_the_generator_as_it_was(check):
-    import torch
-
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    check(model(GOOD))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 DROPS = model("""
@@ -200,86 +166,6 @@ def test_a_model_that_drops_its_state_is_refused_in_one_clear_sentence(check):
     assert check(PEEKS).stderr.startswith(f"{place}breaks causality: ")
 
 
-NESTED = """
-import torch
-from torch import nn
-from trainer.model.protocol import ModelOutput
-
-class Model(nn.Module):
-    def __init__(self, vocab_size, dim, num_layers):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size)
-        self.rnn = nn.LSTM(dim, dim, batch_first=True)
-        self.calls = 0
-
-    def forward(self, tokens, state=None):
-        self.calls += 1
-        given = None if state is None else tuple(part[None].contiguous() for part in state)
-        hidden, (h, c) = self.rnn(self.embedding(tokens), given)
-        return ModelOutput(self.head(hidden), (h[0], c[0]))
-
-build = Model
-"""
-RETURNS_NONE = NESTED.replace("(h[0], c[0])", "None")
-
-
-def test_a_model_that_takes_a_state_and_returns_none_is_refused_with_the_remedy(check):
-    assert check(NESTED).returncode == 0
-    ended = check(RETURNS_NONE)
-    assert ended.returncode == 2
-    assert "broken_model:build: breaks carry: forward takes a state and returns none" in ended.stderr
-    assert "return ModelOutput(..., state=...), or set state_width = 0 on a model without a state" in ended.stderr
-    assert ended.stderr.count("\n") == 1
-    assert check(RETURNS_NONE, 'model.trust=["carry"]').returncode == 0
-    on_purpose = check(RETURNS_NONE.replace("        self.calls = 0", "        self.calls = self.state_width = 0"))
-    assert (on_purpose.returncode, on_purpose.stderr) == (0, "")
-
-
-def test_a_forward_that_fails_after_its_first_calls_is_refused_with_its_place(check):
-    ended = check(NESTED.replace("        given", "        assert self.calls < 8, 'boom'\n        given"))
-    assert ended.returncode == 2
-    assert "broken_model:build: forward fails with tokens [" in ended.stderr
-    assert "AssertionError: boom (broken_model.py:15), after it ran with tokens [1, 16]" in ended.stderr
-
-
-def test_what_could_not_be_checked_is_a_warning(check):
-    ended = check(NESTED.replace("self.head(hidden)", "self.head(hidden) * 0"))
-    assert ended.returncode == 0
-    assert "model: causality could not be checked: the logits are the same at every position" in ended.stderr
-
-
-def test_a_model_of_one_length_alone_can_be_checked_at_that_length(check):
-    fixed = NESTED.replace("        given", "        assert tokens.shape[1] == 16, 'another length'\n        given")
-    ended = check(fixed)
-    assert ended.returncode == 0, ended.stderr
-    assert "model: carry could not be checked: the model takes rows of 16 tokens and no longer ones" in ended.stderr
-    assert "#   state_width = 32" in ended.stdout
-
-
-def test_the_cause_is_named_before_what_follows_from_it(check):
-    rolled = model(GOOD).replace("hidden[:, -1])", "hidden[:, -1].roll(1, 0))")
-    ended = check(rolled)
-    assert ended.returncode == 2
-    assert "model.target: broken_model:build: breaks isolation: " in ended.stderr
-    assert "(and breaks carry)" in ended.stderr
-    assert 'or set model.trust = ["isolation", "carry"] to train it all the same' in ended.stderr
-
-
-def test_a_dropout_that_is_active_in_eval_is_refused_with_its_cause_and_fix(check):
-    always = model(GOOD).replace("self.head(hidden)", "self.head(torch.nn.functional.dropout(hidden, 0.3))")
-    ended = check(always)
-    assert ended.returncode == 2
-    assert (
-        "model.target: broken_model:build: breaks purity: in eval(), the same call gives another answer" in ended.stderr
-    )
-    assert "such as a dropout without training=self.training; pass that, or use nn.Dropout" in ended.stderr
-    assert ended.stderr.count("\n") == 1
-    assert "and breaks" not in ended.stderr  # the other checks run without dropout
-    switched = check(always.replace("0.3)", "0.3, self.training)"))
-    assert switched.returncode == 0, switched.stderr
-    assert "purity" not in switched.stderr
-
-
 def test_packed_rows_are_refused_for_a_model_without_resets(check):
     ended = check(model(GOOD), "data.pack=true")
     assert ended.returncode == 2
@@ -297,79 +183,11 @@ def test_the_contract_can_be_left_out_or_trusted_and_that_is_said(check):
     assert "broken: carry" in ended.stdout
 
 
-def test_unknown_names_in_trust_are_refused_with_the_list(check):
-    ended = check(model(GOOD), 'model.trust=["cary"]')
-    assert ended.returncode == 2
-    assert "must be one of forward, purity, carry, causality, isolation, resets" in ended.stderr
-
-
-ROUTED = (
-    HEAD.replace(
-        "\nclass Model",
-        """
-class Router(nn.Linear):
-    def forward(self, x):
-        choice = super().forward(x).softmax(-1)
-        self.seen = {"losses": [choice.mean((0, 1)).square().sum(), (choice,)]}
-        return x * choice
-
-class Model""",
-    )
-    + textwrap.indent(
-        """
-def forward(self, tokens, state=None):
-    embedded = self.embedding(tokens)
-    hidden = self.router(embedded).cumsum(1) + (0 if state is None else state[:, None])
-    self.aux_loss, self.last = sum(self.router.seen["losses"][:1]), hidden
-    return ModelOutput(self.head(hidden), hidden[:, -1])
-""",
-        "    ",
-    )
-    + """
-def build(vocab_size, dim, num_layers):
-    model = Model(vocab_size, dim, dim)
-    model.router = Router(dim, dim)
-    return model
-"""
-)
-
-
-def test_a_model_that_keeps_its_routers_loss_can_be_checked(check):
-    ended = check(ROUTED)
-    assert ended.returncode == 0, ended.stderr
-    assert "checkpointing" not in ended.stderr
-
-
-@pytest.mark.distributed
-def test_a_model_that_keeps_its_routers_loss_trains_in_shards_and_resumes_on_one_rank(tmp_path):
-    settings = [word for key in ("train.tbptt_cells=2", "checkpoint.every=3") for word in ("--set", key)]
-    ended = run_broken(tmp_path, ROUTED, *settings, "--set", "distributed.strategy=fsdp", nproc=2)
-    assert ended.returncode == 0, ended.stderr
-    ended = run_broken(tmp_path, ROUTED, *settings, "--steps", 8, "--resume", "auto")
-    assert ended.returncode == 0, ended.stderr
-    assert "model:" not in ended.stderr  # the contract has nothing to say of it
-
-
-def test_a_large_model_is_checked_at_a_smaller_size(check):
-    ended = check(DROPS, "model.dim=8192")
-    assert ended.returncode == 2, ended.stdout
-    assert "breaks carry" in ended.stderr
-    assert "at dim 8192 and 2 layers instead of 65536 and 2" in check(model(GOOD), "model.dim=65536").stdout
-
-
 def run_broken(tmp_path, text: str, *arguments: object, nproc: int | None = None):
     (tmp_path / "broken_model.py").write_text(text)
     line = ["--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run"]
     arguments = ("--set", "model.target=broken_model:build", *arguments)
     return run(*line, *arguments, nproc=nproc, extra={"PYTHONPATH": str(tmp_path)})
-
-
-def test_a_run_of_a_model_without_the_right_forward_is_refused_before_it_begins(tmp_path):
-    result = run_broken(tmp_path, model("def forward(self, tokens):\n    return tokens"))
-    assert result.returncode == 2
-    assert "model.target: broken_model:build: its forward fails with" in result.stderr
-    assert "broken_model.py:11); make it forward(tokens" in result.stderr
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.distributed
@@ -411,34 +229,12 @@ def test_the_doctor_prints_a_table_and_exits_with_3_on_a_breach(tmp_path, capsys
     assert ended.returncode == 0, ended.stdout
     verdicts = {verdict["check"]: verdict["status"] for verdict in json.loads(ended.stdout)["verdicts"]}
     assert verdicts["carry"] == verdicts["gradient"] == "held"
-    ended = program(["doctor", "--model", "doctored:gru", "--args", "[1]"], capsys)
-    assert ended.returncode == 2
-    assert "--args: must be a TOML table" in ended.stderr
-    sys.modules.pop("doctored", None)
-
-
-def test_the_doctor_does_not_call_a_model_sound_that_it_could_not_check(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "constant.py").write_text(NESTED.replace("self.head(hidden)", "self.head(hidden) * 0"))
-    ended = program(["doctor", "--model", "constant:build"], capsys)
-    assert ended.returncode == 3
-    assert "constant:build was not checked: the logits are the same" in ended.stdout
-    (tmp_path / "fixed.py").write_text(
-        NESTED.replace("        given", "        assert tokens.shape[1] == 64\n        given")
+    assert (
+        program(["doctor", "--model", "gated_delta", "--args", "{ heads = 2 }", "--dim", "32"], capsys).returncode == 0
     )
-    ended = program(["doctor", "--model", "fixed:build"], capsys)
-    assert ended.returncode == 0, ended.stderr
-    assert "fixed:build keeps the contract, except that carry could not be checked" in ended.stdout
-    for name in ("constant", "fixed"):
-        sys.modules.pop(name, None)
-
-
-def test_the_doctor_takes_a_family_by_its_name(capsys):
-    ended = program(["doctor", "--model", "gated_delta", "--args", "{ heads = 2 }", "--dim", "32"], capsys)
-    assert ended.returncode == 0, ended.stderr
-    assert "gated_delta keeps the contract" in ended.stdout.replace("\n", " ")
-    assert program(["doctor", "--model", "mamba"], capsys).returncode == 2
+    for wrong in (["doctored:gru", "--args", "[1]"], ["mamba"]):
+        assert program(["doctor", "--model", *wrong], capsys).returncode == 2
+    sys.modules.pop("doctored", None)
 
 
 def test_a_size_to_check_is_the_real_one_a_smaller_one_or_none(tmp_path, monkeypatch):

@@ -15,12 +15,11 @@ import pytest
 
 from tests.support.forks import Forked
 from tests.support.in_process import program
+from tests.support.ranks import last_logged
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
-from trainer.tools.branching.study import open_origin
-from trainer.tools.trained.saved_model import find_checkpoint
 
 STEP = 8
-OPTIONS = ("--at", STEP, "--factors", "1/2,2", "--lr-grid", "1", "--tokens", 6_000, "--parallel", 2)
+OPTIONS = ("--at", STEP, "--factors", "1/2,2", "--lr-grid", "1", "--tokens", 2_500, "--parallel", 2)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +56,23 @@ def answer(run_dir) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def whole(trained):
-    """Branches that nothing interrupted; and the files before."""
+    """Branches that were interrupted in their midst and went on; and the files before."""
     run_dir = copied(trained, "whole")
     before = contents(run_dir)
+    out, err = trained.with_name("out"), trained.with_name("err")
+    process = Forked(["cbs", run_dir, *OPTIONS], environment(), cwd=Path.cwd(), out=out, err=err)
+    end = time.monotonic() + TIMEOUT_SEC
+    # In the middle of the branches of many steps.
+    while not any(last_logged(each) > STEP for each in run_dir.glob(f"cbs/{STEP}/batch_*/metrics.jsonl")):
+        assert process.poll() is None, err.read_text()
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_SEC) == 0
+    assert "the same command continues" in err.read_text()
+    assert not (run_dir / "cbs" / str(STEP) / "cbs.json").exists()
+    stopped = [json.loads(path.read_text()) for path in run_dir.glob(f"cbs/{STEP}/batch_*/status.json")]
+    assert any(each["state"] == "stopped" and each["last_step"] > STEP for each in stopped), stopped
     done = run("cbs", run_dir, *OPTIONS)
     assert done.returncode == 0, done.stderr
     return run_dir, before, done
@@ -111,37 +124,10 @@ def test_seeds_read_other_data_and_are_evaluated_on_the_same(whole):
 
 def test_the_answer_is_a_table_and_a_sentence(whole):
     run_dir, _, done = whole
-    assert "1/2 x" in done.stdout
     assert "critical batch is" in " ".join(done.stdout.split())
     assert f"At step {STEP} the critical batch" in answer(run_dir)["sentence"]
     assert "noise scale" in answer(run_dir)["sentence"]
-    assert "cost: 4 branches, 2 at once" in done.stderr
     assert not list(run_dir.glob("cbs/*/*/checkpoints"))
-
-
-def test_interrupted_branches_go_on_to_the_same_answer(trained, whole, tmp_path):
-    run_dir = copied(trained, "interrupted")
-    out, err = tmp_path / "out", tmp_path / "err"
-    process = Forked(["cbs", run_dir, *OPTIONS], environment(), cwd=Path.cwd(), out=out, err=err)
-    end = time.monotonic() + TIMEOUT_SEC
-    # In the middle of the branches of many steps.
-    while not any(_last_step(each) > STEP for each in run_dir.glob(f"cbs/{STEP}/batch_*/metrics.jsonl")):
-        assert process.poll() is None, err.read_text()
-        assert time.monotonic() < end
-        time.sleep(0.002)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(TIMEOUT_SEC) == 0
-    assert "the same command continues" in err.read_text()
-    assert not (run_dir / "cbs" / str(STEP) / "cbs.json").exists()
-    stopped = [json.loads(path.read_text()) for path in run_dir.glob(f"cbs/{STEP}/batch_*/status.json")]
-    assert any(each["state"] == "stopped" and each["last_step"] > STEP for each in stopped), stopped
-    done = run("cbs", run_dir, *OPTIONS)
-    assert done.returncode == 0, done.stderr
-    assert answer(run_dir) == answer(whole[0])
-
-
-def _last_step(metrics) -> int:
-    return max((step for mode, step in read_rows(metrics) if mode == "train"), default=0) if metrics.exists() else 0
 
 
 def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
@@ -185,51 +171,13 @@ def test_a_run_that_is_still_trained_is_refused(trained, capsys):
     assert "is still being trained" in refused.stderr
 
 
-def test_included_sources_are_found_from_anywhere_and_keep_their_weight(tmp_path):
-    config = write_tiny_config(tmp_path)
-    head, _, rest = config.read_text().partition('[[data.source]]\nname = "second"')
-    included = f"""[[source]]
-name = "in"
-root = "{tmp_path / "corpus"}"
-modalities = ["b"]
-weight = {{ schedule = "linear", unit = "step", points = {{ 0 = 3.0, 20 = 1.0 }} }}
-"""
-    (tmp_path / "more.toml").write_text(included)
-    outer = '[[data.source]]\nname = "outer"\ninclude = "more.toml"\nweight = 2.0\n\n'
-    config.write_text(head + outer + rest[rest.index("[model]") :])
-    run_dir = tmp_path / "run"
-    done = run("--config", config, "--run-dir", run_dir, "--steps", 4, "--stdout", "off", cwd=tmp_path.parent)
-    assert done.returncode == 0, done.stderr
-    origin = open_origin(run_dir, find_checkpoint(run_dir, None), trust_code=True)
-    # The next step is 5: 3 - 2 * 5 / 20.
-    weights = {source.name: source.weight for source in origin.config.data.source}
-    assert weights == {"first": pytest.approx(2.5), "outer.in": pytest.approx(2 * 2.5)}
-
-
-def test_branches_that_diverge_are_counted_and_the_others_decide(trained):
-    run_dir = copied(trained, "diverged")
-    options = ("--at", STEP, "--factors", "1,2", "--lr-grid", "1,1e30", "--tokens", 1, "--seeds", 1, "--parallel", 2)
-    done = run("cbs", run_dir, *options)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("loss not finite") == 2
-    assert [batch["lr_scale"] for batch in answer(run_dir)["batches"]] == [1.0, 1.0]
-
-
 def test_a_branch_that_fails_is_named_and_the_others_are_kept(trained, tmp_path):
     run_dir = copied(trained, "failing")
     options = ("--at", STEP, "--factors", "1,4", "--lr-grid", "1", "--tokens", 1, "--seeds", 1)
     lr = 2 * read_rows(run_dir / "metrics.jsonl")["train", STEP]["lr"]  # of 4 times the batch
-    in_the_way = run_dir / "cbs" / str(STEP) / f"batch_4-lr_{lr:.6g}-seed_0"
-    in_the_way.parent.mkdir(parents=True)
-    in_the_way.symlink_to("nowhere")
-    failed = run("cbs", run_dir, *options)
-    assert failed.returncode == 1
-    assert str(in_the_way) in failed.stderr
-    assert "Traceback" not in failed.stderr
-    in_the_way.unlink()
     out, err = tmp_path / "out", tmp_path / "err"
     process = Forked(["cbs", run_dir, *options], environment(), cwd=Path.cwd(), out=out, err=err)
-    status = in_the_way / "status.json"
+    status = run_dir / "cbs" / str(STEP) / f"batch_4-lr_{lr:.6g}-seed_0" / "status.json"
     while not status.exists():
         assert process.poll() is None, err.read_text()
         time.sleep(0.002)

@@ -108,12 +108,10 @@ LR = "optimizer.lr"
         # Back to an earlier checkpoint: what was trained beyond it no longer counts.
         ([*rows(1, 30), (10, {LR: (1.0, 2.0)}), *rows(11, 30)], 2.0, 30, {1: 1.0, 11: 2.0}),
         ([*rows(1, 30), (30, {LR: (1.0, 2.0)}), *rows(31, 40), (30, {}), *rows(31, 40)], 1.0, 40, 1.0),
-        # Launches that trained no step, in the middle, at the end, and over rows that are older than they.
+        # Launches that trained no step, in the middle and at the end.
         ([*rows(1, 30), (30, {LR: (1.0, 2.0)}), (30, {LR: (1.0, 3.0)}), *rows(31, 40)], 3.0, 40, {1: 1.0, 31: 3.0}),
         ([*rows(1, 30), (30, {LR: (1.0, 2.0)})], 2.0, 30, 1.0),
-        ([*rows(1, 30), (20, {LR: (1.0, 2.0)})], 2.0, 20, 1.0),
         # Steps without a row of their own.
-        ([*rows(1, 30), (30, {LR: (1.0, 2.0)})], 2.0, 35, {1: 1.0, 31: 2.0}),
         ([*rows(1, 30), (30, {LR: (1.0, 2.0)}), (35, {}), *rows(40, 40)], 2.0, 40, {1: 1.0, 31: 2.0}),
         # A run that begins as the branch of another one.
         ([(30, {LR: (1.0, 2.0)}), *rows(31, 40)], 2.0, 40, {1: 1.0, 31: 2.0}),
@@ -125,11 +123,3 @@ def test_settings_are_read_by_step(
     found = load_run(record(tmp_path / "found", lines, lr, last_step))
     other = load_run(record(tmp_path / "other", rows(1, 40), 7.0))
     assert config_differences([found, other]) == [(LR, [wanted, 7.0])]
-
-
-@pytest.mark.parametrize("changed", [7, ["x"], {"optimizer.lr": 3}, {"optimizer.lr": {"after": 2}}, None])
-def test_a_damaged_record_of_changes_is_no_reason_not_to_read_the_run(tmp_path: Path, changed: object) -> None:
-    path = record(tmp_path / "run", [*rows(1, 3), (3, {}), *rows(4, 5)], 1.0)
-    lines = (path / "metrics.jsonl").read_text().replace('"changed": {}', f'"changed": {json.dumps(changed)}')
-    (path / "metrics.jsonl").write_text(lines)
-    assert config_differences([load_run(path), load_run(record(tmp_path / "other", rows(1, 5), 1.0))]) == []

@@ -56,7 +56,6 @@ def here(trained, monkeypatch):
 VERBS = (
     ("sample", "RUN", "--tokens", "3"),
     ("eval", "RUN"),
-    ("export", "RUN", "--format", "hf", "--out", "exported"),
     ("cbs", "RUN", "--factors", "1", "--seeds", "1", "--lr-grid", "1"),
 )
 
@@ -71,25 +70,20 @@ def test_a_checkpoints_own_code_is_not_imported_by_itself(here, capsys, verb):
     assert not (directory / "imported").exists()
 
 
-@pytest.mark.parametrize("verb", VERBS[:2], ids=lambda verb: verb[0])
-def test_it_is_with_the_flag(here, capsys, verb):
-    directory, run_dir = here
-    done = program([*(run_dir if word == "RUN" else word for word in verb), "--trust-code"], capsys)
-    assert done.returncode == 0, done.stderr
-    assert (directory / "imported").exists()
-
-
-def test_an_exported_model_names_code_as_well(here, capsys, tmp_path):
+def test_it_is_with_the_flag_and_an_export_names_code_as_well(here, capsys, tmp_path):
     directory, run_dir = here
     out = tmp_path / "exported"
     done = program(["export", run_dir, "--format", "safetensors", "--out", out], capsys)
     assert done.returncode == 0, "weights alone need no code: " + done.stderr
+    assert "--trust-code" in (out / "README.md").read_text()
     done = program(["sample", out, "--tokens", "3"], capsys)
     assert done.returncode == 2
     assert "add --trust-code" in done.stderr
     assert not (directory / "imported").exists()
-    assert "--trust-code" in (out / "README.md").read_text()
-    assert program(["sample", out, "--tokens", "3", "--trust-code"], capsys).returncode == 0
+    for verb in (["sample", out, "--tokens", "3"], ["eval", run_dir]):
+        done = program([*verb, "--trust-code"], capsys)
+        assert done.returncode == 0, done.stderr
+    assert (directory / "imported").exists()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +92,6 @@ def test_an_exported_model_names_code_as_well(here, capsys, tmp_path):
 def test_an_evaluation_imports_no_other_code_of_it_either(here, key):
     content = read_checkpoint(here[1]).config.model_dump()
     content["model"]["target"] = None
-    refuse_code(RunConfig.model_construct(**content), "x", trusted=False)
     table = content["eval"] if key.startswith("eval") else content["data"]["source"][0]
     table[key.rpartition(".")[2]] = "stray:f"
     config = RunConfig.model_construct(**content)
@@ -110,11 +103,7 @@ def test_an_evaluation_imports_no_other_code_of_it_either(here, key):
 
 LAUNCHERS = {
     "torchrun -m": [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=1",
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"),
         "-m",
         "trainer",
     ],
@@ -124,7 +113,7 @@ STRAYS = ("typer", "rich", "wandb", "fsspec", "pydantic", "tomli_w", "safetensor
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["train", pytest.param("torchrun -m", marks=pytest.mark.slow)])
 def test_a_stray_file_is_not_taken_for_a_package_and_ones_own_module_is_found(trained, tmp_path, launcher):
     """In a clone of the repository: `trainer` itself is found where one stands."""
     directory, _ = trained

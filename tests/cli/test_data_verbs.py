@@ -1,19 +1,21 @@
-"""`train data inspect` and `train data verify`, as real processes."""
+"""`train data inspect`, `verify` and what makes corpora."""
 
 from __future__ import annotations
 
 import json
 import os
 import pty
+import re
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.in_process import program
-from tests.support.runs import command, environment, make_corpus, run
+from tests.support.in_process import Ended, program
+from tests.support.runs import command, environment, make_corpus
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +28,16 @@ def texts(corpus: Path, modality: str) -> list[bytes]:
     return [json.loads(line)["text"].encode() for line in lines]
 
 
-def test_inspect_counts_what_is_there(corpus: Path) -> None:
-    inspecting = ("data", "inspect", corpus, "--json", "--seq-len", "16", "--max-group-cells", "4")
-    result = run(*inspecting)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
+@pytest.fixture
+def data(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Runs `train data <arguments>`."""
+    return lambda *arguments: program(["data", *arguments], capsys)
+
+
+def test_inspect_counts_what_is_there(corpus: Path, data: Callable[..., Ended]) -> None:
+    inspecting = ("inspect", corpus, "--seq-len", "16", "--max-group-cells", "4")
+    result = data(*inspecting, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
     found = json.loads(result.stdout)
     assert found["layout"] == "nested"
     every = b""
@@ -38,54 +45,34 @@ def test_inspect_counts_what_is_there(corpus: Path) -> None:
         documents = texts(corpus, modality)
         cells = [-(-len(text) // 16) for text in documents]
         tokens = sum(map(len, documents))
-        expected = {
-            "streams": 2,
-            "documents": 10,
-            "empty_documents": 0,
-            "tokens": tokens,
-            "groups": sum(-(-c // 4) for c in cells),
-            "cells": sum(cells),
-            "padding_share": pytest.approx(1 - tokens / (16 * sum(cells))),
-        }
         facts = dict(found["modalities"][modality])
         packed = facts.pop("packed_cells")
         assert facts.pop("packed_padding_share") == pytest.approx(1 - tokens / (16 * packed))
-        assert facts == expected
+        assert facts["padding_share"] == pytest.approx(1 - tokens / (16 * sum(cells)))
+        counts = {"streams": 2, "documents": 10, "empty_documents": 0, "tokens": tokens}
+        counts |= {"groups": sum(-(-c // 4) for c in cells), "cells": sum(cells)}
+        assert facts.items() >= counts.items()
         assert packed <= sum(cells)
         every += b"".join(documents)
     assert found["totals"]["tokens"] == len(every) == sum(stream["tokens"] for stream in found["streams"])
     assert [stream["stream"] for stream in found["streams"]][:2] == ["a/stream0.jsonl", "a/stream1.jsonl"]
-    assert {stream["format"] for stream in found["streams"]} == {"jsonl"}
-    histogram = found["histogram"]
-    spaces = every.count(b" ")
-    assert histogram["types"]["space"] == {"tokens": spaces, "share": pytest.approx(spaces / len(every))}
+    histogram, spaces = found["histogram"], every.count(b" ")
     assert histogram["types"]["letter"]["tokens"] == len(every) - spaces
-    assert histogram["top_ids"][0] == {
-        "id": 32,
-        "text": " ",
-        "tokens": spaces,
-        "share": pytest.approx(spaces / len(every)),
-    }
+    most = {"id": 32, "text": " ", "tokens": spaces, "share": pytest.approx(spaces / len(every))}
+    assert histogram["top_ids"][0] == most
     assert histogram["distinct_ids"] == len(set(every))
+    shown = data(*inspecting).stdout
+    assert "layout nested; cells of 16 tokens, at most 4 a group" in shown
+    assert f"{len(every):,}" in shown
 
 
-def test_inspect_draws_tables_that_say_the_same(corpus: Path) -> None:
-    result = run("data", "inspect", corpus, "--seq-len", "16")
-    assert result.returncode == 0, result.stderr
-    assert "layout nested; cells of 16 tokens, at most 64 a group" in result.stdout
-    for word in ("modality", "if packed", "letter", "32 ' '", "all"):
-        assert word in result.stdout
-    tokens = sum(len(text) for modality in "ab" for text in texts(corpus, modality))
-    assert f"{tokens:,}" in result.stdout
-
-
-def test_inspect_reads_files_and_globs_of_any_format(tmp_path: Path) -> None:
+def test_inspect_reads_files_and_globs_of_any_format(tmp_path: Path, data: Callable[..., Ended]) -> None:
     (tmp_path / "x").mkdir()
     np.array([1, 2, 0, 3, 0], dtype=np.uint16).tofile(tmp_path / "x" / "a.bin")
     np.save(tmp_path / "x" / "b.npy", np.array([9, 9, 0]))
     arguments = ("--tokenizer", "ids", "--vocab-size", "10", "--dtype", "uint16", "--eod", "0", "--json")
     for paths in ([tmp_path / "x"], [tmp_path / "x" / "a.bin", tmp_path / "x" / "*.npy"]):
-        result = run("data", "inspect", *paths, *arguments)
+        result = data("inspect", *paths, *arguments)
         assert result.returncode == 0, result.stderr
         found = json.loads(result.stdout)
         assert (found["layout"], list(found["modalities"])) == ("direct", ["x"])
@@ -95,27 +82,26 @@ def test_inspect_reads_files_and_globs_of_any_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", [("data", "inspect"), ("data", "verify"), ("init",)])
-def test_options_that_no_file_heeds_are_refused(corpus: Path, tmp_path: Path, verb: tuple[str, ...]) -> None:
-    out = ("--out", str(tmp_path / "x.toml")) if verb == ("init",) else ()
-    result = run(*verb, corpus, "--eod", "0", *out)
+def test_options_that_no_file_heeds_are_refused(
+    corpus: Path, capsys: pytest.CaptureFixture[str], verb: tuple[str, ...]
+) -> None:
+    result = program((*verb, corpus, "--eod", "0"), capsys)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == "eod: is 0, but there are no npy or bin files; remove it"
 
 
-def test_verify_says_that_all_is_well(corpus: Path) -> None:
-    tokens = sum(len(text) for modality in "ab" for text in texts(corpus, modality))
-    result = run("data", "verify", corpus)
-    assert (result.returncode, result.stdout) == (0, f"4 streams, 20 documents, {tokens:,} tokens: no damage\n")
-    assert result.stderr == ""
-
-
-def test_verify_reports_every_damaged_file_on_a_line_and_exits_with_2(tmp_path: Path) -> None:
+def test_verify_reports_every_damaged_file_on_a_line_and_exits_with_2(
+    tmp_path: Path, data: Callable[..., Ended]
+) -> None:
     corpus = make_corpus(tmp_path / "corpus", streams=3, documents=4)
+    well = data("verify", corpus)
+    assert (well.returncode, well.stderr) == (0, "")
+    assert re.fullmatch(r"6 streams, 24 documents, [\d,]+ tokens: no damage\n", well.stdout)
     with (corpus / "a" / "stream1.jsonl").open("a") as file:
         file.write('{"text": ')
     (corpus / "b" / "stream0.jsonl").write_bytes(b"")
     (corpus / "b" / "c.bin").write_bytes(b"123")
-    result = run("data", "verify", corpus, "--dtype", "uint16")
+    result = data("verify", corpus, "--dtype", "uint16")
     assert result.returncode == 2
     assert result.stdout == ""
     lines = result.stderr.splitlines()
@@ -123,17 +109,17 @@ def test_verify_reports_every_damaged_file_on_a_line_and_exits_with_2(tmp_path: 
     assert lines[0].startswith(f"{corpus}/a/stream1.jsonl: line 5: is not JSON")
     assert lines[1].startswith(f"{corpus}/b/c.bin: ends in the middle of a token")
     assert lines[2].startswith(f"{corpus}/b/stream0.jsonl: the file is empty")
-    inspected = run("data", "inspect", corpus, "--dtype", "uint16")
+    inspected = data("inspect", corpus, "--dtype", "uint16")
     assert (inspected.returncode, inspected.stderr.splitlines()) == (2, lines[:1])
 
 
-def test_verify_compares_a_built_corpus_with_its_manifest(tmp_path: Path) -> None:
+def test_verify_compares_a_built_corpus_with_its_manifest(tmp_path: Path, data: Callable[..., Ended]) -> None:
     for number in range(3):
         (tmp_path / f"{number}.md").write_text(f"Text number {number}.\n" * 20)
     corpus = tmp_path / "corpus"
-    built = run("data", "build", "text", "--out", corpus, "--modality", f"prose={tmp_path}/*.md")
+    built = data("build", "text", "--out", corpus, "--modality", f"prose={tmp_path}/*.md")
     assert built.returncode == 0, built.stderr
-    result = run("data", "verify", corpus)
+    result = data("verify", corpus)
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith("no damage, hashes as in manifest.json\n")
 
@@ -141,13 +127,10 @@ def test_verify_compares_a_built_corpus_with_its_manifest(tmp_path: Path) -> Non
     whole = stream.read_bytes()
     stream.write_bytes(whole.replace(b"number 1", b"number 7", 1))  # still good JSON, of the same size
     (corpus / "prose" / "new.txt").write_text("more")
-    lines = run("data", "verify", corpus).stderr.splitlines()
-    assert [line.split("; ")[0] for line in lines] == [
-        f"{stream}: differs from what manifest.json says",
-        f"{corpus}/prose/new.txt: is not in manifest.json",
-    ]
+    lines = data("verify", corpus).stderr.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [str(stream), f"{corpus}/prose/new.txt"]
     stream.unlink()
-    result = run("data", "verify", corpus)
+    result = data("verify", corpus)
     assert result.returncode == 2
     assert f"{stream}: is in manifest.json, but not here" in result.stderr
 
@@ -157,22 +140,17 @@ def test_verify_compares_a_built_corpus_with_its_manifest(tmp_path: Path) -> Non
     [
         (["inspect", "nowhere"], "nowhere: no such file or directory"),
         (["verify", "."], ".: has no stream files"),
-        (["inspect"], "Missing argument"),
         (["verify", "x.txt", "--tokenizer", "words"], "data.tokenizer: must be"),
         (["inspect", "x.txt", "--format", "xml"], "format: must be one of auto, text"),
     ],
 )
 def test_mistakes_are_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Callable[..., Ended], arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if "x.txt" in arguments:
         (tmp_path / "x.txt").write_text("text")
-    result = program(["data", *arguments], capsys)
+    result = data(*arguments)
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1, result.stderr
@@ -197,22 +175,6 @@ def test_a_terminal_gets_a_progress_bar_on_stderr(corpus: Path) -> None:
     assert b"4/4" in shown
 
 
-def test_skipped_files_are_a_count_and_three_examples(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    for number in range(40):
-        (tmp_path / "in" / f"bad{number:02d}.txt").write_bytes(b"\xff")
-    (tmp_path / "in" / "good.txt").write_text("a text")
-    loop = tmp_path / "in" / "loop"
-    loop.symlink_to(tmp_path / "in")
-    ended = program(
-        ["data", "build", "text", "--out", tmp_path / "out", "--modality", f"m={tmp_path}/in/**/*.txt"], capsys
-    )
-    assert ended.returncode == 0
-    assert len(ended.stderr.splitlines()) == 3
-    assert ended.stderr.startswith("skipped 40 files: m/bad00.txt (not UTF-8: byte 0xff at offset 0), m/bad01.txt (")
-    assert "m/bad02.txt (not UTF-8: byte 0xff at offset 0) and 37 more; the manifest lists them all" in ended.stderr
-
-
 def test_lost_files_come_before_copies(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     for number in range(50):
@@ -223,32 +185,8 @@ def test_lost_files_come_before_copies(tmp_path, capsys):
     (tmp_path / "in" / "d.txt").write_bytes(b"a\0b")
     build = ["data", "build", "text", "--out", tmp_path / "out", "--modality", f"m={tmp_path}/in/*.txt"]
     line = program(build, capsys).stderr.splitlines()[0]
-    assert line == (
-        "skipped 54 files: m/b0.txt (not UTF-8: byte 0xff at offset 0), m/b1.txt (not UTF-8: byte 0xff at offset 0), "
-        "m/b2.txt (not UTF-8: byte 0xff at offset 0) and 51 more; the manifest lists them all"
-    )
-
-
-def test_verify_warns_of_text_files_that_are_not_text(tmp_path, capsys):
-    (tmp_path / "good.txt").write_text("a text")
-    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
-    (tmp_path / "wide.txt").write_bytes("a text".encode("utf-16-le"))
-    ended = program(["data", "verify", f"{tmp_path}/*.txt"], capsys)
-    assert ended.returncode == 0
-    assert "2 of 3 files are not UTF-8 text: " in ended.stderr
-    assert "latin.txt (not UTF-8: byte 0xe9 at offset 3), " in ended.stderr
-    assert "wide.txt (binary: a NUL byte at offset 1); a run would read the bytes as they are; convert" in ended.stderr
-    assert "good.txt" not in ended.stderr
-    assert not program(["data", "verify", tmp_path / "good.txt"], capsys).stderr
-
-
-def test_blocks_of_a_text_file_are_documents_when_asked(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree\n")
-    for given, documents in ((), 1), (("--text-split", "blank_line"), 3):
-        ended = program(["data", "inspect", tmp_path / "a.txt", "--json", *given], capsys)
-        assert json.loads(ended.stdout)["totals"]["documents"] == documents
-        ended = program(["data", "verify", tmp_path / "a.txt", *given], capsys)
-        assert f"{documents} documents" in ended.stdout
+    assert re.match(r"skipped 54 files: m/b0.txt \(not UTF-8: byte 0xff at offset 0\), .* and 51 more", line)
+    assert line.endswith("; the manifest lists them all")
 
 
 BUILDS = {
@@ -268,30 +206,20 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("verb", BUILDS)
-@pytest.mark.parametrize(
-    ("out", "says"),
-    [
-        ("loop", "loop: "),
-        ("loop/new", "loop"),
-        ("file/new", "file"),
-        ("/proc/new", "/proc/"),
-        ("/dev/full", "/dev/full: "),
-        ("n" * 300, "nnn"),
-    ],
-)
 def test_an_output_that_cannot_be_written_is_one_line(
-    text: Path, capsys: pytest.CaptureFixture[str], verb: str, out: str, says: str
+    text: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     (text / "loop").symlink_to("loop")
     (text / "file").write_text("")
-    ended = program((*BUILDS[verb], "--out", out), capsys)
-    assert ended.returncode == 2
-    assert says in ended.stderr.partition(": ")[0] + ": "
-    assert len(ended.stderr.splitlines()) == 1, ended.stderr
-    assert sorted(path.name for path in text.iterdir()) == ["file", "loop", "text"]
+    for out, says in (("loop/new", "loop"), ("file/new", "file"), ("/dev/full", "/dev/full: "), ("n" * 300, "nnn")):
+        ended = program((*BUILDS[verb], "--out", out), capsys)
+        assert ended.returncode == 2, out
+        assert says in ended.stderr.partition(": ")[0] + ": "
+        assert len(ended.stderr.splitlines()) == 1, ended.stderr
+        assert sorted(path.name for path in text.iterdir()) == ["file", "loop", "text"]
 
 
-@pytest.mark.parametrize("verb", BUILDS)
+@pytest.mark.parametrize("verb", ["build", "tokenize"])
 def test_a_full_disk_is_one_line_and_the_next_call_makes_what_a_first_one_would(text: Path, verb: str) -> None:
     """The limit on the size of a file has the kernel refuse a write in its midst, as a full disk does."""
 

@@ -51,16 +51,13 @@ def test_a_run_that_most_rules_could_not_judge_exits_with_0_and_is_not_called_he
     assert len(named) == len(set(named)) == len(RULES) - 4
     assert {"cold_starts", "straggling_rank"} <= set(named)
     done = diagnosed(tmp_path / "metrics.jsonl", "--all")
-    assert "nothing to measure: " not in done.stdout
-    lines = done.stdout.splitlines()
-    names = [line.split()[0] for line in lines if line]
+    names = [line.split()[0] for line in done.stdout.splitlines() if line]
     assert {rule.name for rule in RULES} <= set(names)
     assert names.index("restarts") < names.index("cold_starts"), "what could not be judged comes last"
-    assert any(line.startswith("cold_starts") and "needs ledger/cold_starts" in line for line in lines)
+    assert re.search("^cold_starts .*needs ledger/cold_starts", done.stdout, re.M)
     found = json.loads(diagnosed(tmp_path / "metrics.jsonl", "--json").stdout)
     assert (found["verdict"], found["rules_judged"]) == ("no_findings", 4)
     assert len(found["rules_not_judged"]) == len(RULES) - 4
-    assert "cold_starts" in found["rules_not_judged"]
 
 
 def test_a_short_run_says_what_could_not_be_judged_yet(tmp_path: Path, diagnosed: Diagnosed) -> None:
@@ -81,30 +78,27 @@ def test_a_short_run_says_what_could_not_be_judged_yet(tmp_path: Path, diagnosed
 
 
 def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, diagnosed: Diagnosed) -> None:
-    write(tmp_path / "metrics.jsonl", 2.0)
+    path = write(tmp_path / "metrics.jsonl", 2.0)
+    with path.open("a", encoding="utf-8") as file:
+        file.write('damaged\n{"schema_version":1,"mo')
     done = diagnosed(tmp_path)
     assert done.returncode == 3
+    assert "1 damaged line, the first at line 41" in done.stdout
+    assert "cut off" in done.stdout
     assert "error false_evictions_stale: 80 groups " in done.stdout
     assert "ledger/false_evictions/stale: step 1: 2" in done.stdout
-    assert "try ledger.stale_threshold = four times as long" in done.stdout
+    assert "four times as long" in done.stdout
     (tmp_path / "config.resolved.toml").write_text("[ledger]\nstale_threshold = 5\n", encoding="utf-8")
     assert "try ledger.stale_threshold = 20 (now 5)" in diagnosed(tmp_path).stdout
-
-
-def test_json_is_one_versioned_object(tmp_path: Path, diagnosed: Diagnosed) -> None:
-    done = diagnosed(write(tmp_path / "metrics.jsonl", 2.0), "--json")
-    assert done.returncode == 3
-    found = json.loads(done.stdout)
-    assert found["diagnosis_version"] == 2
-    assert found["verdict"] == "findings"
+    found = json.loads(diagnosed(tmp_path, "--json").stdout)
+    assert (found["diagnosis_version"], found["verdict"]) == (2, "findings")
     assert found["findings"] == ["false_evictions_stale"]
     assert [rule["rule"] for rule in found["rules"]] == [rule.name for rule in RULES]
     ruling = next(rule for rule in found["rules"] if rule["rule"] == "false_evictions_stale")
-    assert ruling["severity"] == "error"
+    assert (ruling["severity"], ruling["needs"]) == ("error", ["ledger/false_evictions/stale"])
     assert ruling["evidence"][0]["steps"][0] == 1
     assert ruling["knob"]["key"] == "ledger.stale_threshold"
-    assert ruling["fix"].startswith("try ledger.stale_threshold = four times as long")
-    assert ruling["needs"] == ["ledger/false_evictions/stale"]
+    assert ruling["fix"].startswith("try ledger.stale_threshold = 20 (now 5)")
 
 
 def test_a_mistyped_run_is_answered_with_the_one_that_exists(tmp_path: Path, diagnosed: Diagnosed) -> None:
@@ -119,7 +113,7 @@ def test_a_mistyped_run_is_answered_with_the_one_that_exists(tmp_path: Path, dia
 EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval_loss":1.0}}\n'
 
 
-@pytest.mark.parametrize("content", [None, "", "not a payload\n", EVALUATION])
+@pytest.mark.parametrize("content", [None, "not a payload\n", EVALUATION])
 def test_what_is_no_run_exits_with_2_and_one_message(tmp_path: Path, diagnosed: Diagnosed, content: str | None) -> None:
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content, encoding="utf-8")
@@ -140,26 +134,14 @@ def test_what_is_no_run_exits_with_2_and_one_message(tmp_path: Path, diagnosed: 
             "the run was stopped at step 0: stopped by SIG",
         ),
         ({"state": "running", "reason": "", "last_step": 0}, "has no rows; wait for the first logged step"),
-        (None, "has no rows; wait for the first logged step"),
     ],
 )
 def test_a_run_that_ended_before_its_first_row_says_why(tmp_path: Path, status: object, message: str) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    if status is not None:
-        (tmp_path / "status.json").write_text(json.dumps(status))
+    (tmp_path / "status.json").write_text(json.dumps(status))
     with take_lock(tmp_path), pytest.raises(UserError) as refusal:
         load_run(tmp_path)
     assert message in refusal.value.message
-
-
-def test_damage_is_said_and_the_rest_is_judged(tmp_path: Path, diagnosed: Diagnosed) -> None:
-    path = write(tmp_path / "metrics.jsonl", 2.0)
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace('"train"', '"tra', 1) + '{"schema_version":1,"mo', encoding="utf-8")
-    done = diagnosed(path)
-    assert done.returncode == 3
-    assert "1 damaged line, the first at line 1" in done.stdout
-    assert "cut off" in done.stdout
 
 
 def test_values_that_are_not_finite_stay_strict_json(tmp_path: Path) -> None:
@@ -168,33 +150,6 @@ def test_values_that_are_not_finite_stay_strict_json(tmp_path: Path) -> None:
     path.write_text("".join(encode_payload(row) + "\n" for row in rows), encoding="utf-8")
     found = json.dumps(diagnose(load_run(path)).to_json(), allow_nan=False)
     assert '"nan"' in found
-
-
-SLOW_DATA = """
-import time
-import numpy as np
-
-def one_slow_rank(rank, world_size, seed, seq_len, *, slow_rank):
-    for index in range(10**9):
-        if rank == slow_rank:
-            time.sleep(0.15)
-        tokens = (np.arange(4 * seq_len).reshape(4, seq_len) + index) % 50
-        yield {"tokens": tokens, "targets": (tokens + 1) % 50}
-"""
-
-
-@pytest.mark.distributed
-def test_a_real_rank_that_reads_slowly_is_found_though_the_reduction_hides_it(tmp_path: Path) -> None:
-    (tmp_path / "slow_data.py").write_text(SLOW_DATA, encoding="utf-8")
-    own = "data.source=[{name='own', target='slow_data:one_slow_rank', args={slow_rank=1}}]"
-    options = ["--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run", "--steps", 14, "--set", own]
-    options += ["--set", "data.prefetch=0", "--stdout", "off"]
-    done = run(*options, nproc=2, extra={"PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 0, done.stderr
-    diagnosis = diagnose(load_run(tmp_path / "run"))
-    [straggling] = [ruling.outcome for ruling in diagnosis.rulings if ruling.rule.name == "straggling_rank"]
-    # Seen; a finding takes a minute of it.
-    assert straggling.sentence.startswith("needs 60 s of steps: the fastest rank waits for the slowest"), straggling
 
 
 def test_a_run_that_ended_with_nan_is_diagnosed(tmp_path: Path, diagnosed: Diagnosed) -> None:

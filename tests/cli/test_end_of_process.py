@@ -11,9 +11,9 @@ from tests.support.ranks import Ranks, status
 from tests.support.runs import write_tiny_config
 
 
-def arguments(tmp_path, *more):
+def arguments(tmp_path):
     own = ("--set", "model.target=tests.support.lingering:build", "--set", "model.contract=false")
-    return ("--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run", "--steps", 2, *own, *more)
+    return ("--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run", "--steps", 2, *own)
 
 
 @pytest.mark.parametrize("what", ["thread", "handler"])
@@ -38,14 +38,3 @@ def test_a_signal_ends_a_process_that_is_kept_at_once_with_the_exit_code_of_its_
         assert ranks.until(lambda: "waiting up to 3600 s" in ranks.said()), ranks.said()
         ranks.signal(signal.SIGTERM)
         assert ranks.wait(60) == [0], ranks.said()
-
-
-def test_a_run_that_fails_is_not_kept_either(tmp_path):
-    more = ("--set", "optimizer.lr=1e30", "--steps", 5)
-    with Ranks(
-        arguments(tmp_path, *more), logs=tmp_path / "logs", world_size=1, extra={"LINGERING": "thread"}, is_fresh=True
-    ) as ranks:
-        codes, said = ranks.wait(120), ranks.said()
-    assert codes == [1], said
-    assert status(tmp_path / "run")["state"] == "failed"
-    assert "leaving without the threads uploads" in said

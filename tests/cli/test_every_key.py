@@ -95,7 +95,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     directory = tmp_path_factory.mktemp("every_key")
     (directory / "slow_saves.py").write_text(SLOW_SAVES)
     (directory / "mine.jsonl").write_text('{"text": "to be or not to be"}\n' * 3)
-    make_corpus(directory / "corpus", documents=6)
+    make_corpus(directory / "corpus", documents=3)
     config = write_tiny_config(directory, EXTRA)
     sets = (
         "data.mixing.repeat=false",
@@ -151,14 +151,8 @@ def test_a_stop_at_a_step_that_is_not_logged_adds_no_row(tmp_path: Path) -> None
     """A row forced there would lack what only logging steps collect: accuracy and the parts of the loss."""
     (tmp_path / "stops.py").write_text(STOPS)
     config = write_tiny_config(tmp_path)
-    arguments = (
-        "--set",
-        "model.target=stops:build",
-        "--set",
-        "model.contract=false",
-        "--set",
-        "metrics.log_interval=4",
-    )
+    sets = ("model.target=stops:build", "model.contract=false", "metrics.log_interval=4")
+    arguments = [part for pair in sets for part in ("--set", pair)]
     result = run("--config", config, "--run-dir", tmp_path / "run", "--steps", 50, *arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     status = json.loads((tmp_path / "run" / "status.json").read_text())

@@ -55,10 +55,9 @@ def test_samples_go_to_the_events_and_to_wandb(folder):
     assert all("the \u2502" in page.read_text(encoding="utf-8") for page in pages)
 
 
-@pytest.mark.parametrize("target", ["trainer.model:build", "tests.support.models:dropout"])
-def test_samples_do_not_change_training(target, tmp_path):
+def test_samples_do_not_change_training(tmp_path):
     config = write_tiny_config(tmp_path, SAMPLES)
-    own = [f"model.target={target}", "eval.every=3", "eval.holdout_fraction=0.2"]
+    own = ["model.target=tests.support.models:dropout", "eval.every=3", "eval.holdout_fraction=0.2"]
     settings = [word for each in own for word in ("--set", each)]
     for name, every in (("with", 1), ("without", 0)):
         arguments = ["--config", config, "--run-dir", tmp_path / name, *settings, "--set", f"sample.every={every}"]
@@ -72,13 +71,6 @@ def test_samples_do_not_change_training(target, tmp_path):
         own_keys = [k for k in row if k.endswith(("loss", "grad_norm")) or k.startswith(("gns/", "ledger/"))]
         assert own_keys
         assert {k: row[k] for k in own_keys} == {k: rows[1][key][k] for k in own_keys}, key
-
-
-def test_a_sample_that_fails_costs_the_samples_and_not_the_run(folder, tmp_path):
-    settings = ["--set", "train.clip_grad_norm=0", "--set", "train.on_non_finite=skip", "--set", "optimizer.lr=1e38"]
-    result = run("--config", folder / "tiny.toml", "--run-dir", tmp_path / "run", *settings, "--steps", "4")
-    assert result.returncode == 0, result.stderr
-    assert "sample failed and is off from now on: GenerationError" in result.stderr
 
 
 def test_the_seed_decides_and_the_exported_model_says_the_same(folder, capsys):
@@ -120,22 +112,16 @@ def test_exported_weights_give_the_scores_of_the_checkpoint(folder):
 
 
 def test_a_run_begins_with_the_weights_and_a_resumed_one_with_its_own(folder, tmp_path):
-    settings = [
-        "--set",
-        f"model.weights={folder / 'exported'}",
-        "--set",
-        "optimizer.lr=1e-12",
-        "--set",
-        "checkpoint.every=1",
-    ]
-    arguments = ["--config", folder / "tiny.toml", "--run-dir", tmp_path / "run", "--set", "scheduler.warmup_steps=1"]
+    settings = ["--set", f"model.weights={folder / 'exported'}", "--set", "checkpoint.every=1"]
+    slow = ["--set", "optimizer.lr=1e-12", "--set", "scheduler.warmup_steps=1"]
+    arguments = ["--config", folder / "tiny.toml", "--run-dir", tmp_path / "run", *slow]
     begun = run(*arguments, *settings, "--steps", "1")
     assert begun.returncode == 0, begun.stderr
     assert "beginning with the weights of" in begun.stderr
     before, after = (load_model(path, step=None, device=CPU).model for path in (folder / "exported", tmp_path / "run"))
     for name, tensor in before.state_dict().items():
         assert torch.allclose(after.state_dict()[name], tensor, atol=1e-9, rtol=0), name
-    resumed = run(*arguments, "--steps", "2", "--resume", "auto", "--set", "optimizer.lr=1e-12")
+    resumed = run(*arguments, "--steps", "2", "--resume", "auto")
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming after step 1" in resumed.stderr
     assert "beginning with" not in resumed.stderr
@@ -164,8 +150,8 @@ def test_numbers_are_exported_and_nothing_else_is_overwritten(folder, tmp_path, 
     assert (folder / "run").is_dir()
 
 
-@pytest.mark.parametrize(("name", "format"), [("x.csv", "csv"), ("x.parquet", "parquet"), ("x", "safetensors")])
-def test_without_a_format_the_path_decides(folder, tmp_path, capsys, name, format):
+@pytest.mark.parametrize(("name", "format"), [("x.parquet", "parquet"), ("x", "safetensors")])
+def test_without_a_format_the_path_decides_and_it_is_said(folder, tmp_path, capsys, name, format):
     if format == "parquet":
         pytest.importorskip("pyarrow")
     done = program(["export", folder / "run", "--out", tmp_path / name], capsys)

@@ -12,8 +12,8 @@ import pytest
 from tests.support.in_process import program
 from tests.support.runs import run, write_tiny_config
 
-pytestmark = pytest.mark.timeout(120)
-FILES = (".lock", "metrics.jsonl", "events.jsonl", "status.json", "env.json", "config.toml", "config.resolved.toml")
+pytestmark = pytest.mark.timeout(300)
+FILES = ("metrics.jsonl", "events.jsonl", "status.json", "config.resolved.toml", "profile/summary.json")
 PRECIOUS = "precious, and without a newline"
 
 
@@ -52,8 +52,10 @@ def content(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("name", [*FILES, "logs/rank_000.log"])
-@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("metrics.jsonl", "link"), ("status.json", "pipe"), ("config.toml", "link"), ("logs/rank_000.log", "link")],
+)
 def test_a_resume_refuses_it_by_name_and_writes_nothing(trained, tmp_path, name, kind):
     config, whole = trained
     run_dir = copy_with(whole, tmp_path, name, kind)
@@ -67,17 +69,16 @@ def test_a_resume_refuses_it_by_name_and_writes_nothing(trained, tmp_path, name,
     assert content(run_dir) == before
 
 
-@pytest.mark.parametrize("kind", ["pipe", "directory"])
-def test_latest_is_a_link_or_nothing(trained, tmp_path, kind):
+def test_latest_is_a_link_or_nothing(trained, tmp_path):
     config, whole = trained
-    run_dir = copy_with(whole, tmp_path, "checkpoints/latest", kind)
+    run_dir = copy_with(whole, tmp_path, "checkpoints/latest", "directory")
     done = run("--config", config, "--run-dir", run_dir, "--resume", "auto", "--steps", 4, "--stdout", "off")
     assert done.returncode == 2, done.stderr
-    assert f"{run_dir}/checkpoints/latest: cannot be written: a {kind}, not a plain file" in done.stderr
+    assert f"{run_dir}/checkpoints/latest: cannot be written: a directory, not a plain file" in done.stderr
 
 
 @pytest.mark.parametrize("kind", PLANTS)
-@pytest.mark.parametrize("name", [*FILES, "profile/summary.json"])
+@pytest.mark.parametrize("name", FILES)
 def test_reading_verbs_neither_wait_nor_fail(trained, tmp_path, capsys, name, kind):
     path = copy_with(trained[1], tmp_path, name, kind) / name
     shutil.copytree(trained[1], tmp_path / "neighbour", symlinks=True)

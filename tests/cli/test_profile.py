@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.in_process import program
-from tests.support.runs import make_corpus, read_rows, run, write_tiny_config
+from tests.support.runs import losses, make_corpus, run, write_tiny_config
 from trainer.extensions.profile import SETTLING, WARM_UP
 
 
@@ -19,17 +19,18 @@ def config(tmp_path: Path) -> Path:
     return write_tiny_config(tmp_path)
 
 
-def profiled(config: Path, *options: object, nproc: int | None = None):
+def profiled(config: Path, *options: object):
     run_dir = config.parent / "run"
-    done = run("--config", config, "--run-dir", run_dir, "--profile", 3, *options, nproc=nproc)
+    done = run("--config", config, "--run-dir", run_dir, "--profile", 3, *options)
     assert done.returncode == 0, done.stderr
     return run_dir, done
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("nproc", [None, 2])
-def test_the_trace_has_the_steps_the_report_where_their_time_went(config, nproc, capsys):
-    run_dir, done = profiled(config, "--steps", 20, nproc=nproc)
+def test_the_trace_has_the_steps_the_report_where_their_time_went_and_no_loss_changes(config, capsys):
+    run_dir, done = profiled(config, "--steps", 16)
+    assert run("--config", config, "--run-dir", config.parent / "plain", "--steps", 16).returncode == 0
+    assert losses(config.parent / "plain" / "metrics.jsonl") == losses(run_dir / "metrics.jsonl")
     summary = json.loads((run_dir / "profile" / "summary.json").read_text())
     assert summary["num_steps"] == 3
     assert summary["first_step"] == SETTLING + WARM_UP + 1
@@ -48,16 +49,6 @@ def test_the_trace_has_the_steps_the_report_where_their_time_went(config, nproc,
     assert summary["kernels"][0]["name"] in html
 
 
-def test_profiling_changes_no_number_and_no_step_time_holds_the_writing_of_the_trace(config):
-    plain = config.parent / "plain"
-    done = run("--config", config, "--run-dir", plain, "--steps", 16)
-    assert done.returncode == 0, done.stderr
-    run_dir, _ = profiled(config, "--steps", 16)
-    losses = [[row["loss"] for row in read_rows(path / "metrics.jsonl").values()] for path in (plain, run_dir)]
-    assert losses[0] == losses[1]
-    assert not (plain / "profile").exists()
-
-
 def test_a_run_that_ends_before_says_that_there_is_no_profile(config, capsys):
     run_dir, done = profiled(config, "--steps", 12)
     assert "the run ended before steps 11 to 13 were recorded: there is no profile" in done.stderr
@@ -65,11 +56,3 @@ def test_a_run_that_ends_before_says_that_there_is_no_profile(config, capsys):
     page = config.parent / "page.html"
     assert program(["report", run_dir, "--out", page], capsys).returncode == 0
     assert "Where the time went" not in page.read_text(encoding="utf-8")
-
-
-def test_a_profile_that_cannot_be_written_costs_one_warning_and_not_the_run(config):
-    (config.parent / "run").mkdir()
-    (config.parent / "run" / "profile").write_text("a file where the folder should be")
-    _, done = profiled(config, "--steps", 12)
-    assert done.stderr.count("profile") >= 1
-    assert "Traceback" not in done.stderr

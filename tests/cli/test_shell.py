@@ -15,7 +15,6 @@ from tests.support.runs import PROGRAM, TIMEOUT_SEC, command, environment, write
 
 pty = pytest.importorskip("pty")
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
-SHELLS = ["bash", "zsh", "fish"]
 
 
 def complete(words: str, position: int) -> list[str]:
@@ -27,10 +26,7 @@ def complete(words: str, position: int) -> list[str]:
     return result.stdout.split()
 
 
-def test_completion_knows_verbs_and_options():
-    assert complete("train con", 1) == ["config"]
-    assert {"schema", "docs", "diff"} <= {*complete("train config ", 2)}
-    assert complete("train sample --temp", 2) == ["--temperature"]
+def test_completion_knows_options():
     assert complete("train export r --format saf", 4) == ["safetensors"]
 
 
@@ -92,13 +88,10 @@ def test_no_color_takes_the_colours_away_everywhere(tmp_path):
         assert COLOUR.search(shown(where, tmp_path, {})), f"{arguments}: the test sees no colour at all"
 
 
-@pytest.mark.parametrize(
-    "closed", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", ">&-", "2>&-")), "<&- >&- 2>&-"]
-)
-def test_a_run_whose_standard_streams_are_closed_is_like_any_other(tmp_path, closed):
+def test_a_run_whose_standard_streams_are_closed_is_like_any_other(tmp_path):
     """The files of a run must not take the place of a closed stream, and get what is meant for people."""
     config = write_tiny_config(tmp_path)
-    line = f'exec "$@" {closed}'
+    line = 'exec "$@" <&- >&- 2>&-'
     words = command(["--config", config, "--run-dir", tmp_path / "run", "--steps", 2])
     code = subprocess.run(
         ["sh", "-c", line, "sh", *words], env=environment(), timeout=TIMEOUT_SEC, check=False

@@ -15,8 +15,7 @@ from trainer.tools.runs.load import load_run
 
 tokenizers = pytest.importorskip("tokenizers")
 SLOW_MODULE = """
-import itertools, os, time
-import numpy as np
+import os, time
 from trainer.data.formats import open_documents
 from trainer.data import groups
 from trainer.data.tokenizer import HuggingFaceTokenizer
@@ -43,13 +42,6 @@ def build(vocab_size, dim, num_layers):
     model = build_ours(vocab_size, dim=dim, num_layers=num_layers)
     model.register_forward_pre_hook(lambda *_: time.sleep(0.03))  # beside which reading fast files is nothing
     return model
-
-def batches(seq_len, **_):
-    for _ in itertools.count():
-        if stage == "own_code":
-            time.sleep(0.1)
-        tokens = np.zeros((1, seq_len), dtype=np.int64)
-        yield {"tokens": tokens, "targets": tokens}
 
 def load(path, options):
     time.sleep(0.1)
@@ -85,7 +77,6 @@ log_interval = 1
 per_source = {per_source}
 """
 FILES = 'layout = "direct"\npaths = ["tortoise/*.jsonl"]'
-OWN = 'target = "slow_module:batches"'
 FORMAT = FILES + '\nformat = "slow_module:load"'
 
 
@@ -117,10 +108,9 @@ def judged(
         ("open", FILES, "opening the files", "fewer, larger files"),
         ("tokenize", FILES, "tokenizing the files", "train data tokenize"),
         ("read", FILES, "reading opened files", "a faster disk"),
-        ("own_code", OWN, "running the own code", "less work for each batch in its own code"),
         ("own_code", FORMAT, "running the own code", "less work for each batch in its own code"),
     ],
-    ids=["open", "tokenize", "read", "own data set", "own format"],
+    ids=["open", "tokenize", "read", "own format"],
 )
 def test_the_slow_source_and_stage_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, tortoise: str, words: str, advice: str

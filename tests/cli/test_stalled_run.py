@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-import pytest
-
 from tests.support.ranks import Ranks, last_logged, status
 from tests.support.stalling_data import stalling_arguments
 
@@ -37,9 +35,9 @@ def test_one_signal_ends_a_single_rank_that_waits_for_data_with_its_last_step_sa
     assert (run_dir / "checkpoints" / "step_00000002" / "COMPLETE").exists()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_one_signal_ends_a_run_that_waits_for_ever_as_it_starts(tmp_path, world_size):
+def test_one_signal_ends_a_run_that_waits_for_ever_as_it_starts(tmp_path):
     """Before there is a run: nothing is lost."""
+    world_size = 2
     arguments = stalling_arguments(tmp_path, tmp_path / "run", after=-1, how="start", prefetch=2, timeout_sec=600)
     with Ranks(arguments, logs=tmp_path / "logs", world_size=world_size, extra={"STARTED": str(tmp_path)}) as ranks:
         assert ranks.until(lambda: len(list(tmp_path.glob("started_*"))) == world_size), ranks.said()
@@ -50,13 +48,13 @@ def test_one_signal_ends_a_run_that_waits_for_ever_as_it_starts(tmp_path, world_
 
 
 def test_a_run_that_works_or_waits_for_less_than_the_timeout_is_not_ended(tmp_path):
-    """Twice the timeout of work in a data set, and as long a wait in an evaluation of the user's own."""
+    """Longer than the timeout of work in a data set, and as long a wait in an evaluation of the user's own."""
     arguments = stalling_arguments(
-        tmp_path, tmp_path / "run", after=4, how="work", seconds=2 * TIMEOUT_SEC, prefetch=2, timeout_sec=TIMEOUT_SEC
+        tmp_path, tmp_path / "run", after=4, how="work", seconds=1.2 * TIMEOUT_SEC, prefetch=2, timeout_sec=TIMEOUT_SEC
     )
     own = "tests.support.stalling_data:evaluate_slowly"
     arguments += ("--set", f"eval.target={own}", "--set", "eval.every=4", "--steps", 4)
-    arguments += ("--set", f"eval.args={{seconds={2 * TIMEOUT_SEC}}}", "--set", "eval.holdout_fraction=0")
+    arguments += ("--set", f"eval.args={{seconds={1.2 * TIMEOUT_SEC}}}", "--set", "eval.holdout_fraction=0")
     with Ranks(arguments, logs=tmp_path / "logs", world_size=1) as ranks:
         assert ranks.wait(240) == [0], ranks.said()
     assert status(tmp_path / "run")["state"] == "done"

@@ -121,14 +121,6 @@ def test_with_two_terminals_stdout_holds_only_whole_lines_for_people(tmp_path):
     assert "[step" not in stderr, "the line is on stdout already"
 
 
-def test_payloads_asked_for_on_a_terminal_are_whole_lines(tmp_path):
-    out, err = Terminal(), Terminal()
-    train(tmp_path, out.path, err.path, "--stdout", "json")
-    stdout = out.text().replace("\r\n", "\n")
-    assert stdout == (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert steps_of(CONTROL.sub("", err.text()).replace("\r", "\n").splitlines(), HUMAN) == [*range(1, STEPS + 1)]
-
-
 CHATTY = """
 from trainer.metrics.logger import get_logger
 from trainer.model import build as build_ours

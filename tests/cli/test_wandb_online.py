@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, read_rows, write_tiny_config
 from tests.support.wandb_file import read_history
-from tests.support.wandb_stub import API_KEY, ENTITY, WandbStub
+from tests.support.wandb_stub import API_KEY, WandbStub
 from trainer.metrics.payload_contract import Restart, parse_line, validate_stream
 from trainer.metrics.sinks import display_key
 
@@ -111,10 +111,8 @@ def test_the_server_knows_config_name_and_end_of_the_run(resumed):
     config = {key: item["value"] for key, item in json.loads(run.config).items()}
     assert config["train"]["steps"] == 8
     assert config["ledger"]["capacity"] == 32
-    assert config["data"]["source"]["first" if "first" in config["data"]["source"] else 0]
     assert (run.project, run.display_name) == ("trainer-test", run_dir.name)
     assert (run.is_complete, run.exit_code) == (True, 0)
-    assert f"/{ENTITY}/" not in run.config
     assert stub.authorizations - {None}, "requests carried the key"
 
 
@@ -145,39 +143,14 @@ def test_a_server_that_dies_in_the_run_costs_at_most_one_warning(tmp_path):
     check_finished(tmp_path / "run", said, 60, warnings=1)
 
 
-@pytest.mark.slow  # as above
-def test_a_server_that_cannot_be_reached_costs_one_warning(tmp_path):
+def test_auto_goes_offline_without_a_login_and_says_so(tmp_path):
     with WandbStub() as stub:
-        url = stub.url
-    said = finish(start(tmp_path, url, "--steps", 4))
-    check_finished(tmp_path / "run", said, 4, warnings=1)
-    assert said.count("wandb: cannot begin online, and goes on offline") == 1
-    assert f"upload with: wandb sync {tmp_path / 'run'}/wandb/offline-run-*" in said
-
-
-@pytest.mark.slow
-def test_a_missing_key_costs_one_warning_and_asks_nobody(tmp_path):
-    with WandbStub() as stub:
-        said = finish(start(tmp_path, stub.url, "--steps", 4, key=None))
+        auto = ("--set", 'metrics.wandb.mode="auto"')
+        said = finish(start(tmp_path, stub.url, "--steps", 4, *auto, key=None, heeds_mode=False))
         assert not stub.runs
-    check_finished(tmp_path / "run", said, 4, warnings=1)
-    assert said.count("wandb: cannot begin online, and goes on offline") == 1
-
-
-@pytest.mark.parametrize("key", [API_KEY, None])
-def test_auto_goes_online_with_a_login_and_offline_without_and_says_which(tmp_path, key):
-    with WandbStub() as stub:
-        said = finish(
-            start(tmp_path, stub.url, "--steps", 4, "--set", 'metrics.wandb.mode="auto"', key=key, heeds_mode=False)
-        )
-        assert len(stub.runs) == (key is not None)
     check_finished(tmp_path / "run", said, 4, warnings=0)
-    if key is None:
-        assert said.count("wandb: offline, since there is no login (wandb login, or WANDB_API_KEY)") == 1
-        assert f"upload with: wandb sync {tmp_path / 'run'}/wandb/offline-run-*" in said
-    else:
-        assert said.count("wandb: online, since there is a login") == 1
-        assert "wandb sync" not in said
+    assert said.count("wandb: offline, since there is no login (wandb login, or WANDB_API_KEY)") == 1
+    assert f"upload with: wandb sync {tmp_path / 'run'}/wandb/offline-run-*" in said
 
 
 SINK = """

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.healthy_runs import SECONDS_PER_RUN, WORLD_SIZES, make_healthy_runs
+from tests.support.healthy_runs import REAL_RUNS, SECONDS_PER_RUN, WORLD_SIZES, make_healthy_runs
 from tests.support.injected_faults import FAULTS, Fault, detected_after
 from tests.support.metric_streams import healthy_scenario, write_run
-from tests.support.real_runs import REAL_RUNS
 from tests.support.runs import ROOT
 from trainer.model.families import FAMILIES
 from trainer.tools.diagnostics.diagnose import RULES, diagnose

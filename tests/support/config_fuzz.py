@@ -11,43 +11,10 @@ import tomli_w
 from hypothesis import strategies as st
 
 Path = tuple[str | int, ...]
-NUMBERS = [
-    0,
-    -1,
-    1,
-    2,
-    7,
-    2**31,
-    2**63 - 1,
-    -(2**63),
-    10**30,
-    0.0,
-    -0.0,
-    1e-320,
-    1e308,
-    math.inf,
-    -math.inf,
-    math.nan,
-    0.5,
-]
-WORDS = [
-    "",
-    " ",
-    "auto",
-    "off",
-    "../../x",
-    "/",
-    "\0",
-    "a" * 5000,
-    "1e5",
-    "true",
-    "null",
-    "é\u202e\U0001f600",
-    "[x]",
-    "*",
-    "**/*",
-    "os:system",
-]
+INTEGERS = [0, -1, 1, 2, 7, 2**31, 2**63 - 1, -(2**63), 10**30]
+NUMBERS = [*INTEGERS, 0.0, -0.0, 1e-320, 1e308, math.inf, -math.inf, math.nan, 0.5]
+KEYWORDS = ["auto", "off", "1e5", "true", "null", "os:system"]
+WORDS = [*KEYWORDS, "", " ", "../../x", "/", "\0", "a" * 5000, "\u00e9\u202e\U0001f600", "[x]", "*", "**/*"]
 
 junk = st.recursive(
     st.one_of(

@@ -25,7 +25,7 @@ PR_SET_PDEATHSIG = 1
 def fork_server() -> multiprocessing.context.ForkServerContext:
     """What starts forked processes; the first one starts the server."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.forks_preload"])
+    context.set_forkserver_preload(["torch._dynamo", "trainer.training.main", "trainer.cli.main"])
     return context
 
 

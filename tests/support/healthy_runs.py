@@ -1,4 +1,4 @@
-"""Short real runs of the trainer that nothing is wrong with, drawn by a seed: what diagnosis must not find fault with."""
+"""Short real runs of the trainer, drawn by a seed or named, with nothing wrong that diagnosis could find."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import json
 import os
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from tests.support.forks import PR_SET_PDEATHSIG, fork_server
-from tests.support.runs import environment, free_port, make_corpus, rank_environment
+from tests.support.runs import environment, free_port, make_corpus, rank_environment, run, write_tiny_config
+from trainer.model.families import FAMILIES
 
 WORLD_SIZES = (1, 2, 4)
 SECONDS_PER_RUN = 60  # on a busy machine
@@ -98,7 +100,7 @@ def make_healthy_runs(directory: Path, world_size: int, seeds: Sequence[int]) ->
             process.kill()
     if any(process.exitcode for process in processes):
         raise RuntimeError("\n".join(log.read_text(encoding="utf-8")[-2000:] for log in logs))
-    return [run for _, run, _ in jobs]
+    return [run_dir for _, run_dir, _ in jobs]
 
 
 def _train_all(rank: int, world_size: int, jobs: Sequence[tuple[Path, Path, int]], log: Path) -> None:
@@ -115,8 +117,44 @@ def _train_all(rank: int, world_size: int, jobs: Sequence[tuple[Path, Path, int]
     os.dup2(target, 2)
     torch.set_num_threads(1)
     code = 0
-    for config, run, port in jobs:
+    for config, run_dir, port in jobs:
         os.environ.clear()
         os.environ.update(environment(rank_environment(rank, world_size, port) if world_size > 1 else {}))
-        code = code or train(load_config(config), Launch(config_path=config, run_dir=str(run)))
+        code = code or train(load_config(config), Launch(config_path=config, run_dir=str(run_dir)))
     os._exit(code)
+
+
+def start(directory: Path, *, overrides: tuple[str, ...], nproc: int | None = None) -> Path:
+    """Train for 120 steps; gives the run's directory.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    options = [part for override in ("train.steps=120", *overrides) for part in ("--set", override)]
+    run_dir = directory / "run"
+    done = run("--config", write_tiny_config(directory), *options, "--run-dir", run_dir, "--stdout", "off", nproc=nproc)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return run_dir
+
+
+REAL_RUNS: Mapping[str, Callable[[Path], Path]] = {
+    "two sources": partial(start, overrides=()),
+    "two ranks": partial(start, overrides=("run.seed=1",), nproc=2),
+    "own pools": partial(start, overrides=("run.seed=2", 'data.mixing.batching_mode="device_per_stream"'), nproc=2),
+    "stale, safe threshold": partial(
+        start, overrides=("run.seed=3", 'ledger.wipe_mode="periodic_stale"', "ledger.stale_threshold=200")
+    ),
+    "skipping, 4 readers": partial(
+        start, overrides=("run.seed=4", "data.mixing.num_streams_mixed=4", 'train.on_non_finite="skip"')
+    ),
+    "probed": partial(start, overrides=("run.seed=6", "ledger.probe_every=5", "metrics.log_interval=5")),
+    "packed": partial(start, overrides=("run.seed=5", "data.pack=true", "train.micro_batches=4")),
+    **{
+        f"layers, {family}": partial(start, overrides=("metrics.per_layer=true", f'model.family="{family}"'))
+        for family in FAMILIES
+    },
+    "layers, sgd": partial(start, overrides=("metrics.per_layer=true", 'optimizer.name="sgd"', "optimizer.lr=0.1")),
+    "layers, muon": partial(start, overrides=("metrics.per_layer=true", 'optimizer.name="muon"')),
+}

@@ -52,19 +52,6 @@ class Gru(Language):
         return x, h.transpose(0, 1).flatten(1)
 
 
-class Lstm(Language):
-    """Two layers; h and c of both."""
-
-    def __init__(self) -> None:
-        super().__init__(4 * DIM)
-        self.rnn = nn.LSTM(DIM, DIM, 2, batch_first=True)
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        h, c = state.to(x.dtype).view(-1, 2, 2, DIM).permute(1, 2, 0, 3).contiguous()
-        x, (h, c) = self.rnn(x, (h, c))
-        return x, torch.stack([h, c]).permute(2, 0, 1, 3).flatten(1)
-
-
 class NestedLstm(nn.Module):
     """Without `state_width`: a state in a nest of its own."""
 
@@ -92,11 +79,8 @@ class Convolution(Language):
         ends = []
         for convolution, held in zip(self.convolutions, state.chunk(self.layers, 1), strict=True):
             joined = torch.cat([held.to(x.dtype).view(x.shape[0], self.width - 1, DIM), x], 1)
-            ends.append(
-                joined[:, joined.shape[1] - self.width + 1 :].flatten(1).float()
-                if x.dtype == torch.bfloat16
-                else joined[:, joined.shape[1] - self.width + 1 :].flatten(1)
-            )
+            end = joined[:, joined.shape[1] - self.width + 1 :].flatten(1)
+            ends.append(end.float() if x.dtype == torch.bfloat16 else end)
             x = x + torch.tanh(convolution(joined.transpose(1, 2)).transpose(1, 2))
         return x, torch.cat(ends, 1)
 
@@ -198,15 +182,6 @@ class LearnedStart(Language):
         return x, h[0] - self.initial
 
 
-class LearnedStartOfZeros(LearnedStart):
-    """The learned state where a row of the state is all zeros."""
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        state = torch.where(state.any(1, keepdim=True), state, self.initial)
-        x, h = self.rnn(x, state[None].to(x.dtype).contiguous())
-        return x, h[0]
-
-
 class Transformer(Language):
     """Without state; dropout, positions of a fixed length."""
 
@@ -222,15 +197,6 @@ class Transformer(Language):
         return self.layer(x, src_mask=mask, is_causal=True), None
 
 
-class FixedLength(Transformer):
-    """Takes rows of 16 tokens and no others."""
-
-    def mix(self, x: Tensor, state: None) -> tuple[Tensor, None]:
-        if x.shape[1] != 16:
-            raise ValueError(f"expected 16 tokens, got {x.shape[1]}")
-        return super().mix(x, state)
-
-
 class DropoutGru(Gru):
     """Dropout as a module, as a function, and inside the GRU."""
 
@@ -241,23 +207,6 @@ class DropoutGru(Gru):
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         x, end = super().mix(self.dropout(x), state)
         return F.dropout(x, 0.1, self.training), end
-
-
-class AttentionDropout(Transformer):
-    """Dropout of the attention and of a function, in training alone."""
-
-    def mix(self, x: Tensor, state: None) -> tuple[Tensor, None]:
-        x = x + self.positions(torch.arange(x.shape[1], device=x.device))
-        p = 0.2 if self.training else 0.0
-        x = x + F.scaled_dot_product_attention(x, x, x, dropout_p=p, is_causal=True)
-        return F.dropout(x, 0.3, training=self.training), None
-
-
-class NoiseGru(Gru):
-    """Noise of its own in training."""
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x + 0.1 * torch.randn_like(x) if self.training else x, state)
 
 
 class Experts(Gru):
@@ -393,21 +342,6 @@ class ZeroHead(Gru):
         nn.init.zeros_(self.head.bias)
 
 
-class ManyNorms(Gru):
-    """Layer, group and RMS norms over channels, and a clock in the state that only grows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state_width = DIM + 1
-        self.norms = nn.ModuleList([nn.LayerNorm(DIM), nn.RMSNorm(DIM), nn.GroupNorm(4, DIM)])
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, end = super().mix(self.norms[1](self.norms[0](x)), state[:, :-1])
-        x = self.norms[2](x.flatten(0, 1)).view_as(x)
-        clock = state[:, -1:] + torch.arange(1, x.shape[1] + 1, device=x.device)
-        return x + 0.1 * torch.sin(clock)[..., None].to(x.dtype), torch.cat([end, clock[:, -1:].to(end.dtype)], 1)
-
-
 class Bigram(Language):
     """Neither state nor memory."""
 
@@ -439,7 +373,6 @@ def rg_lru(vocab_size: int = VOCAB) -> nn.Module:
 HONEST: dict[str, Callable[[], nn.Module]] = {
     "gru": Gru,
     "stacked gru": lambda: Gru(3),
-    "lstm": Lstm,
     "lstm with a nest": NestedLstm,
     "convolutions": Convolution,
     "sliding window": SlidingWindow,
@@ -449,13 +382,9 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "ema": Ema,
     "rg-lru": rg_lru,
     "learned start": LearnedStart,
-    "learned start of zeros": LearnedStartOfZeros,
     "transformer": Transformer,
-    "transformer of a fixed length": FixedLength,
     "transformer with dropout": lambda: Transformer(dropout=0.2),
     "dropout everywhere": DropoutGru,
-    "dropout of attention": AttentionDropout,
-    "noise in training": NoiseGru,
     "experts": Experts,
     "experts whose router keeps its loss": RouterLoss,
     "weight norm": WeightNorm,
@@ -468,7 +397,6 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "vocabulary padded with -inf": PaddedVocabulary,
     "vocabulary padded with -1e9": lambda: PaddedVocabulary(-1e9),
     "head of zeros": ZeroHead,
-    "norms and a clock": ManyNorms,
     "bigram": Bigram,
     "another kernel in eval": FusedRecurrentInEval,
 }

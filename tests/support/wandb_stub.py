@@ -31,7 +31,6 @@ class StubRun:
     project: str
     display_name: str = ""
     config: str = "{}"
-    state: str = ""
     files: dict[str, dict[int, str]] = field(default_factory=dict)
     """File -> line number -> line."""
     summary: str = "{}"
@@ -55,13 +54,11 @@ class WandbStub:
 
     Attributes:
         runs: by name, which is the client's run id.
-        operations: names of the GraphQL operations and file streams in the order of their coming.
         authorizations: every value of that header.
     """
 
     def __init__(self) -> None:
         self.runs: dict[str, StubRun] = {}
-        self.operations: list[str] = []
         self.authorizations: set[str | None] = set()
         self._lock = threading.Lock()
         stub = self
@@ -71,7 +68,7 @@ class WandbStub:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self.thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
 
     @property
     def url(self) -> str:
@@ -79,7 +76,7 @@ class WandbStub:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self.thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -87,16 +84,10 @@ class WandbStub:
 
     def stop(self) -> None:
         """Go away as a killed server does: the port is closed, and open connections answer nothing more."""
-        if self._thread.is_alive():
+        if self.thread.is_alive():
             self._server.shutdown()
             self._server.server_close()
-            self._thread.join()
-            self.operations.append("stopped")
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether `stop` was called."""
-        return not self._thread.is_alive()
+            self.thread.join()
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
         """The answer to one request."""
@@ -109,7 +100,6 @@ class WandbStub:
 
     def _graphql(self, request: dict[str, Any]) -> dict[str, Any]:
         operation, variables = request.get("operationName") or "", request.get("variables") or {}
-        self.operations.append(operation)
         if operation == "RunResumeStatus":
             run = self.runs.get(variables["name"])
             return {"model": {**_project(variables["project"]), "bucket": _resumed(run) if run else None}}
@@ -130,7 +120,6 @@ class WandbStub:
         return {"bucket": {**bucket, "historyLineCount": len(run.files.get(HISTORY, {}))}, "inserted": is_new}
 
     def _file_stream(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
-        self.operations.append("file_stream")
         run = self.runs[name]
         for file, part in (request.get("files") or {}).items():
             if file == SUMMARY:
@@ -170,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _respond(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.owner.is_stopped:
+        if not self.owner.thread.is_alive():
             self.close_connection = True
             return
         if self.headers.get("Content-Encoding") == "gzip":
