@@ -133,3 +133,18 @@ def test_what_a_row_names_exists(section, cells):
 )
 def test_a_name_that_does_not_exist_is_found_out(name):
     assert missing(name)
+
+
+WALKS = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## One run")[1].split("## Glossary")[0]
+NAMES = re.findall(r"`((?:[a-z_]+\.)+[A-Za-z_]+)`", WALKS)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"run.position", "Ledger.metric_keys"}))
+def test_what_the_walks_of_the_architecture_name_exists(name: str) -> None:
+    for package in ("trainer", "trainer.data", "trainer.training.setup", "trainer.contracts"):
+        try:
+            find(f"{package}.{name}")
+        except (ImportError, AttributeError):
+            continue
+        return
+    pytest.fail(f"{name} does not exist")

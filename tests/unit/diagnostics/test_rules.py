@@ -503,6 +503,27 @@ def test_a_finding_suggests_what_would_help_and_nothing_otherwise(name, run, kno
     assert knob_of(name, run) == knob
 
 
+def test_the_suggested_stale_threshold_is_that_of_the_source_that_waits_longest() -> None:
+    """Shares 0.75 and 0.25, the second with a schedule; readers are 3 and 1 of the 4 that the rows count."""
+    weight = {"schedule": "linear", "scale": 0.5, "points": {"0": 3.0, "9": 1.0}}
+    tables = [{"weight": 3.0}, {"weight": weight, "mixing": {"num_streams_mixed": 1}}]
+    rows = {FALSE["stale"]: [1.0] * 60, **pool_rows(), "blend/max_share_error": [0.1] * 60}
+    config = {**CONFIG, "data": {"mixing": MIXING, "source": tables}}
+
+    def suggested(**changes: Any) -> Any:
+        knob = check("false_evictions_stale", make_run(rows, config={**config, **changes})).knob
+        assert knob is not None
+        return knob.suggested
+
+    assert suggested() == 2 * 3 * (50 + 1) / 0.75 / 2
+    alone = [{**table, "mixing": {"num_streams_mixed": 1}} for table in tables]
+    lone = math.ceil(math.log(1e-9) / math.log1p(-0.25) / 2)
+    assert suggested(data={"mixing": MIXING, "source": alone}) == lone == 37
+    assert suggested(data={"mixing": MIXING, "source": [{"include": "x.toml"}, *tables]}) == 4 * 5, "not known"
+    beyond = {**config["ledger"], "stale_threshold": 500}
+    assert suggested(ledger=beyond) == 2 * 500, "the bound was too low"
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_no_fix_is_what_the_run_has_already(name: str) -> None:
     """Follow the advice of a rule until it has none left: it never suggests the value that is already set."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
+from typing import Any
 
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX, keys_under
 from trainer.tools import limits
@@ -17,12 +18,16 @@ from trainer.tools.diagnostics.rule import (
     explained,
     finding,
     healthy,
+    is_one_pool,
     lower_lr,
     micro_batches,
+    modality_columns,
     not_measured,
     not_yet,
+    ranks,
     rule,
     series,
+    sources,
 )
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
@@ -94,15 +99,55 @@ def false_evictions_stale(run: RunRecord) -> Outcome:
     """Above 0.
 
     As for `false_evictions_lru`.
-    Change: `ledger.stale_threshold`: four times as long, or the bound that `train preview` prints
+    Change: `ledger.stale_threshold`: the bound of `train preview` (2 K n, or with one reader its wait for a pick), where the
+    longest slice logged stands for all
     """
     return _false_evictions(run, "stale", _longer_threshold)
 
 
 def _longer_threshold(run: RunRecord) -> Knob:
-    current = run.setting("ledger.stale_threshold")
-    longer = 4 * current if current else "four times as long"
-    return Knob("ledger.stale_threshold", current, longer, "or the bound that train preview prints")
+    current, longer = run.setting("ledger.stale_threshold"), _safe_threshold(run)
+    if longer is None:
+        return Knob("ledger.stale_threshold", current, 4 * current if current else "four times as long")
+    return Knob("ledger.stale_threshold", current, longer if not current or longer > current else 2 * current)
+
+
+def _safe_threshold(run: RunRecord) -> int | None:
+    """`wait_bound` of the pool that waits longest; None if the record does not tell.
+
+    A record has only the longest slice that a logged row saw, which stands for all. A source has at most its
+    `num_streams_mixed` readers, and at most the rank's less one for every other source.
+    """
+    active: dict[int, float] = {}  # readers by step, over ranks; a source reports modalities only after its first batch
+    for column in modality_columns(run):
+        for step, value in zip(column.steps, column.values, strict=True):
+            active[step] = active.get(step, 0.0) + value
+    readers = round(max(active.values(), default=0.0) / ranks(run))
+    longest = max(series(run, "stream_mixing/active/remaining_max").values, default=0.0)
+    tables = sources(run)
+    if not readers or not longest:
+        return None
+    if len(tables) < 2:
+        if not tables and not is_one_pool(run):
+            return None
+        found = [(1.0, readers)]
+    elif any("include" in table for table in tables):
+        return None
+    else:
+        weights = [_mean_weight(table.get("weight", 1.0)) for table in tables]
+        mixed = run.setting("data.mixing.num_streams_mixed", readers)
+        own = [dict(table.get("mixing", {})).get("num_streams_mixed", mixed) for table in tables]
+        most = readers - len(tables) + 1
+        found = [(w / sum(weights), max(min(k, most), 1)) for w, k in zip(weights, own, strict=True)]
+    slices = [round(longest) + 1] * readers
+    return max(limits.wait_bound(slices, count, share, micro_batches(run)) for share, count in found)
+
+
+def _mean_weight(weight: Any) -> float:
+    """A weight with a schedule counts as the mean of its points."""
+    if isinstance(weight, Mapping):
+        return float(weight.get("scale", 1.0)) * fmean(map(float, weight["points"].values()))
+    return float(weight)
 
 
 @rule("error", needs=[COLD_STARTS], uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES, *EVICTIONS.values()))

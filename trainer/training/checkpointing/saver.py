@@ -96,7 +96,7 @@ class Saver:
         """Whether this rank's part of a background save is on disk, and not yet published; and whether `every_minutes`
         have passed since the last save began, for which rank 0 answers."""
         minutes = self._table.every_minutes
-        is_up = minutes > 0 and self._info.is_main and time.monotonic() - self._last_began >= 60 * minutes
+        is_up = minutes > 0 and self._info.rank == 0 and time.monotonic() - self._last_began >= 60 * minutes
         return self._pending is not None and self._writer.is_idle, is_up
 
     def save(self, position: Position, *, in_background: bool) -> None:
