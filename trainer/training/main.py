@@ -53,8 +53,9 @@ def train(config: RunConfig, launch: Launch) -> int:
         UnexpectedExit: the user's code called `sys.exit` before the first step.
     """
     stop = launch.stop
-    stop.install()
-    with kept_for_payloads() as stdout, exits_as_errors():
+    with ExitStack() as stack, kept_for_payloads() as stdout, exits_as_errors():
+        if stop.install():  # the signals of a process that goes on after the run are not the run's
+            stack.callback(stop.uninstall)
         launch = replace(launch, stdout=stdout)
         info = rank_info()
         device = pick_device(config.train.device, info)

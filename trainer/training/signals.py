@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from trainer.ending import STOP_SIGNALS, ProcessorUse, end_process
 from trainer.import_path import place_of
@@ -46,7 +47,9 @@ class StopRequest:
         self._on_first = on_first
         self._clock = clock
         self._since = 0.0
-        self._interrupts = self._is_installed = False
+        self._interrupts = False
+        self._former: dict[signal.Signals, Any] = {}
+        """The handlers that were there before; empty: not installed."""
         self.is_heard = False
         """True from the first signal on, also while the main thread is in a call that handles none."""
         self.is_watched = False
@@ -62,20 +65,31 @@ class StopRequest:
             self._cause = cause
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def install(self) -> None:
-        """Handle the stop signals of this process, from its main thread. A second call does nothing."""
-        if self._is_installed:
-            return
-        self._is_installed = True
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    def install(self) -> bool:
+        """Handle the stop signals of this process, from its main thread. False: it does already."""
+        if self._former:
+            return False
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a worker's signals are its own
         threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
         for number in STOP_SIGNALS:
             # nohup has the program ignore SIGHUP, which then survives when the terminal is closed.
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            former = signal.getsignal(number)
+            if number != signal.SIGHUP or former is not signal.SIG_IGN:
+                self._former[number] = former
                 signal.signal(number, self._handle)
+        return True
+
+    def uninstall(self) -> None:
+        """Give the signals back to whoever handled them before."""
+        self.is_watched = True
+        for number, former in self._former.items():
+            signal.signal(number, former)
+        signal.set_wakeup_fd(-1)
+        os.close(self._writer)
+        self._former = {}
 
     @contextmanager
     def interrupting(self, is_alone: bool) -> Iterator[None]:
@@ -94,9 +108,12 @@ class StopRequest:
 
     def _listen(self, reader: int) -> None:
         """Hear signals also while the main thread handles none, and end the process if it waits for ever as it starts."""
-        while (number := os.read(reader, 1)[0]) not in STOP_SIGNALS:
+        while (heard := os.read(reader, 1)) and heard[0] not in STOP_SIGNALS:
             pass
-        self.is_heard = True
+        if not heard:  # uninstalled
+            os.close(reader)
+            return
+        number, self.is_heard = heard[0], True
         use, since = ProcessorUse(), time.monotonic()
         while not self.is_watched and time.monotonic() - since < GRACE_SEC:
             time.sleep(1.0)

@@ -235,7 +235,8 @@ def test_the_first_signal_asks_a_late_second_one_ends(monkeypatch):
     request = StopRequest(asked.append, clock=lambda: now[0])
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
-        request.install()
+        assert request.install()
+        assert not request.install()
         assert not request.requested
         signal.raise_signal(signal.SIGUSR1)
         assert request.requested
@@ -247,8 +248,8 @@ def test_the_first_signal_asks_a_late_second_one_ends(monkeypatch):
         signal.raise_signal(signal.SIGTERM)
         assert exits == [128 + signal.SIGTERM]
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        request.uninstall()
+    assert {number: signal.getsignal(number) for number in previous} == previous
 
 
 def test_a_directory_in_use_is_refused_until_its_process_ends(tmp_path):
