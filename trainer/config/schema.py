@@ -38,7 +38,7 @@ class RunTable(Table):
     name: Annotated[str, Field(pattern=PLAIN_NAME, max_length=100)] = "run"
     """Letters, digits, `_`, `-` and `.`."""
     dir: Text = "runs"
-    """Parent directory of `<name>-<time>`, which --run-dir overrides."""
+    """Parent of the run directory `<name>-<time>`; --run-dir overrides both."""
     seed: Seed = 0
     """Seed of all randomness."""
 
@@ -182,7 +182,7 @@ class OptimizerTable(Table):
     name: Literal["adamw", "muon", "sgd"] = "adamw"
     """muon (Jordan et al., 2024): for matrices between embedding and output, with adamw for the rest."""
     target: ImportPath | None = None
-    """Import path of your own `(groups, lr, **args)`; replaces name."""
+    """Import path of your own `(groups, *, lr, **args)`; replaces name."""
     args: Args = {}
     """Keyword arguments of target."""
     lr: Annotated[float, Field(gt=0, le=1e38)] = 1e-3  # within float32: a rate may be chosen to diverge
