@@ -71,7 +71,7 @@ ROWS: tuple[MetricSpec, ...] = (
             _Scale(
                 name=f"gns/{name}_high",
                 title=f"{title}, upper bound",
-                description="Its upper bound (99.99 %), if it exists.",
+                description="Its upper bound (99.99 %).",
                 healthy="Within a factor of two.",
                 pathological="Absent for long: batch far too small." if name == "b_simple" else "As gns/b_simple_high.",
             ),

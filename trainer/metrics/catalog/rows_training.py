@@ -69,7 +69,7 @@ ROWS: tuple[MetricSpec, ...] = (
             group="Evaluation",
             description=f"The {row.title.lower()} on one validation set.",
             healthy=f"As {row.name}.",
-            pathological="Rises while that of training falls: overfitting.",
+            pathological="Worse while training improves: overfitting.",
         )
         for row in _OF_A_SET
     ),
