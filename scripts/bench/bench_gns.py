@@ -1,11 +1,11 @@
 """Overhead of the noise scale per step: with over without its hooks, alternating in one run, by micro-batches per step.
 
 One process trains the reference model (10.4 million parameters) on random bytes, on one thread, in CPU time (on CUDA: wall
-time, under bf16 autocast). Steps without hooks, with hooks and with the usual snapshot recipe (the gradients are copied after
-every backward, and each micro-gradient is a difference) alternate in random order on the same weights and data; each round
-gives one ratio. "inside the hooks alone" is the time that the hooks took in the same steps over a
-step without them, which other load does not disturb. Clipping measures the gradient in every step, and the noise scale reuses
-that number. Memory is the growth of the peak resident set over two steps on one short row, after a step without measuring.
+time, under bf16 autocast). Steps without hooks, with hooks and with the snapshot recipe (gradients are copied after every
+backward and subtracted) alternate in random order on the same weights and data; each round gives one ratio. "inside the hooks
+alone" is the hooks' time in these steps over a step without them, which other load does not disturb. The noise scale reuses the
+gradient norm of clipping. Memory is the growth of the peak resident set over two steps on one short row, after a step without
+measuring.
 """
 
 from __future__ import annotations

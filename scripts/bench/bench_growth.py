@@ -1,8 +1,8 @@
 """Scaling of cost with the number of ranks, streams, groups, active readers and metric keys.
 
-Collectives and the elements that a rank sends are counted with torch's profiler in real runs (strategies: a model of 3 blocks,
-2 micro-batches); elements of a gathering are those that a rank has after it. Everything else is timed; growth is the slope
-between the ends of the range on a log-log scale: 0 is flat, 1 is linear.
+Collectives and the elements that a rank sends (all-gathers: has afterwards) are counted with torch's profiler in real runs
+(strategies: a model of 3 blocks, 2 micro-batches). Everything else is timed; growth is the slope between the ends of the range
+on a log-log scale.
 """
 
 from __future__ import annotations

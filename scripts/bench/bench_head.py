@@ -1,8 +1,8 @@
 """The loss in chunks (`[objective] chunk_tokens`) against all logits at once: memory and time of a step, by vocabulary.
 
-Forward and backward of a Transformer with the trainer's own objective. Memory is the growth of the process's peak resident
-memory over one step (on CUDA, of the peak allocated), each in a process of its own; times are paired. In chunks there are 4
-products with the output layer's weight instead of 3; on a CPU it can be faster all the same, since less memory is touched.
+Forward and backward of a Transformer with the trainer's objective. Memory is the growth of the peak resident memory over one
+step (on CUDA, of the peak allocated), in separate processes; times are paired. Chunks take 4 products with the output layer's
+weight instead of 3, but touch less memory.
 """
 
 from __future__ import annotations

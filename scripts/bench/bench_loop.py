@@ -1,10 +1,10 @@
 """Overhead of the trainer's loop over a bare one: same model, batches and optimizer, alternating step by step.
 
-The trainer runs in full: mixing with its metrics, prefetching, ledger, noise scale in every step, timing, the payload on
-stdout (here /dev/null) and metrics.jsonl. The bare loop is written by hand: batches prepared in memory, one table of states,
-autograd, clipping, AdamW, a number read from the device every `LOG_INTERVAL` steps. Their losses must agree at every step.
+The trainer runs in full: mixing with its metrics, prefetching, ledger (state cache), noise scale in every step, timing,
+payloads to /dev/null and metrics.jsonl. The bare loop has batches prepared in memory, one table of states, autograd,
+clipping, AdamW, and reads a number from the device every `LOG_INTERVAL` steps. Losses must agree at every step.
 
-Memory is measured in two fresh processes, one per loop; there the bare one reads the data set's batches as it runs.
+Memory is measured in two fresh processes, where the bare loop reads the data set's batches as it runs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Forward + backward of the gated recurrence against nn.GRU and causal attention of the same width, at several lengths.
 
-Each of the three is a full mixing layer from [B, T, D] to [B, T, D]: ours with its gates and projections, the GRU as torch
-provides it, attention with its four projections around `scaled_dot_product_attention`. The number of tokens is the same at
-every length, so linear scaling in T shows as constant time. The bytes that our layer must move at least (its inputs,
-outputs, coefficients and their gradients, each once) divided by its time can be compared with the memory bandwidth.
+Each is a full mixing layer from [B, T, D] to [B, T, D]: ours with its gates and projections, torch's GRU, attention with its
+four projections around `scaled_dot_product_attention`. The number of tokens is the same at every length, so linear scaling in
+T shows as constant time. The minimum bytes of our layer (inputs, outputs, coefficients and their gradients, each once) over
+its time compare with the memory bandwidth.
 
 On CUDA all of it is in 16 bits (the GRU in float16, the others in bfloat16), attention is the flash kernel, and the scan's two
 kernels are also timed alone: the bytes of their operands, each once, over their time, as a share of what a copy reaches.

@@ -1,8 +1,7 @@
 """Start-up time: `train --help`, and from launch to the first trained step on one rank.
 
-The time to the first step is split at points that the program itself reports: importing torch (a process that only does
-that), importing everything that the loop needs, and the payload of step 1. Every number is the median over fresh processes
-with files in the page cache.
+The time to the first step is split into importing torch (in a process that only does that), importing the loop, and the rest up
+to the payload of step 1. Numbers are medians over fresh processes with files in the page cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Gradient through several cells (`[train] tbptt_cells`) against one long cell: time and peak memory of a training step.
 
-Forward and backward of the built-in model on rows of `cell` times `cells` tokens: as one cell, in cells, and in cells with
-activation checkpointing. All three give the same gradient. Memory is the growth of the process's peak resident memory over one
-step (on CUDA, of the peak allocated), each in a process of its own; times are paired.
+Forward and backward of the built-in model on rows of `cell` times `cells` tokens: as one cell (chunk), in cells, and in cells
+with activation checkpointing, all with the same gradient. Memory and times are measured as for large vocabularies.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _accept_kind(schema: dict[str, Any]) -> None:
     properties = schema["properties"]
     properties["kind"] = {
         **properties["schedule"],
-        "description": "Another name for schedule; one of the two is required.",
+        "description": "Another name for schedule.",
     }
     schema["required"].remove("schedule")
     schema["oneOf"] = [{"required": ["schedule"]}, {"required": ["kind"]}]
@@ -125,7 +125,7 @@ class ScheduleTable(Table):
     schedule: Annotated[Literal["linear", "step"], Field(validation_alias=AliasChoices("schedule", "kind"))]
     """linear: interpolate between points; step: take the last point reached. Constant outside the points."""
     unit: Literal["batch", "step"] = "batch"
-    """Unit of the points: batch, the micro-batches of a rank, from 0; step, optimizer steps, from 1."""
+    """Unit of the points: a rank's micro-batches, from 0, or optimizer steps, from 1."""
     points: Points
     """Position in the run -> weight."""
     scale: Share = 1.0
@@ -136,13 +136,13 @@ class BatchScheduleTable(Table):
     """A number of micro-batches that is planned: `{ schedule = "step", unit = "steps", points = { 0 = 1, 1000 = 2 } }`."""
 
     schedule: Literal["step"]
-    """step: take the last point reached; the first one holds before it, too."""
+    """step: take the last point reached, or the first one."""
     unit: Literal["steps", "tokens"] = "steps"
-    """Unit of the points: optimizer steps, from 1; or target tokens over all ranks before the step."""
+    """Unit of the points: optimizer steps, from 1, or target tokens over all ranks."""
     points: BatchPoints
     """Position in the run -> micro-batches."""
     lr: LrRule = "none"
-    """The scheduler's learning rate is multiplied by 1 (none), sqrt(m / m_start) (sqrt) or m / m_start (linear)."""
+    """Factor on the learning rate: 1 (none), sqrt(m / m_start) or m / m_start (linear)."""
 
 
 class AutoBatchTable(Table):
@@ -157,7 +157,7 @@ class AutoBatchTable(Table):
     multiple: PositiveFactor = 2.0
     """Double when the lower bound of B exceeds this many times the batch."""
     every: Count = 100
-    """Steps between decisions, and from a change to the next at least."""
+    """Steps between decisions, and at least between changes."""
     lr: LrRule = "none"
     """As in a schedule."""
 

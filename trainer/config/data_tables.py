@@ -18,15 +18,15 @@ class MixingTable(Table):
     num_streams_mixed: Size = 4
     """K: number of streams that a source keeps open at once."""
     pick_mode: PickMode = "weighted"
-    """How a micro-batch's stream is picked. weighted: in proportion to the batches left; uniform: equally; round_robin."""
+    """How a micro-batch's stream is picked. weighted: in proportion to the batches left; uniform: equally."""
     batching_mode: BatchingMode = "per_stream"
     """per_stream: all ranks pick the same stream; device_per_stream: each has its own."""
     batch_size: Size = 8
     """Cells per micro-batch and rank."""
     batch_size_by_modality: dict[Text, Size] = {}
-    """Modality -> batch size, for modalities that need another one than batch_size."""
+    """Modality -> batch size, where it differs from batch_size."""
     repeat: bool = True
-    """Start another epoch when all streams have been read; false: the run ends when the data is exhausted."""
+    """Start another epoch when the data is exhausted; false: end the run."""
 
 
 class MixingOverride(Table):
@@ -54,13 +54,13 @@ class FilesTable(Table):
     modalities: list[Text] | None = None
     """Modalities to read below root; absent: all."""
     format: Text = "auto"
-    """auto: by file extension; a format's name; or the import path of your own, `(path, options) -> TokenTable`."""
+    """auto: by file extension; or a name; or the import path of your own, `(path, options) -> TokenTable`."""
     dtype: Text | None = None
     """numpy dtype of the tokens in `.bin` files without an index (`uint16`)."""
     eod: WholeNumber | None = None
-    """Token id that ends a document in `.npy` and `.bin` files; absent: each file is one document."""
+    """Token id that ends a document in `.npy` and `.bin` files; absent: one document per file."""
     text_split: Literal["file", "blank_line"] = "file"
-    """Documents of raw text files. file: each file is one; blank_line: each block between blank lines."""
+    """Documents of text files. file: each file; blank_line: each block between blank lines."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -81,13 +81,13 @@ class SourceTable(FilesTable):
     """`[[data.source]]`: one source of the blend. Needs exactly one of root, paths, include and target."""
 
     include: Text | None = None
-    """A dataset file with `[[source]]` tables, relative to this file; their weights are multiplied by this one's."""
+    """A dataset file with `[[source]]` tables, relative to this file; weights are multiplied."""
     target: ImportPath | None = None
-    """Import path `package.module:function` of a function that builds your own iterable of micro-batches."""
+    """Import path `package.module:function`: returns your own iterable of micro-batches."""
     args: Args = {}
     """Keyword arguments of the target."""
     weight: Weight = 1.0
-    """Share of the micro-batches, relative to the other sources: a number, or a schedule."""
+    """Relative share of the micro-batches: a number, or a schedule."""
     mixing: MixingOverride = MixingOverride()
     """Keys of `[data.mixing]` that this source sets differently."""
 
@@ -115,15 +115,15 @@ class DataTable(Table):
     vocab_size: WholeNumber = 0
     """Number of token ids, with tokenizer `ids`; 0 with any other."""
     max_group_cells: Size = 64
-    """Cells per group at most; longer documents are cut into several groups."""
+    """Most cells per group; longer documents become several groups."""
     pack: bool = False
-    """Pack documents shorter than a cell into shared rows; they carry no state across rows."""
+    """Pack documents shorter than a cell into shared rows, without carried state."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Micro-batches prepared ahead by a background thread; 0: no thread."""
     cache_dir: Text | None = None
-    """Where each node keeps copies of sources that are URLs; absent: `trainer/data` in the user's cache directory."""
+    """Where each node copies sources that are URLs; absent: `trainer/data` in the user's cache directory."""
     cache_gb: Amount = 100.0
-    """Size of all copies, in GB: the least recently used make room; 0: no limit."""
+    """Limit on all copies, in GB; 0: none."""
     mixing: MixingTable = MixingTable()
     source: Annotated[list[SourceTable], Field(min_length=1)]
 
@@ -132,7 +132,7 @@ class EvalSourceTable(FilesTable):
     """`[[eval.source]]`: a validation set of your own, with the keys of `[[data.source]]` from name to text_split."""
 
     batches: WholeNumber = 0
-    """Micro-batches per rank and evaluation, from the beginning of the set; 0: all of it."""
+    """Micro-batches per rank and evaluation, from the beginning; 0: all."""
 
     def as_source(self) -> SourceTable:
         """As a source that is read once."""
@@ -143,13 +143,13 @@ class EvalTable(Table):
     """`[eval]`: evaluation on documents that are never trained on: held-out ones, sets of your own, tasks of your own."""
 
     every: WholeNumber = 0
-    """Steps between evaluations, with one more after the last step; 0: none."""
+    """Steps between evaluations, and one after the last step; 0: none."""
     batches: Count = 8
     """Held-out micro-batches per rank and evaluation."""
     holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of each stream's documents that is held out, selected by a hash of the document's id."""
+    """Fraction of each stream's documents to hold out, by a hash of their id."""
     target: ImportPath | None = None
-    """Import path `package.module:function` of a task of your own, called in every evaluation (docs/evaluation.md)."""
+    """Import path `package.module:function` of your own task (docs/evaluation.md)."""
     args: Args = {}
     """Further keyword arguments of the target."""
     source: list[EvalSourceTable] = []

@@ -38,9 +38,9 @@ class RunTable(Table):
     name: Annotated[str, Field(pattern=PLAIN_NAME, max_length=100)] = "run"
     """Letters, digits, `_`, `-` and `.`."""
     dir: Text = "runs"
-    """Parent directory: the run is written to `<dir>/<name>-<time>`, unless --run-dir names a directory."""
+    """Parent of the run directory `<name>-<time>`; --run-dir overrides both."""
     seed: Seed = 0
-    """Seed of all randomness: initial weights, data order, picks, samples."""
+    """Seed of all randomness."""
 
 
 class TrainTable(Table):
@@ -49,13 +49,13 @@ class TrainTable(Table):
     steps: WholeNumber = 0
     """Number of optimizer steps; 0: see tokens."""
     tokens: Tokens = 0
-    """Length of the run in target tokens over all ranks, to within two steps; 0: steps says it."""
+    """Length in target tokens over all ranks, to within two steps; 0: see steps."""
     micro_batches: BatchSize = 1
     """m: micro-batches per optimizer step and rank (gradient accumulation): a number, a schedule, or "auto" (docs/gns.md)."""
     tbptt_cells: Size = 1
-    """k: cells that the gradient flows through (truncated back-propagation through time). Rows have k * data.seq_len tokens."""
+    """k: cells that the gradient flows through (truncated BPTT). Rows have k * data.seq_len tokens."""
     activation_checkpointing: Literal["off", "block", "cell"] = "off"
-    """Recompute activations in the backward: block by block (a model's nn.ModuleList blocks) or, with tbptt_cells, by cell."""
+    """Recompute activations in the backward, by block (of the model's nn.ModuleList) or, with tbptt_cells, by cell."""
     clip_grad_norm: Amount = 1.0
     """Maximum gradient norm; 0: no clipping."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -65,11 +65,11 @@ class TrainTable(Table):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """When loss or gradient is not finite on any rank: stop the run, or skip the step."""
+    """On a non-finite loss or gradient: stop the run, or skip the step."""
     max_skips: Count = 10
-    """Consecutive steps that on_non_finite = "skip" may skip; one more stops the run."""
+    """Consecutive steps that on_non_finite = "skip" may skip."""
     spike_sigma: Factor = 6.0
-    """Record the batches of a loss this many standard deviations above its running mean in events.jsonl; 0: off."""
+    """Record a loss this many standard deviations above its running mean, with its batches; 0: off."""
 
     @model_validator(mode="after")
     def _has_a_length(self) -> TrainTable:
@@ -94,9 +94,9 @@ class ModelTable(Table):
     weights: Text | None = None
     """Initial weights: a .safetensors file, or a directory written by `train export`. Ignored on resume."""
     trust: list[Literal["forward", "purity", "carry", "causality", "isolation", "resets"]] = []
-    """Train the model although it breaks these parts of its contract (docs/contracts.md)."""
+    """Parts of its contract that the model may break (docs/contracts.md)."""
     contract: bool = True
-    """Check a model of your own against its contract before a run, which calls copies of it some hundred times."""
+    """Check your own model's contract before a run, by some hundred calls of copies."""
 
     @model_validator(mode="after")
     def _is_one_model(self) -> ModelTable:
@@ -109,7 +109,7 @@ class LedgerTable(Table):
     """`[ledger]`: storage of recurrent states between steps."""
 
     wipe_mode: Literal["none", "full", "lru", "periodic_stale"] = "lru"
-    """Evict: none; full: all, every wipe_every steps; lru: the least recently stored, when full; periodic_stale: the stale."""
+    """Evict: none; full: all, every wipe_every steps; lru: the least recently stored; periodic_stale: the stale."""
     capacity: Count = 4096
     """Number of groups a rank can hold."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -117,17 +117,17 @@ class LedgerTable(Table):
     placement: Literal["device", "host"] = "device"
     """Where states are kept. host: in pinned host memory."""
     stale_threshold: WholeNumber = 0
-    """periodic_stale: evict groups that were not stored for more than this many steps."""
+    """periodic_stale: evict groups not stored for more than this many steps."""
     sweep_every: Count = 1
     """periodic_stale: steps between sweeps."""
     wipe_every: WholeNumber = 0
     """full: steps between wipes."""
     burn_in: WholeNumber = 0
-    """r: tokens before each cell that are read again without gradient (docs/ledger.md), below data.seq_len; 0: none."""
+    """r: tokens reread before each cell without gradient (docs/ledger.md), below data.seq_len."""
     ownership: Literal["auto", "exchange", "reader"] = "auto"
-    """Which rank holds a group's state. reader: that reads it; exchange: that its id hashes to; auto: reader where possible."""
+    """Which rank holds a group's state. reader: its reader; exchange: by hash; auto: reader where possible."""
     probe_every: WholeNumber = 500
-    """Steps between probes of what carrying states is worth; only logged steps have one. 0: none."""
+    """Steps between probes of carried states (docs/ledger.md), on logged steps; 0: none."""
     probe_cells: Size = 8
     """Cells that a probe reads again."""
 
@@ -159,10 +159,10 @@ class ObjectiveTable(Table):
     z_loss: Factor = 0.0
     """Coefficient of the z-loss, the squared log-partition; 0: off."""
     token_types: bool = False
-    """Also report loss and accuracy by token type, where the tokenizer defines token types."""
+    """Also report loss and accuracy by token type, if the tokenizer has types."""
     coord: CoordTable | None = None
     chunk_tokens: WholeNumber = 0
-    """Tokens whose logits exist together: the loss is computed in parts to save memory; 0: all together."""
+    """Compute the loss in chunks of this many tokens to save memory; 0: at once."""
 
 
 class OptimizerGroupTable(Table):
@@ -180,9 +180,9 @@ class OptimizerTable(Table):
     """`[optimizer]`: how weights are updated."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon (Jordan et al., 2024) is for the matrices between embedding and output, with adamw for the rest."""
+    """muon (Jordan et al., 2024): for matrices between embedding and output, with adamw for the rest."""
     target: ImportPath | None = None
-    """Import path of your own, called with parameter groups, lr and args; replaces name."""
+    """Import path of your own `(groups, *, lr, **args)`; replaces name."""
     args: Args = {}
     """Keyword arguments of target."""
     lr: Annotated[float, Field(gt=0, le=1e38)] = 1e-3  # within float32: a rate may be chosen to diverge
@@ -194,7 +194,7 @@ class OptimizerTable(Table):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """muon and sgd: decay rate of the moving sum of gradients (Nesterov's)."""
     weight_decay: Factor = 0.1
-    """Applied to matrices only; vectors (norms, biases, decay rates) are not decayed."""
+    """For matrices, not vectors (norms, biases, decay rates)."""
     group: list[OptimizerGroupTable] = []
     """Groups of parameters by name, with settings of their own."""
 
@@ -233,7 +233,7 @@ class SchedulerTable(Table):
     min_lr_ratio: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """wsd: fraction of the run's steps over which the learning rate decays, at its end."""
+    """wsd: final fraction of the run over which the learning rate decays."""
 
     @model_validator(mode="after")
     def _keys_are_those_that_count(self) -> SchedulerTable:
@@ -251,14 +251,14 @@ class GnsTable(Table):
     ema: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Decay of its moving averages; 0.95 averages about 40 steps."""
     components_every: WholeNumber = 0
-    """Steps between measurements of where the noise comes from (docs/gns.md); only logged steps have one. 0: none."""
+    """Steps between measurements of where the noise comes from (docs/gns.md), on logged steps; 0: none."""
 
 
 class WandbTable(Table):
     """`[metrics] wandb`: Weights & Biases."""
 
     mode: Literal["auto", "offline", "online", "disabled"] = "auto"
-    """auto: WANDB_MODE, or online with a login, otherwise offline, which writes to the run directory alone."""
+    """auto: WANDB_MODE, or online with a login, otherwise offline, in the run directory."""
     project: Text = "trainer"
     """Project name."""
     entity: Text | None = None
@@ -277,9 +277,9 @@ class MetricsTable(Table):
     log_interval: Count = 10
     """Steps between logged steps; step 1 and the last step are always logged."""
     stdout: Literal["auto", "json", "line", "off"] = "auto"
-    """auto: one readable line per logged step on a terminal, JSON payloads elsewhere."""
+    """auto: readable lines on a terminal, JSON payloads elsewhere."""
     per_source: bool = False
-    """Also report metrics per source and modality, with its name in the key."""
+    """Also report metrics per source and modality."""
     per_layer: bool = False
     """Also report gradient norm, update over weight and noise scale per layer and parameter group."""
     profile: Annotated[int, Field(ge=0, le=1000)] = 0
@@ -314,7 +314,7 @@ class CheckpointTable(Table):
     every: WholeNumber = 0
     """Steps between checkpoints; 0: by every_minutes alone."""
     every_minutes: Amount = 30.0
-    """Minutes after which a run saves if it has not saved since; 0: by every alone."""
+    """Minutes from one save to the next; 0: by every alone."""
     keep_last: Count = 2
     """Number of newest checkpoints to keep."""
     keep_every: WholeNumber = 0
@@ -322,9 +322,9 @@ class CheckpointTable(Table):
     background: bool = False
     """Write the files in a background thread while training continues."""
     remote: Text | None = None
-    """URL, such as "s3://bucket/prefix", that checkpoints are mirrored to (docs/reliability.md), one prefix per run."""
+    """URL that checkpoints are mirrored to, such as "s3://bucket/prefix", one per run (docs/reliability.md)."""
     resume: Text = "off"
-    """off: new run; auto: latest complete checkpoint of run directory or remote, if any; or a checkpoint's path or URL."""
+    """off: new run; auto: latest complete checkpoint, if any; or a checkpoint's path or URL."""
 
 
 class DistributedTable(Table):
@@ -335,16 +335,15 @@ class DistributedTable(Table):
     replicas: WholeNumber = 0
     """hsdp: number of replicas, each of neighbouring ranks; 0: one per node."""
     reshard_after_forward: bool = True
-    """fsdp and hsdp: free a block's parameters between its forward and its backward."""
+    """fsdp and hsdp: free a block's parameters between forward and backward."""
     accumulate: Literal["shards", "whole"] = "shards"
-    """fsdp and hsdp. shards: average gradients in every micro-batch; whole: keep them whole and average once per step."""
+    """fsdp and hsdp. shards: average gradients in every micro-batch; whole: once per step."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on CUDA, gloo on the CPU."""
     timeout_sec: Seconds = 600.0
-    """Seconds after which a collective fails, and a rank without progress ends the run (docs/reliability.md). Raise it if a
-    healthy read may wait longer."""
+    """Seconds until a collective or a rank without progress ends the run (docs/reliability.md); raise it for slow reads."""
     find_unused_parameters: bool = False
-    """ddp: allow a model with parameters that not every micro-batch uses; DDP then searches for them in every step."""
+    """ddp: allow parameters that some micro-batches do not use; DDP searches for them in every step."""
 
 
 class ExtensionTable(Table):

@@ -15,20 +15,22 @@ _INTRODUCTION = """\
 # Configuration
 
 A run is one TOML file. `train check --config x.toml --defaults` prints it with all defaults. Unknown keys, values of the
-wrong type (nothing is converted), NaN and infinity are refused with file, line, key and fix. `--set table.key=value`
-changes a value; an element of `data.source` is named by index or name (`--set data.source.python.weight=2`). Paths of data
-and runs are relative to the working directory.
+wrong type (nothing is converted), NaN and infinity are rejected with file, line, key and fix. `--set table.key=value`
+changes a value; `data.source` takes an index or name (`--set data.source.python.weight=2`). Paths of data and runs are relative
+to the working directory. [The tutorial](tutorial.md#how-a-document-is-read) explains cell, group and stream.
 
 Editors complete a file that starts with `#:schema ../docs/config.schema.json`.
 """
 _METRICS_HEAD = """# Metrics and losses
 
-Generated from `trainer/metrics/catalog/` by `make docs`; edit the catalog, not this page.
+Generated from `trainer/metrics/catalog/` by `make docs`. Words such as cell, group and ledger are in
+[the tutorial](../tutorial.md#how-a-document-is-read).
 
 Every key of a payload's `metrics`. Evaluation keys have the prefix `eval_` (`eval_loss`). A part in angle brackets stands
 for a name (`objective/<name>`: `objective/token_ce`). If a feature is off, or a value is unknown (MFU on an unknown device, a
 noise scale without an upper bound), the key is absent rather than zero. Estimates of a variance or a squared norm may be
-negative by chance. Backends show keys without a namespace under `train/` and `eval/` (`loss` as `train/loss`).
+negative by chance. Backends show keys without a namespace under `train/` and `eval/` (`loss` as `train/loss`). Without
+`metrics.per_source`, `<source>` in times is `all`.
 
 *Steps/ranks*: how values combine over micro-batches and steps since the last logged one, and over ranks. `weighted_mean` sums
 values and counts before it divides. `sum_and_worst` gives the total under the key and the largest rank's value under

@@ -15,20 +15,20 @@ _Sequences = partial(_Row, unit="sequences")
 _Scale = partial(_Sequences, precision=1)
 _AsBSimple = partial(_Row, healthy="As gns/b_simple.", pathological="As gns/b_simple.")
 _Ratio = partial(_Row, unit="ratio", precision=3)
-_DEPENDENT = "Far from gns/b_now, which then is no noise scale: rows share streams or documents."
+_DEPENDENT = "Far from gns/b_now: rows share streams or documents."
 _NOISE_SCALES = (
     (
         "b_simple",
         "Noise scale B_simple",
-        "tr(Sigma) / |G|^2: the batch size at which gradient noise equals signal.",
+        "tr(Sigma) / |G|^2: batch size at which gradient noise equals signal.",
         "Grows slowly as the loss falls.",
-        "Far below the batch size: averaging wastes compute.",
+        "Far below the batch: averaging wastes compute.",
     ),
     (
         "b_now",
         "Noise scale now",
         "The noise scale at this step, by a line through recent ones.",
-        "Grows slowly as the loss falls; above gns/b_simple while it grows.",
+        "As gns/b_simple, and above it while growing.",
         "As gns/b_simple.",
     ),
     (
@@ -64,14 +64,16 @@ ROWS: tuple[MetricSpec, ...] = (
                 title=f"{title}, lower bound",
                 description="Its lower bound (97.5 %).",
                 healthy="Close to it.",
-                pathological="Above ten times gns/b_big: the batch is too small.",
+                pathological="Above ten times gns/b_big: batch too small."
+                if name == "b_simple"
+                else "As gns/b_simple_low.",
             ),
             _Scale(
                 name=f"gns/{name}_high",
                 title=f"{title}, upper bound",
-                description="Its upper bound (99.99 %); without it only the lower one is known.",
+                description="Its upper bound (99.99 %).",
                 healthy="Within a factor of two.",
-                pathological="Absent for long: the batch is far too small, or too few steps.",
+                pathological="Absent for long: batch far too small." if name == "b_simple" else "As gns/b_simple_high.",
             ),
         )
     ),
@@ -89,19 +91,19 @@ ROWS: tuple[MetricSpec, ...] = (
         precision=0,
         description="Steps that gns/b_now comes from: half of those without visible curvature.",
         healthy="Grows with the run.",
-        pathological="Small late in the run: gradient noise or signal changes quickly.",
+        pathological="Small late in the run: noise or signal changes quickly.",
     ),
     *(
         _Ratio(
             name=f"gns/noise_from_{part}",
             title=f"Noise from the {part}",
-            description=f"Part of a sequence's gradient noise that comes from its {part}.",
+            description=f"Share of a sequence's gradient noise from its {part}.",
             healthy=healthy,
             pathological=pathological,
         )
         for part, healthy, pathological in (
-            ("stream", "Near 0.", "Large: more streams at a time help more than more rows."),
-            ("group", "0 to 0.3.", "Large: rows of new documents help more than further rows of the same ones."),
+            ("stream", "Near 0.", "Large: use more streams at a time, not more rows."),
+            ("group", "0 to 0.3.", "Large: use rows of more documents."),
             ("row", "0.6 to 1.", "Far below 1: rows of a step are not independent."),
         )
     ),
@@ -115,9 +117,9 @@ ROWS: tuple[MetricSpec, ...] = (
     _Row(
         name="gns/tr_sigma",
         title="Gradient noise tr(Sigma)",
-        description="Trace of the covariance of one sequence's gradient, averaged.",
+        description="Trace of the covariance of a sequence's gradient, averaged.",
         healthy="Positive and steady.",
-        pathological="Negative for long: the micro-batches are not independent.",
+        pathological="Negative for long: dependent micro-batches.",
     ),
     _Row(
         name="gns/grad_sq",
@@ -125,12 +127,12 @@ ROWS: tuple[MetricSpec, ...] = (
         precision=6,
         description="Squared norm of the true gradient, without noise, averaged.",
         healthy="Falls during training.",
-        pathological="Negative for long: the batch size is far below the noise scale.",
+        pathological="Negative for long: batch far below the noise scale.",
     ),
     _Ratio(
         name="gns/consistency",
         title="Consistency",
-        description="Noise measured between ranks over that within them (one rank: first over second half).",
+        description="Noise between ranks over that within them (one rank: first over second half).",
         band=(0.5, 2.0),
         healthy="1.",
         pathological="0: ranks read the same data. Large: micro-batches are reused, or ranks differ.",
@@ -164,7 +166,7 @@ ROWS: tuple[MetricSpec, ...] = (
         description="Sequences of a step divided by gns/b_simple.",
         band=(0.1, 4.0),
         healthy="0.1 to 4.",
-        pathological="Below 0.1: a larger batch takes fewer steps. Above 4: a smaller one learns nearly as much per step.",
+        pathological="Below 0.1: larger batches take fewer steps. Above 4: smaller ones learn nearly as much per step.",
     ),
     _Row(
         name="gns/skipped",
@@ -177,7 +179,7 @@ ROWS: tuple[MetricSpec, ...] = (
         description="Steps without a usable estimate.",
         band=(0.0, 0.0),
         healthy="0.",
-        pathological="Grows: non-finite micro-gradients, or hooks that run more than once.",
+        pathological="Grows: non-finite micro-gradients, or hooks run twice.",
     ),
     _AsBSimple(
         name="gns/gns_mu",
@@ -207,16 +209,22 @@ LAYER_ROWS: tuple[MetricSpec, ...] = tuple(
             title=f"Gradient norm by {of}",
             description=f"L2 norm of the gradient of one {of} before clipping.",
             healthy="Within a factor of a hundred.",
-            pathological="0: no gradient reaches it. Nearly all of grad_norm: clipping shrinks the others.",
+            pathological="0: no gradient reaches it. Nearly all of grad_norm: clipping shrinks the others."
+            if of == "layer"
+            else "As for layers.",
         ),
         _LayerRow(
             name=f"{prefix}update_ratio",
             unit="ratio",
             precision=8,
             title=f"Update over weight by {of}",
-            description=f"L2 norm of the step's change of the weights of one {of} over that of the weights.",
-            healthy="1e-4 to 1e-2 at the peak learning rate; follows the schedule.",
-            pathological="Far below the others: it stands still. Above 0.1: too fast.",
+            description=f"L2 norm of the weight update of one {of} over that of its weights.",
+            healthy="1e-4 to 1e-2 at the peak learning rate; follows the schedule."
+            if of == "layer"
+            else "As for layers.",
+            pathological="Far below the others: it stands still. Above 0.1: too fast."
+            if of == "layer"
+            else "As for layers.",
         ),
         _LayerRow(
             name=f"{prefix}b_simple",
@@ -225,7 +233,7 @@ LAYER_ROWS: tuple[MetricSpec, ...] = tuple(
             title=f"Noise scale by {of}",
             description=f"B_simple of one {of}, over logged steps.",
             healthy="Within a factor of ten of gns/b_simple.",
-            pathological="Far above the batch: the layer sees mostly noise.",
+            pathological="Far above the batch: mostly noise.",
         ),
     )
 )

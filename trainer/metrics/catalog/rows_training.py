@@ -17,7 +17,7 @@ _TimeRow = partial(MetricSpec, group="Time in a step", ranks="max")
 _MemoryRow = partial(MetricSpec, group="Device memory", unit="GB", window="max", ranks="max", precision=2)
 
 _RANK_TIMES: tuple[tuple[str, RankReduction, str], ...] = (
-    ("slowest", "max", "Far above the fastest in most steps: all wait for one rank."),
+    ("slowest", "max", "Far above the fastest in most steps."),
     ("fastest", "min", "Far below the slowest in most steps."),
 )
 
@@ -34,9 +34,9 @@ _OF_A_SET: tuple[MetricSpec, ...] = (
         name="accuracy",
         unit="fraction",
         title="Accuracy",
-        description="Fraction of target tokens whose most probable prediction is correct.",
+        description="Fraction of target tokens predicted correctly.",
         healthy="Rises while the loss falls.",
-        pathological="Flat while the loss falls (only confidence changes); 1 early on (targets leak into inputs).",
+        pathological="Flat while the loss falls; 1 early on (targets leak into inputs).",
     ),
     _Row(
         name="perplexity",
@@ -46,16 +46,16 @@ _OF_A_SET: tuple[MetricSpec, ...] = (
         precision=3,
         description="exp of the cross-entropy per token.",
         healthy="Falls towards a floor set by the data.",
-        pathological="At or above the vocabulary size: nothing is learned.",
+        pathological="At or above the vocabulary size.",
     ),
     _TokenMean(
         name="bits_per_byte",
         unit="bits/byte",
         title="Bits per byte",
-        description="Cross-entropy in bits per byte of text; comparable between tokenizers.",
+        description="Cross-entropy in bits per byte of text, for any tokenizer.",
         band=(None, 8.0),
         healthy="Below 8 at once; small models reach 1 to 2 on text.",
-        pathological="8 or more: worse than guessing bytes at random.",
+        pathological="8 or more: random guessing.",
     ),
 )
 
@@ -69,7 +69,7 @@ ROWS: tuple[MetricSpec, ...] = (
             group="Evaluation",
             description=f"The {row.title.lower()} on one validation set.",
             healthy=f"As {row.name}.",
-            pathological="Rises while that of training falls: overfitting.",
+            pathological="Worse while training improves: overfitting.",
         )
         for row in _OF_A_SET
     ),
@@ -78,7 +78,7 @@ ROWS: tuple[MetricSpec, ...] = (
             name=name,
             group="Evaluation",
             title="Tasks of your own",
-            description="What a task of the user's own (eval.target) returned.",
+            description="Result of a custom task (eval.target).",
             healthy="As the task defines it.",
             pathological="As the task defines it.",
         )
@@ -90,15 +90,15 @@ ROWS: tuple[MetricSpec, ...] = (
         ranks="max",
         precision=0,
         title="Micro-batches per step",
-        description="Micro-batches of the step on each rank, if train.micro_batches is no constant; reasons: events.jsonl.",
-        healthy="Changes as planned, or doubles as the noise scale grows.",
-        pathological="auto never grows although gns/b_now_low exceeds twice gns/b_big: the noise scale may have failed.",
+        description="Micro-batches per step and rank, if not constant.",
+        healthy="As scheduled, or doubling with the noise scale.",
+        pathological="auto never grows although gns/b_now_low exceeds twice gns/b_big.",
     ),
     _Row(
         name="grad_norm",
         title="Gradient norm",
         description="L2 norm of the whole gradient before clipping.",
-        healthy="Settles within a few hundred steps and drifts slowly.",
+        healthy="Settles within a few hundred steps.",
         pathological="Spikes before loss spikes; steady growth; 0 (no gradient reaches the parameters).",
     ),
     _Row(
@@ -118,9 +118,9 @@ ROWS: tuple[MetricSpec, ...] = (
         ranks="sum",
         title="Tokens in the step",
         precision=0,
-        description="Target tokens of the step, also of a skipped one.",
+        description="Target tokens of the step, even if skipped.",
         healthy="Close to batch size times sequence length; lower with padding.",
-        pathological="Far lower: mostly padding, or ranks without data.",
+        pathological="Far lower: padding, or ranks without data.",
     ),
     _Row(
         name="tokens_seen",
@@ -129,7 +129,7 @@ ROWS: tuple[MetricSpec, ...] = (
         ranks="max",
         title="Tokens seen",
         precision=0,
-        description="Target tokens trained on since the start of the run, without skipped steps.",
+        description="Target tokens trained on so far, without skipped steps.",
         healthy="Grows linearly.",
         pathological="Restarts at zero after a resume.",
     ),
@@ -138,8 +138,8 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="nats/token",
         group="Objective",
         title="Objective component",
-        description="One component of the loss, weight included, per token that it applies to.",
-        healthy="Falls, or stays small relative to the main one.",
+        description="One component of the loss, with its weight, per token that it applies to.",
+        healthy="Falls, or stays relatively small.",
         pathological="A regularizer outgrows the cross-entropy.",
     ),
     _TokenTypeMean(
@@ -147,7 +147,7 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="nats/token",
         title="Loss by token type",
         description="Cross-entropy over the target tokens of one type.",
-        healthy="Falls for each type; easy types (whitespace) are lower.",
+        healthy="Falls for each type.",
         pathological="One type rises while the total falls.",
     ),
     _TokenTypeMean(
@@ -165,8 +165,8 @@ ROWS: tuple[MetricSpec, ...] = (
         window="sum",
         ranks="max",
         title="Rejected steps",
-        description="Steps rejected because of a non-finite loss or gradient.",
-        pathological="More than a few: lower the learning rate, or look up the batches in events.jsonl.",
+        description="Steps rejected for a non-finite loss or gradient.",
+        pathological="More than a few: lower the learning rate; batches: events.jsonl.",
     ),
     _MustBeZero(
         name="loss_spike",
@@ -174,7 +174,7 @@ ROWS: tuple[MetricSpec, ...] = (
         window="max",
         ranks="max",
         title="Loss spike",
-        description="1 if the loss of a step was train.spike_sigma above its average; batches: events.jsonl.",
+        description="1 if a loss was train.spike_sigma above its average; batches: events.jsonl.",
         pathological="1 repeatedly on the same sources: bad data.",
     ),
     _SafetyRow(
@@ -185,7 +185,7 @@ ROWS: tuple[MetricSpec, ...] = (
         precision=0,
         description="Factor of dynamic loss scaling (fp16 only).",
         healthy="Powers of two, rarely halved.",
-        pathological="Falls towards 1: gradients overflow all the time.",
+        pathological="Falls towards 1: gradients overflow.",
     ),
     _SafetyRow(
         name="checkpoint/save_sec",
@@ -194,8 +194,8 @@ ROWS: tuple[MetricSpec, ...] = (
         ranks="max",
         title="Checkpoint time",
         precision=3,
-        description="Time that saves have blocked training, on the slowest rank.",
-        healthy="Small relative to the checkpoint interval.",
+        description="Time in which saves block training, slowest rank.",
+        healthy="Far below the checkpoint interval.",
         pathological="Grows: disk full or slow.",
     ),
     _SpeedRow(
@@ -213,10 +213,10 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="fraction",
         window="last",
         title="Model FLOPs utilization",
-        description="The model's FLOPs per second over the devices' peak, without what checkpointing or burn-in recomputes.",
+        description="Model FLOPs per second over the devices' peak, without recomputation.",
         band=(0.3, 0.6),
         healthy="0.3 to 0.6 for large matrices on one node.",
-        pathological="Above 1: wrong peak or FLOP count. Below 0.1: bound by data, kernel launches or communication.",
+        pathological="Above 1: wrong peak or FLOP count. Below 0.1: data, kernel launches or communication dominate.",
     ),
     _SpeedRow(
         name="step_time_sec",
@@ -249,12 +249,12 @@ ROWS: tuple[MetricSpec, ...] = (
             kind="counter",
             window="sum",
             title=f"Reading: {words}",
-            description=f"Time in {words}, waited for or not; by source with metrics.per_source.",
+            description=f"Time in {words}, waited for or not.",
             healthy="Far below the time of the steps.",
             pathological=f"Close to it: {fix}.",
         )
         for stage, words, fix in (
-            ("open", "opening files", "many small files, or text to tokenize ahead"),
+            ("open", "opening files", "many small files"),
             ("tokenize", "tokenizing", "tokenize ahead"),
             ("read", "reading opened files and making batches", "the disk is slow"),
             ("own_code", "the user's data set or format", "its code is slow"),
@@ -265,9 +265,9 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="s",
         window="last",
         title="Time: probe of carry",
-        description="Time of the probe of carry; no other time includes it.",
+        description="Time of the ledger's probe, in no other time.",
         healthy="A few steps long.",
-        pathological="Longer: raise ledger.probe_every, or lower ledger.probe_cells.",
+        pathological="Longer: raise ledger.probe_every.",
     ),
     *(
         _TimeRow(
@@ -294,7 +294,7 @@ ROWS: tuple[MetricSpec, ...] = (
             window="last",
             ranks=ranks,
             title=f"Time of the {rank} rank",
-            description=f"Host time of the {rank} rank until the gradient is reduced, without waits for others or the device.",
+            description=f"Host time of the {rank} rank before the gradient reduction, without waits.",
             healthy="Slowest and fastest are close.",
             pathological=pathological,
         )
@@ -350,7 +350,7 @@ ROWS: tuple[MetricSpec, ...] = (
             group="Smoothed",
             title=f"{title} (EMA)",
             precision=precision,
-            description=f"Exponential moving average of {source} over all steps.",
+            description=f"Exponential average of {source} over all steps.",
             healthy="Follows the raw curve.",
             pathological="As the raw curve.",
         )

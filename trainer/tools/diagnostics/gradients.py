@@ -56,8 +56,8 @@ def repeated_data(run: RunRecord) -> Outcome:
     """In the last row, gns/consistency with {SIGMAS:g} standard errors is below {SAME_DATA:g}, or (a warning, in loops that
     are not the trainer's) above {TOO_DIFFERENT:g}; or the noise is below {ROUNDING:g} of the squared gradient.
 
-    Ranks that read the same data (a sampler without the rank, one seed for all) train on a batch that is smaller than it seems,
-    without another symptom. Their gradients are equal, and the noise between ranks is 0.
+    Ranks that read the same data (a sampler without the rank, one seed for all) have equal gradients and no noise between
+    them: the batch is smaller than it seems, without another symptom.
     Change: the part of the data that each rank reads: a `DistributedSampler`, the rank in the seed
     """
     noise, signal, batch = aligned(*(series(run, key) for key in (TR_SIGMA, GRAD_SQ, B_BIG)))
@@ -94,8 +94,8 @@ def batch_size(run: RunRecord) -> Outcome:
     """In the last row, the batch is below {TOO_SMALL:g} of the lower bound of the noise scale (too small) or above
     {WASTEFUL:g} times its upper bound (wasteful).
 
-    A batch B needs 1 + B / B_simple times the minimum number of tokens and 1 + B_simple / B times the minimum number of steps
-    (McCandlish et al. 2018): beyond the bounds, five times the tokens or eleven times the steps.
+    A batch B needs 1 + B / B_simple times the minimum tokens and 1 + B_simple / B times the minimum steps (McCandlish et
+    al. 2018): beyond the bounds, five times the tokens or eleven times the steps.
     Change: `train.micro_batches` (or `data.mixing.batch_size`): move the batch towards the noise scale
     """
     if all(run.column(key)[0] for key in (TR_SIGMA, GRAD_SQ)) and repeated_data.check(run).verdict == "finding":
@@ -172,8 +172,8 @@ def still_layer(run: RunRecord) -> Outcome:
     """Over the second half of the run, the median of a layer's update over weight is below {STANDS_STILL:g} of the median over
     all layers (at least {MIN_LAYERS} layers, {MIN_ROWS} rows).
 
-    In healthy runs of all families, with AdamW, Muon and SGD, the slowest layer has at least a tenth of the median. One a
-    hundred times slower than that keeps its first weights: its gradient is cut off, or a group's lr_scale is wrong.
+    In healthy runs of all families, with AdamW, Muon and SGD, the slowest layer has at least a tenth of the median. One far
+    slower keeps its first weights: its gradient is cut off, or a group's lr_scale is wrong.
     Change: the model, where the gradient is cut off (`detach`, `no_grad`); or `lr_scale` of its `[[optimizer.group]]`
     """
     columns = _second_halves(run, UPDATE)
@@ -211,8 +211,8 @@ def dominant_layer(run: RunRecord) -> Outcome:
     """Over the second half of the run, the median of a layer's share of the squared gradient norm is above {TAKES_ALL:.2%} (at
     least {MIN_LAYERS} layers, {MIN_ROWS} rows).
 
-    The norm of all other layers together is then below 1 % of the whole: clipping sees that layer alone, and shrinks the
-    others with it. In healthy runs of all families one layer, mostly the output layer or a tied embedding, reaches 99.9 %.
+    All other layers together then have below 1 % of the norm, and clipping to that layer shrinks them. In healthy runs of
+    all families one layer, mostly the output layer or a tied embedding, reaches 99.9 %.
     Change: the scale at which that layer is initialized or its output multiplied; `optimizer.lr`: half
     """
     columns = _second_halves(run, NORM)

@@ -56,8 +56,8 @@ BUMP_SIGMAS = 10.0
 def non_finite(run: RunRecord) -> Outcome:
     """Above 0 (fp16: above {FP16_FREE} + {FP16_SHARE:.0%} of the steps).
 
-    A step whose loss or gradient is not finite changes no weight: it ends the run, or is skipped (`train.on_non_finite`). fp16
-    skips some steps until its loss scale has settled.
+    Such a step changes no weight: it ends the run, or is skipped (`train.on_non_finite`). fp16 skips some steps until its
+    loss scale has settled.
     Change: `optimizer.lr`: half; or the batch that events.jsonl names
     """
     loss, rejected = series(run, LOSS), series(run, REJECTED)
@@ -90,9 +90,9 @@ def loss_spikes(run: RunRecord) -> Outcome:
     back: within the first half, two rows in a row {BUMP:g} times the first, or one {LONE_BUMP:g} times, and {BUMP_SIGMAS:g}
     deviations above it, while the second half is nearer to the first row.
 
-    The distances adapt to the run: neither a blend of sources with different losses nor a rare source is a spike. The first row
-    is that of the record, after a resume too, and may be low by chance: the last rows must agree, and be far above it. A change
-    of shares that moves the loss as far reads as a divergence. A first loss of 0 or less has no multiples: only spikes count.
+    The distances adapt to the run: neither a blend of sources with different losses nor a rare source is a spike. The first
+    row, even after a resume, may be low by chance, so the last rows must agree and be far above it. A change of shares that
+    moves the loss as far reads as a divergence. With a first loss of 0 or less only spikes count.
     Change: `optimizer.lr`: half; or, for a spike, the batches of that step
     """
     loss = series(run, LOSS)

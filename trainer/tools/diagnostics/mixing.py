@@ -96,7 +96,7 @@ def _batch_sizes(run: RunRecord) -> list[int]:
 def uneven_slices(run: RunRecord) -> Outcome:
     """One slice has more than {UNEVEN_RATIO:g} times as many picks as another, in {UNEVEN_SHARE:.0%} of the rows.
 
-    Picks are weighted by remaining picks, so readers with few picks (those with large batches) wait. Advice if the configured
+    Picks are weighted by remaining picks, so readers with few picks (large batches) wait. Advice if the configured
     batch sizes are even: then the streams differ in size.
     Change: `data.mixing.batch_size_by_modality`: within a factor of {limits.EVEN_BATCHES}
     """
@@ -130,8 +130,8 @@ def closed_pool_imbalance(run: RunRecord) -> Outcome:
     of the shortest slice, c = 3 for a pool of 4 (c grows with the logarithm of the pool size); picks that are not weighted are
     judged if one slice has more than {EVEN_RATIO:g} times the picks of another.
 
-    Weighted picks shuffle all remaining batches, so the shares differ like a Brownian bridge. With refill, or between the
-    pools of several ranks, no such limit holds.
+    Weighted picks shuffle all remaining batches, so the shares differ like a Brownian bridge, unless there is refill or
+    a pool per rank.
     Change: `data.mixing.pick_mode`: "weighted"
     """
     # In picks, which all ranks of a shared pool count alike. Fractions of cells are of a rank's own slice, which ends before
@@ -175,7 +175,7 @@ def starved_modality(run: RunRecord) -> Outcome:
     """No active reader of a modality while g of N readers entered the pool, where (x + 1)(1 - g/N)^x < {ALPHA} / modalities
     and x of the N have the modality.
 
-    Rare modalities are absent at times. In a shuffled queue, x points leave a gap of g with this probability.
+    In a shuffled queue, x points leave a gap of g with this probability.
     Change: `data.mixing.num_streams_mixed`: twice as many; or a source of its own for the modality
     """
     # Of the rows before a source is exhausted: its modalities are absent from then on, which `shares` reports.
@@ -248,8 +248,7 @@ def _longest_absence(refills: Sequence[float], counts: Sequence[Sequence[float]]
 def exhaust_churn(run: RunRecord) -> Outcome:
     """A reader lasts {limits.CHURN_PICKS:g} picks or fewer on average, over {CHURN_EVENTS} exhausted readers per rank or more.
 
-    With only a few picks per slice, most of the work is opening files and starting groups, and the mix depends on which streams
-    were opened last.
+    Most of the work is then opening files and starting groups, and the mix depends on which streams were opened last.
     Change: longer streams, or `data.mixing.batch_size`: a quarter
     """
     ended = series(run, EXHAUSTED)
@@ -273,8 +272,8 @@ def masked_ranks(run: RunRecord) -> Outcome:
     """Over the second half of the rows, the worst rank had no target in more than {MASKED_LIMIT:.0%} of its micro-batches, and
     in more than the worst of as many ranks has that are each masked in {limits.IDLE:.0%}.
 
-    With a shared pool, a rank waits while others read the rest of a stream: briefly, unless streams have fewer groups than
-    there are ranks. A row holds the worst rank of its steps alone, which grows with the number of ranks.
+    With a shared pool, a rank waits while others finish a stream: briefly, unless it has fewer groups than there are ranks.
+    A row holds only the worst rank, which grows with the number of ranks.
     Change: `data.mixing.batching_mode`: "device_per_stream", if `train preview` shows even ranks; a smaller
     `data.max_group_cells`; or longer streams
     """
@@ -318,8 +317,8 @@ def shares(run: RunRecord) -> Outcome:
     """The realised and the configured share differ by more than sqrt(ln(1024 / {ALPHA}) / (2 N)) after N batches; or a source
     has ended (advice).
 
-    Each batch is an independent draw, so Hoeffding's bound holds (for 16 sources); it is tested whenever the number of steps
-    has doubled (32 tests). A source that ran out of data keeps its configured share, so its missing batches count.
+    Batches are independent draws, so Hoeffding's bound holds (for 16 sources, tested at each doubling of the steps, 32
+    times). A source that ran out of data keeps its configured share, so its missing batches count.
     Change: the `weight` of the source, `data.mixing.repeat`, or more data
     """
     errors, ended = series(run, SHARE_ERROR), series(run, ENDED_SOURCES)

@@ -141,9 +141,8 @@ def _growth(times: Series, cut: int) -> float:
 def data_bound(run: RunRecord) -> Outcome:
     """Waiting for data takes more than {DATA_SHARE:.0%} of the logged step time, over {MIN_SECONDS:g} s or more.
 
-    With a prefetch thread the wait is close to 0 until loading is slower than computing. Reading ahead helps where single
-    steps wait; where the typical step does, only faster reading helps, of the stage that takes longest. The first rows are
-    told apart.
+    With a prefetch thread the wait is close to 0 until loading is slower than computing. Reading ahead helps if single steps
+    wait; if the typical step does, only speeding up the slowest stage helps. The first rows are judged separately.
     Change: the data: tokenized ahead (`train data tokenize`), fewer files, a faster disk, or the data set's own code; where
     single steps wait for reading, `data.prefetch`
     """
@@ -195,7 +194,7 @@ def _of_source(run: RunRecord, name: str) -> str:
 def straggling_rank(run: RunRecord) -> Outcome:
     """The median of (slowest - fastest rank) / step time is above {STRAGGLE_SHARE:.0%}, over {MIN_SECONDS:g} s or more.
 
-    Every rank waits for the slowest in the gradient reduction. A median over the run ignores batches that are uneven at times.
+    Every rank waits for the slowest in the gradient reduction. The median ignores occasional uneven batches.
     Change: the machine of the rank; or `data.mixing.batching_mode`
     """
     if run.world_size == 1:
@@ -224,7 +223,7 @@ def straggling_rank(run: RunRecord) -> Outcome:
 def restarts(run: RunRecord) -> Outcome:
     """More than {REDONE_SHARE:.0%} of the steps were repeated, or there were more than {REPEATED} restarts from one step.
 
-    Resuming after a planned stop repeats no step. Repeated steps are wasted compute, and repeated restarts a crash loop.
+    A planned stop repeats no step. Repeated steps waste compute, and repeated restarts are a crash loop.
     Change: `checkpoint.every`: a quarter
     """
     if not run.restarts:

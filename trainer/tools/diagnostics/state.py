@@ -154,7 +154,7 @@ def _mean_weight(weight: Any) -> float:
 def cold_starts(run: RunRecord) -> Outcome:
     """More cold starts than false evictions and refused rows explain.
 
-    Wipes, and resuming without the ledger, are not counted as false evictions; cold starts count every cause.
+    Wipes, and resuming without the ledger, are no false evictions; cold starts count every cause.
     Change: `ledger.wipe_mode`, the checkpoint, or `ledger.capacity`: what was wiped, resumed or evicted before; otherwise
     nothing
     """
@@ -191,7 +191,7 @@ def ledger_thrash(run: RunRecord) -> Outcome:
     """Fill of {FULL} or more, and live groups divided by evictions per step below the longest wait for a pick
     ({SHORT_LIFE_STEPS:g} steps if waits are not logged).
 
-    A state lives for live groups / evictions steps, since LRU evicts the oldest; a reader that waits longer has lost it.
+    A state lives for live groups / evictions steps; a reader that waits longer has lost it.
     Change: `ledger.capacity`: twice as large
     """
     evictions, waits = series(run, EVICTIONS["lru"]), series(run, WAIT)
@@ -220,7 +220,7 @@ def ledger_oversize(run: RunRecord) -> Outcome:
     """At most {limits.OVERSIZE_FILL:.0%} used over {OVERSIZE_STEPS} steps or more, and the unused rows take more than
     {limits.OVERSIZE_DEVICE_SHARE:.0%} of device memory (1 GB if its size is unknown).
 
-    The whole capacity is allocated at startup. A quarter leaves room for a fourfold increase; small ledgers cost nothing.
+    The whole capacity is allocated at startup.
     Change: `ledger.capacity`: the power of two above twice the peak use
     """
     fill, capacity, width = series(run, FILL), _capacity(run), run.environment.get("state_width")
@@ -291,7 +291,7 @@ def carry_worthless(run: RunRecord) -> Outcome:
     errors, and with {FAR_ERRORS:g} still at most {WORTHLESS_NATS:g} nats; a warning if it is negative by more than
     {FAR_ERRORS:g} and {STALE_NATS:g} nats.
 
-    The upper bound excludes a gain that would matter but that the probes are too few to see. It does no harm, hence advice.
+    The upper bound excludes a relevant gain that the probes are too few to see.
     Change: `data.max_group_cells`: 1; or a model that uses its state. `optimizer.lr`: half, if the gain is negative
     """
     found = _late(run, GAIN)
@@ -314,7 +314,7 @@ def stale_states(run: RunRecord) -> Outcome:
     """Over the second half of the run ({MIN_PROBES} probes or more) the mean gap, of either sign, is beyond {FAR_ERRORS:g}
     standard errors, {STALE_SHARE:g} of the gain and {STALE_NATS:g} nats.
 
-    Stored states were made by older weights. A gap means that cells are trained on states that inference never has.
+    A gap means that cells are trained on states that inference never has.
     Change: `data.mixing.num_streams_mixed`: half; or `optimizer.lr`: lower, `ledger.burn_in`, or a smaller
     `data.max_group_cells`
     """
