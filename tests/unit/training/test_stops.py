@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 
 import pytest
@@ -93,6 +94,14 @@ def test_a_stop_before_the_first_step_takes_none(go, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert (ended["state"], ended["last_step"]) == ("stopped", 0)
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_resume_that_finds_no_checkpoint_says_which_steps_are_lost(go, tmp_path, caplog):
+    go("run", {})
+    assert "has no checkpoint" not in caplog.text
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    go("run", {})
+    assert f"was at step {STEPS} and has no checkpoint; starting again at step 0" in caplog.text
 
 
 def test_what_was_counted_between_two_logged_steps_survives_a_kill(tmp_path):

@@ -72,7 +72,12 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
                     "choose another place with --run-dir",
                 ) from None
             if found is None and resume == "auto":
-                logger.info("--resume auto: no checkpoint found; starting at step 0")
+                reached = run_dir.status().get("last_step")
+                if isinstance(reached, int) and reached > 0:
+                    text = "--resume auto: %s was at step %d and has no checkpoint; starting again at step 0"
+                    logger.warning(text, run_dir.path, reached)
+                else:
+                    logger.info("--resume auto: no checkpoint found; starting at step 0")
             answer = (str(run_dir.path), (str(found[0]), found[1]) if found else None)
     answer = from_main_rank(answer, world_size=info.world_size)
     assert answer is not None
