@@ -103,20 +103,20 @@ def test_a_forward_that_breaks_the_contract_is_refused_with_its_place(check, tex
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\ndef build(:\n", "broken_model fails on import: SyntaxError: invalid syntax (broken_model.py:2"),
+        ("x = 1\ndef build(:\n", "cannot import broken_model: SyntaxError: invalid syntax (broken_model.py:2"),
         (
             "import no_such_pkg\n",
-            "broken_model was found, but imports no_such_pkg, which was not (broken_model.py:1); install",
+            "No module named 'no_such_pkg' (broken_model.py:1); install no_such_pkg",
         ),
         (
             "def build(vocab_size, dim, num_layers):\n    return len(dim)\n",
             "model.target: broken_model:build fails: TypeError: object of type 'int' has no len() (broken_model.py:2)",
         ),
-        ("import sys\nsys.exit(0)\n", "broken_model fails on import: SystemExit: 0 (broken_model.py:2)"),
+        ("import sys\nsys.exit(0)\n", "cannot import broken_model: SystemExit: 0 (broken_model.py:2)"),
         (
             "def build(vocab_size, dim):\n    return None\n",
-            "model.target: cannot call broken_model:build with vocab_size, dim, num_layers and the keys of args: got an "
-            "unexpected keyword argument 'num_layers'",
+            "model.args: cannot call broken_model:build with vocab_size, dim, num_layers: got an unexpected keyword argument "
+            "'num_layers'",
         ),
     ],
 )

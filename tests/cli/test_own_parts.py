@@ -213,7 +213,7 @@ def test_ranks_whose_batches_have_no_groups_take_part_in_the_exchange_of_states(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.target=own_parts:nothing"], "model.target: own_parts has no function nothing"),
+        (["model.target=own_parts:nothing"], "has no function nothing"),
         (["model.target=own_parts:not_a_model"], "gave a object, not a module"),
         (["model.target=own_parts:frozen"], "own_parts:frozen gave a model without a parameter to train"),
     ],

@@ -30,7 +30,7 @@ def slowed(call, is_slow):
 
 stage = os.environ["SLOW_STAGE"]
 if stage == "open":
-    groups.open_stream = slowed(groups.open_stream, lambda stream: "tortoise" in stream.path)
+    groups.open_stream = slowed(groups.open_stream, lambda stream, *_: "tortoise" in stream.path)
 if stage == "tokenize":
     together = HuggingFaceTokenizer.encode_together
     HuggingFaceTokenizer.encode_together = slowed(together, lambda _, texts: "slow" in texts[0])

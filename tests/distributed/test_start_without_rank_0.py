@@ -14,7 +14,7 @@ TIMEOUT_SEC = 5
 MOMENTS = {
     "before it opens the store": "trainer.distributed.env:rendezvous_store",
     "before it answers": "trainer.distributed.env:answer_ready",
-    "before the first collective": "trainer.training.setup.open_run:choose_run_dir",
+    "before the first collective": "trainer.training.setup.record:choose_run_dir",
 }
 
 

@@ -98,7 +98,7 @@ def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: 
     answers: list[tuple[float, float]] = []
     result = Result(0.0, {}, [], [])
     for step in range(1, steps + 1):
-        window = training.windows.read(step, 1).micros
+        window = training.windows.read(1)
         window = window if releases else without_release(window)
         training.train_step.accumulate(step, window, is_logged=True)
         lr = lr_at(step, steps=steps, peak=config.optimizer.lr, table=config.scheduler)

@@ -69,24 +69,17 @@ def test_flops_per_token_of_gated_delta_equal_torchs_count_and_the_triangular_sy
 
 def test_a_model_is_a_family_or_a_target():
     assert family_of(table(None)) is FAMILIES["rglru"]
-    with pytest.raises(UserError, match=r"model.family: there is no 'mamba'; did you mean mamba2\? There are rglru, "):
+    with pytest.raises(UserError, match=r"model.family: there is no 'mamba'; choose one of rglru, .*mamba2"):
         build_model(table("mamba"), VOCAB)
     with pytest.raises(ValueError, match="are two models: remove one"):
         table("gated_delta", target="own:build")
 
 
-@pytest.mark.parametrize(
-    ("args", "fix"),
-    [
-        ({"head": 2}, "did you mean heads?"),
-        ({"head": 2, "mlp_ration": 2.0}, "did you mean heads and mlp_ratio?"),
-        ({"dropout": 0.1}, "it takes heads, mlp_ratio, tie_embeddings"),
-    ],
-)
-def test_args_that_a_family_does_not_take_are_named(args, fix):
-    with pytest.raises(UserError) as caught:
-        build_model(table("gated_delta", args=args), VOCAB)
-    assert caught.value.message == f"model.args: gated_delta has no {', '.join(args)}; {fix}"
+def test_args_that_a_family_does_not_take_are_named():
+    with pytest.raises(
+        UserError, match=r"model.args: .*unexpected keyword argument 'head'; it takes .*heads, mlp_ratio"
+    ):
+        build_model(table("gated_delta", args={"head": 2}), VOCAB)
 
 
 def test_a_size_is_said_once():
