@@ -96,7 +96,7 @@ class Extension:
         """
 
     def step_launched(self, step: int) -> None:
-        """The work of a step is queued; its numbers come later."""
+        """The loop turns to the next step; the numbers of this one may still be on their way."""
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
         """The numbers of a launched step have been read; they are the same on all ranks."""
@@ -106,7 +106,7 @@ class Extension:
         return {}
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
-        """After a step whose successor has not begun: every logged one, and every `boundary_every`-th."""
+        """After a step that the next one waits for: every logged one, every `boundary_every`-th, and those that others ask for."""
 
     def to_exchange(self) -> Any:
         """What the other ranks get, within two steps after `run.extensions.asks = True` on any rank."""
