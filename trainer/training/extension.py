@@ -106,7 +106,7 @@ class Extension:
         return {}
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
-        """After a step that the next one waits for: every logged one, every `boundary_every`-th, and those that others ask for."""
+        """After a step that the next one waits for: every logged one, every `boundary_every`-th, and others."""
 
     def to_exchange(self) -> Any:
         """What the other ranks get, within two steps after `run.extensions.asks = True` on any rank."""
