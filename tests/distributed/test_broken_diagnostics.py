@@ -91,13 +91,13 @@ def check(directory, outcomes, breaks_on):
     """
     expected = losses(directory, "")
     problems = []
-    for name, told in outcomes.items():
-        if any(each.code != 0 for each in told):
-            problems.append(f"{name}: {[(each.code, each.said[-1500:]) for each in told]}")
+    for name, ranks in outcomes.items():
+        if any(each.code != 0 for each in ranks):
+            problems.append(f"{name}: {[(each.code, each.said[-1500:]) for each in ranks]}")
             continue
         if losses(directory, name) != expected:
             problems.append(f"{name}: other losses")
-        for rank, each in enumerate(told):
+        for rank, each in enumerate(ranks):
             off = re.findall(r"WARNING (.*) failed and is off", each.said)
             if len(off) != len(set(off)) or (rank not in breaks_on and off):
                 problems.append(f"{name}: rank {rank} warns of {off}")
@@ -149,4 +149,4 @@ def test_what_is_no_diagnostic_ends_the_run(tmp_path):
     cases = {name: [name] for name in NEEDED}
     outcomes = train_with_broken(tmp_path, make_config(tmp_path), cases, world_size=1, breaks_on=[0])
     assert outcomes.keys() == {"", *NEEDED}
-    assert [name for name, (told,) in outcomes.items() if told.code == 0] == [""]
+    assert [name for name, (alone,) in outcomes.items() if alone.code == 0] == [""]

@@ -93,10 +93,10 @@ def test_a_failed_diagnostic_counts_what_the_other_ranks_measured(tmp_path):
 
 
 def test_a_component_of_the_loss_that_fails_on_one_rank_stops_the_run_with_its_name_and_batch(tmp_path):
-    told = run_observed(tmp_path, code=1, SPOIL_LOGITS_AT="4")
-    told = [line for line in told.splitlines() if "ObjectiveError: objective component" in line]
-    (said,) = [line for line in told if line.startswith("trainer.")]  # its own, with the traceback
-    assert all("rank 1 failed" in line for line in told if line != said)
+    output = run_observed(tmp_path, code=1, SPOIL_LOGITS_AT="4")
+    output = [line for line in output.splitlines() if "ObjectiveError: objective component" in line]
+    (said,) = [line for line in output if line.startswith("trainer.")]  # its own, with the traceback
+    assert all("rank 1 failed" in line for line in output if line != said)
     shapes = re.search(r"objective component token_ce: logits \((\d), 15, 257\) do not fit targets \((\d), 16\)", said)
     assert shapes is not None, said
     assert shapes[1] == shapes[2]

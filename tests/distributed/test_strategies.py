@@ -320,9 +320,9 @@ def test_a_model_of_ones_own_is_sharded_by_its_children_and_trains_the_same(conf
     ],
 )
 def test_a_model_that_cannot_be_sharded_is_refused_in_one_line(config, tmp_path, args, said):
-    told = own(config, tmp_path, args, code=2)
-    assert said in told
-    assert "Traceback" not in told
+    output = own(config, tmp_path, args, code=2)
+    assert said in output
+    assert "Traceback" not in output
 
 
 WATCHED = """
@@ -434,10 +434,10 @@ def test_blocks_of_ones_own_are_found_and_wrong_ones_refused_by_run_and_check(co
     extra, code = {"PYTHONPATH": str(tmp_path)}, 2 if said else 0
     checked = run("check", "--config", config, *overrides(*sets), "--world-size", 2, extra=extra)
     assert checked.returncode == code, checked.stderr
-    told = [checked.stderr]
+    output = [checked.stderr]
     if how in ("called", "bypassed"):
-        told.append(train(config, tmp_path / "run", "train.steps=3", *sets, nproc=2, extra=extra, code=code))
-    for each in told:
+        output.append(train(config, tmp_path / "run", "train.steps=3", *sets, nproc=2, extra=extra, code=code))
+    for each in output:
         assert said in each
         assert "Traceback" not in each
         assert "no blocks" not in each

@@ -76,15 +76,8 @@ class Breaks(Extension):
     def window_read(self, step, window):
         self.breaks("window_read")
 
-    def micro_done(self, micro, result):
-        self.breaks("micro_done")
-
     def updated(self):
-        self.breaks("updated")
         return torch.zeros(1, dtype=torch.float64)
-
-    def summed(self, sums, **kwargs):
-        self.breaks("summed")
 
     def drain_metrics(self):
         self.breaks("drain_metrics")
@@ -128,7 +121,8 @@ def test_an_extension_of_ones_own_reports_sums_exchanges_and_resumes(own):
     assert [each for each in state["extensions"].values() if "steps" in (each or {})] == [{"steps": 8}]
 
 
-@pytest.mark.parametrize("moment", ["window_read", "micro_done", "updated", "summed", "drain_metrics"])
+# The moments between these two: tests/distributed/test_extensions.py.
+@pytest.mark.parametrize("moment", ["window_read", "drain_metrics"])
 def test_one_that_fails_on_one_rank_costs_itself_alone(own, moment):
     place, said = own(table("Breaks", at=moment, rank=1), table("Counts"), nproc=2)
     rows = read_rows(place / "metrics.jsonl")
