@@ -87,13 +87,13 @@ def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html
     front = "" if is_single else element("h3", _swatch(number), diagnosis.run.name)
     if diagnosis.verdict is None:
         return element("div", front, element("p", diagnosis.summary), class_="verdict")
-    items = map(_finding, diagnosis.by_severity)
+    items = [_finding(ruling) for ruling in (*diagnosis.findings, *diagnosis.advice)]
     rows = [
         (
             _code(ruling.rule.name),
             ruling.result,
             ruling.outcome.sentence,
-            element("small", f"{ruling.rule.threshold} ({ruling.rule.why})"),
+            element("small", "{} ({})".format(*ruling.rule.texts)),
         )
         for ruling in diagnosis.rulings
     ]
@@ -103,7 +103,7 @@ def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html
         front,
         element("p", _mark(diagnosis), diagnosis.summary),
         element("p", f"Checked on {rows_text(diagnosis.run.steps)}.", class_="note"),
-        element("ol", *items) if diagnosis.by_severity else "",
+        element("ol", *items) if items else "",
         element("details", element("summary", f"All {len(rows)} rules"), rules),
         class_="verdict" + {"healthy": " good", "findings": " bad"}.get(diagnosis.verdict, ""),
     )
@@ -116,9 +116,10 @@ def _mark(diagnosis: Diagnosis) -> Html:
 
 def _finding(ruling: Ruling) -> Html:
     badge = element("span", str(ruling.severity), class_=f"badge {ruling.severity}")
-    parts: list[str] = [element("h4", ruling.title, " ", badge), element("p", ruling.outcome.sentence)]
+    parts: list[str] = [element("h4", _code(ruling.rule.name), " ", badge), element("p", ruling.outcome.sentence)]
     if (knob := ruling.outcome.knob) is not None:
-        parts.append(element("p", "Try ", _code(f"{knob.key} = {knob.suggested}"), knob.remark))
+        setting = f"{knob.key} = {knob.suggested}"
+        parts.append(element("p", "Try ", _code(setting), str(knob).removeprefix(setting)))
     buttons = [
         element("button", f"step {step:,}", type="button", class_="step", data_step=step, title="Show in the charts")
         for step in ruling.steps[:_MOST_STEP_BUTTONS]
