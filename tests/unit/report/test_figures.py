@@ -93,4 +93,4 @@ def test_a_page_of_many_logged_steps_of_sixty_keys_stays_below_15_mb():
     run = RunRecord(Path("long"), table, RowTable(merge_same_step=True))
     page = render_page(["long"], render_parts([diagnose(run)]), plotly=plotly_script())
     assert len(page.encode()) < 15e6
-    assert "20,000 values in 1,500 buckets" in page
+    assert "points are buckets" in page

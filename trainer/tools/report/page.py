@@ -13,7 +13,7 @@ from typing import Any, Final
 from trainer.config.load import flatten
 from trainer.extensions.trace import FOLDER, SUMMARY, TRACE, read_summary
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
-from trainer.tools.report.charts import Chart, Curve, make_charts
+from trainer.tools.report.charts import Chart, make_charts
 from trainer.tools.report.figures import NUM_COLORS, encode_charts
 from trainer.tools.report.run_summary import SummaryRow, config_differences, rows_text, summarize, value_text
 from trainer.tools.runs.load import RunRecord, settings_by_step
@@ -116,7 +116,7 @@ def _mark(diagnosis: Diagnosis) -> Html:
 
 def _finding(ruling: Ruling) -> Html:
     badge = element("span", str(ruling.severity), class_=f"badge {ruling.severity}")
-    parts: list[str] = [element("h4", _code(ruling.rule.name), " ", badge), element("p", ruling.outcome.sentence)]
+    parts: list[str] = [element("h4", ruling.rule.name, " ", badge), element("p", ruling.outcome.sentence)]
     if (knob := ruling.outcome.knob) is not None:
         setting = f"{knob.key} = {knob.suggested}"
         parts.append(element("p", "Try ", _code(setting), str(knob).removeprefix(setting)))
@@ -197,15 +197,7 @@ def _unchanged(chart: Chart) -> Html:
     for line in chart.lines:
         names.setdefault(number_text(float(line.curve.mean[0])), []).append(line.label)
     values = list(names) if len(names) == 1 else [f"{', '.join(names[value])} {value}" for value in names]
-    curves = [line.curve for line in chart.lines]
-    first, last = min(int(curve.first[0]) for curve in curves), max(int(curve.last[-1]) for curve in curves)
-    most = counted(max(curve.num_values for curve in curves), "value")
-    where = f"{most}, steps {first:,} to {last:,}" if first < last else f"step {first:,}"
-    return element("li", f"{chart.title}: {' · '.join(values)} {chart.unit} ({where}) ", _keys(chart))
-
-
-def _keys(chart: Chart) -> Html:
-    return _code(few(chart.keys))
+    return element("li", f"{chart.title}: {' · '.join(values)} {chart.unit} ", _code(few(chart.keys)))
 
 
 def _card(number: int, chart: Chart) -> Html:
@@ -214,23 +206,14 @@ def _card(number: int, chart: Chart) -> Html:
     facts = [element("div", element("dt", name), element("dd", text)) for name, text in chart.facts]
     num_rows = len(chart.lines)
     height = max(17 * num_rows + 60, 160) if chart.style == "heat" else 228 + (20 * (num_rows // 6))
-    plot = element(
-        "div",
-        class_="plot",
-        data_chart=number,
-        style=f"height: {height}px",
-        tabindex="0",
-        role="group",
-        aria_roledescription="chart",
-        aria_labelledby=f"chart-{number}",
-        aria_describedby="keys-help",
-    )
+    aria = {"aria_roledescription": "chart", "aria_labelledby": f"chart-{number}", "aria_describedby": "keys-help"}
+    style = f"height: {height}px"
+    plot = element("div", class_="plot", data_chart=number, style=style, tabindex="0", role="group", **aria)
     return element(
         "article",
-        element("header", title, element("p", _keys(chart), class_="keys")),
+        element("header", title, element("p", _code(few(chart.keys)), class_="keys")),
         _optional("p", " · ".join(dict.fromkeys(levels)), "small levels"),
         plot,
-        element("p", _last_values(chart), class_="readout"),
         _small_print(chart),
         element("details", element("summary", "About"), element("dl", *facts)) if facts else "",
         class_="card wide" if chart.is_wide else "card",
@@ -238,36 +221,13 @@ def _card(number: int, chart: Chart) -> Html:
     )
 
 
-def _last_values(chart: Chart) -> str:
-    """Last, lowest and highest value of a single line; the last values of several. All with their steps."""
-    drawn = [(line.label, line.curve) for line in chart.lines if len(line.curve.mean)]
-    if len(drawn) == 1:
-        curve = drawn[0][1]
-        ends = (
-            ("last", curve.mean, -1),
-            ("min", curve.low, curve.low.argmin()),
-            ("max", curve.high, curve.high.argmax()),
-        )
-        return " · ".join(f"{word} {number_text(float(of[at]))} {_at(curve, int(at))}" for word, of, at in ends)
-    shown = [f"{label} {number_text(float(curve.mean[-1]))} {_at(curve, -1)}" for label, curve in drawn]
-    return f"last: {few(shown)}" if drawn else "no finite value"
-
-
-def _at(curve: Curve, point: int) -> str:
-    """The step of a point, or the steps of its bucket."""
-    first, last = int(curve.first[point]), int(curve.last[point])
-    return f"at step {first:,}" if first == last else f"in steps {first:,}–{last:,}"
-
-
 def _small_print(chart: Chart) -> Html:
     """Buckets, and values that cannot be drawn."""
-    notes = []
-    most = max((line.curve for line in chart.lines), key=lambda curve: curve.num_values)
-    if most.is_reduced:
-        buckets = f"{most.num_values:,} values in {len(most.mean):,} buckets"
-        notes.append(f"{buckets}: the line is the mean, the shade the range")
-    num_bad = sum(len(line.curve.bad_steps) for line in chart.lines)
-    if num_bad:
+    curves = [line.curve for line in chart.lines]
+    notes = (
+        ["points are buckets: the line is the mean, the shade the range"] if any(c.is_reduced for c in curves) else []
+    )
+    if num_bad := sum(len(curve.bad_steps) for curve in curves):
         notes.append(f"{counted(num_bad, 'value')} not finite, marked by ×")
     return _optional("p", " · ".join(notes), "small")
 
@@ -295,15 +255,10 @@ def _profile(run: RunRecord, summary: Mapping[str, Any]) -> Html:
         f"runs in {summary['idle_ms'] / summary['step_ms']:.0%} of it (longest gap {summary['longest_gap_ms']:.1f} ms). "
         f"Open {FOLDER}/{TRACE} in Perfetto or chrome://tracing."
     )
-    rows = [
-        [
-            _code(str(kernel["name"])),
-            f"{kernel['calls'] / num_steps:,.1f}",
-            f"{kernel['total_ms'] / num_steps:,.3f}",
-            f"{kernel['share']:.1%}",
-        ]
-        for kernel in summary["kernels"]
-    ]
+    rows = []
+    for kernel in summary["kernels"]:
+        calls, took = kernel["calls"] / num_steps, kernel["total_ms"] / num_steps
+        rows.append([_code(str(kernel["name"])), f"{calls:,.1f}", f"{took:,.3f}", f"{kernel['share']:.1%}"])
     head = (what.capitalize(), "Calls per step", "ms per step", "Share of all")
     return join([element("p", line), _table(head, rows, caption=f"Time by {what} of {run.name}")])
 
