@@ -68,7 +68,7 @@ class Curve:
 
 
 def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
-    """A curve of at most `limit` points from ascending steps [V]. More values are put into buckets of equal width in steps, whose
+    """A curve of at most `limit` points from ascending steps [V]. More values are put into buckets of equal width, whose
     lowest and highest keep an outlier visible in a run of any length."""
     step, value = np.asarray(steps, np.int64), np.asarray(values, np.float64)
     finite = np.isfinite(value)

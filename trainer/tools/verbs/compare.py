@@ -20,7 +20,7 @@ from trainer.wording import few, number_text
 
 if TYPE_CHECKING:
     from trainer.tools.diagnostics.diagnose import Diagnosis
-    from trainer.tools.report.run_summary import Excess, KeyMean, SeedGroup, SummaryRow
+    from trainer.tools.report.run_summary import Excess, SeedGroup, SummaryRow
     from trainer.tools.runs.load import RunRecord
 
 # By importance; of a narrow terminal the last are left out first.
@@ -73,11 +73,6 @@ def _two_as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str
 
     runs = [diagnosis.run for diagnosis in diagnoses]
     outcomes = zip(*(summarize(run, window=window) for run in runs), strict=True)
-    metrics = []
-    for row in key_means(runs[0], runs[1], window=window):
-        content = asdict(row)
-        content["standard_deviations"] = content.pop("deviations")
-        metrics.append({**content, "difference": row.difference, "relative": row.relative})
     return {
         "runs": [_run_as_json(diagnosis) for diagnosis in diagnoses],
         "config": [{"key": key, "values": values} for key, values in config_differences(runs)],
@@ -87,16 +82,13 @@ def _two_as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str
         ],
         "window": window,
         "ends": [asdict(end_of(run, window)) for run in runs],
-        "metrics": metrics,
+        "metrics": [asdict(row) for row in key_means(runs[0], runs[1], window=window)],
     }
 
 
 def _print_two(diagnoses: Sequence[Diagnosis], window: int | None) -> None:
-    from trainer.tools.report.run_summary import key_means
-
     runs = [diagnosis.run for diagnosis in diagnoses]
-    means = _means_table(runs, key_means(runs[0], runs[1], window=window), window)
-    for table in (_config_table(runs), _outcome_table(diagnoses, window), means):
+    for table in (_config_table(runs), _outcome_table(diagnoses, window), _means_table(runs, window)):
         output().print(table)
 
 
@@ -146,20 +138,22 @@ def _fact_cell(fact: SummaryRow) -> Text:
     return Text.assemble(fact.text, (f"\n({fact.note})" if has_note else "", "dim"))
 
 
-def _means_table(runs: Sequence[RunRecord], means: Sequence[KeyMean], window: int | None) -> Table:
+def _means_table(runs: Sequence[RunRecord], window: int | None) -> Table:
     """Keys that differ; bold where the difference exceeds both standard deviations together, which single values lack."""
-    from trainer.tools.report.run_summary import end_of
+    from trainer.tools.report.run_summary import end_of, key_means
+
+    means = key_means(runs[0], runs[1], window=window)
 
     title = "Final mean (the last value of lr, counters and running averages)\n"
     title += "\n".join(f"{run.name}: {end_of(run, window)}" for run in runs)
     table = _new_table(title, "key", runs, "difference", "in %")
     differing = [row for row in means if row.difference != 0]
     for row in differing:
-        scatter = [deviation for deviation in row.deviations if deviation is not None]
+        scatter = [deviation for deviation in row.standard_deviations if deviation is not None]
         is_large = bool(scatter) and row.difference is not None and abs(row.difference) > sum(scatter)
         shown = [
             "–" if mean is None else number_text(mean) + (f" ± {number_text(deviation)}" if deviation else "")
-            for mean, deviation in zip(row.means, row.deviations, strict=True)
+            for mean, deviation in zip(row.means, row.standard_deviations, strict=True)
         ]
         relative = f"{100 * row.relative:+.1f}" if row.relative is not None else ""
         difference = _signed(row.difference) if row.difference is not None else ""
@@ -243,16 +237,12 @@ def _spread_text(group: SeedGroup, name: str) -> str:
 
 
 def _excess_text(found: Excess | None) -> str:
-    from trainer.tools.report.run_summary import ERRORS_WIDE
-
     if found is None:
         return ""
     difference = f"+{number_text(found.difference, 3)}"
     if found.error is None:
         return f"{difference}\nno error bar"
-    return f"{difference} ± {number_text(found.error, 2)}" + (
-        "" if found.is_resolved else f"\nwithin {ERRORS_WIDE:g} errors"
-    )
+    return f"{difference} ± {number_text(found.error, 2)}" + ("" if found.is_resolved else "\nmay be chance")
 
 
 def _range(group: SeedGroup, label: str) -> str:
@@ -276,5 +266,5 @@ def _group_as_json(group: SeedGroup, found: Excess | None) -> dict[str, Any]:
             {"label": name, "unit": group.units[name], "mean": of.mean, "standard_deviation": of.deviation, "n": of.n}
             for name, of in group.outcome.items()
         ],
-        "above_best": None if found is None else {**asdict(found), "is_resolved": found.is_resolved},
+        "above_best": None if found is None else asdict(found),
     }
