@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.pictures import plotly_script
 from trainer.tools.report.charts import make_charts
 from trainer.tools.report.figures import encode_charts
-from trainer.tools.report.page import render_page, render_parts
+from trainer.tools.report.page import plotly_script, render_page, render_parts
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.table import RowTable
 

@@ -423,8 +423,3 @@ def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batc
         middles = start + (np.arange(count) + 0.5) * ((end - start) / count)
         sums += shares_at(weights, middles.astype(np.int64), micro_batches).mean(axis=1) * (end - start)
     return [float(total) for total in sums]
-
-
-def sample_points(length: int, most: int = 240) -> Ints:
-    """At most `most` evenly spread integers from 0 to `length - 1`, including both ends."""
-    return np.unique(np.linspace(0, length - 1, min(most, length)).round().astype(np.int64))

@@ -1,4 +1,4 @@
-"""The numbers of a run before it starts: what `train preview` prints, draws and warns about."""
+"""The numbers of a run before it starts: what `train preview` prints and warns about."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from trainer.tools.preview.forecast import (
     StreamShape,
     count_run,
     expected_batches,
-    sample_points,
-    shares_at,
     source_shape,
 )
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import ledger_bytes
-from trainer.training.step.schedule import make_schedule
 from trainer.wording import counted
 
 
@@ -114,16 +111,6 @@ class LedgerView:
 
 
 @dataclass(frozen=True)
-class Curves:
-    """What is drawn: shares of the sources at some batches, learning rate at some steps."""
-
-    batches: list[int]
-    shares: dict[str, list[float]]
-    steps: list[int]
-    lr: list[float]
-
-
-@dataclass(frozen=True)
 class Preview:
     """All numbers of a run before it starts.
 
@@ -148,7 +135,6 @@ class Preview:
     cells_per_step: tuple[int, float, int]
     sources: tuple[SourceView, ...]
     ledger: LedgerView | None
-    curves: Curves
 
 
 def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Preview:
@@ -188,7 +174,6 @@ def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Pre
         cells_per_step=(int(cells.min()), float(cells.mean()), int(cells.max())) if len(cells) else (0, 0.0, 0),
         sources=tuple(sources),
         ledger=_ledger_view(plan, sources, forecast),
-        curves=_curves(plan),
     )
 
 
@@ -299,16 +284,4 @@ def _ledger_view(plan: Plan, sources: Sequence[SourceView], forecast: Forecast) 
         wait_bound_steps=max((source.wait_bound_steps for source in sources), default=0),
         counted_wait_steps=max(waits, default=0),
         waits_beyond_threshold=beyond,
-    )
-
-
-def _curves(plan: Plan) -> Curves:
-    by_steps, schedule = plan.batches_by_steps, make_schedule(plan.config, plan.length)
-    batches, steps = sample_points(plan.num_batches), (sample_points(plan.config.train.steps) + 1).tolist()
-    shares = shares_at([source.weight for source in plan.sources], batches, by_steps)
-    return Curves(
-        batches=batches.tolist(),
-        shares={source.name: row for source, row in zip(plan.sources, shares.tolist(), strict=True)},
-        steps=steps,
-        lr=[schedule(plan.length.of_full_steps(step)) * by_steps.lr_factor(by_steps.at(step, 0)) for step in steps],
     )

@@ -11,6 +11,7 @@ from string import Template
 from typing import Any, Final
 
 from trainer.config.load import flatten
+from trainer.errors import UserError
 from trainer.extensions.trace import FOLDER, SUMMARY, TRACE, read_summary
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.tools.report.charts import Chart, make_charts
@@ -317,6 +318,19 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
         "details": join(details),
         "data": encode_charts(charts, runs),
     }
+
+
+def plotly_script() -> str:
+    """plotly.js from the Python package.
+
+    Raises:
+        UserError: plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UserError("plotly", "is needed and not installed", "run: pip install '.[report]'") from None
+    return str(get_plotlyjs())
 
 
 def render_page(
