@@ -64,11 +64,6 @@ def test_colors_stand_for_lines_of_one_run_or_for_several_runs(make_run):
     assert digit.title.endswith("digit")
 
 
-def test_evaluation_is_drawn_with_training_in_another_dash(make_run):
-    (chart,) = make_charts([make_run("a", {"loss": [3.0, 2.0]}, {2: {"eval_loss": 2.5}})])
-    assert [(line.label, line.dash) for line in chart.lines] == [("train", 0), ("held out", 1)]
-
-
 def test_references_come_from_the_config(make_run):
     train = {"ledger/live_groups": [5.0, 6.0], "stream_mixing/active/pick_surprise_max": [1.0, 2.0]}
     run = make_run(

@@ -198,12 +198,9 @@ def test_the_page_and_its_parts_are_the_only_content(server):
     assert json.loads(ask(server, f"/parts?since={found['version']}")[2]).keys() == {"version", "line"}
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/metrics.jsonl", "/%2e%2e/a/metrics.jsonl", "/parts/"],
-)
-def test_no_other_path_has_content(server, path):
-    assert ask(server, path)[::2] == (404, b"not found\n")
+def test_no_other_path_has_content(server):
+    for path in ("/metrics.jsonl", "/%2e%2e/a/metrics.jsonl", "/parts/"):
+        assert ask(server, path)[::2] == (404, b"not found\n")
 
 
 @pytest.mark.parametrize(
