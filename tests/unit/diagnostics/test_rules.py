@@ -443,7 +443,7 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ),  # every start fails at one step, however many checkpoints there are
     ("closed_pool_imbalance", replace(FAULTY["closed_pool_imbalance"], config=CONFIG), None),
     ("batch_size", make_run(BATCH, config=ONE_SEQUENCE), None),
-    ("batch_size", make_run(GREW, config=STEPPED), ("train.micro_batches", 4, "a schedule that reaches 40")),
+    ("batch_size", make_run(GREW, config=STEPPED), ("train.micro_batches", 4, "a schedule that ends at 40")),
     # The first group that matches counts, and it does not slow the layer down.
     (
         "still_layer",

@@ -81,7 +81,7 @@ def drawn_steps(found):
 
 def test_a_run_without_rows_is_waited_for(run):
     run.start()
-    assert "run: no row yet" in run.ask()["line"]
+    assert "run: state not known, no row yet" in run.ask()["line"]
     assert "parts" not in run.ask()
     run.write(line(1) + line(2, 0.5))
     found = run.ask()
@@ -153,7 +153,7 @@ def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
     assert first["line"] == f"run: waiting for {path}, which does not exist yet"
     path.mkdir()
     clock.now += 1000
-    assert json.loads(follower.answer(first["version"]))["line"] == "run: no row yet"
+    assert json.loads(follower.answer(first["version"]))["line"].startswith("run: state not known, no row yet")
     (path / "metrics.jsonl").write_text(line(1) + line(2))
     clock.now += 1000
     found = json.loads(follower.answer(first["version"]))
