@@ -28,11 +28,9 @@ from trainer.wording import counted
 
 @dataclass(frozen=True)
 class ModalityView:
-    """One modality of a source over the run, over all ranks.
+    """One modality of a source over the run, over all ranks; docs/preview.md explains the columns.
 
     Attributes:
-        absent_share: share of the counted picks of the source without an active reader of the modality.
-        longest_wait_steps: most optimizer steps between two picks of a reader, as counted.
         corpus_tokens: of a pass over its training documents.
         corpus_share, drawn_share: of the tokens of all countable sources, in such passes and in the run.
     """
@@ -57,17 +55,14 @@ class SourceView:
 
     Attributes:
         batches: expected micro-batches per rank (mean over seeds).
-        batch_share: share of the micro-batches.
         drawn_batches: micro-batches per rank with the seed of this run; None if they were not all counted.
         pass_batches: micro-batches per rank of a pass over the source.
         num_mixed: K, or the number of slices if that is less.
         picks_per_slice: minimum, median, maximum.
-        idle_share: share of fully masked micro-batches in the configured batching mode, over all ranks.
-        rank_token_shares: share of the source's tokens that each rank reads in an epoch, in both batching modes.
-        masked_share: share of fully masked micro-batches on the worst rank, by batching mode.
-        padding_share: share of padding in the tokens of the cells.
+        idle_share: of fully masked micro-batches in the configured batching mode, over all ranks.
+        rank_token_shares: of the source's tokens that each rank reads in an epoch, in both batching modes.
+        masked_share: of fully masked micro-batches on the worst rank, by batching mode.
         lane_fill: rows of the average batch over the configured batch size.
-        wait_bound_steps: 2 K n in optimizer steps; see `wait_bound`.
     """
 
     name: str
