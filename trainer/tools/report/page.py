@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from trainer.config.load import flatten
 from trainer.errors import UserError
-from trainer.extensions.trace import FOLDER, SUMMARY, TRACE, read_summary
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.tools.report.charts import Chart, make_charts
 from trainer.tools.report.figures import NUM_COLORS, encode_charts
@@ -233,35 +232,7 @@ def _small_print(chart: Chart) -> Html:
     return _optional("p", " · ".join(notes), "small")
 
 
-# ---- Profile, events, settings
-
-
-def _profiles(runs: Sequence[RunRecord]) -> Html:
-    """A table of kernels for each run that was profiled (`train --profile N`)."""
-    parts = []
-    for run in runs:
-        summary = read_summary(run.path) if run.path.is_dir() else None
-        try:
-            parts += [] if summary is None else [_profile(run, summary)]
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            parts.append(element("p", f"{run.name}: {FOLDER}/{SUMMARY} is damaged.", class_="note"))
-    return _section("Where the time went", *parts) if parts else Html("")
-
-
-def _profile(run: RunRecord, summary: Mapping[str, Any]) -> Html:
-    num_steps, first = int(summary["num_steps"]), int(summary["first_step"])
-    what = "kernel" if summary["is_of_device"] else "operator"
-    line = (
-        f"{run.name}, rank 0, steps {first:,} to {first + num_steps - 1:,}: {summary['step_ms']:.1f} ms a step; no {what} "
-        f"runs in {summary['idle_ms'] / summary['step_ms']:.0%} of it (longest gap {summary['longest_gap_ms']:.1f} ms). "
-        f"Open {FOLDER}/{TRACE} in Perfetto or chrome://tracing."
-    )
-    rows = []
-    for kernel in summary["kernels"]:
-        calls, took = kernel["calls"] / num_steps, kernel["total_ms"] / num_steps
-        rows.append([_code(str(kernel["name"])), f"{calls:,.1f}", f"{took:,.3f}", f"{kernel['share']:.1%}"])
-    head = (what.capitalize(), "Calls per step", "ms per step", "Share of all")
-    return join([element("p", line), _table(head, rows, caption=f"Time by {what} of {run.name}")])
+# ---- Events, settings
 
 
 def _events(runs: Sequence[RunRecord]) -> Html:
@@ -306,7 +277,6 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
     links = [element("a", name, href=f"#{_slug(name)}") for name in [*names, "Config", "Environment"]]
     details = [
         chart_groups(charts),
-        _profiles(runs),
         events,
         _settings("Config", "config.resolved.toml", [(run.name, run.config) for run in runs]),
         _settings("Environment", "env.json", [(run.name, run.environment) for run in runs]),
