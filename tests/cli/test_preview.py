@@ -70,7 +70,6 @@ def test_drawn_batches_add_up_to_the_run_and_are_told_from_expected_ones(config:
 
 def test_json_has_everything(config: Path, previewed: Previewed) -> None:
     shown = previewed("--config", config, "--world-size", 2, "--json", "--set", fading_source(config.parent))
-    assert shown.returncode == 0, shown.stderr
     content = json.loads(shown.stdout)
     assert content["schema_version"] == 1
     first, second = content["sources"]

@@ -79,17 +79,6 @@ def drawn_steps(found):
     )
 
 
-def test_a_run_without_rows_is_waited_for(run):
-    run.start()
-    assert "run: state not known, no row yet" in run.ask()["line"]
-    assert "parts" not in run.ask()
-    run.write(line(1) + line(2, 0.5))
-    found = run.ask()
-    assert drawn_steps(found) == [1, 2]
-    assert "Loss" in found["parts"]["details"]
-    assert "at step 2" in found["line"]
-
-
 def test_a_resumed_run_and_a_truncated_file_are_read_anew(run):
     run.write("".join(line(step) for step in range(1, 7)))
     run.start()

@@ -290,7 +290,7 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
     parts = [_family(variant_of(key)[0])[1] for key in keys]
     names, dashes = [VARIANTS[variant] for variant in variants], variants
     if view.rows and (len(keys) > 1 or parts[0]):
-        names = _short_titles([part or lookup(key).title for part, key in zip(parts, keys, strict=True)])
+        names = [part or lookup(key).title for part, key in zip(parts, keys, strict=True)]
         # Totals often coincide (each false eviction is also a cold start): only dashes make both visible.
         dashes = [number if view.is_total or not columns.is_single else 0 for number in range(len(keys))]
     elif columns.is_single and parts[0]:
@@ -323,15 +323,6 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
         is_wide=bool(view.rows),
         is_log=view.is_log,
     )
-
-
-def _short_titles(titles: list[str]) -> list[str]:
-    """Titles without the leading words that all of them share: they are in the title of the chart."""
-    for mark in (": ", ", "):
-        fronts = {title.partition(mark)[:2] for title in titles}
-        if len(titles) > 1 and len(fronts) == 1 and next(iter(fronts))[1]:
-            titles = [title.partition(mark)[2] for title in titles]
-    return titles
 
 
 def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
