@@ -72,6 +72,7 @@ def test_a_run_that_rose_far_above_its_first_loss_and_came_back_is_a_warning(los
 def test_losses_of_zero_or_less_have_no_multiples() -> None:
     for first in (0.0, -1.0):
         assert judged([first, *[first + 2.0] * 30]).severity != "error"
+    assert judged(FEW_ROWS[:4]).is_early, "fewer than five rows"
 
 
 CURVES: dict[str, Callable[[float, random.Random], float]] = {

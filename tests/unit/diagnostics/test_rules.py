@@ -322,6 +322,7 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "stale_states: states lost lately": make_run({**STALE, "ledger/cold_starts": {5: 0.0, 80: 3.0}}),
     },
     "finding": {
+        "stale_states: states lost early": make_run({**STALE, "ledger/cold_starts": {5: 3.0, 80: 0.0}}),
         "ledger_oversize: large states": oversize(dtype="float32"),
         # Two ranks and the noise between them; without it, they may be equal or not.
         "repeated_data: equal ranks": of_ranks(same_data(0.0), 2),
@@ -343,6 +344,10 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         ),
     },
     "healthy": {
+        "repeated_data: one micro-batch each": of_ranks(same_data(None, micro_batches=1), 2),
+        "loss_spikes: a rise far below the improvement": losses(*PLATEAU, 2.5, *AFTER_IT),
+        "carry_worthless: a small gain": make_run(probes(gain=0.003, gap=0.0, error=0.0005)),
+        "stale_states: too small to matter": make_run(probes(gain=0.0, gap=-0.0009, error=0.00001)),
         "ledger_oversize: half as large states": oversize(dtype="bfloat16"),
         "repeated_data: slices of one stream": of_ranks(same_data(0.3), 2),
         "repeated_data: noise between ranks that is not known": of_ranks(same_data(0.0, error=0.05), 2),
@@ -373,6 +378,8 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "dominant_layer: a large layer": make_run(norm_rows(0.009, 0.008)),
     },
     "not_measured": {
+        "closed_pool_imbalance: imbalance of several pools": wide(0.01),
+        "dominant_layer: two gradients": make_run(norm_rows(0.015)),
         "ledger_oversize: states of unknown size": replace(oversize(), environment={}),
         "repeated_data: ranks without a measure": of_ranks(same_data(None), 2),
         "repeated_data: no gradient": of_ranks({**same_data(None, noise=0.0), "gns/grad_sq": [0.0] * 40}, 1),
