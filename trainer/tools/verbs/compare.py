@@ -50,7 +50,9 @@ def compare(
         if as_json:
             print_json({**_two_as_json(diagnoses, last), "reservations": remarks})
             return
-        _print_two(diagnoses, last)
+        runs = [diagnosis.run for diagnosis in diagnoses]
+        for table in (_config_table(runs), _outcome_table(diagnoses, last), _means_table(runs, last)):
+            output().print(table)
     else:
         remarks = list(reservations(groups, label))
         if as_json:
@@ -84,12 +86,6 @@ def _two_as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str
         "ends": [asdict(end_of(run, window)) for run in runs],
         "metrics": [asdict(row) for row in key_means(runs[0], runs[1], window=window)],
     }
-
-
-def _print_two(diagnoses: Sequence[Diagnosis], window: int | None) -> None:
-    runs = [diagnosis.run for diagnosis in diagnoses]
-    for table in (_config_table(runs), _outcome_table(diagnoses, window), _means_table(runs, window)):
-        output().print(table)
 
 
 def _new_table(title: str, first: str, runs: Sequence[RunRecord], *more: str) -> Table:
@@ -206,6 +202,8 @@ def _columns(label: str, groups: Sequence[SeedGroup]) -> list[Column]:
         if any(name in group.outcome and (name not in IF_ANY or group.outcome[name].mean) for group in groups)
     ]
     above = [_excess_text(found) for found in _excesses(label, groups)]
+    num_faulty = [sum(bool(diagnosis.findings) for diagnosis in group.diagnoses) for group in groups]
+    verdicts = [f"{found} of {len(group.runs)} with findings" for found, group in zip(num_faulty, groups, strict=True)]
     return [
         Column("row", [str(number) for number in range(1, len(groups) + 1)], "right"),
         *settings,
@@ -215,7 +213,7 @@ def _columns(label: str, groups: Sequence[SeedGroup]) -> list[Column]:
         Column("steps", [_range(group, "Steps") for group in groups], "right", leave_out=FIRST_METRIC),
         Column("tokens", [_range(group, "Tokens seen") for group in groups], "right", leave_out=FIRST_METRIC + 20),
         *metrics[1:],
-        Column("verdict", [_verdicts(group) for group in groups], leave_out=FIRST_METRIC + 21),
+        Column("verdict", verdicts, leave_out=FIRST_METRIC + 21),
         Column("runs", [escape(few([run.name for run in group.runs])) for group in groups], leave_out=9, wraps=True),
     ]
 
@@ -249,11 +247,6 @@ def _range(group: SeedGroup, label: str) -> str:
     """The value of all runs, or the lowest and highest."""
     ends = group.values(label)
     return " to ".join(dict.fromkeys(f"{end:,.0f}" for end in (min(ends), max(ends)))) if ends else "–"
-
-
-def _verdicts(group: SeedGroup) -> str:
-    verdicts = [diagnosis.verdict for diagnosis in group.diagnoses]
-    return f"{verdicts.count('findings')} of {len(verdicts)} with findings"
 
 
 def _group_as_json(group: SeedGroup, found: Excess | None) -> dict[str, Any]:
