@@ -179,6 +179,4 @@ def test_a_branch_that_fails_is_named_and_the_others_are_kept(trained, tmp_path)
     os.kill(json.loads(status.read_text())["pid"], signal.SIGKILL)
     assert process.wait(TIMEOUT_SEC) == 1
     assert "the branch failed with exit code -9" in err.read_text()
-    done = run("cbs", run_dir, *options)
-    assert done.returncode == 0, done.stderr
-    assert "of which 1 are done" in done.stderr
+    assert len(list(run_dir.glob(f"cbs/{STEP}/*/result.json"))) == 1
