@@ -16,6 +16,7 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.layout import Stream
 from trainer.data.mixing import StreamMixingDataset
 from trainer.data.weights import ConstantWeight
+from trainer.micro_batches import MicroBatches
 
 PROFILE = settings(max_examples=50, deadline=None, derandomize=True)
 layouts = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=6), min_size=1, max_size=4).filter(
@@ -121,7 +122,9 @@ def test_a_blend_adds_them_on_the_steps_asked_for_and_changes_nothing_else(
                 BlendSource(name, dataset(streams, name=name, **kwargs), ConstantWeight(weight))
                 for name, weight in (("x", 1.0), ("y", 2.0))
             ]
-            return BlendDataset(sources, seed=kwargs["seed"], micro_batches=micro_batches, **history)
+            return BlendDataset(
+                sources, seed=kwargs["seed"], micro_batches=MicroBatches.constant(micro_batches), **history
+            )
 
         plain, oracle = list(blend()), Oracle()
         assert not any(ADDED & batch.keys() for batch in plain)

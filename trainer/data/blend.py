@@ -20,7 +20,7 @@ from trainer.hashing import BLOCK, KeyedUniforms
 from trainer.metrics.best_effort import BestEffort, as_number, checked, is_name
 from trainer.metrics.catalog.lookup import is_built_in, lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction
-from trainer.micro_batches import MicroBatches
+from trainer.micro_batches import ONE, MicroBatches
 
 ALL_RANKS: Final = "states of all ranks"
 """The key of a source's part that holds those of every rank of the world that saved them."""
@@ -103,7 +103,7 @@ class BlendDataset:
     Args:
         sources: names must be unique.
         seed: of the choices.
-        micro_batches: micro-batches per optimizer step; if it is a number m, batch i belongs to step `i // m + 1`.
+        micro_batches: per optimizer step.
         per_source: also report `blend/share/<name>`.
         times: also report what reading took since the last drain: `time/<stage>/all`, or by source with `per_source`.
         history_every, history_tokens: the batches of steps that are a multiple of `history_every` (all batches, where it is
@@ -119,7 +119,7 @@ class BlendDataset:
         sources: Sequence[BlendSource],
         *,
         seed: int,
-        micro_batches: int | MicroBatches = 1,
+        micro_batches: MicroBatches = ONE,
         per_source: bool = False,
         times: bool = False,
         history_every: int = 0,
@@ -128,13 +128,8 @@ class BlendDataset:
         if not sources:
             raise UserError("data.source", "a blend needs at least one source", "add a [[data.source]]")
         names = [source.name for source in sources]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        if twice := [name for name in names if names.count(name) > 1]:
             raise UserError("data.source", f"two sources are called {twice[0]!r}", "give each a name of its own")
-        if isinstance(micro_batches, int):
-            if micro_batches < 1:
-                raise UserError("micro_batches", f"must be >= 1, got {micro_batches}")
-            micro_batches = MicroBatches.constant(micro_batches)
         self.sources = list(sources)
         self._micro_batches = micro_batches
         self._per_source = per_source
@@ -167,7 +162,7 @@ class BlendDataset:
         specs = {key: lookup_or_gauge(key) for key in self.metric_keys}
         self._merges = {key: _MERGES[spec.ranks] for key, spec in specs.items()}
         self._counters = {key for key, spec in specs.items() if spec.kind == "counter"}
-        self._latest: dict[str, dict[int, float | None]] = {}  # by key, then source: what each source reported last
+        self._latest: dict[int, dict[str, float | None]] = {}  # what each source reported last
         self._undrained: set[int] = set()
         self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
         self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
@@ -212,18 +207,16 @@ class BlendDataset:
                 continue
             break
         if self._time_names:
-            self._add_times(chosen, time.perf_counter() - start)
+            seconds, dataset = time.perf_counter() - start, self.sources[chosen].dataset
+            is_ours = isinstance(dataset, StreamMixingDataset)
+            stages = dataset.drain_seconds(seconds) if is_ours else {"own_code": seconds}  # type: ignore[attr-defined]
+            for stage, part in stages.items():
+                self._seconds[f"time/{stage}/{self._time_names[chosen]}"] += part
         self._counts[chosen] += 1
         self._batch_index += 1
         if "dataset_labels" not in batch:
             batch["dataset_labels"] = [self.sources[chosen].name] * len(batch["tokens"])
         return batch
-
-    def _add_times(self, chosen: int, seconds: float) -> None:
-        dataset = self.sources[chosen].dataset
-        stages = dataset.drain_seconds(seconds) if isinstance(dataset, StreamMixingDataset) else {"own_code": seconds}
-        for stage, part in stages.items():
-            self._seconds[f"time/{stage}/{self._time_names[chosen]}"] += part
 
     @property
     def now_reading(self) -> str:
@@ -269,19 +262,12 @@ class BlendDataset:
     def _stop_or_refuse(self) -> NoReturn:
         index = self._batch_index
         alive = [source for source, ended in zip(self.sources, self._ended, strict=True) if not ended]
-        is_over = len(alive) < len(self.sources)
-        for source in alive:
-            zero_from = source.weight.zero_from()
-            x = positions(source.weight.unit, index, self._micro_batches)
-            is_over = is_over and zero_from is not None and x >= zero_from
-        if is_over:
+        places = [(positions(each.weight.unit, index, self._micro_batches), each.weight.zero_from()) for each in alive]
+        if len(alive) < len(self.sources) and all(zero is not None and x >= zero for x, zero in places):
             raise StopIteration
-        raise UserError(
-            "data.source",
-            f"at batch {index} every source that still has data has weight zero "
-            f"({', '.join(source.name for source in alive)})",
-            "keep at least one weight above zero at every batch",
-        )
+        names = ", ".join(source.name for source in alive)
+        problem = f"at batch {index} every source that still has data has weight zero ({names})"
+        raise UserError("data.source", problem, "keep at least one weight above zero at every batch")
 
     def drain_step_metrics(self) -> Drained:
         """The sources' metrics, merged key by key, and how well the shares match the weights; {} before any batch.
@@ -295,17 +281,26 @@ class BlendDataset:
         if not self._batch_index:
             return {}
         for index in self._undrained & self._drains.keys():
-            for reports in self._latest.values():
-                reports.pop(index, None)
-            for key, value in self._drains[index]().items():
-                if not self._ended[index] or key in self._counters:
-                    self._latest.setdefault(key, {})[index] = value
-                elif self._merges[key] is sum:
-                    self._latest.setdefault(key, {})[index] = 0.0
-        metrics = {key: self._merged(key, values.values()) for key, values in self._latest.items() if values}
-        for key in self._counters & self._latest.keys():
-            self._latest[key].update(dict.fromkeys(self._undrained & self._latest[key].keys(), 0.0))
+            drained = self._drains[index]()
+            if self._ended[index]:
+                sums = {key for key in drained if self._merges[key] is sum}
+                drained = {
+                    k: v if k in self._counters else 0.0 for k, v in drained.items() if k in self._counters | sums
+                }
+            self._latest[index] = dict(drained)
+        by_key: defaultdict[str, list[float | None]] = defaultdict(list)
+        for drained in self._latest.values():
+            for key, value in drained.items():
+                by_key[key].append(value)
+        for index in self._undrained & self._latest.keys():
+            self._latest[index] |= dict.fromkeys(self._counters & self._latest[index].keys(), 0.0)
         self._undrained.clear()
+        metrics: dict[str, float | None] = {}
+        for key, values in by_key.items():
+            # Where a source's value is not known, only a mean can do without it.
+            known = [value for value in values if value is not None]
+            is_enough = len(known) == len(values) or (known and self._merges[key] is fmean)
+            metrics[key] = self._merges[key](known) if is_enough else None
         expected = self._expected[self._batch_index - self._first]
         error = max(abs(c - e) for c, e in zip(self._counts, expected, strict=True)) / self._batch_index
         # A source that is itself a blend has an error of its own.
@@ -317,12 +312,6 @@ class BlendDataset:
         metrics.update(self._seconds)
         self._seconds.clear()
         return metrics
-
-    def _merged(self, key: str, values: Collection[float | None]) -> float | None:
-        """One value of those of all sources; None if a source's is not known, which only a mean can do without."""
-        merge = self._merges[key]
-        known = [value for value in values if value is not None]
-        return merge(known) if known and (len(known) == len(values) or merge is fmean) else None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python; a snapshot that later batches do not change. Only sources that moved are asked for their state."""
@@ -352,16 +341,15 @@ class BlendDataset:
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         own = states[0]
-        key, problem, fix = "data.source", "", "put it back"
         if own.get("version") != VERSION or "names" not in own:
-            problem, fix = "the saved state is not one of a blend of this version", "start without it"
-        elif own["seed"] != self._seed:
-            key, fix = "run.seed", f"set it to {own['seed']}"
+            raise UserError("data.source", "the saved state is not one of a blend of this version", "start without it")
+        if own["seed"] != self._seed:
             problem = f"the saved state was made with {own['seed']}, this run has {self._seed}"
-        elif gone := [name for name in own["names"] if name not in self._names]:
-            problem = f"the saved state has a source {gone[0]!r}, which is missing now"
-        if problem:
-            raise UserError(key, problem, fix)
+            raise UserError("run.seed", problem, f"set it to {own['seed']}")
+        if gone := [name for name in own["names"] if name not in self._names]:
+            raise UserError(
+                "data.source", f"the saved state has a source {gone[0]!r}, which is missing now", "put it back"
+            )
         self._batch_index = self._first = own["batch_index"]
         self._choices = []
         self._latest.clear()

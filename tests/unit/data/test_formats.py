@@ -280,12 +280,6 @@ uneven = of([1, 2], [0, 1], [2])
 def no_table(path, options):
     return [1, 2]
 
-def one_argument(path):
-    return None
-
-def missing(path, options):
-    return open(str(path) + ".index")
-
 def crashes(path, options):
     raise KeyError("header")
 """
@@ -319,8 +313,6 @@ def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(
         ("floats", r"lengths are float64 \[2\]"),
         ("uneven", r"lengths are int64 \[2\], int64 \[2\], int64 \[1\]"),
         ("no_table", "returned a list"),
-        ("one_argument", r"cannot be called with \(path, options\)"),
-        ("missing", r"one.odd: cannot be read \(No such file or directory: .*one.odd.index\)"),
         ("crashes", r"read by formats_of_mine:crashes\): fails: KeyError: 'header' \(.*formats_of_mine.py:\d+\)"),
         ("nothing", "has no function nothing"),
     ],
