@@ -143,20 +143,3 @@ def test_a_blend_adds_them_on_the_steps_asked_for_and_changes_nothing_else(
             whole = list(blend(history_every=every, history_tokens=n))
             assert len(tail) == len(whole) - stop
             assert all(same(a, b) for a, b in zip(tail, whole[stop:], strict=True))
-
-
-def test_a_rank_without_rows_gets_the_columns_too() -> None:
-    with streams_of([[40]], "a") as streams:
-        kwargs: dict[str, Any] = {
-            "seq_len": 4,
-            "world_size": 2,
-            "max_group_cells": 99,
-            "pack": True,
-            "tokens_before": 5,
-        }
-        batches = [batch for rank in (0, 1) for batch in dataset(streams, rank=rank, **kwargs)]
-        idle = [batch for batch in batches if batch["group_ids"].tolist() == [-1]]
-        assert idle
-        for batch in idle:
-            assert batch["tokens_before"].tolist() == [[0] * 5]
-            assert batch["resets_before"].tolist() == [[False] * 5]

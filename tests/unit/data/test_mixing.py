@@ -26,18 +26,6 @@ def meta(batch: dict[str, Any]) -> dict[str, Any]:
     return parsed
 
 
-def test_draining_twice_keeps_the_snapshot_and_clears_the_count(write_streams: Write, mixing: Make) -> None:
-    dataset = mixing(write_streams({"a": [[4]], "b": [[4], [4]]}), num_streams_mixed=1)
-    next(dataset)
-    next(dataset)
-    first, second = dataset.drain_step_metrics(), dataset.drain_step_metrics()
-    assert first.pop("stream_mixing/refill/exhaust_events") == 2.0
-    assert second.pop("stream_mixing/refill/exhaust_events") == 0.0
-    assert first == second
-    assert {first[PREFIX + "modalities/a"], first[PREFIX + "modalities/b"]} == {0.0, 1.0}
-    assert set(first) | {"stream_mixing/refill/exhaust_events"} == set(dataset.metric_keys)
-
-
 def test_without_data_left_no_reader_is_active(write_streams: Write, mixing: Make) -> None:
     dataset = mixing(write_streams({"a": [[9, 4]], "b": [[4], [4]]}), repeat=False)
     whole = list(dataset)
@@ -222,15 +210,3 @@ def test_nothing_to_read_is_refused(write_streams: Write, mixing: Make) -> None:
         mixing([])
     with pytest.raises(UserError, match="twice"):
         mixing([*streams, *streams])
-
-
-def test_a_rank_without_cells_does_not_hold_back_the_epoch_of_a_reshard(write_streams: Write, mixing: Make) -> None:
-    streams = write_streams({"a": [[8]]})
-    ranks = [mixing(streams, rank=r, world_size=2, batching_mode="device_per_stream") for r in (0, 1)]
-    for dataset in ranks:
-        for _ in range(11):
-            next(dataset)
-    alone = mixing(streams, batching_mode="device_per_stream")
-    alone.load_state_dict([dataset.state_dict() for dataset in ranks])
-    assert [epoch for epoch, _ in alone.state_dict()["chapters"]] == [5]
-    assert meta(next(alone))["epoch"] == 5
