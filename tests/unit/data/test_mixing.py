@@ -210,3 +210,15 @@ def test_nothing_to_read_is_refused(write_streams: Write, mixing: Make) -> None:
         mixing([])
     with pytest.raises(UserError, match="twice"):
         mixing([*streams, *streams])
+
+
+def test_a_rank_without_cells_does_not_hold_back_the_epoch_of_a_reshard(write_streams: Write, mixing: Make) -> None:
+    streams = write_streams({"a": [[8]]})
+    ranks = [mixing(streams, rank=r, world_size=2, batching_mode="device_per_stream") for r in (0, 1)]
+    for dataset in ranks:
+        for _ in range(11):
+            next(dataset)
+    alone = mixing(streams, batching_mode="device_per_stream")
+    alone.load_state_dict([dataset.state_dict() for dataset in ranks])
+    assert [epoch for epoch, _ in alone.state_dict()["chapters"]] == [5]
+    assert meta(next(alone))["epoch"] == 5
