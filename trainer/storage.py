@@ -209,10 +209,9 @@ class Storage:
     def _translating(self, name: str) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError as error:
-            raise MissingError(f"{self.url}/{name}: {reason_of(error)}".replace("/:", ":")) from None
         except Exception as error:  # noqa: BLE001 - backends raise anything: botocore's errors, aiohttp's, OSError
-            raise StorageError(f"{self.url}/{name}: {reason_of(error)}".replace("/:", ":")) from None
+            kind = MissingError if isinstance(error, FileNotFoundError) else StorageError
+            raise kind(f"{self.url}/{name}: {reason_of(error)}".replace("/:", ":")) from None
 
 
 def reason_of(error: Exception) -> str:

@@ -131,10 +131,10 @@ class BlendDataset:
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError("data.source", f"two sources are called {twice[0]!r}", "give each a name of its own")
         self.sources = list(sources)
-        self._micro_batches = micro_batches
+        self._micro_batches, self._is_known_ahead = micro_batches, micro_batches.is_known_ahead
         self._per_source = per_source
         self._history_every, self._history_tokens = history_every, history_tokens
-        self._iterators: list[Iterator[Batch]] = [iter(source.dataset) for source in sources]
+        self._begin()
         self._names = names
         self._seed = seed
         self._uniforms = KeyedUniforms("blend", seed, *names)  # the names: a nested blend draws its own numbers
@@ -167,6 +167,11 @@ class BlendDataset:
         self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
         self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
 
+    def _begin(self) -> None:
+        self._iterators: list[Iterator[Batch]] = [iter(source.dataset) for source in self.sources]
+        # One that cannot give tokens before its cells may still give them by itself.
+        self._asks = [getattr(iterator, "next_with_tokens_before", None) for iterator in self._iterators]
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 
@@ -174,7 +179,7 @@ class BlendDataset:
         """The next micro-batch; if it has no `dataset_labels`, they are set to the source's name."""
         every, plan = self._history_every, self._micro_batches
         # A loader makes batches before it is known which step they belong to, and tokens that nobody needs do no harm.
-        is_due = every > 0 and (not plan.is_known_ahead or plan.step_of(self._batch_index) % every == 0)
+        is_due = every > 0 and (not self._is_known_ahead or plan.step_of(self._batch_index) % every == 0)
         return self.next_with_tokens_before(self._history_tokens if is_due else 0)
 
     def next_with_tokens_before(self, tokens_before: int) -> Batch:
@@ -197,10 +202,8 @@ class BlendDataset:
             self._undrained.add(chosen)
             start = time.perf_counter()
             try:
-                iterator = self._iterators[chosen]
-                # One that cannot give tokens before its cells may still have given them by itself.
-                ask = getattr(iterator, "next_with_tokens_before", None) if tokens_before else None
-                batch = next(iterator) if ask is None else ask(tokens_before)
+                ask = self._asks[chosen]
+                batch = next(self._iterators[chosen]) if ask is None else ask(tokens_before)
             except StopIteration:
                 self._ended[chosen] = True
                 self._choose(self._expected[at])
@@ -297,12 +300,11 @@ class BlendDataset:
         self._undrained.clear()
         metrics: dict[str, float | None] = {}
         for key, values in by_key.items():
-            # Where a source's value is not known, only a mean can do without it.
-            known = [value for value in values if value is not None]
-            is_enough = len(known) == len(values) or (known and self._merges[key] is fmean)
-            metrics[key] = self._merges[key](known) if is_enough else None
+            if None in values:  # of a source that failed; only a mean can do without it
+                values = [v for v in values if v is not None] if self._merges[key] is fmean else []
+            metrics[key] = self._merges[key](values) if values else None  # type: ignore[arg-type]
         expected = self._expected[self._batch_index - self._first]
-        error = max(abs(c - e) for c, e in zip(self._counts, expected, strict=True)) / self._batch_index
+        error = float(np.abs(np.subtract(self._counts, expected)).max()) / self._batch_index
         # A source that is itself a blend has an error of its own.
         metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR) or 0.0)
         metrics[ENDED_SOURCES] = sum(self._ended) + (metrics.get(ENDED_SOURCES) or 0.0)
@@ -358,7 +360,7 @@ class BlendDataset:
             self._counts[index], self._ended[index] = 0, False
             if name in own["names"]:
                 self._load_source(index, own["names"].index(name), states)
-        self._iterators = [iter(source.dataset) for source in self.sources]
+        self._begin()
         self._undrained = set(range(len(self.sources)))  # the merged metrics cover every pool's last pick
         self._unsaved = set(range(len(self.sources)))
 
@@ -395,11 +397,12 @@ def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | No
 
 def _drain_source(dataset: Any, unknown: Drained, guard: BestEffort) -> Drained:
     """A source's metrics, those that it lists; if it fails, all of them are not known, from then on."""
-    drained = guard.run(dataset.drain_step_metrics)
+    drained: dict[str, float | None] | None = guard.run(dataset.drain_step_metrics)
     if drained is not None and not isinstance(dataset, StreamMixingDataset | BlendDataset):
         drained = guard.run(checked, drained, guard.leave_out, as_number)
     if drained is None:
         return unknown
     for key in drained.keys() - unknown.keys():
+        drained.pop(key)
         guard.leave_out(key, "it is not among the metric_keys")
-    return {key: value for key, value in drained.items() if key in unknown}
+    return drained

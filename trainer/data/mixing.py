@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
@@ -394,9 +395,9 @@ class StreamMixingDataset:
             "queue_index": self._queue.index,
             "turn": self._pool.turn,
             "is_barren": self._has_no_cells,
-            "pool": [[reader.stream_id, reader.picks] for reader in self._pool.readers],
+            "pool": list(map(list, map(attrgetter("stream_id", "picks"), self._pool.readers))),
             "observed": self._pool.observed(),
-            "chapters": [list(each) for each in self._queue.points.items()],
+            "chapters": list(map(list, self._queue.points.items())),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:

@@ -119,7 +119,12 @@ FILES: dict[str, tuple[str, Callable[[], bytes], dict[str, Any], str]] = {
     "parquet of numbers": ("a.parquet", lambda: parquet({"text": [1]}), {}, "a column text of strings"),
     "parquet null": ("a.parquet", lambda: parquet({"text": ["a", "b", None]}), {}, "row 2: text is null"),
     "parquet null id": ("a.parquet", lambda: parquet({"tokens": [[1], [2, None]]}), {}, "null token"),
-    "parquet ids": ("a.parquet", lambda: parquet({"tokens": [[1], [], [2, 257]]}), {}, "row 2: token id 257"),
+    "parquet ids": (
+        "a.parquet",
+        lambda: parquet({"tokens": [[1], [], [2, 257]]}),
+        {},
+        "rows 0 to 2: token id 257 at token 2",
+    ),
     "truncated parquet": ("a.parquet", lambda: parquet({"text": ["a" * 99]})[:-9], {}, "not a readable Parquet file"),
 }
 
