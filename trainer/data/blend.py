@@ -94,11 +94,10 @@ class BlendDataset:
     all ranks choose the same. A source with weight zero is never picked. Exhausted sources are skipped; when all are
     exhausted (or the others stay at weight zero), iteration stops.
 
-    A source needs only `__iter__`. One without `state_dict` and `load_state_dict` is saved as None: it can be trained on,
-    but resuming after it gave a batch raises a UserError, since its position is unknown. A source takes part in the metrics
-    if it has `drain_step_metrics` and `metric_keys`, which lists every key that the former can return; a key that is not in
-    the catalog is a gauge. Its metrics are diagnostics: if they fail, they are absent from then on, with one warning. Values
-    that are no numbers, and names that another part of the trainer reports, are left out with a warning.
+    A source needs only `__iter__`. Without `state_dict` and `load_state_dict` it can be trained on, but resuming after it gave
+    a batch raises a UserError. It takes part in the metrics if it has `drain_step_metrics` and `metric_keys`, every key that
+    the former can return; a key that is not in the catalog is a gauge. If they fail, they are absent from then on, with one
+    warning. Values that are no numbers, and names that another part of the trainer reports, are left out with a warning.
 
     Args:
         sources: names must be unique.

@@ -39,11 +39,9 @@ class Collator:
     def batch(
         self, reader: StreamReader, rows: Rows | None, *, epoch: int, position: int, num_before: int = 0
     ) -> Batch:
-        """The micro-batch of these rows; without rows, one fully masked row.
+        """The micro-batch of a reader's rows; without rows, one fully masked row.
 
         Args:
-            reader: the rows are of its stream.
-            rows: what the reader gave, B rows.
             epoch, position: of the reader before the pick (for `instability_meta_json`).
             num_before: n, columns of `tokens_before`; 0: the batch has none.
         """

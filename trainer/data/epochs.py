@@ -73,10 +73,9 @@ class QueueKey:
     def turns(self) -> list[int]:
         """The rank, modulo the world size, that reads the first slice of each stream; the same in every epoch.
 
-        Cutting a stream at group boundaries favours the same slices every time: of a stream of one group, all but one
-        are empty. A permutation lets every rank begin equally often, whatever the sizes; it is keyed because sizes may
-        follow the order of names. It must not depend on the epoch: ranks that pick alone are in different epochs, and
-        two ranks must never read the same group at once.
+        Cutting a stream at group boundaries favours the same slices every time. A permutation lets every rank begin
+        equally often, whatever the sizes; it is keyed because sizes may follow the order of names. It must not depend on the
+        epoch: ranks that pick alone are in different epochs, and two ranks must never read the same group at once.
         """
         turns: list[int] = keyed_generator("turns", self.name, self.seed).permutation(self.num_streams).tolist()
         return turns
@@ -141,9 +140,7 @@ class EpochOrder:
 class ReaderQueue:
     """Hands out readers, epoch by epoch, in a permuted order; streams without cells for this rank are skipped.
 
-    Args:
-        open: opens a stream; worth caching, since every epoch returns to each.
-        sizes: lanes per reader, see `lanes_of`.
+    `open` is worth caching, since every epoch returns to each stream; for `sizes` see `lanes_of`.
     """
 
     def __init__(
@@ -287,13 +284,10 @@ def restart_streams(
     """The states of a world that continues where another stopped, with changed files.
 
     Args:
-        states: of all ranks of the world that stopped, in rank order.
+        states: of all ranks of the world that stopped, in rank order; as are those that are returned.
         before: relative paths of its streams, by stream id.
         dataset: one that has read nothing, of the streams as they are now.
         restarted: relative paths of the streams that are read from their beginning. New ones always are.
-
-    Returns:
-        States to load into `dataset`, in rank order.
     """
     saved, fresh = states[0], dataset.state_dict()
     fingerprint = saved["fingerprint"]

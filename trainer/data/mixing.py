@@ -76,7 +76,7 @@ class ActivePool:
 
     Args:
         modalities: all that can occur; each is reported at every pick, zeros included.
-        pick_mode: `weighted` (in proportion to remaining picks), `uniform`, or `round_robin` (slots in turn).
+        pick_mode: `weighted` is in proportion to remaining picks.
         guard: of the metrics: if they fail, `seen` is empty and picks are the same.
     """
 
@@ -221,12 +221,7 @@ class StreamMixingDataset:
     the state is cursors (and the pool's observations, for its metrics), and resuming on the same world gives bitwise
     identical samples.
 
-    Args:
-        streams: from `discover_nested` or `discover_direct`.
-        cut: how documents become cells; its namespace, the source's name, must be unique in a blend.
-        read: how files are read.
-        mix: how streams are mixed.
-        rank, world_size: this rank, and the number of ranks.
+    The namespace of `cut`, the source's name, must be unique in a blend.
 
     Raises:
         UserError: no streams, or one twice; while iterating: a damaged file, or a split without documents.

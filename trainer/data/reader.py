@@ -233,14 +233,7 @@ class PastReads:
 
 @dataclass(frozen=True)
 class Remainder:
-    """The unread part of a stream: for each unfinished group, where it continues.
-
-    Args:
-        groups: indices of the groups, ascending, int64 [n].
-        first_cells: the stream's cell at which each continues, int64 [n].
-        num_cells: cells from there to the group's end, all > 0, int64 [n].
-        priority: groups are read in ascending order of it, [n].
-    """
+    """The unread part of a stream: its unfinished groups, ascending; see `plan_lanes`, all [n]."""
 
     groups: Ints
     first_cells: Ints

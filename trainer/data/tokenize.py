@@ -72,12 +72,7 @@ class TextFile:
 def tokenize_files(
     files: Sequence[TextFile], out: Path, *, tokenizer: str, text_split: str, workers: int, report: Report | None
 ) -> None:
-    """Write the tokens of the files that have none yet, in a pool of processes.
-
-    Args:
-        tokenizer, text_split: see `load_tokenizer` and `ReadOptions`.
-        workers: processes.
-        report: told (megabytes done, of, file).
+    """Write the tokens of the files that have none yet, in a pool of processes; `report` gets (megabytes done, of, file).
 
     Raises:
         UserError: a file is damaged, or holds no text. What was finished stays.
