@@ -188,7 +188,8 @@ def refuse_empty(streams: Sequence[Stream]) -> None:
 def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
     """Refuse the empty ones of so many files. A run that opened them only to read them would end hours later."""
     if empty:
-        problem = f"{len(empty):,} of {counted(num_files, 'file')} empty, which a run refuses"
+        is_or_are = "is" if len(empty) == 1 else "are"
+        problem = f"{len(empty):,} of {num_files:,} files {is_or_are} empty, which a run refuses"
         fix = "remove them, or copy the others with train data build text, which skips them"
         raise UserError(few(empty), problem, fix)
 
