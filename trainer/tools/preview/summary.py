@@ -310,5 +310,8 @@ def _curves(plan: Plan) -> Curves:
         batches=batches.tolist(),
         shares={source.name: row for source, row in zip(plan.sources, shares.tolist(), strict=True)},
         steps=steps,
-        lr=[schedule(plan.length.of_full_steps(step)) * by_steps.lr_factor(by_steps.at(step, 0)) for step in steps],
+        lr=[
+            schedule(min(plan.length.in_full_steps(step), plan.length.total)) * by_steps.lr_factor(by_steps.at(step, 0))
+            for step in steps
+        ],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import time
@@ -77,27 +78,24 @@ class Saver:
         self._shared = shared
         self._on_saving = on_saving
         self._retain = retain
-        self._writer = BackgroundWriter()
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writes: list[Future[None]] = []
         self._staging = Staging(is_pinned=device.type == "cuda")
-        self._pending: tuple[int, dict[str, Any], int] | None = None
+        self.pending: tuple[int, dict[str, Any], int] | None = None
         """Step, shared state and size of a save whose files are not a checkpoint yet."""
-        self.last_saved = last_saved
-        self._last_began = time.monotonic()
-        self._begun_at = self.due_at = last_saved
-        """`due_at`: the last step at which the ranks agreed that a save is due."""
+        self.last_saved = self.began_at = last_saved
+        self.must_save = False
+        """A save is due by time. The same on all ranks: the next step is finished and saved before another starts."""
+        self._set_clock()
 
-    @property
-    def must_save(self) -> bool:
-        """Whether a save is due by time. The same on all ranks: the next step is finished and saved before another starts."""
-        return self.due_at > self._begun_at
+    def _set_clock(self) -> None:
+        minutes = self._table.every_minutes if self._info.is_main else 0
+        self.due_time = time.monotonic() + 60 * minutes if minutes else math.inf
+        """When `every_minutes` will have passed since the last save began, for which rank 0 answers."""
 
-    @property
-    def votes(self) -> tuple[bool, bool]:
-        """Whether this rank's part of a background save is on disk, and not yet published; and whether `every_minutes`
-        have passed since the last save began, for which rank 0 answers."""
-        minutes = self._table.every_minutes
-        is_up = minutes > 0 and self._info.rank == 0 and time.monotonic() - self._last_began >= 60 * minutes
-        return self._pending is not None and self._writer.is_idle, is_up
+    def is_written(self) -> bool:
+        """Whether this rank's part of a background save is on disk, or failed."""
+        return all(write.done() for write in self._writes)
 
     def save(self, position: Position, *, in_background: bool) -> None:
         """Save the state after the last finished step; every rank must call it.
@@ -108,7 +106,8 @@ class Saver:
         started = time.monotonic()
         self._conclude()
         step = position.step
-        self._begun_at, self._last_began = step, started
+        self.began_at, self.must_save = step, False
+        self._set_clock()
         staging = files.staging_dir(self._directory, step)
         parts = self._parts(position)
         needed = sum(part.num_bytes for part in parts.values())
@@ -128,11 +127,11 @@ class Saver:
             "extensions": self._extensions.state_dict(),
             **self._shared,
         }
-        self._pending = (step, shared, needed_by_all)
+        self.pending = (step, shared, needed_by_all)
         if in_background:
             # The tensors change while the thread writes: it gets copies.
             for name, part in self._staging.copies(parts).items():
-                self._writer.submit(staging / name, part)
+                self._writes.append(self._writer.submit(write_part, staging / name, part))
         else:
             self._together(lambda: _write_all(staging, parts), needed_by_all)
             self._conclude()
@@ -149,17 +148,18 @@ class Saver:
         self._on_saving(time.monotonic() - started)
 
     def _conclude(self) -> None:
-        if self._pending is None:
+        if self.pending is None:
             return
-        (step, shared, needed), self._pending = self._pending, None
-        self._together(self._writer.wait, needed)
+        (step, shared, needed), self.pending = self.pending, None
+        writes, self._writes = self._writes, []
+        self._together(lambda: [write.result() for write in writes], needed)
         self._together(lambda: self._publish(step, shared) if self._info.is_main else None, needed)
         self.last_saved = step
 
     def close(self) -> None:
         """Conclude what is pending, and end the thread."""
         self._conclude()
-        self._writer.close()
+        self._writer.shutdown()
 
     def _parts(self, position: Position) -> dict[str, Part]:
         """The files that this rank writes."""
@@ -217,37 +217,6 @@ class Saver:
             return f"; {shutil.disk_usage(self._directory).free / 1e6:.1f} MB are free"
         except OSError:
             return ""
-
-
-class BackgroundWriter:
-    """Writes one file at a time in a thread."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: list[Future[None]] = []
-
-    def submit(self, path: Path, part: Part) -> None:
-        """Write `part`, which nobody may change until it is written, to `path`."""
-        self._pending.append(self._pool.submit(write_part, path, part))
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether all that was submitted is written (or failed)."""
-        return all(future.done() for future in self._pending)
-
-    def wait(self) -> None:
-        """Until all is written.
-
-        Raises:
-            OSError: a write failed.
-        """
-        pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._pool.shutdown(wait=True)
 
 
 def _write_all(staging: Path, parts: Mapping[str, Part]) -> None:

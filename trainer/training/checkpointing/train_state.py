@@ -84,7 +84,7 @@ class Position:
     last_step: int | None = None
     """The run's last; None: not known yet, the run's length is in tokens."""
     reached: int = 0
-    """What `Length.reached_by` said of the last finished step."""
+    """How far it has come with the last finished step, see `Length`."""
     tokens: int = 0
     """Target tokens over all ranks through the last finished step, without those of skipped steps."""
     tokens_before: int = 0

@@ -54,7 +54,6 @@ from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.details import LoggedDetails
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.training.step.step import StepSettings, TrainStep
-from trainer.training.step.window import WindowReader
 from trainer.wording import few
 
 if TYPE_CHECKING:
@@ -115,10 +114,10 @@ def open_run(
     run_dir = begin_record(info, run_dir, stack, position.step)
     if launch.on_run_dir is not None:
         launch.on_run_dir(run_dir.path)
-    run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop)
+    run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop, found is not None)
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
     wandb_run_id = open_record(run, found, stack, config_path=launch.config_path, stdout=launch.stdout)
-    _open_parts(run, sets, stack, is_resumed=found is not None)
+    _open_parts(run, sets, stack)
     if found is not None:
         with loading(found[0], "extensions"):
             run.extensions.load_state_dict(found[1]["extensions"])
@@ -168,7 +167,7 @@ def _start_mirror(claimed: Any, run: Run, after_group: ExitStack) -> Callable[[P
     return retain
 
 
-def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resumed: bool) -> None:
+def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack) -> None:
     """Start reading and the watchdog, and make what steps, measures and evaluates. Every rank must call it.
 
     Args:
@@ -205,8 +204,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
         groups=run.strategy.groups,
     )
     stack.callback(run.watchdog.close)
-    data_state = position.data_state
-    run.windows = WindowReader(loader, data_state=data_state, info=info, device=device, is_resumed=is_resumed)
+    run.loader = loader
     run.schedule = make_schedule(config, plan.length)
     if config.eval.every:
         run.evaluator = make_evaluator(

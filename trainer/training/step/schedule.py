@@ -20,16 +20,16 @@ TRIED = 1000  # steps at which a schedule of the user's own is tried before the 
 LR_SCALE = "lr_scale"
 """Key of a parameter group: its learning rate over that of the run."""
 Schedule = Callable[[int], float]
-"""The learning rate of a step, by what `Length.reached_by` says of it: 1 .. `train.steps`, or tokens."""
+"""The learning rate of a step, by how far the run has come with it, see `Length`: 1 .. `train.steps`, or tokens."""
 
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a run, and how far a step has come.
+    """The length of a run, and the unit of how far a step has come: its number, or tokens.
 
-    In tokens, a step counts as if it and the one before it were full, since their tokens are not known when it is launched: a
-    step's numbers are read after the next is launched. The run so ends within two steps of `total`, and where it ends does not
-    depend on which steps are read early, or on where it was resumed.
+    In tokens, a step has reached the tokens through the last but one (without those of skipped steps), and as many more as if
+    it and the one before it were full: their own are not known when it is launched. The run so ends within two steps of
+    `total`, and where it ends does not depend on which steps are read early, or on where it was resumed.
 
     Args:
         total: steps, or tokens.
@@ -52,19 +52,6 @@ class Length:
     def is_in_tokens(self) -> bool:
         """False: the length is in steps."""
         return self.micro_tokens > 0
-
-    def reached_by(self, step: int, tokens_before: int, num_micros: int) -> int:
-        """Steps, or the most tokens, that have been trained on once `step` is done.
-
-        Args:
-            tokens_before: tokens through step - 2, without those of skipped steps.
-            num_micros: micro-batches of `step` and, if there is one, of the step before it, on a rank.
-        """
-        return min(tokens_before + num_micros * self.micro_tokens, self.total) if self.micro_tokens else step
-
-    def of_full_steps(self, step: int) -> int:
-        """What `reached_by` gives if all batches are full."""
-        return min(self.in_full_steps(step), self.total) if self.is_in_tokens else step
 
     def in_full_steps(self, steps: int) -> int:
         """So many steps in the unit of the length, if all batches are full; may be beyond its end."""
@@ -90,7 +77,7 @@ def make_schedule(config: RunConfig, length: Length) -> Schedule:
         problem = f"cannot call {table.target} with a step, and steps, peak and the keys of args by name: {error}"
         raise UserError("scheduler.args", problem, "see its signature") from error
     schedule = partial(_own, table.target, partial(function, **given))
-    first = length.of_full_steps(1)
+    first = min(length.in_full_steps(1), steps)
     for reached in [*range(first, steps, max((steps - first) // TRIED, 1)), steps]:
         schedule(reached)
     return schedule

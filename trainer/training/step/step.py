@@ -27,11 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.arrays import IGNORED
 from trainer.data.batch import Carry, MicroBatch
-from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
@@ -203,26 +202,23 @@ class TrainStep:
                 if is_last:
                     exchanged = 0.0 if self._ledger is None else self._ledger.exchange_sec
                     self._ready_at = time.perf_counter() - (exchanged - exchanged_before)
-                self._backward(micro, result.loss_sum, is_last=is_last)
+                scaled: Any = self._scaler.scale(result.loss_sum * self._kappa)  # torch leaves backward without types
+                if self._gns is None or not self._gns_guard.enabled:
+                    scaled.backward()
+                else:
+                    row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
+                    scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
+                    self._gns_guard.run(self._gns.begin_micro, is_last)
+                    scaled.backward()
+                    # Integers times a float would be a float32, and its rounding all that separates the noise scale from exact.
+                    kappa = row_tokens.sum().double() * (self._kappa * scale)
+                    self._gns_guard.run(self._gns.end_micro, kappa, row_tokens)
             if self._ledger is not None and carry is not None and output.state is not None:
                 self._ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
             for measure in extensions.on_micro:
                 measure(micro, result)
             self._loss_sum += result.loss_sum.detach()
             self._tokens += result.num_tokens
-
-    def _backward(self, micro: MicroBatch, loss_sum: Tensor, *, is_last: bool) -> None:
-        scaled: Any = self._scaler.scale(loss_sum * self._kappa)  # torch leaves backward without types
-        if self._gns is None or not self._gns_guard.enabled:
-            scaled.backward()
-            return
-        row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
-        scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
-        self._gns_guard.run(self._gns.begin_micro, is_last)
-        scaled.backward()
-        # Integers times a float would be a float32, and its rounding all that separates the noise scale from exact.
-        kappa = row_tokens.sum().double() * (self._kappa * scale)
-        self._gns_guard.run(self._gns.end_micro, kappa, row_tokens)
 
     def launch(
         self,
@@ -246,7 +242,6 @@ class TrainStep:
         Raises:
             UserError: the gradient is not averaged, since a parameter had no part in it.
         """
-        self._strategy.refuse_unreduced()
         # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
         votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, save_due, exchange, exhausted)]
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
@@ -256,7 +251,7 @@ class TrainStep:
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
         used = [p for p in self._parameters if p.grad is not None]
-        gradients = [own_part(p.grad) for p in used if p.grad is not None]
+        gradients = self._strategy.reduced([p.grad for p in used if p.grad is not None])
         squares = square_norms(gradients)
         for look in self._extensions.on_gradient:
             look(dict(zip(used, squares, strict=True)))
