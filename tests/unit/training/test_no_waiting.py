@@ -39,7 +39,7 @@ from trainer.training.main import train
 from trainer.training.run import Run, StepInFlight
 from trainer.training.setup.open_run import Launch
 from trainer.training.signals import STOP_SIGNALS
-from trainer.training.step.step import HEAD, StepSettings, TrainStep
+from trainer.training.step.step import HEAD, TrainStep
 
 ROWS, LENGTH, VOCABULARY, MICROS = 4, 12, 11, 2
 META = torch.device("meta")
@@ -122,9 +122,11 @@ def make_step(
         optimizer=optimizer,
         gns=gns,
         scaler=torch.amp.GradScaler(device.type, enabled=False),
-        settings=StepSettings(
-            max_tokens_per_micro=ROWS * LENGTH, clip_grad_norm=1.0, world_size=1, device=device, autocast=nullcontext
-        ),
+        max_tokens_per_micro=ROWS * LENGTH,
+        clip_grad_norm=1.0,
+        world_size=1,
+        device=device,
+        autocast=nullcontext,
         extensions=Extensions(
             {"layers": LayerNumbers(run)} if has_layers else {}, Diagnostics(), device=device, world_size=1
         ),

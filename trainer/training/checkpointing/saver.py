@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,53 +44,38 @@ class SaveError(Exception):
     """A checkpoint could not be written; the ones before it are untouched."""
 
 
+@dataclass(kw_only=True)
 class Saver:
-    """Writes the checkpoints of a run.
+    """Writes the checkpoints of a run."""
 
-    Args:
-        state: what has a state.
-        extensions: what rides on the run.
-        shared: further values that are the same on all ranks and fit JSON (config, versions, the wandb run).
-        on_saving: called with the seconds that training has waited for a save.
-        last_saved: step of the checkpoint that the run continues from; -1 without one.
-        retain: called with a new checkpoint, to remove what is not kept (rank 0); None: by `table`.
-    """
+    directory: Path
+    table: CheckpointTable
+    info: RankInfo
+    state: TrainState
+    extensions: Extensions
+    device: torch.device
+    shared: Mapping[str, Any]
+    """Further values that are the same on all ranks and fit JSON (config, versions, the wandb run)."""
+    on_saving: Callable[[float], None]
+    """Called with the seconds that training has waited for a save."""
+    last_saved: int = -1
+    """Step of the last checkpoint, at first the one that the run continues from; -1 without one."""
+    retain: Callable[[Path], None] | None = None
+    """Called with a new checkpoint, to remove what is not kept (rank 0); None: by `table`."""
 
-    def __init__(
-        self,
-        *,
-        directory: Path,
-        table: CheckpointTable,
-        info: RankInfo,
-        state: TrainState,
-        extensions: Extensions,
-        device: torch.device,
-        shared: Mapping[str, Any],
-        on_saving: Callable[[float], None],
-        last_saved: int = -1,
-        retain: Callable[[Path], None] | None = None,
-    ) -> None:
-        self._directory = directory
-        self._table = table
-        self._info = info
-        self._state = state
-        self._extensions = extensions
-        self._device = device
-        self._shared = shared
-        self._on_saving = on_saving
-        self._retain = retain
+    def __post_init__(self) -> None:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writes: list[Future[None]] = []
-        self._staging = Staging(is_pinned=device.type == "cuda")
+        self._staging = Staging(is_pinned=self.device.type == "cuda")
         self.pending: tuple[int, dict[str, Any], int] | None = None
         """Step, shared state and size of a save whose files are not a checkpoint yet."""
-        self.last_saved = self.began_at = last_saved
+        self.began_at = self.last_saved
         self.must_save = False
         """A save is due by time. The same on all ranks: the next step is finished and saved before another starts."""
         self._set_clock()
 
     def _set_clock(self) -> None:
-        minutes = self._table.every_minutes if self._info.is_main else 0
+        minutes = self.table.every_minutes if self.info.is_main else 0
         self.due_time = time.monotonic() + 60 * minutes if minutes else math.inf
         """When `every_minutes` will have passed since the last save began, for which rank 0 answers."""
 
@@ -108,24 +94,22 @@ class Saver:
         step = position.step
         self.began_at, self.must_save = step, False
         self._set_clock()
-        staging = files.staging_dir(self._directory, step)
+        staging = files.staging_dir(self.directory, step)
         parts = self._parts(position)
         needed = sum(part.num_bytes for part in parts.values())
-        needed_by_all = sum(gather_from_ranks(needed, world_size=self._info.world_size))
-        self._together(
-            lambda: self._make_staging(staging, needed_by_all) if self._info.is_main else None, needed_by_all
-        )
+        needed_by_all = sum(gather_from_ranks(needed, world_size=self.info.world_size))
+        self._together(lambda: self._make_staging(staging, needed_by_all) if self.info.is_main else None, needed_by_all)
         shared = {
             "step": step,
             "reached": position.reached,
             "tokens": [position.tokens_before, position.tokens],
             "micro_batches": [position.micro_batches, position.micro_batches_since],
-            "world_size": self._info.world_size,
-            "model_files": saving_ranks(self._state.model),
+            "world_size": self.info.world_size,
+            "model_files": saving_ranks(self.state.model),
             "evaluation_is_due": position.evaluation_is_due,
-            **self._state.shared(),
-            "extensions": self._extensions.state_dict(),
-            **self._shared,
+            **self.state.shared(),
+            "extensions": self.extensions.state_dict(),
+            **self.shared,
         }
         self.pending = (step, shared, needed_by_all)
         if in_background:
@@ -135,7 +119,7 @@ class Saver:
         else:
             self._together(lambda: _write_all(staging, parts), needed_by_all)
             self._conclude()
-        self._on_saving(time.monotonic() - started)
+        self.on_saving(time.monotonic() - started)
 
     def publish_pending(self) -> None:
         """Turn a pending save's files into a checkpoint, if there is one; every rank must call it at the same step.
@@ -145,7 +129,7 @@ class Saver:
         """
         started = time.monotonic()
         self._conclude()
-        self._on_saving(time.monotonic() - started)
+        self.on_saving(time.monotonic() - started)
 
     def _conclude(self) -> None:
         if self.pending is None:
@@ -153,7 +137,7 @@ class Saver:
         (step, shared, needed), self.pending = self.pending, None
         writes, self._writes = self._writes, []
         self._together(lambda: [write.result() for write in writes], needed)
-        self._together(lambda: self._publish(step, shared) if self._info.is_main else None, needed)
+        self._together(lambda: self._publish(step, shared) if self.info.is_main else None, needed)
         self.last_saved = step
 
     def close(self) -> None:
@@ -163,10 +147,10 @@ class Saver:
 
     def _parts(self, position: Position) -> dict[str, Part]:
         """The files that this rank writes."""
-        state, rank = self._state, self._info.rank
+        state, rank = self.state, self.info.rank
         own: dict[str, Any] = {
             "data": position.data_state,
-            "generators": generator_states(self._device),
+            "generators": generator_states(self.device),
             "unlogged": position.counts(state),
         }
         parts: dict[str, Part] = {}
@@ -189,12 +173,12 @@ class Saver:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(staging))
 
     def _publish(self, step: int, shared: dict[str, Any]) -> None:
-        path = files.finish(self._directory, step, shared)
+        path = files.finish(self.directory, step, shared)
         logger.info("saved %s", path)
-        if self._retain is not None:
-            self._retain(path)
+        if self.retain is not None:
+            self.retain(path)
         else:
-            files.prune(self._directory, keep_last=self._table.keep_last, keep_every=self._table.keep_every)
+            files.prune(self.directory, keep_last=self.table.keep_last, keep_every=self.table.keep_every)
 
     def _together(self, action: Callable[[], object], needed: int) -> None:
         """Do `action`, part of a save of `needed` bytes; if it fails on any rank, all ranks raise."""
@@ -202,19 +186,19 @@ class Saver:
         try:
             action()
         except OSError as error:
-            problem = f"rank {self._info.rank}: {error.strerror} ({error.filename}){self._free()}"
+            problem = f"rank {self.info.rank}: {error.strerror} ({error.filename}){self._free()}"
         except RuntimeError as error:
             # What torch makes of a disk that is full while it writes the last of a file.
-            problem = f"rank {self._info.rank}: {str(error).splitlines()[0]}{self._free()}"
-        problems = [p for (p,) in gather_from_ranks((problem,), world_size=self._info.world_size) if p is not None]
+            problem = f"rank {self.info.rank}: {str(error).splitlines()[0]}{self._free()}"
+        problems = [p for (p,) in gather_from_ranks((problem,), world_size=self.info.world_size) if p is not None]
         if problems:
-            if self._info.is_main:
-                files.discard_staging(self._directory)  # or the disk stays full
+            if self.info.is_main:
+                files.discard_staging(self.directory)  # or the disk stays full
             raise SaveError(f"the checkpoint could not be written: {problems[0]}; it needs {needed / 1e6:.1f} MB")
 
     def _free(self) -> str:
         try:
-            return f"; {shutil.disk_usage(self._directory).free / 1e6:.1f} MB are free"
+            return f"; {shutil.disk_usage(self.directory).free / 1e6:.1f} MB are free"
         except OSError:
             return ""
 

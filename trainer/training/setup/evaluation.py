@@ -91,13 +91,12 @@ def make_evaluator(
     task = None
     if table.target is not None:
         task = OwnTask(
-            resolve_target(table.target, "eval.target"),
+            function=resolve_target(table.target, "eval.target"),
             args=table.args,
             model=model,
             tokenizer=plan.tokenizer,
             autocast=autocast,
-            rank=info.rank,
-            world_size=info.world_size,
+            info=info,
             device=device,
             guard=diagnostics.best_effort("eval.target"),
         )

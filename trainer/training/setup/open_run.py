@@ -53,7 +53,7 @@ from trainer.training.setup.record import begin_record, open_record, place_run, 
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.details import LoggedDetails
 from trainer.training.step.schedule import Length, make_schedule
-from trainer.training.step.step import StepSettings, TrainStep
+from trainer.training.step.step import TrainStep
 from trainer.wording import few
 
 if TYPE_CHECKING:
@@ -222,13 +222,11 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack) -> None:
         optimizer=state.optimizer,
         gns=state.gns,
         scaler=state.scaler,
-        settings=StepSettings(
-            max_tokens_per_micro(plan),
-            config.train.clip_grad_norm,
-            world_size=info.world_size,
-            device=device,
-            autocast=autocast_context(config, device),
-        ),
+        max_tokens_per_micro=max_tokens_per_micro(plan),
+        clip_grad_norm=config.train.clip_grad_norm,
+        world_size=info.world_size,
+        device=device,
+        autocast=autocast_context(config, device),
         strategy=run.strategy,
         extensions=run.extensions,
         diagnostics=diagnostics,
