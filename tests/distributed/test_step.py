@@ -163,7 +163,7 @@ def test_the_scale_of_the_losses_is_known_with_a_scaler_alone():
     ledger = Ledger(state_width=16, capacity=32, wipe_mode="none")
     step = make_step(model, model, Strategy(), micros=1, world=1, ledger=ledger)
     assert step.grad_scale is None
-    step._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    step.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     assert step.grad_scale == 1024.0
 
 

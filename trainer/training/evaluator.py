@@ -39,7 +39,7 @@ class EvalSet(NamedTuple):
     batches: Callable[[frozenset[str] | None], Iterator[MicroBatch]]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class OwnTask:
     """Calls the user's function on every rank; what rank 0 returns is logged."""
 
@@ -85,7 +85,7 @@ class OwnTask:
         return {key: value for key, value in own.items() if key not in taken}
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Evaluator:
     """Runs evaluations, each over the same micro-batches."""
 

@@ -279,8 +279,9 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, *, is_logged: 
             extra=extra,
             force_log=is_logged,
         )
-    if is_logged and run.status is not None:
-        run.diagnostics.best_effort("status.json").run(run.status, step)
+    if is_logged and run.info.is_main:
+        guard = run.diagnostics.best_effort("status.json")
+        guard.run(run.run_dir.keep_status, step, wandb_run_id=run.wandb_run_id)
 
 
 def reduced_metrics(run: Run, taken: StepInFlight, *, drains: bool) -> dict[str, float]:

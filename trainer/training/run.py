@@ -26,7 +26,7 @@ from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.evaluator import Evaluator
 from trainer.training.extension import Extensions
-from trainer.training.run_dir import RunDir, StatusKeeper
+from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan
 from trainer.training.signals import StopRequest
 from trainer.training.step.schedule import Length, Schedule
@@ -64,7 +64,7 @@ class Run:
     """It continues from a checkpoint, so its data may be exhausted."""
     events: EventWriter | None = None
     """Rank 0 only."""
-    status: StatusKeeper | None = None
+    wandb_run_id: str | None = None
     """Rank 0 only."""
     evaluator: Evaluator | None = None
     growth: BatchGrowth | None = None

@@ -29,7 +29,6 @@ def plan(config: Path, *overrides: str, world_size: int = 1) -> Plan:
 
 
 DOUBTS = [
-    (["eval.holdout_fraction=0.99"], "eval.holdout_fraction: holds out 99% of the documents"),
     (
         ["train.steps=1"],
         "scheduler.warmup_steps: 2 of 1 steps: most of the run is below the configured learning rate; set it to at most 1",
@@ -38,16 +37,11 @@ DOUBTS = [
         ["train.steps=0", "train.tokens=500", "scheduler.warmup_steps=0", "scheduler.warmup_tokens=2000"],
         "scheduler.warmup_tokens: 2,000 of 500 tokens: most of the run",
     ),
-    (["objective.chunk_tokens=64"], "objective.chunk_tokens: 64: a micro-batch has 64 tokens, so nothing is saved"),
     (
         ["metrics.profile=3", "train.steps=12"],
         "metrics.profile: records steps 11 to 13, after those that settle, and the run has 12; set train.steps to at least 13",
     ),
     (["optimizer.lr=100.0"], "optimizer.lr: 100: AdamW moves every weight by about this much"),
-    (
-        ["data.mixing.num_streams_mixed=100", "ledger.capacity=4096"],
-        "source first: mixing.num_streams_mixed: 100 readers, but the source has 4 streams",
-    ),
     (
         ["data.source.second.mixing.num_streams_mixed=5"],
         "source second: mixing.num_streams_mixed: 5 readers, but the source has 4 streams",

@@ -28,7 +28,7 @@ from trainer.training.checkpointing.tensor_files import (
     rank_file,
     write_part,
 )
-from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, resume_command
+from trainer.training.run_dir import RunDir, choose_run_dir, resume_command
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
 
@@ -318,8 +318,7 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
 
 
 def test_a_status_that_cannot_be_written_stops_nothing(tmp_path, caplog):
-    keep = StatusKeeper(RunDir(tmp_path / "gone"), None, every_sec=0.0)
-    keep(1)
+    RunDir(tmp_path / "gone").keep_status(1, wandb_run_id=None, every_sec=0.0)
     assert "cannot be written: No such file or directory" in caplog.text
 
 

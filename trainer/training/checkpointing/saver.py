@@ -44,7 +44,7 @@ class SaveError(Exception):
     """A checkpoint could not be written; the ones before it are untouched."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Saver:
     """Writes the checkpoints of a run."""
 

@@ -116,7 +116,7 @@ def open_run(
         launch.on_run_dir(run_dir.path)
     run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop, found is not None)
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
-    wandb_run_id = open_record(run, found, stack, config_path=launch.config_path, stdout=launch.stdout)
+    open_record(run, found, stack, config_path=launch.config_path, stdout=launch.stdout)
     _open_parts(run, sets, stack)
     if found is not None:
         with loading(found[0], "extensions"):
@@ -129,7 +129,7 @@ def open_run(
         extensions=run.extensions,
         device=device,
         shared={
-            "wandb_run_id": wandb_run_id,
+            "wandb_run_id": run.wandb_run_id,
             "config": plan.config.model_dump(mode="json"),
             "environment": environment(info),
             FINGERPRINT_KEY: data.now.to_state(),

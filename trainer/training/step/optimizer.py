@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from trainer.config.schema import OptimizerTable
 from trainer.distributed.shards import gathered, layout_of, own_part, own_rows
 from trainer.errors import UserError
-from trainer.import_path import format_error, resolve_target
+from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.training.step.schedule import LR_SCALE
 from trainer.wording import counted, few
 
@@ -173,22 +174,15 @@ def _split(groups: list[ParameterGroup], chosen: set[int]) -> tuple[list[Paramet
 def _resolve(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> Any:
     """The function of the user's own that makes an optimizer."""
     build = resolve_target(target, "optimizer.target")
-    try:
-        inspect.signature(build).bind(groups, lr=table.lr, **table.args)
-    except ValueError:  # something written in C may have no signature to look at
-        pass
-    except TypeError as error:
-        problem = f"cannot call {target} with parameter groups, lr and the keys of args: {error}"
-        raise UserError("optimizer.args", problem, "see its signature") from error
+    given = {"lr": table.lr, **table.args}
+    refuse_arguments(partial(build, groups), f"{target} with parameter groups, and", given, key="optimizer.args")
     return build
 
 
 def _own(target: str, model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
     build = _resolve(target, groups, table)
-    try:
+    with users_code("optimizer.target", f"{target} fails"):
         optimizer = build(groups, lr=table.lr, **table.args)
-    except Exception as error:  # what the user's own function does may raise anything
-        raise UserError("optimizer.target", f"{target} fails: {format_error(error)}", "fix it there") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         problem = f"{target} gave a {type(optimizer).__name__}, not an optimizer"
         raise UserError("optimizer.target", problem, "return a torch.optim.Optimizer")
@@ -202,7 +196,8 @@ def _own(target: str, model: nn.Module, groups: list[ParameterGroup], table: Opt
     if left:
         problem = f"{target} leaves {counted(len(left), 'parameter')} out, which would never be trained: {few(left)}"
         raise UserError("optimizer.target", problem, "give it all parameters; freeze those to be left (requires_grad_)")
-    return optimizer
+    made: torch.optim.Optimizer = optimizer
+    return made
 
 
 class Skipping(torch.optim.Optimizer):

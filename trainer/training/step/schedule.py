@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 
 from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.errors import UserError
-from trainer.import_path import format_error, resolve_target
+from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.micro_batches import ONE, MicroBatches
 
 TRIED = 1000  # steps at which a schedule of the user's own is tried before the run
@@ -69,13 +68,7 @@ def make_schedule(config: RunConfig, length: Length) -> Schedule:
         warmup = table.warmup_tokens or length.in_full_steps(table.warmup_steps)
         return partial(lr_at, steps=steps, peak=peak, table=table.model_copy(update={"warmup_steps": warmup}))
     function, given = resolve_target(table.target, "scheduler.target"), {"steps": steps, "peak": peak, **table.args}
-    try:
-        inspect.signature(function).bind(1, **given)
-    except ValueError:  # something written in C may have no signature to look at
-        pass
-    except TypeError as error:
-        problem = f"cannot call {table.target} with a step, and steps, peak and the keys of args by name: {error}"
-        raise UserError("scheduler.args", problem, "see its signature") from error
+    refuse_arguments(partial(function, 1), f"{table.target} with a step, and", given, key="scheduler.args")
     schedule = partial(_own, table.target, partial(function, **given))
     first = min(length.in_full_steps(1), steps)
     for reached in [*range(first, steps, max((steps - first) // TRIED, 1)), steps]:
@@ -109,13 +102,9 @@ def _own(target: str, function: Callable[[int], float], step: int) -> float:
     Raises:
         UserError: it fails, or gives no rate.
     """
-    try:
+    with users_code("scheduler.target", f"{target} fails at step {step}"):
         found: Any = function(step)
         rate = math.nan if isinstance(found, str) else float(found)
-    except Exception as error:  # what the user's own function does may raise anything
-        raise UserError(
-            "scheduler.target", f"{target} fails at step {step}: {format_error(error)}", "fix it"
-        ) from error
     if not 0 <= rate < math.inf:
         problem = f"{target} gave {found!r} at step {step}, which is no learning rate"
         raise UserError("scheduler.target", problem, "return a finite number that is not negative")

@@ -91,7 +91,7 @@ class StepOutcome:
         return self.tokens if self.is_finite else 0
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class TrainStep:
     """Runs optimizer steps."""
 
