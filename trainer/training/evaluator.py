@@ -27,16 +27,13 @@ OF_A_SET = ("loss", "accuracy", "perplexity", "bits_per_byte")  # what is logged
 
 
 class EvalSet(NamedTuple):
-    """What an evaluation reads.
-
-    Attributes:
-        name: of an `[[eval.source]]`; empty: the held-out documents.
-        batches: makes an iterator of this rank's micro-batches for a model that takes such inputs (None: any), always the
-            same ones: as many on every rank, since `per_stream` batching masks the rows of a rank whose part has ended.
-    """
+    """What an evaluation reads."""
 
     name: str
+    """Of an `[[eval.source]]`; empty: the held-out documents."""
     batches: Callable[[frozenset[str] | None], Iterator[MicroBatch]]
+    """Makes an iterator of this rank's micro-batches for a model that takes such inputs (None: any), always the same ones: as
+    many on every rank, since `per_stream` batching masks the rows of a rank whose part has ended."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -40,7 +40,6 @@ class StopRequest:
 
     Args:
         on_first: called with the signal's name when the first request comes (in the handler: keep it short).
-        clock: seconds that never go back.
     """
 
     def __init__(self, on_first: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:

@@ -246,12 +246,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Te
     load_named_state(optimizer, model, states)
 
 
-def scaler_state(saved: TensorFiles) -> dict[str, Any]:
-    """The loss scaler's `state_dict()`."""
-    state: dict[str, Any] = saved.values["scaler"]
-    return state
-
-
 def _read(saved: TensorFiles, name: str, *, like: Tensor) -> Tensor:
     """A tensor, or this rank's shard of it if it is sharded as `like` is."""
     if layout_of([like]) is not None and saved.shapes.get(name) == tuple(like.shape):

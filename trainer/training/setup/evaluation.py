@@ -80,13 +80,8 @@ def make_evaluator(
     *,
     most: Callable[[int], int],
 ) -> Evaluator:
-    """The evaluator of a run.
-
-    Args:
-        model: the run's, which a task of the user's own gets.
-        cell_model: what a row is run through; with `chunk_tokens` the model without its output layer.
-        most: see `Strategy.most`.
-    """
+    """The evaluator of a run. A task of the user's own gets `model`; a row is run through `cell_model`, which with
+    `chunk_tokens` has no output layer."""
     table, autocast = plan.config.eval, autocast_context(plan.config, device)
     task = None
     if table.target is not None:

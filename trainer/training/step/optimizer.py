@@ -72,15 +72,6 @@ def _parts(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]
     return optimizer.parts if isinstance(optimizer, MuonWithAdamW) else {"": optimizer}
 
 
-def parameters_by_part(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list[str]]:
-    """Names of the parameters in the optimizer's order, by its parts; one without parts is the part ""."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        key: [names[id(parameter)] for group in part.param_groups for parameter in group["params"]]
-        for key, part in _parts(optimizer).items()
-    }
-
-
 def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
     """The optimizer's state of each parameter, by the parameter's name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -95,9 +86,10 @@ def load_named_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Restore what `named_state` gave; the settings are the config's."""
-    names = parameters_by_part(optimizer, model)
-    for key, part in _parts(optimizer).items():
-        numbered = {number: dict(saved[name]) for number, name in enumerate(names[key]) if name in saved}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for part in _parts(optimizer).values():
+        order = [names[id(parameter)] for group in part.param_groups for parameter in group["params"]]
+        numbered = {number: dict(saved[name]) for number, name in enumerate(order) if name in saved}
         part.load_state_dict({"state": numbered, "param_groups": part.state_dict()["param_groups"]})
     if isinstance(optimizer, MuonWithAdamW):
         optimizer.link_groups()
@@ -125,7 +117,6 @@ def _groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:
     if unused := [group.match for number, group in enumerate(table.group) if number not in used]:
         names = ", ".join(list(dict(model.named_parameters()))[:3])
         problem = f"{', '.join(map(repr, unused))} matches no parameter"
-        problem += " that an earlier group has not" if len(table.group) > 1 else ""
         raise UserError("optimizer.group", problem, f"names are such as {names}")
     return [found[key] for key in sorted(found)]
 
@@ -277,13 +268,12 @@ class SkippingMuon(Skipping, torch.optim.Muon):
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Two optimizers as one, with the parameter groups of both.
+    """Muon for the groups of matrices and AdamW for the others, as one optimizer with the parameter groups of both.
+
+    Muon's updates are scaled to the root mean square of AdamW's (Liu et al., 2025, arXiv 2502.16982), so that one learning
+    rate and weight decay fit both.
 
     Args:
-        matrices: parameter groups of matrices, for Muon. Its updates are scaled to the root mean square of AdamW's
-            (Liu et al., 2025, arXiv 2502.16982), so that one learning rate and weight decay fit both.
-        others: parameter groups for AdamW.
-        lr: learning rate of both.
         momentum: of Muon.
         adamw: further settings of AdamW.
     """
