@@ -28,12 +28,6 @@ def test_vectors_are_not_decayed():
         assert decays[id(parameter)] == (0.3 if parameter.ndim >= 2 else 0.0)
 
 
-def test_a_frozen_parameter_is_left_out():
-    model = torch.nn.Linear(2, 2)
-    model.bias.requires_grad_(False)
-    assert len(build_optimizer(model, OptimizerTable()).param_groups) == 1
-
-
 def set_gradients(model, seed=0):
     torch.manual_seed(seed)
     for parameter in model.parameters():

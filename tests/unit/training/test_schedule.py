@@ -58,14 +58,6 @@ def test_a_run_that_is_shorter_than_its_warmup_ends_on_the_ramp(name, steps):
     assert rates == pytest.approx([2.0 * step / 100 for step in range(1, steps + 1)])
 
 
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
-def test_a_run_in_tokens_that_is_shorter_than_its_warmup_ends_on_the_ramp(tmp_path, name):
-    sets = ["train.steps=0", "train.tokens=500", "scheduler.warmup_steps=0", "scheduler.warmup_tokens=2000"]
-    config = load_config(write_tiny_config(tmp_path), [*sets, f"scheduler.name={name}", "optimizer.lr=2.0"])
-    schedule = make_schedule(config, Length.of(config, 64))
-    assert [schedule(reached) for reached in (64, 128, 500)] == pytest.approx([0.064, 0.128, 0.5])
-
-
 def of_target(tmp_path, monkeypatch, body, *sets):
     (tmp_path / "own_rates.py").write_text(body)
     monkeypatch.chdir(tmp_path)
@@ -104,13 +96,6 @@ def test_a_schedule_of_ones_own_is_called_with_its_settings(tmp_path, monkeypatc
 def test_one_that_cannot_be_used_is_refused_before_the_run(tmp_path, monkeypatch, body, sets, text):
     with pytest.raises(UserError, match=text):
         of_target(tmp_path, monkeypatch, body, *sets)
-
-
-def test_keys_that_would_have_no_effect_are_refused():
-    with pytest.raises(ValueError, match="min_lr_ratio, warmup_steps would have no effect beside target"):
-        SchedulerTable(target="a:b", warmup_steps=3, min_lr_ratio=0.5)
-    with pytest.raises(ValueError, match="args are those of a target of your own"):
-        SchedulerTable(args={"power": 2})
 
 
 def test_a_resolved_config_with_parts_of_ones_own_is_a_config(tmp_path):

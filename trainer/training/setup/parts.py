@@ -44,7 +44,7 @@ from trainer.training.setup.sources import Source
 from trainer.training.step.optimizer import build_optimizer
 
 STATE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy | None = None) -> TrainState:
@@ -151,7 +151,7 @@ def model_and_loss(model: nn.Module, config: RunConfig, device: torch.device | N
 
 def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """Makes the context in which forward and loss run."""
-    dtype = AUTOCAST.get(config.train.precision)
+    dtype = AUTOCAST[config.train.precision]
     return nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype=dtype)
 
 
