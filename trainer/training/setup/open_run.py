@@ -105,7 +105,7 @@ def open_run(
         launch.on_run_dir(run_dir.path)
     run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop, found is not None)
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
-    open_record(run, found, stack, config_path=launch.config_path, stdout=launch.stdout)
+    open_record(run, found, data.change, stack, config_path=launch.config_path, stdout=launch.stdout)
     _open_parts(run, sets, stack)
     if found is not None:
         with loading(found[0], "extensions"):
@@ -129,8 +129,6 @@ def open_run(
     )
     if contract is not None:
         run.event(contract)
-    if data.change:
-        run.event({"event": "data_changed", "global_step": position.step, "change": str(data.change)})
     return run
 
 

@@ -15,6 +15,7 @@ import torch
 
 from trainer.config.rules import why_no_noise_scale
 from trainer.config.schema import RunConfig
+from trainer.data.fingerprint import DataChange
 from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import layout_of
@@ -27,7 +28,7 @@ from trainer.metrics.services import CLOSE_SEC, TensorboardSink, WandbSink, reso
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink, resolve_stdout_mode
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.restore import changed_settings
+from trainer.training.checkpointing.restore import Change, changed_settings
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run import Run
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
@@ -121,21 +122,33 @@ def begin_record(info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -
 
 
 def open_record(
-    run: Run, found: Found | None, stack: ExitStack, *, config_path: Path | None, stdout: Output | None
+    run: Run,
+    found: Found | None,
+    data: DataChange,
+    stack: ExitStack,
+    *,
+    config_path: Path | None,
+    stdout: Output | None,
 ) -> None:
-    """Open events.jsonl, sinks and status.json on rank 0, and say what is trained. Every rank must call it."""
+    """Open events.jsonl, sinks and status.json on rank 0, and say what is trained. Every rank must call it.
+
+    Args:
+        data: what differs from the checkpoint's.
+    """
     guard = run.diagnostics.best_effort
     with raise_on_all_ranks(world_size=run.info.world_size):
         if run.info.is_main:
             run.events = EventWriter(run.run_dir.events)
             stack.callback(guard("end of events.jsonl").run, run.events.close)
             run.diagnostics.on_event = run.events.write
-            _open_sinks(run, run.events, found, config_path, stdout or sys.stdout)
+            _open_sinks(run, run.events, found, data, config_path, stdout or sys.stdout)
             announce(run.plan, run.state, run.device, run.run_dir)
     stack.callback(run.tracker.close)
 
 
-def _open_sinks(run: Run, events: EventWriter, found: Found | None, config_path: Path | None, stdout: Output) -> None:
+def _open_sinks(
+    run: Run, events: EventWriter, found: Found | None, data: DataChange, config_path: Path | None, stdout: Output
+) -> None:
     """Open the sinks, say in them if the run restarts, and mark it as running."""
     plan, info, state, step, run_dir = run.plan, run.info, run.state, run.position.step, run.run_dir
     # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
@@ -159,6 +172,8 @@ def _open_sinks(run: Run, events: EventWriter, found: Found | None, config_path:
         details: dict[str, Any] = {"checkpoint": None}
         if found is not None:
             changed = changed_settings(saved["config"], saved.get("environment", {}), plan.config, environment(info))
+            if data:
+                changed["data files"] = Change("as saved", str(data))
             pairs = {key: change._asdict() for key, change in changed.items()}
             details = {"checkpoint": found[0].name, "changed": pairs}
         state.tracker.log_restart(step, **details)
