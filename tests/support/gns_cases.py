@@ -1,4 +1,4 @@
-"""Ways of training that the noise scale's hooks must see exactly, the loop that does so, and the truth from its own backwards."""
+"""Ways of training that the noise scale's hooks must see exactly, the loop that does so, and the truth from backwards apart."""
 
 from __future__ import annotations
 
