@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.support.fault_record import keep
+from tests.support.fault_runs import keep
 from tests.support.ranks import Ranks, status
 from tests.support.runs import write_tiny_config
 

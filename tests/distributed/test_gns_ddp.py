@@ -7,8 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
-from tests.support.gns_cases import CASES, Case, Norms, differences, make_net, separate_backwards
-from tests.support.gns_loop import measured, run_window
+from tests.support.gns_cases import CASES, Case, Norms, differences, make_net, measured, run_window, separate_backwards
 from trainer.metrics.noise_scale.estimate import Absent, Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 

@@ -12,8 +12,7 @@ from tests.support.checkpoints import weights
 from tests.support.fault_runs import MEASURED
 from tests.support.in_process import program
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import losses, read_rows, run, write_tiny_config
-from tests.support.trained import overrides, train
+from tests.support.runs import losses, overrides, read_rows, run, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 EXTRA = """
