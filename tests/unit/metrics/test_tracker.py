@@ -342,7 +342,6 @@ class Odd:
 
 MOMENTS = Moments(*[1.0] * 6)
 BAD = [
-    None,
     10**400,
     10**6000,
     "1.5",
