@@ -248,6 +248,11 @@ def rank_operations(keys: Iterable[str]) -> Operations:
     return {key: lookup_or_gauge(key).ranks for key in sorted(set(keys))}
 
 
+def _length(operations: Operations) -> int:
+    """Numbers in the vector of `_pack`."""
+    return 2 * len(operations) + NUM_MOMENTS * list(operations.values()).count("mean_and_error")
+
+
 def _pack(
     local: Mapping[str, Reported], operations: Operations, device: torch.device | str, guard: BestEffort | None = None
 ) -> torch.Tensor:
@@ -259,8 +264,7 @@ def _pack(
         if guard is None:
             raise KeyError(f"not among the keys of the reduction: {key}")
         guard.leave_out(key, "it is not among the keys of the reduction")
-    num_moments = list(operations.values()).count("mean_and_error")
-    numbers = np.zeros(2 * len(operations) + NUM_MOMENTS * num_moments)
+    numbers = np.zeros(_length(operations))
     tensors: dict[int, torch.Tensor] = {}  # by place
     moments = iter(range(2 * len(operations), len(numbers), NUM_MOMENTS))
     for index, (key, operation) in enumerate(operations.items()):
@@ -275,7 +279,7 @@ def _pack(
             guard.leave_out(key, message_of(error))
             scalars = None
         if scalars is None:
-            numbers[first + 1] = 0.0 if operation in (*_MEANS, "mean_and_error") else np.nan
+            numbers[first + 1] = 0.0 if "mean" in operation else np.nan
             continue
         for place, scalar in enumerate(scalars, start=first):
             if isinstance(scalar, torch.Tensor):
@@ -375,7 +379,9 @@ def reduce_over_ranks(
     # The collective stands outside of the guard: the other ranks wait for it.
     vector = guard.run(_pack, local, operations, device, guard) if guard else _pack(local, operations, device)
     if vector is None:  # nothing of this rank is known
-        vector = _pack(dict.fromkeys(operations), operations, device)
+        vector = torch.zeros(_length(operations), dtype=torch.float64, device=device)
+        counts = [0.0 if "mean" in operation else np.nan for operation in operations.values()]
+        vector[1 : 2 * len(operations) : 2] = torch.tensor(counts, dtype=torch.float64)
     ranks = [vector]
     if world_size > 1:
         ranks = [torch.empty_like(vector) for _ in range(world_size)]

@@ -286,7 +286,9 @@ class MetricsTracker:
             total_gb=memory.total_gb if memory else None,
             mem_utilization=memory.mem_utilization if memory else None,
         )
-        values = {f"gpu/{name}" if name in _OF_MEMORY else name: value for name, value in vars(metrics).items()}
+        values: dict[str, float | None] = {}
+        for name, value in vars(metrics).items():
+            values[f"gpu/{name}" if name in _OF_MEMORY else name] = value
         values |= {"tokens_in_step": float(tokens_in_step), "tokens_seen": float(self._tokens_seen)}
         self._add_averages(values)
         for part, seconds in ended.parts.items():

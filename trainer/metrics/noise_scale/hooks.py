@@ -69,11 +69,6 @@ def square_norm(tensor: Tensor) -> Tensor:
     return torch.dot(wide, wide)
 
 
-def square_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`square_norm` of each."""
-    return [square_norm(tensor) for tensor in tensors]
-
-
 class GradientNoiseScale(NoiseScaleAverage):
     """The average noise scale of a model that is trained in windows of micro-batches, measured by hooks.
 
@@ -189,7 +184,10 @@ class GradientNoiseScale(NoiseScaleAverage):
         fault = (~has_weight & (self._micro_square > 0.0)).double()
         if self._repeats > 0:
             fault = fault + 1.0
-            self._warn_of_repeats()
+            if not self._has_warned:
+                self._has_warned = True
+                text = "gns: %d gradient hooks ran more than once in one backward (reentrant checkpointing?), and such steps "
+                log.warning(text + "are skipped; pass use_reentrant=False", self._repeats)
         update = [factor, small, factor * noise, factor.square() * noise, zero, zero, zero, tokens, zero, fault]
         self._sums += torch.stack(update)
         if self.parameter_squares is not None:
@@ -291,8 +289,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._fired_in[index] = self._micro
         if self._sums_up:
             self._is_moved |= self._leaves.hooked[index].grad is None and index in self._window_fires
-        if not self._is_middle and self._world_size > 1:
-            self._is_moved |= self._leaves.reduces_now()
+        if not self._is_middle and self._world_size > 1 and (ddp := self._leaves.ddp) is not None:
+            self._is_moved |= ddp.require_backward_grad_sync  # it reduces after this backward: not under `no_sync`
         self._window_fires.add(index)
         self._fired.append(index)
         square = square_norm(grad).to(self._sums.device)
@@ -306,15 +304,6 @@ class GradientNoiseScale(NoiseScaleAverage):
             return
         self._sum_fires += 1
         self._sum_square += square_norm(parameter.grad).to(self._sums.device)
-
-    def _warn_of_repeats(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "gns: %d gradient hooks ran more than once in one backward (reentrant checkpointing?), and such steps are "
-                "skipped; pass use_reentrant=False",
-                self._repeats,
-            )
 
 
 @dataclass(frozen=True)
@@ -333,10 +322,6 @@ class Leaves:
     """If so, how many ranks of the group hold the same shards."""
     ddp: DistributedDataParallel | None = None
     """The model itself if it is wrapped in DDP."""
-
-    def reduces_now(self) -> bool:
-        """Whether DDP reduces after the current backward, i.e. it does not run under `no_sync`."""
-        return self.ddp is not None and self.ddp.require_backward_grad_sync
 
 
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:

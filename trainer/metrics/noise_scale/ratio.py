@@ -142,13 +142,16 @@ class History:
         Weighted least squares, and the heteroscedasticity-consistent covariance HC3 (MacKinnon and White 1985): the noise of
         both series changes with their size. The degrees of freedom are Satterthwaite's, for equal noise in every step.
         """
-        blocks = [(1 << level, *block) for level, sums in enumerate(self._levels) for block in reversed(sums)]
+        blocks: list[tuple[float, ...]] = []
+        for level, sums in enumerate(self._levels):
+            for x, y in reversed(sums):
+                blocks.append((1 << level, x, y))
         if not blocks:
             return
-        size, *sums = np.array(blocks, dtype=np.float64).T  # newest first
+        size, *totals = np.array(blocks, dtype=np.float64).T  # newest first
         ends = np.cumsum(size)
         age = ends - 0.5 * (size + 1.0)  # of a block's middle; the last step's is 0
-        means = np.stack(sums, axis=1) / size[:, None]  # [blocks, 2]
+        means = np.stack(totals, axis=1) / size[:, None]  # [blocks, 2]
         wanted = float(MIN_WINDOWS)
         while wanted < GROWTH * ends[-1]:
             k = min(int(np.searchsorted(ends, wanted)) + 1, len(ends))
