@@ -270,26 +270,6 @@ def test_moments_and_other_values_are_not_confused() -> None:
         reduce_over_ranks({"ledger/stale_gap": SumCount(1.0, 1.0)}, ["ledger/stale_gap"], device="cpu", world_size=1)
 
 
-def test_a_gauge_is_averaged_over_the_micro_steps_that_reported_it() -> None:
-    window = Recorder()
-    for values in ({"grad_norm": 1.0}, {}, {"grad_norm": 4.0}):
-        window.add(values)
-    assert window.drain_metrics() == {"grad_norm": 2.5}
-
-
-def test_each_kind_is_put_together_in_its_own_way() -> None:
-    window = Recorder()
-    window.add({"ledger/cold_starts": 2.0, "loss_spike": 1.0, "ledger/live_groups": 5.0, "loss": (6.0, 3.0)})
-    window.add({"ledger/cold_starts": 3.0, "loss_spike": 0.0, "ledger/live_groups": 4.0, "loss": (1.0, 1.0)})
-    assert window.drain_metrics() == {
-        "ledger/cold_starts": 5.0,
-        "loss_spike": 1.0,
-        "ledger/live_groups": 4.0,
-        "loss": SumCount(7.0, 4.0),
-    }
-    assert window.drain_metrics() == {}
-
-
 def test_tensors_stay_tensors_and_carry_no_graph() -> None:
     weight = torch.tensor(2.0, requires_grad=True)
     window = Recorder()
@@ -320,13 +300,6 @@ def test_keys_and_pairs_are_checked() -> None:
         Recorder().add({"lr": "high"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="grad_norm: a \\(sum, count\\) pair, but its window reduction is mean"):
         Recorder().add({"grad_norm": (1.0, 2.0)})
-
-
-def test_a_key_outside_the_catalog_is_a_gauge() -> None:
-    window = Recorder()
-    for value in (1.0, 3.0):
-        window.add({"my/thing": value})
-    assert window.drain_metrics() == {"my/thing": 2.0}
 
 
 def test_a_total_of_which_a_part_is_not_known_is_not_known_and_stays_so_over_a_restart() -> None:

@@ -37,11 +37,6 @@ def test_b_simple_is_the_true_one_within_its_standard_error() -> None:
     assert "gns/b_simple_tokens" not in metrics
 
 
-def test_ranks_with_the_same_data_have_consistency_zero() -> None:
-    metrics = averaged(lambda rng: even_window(rng, 1, 4) * 2, steps=400)
-    assert metrics["gns/consistency"] == pytest.approx(0.0, abs=0.05)
-
-
 def test_a_micro_batch_used_again_and_again_has_consistency_at_the_cap() -> None:
     def reused(rng: random.Random) -> list[list[Micro]]:
         return [[micro] * 4 for (micro,) in even_window(rng, 2, 1)]
