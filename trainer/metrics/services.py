@@ -239,8 +239,10 @@ class WandbSink:
         self._say_unsent()
 
         def leave() -> None:
-            with self._guard:  # silent if the failure has been reported already
+            try:
                 wandb.teardown()
+            except Exception as error:  # noqa: BLE001 - it may fail in any way
+                self._guard.fail(error)
 
         _in_time(leave, _GRACE_SEC)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, TextIO
 
 from trainer.files import open_descriptor, parse_json
 from trainer.metrics.best_effort import BestEffort
@@ -267,15 +267,6 @@ StdoutMode = Literal["json", "line", "off"]
 STDOUT_MODES: Final = ("json", "line", "off")
 
 
-def resolve_stdout_mode(mode: str, stream: Output | None = None) -> StdoutMode:
-    """Resolve `auto` to `line` on a terminal and `json` elsewhere; other modes are returned unchanged."""
-    if mode == "auto":
-        return "line" if (stream or sys.stdout).isatty() else "json"
-    if mode not in STDOUT_MODES:
-        raise ValueError(f"stdout mode must be one of auto, {', '.join(STDOUT_MODES)}, got {mode!r}")
-    return mode  # type: ignore[return-value]
-
-
 class PayloadStream:
     """A file descriptor to which lines are written as they are.
 
@@ -304,20 +295,17 @@ class PayloadStream:
         return os.isatty(self._descriptor)
 
 
-class Output(Protocol):
-    """What payloads are written to."""
+Output = TextIO | PayloadStream
+"""What payloads are written to."""
 
-    def write(self, text: str, /) -> int:
-        """Write it."""
 
-    def flush(self) -> None:
-        """Pass it on at once."""
-
-    def fileno(self) -> int:
-        """The descriptor, where there is one."""
-
-    def isatty(self) -> bool:
-        """Whether it is a terminal."""
+def resolve_stdout_mode(mode: str, stream: Output | None = None) -> StdoutMode:
+    """Resolve `auto` to `line` on a terminal and `json` elsewhere; other modes are returned unchanged."""
+    if mode == "auto":
+        return "line" if (stream or sys.stdout).isatty() else "json"
+    if mode not in STDOUT_MODES:
+        raise ValueError(f"stdout mode must be one of auto, {', '.join(STDOUT_MODES)}, got {mode!r}")
+    return mode  # type: ignore[return-value]
 
 
 @contextmanager
@@ -345,8 +333,7 @@ def kept_for_payloads() -> Iterator[Output]:
 
 def render_line(payload: Mapping[str, Any]) -> str:
     """The payload as a human-readable line."""
-    step = payload["global_step"]
-    values = all_values(payload)
+    step, values = payload["global_step"], all_values(payload)
     if payload["mode"] == "train":
         return format_train_line(step, values)
     # Parts of the held-out loss (`eval_token_type/digit/loss`) are for programs; a set or task of one's own is not a part.

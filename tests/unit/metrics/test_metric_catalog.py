@@ -1,4 +1,4 @@
-"""The catalog: every key that the design names is described, and look-up resolves patterns, prefixes and siblings."""
+"""The catalog: its rows are complete, and look-up resolves patterns, prefixes and siblings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from trainer.metrics.catalog.lookup import CATALOG, UnknownMetric, family, is_known, lookup, lookup_or_gauge, register
-from trainer.tools.reference_docs import render_catalog_markdown
 
 
 @pytest.mark.parametrize(
@@ -40,6 +39,9 @@ def test_names_are_unique_and_rows_complete() -> None:
 
 def test_kinds_and_reductions_fit_together() -> None:
     for spec in CATALOG:
+        low, high = spec.band or (0.0, 0.0)
+        assert low is not None or high is not None, spec.name
+        assert low is None or high is None or low <= high, spec.name
         if spec.kind == "counter":
             assert spec.window == "sum", spec.name
         if spec.kind == "flag":
@@ -54,16 +56,6 @@ def test_kinds_and_reductions_fit_together() -> None:
             assert "standard error" in lookup(f"{spec.name}_se").title
         if spec.ranks == "weighted_mean":
             assert spec.window == "weighted_mean", spec.name
-
-
-def test_the_page_has_one_row_for_each_key_and_is_reproducible() -> None:
-    page = render_catalog_markdown()
-    assert page == render_catalog_markdown()
-    assert page.endswith("|\n")
-    for spec in CATALOG:
-        rows = [line for line in page.splitlines() if line.startswith(f"| `{spec.name}` |")]
-        assert len(rows) == 1, spec.name
-        assert len(re.findall(r"(?<!\\)\|", rows[0])) == 7, "a bar in a cell must be escaped"
 
 
 @pytest.mark.parametrize(
@@ -92,11 +84,3 @@ def test_registered_rows_are_found_like_the_catalog_s():
     assert lookup_or_gauge("moe/7/load_max").ranks == "max"
     with pytest.raises(ValueError, match="'loss' is in the catalog already, with another row"):
         register(replace(row, name="loss"))
-
-
-def test_healthy_bands_have_an_end_and_are_the_right_way_round():
-    for spec in CATALOG:
-        if spec.band is not None:
-            low, high = spec.band
-            assert (low, high) != (None, None)
-            assert low is None or high is None or low <= high
