@@ -126,8 +126,7 @@ class _Entry:
 class Recorder:
     """The one place where a run's metrics are recorded: combines what is recorded until it is drained.
 
-    A key that some micro-batches lack is combined over those that reported it: a gauge present once with 1.0 stays 1.0.
-    Counters add up and flags stay raised. A key that is not in the catalog is a gauge.
+    A key that some micro-batches lack is combined over those that reported it. A key that is not in the catalog is a gauge.
 
     Args:
         metric_keys: the keys that may be recorded; empty: any.
@@ -361,16 +360,15 @@ def reduce_over_ranks(
     """One logged step's values over all ranks, in one collective (none for a single rank). Every rank must call it.
 
     Args:
-        local: this rank's values; keys may be missing. Plain numbers count once in a mean, a `SumCount` by its count, and
-            the units of `Moments` one by one. None is a value that this rank should have and cannot give.
+        local: this rank's values; keys may be missing. Plain numbers count once in a mean, a `SumCount` by its count.
+            None is a value that this rank should have and cannot give.
         keys: all keys that any rank may have, the same on every rank; or what `rank_operations` makes of them.
         device: where the collective runs (the CPU for gloo, this rank's device for nccl).
         guard: a value that is no number costs a warning, and counts as None; without a guard, it raises.
 
     Returns:
-        The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst rank) beside
-        counters that ask for it, or `<key>_se` (the standard error) beside means that have one. A NaN on any rank makes the
-        result NaN; a key that no rank has is absent, and so is one that is None on any rank, unless it is a mean.
+        The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst rank) beside counters or
+        `<key>_se` (the standard error) beside means that ask for it. A NaN on any rank makes the result NaN.
 
     Raises:
         KeyError, TypeError: a local key is not among `keys`, or a value is no number (without a guard).
@@ -402,8 +400,7 @@ def reduce_loss_metrics(
     """Means and totals over ranks in one collective. Every rank must call it with the same names.
 
     Args:
-        values: this rank's numbers. The names in `values`, `counts` and `sum_keys` together must be the same on all
-            ranks; a rank that has no value for a name in `counts` or `sum_keys` leaves it out of `values`.
+        values: this rank's numbers; one that it does not have is absent. All names together must be the same on all ranks.
         counts: weight of this rank's mean, by name; names without a count weigh the same on every rank.
         sum_keys: names that are totals: the cluster's total under the name, the worst rank's under `<name>_max`.
 

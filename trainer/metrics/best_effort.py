@@ -79,10 +79,8 @@ class BestEffort:
     """Guard of one diagnostic.
 
     Attributes:
-        name: the diagnostic's name in warnings and events.
         enabled: False after an unexpected exception.
-        num_skipped: batches passed over by `SkipBatch`.
-        last_skip: the reason of the last of them.
+        num_skipped, last_skip: batches passed over by `SkipBatch`, and the reason of the last of them.
     """
 
     def __init__(self, name: str, *, on_event: EventCallback | None = None) -> None:

@@ -42,15 +42,7 @@ class PayloadError(ValueError):
 
 @dataclass(frozen=True)
 class Payload:
-    """A valid payload.
-
-    Attributes:
-        mode: `train` or `eval`.
-        global_step: index of the optimizer step, 0 or more.
-        metrics: finite numbers.
-        non_finite: the other metrics, as `nan`, `inf` or `-inf`.
-        sections: every other section unchanged.
-    """
+    """A valid payload: finite metrics, the others as `nan`, `inf` or `-inf`, and every other section unchanged."""
 
     mode: Mode
     global_step: int
@@ -108,7 +100,7 @@ def build_payload(
         PayloadError: the result would be invalid (mode, step, no metrics at all, a value that is not a number).
     """
     finite: dict[str, float] = {}
-    non_finite: dict[str, str] = {}
+    words: dict[str, str] = {}
     value: Any
     for key, value in metrics.items():
         if type(value) is not float and type(value) is not int:
@@ -119,11 +111,11 @@ def build_payload(
         if math.isfinite(value):
             finite[key] = value
         else:
-            non_finite[key] = non_finite_word(value)
+            words[key] = non_finite_word(value)
     payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode, "global_step": global_step}
     payload["metrics"] = finite
-    sections = (("context", context), ("batch_extras", batch_extras), ("token_summary", token_summary))
-    for name, section in (("non_finite", non_finite or None), *sections):
+    sections = {"context": context, "batch_extras": batch_extras, "token_summary": token_summary}
+    for name, section in {"non_finite": words or None, **sections}.items():
         if section is not None:
             payload[name] = dict(section)
     validate_payload(payload)

@@ -126,11 +126,9 @@ class WandbSink:
             mode: explicit, because wandb would prompt on the terminal.
             run_dir: wandb's files go to `<run_dir>/wandb`; its name is that of the run.
             run_id: continue this run; None starts a new one.
-            config: shown with the run.
             entity: team or user; None: the account's default.
             base_url: URL of a self-hosted server; None: from the environment.
             init_timeout_sec, finish_timeout_sec: how long an unreachable server may delay start and end.
-            on_event: called with an event if the sink fails.
         """
         self.run_id: str | None = None
         self.last_step: int | None = None

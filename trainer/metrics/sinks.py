@@ -55,8 +55,6 @@ class BackgroundSink:
 
     Args:
         sink: what may wait; nobody else may use it while this is open.
-        name: in messages.
-        guard: of the sink's calls.
         capacity: rows that wait at most; further ones are dropped.
         patience_sec: how long `close` waits without a row having been passed on before it gives up.
         close_sec: how long it waits for the sink's own `close` after the last row.

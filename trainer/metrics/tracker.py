@@ -137,10 +137,8 @@ class MetricsTracker:
         Args:
             log_interval: steps between two logged ones; step 1 is always logged.
             num_devices: devices that share the work (the world size).
-            device: this rank's device, for memory and its peak.
             flops_per_token: real FLOPs of forward and backward; 0 if unknown (no MFU).
             peak_tflops: peak of one device; 0 takes it from the device's name, where known.
-            smoothing_alpha: weight of the newest step in the smoothed values.
             rank: only rank 0 may have sinks.
             strict_keys: a key that is not in the catalog raises `UnknownMetric` instead of one warning.
             clock: monotonic seconds.
@@ -187,11 +185,7 @@ class MetricsTracker:
         return step % self._log_interval == 0 or step == 1
 
     def start_step(self) -> None:
-        """Start the step's clock, and stop that of the step before it.
-
-        A step may start before the one before it has ended, whose numbers come later. Its time does not depend on when they
-        come, and no time counts twice.
-        """
+        """Start the step's clock, and stop that of the step before it, whose numbers may come later: no time counts twice."""
         now = self._clock()
         if self._open:
             self._open[-1].stop = now
@@ -199,11 +193,7 @@ class MetricsTracker:
 
     @property
     def step_start(self) -> float:
-        """When the step that ends next started, by the tracker's clock.
-
-        Raises:
-            IndexError: no step is open.
-        """
+        """When the step that ends next started, by the tracker's clock."""
         return self._open[0].start
 
     @contextmanager
@@ -313,9 +303,11 @@ class MetricsTracker:
                 self._leave_out(key, "the name is one of the tracker's own")
             elif value is not None:
                 try:
-                    values[key] = _read(value)
-                except TypeError as error:
+                    total, weight = map(float, value) if isinstance(value, tuple) else (float(value), 1.0)
+                except Exception as error:  # noqa: BLE001 - one value must not cost the others
                     self._leave_out(key, message_of(error))
+                else:
+                    values[key] = total / weight if weight else None
 
     def log_eval(self, metrics: Mapping[str, Value], step: int) -> None:
         """Send evaluation values; the smoothing stays as it is.
@@ -372,7 +364,7 @@ class MetricsTracker:
             average.load(state["smoothed"][name])
 
     def close(self) -> None:
-        """Close the sinks, each of them even if one fails; the failure is raised then."""
+        """Close all sinks; a failure is raised then."""
         with ExitStack() as stack:
             while self._sinks:
                 sink, guard = self._sinks.pop(0)

@@ -50,9 +50,8 @@ _CHUNK = 1024  # elements summed in fp32; 256 takes twice as long, 4,096 loses a
 def square_norm(tensor: Tensor) -> Tensor:
     """Sum of squares of all elements, [] float64 on the tensor's device.
 
-    fp32 within rows of 1,024 elements, fp64 across rows: relative error about 1e-9 (5e-7 if all elements are equal, so
-    that rounding does not cancel) in 1.3 to 1.7 times the time of one fp32 norm, whose error at 39 million elements is
-    5e-3.
+    fp32 within rows of 1,024 elements, fp64 across rows: relative error about 1e-9 (5e-7 if all elements are equal) in 1.3 to
+    1.7 times the time of one fp32 norm, whose error at 39 million elements is 5e-3.
     """
     flat = tensor.detach()
     if flat.is_sparse:
@@ -67,6 +66,11 @@ def square_norm(tensor: Tensor) -> Tensor:
         rows = torch.linalg.vector_norm(flat[:in_rows].view(-1, _CHUNK), dim=1, dtype=accumulate)
         wide = torch.cat([rows.double(), wide])
     return torch.dot(wide, wide)
+
+
+def square_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`square_norm` of each."""
+    return list(map(square_norm, tensors))
 
 
 class GradientNoiseScale(NoiseScaleAverage):
@@ -93,12 +97,15 @@ class GradientNoiseScale(NoiseScaleAverage):
         weights_are_tokens: bool = True,
     ) -> None:
         super().__init__(ema)
+        self.metric_keys = tuple(spec.name for spec in ROWS)
+        """Every key that `drain_metrics` can return; the values are the same on all ranks."""
         self.parameter_squares: Tensor | None = None
         """[P] float64, `SMALL_SQUARE` of each parameter on this rank; None in a window without `by_parameter`."""
         self._leaves = find_leaves(model, process_group)
         self._parameters = self._leaves.parameters
-        self._group = self._leaves.group
-        self._world_size = 1 if self._group is None else dist.get_world_size(self._group)
+        self.group = self._leaves.group
+        """The ranks that average gradients; None on a single process."""
+        self._world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self._weights_are_tokens = weights_are_tokens
         self._fired_in = [-1] * len(self._parameters)  # the last micro-batch in which each parameter's hook ran
         self._micro = -1  # counts micro-batches over the object's life
@@ -121,8 +128,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         """Start a window; an unfinished one is discarded.
 
         Args:
-            num_micros: micro-batches to come. On a single rank it places the middle, which `gns/consistency` needs;
-                without it that key is absent there.
+            num_micros: micro-batches to come; without it `gns/consistency` is absent on a single rank.
             pairs: whether `pair_norms` is asked for, which takes a second pass over the gradients of each micro-batch.
             by_parameter: keep the square norms of each parameter's micro-gradients apart too, for `PerLayer`.
         """
@@ -247,20 +253,10 @@ class GradientNoiseScale(NoiseScaleAverage):
         """
         packed = torch.cat([self.local_sums(), self.grad_sq().reshape(1)])
         if self._world_size > 1:
-            dist.all_reduce(packed if self._leaves.is_sharded else packed[: noise_scale.NUM_SUMS], group=self._group)
+            dist.all_reduce(packed if self._leaves.is_sharded else packed[: noise_scale.NUM_SUMS], group=self.group)
         *reduced, square = packed.tolist()
         self.finish(reduced, square, grad_factor=grad_factor)
         return self.metrics()
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks that average gradients; None on a single process."""
-        return self._group
-
-    @property
-    def metric_keys(self) -> tuple[str, ...]:
-        """Every key that `drain_metrics` can return; the values are the same on all ranks."""
-        return tuple(spec.name for spec in ROWS)
 
     def close(self) -> None:
         """Remove the hooks."""

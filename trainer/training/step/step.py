@@ -36,7 +36,7 @@ from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norm
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norms
 from trainer.objective.loss import Loss
 from trainer.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
 from trainer.training.extension import Extensions, Measured
@@ -257,7 +257,7 @@ class TrainStep:
             self._scaler.unscale_(self._optimizer)
         used = [p for p in self._parameters if p.grad is not None]
         gradients = [own_part(p.grad) for p in used if p.grad is not None]
-        squares = list(map(square_norm, gradients))
+        squares = square_norms(gradients)
         for look in self._extensions.on_gradient:
             look(dict(zip(used, squares, strict=True)))
         own_sq = torch.stack(squares).sum()
