@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.metrics.noise_scale.ratio import BLOCKS, Current, History
+from trainer.metrics.noise_scale.estimate import BLOCKS, Current, History
 
 RUNS = 100
 STEPS = (14, 40, 100, 215, 260, 400, 1000)
