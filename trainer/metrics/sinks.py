@@ -366,8 +366,10 @@ class StdoutSink:
             self._mode = "off"
             logger.warning("stdout failed and is off: %s: %s", type(error).__name__, error)
             # Buffered output, and anything printed later, would fail when the interpreter flushes it at exit.
-            with suppress(OSError, ValueError), open(os.devnull, "wb") as null:
-                os.dup2(null.fileno(), self._stream.fileno())
+            with suppress(OSError, ValueError):
+                target, null = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, target)
+                os.close(null)
 
     def close(self) -> None:
         """Nothing is buffered."""
