@@ -7,10 +7,10 @@ import sys
 import textwrap
 
 import pytest
+from tests.support.trained import overrides, train
 
 from tests.support.in_process import program
 from tests.support.runs import write_tiny_config
-from tests.support.trained import overrides, train
 from trainer.config.schema import ModelTable
 from trainer.extensions.contract_check import find_size
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.trained import train
 
 from tests.support.in_process import program
 from tests.support.runs import ROOT, losses, make_corpus
-from tests.support.trained import train
 from tests.unit.data.megatron_writer import write_megatron
 from trainer.config.load import load_config
 from trainer.errors import UserError

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.trained import train
 
 from tests.support.runs import losses, write_tiny_config
-from tests.support.trained import train
 from trainer.extensions.profile import SETTLING, WARM_UP
 
 

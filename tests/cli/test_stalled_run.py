@@ -8,7 +8,7 @@ import signal
 from tests.support.ranks import Ranks, last_logged, status
 from tests.support.stalling_data import stalling_arguments
 
-TIMEOUT_SEC = 3
+TIMEOUT_SEC = 5
 
 
 def start(tmp_path, *more: object, timeout_sec: float = 600.0, after: int = 4, **args: object) -> Ranks:
