@@ -19,7 +19,7 @@ from trainer.data.formats import FORMATS, index_suffixes, suffixes
 from trainer.data.layout import COMPRESSED, find_files, named_directory
 from trainer.errors import UserError
 from trainer.hashing import keyed_generator
-from trainer.metrics.progress_bar import Report
+from trainer.metrics.progress_bar import Report, silent
 from trainer.tools.corpus.documents import (
     MIN_STREAM_BYTES,
     Candidate,
@@ -61,7 +61,7 @@ def build_text(
     min_stream_bytes: int = MIN_STREAM_BYTES,
     max_file_bytes: int = MAX_FILE_BYTES,
     force: bool = False,
-    progress: Report | None = None,
+    progress: Report = silent,
 ) -> Manifest:
     """Build a corpus of text, one document per file or per line of a `.jsonl` file, at `out/<modality>/<stream>.jsonl`.
 
@@ -144,7 +144,7 @@ def build_pytext(
     *,
     max_bytes: Mapping[str, int] = PYTEXT_BYTES,
     force: bool = False,
-    progress: Report | None = None,
+    progress: Report = silent,
 ) -> Manifest:
     """Build the corpus that needs no download, at `out/{python,cpp,prose}/<stream>.jsonl`.
 

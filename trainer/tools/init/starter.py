@@ -111,13 +111,6 @@ class Starter:
     length: str
     """Of the run, in words."""
 
-    @property
-    def mix_lines(self) -> list[str]:
-        """The shares of each modality, a line each; none for a single one."""
-        parts = [source.part for source in self.sources if source.part is not None]
-        width = max((len(part.modality) for part in parts), default=0)
-        return [f"{part.modality:<{width}}  {_shares(part)}" for part in parts]
-
 
 def _shares(part: Part) -> str:
     return f"{part.token_share:.1%} of the training tokens, {part.drawn_share:.1%} of what is drawn"
