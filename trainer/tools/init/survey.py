@@ -156,18 +156,15 @@ def _sources(at: Discovery, parts: list[Part], name: str, keys: dict[str, Any], 
     """One source per modality, where a config can name the modality alone; otherwise a single one."""
     whole: dict[str, Any] = {"layout": at.layout}
     whole |= {"root": at.root} if at.root is not None else {"paths": list(at.paths)}
-    apart: dict[str, dict[str, Any]] = {part.modality: {"modalities": [part.modality]} for part in parts}
-    if at.root is None:
-        by_path = {}
-        for path in () if any(map(is_url, at.paths)) else at.paths:
-            by_path[path] = {stream.modality for stream in discover_direct([path], format=format)}
-        one_each = all(len(found) == 1 for found in by_path.values())
-        apart = {
-            part.modality: {"paths": paths}
-            for part in parts
-            if one_each and (paths := [path for path, found in by_path.items() if part.modality in found])
-        }
-    if not 1 < len(parts) <= MOST_SOURCES or len(apart) < len(parts):
+    names = [part.modality for part in parts]
+    apart: dict[str, dict[str, list[str]]] = {}
+    if at.root is not None:
+        apart = {name: {"modalities": [name]} for name in names}
+    elif not any(map(is_url, at.paths)):
+        for path in at.paths:
+            found = {stream.modality for stream in discover_direct([path], format=format)}
+            apart.setdefault(found.pop() if len(found) == 1 else "", {"paths": []})["paths"].append(path)
+    if not 1 < len(parts) <= MOST_SOURCES or apart.keys() != set(names):
         return [StarterSource(name, {**whole, **keys})]
     return [StarterSource(part.source, {**whole, **apart[part.modality], **keys}, part) for part in parts]
 

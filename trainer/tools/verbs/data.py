@@ -127,10 +127,10 @@ def tokenize(
 def key_recall(
     out: OutOption,
     groups: Annotated[int, typer.Option(help="Groups over all streams.")] = 1024,
-    cells: Annotated[int, typer.Option(help="Cells per group.")] = 16,
-    seq_len: Annotated[int, typer.Option(help="Bytes per cell.")] = 6,
-    streams: Annotated[int, typer.Option(help="Number of files.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of the symbols.")] = 0,
+    cells: Annotated[int, typer.Option(min=2, help="Cells per group.")] = 16,
+    seq_len: Annotated[int, typer.Option(min=5, help="Bytes per cell.")] = 6,
+    streams: Annotated[int, typer.Option(min=1, help="Number of files.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the symbols.")] = 0,
     force: ForceOption = False,
 ) -> None:
     """Generate groups whose first cell holds the answers to all later cells: not learnable without carried state."""
