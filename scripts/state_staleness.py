@@ -61,7 +61,10 @@ holdout_fraction = 0.05
 batches = 32
 """
 CELLS = {TEXT: 64, RECALL: 6}
-OWN: Mapping[str, Mapping[str, object]] = {TEXT: {"data.source.0.modalities": '["python"]'}, RECALL: {"optimizer.weight_decay": 0.0}}
+OWN: Mapping[str, Mapping[str, object]] = {
+    TEXT: {"data.source.0.modalities": '["python"]'},
+    RECALL: {"optimizer.weight_decay": 0.0},
+}
 STEPS = {TEXT: 320, RECALL: 480}
 K, LR, TBPTT = "data.mixing.num_streams_mixed", "optimizer.lr", "train.tbptt_cells"
 BURN_IN, WIPE = "ledger.burn_in", "ledger.wipe_mode"

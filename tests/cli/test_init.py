@@ -12,6 +12,7 @@ from tests.support.in_process import program
 from tests.support.runs import ROOT, losses, make_corpus, run
 from tests.unit.data.megatron_writer import write_megatron
 from trainer.config.load import load_config
+from trainer.data.formats import FORMATS
 from trainer.errors import UserError
 from trainer.tools.verbs.init import init
 from trainer.training.setup.plan import make_plan
@@ -117,6 +118,10 @@ def test_a_starter_config_checks_and_trains(kind, tmp_path, monkeypatch):
     trained = run("--config", "x.toml", "--run-dir", "run", *small, "--set", "metrics.log_interval=1", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
     assert [*losses(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_every_format_is_tried():
+    assert KINDS.keys() >= FORMATS.keys()
 
 
 def test_without_out_it_prints_the_config_alone_and_the_editors_schema_lies_beside_a_file(
