@@ -56,7 +56,8 @@ def run_training(
             )
         with located(config_path, overrides):
             check_sharding(config, nproc)
-        _say(f"starting {counted(nproc, 'rank')}")
+        if "torch" not in sys.modules:
+            _say(f"starting {counted(nproc, 'rank')}")
         return launch_ranks(nproc, _without_nproc(sys.argv[1:]), uses_cuda=config.train.device != "cpu")
     if "RANK" not in os.environ and "torch" not in sys.modules:  # whose import takes seconds
         _say("starting")
