@@ -57,7 +57,7 @@ SHOWN = (
     "trainer.extensions",
     "trainer.objective.loss.token_type_sums",
     "trainer.training.main.summarize",
-    "trainer.training.run_dir.StatusKeeper",
+    "trainer.training.run_dir.RunDir.keep_status",
     "trainer.training.step.details",
     "trainer.data.mixing.ActivePool.snapshot",
 )

@@ -20,7 +20,7 @@ from trainer.config.load import load_dataset_file
 from trainer.config.rules import least_steps, tokens_per_micro
 from trainer.config.schema import RunConfig
 from trainer.data.documents import IdBounds
-from trainer.data.formats import FORMATS, file_kind, find_loader, format_name, is_import_path
+from trainer.data.formats import FORMATS, file_kind, format_name, is_import_path
 from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
 from trainer.data.stored import ENTRY, Cache, Snapshot, stored_direct, stored_nested
 from trainer.data.tokenize import TextFile, tokenize_files
@@ -29,6 +29,7 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, co
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import did_you_mean, write_json
+from trainer.import_path import resolve_target
 from trainer.metrics.logger import get_logger
 from trainer.metrics.progress_bar import Report, now_and_then, progress_bar
 from trainer.storage import is_url
@@ -58,7 +59,7 @@ class Source:
     @property
     def is_off(self) -> bool:
         """Whether its weight is 0 from beginning to end: nothing of it is read."""
-        return is_off(self.weight)
+        return self.weight.zero_from() == 0
 
     @property
     def concentration(self) -> float:
@@ -140,8 +141,15 @@ def _collect(
         own = weight_spec(table.weight, f"{name}.weight")
         weight = compose_weights(outer, own, path_a=f"the weight of {prefix.rstrip('.')}", path_b=f"{name}.weight")
         if table.include is None:
-            file = str(path) if prefix else ""  # of the config itself, `located` knows the line
-            leaves.append(Source(name, table, weight, *_found(table, name, weight, cache, file)))
+            leaf = Source(name, table, weight, [])
+            try:
+                file = str(path) if prefix else ""  # of the config itself, `located` knows the line
+                streams, copies = _streams(table, f"source {name}", cache, file=file)
+                leaf = replace(leaf, streams=streams, copies=copies)
+            except UserError:
+                if not leaf.is_off:  # whose data may be gone
+                    raise
+            leaves.append(leaf)
             continue
         included = path.parent / table.include
         if included.resolve() in including or len(including) > MAX_INCLUDE_DEPTH:
@@ -155,27 +163,6 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
     if isinstance(weight, ScheduleTable):
         return ScheduledWeight(weight.schedule, weight.points, scale=weight.scale, unit=weight.unit, path=path)
     return ConstantWeight(float(weight), path)
-
-
-def is_off(weight: WeightSpec) -> bool:
-    """Whether a weight is 0 from beginning to end."""
-    return weight.zero_from() == 0
-
-
-def _found(
-    table: SourceTable, name: str, weight: WeightSpec, cache: Cache, file: str
-) -> tuple[list[Stream], tuple[Snapshot, ...]]:
-    """As `_streams`; of a source that is off, nothing where its data is gone."""
-    try:
-        return _streams(table, f"source {name}", cache, file=file)
-    except UserError:
-        if not is_off(weight):
-            raise
-        return [], ()
-
-
-def _has_no_root(table: SourceTable) -> bool:
-    return table.root is not None and not is_url(table.root) and not Path(table.root).exists()
 
 
 def _streams(
@@ -200,7 +187,7 @@ def _streams(
             return discover_direct(table.paths, format=table.format), ()
     except UserError as error:
         problem, fix = error.problem if error.key == "paths" else f"{error.key}: {error.problem}", error.fix
-        if _has_no_root(table):
+        if table.root is not None and not is_url(table.root) and not Path(table.root).exists():
             made = f"make it (train data build pytext --out {table.root}, or train data build text), or set root to your data"
             fix = did_you_mean(str(table.root)) or made
         raise UserError(key, problem, fix, where=file) from None
@@ -220,7 +207,7 @@ def check_reading(sources: Sequence[Source], eval_sources: Sequence[Source], tok
         table = source.table
         given = {"dtype": table.dtype, "eod": table.eod, "text_split": table.text_split}
         if is_import_path(table.format):
-            find_loader(table.format)
+            resolve_target(table.format, "format")
         refuse_unheeded(source.streams, table.format, given, source=name)
         # In a format of the user's own, eod means what its function makes of it.
         if table.eod is not None and not is_import_path(table.format):
