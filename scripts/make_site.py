@@ -21,16 +21,7 @@ SOURCE = BUILD / "site_source"
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 FOLDERS = ("docs", "examples", "train_configs", "trainer", "scripts", "deploy", "tests/support")
 SUFFIXES = (".md", ".py", ".toml", ".json", ".png", ".svg", ".csv", ".yaml", ".sbatch", "")
-# What other loops take, in the order in which they meet it: the first page of the reference.
-PARTS = (
-    "trainer.metrics.tracker.MetricsTracker",
-    "trainer.metrics.noise_scale.hooks.GradientNoiseScale",
-    "trainer.ledger.ledger.Ledger",
-    "trainer.data.blend.BlendDataset",
-    "trainer.contracts.check.check_model",
-    "trainer.metrics.catalog.lookup.register",
-)
-# The rest, low to high, as the layers in docs/architecture.md.
+# Low to high, as the layers in docs/architecture.md.
 PACKAGES = (
     "errors",
     "import_path",
@@ -72,21 +63,6 @@ def page_of(package: str) -> str:
     return "\n".join(parts)
 
 
-def parts_page() -> str:
-    """Links to the reference of the parts that other loops take, each with the first line of its docstring."""
-    head = "# For your own loop\n\nHow they fit together: [in your own loop](../docs/your_loop.md).\n"
-    return "\n".join([head, *(f"- [`{part}`][{part}]: {first_line(part)}" for part in PARTS), ""])
-
-
-def first_line(part: str) -> str:
-    """Of the docstring of a class or function, by its full name."""
-    module, _, name = part.rpartition(".")
-    tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8"))
-    kinds = (ast.ClassDef, ast.FunctionDef)
-    found = next(node for node in tree.body if isinstance(node, kinds) and node.name == name)
-    return (ast.get_docstring(found) or "").partition("\n")[0]
-
-
 def mirror() -> None:
     """Copy all files that pages may link to."""
     shutil.rmtree(SOURCE, ignore_errors=True)
@@ -107,14 +83,10 @@ def mirror() -> None:
 def main() -> int:
     """Mirror, add the reference, build; returns mkdocs's exit code."""
     mirror()
-    pages = {"For your own loop": ("parts", parts_page())}
-    pages |= {f"trainer.{package}": (package, page_of(package)) for package in PACKAGES}
-    reference = []
-    for title, (name, text) in pages.items():
-        page = SOURCE / "api" / f"{name}.md"
-        page.parent.mkdir(exist_ok=True)
-        page.write_text(text, encoding="utf-8")
-        reference.append({title: f"api/{name}.md"})
+    (SOURCE / "api").mkdir()
+    for package in PACKAGES:
+        (SOURCE / "api" / f"{package}.md").write_text(page_of(package), encoding="utf-8")
+    reference = [{f"trainer.{package}": f"api/{package}.md"} for package in PACKAGES]
     config: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     for entry in config["nav"]:
         if "API" in entry:

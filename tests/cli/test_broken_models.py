@@ -7,10 +7,9 @@ import sys
 import textwrap
 
 import pytest
-from tests.support.trained import overrides, train
 
 from tests.support.in_process import program
-from tests.support.runs import write_tiny_config
+from tests.support.runs import overrides, train, write_tiny_config
 from trainer.config.schema import ModelTable
 from trainer.extensions.contract_check import find_size
 

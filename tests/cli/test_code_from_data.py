@@ -8,10 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from tests.support.trained import train
 
 from tests.support.in_process import program
-from tests.support.runs import ROOT, TIMEOUT_SEC, environment, write_tiny_config
+from tests.support.runs import ROOT, TIMEOUT_SEC, environment, train, write_tiny_config
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.import_path import resolve_target

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.trained import train
 
 from tests.support.ranks import status
-from tests.support.runs import make_corpus, read_rows, write_tiny_config
+from tests.support.runs import make_corpus, read_rows, train, write_tiny_config
 from trainer.metrics.catalog.lookup import CATALOG, family, is_known
 
 EXTRA = """

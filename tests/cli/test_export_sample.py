@@ -9,10 +9,9 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.support.trained import train
 
 from tests.support.in_process import program
-from tests.support.runs import losses, read_rows, run, write_tiny_config
+from tests.support.runs import losses, read_rows, run, train, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history
 from trainer.errors import UserError
 from trainer.tools.trained.saved_model import load_model

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.trained import train
 
 from tests.support.in_process import program
-from tests.support.runs import ROOT, losses, make_corpus
+from tests.support.runs import ROOT, losses, make_corpus, train
 from tests.unit.data.megatron_writer import write_megatron
 from trainer.config.load import load_config
+from trainer.data.formats import FORMATS
 from trainer.errors import UserError
 from trainer.tools.verbs.init import init
 from trainer.training.setup.plan import make_plan
@@ -107,6 +107,10 @@ def test_a_starter_config_checks_and_trains(kind, tmp_path, monkeypatch):
     small = ("model.dim=16", "scheduler.warmup_steps=1", "train.device=cpu", "metrics.log_interval=1")
     train(Path("x.toml"), Path("run"), *small, more=("--steps", 3), cwd=tmp_path)
     assert [*losses(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_every_format_is_tried():
+    assert KINDS.keys() >= FORMATS.keys()
 
 
 @pytest.fixture

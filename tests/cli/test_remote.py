@@ -8,12 +8,11 @@ import random
 import shutil
 
 import pytest
-from tests.support.trained import train
 
 from tests.support.fault_runs import row_differences
 from tests.support.in_process import program
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import losses, write_tiny_config
+from tests.support.runs import losses, train, write_tiny_config
 from tests.support.s3 import S3Server
 from trainer.storage import Storage
 

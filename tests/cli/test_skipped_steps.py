@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.trained import train
 
 from tests.support.in_process import program
-from tests.support.runs import read_rows, write_tiny_config
+from tests.support.runs import read_rows, train, write_tiny_config
 from trainer.training.checkpointing.tensor_files import read_rank
 
 # In step 5, one micro-batch of rank 1 gives NaN: in its logits, or in the states as well.
