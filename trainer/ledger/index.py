@@ -159,7 +159,8 @@ class GroupIndex:
             queue = np.sort(np.partition(keys, size - 1)[:size])
         # Those of this step are no queue yet: a slot that comes before them may still be stored.
         self._queue = queue[count:][queue[count:] < step * self.capacity]
-        return queue[:count] % self.capacity
+        oldest: Ints = queue[:count] % self.capacity
+        return oldest
 
     def _keys(self, slots: Ints) -> Ints:
         """Numbers in the order of (last step, slot); negative of a slot that is free or pinned."""

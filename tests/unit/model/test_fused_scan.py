@@ -123,7 +123,7 @@ def test_states_and_gradients_equal_float64(batch: int, num_steps: int, dim: int
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_inputs_give_16_bit_states_and_gradients_and_a_float32_final_state(dtype: torch.dtype) -> None:
-    inputs = make(2, TILE + 9, 33, dtype=dtype)
+    inputs = make(1, TILE + 9, 5, dtype=dtype)
     inputs = inputs._replace(state=inputs.state.to(dtype))
     assert_accurate(inputs, rounding=torch.finfo(dtype).eps)
     h, final, *_ = results(fused_scan, inputs)
