@@ -56,15 +56,6 @@ def test_a_refused_store_changes_nothing_in_any_mode(mode: WipeMode, kind: str) 
     assert differences(ledger.state_dict(), other.state_dict()) == []
 
 
-def test_a_group_that_was_evicted_again_is_not_the_oldest() -> None:
-    ledger = new_ledger("lru", capacity=2)
-    for step, group in enumerate([1, 2, 3, 4, 1, 5, 6], start=1):
-        ledger.begin_step(step)
-        store(ledger, [group])
-    # 1 and 2 were evicted first; 1 came back at step 5, and was evicted again at step 7.
-    assert list(ledger.recently_evicted.items()) == [(4, ("lru", 6)), (1, ("lru", 7))]
-
-
 @pytest.mark.parametrize("queued", [1, 5, 4096])
 def test_the_oldest_slots_are_those_of_a_sort_of_all(queued: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "QUEUED", queued)

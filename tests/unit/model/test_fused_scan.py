@@ -215,13 +215,6 @@ def test_results_repeat_bit_for_bit_and_rows_do_not_see_each_other() -> None:
     assert torch.equal(alone[1], first[1][2:])
 
 
-def test_a_gate_that_is_nan_shows_at_a_reset_too() -> None:
-    inputs = make(1, 3, 2)
-    inputs.r[0, 1] = math.nan
-    inputs.resets[:] = True
-    assert fused_scan(*inputs)[0][0, 1].isnan().all()
-
-
 def test_operator_passes_opcheck() -> None:
     arguments = make(2, 3, 3).leaves()
     torch.library.opcheck(torch.ops.trainer.gated_scan.default, tuple(arguments))

@@ -80,7 +80,7 @@ def uninterpreted() -> ModuleType:
     ("num_steps", "resets"),
     [(1024, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1024, False), (1, True), (1, False)))],
 )
-@pytest.mark.parametrize("name", ("forward_kernel", "backward_kernel"))
+@pytest.mark.parametrize("name", ["forward_kernel", "backward_kernel"])
 def test_kernels_compile_for_an_h100_with_loads_ahead_and_without_spills(
     name: str, num_steps: int, resets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
