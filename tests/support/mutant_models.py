@@ -89,10 +89,14 @@ class RaisesLater(Gru):
         return super().forward(tokens, state)
 
 
-class RaisesOnResets(RecurrentEncoder):
+class Encoder(RecurrentEncoder):
+    """The reference encoder."""
+
     def __init__(self) -> None:
         super().__init__(vocab_size=37, dim=DIM, num_layers=2, hidden=2 * DIM, tie_embeddings=False)
 
+
+class RaisesOnResets(Encoder):
     def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
         if resets is not None and resets.any():
             raise RuntimeError("boom on a reset")
@@ -314,17 +318,14 @@ class _LeakyBlock(Block):
 
 def leaky_encoder(leaky: int = 2) -> nn.Module:
     """The reference encoder, whose first layers ignore resets."""
-    model = RecurrentEncoder(vocab_size=37, dim=DIM, num_layers=2, hidden=2 * DIM, tie_embeddings=False)
+    model = Encoder()
     for block in list(model.blocks)[:leaky]:
         block.__class__ = _LeakyBlock
     return model
 
 
-class LateReset(RecurrentEncoder):
+class LateReset(Encoder):
     """Resets one position too late."""
-
-    def __init__(self) -> None:
-        super().__init__(vocab_size=37, dim=DIM, num_layers=2, hidden=2 * DIM, tie_embeddings=False)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
         return super().forward(tokens, state, None if resets is None else resets.roll(1, 1))
