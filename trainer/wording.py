@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+import traceback
 from collections.abc import Sequence
 
 EXAMPLES = 3
@@ -40,8 +41,11 @@ def message_of(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """`ValueError: the message`."""
-    return f"{type(error).__name__}: {message_of(error)}"
+    """`ValueError: the message`; without a message where it was raised: `AssertionError: at /home/me/model.py:12`."""
+    text = message_of(error)
+    if not text and (frames := traceback.extract_tb(error.__traceback__)):
+        text = f"at {frames[-1].filename}:{frames[-1].lineno}"
+    return f"{type(error).__name__}: {text}"
 
 
 def short_repr(value: object) -> str:

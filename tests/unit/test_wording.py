@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trainer.wording import counted, number_text
+from trainer.wording import counted, error_text, number_text
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,10 @@ def test_numbers_have_four_significant_digits_or_all_before_the_point(value: flo
 )
 def test_nouns_agree_with_their_number(number: float, noun: str, text: str) -> None:
     assert counted(number, noun) == text
+
+
+def test_an_error_without_a_message_says_where_it_was_raised() -> None:
+    with pytest.raises(StopIteration) as caught:
+        next(iter(()))
+    assert error_text(caught.value).startswith(f"StopIteration: at {__file__}:")
+    assert error_text(ValueError("bad")) == "ValueError: bad"

@@ -182,7 +182,9 @@ def _launch(own: list[str], nproc: int, *, uses_cuda: bool) -> int:
         launcher.run(launcher.get_args_parser().parse_args(own))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        _leave_status(f"rank {rank} {_ending(failure.exitcode)}")
+        reason = f"rank {rank} {_ending(failure.exitcode)}"
+        if not _leave_status(reason) and failure.exitcode < 0:  # it could say nothing itself
+            _say(f"train: {reason}")
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
         codes = [_reported(EXIT_CODE, rank) for rank in range(nproc)]

@@ -345,11 +345,12 @@ def shares(run: RunRecord) -> Outcome:
 
 
 def _what_ended(run: RunRecord, ended: Series) -> str:
-    """The exhausted sources, each with its step where events.jsonl has it."""
+    """The exhausted sources, each with its step where events.jsonl, which rank 0 writes, has it."""
     events = [event for event in run.events if event.get("event") == "source_ended"]
     named = [event for event in events if isinstance(event.get("sources"), list)]
     if names := {name: event.get("global_step") for event in named for name in event["sources"]}:
-        return f"source {few([f'{name} exhausted at step {step}' for name, step in names.items()])}"
+        where = " on rank 0" if ranks(run) > 1 else ""
+        return f"source {few([f'{name} exhausted at step {step}{where}' for name, step in names.items()])}"
     return f"{counted(max(ended.values), 'source')} exhausted, the first by step {ended.steps[ended.positive[0]]}"
 
 

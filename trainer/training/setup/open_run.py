@@ -117,7 +117,7 @@ def open_run(
         launch.on_run_dir(run_dir.path)
     run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop)
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
-    wandb_run_id = open_record(run, found, stack, config_path=launch.config_path, stdout=launch.stdout)
+    wandb_run_id = open_record(run, found, data.change, stack, config_path=launch.config_path, stdout=launch.stdout)
     _open_parts(run, sets, stack, is_resumed=found is not None)
     if found is not None:
         with loading(found[0], "extensions"):
@@ -141,8 +141,6 @@ def open_run(
     )
     if contract is not None:
         run.event(contract)
-    if data.change:
-        run.event({"event": "data_changed", "global_step": position.step, "change": str(data.change)})
     return run
 
 

@@ -15,6 +15,7 @@ import torch
 
 from trainer.config.rules import why_no_noise_scale
 from trainer.config.schema import RunConfig, WandbTable
+from trainer.data.fingerprint import DataChange
 from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import layout_of
@@ -27,7 +28,7 @@ from trainer.metrics.services import CLOSE_SEC, TensorboardSink, WandbMode, Wand
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink, resolve_stdout_mode
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.restore import changed_settings
+from trainer.training.checkpointing.restore import Change, changed_settings
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run import Run
 from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, environment
@@ -121,9 +122,19 @@ def begin_record(info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -
 
 
 def open_record(
-    run: Run, found: Found | None, stack: ExitStack, *, config_path: Path | None, stdout: Output | None
+    run: Run,
+    found: Found | None,
+    data: DataChange,
+    stack: ExitStack,
+    *,
+    config_path: Path | None,
+    stdout: Output | None,
 ) -> str | None:
     """Open events.jsonl, sinks and status.json on rank 0, and say what is trained. Every rank must call it.
+
+    Args:
+        found: the checkpoint that the run resumes from.
+        data: what differs between its data and those read now.
 
     Returns:
         The wandb run's id, on rank 0, if there is one.
@@ -134,7 +145,7 @@ def open_record(
             run.events = EventWriter(run.run_dir.events)
             stack.callback(guard("end of events.jsonl").run, run.events.close)
             run.diagnostics.on_event = run.events.write
-            wandb_run_id = _open_sinks(run, run.events, found, config_path, stdout or sys.stdout)
+            wandb_run_id = _open_sinks(run, run.events, found, data, config_path, stdout or sys.stdout)
             announce(run.plan, run.state, run.device, run.run_dir)
             run.status = StatusKeeper(run.run_dir, wandb_run_id)
     stack.callback(run.tracker.close)
@@ -142,7 +153,7 @@ def open_record(
 
 
 def _open_sinks(
-    run: Run, events: EventWriter, found: Found | None, config_path: Path | None, stdout: Output
+    run: Run, events: EventWriter, found: Found | None, data: DataChange, config_path: Path | None, stdout: Output
 ) -> str | None:
     """Open the sinks, say in them if the run restarts, and mark it as running. Returns the wandb run's id, if any."""
     plan, info, state, step, run_dir = run.plan, run.info, run.state, run.position.step, run.run_dir
@@ -167,6 +178,8 @@ def _open_sinks(
         details: dict[str, Any] = {"checkpoint": None}
         if found is not None:
             changed = changed_settings(saved["config"], saved.get("environment", {}), plan.config, environment(info))
+            if data:
+                changed["data files"] = Change("as saved", str(data))
             pairs = {key: change._asdict() for key, change in changed.items()}
             details = {"checkpoint": found[0].name, "changed": pairs}
         state.tracker.log_restart(step, **details)
