@@ -27,21 +27,11 @@ class AutoRule:
         return step > 0 and step % self.every == 0
 
     def may_double(self, m: int, *, after: int, steps_with_m: int) -> bool:
-        """Whether it is time to ask for permission.
-
-        Args:
-            after: the last step.
-            steps_with_m: steps since the last change, or since the run's beginning.
-        """
+        """Whether it is time to ask for permission, after a step and so many steps since the last change of m."""
         return self.decides_after(after) and steps_with_m >= self.every and 2 * m <= self.max
 
     def permits(self, *, low: float | None, batch: float) -> bool:
-        """Whether the noise scale permits m to double.
-
-        Args:
-            low: its lower bound, in sequences; None: not known.
-            batch: sequences of a step, as `gns/b_big`; 0: not known.
-        """
+        """Whether the noise scale's lower bound permits a step of more than `batch`, both in sequences; None, 0: not known."""
         return low is not None and batch > 0 and low > self.multiple * batch
 
 

@@ -83,9 +83,7 @@ class Storage:
         self._root = str(root).rstrip("/")
 
     def files(self, directory: str = "") -> dict[str, StoredFile]:
-        """Every file below a directory, also in directories below it, by its name relative to that directory; none if there
-        is no such directory.
-        """
+        """Every file at any depth below a directory, by its name relative to that; none if there is no such directory."""
         path = self._path(directory)
         with self._translating(directory):
             self._fs.invalidate_cache()
@@ -128,11 +126,7 @@ class Storage:
             self._fs.pipe_file(self._path(name), content)
 
     def put(self, local: Path, name: str, *, report: Callable[[int], None] = lambda sent: None) -> None:
-        """Upload a file.
-
-        Args:
-            report: called with the number of bytes of each piece that was sent, if the backend says.
-        """
+        """Upload a file; `report` gets the size of each piece, if the backend says."""
         sent = 0
 
         def hook(size: int | None, value: int, **_: Any) -> None:
@@ -158,11 +152,7 @@ class Storage:
             self._fs.get_file(self._path(name), str(local))
 
     def sha256(self, name: str, size: int, *, report: Callable[[int], None] = lambda read: None) -> str:
-        """The hash of the first `size` bytes of a file, read back from the store.
-
-        Args:
-            report: called with the number of bytes of each piece that was read.
-        """
+        """The hash of the first `size` bytes of a file, read back from the store; `report` gets the size of each piece."""
         digest = hashlib.sha256()
         for start in range(0, size, READ_BYTES):
             with self._translating(name):
@@ -209,10 +199,9 @@ class Storage:
     def _translating(self, name: str) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError as error:
-            raise MissingError(f"{self.url}/{name}: {reason_of(error)}".replace("/:", ":")) from None
         except Exception as error:  # noqa: BLE001 - backends raise anything: botocore's errors, aiohttp's, OSError
-            raise StorageError(f"{self.url}/{name}: {reason_of(error)}".replace("/:", ":")) from None
+            kind = MissingError if isinstance(error, FileNotFoundError) else StorageError
+            raise kind(f"{self.url}/{name}: {reason_of(error)}".replace("/:", ":")) from None
 
 
 def reason_of(error: Exception) -> str:

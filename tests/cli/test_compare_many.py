@@ -40,7 +40,7 @@ def test_seeds_are_grouped_ranked_and_small_differences_marked(runs, capsys):
     assert "2.2 ± 0.1" in lines[fast]
     assert "2.3 ± 0.071" in lines[slow]
     assert "+0.1 ± 0.076" in lines[slow]
-    assert "within 2 errors" in lines[slow + 1]
+    assert "may be chance" in lines[slow + 1]
     assert "9 " in lines[bad]
     assert "±" not in lines[bad]
     assert "no error bar" in lines[bad + 1]

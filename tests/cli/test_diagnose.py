@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.in_process import Ended, program
-from tests.support.runs import run, write_tiny_config
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.metrics.run_status import take_lock
@@ -113,35 +112,20 @@ def test_a_mistyped_run_is_answered_with_the_one_that_exists(tmp_path: Path, dia
 EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval_loss":1.0}}\n'
 
 
-@pytest.mark.parametrize("content", [None, "not a payload\n", EVALUATION])
-def test_what_is_no_run_exits_with_2_and_one_message(tmp_path: Path, diagnosed: Diagnosed, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content, encoding="utf-8")
+@pytest.mark.parametrize("content", ["not a payload\n", EVALUATION])
+def test_what_is_no_run_exits_with_2_and_one_message(tmp_path: Path, diagnosed: Diagnosed, content: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(content, encoding="utf-8")
     done = diagnosed(tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("status", "message"),
-    [
-        (
-            {"state": "failed", "reason": "KeyError:\n 'x'", "last_step": 0},
-            "the run failed at step 0: KeyError: 'x'; see logs/",
-        ),
-        (
-            {"state": "stopped", "reason": "stopped by SIGINT", "last_step": 0},
-            "the run was stopped at step 0: stopped by SIG",
-        ),
-        ({"state": "running", "reason": "", "last_step": 0}, "has no rows; wait for the first logged step"),
-    ],
-)
-def test_a_run_that_ended_before_its_first_row_says_why(tmp_path: Path, status: object, message: str) -> None:
+def test_a_run_that_ended_before_its_first_row_says_why(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
+    status = {"state": "failed", "reason": "KeyError:\n 'x'", "last_step": 0}
     (tmp_path / "status.json").write_text(json.dumps(status))
-    with take_lock(tmp_path), pytest.raises(UserError) as refusal:
+    with take_lock(tmp_path), pytest.raises(UserError, match="the run failed at step 0: KeyError: 'x'; see logs/"):
         load_run(tmp_path)
-    assert message in refusal.value.message
 
 
 def test_values_that_are_not_finite_stay_strict_json(tmp_path: Path) -> None:
@@ -150,14 +134,3 @@ def test_values_that_are_not_finite_stay_strict_json(tmp_path: Path) -> None:
     path.write_text("".join(encode_payload(row) + "\n" for row in rows), encoding="utf-8")
     found = json.dumps(diagnose(load_run(path)).to_json(), allow_nan=False)
     assert '"nan"' in found
-
-
-def test_a_run_that_ended_with_nan_is_diagnosed(tmp_path: Path, diagnosed: Diagnosed) -> None:
-    config, run_dir = write_tiny_config(tmp_path), tmp_path / "run"
-    blown_up = ["--set", "optimizer.lr=1e8", "--set", "train.clip_grad_norm=0", "--stdout", "off"]
-    trained = run("--config", config, "--run-dir", run_dir, "--steps", 30, *blown_up)
-    assert trained.returncode == 1, trained.stderr
-    done = diagnosed(run_dir)
-    assert (done.returncode, done.stderr) == (3, "")
-    assert "non_finite" in done.stdout
-    assert "nan" in done.stdout

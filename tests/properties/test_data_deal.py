@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.epochs import EpochOrder, QueueKey, ReshardPoint
+from trainer.data.epochs import QueueKey
 from trainer.data.reader import cut_slices
 
 MAX_GROUP_CELLS = 64
@@ -54,21 +53,3 @@ def test_ranks_differ_by_at_most_one_stream_if_all_are_alike(
     key = QueueKey("s", seed, num_streams, shared=True)
     loads, _ = cells_by_rank(np.full(num_streams, size), world_size, key)
     assert loads.max() - loads.min() <= size
-
-
-def test_orders_after_many_reshards_cost_one_permutation_per_rank_and_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computed anew for each rank of each point, they doubled with every point and grew eightfold with 8 ranks."""
-    calls = []
-    original = QueueKey.permutation
-    monkeypatch.setattr(QueueKey, "permutation", lambda *args: calls.append(1) or original(*args))
-    for shared in (True, False):
-        key = QueueKey("s", 0, 100, shared)
-        points: list[ReshardPoint] = []
-        for number in range(10):
-            calls.clear()
-            order = EpochOrder(key, 0, points).of_rank(0)
-            assert len(calls) <= sum(len(point["cursors"]) for point in points) + 1
-            assert len(set(order)) == len(order) > 20
-            # Cursors of ranks alone differ; those of a shared pool are one.
-            cursors = [[3 if shared else 3 + rank % 2, [[order[0], 1]]] for rank in range(8 - number % 2)]
-            points.append(ReshardPoint(batch_size=2, batch_size_by_modality={}, cursors=cursors))

@@ -16,6 +16,7 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.layout import Stream
 from trainer.data.mixing import StreamMixingDataset
 from trainer.data.weights import ConstantWeight
+from trainer.micro_batches import MicroBatches
 
 PROFILE = settings(max_examples=50, deadline=None, derandomize=True)
 layouts = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=6), min_size=1, max_size=4).filter(
@@ -121,7 +122,9 @@ def test_a_blend_adds_them_on_the_steps_asked_for_and_changes_nothing_else(
                 BlendSource(name, dataset(streams, name=name, **kwargs), ConstantWeight(weight))
                 for name, weight in (("x", 1.0), ("y", 2.0))
             ]
-            return BlendDataset(sources, seed=kwargs["seed"], micro_batches=micro_batches, **history)
+            return BlendDataset(
+                sources, seed=kwargs["seed"], micro_batches=MicroBatches.constant(micro_batches), **history
+            )
 
         plain, oracle = list(blend()), Oracle()
         assert not any(ADDED & batch.keys() for batch in plain)
@@ -140,20 +143,3 @@ def test_a_blend_adds_them_on_the_steps_asked_for_and_changes_nothing_else(
             whole = list(blend(history_every=every, history_tokens=n))
             assert len(tail) == len(whole) - stop
             assert all(same(a, b) for a, b in zip(tail, whole[stop:], strict=True))
-
-
-def test_a_rank_without_rows_gets_the_columns_too() -> None:
-    with streams_of([[40]], "a") as streams:
-        kwargs: dict[str, Any] = {
-            "seq_len": 4,
-            "world_size": 2,
-            "max_group_cells": 99,
-            "pack": True,
-            "tokens_before": 5,
-        }
-        batches = [batch for rank in (0, 1) for batch in dataset(streams, rank=rank, **kwargs)]
-        idle = [batch for batch in batches if batch["group_ids"].tolist() == [-1]]
-        assert idle
-        for batch in idle:
-            assert batch["tokens_before"].tolist() == [[0] * 5]
-            assert batch["resets_before"].tolist() == [[False] * 5]

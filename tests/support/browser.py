@@ -36,30 +36,16 @@ class Opened:
 
 
 @contextmanager
-def opened(
-    target: Path | str,
-    *,
-    width: int = 1280,
-    height: int = 900,
-    scheme: str = "light",
-    touch: bool = False,
-    has_charts: bool = True,
-) -> Iterator[Opened]:
-    """Open a file or a URL; collects console errors, warnings, exceptions and every request for another file or server.
-
-    Args:
-        has_charts: wait for the first.
-    """
+def opened(target: Path | str, *, scheme: str = "light") -> Iterator[Opened]:
+    """Open a file or a URL and wait for its first chart; collects console errors, warnings, exceptions and every request for
+    another file or server."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         # The sandbox needs rights that a container's root does not have; only our own page is opened.
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
         try:
-            context = browser.new_context(
-                viewport={"width": width, "height": height}, color_scheme=scheme, has_touch=touch, is_mobile=touch
-            )
-            page = context.new_page()
+            page = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme).new_page()
             seen = Opened(page)
             page.on("console", lambda m: seen.complaints.append(m.text) if m.type in ("error", "warning") else None)
             page.on("pageerror", lambda error: seen.complaints.append(str(error)))
@@ -71,8 +57,7 @@ def opened(
 
             page.on("request", lambda r: None if is_expected(r.url) else seen.requests.append(r.url))
             page.goto(url)
-            if has_charts:
-                page.locator(".plot .main-svg").first.wait_for()
+            page.locator(".plot .main-svg").first.wait_for()
             yield seen
         finally:
             browser.close()

@@ -34,6 +34,7 @@ from trainer.metrics.catalog.lookup import lookup
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, estimate
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
+from trainer.micro_batches import MicroBatches
 
 Rows = dict[int, dict[str, float]]
 SEQ_LEN = 16
@@ -194,7 +195,9 @@ class _Rank:
             weights = [ConstantWeight(1.0), ConstantWeight(1.0)]
         named = zip(_names(scenario), self.sources, weights, strict=False)
         blend = [BlendSource(name, source, weight) for name, source, weight in named]
-        self.blend = BlendDataset(blend, seed=scenario.seed, micro_batches=scenario.micro_batches)
+        self.blend = BlendDataset(
+            blend, seed=scenario.seed, micro_batches=MicroBatches.constant(scenario.micro_batches)
+        )
         self.ledger = Ledger(
             state_width=2,
             capacity=scenario.capacity,

@@ -129,20 +129,20 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None, *, bur
         UserError: `targets` is absent, only some of the carry keys are there, or a key is neither a registered extra nor
             an input of the model.
     """
-    inputs = dict(batch)
-    extras = {key: inputs.pop(key) for key in BATCH_EXTRAS if key in inputs}
+    inputs: dict[str, Any] = {}
+    extras: dict[str, Any] = {}
+    for key, value in batch.items():
+        (extras if key in BATCH_EXTRAS else inputs)[key] = value
     if "targets" not in inputs:
-        raise UserError(
-            "data", f"a micro-batch has no targets; it has {', '.join(sorted(inputs))}", "add targets [B, T]"
-        )
+        problem = f"a micro-batch has no targets; it has {', '.join(sorted(inputs))}"
+        raise UserError("data", problem, "add targets [B, T]")
     targets = inputs.pop("targets")
-    given = [key for key in CARRY_KEYS if key in inputs]
-    if given and len(given) < len(CARRY_KEYS):
-        raise UserError(
-            "data", f"a micro-batch has {', '.join(given)} but not all of {', '.join(CARRY_KEYS)}", "give all or none"
-        )
-    carry = Carry(**{key: inputs.pop(key) for key in CARRY_KEYS}) if given else None
-    if accepted is not None:
+    missing = set(CARRY_KEYS) - inputs.keys()
+    if 0 < len(missing) < len(CARRY_KEYS):
+        problem = f"a micro-batch has not all of {', '.join(CARRY_KEYS)}: it has no {', '.join(sorted(missing))}"
+        raise UserError("data", problem, "give all or none")
+    carry = None if missing else Carry(*map(inputs.pop, CARRY_KEYS))
+    if accepted is not None and not inputs.keys() <= accepted:
         check_inputs(inputs, accepted)
     if burns_in:
         inputs |= {key: extras[key] for key in ("tokens_before", "resets_before") if key in extras}

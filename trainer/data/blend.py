@@ -20,7 +20,7 @@ from trainer.hashing import BLOCK, KeyedUniforms
 from trainer.metrics.best_effort import BestEffort, as_number, checked, is_name
 from trainer.metrics.catalog.lookup import is_built_in, lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction
-from trainer.micro_batches import MicroBatches
+from trainer.micro_batches import ONE, MicroBatches
 
 ALL_RANKS: Final = "states of all ranks"
 """The key of a source's part that holds those of every rank of the world that saved them."""
@@ -94,16 +94,15 @@ class BlendDataset:
     all ranks choose the same. A source with weight zero is never picked. Exhausted sources are skipped; when all are
     exhausted (or the others stay at weight zero), iteration stops.
 
-    A source needs only `__iter__`. One without `state_dict` and `load_state_dict` is saved as None: it can be trained on,
-    but resuming after it gave a batch raises a UserError, since its position is unknown. A source takes part in the metrics
-    if it has `drain_step_metrics` and `metric_keys`, which lists every key that the former can return; a key that is not in
-    the catalog is a gauge. Its metrics are diagnostics: if they fail, they are absent from then on, with one warning. Values
-    that are no numbers, and names that another part of the trainer reports, are left out with a warning.
+    A source needs only `__iter__`. Without `state_dict` and `load_state_dict` it can be trained on, but resuming after it gave
+    a batch raises a UserError. It takes part in the metrics if it has `drain_step_metrics` and `metric_keys`, every key that
+    the former can return; a key that is not in the catalog is a gauge. If they fail, they are absent from then on, with one
+    warning. Values that are no numbers, and names that another part of the trainer reports, are left out with a warning.
 
     Args:
         sources: names must be unique.
         seed: of the choices.
-        micro_batches: micro-batches per optimizer step; if it is a number m, batch i belongs to step `i // m + 1`.
+        micro_batches: per optimizer step.
         per_source: also report `blend/share/<name>`.
         times: also report what reading took since the last drain: `time/<stage>/all`, or by source with `per_source`.
         history_every, history_tokens: the batches of steps that are a multiple of `history_every` (all batches, where it is
@@ -119,7 +118,7 @@ class BlendDataset:
         sources: Sequence[BlendSource],
         *,
         seed: int,
-        micro_batches: int | MicroBatches = 1,
+        micro_batches: MicroBatches = ONE,
         per_source: bool = False,
         times: bool = False,
         history_every: int = 0,
@@ -128,18 +127,13 @@ class BlendDataset:
         if not sources:
             raise UserError("data.source", "a blend needs at least one source", "add a [[data.source]]")
         names = [source.name for source in sources]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        if twice := [name for name in names if names.count(name) > 1]:
             raise UserError("data.source", f"two sources are called {twice[0]!r}", "give each a name of its own")
-        if isinstance(micro_batches, int):
-            if micro_batches < 1:
-                raise UserError("micro_batches", f"must be >= 1, got {micro_batches}")
-            micro_batches = MicroBatches.constant(micro_batches)
         self.sources = list(sources)
-        self._micro_batches = micro_batches
+        self._micro_batches, self._is_known_ahead = micro_batches, micro_batches.is_known_ahead
         self._per_source = per_source
         self._history_every, self._history_tokens = history_every, history_tokens
-        self._iterators: list[Iterator[Batch]] = [iter(source.dataset) for source in sources]
+        self._begin()
         self._names = names
         self._seed = seed
         self._uniforms = KeyedUniforms("blend", seed, *names)  # the names: a nested blend draws its own numbers
@@ -167,10 +161,15 @@ class BlendDataset:
         specs = {key: lookup_or_gauge(key) for key in self.metric_keys}
         self._merges = {key: _MERGES[spec.ranks] for key, spec in specs.items()}
         self._counters = {key for key, spec in specs.items() if spec.kind == "counter"}
-        self._latest: dict[str, dict[int, float | None]] = {}  # by key, then source: what each source reported last
+        self._latest: dict[int, dict[str, float | None]] = {}  # what each source reported last
         self._undrained: set[int] = set()
         self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
         self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
+
+    def _begin(self) -> None:
+        self._iterators: list[Iterator[Batch]] = [iter(source.dataset) for source in self.sources]
+        # One that cannot give tokens before its cells may still give them by itself.
+        self._asks = [getattr(iterator, "next_with_tokens_before", None) for iterator in self._iterators]
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -179,7 +178,7 @@ class BlendDataset:
         """The next micro-batch; if it has no `dataset_labels`, they are set to the source's name."""
         every, plan = self._history_every, self._micro_batches
         # A loader makes batches before it is known which step they belong to, and tokens that nobody needs do no harm.
-        is_due = every > 0 and (not plan.is_known_ahead or plan.step_of(self._batch_index) % every == 0)
+        is_due = every > 0 and (not self._is_known_ahead or plan.step_of(self._batch_index) % every == 0)
         return self.next_with_tokens_before(self._history_tokens if is_due else 0)
 
     def next_with_tokens_before(self, tokens_before: int) -> Batch:
@@ -202,28 +201,24 @@ class BlendDataset:
             self._undrained.add(chosen)
             start = time.perf_counter()
             try:
-                iterator = self._iterators[chosen]
-                # One that cannot give tokens before its cells may still have given them by itself.
-                ask = getattr(iterator, "next_with_tokens_before", None) if tokens_before else None
-                batch = next(iterator) if ask is None else ask(tokens_before)
+                ask = self._asks[chosen]
+                batch = next(self._iterators[chosen]) if ask is None else ask(tokens_before)
             except StopIteration:
                 self._ended[chosen] = True
                 self._choose(self._expected[at])
                 continue
             break
         if self._time_names:
-            self._add_times(chosen, time.perf_counter() - start)
+            seconds, dataset = time.perf_counter() - start, self.sources[chosen].dataset
+            is_ours = isinstance(dataset, StreamMixingDataset)
+            stages = dataset.drain_seconds(seconds) if is_ours else {"own_code": seconds}  # type: ignore[attr-defined]
+            for stage, part in stages.items():
+                self._seconds[f"time/{stage}/{self._time_names[chosen]}"] += part
         self._counts[chosen] += 1
         self._batch_index += 1
         if "dataset_labels" not in batch:
             batch["dataset_labels"] = [self.sources[chosen].name] * len(batch["tokens"])
         return batch
-
-    def _add_times(self, chosen: int, seconds: float) -> None:
-        dataset = self.sources[chosen].dataset
-        stages = dataset.drain_seconds(seconds) if isinstance(dataset, StreamMixingDataset) else {"own_code": seconds}
-        for stage, part in stages.items():
-            self._seconds[f"time/{stage}/{self._time_names[chosen]}"] += part
 
     @property
     def now_reading(self) -> str:
@@ -269,19 +264,12 @@ class BlendDataset:
     def _stop_or_refuse(self) -> NoReturn:
         index = self._batch_index
         alive = [source for source, ended in zip(self.sources, self._ended, strict=True) if not ended]
-        is_over = len(alive) < len(self.sources)
-        for source in alive:
-            zero_from = source.weight.zero_from()
-            x = positions(source.weight.unit, index, self._micro_batches)
-            is_over = is_over and zero_from is not None and x >= zero_from
-        if is_over:
+        places = [(positions(each.weight.unit, index, self._micro_batches), each.weight.zero_from()) for each in alive]
+        if len(alive) < len(self.sources) and all(zero is not None and x >= zero for x, zero in places):
             raise StopIteration
-        raise UserError(
-            "data.source",
-            f"at batch {index} every source that still has data has weight zero "
-            f"({', '.join(source.name for source in alive)})",
-            "keep at least one weight above zero at every batch",
-        )
+        names = ", ".join(source.name for source in alive)
+        problem = f"at batch {index} every source that still has data has weight zero ({names})"
+        raise UserError("data.source", problem, "keep at least one weight above zero at every batch")
 
     def drain_step_metrics(self) -> Drained:
         """The sources' metrics, merged key by key, and how well the shares match the weights; {} before any batch.
@@ -295,19 +283,27 @@ class BlendDataset:
         if not self._batch_index:
             return {}
         for index in self._undrained & self._drains.keys():
-            for reports in self._latest.values():
-                reports.pop(index, None)
-            for key, value in self._drains[index]().items():
-                if not self._ended[index] or key in self._counters:
-                    self._latest.setdefault(key, {})[index] = value
-                elif self._merges[key] is sum:
-                    self._latest.setdefault(key, {})[index] = 0.0
-        metrics = {key: self._merged(key, values.values()) for key, values in self._latest.items() if values}
-        for key in self._counters & self._latest.keys():
-            self._latest[key].update(dict.fromkeys(self._undrained & self._latest[key].keys(), 0.0))
+            drained = self._drains[index]()
+            if self._ended[index]:
+                sums = {key for key in drained if self._merges[key] is sum}
+                drained = {
+                    k: v if k in self._counters else 0.0 for k, v in drained.items() if k in self._counters | sums
+                }
+            self._latest[index] = dict(drained)
+        by_key: defaultdict[str, list[float | None]] = defaultdict(list)
+        for drained in self._latest.values():
+            for key, value in drained.items():
+                by_key[key].append(value)
+        for index in self._undrained & self._latest.keys():
+            self._latest[index] |= dict.fromkeys(self._counters & self._latest[index].keys(), 0.0)
         self._undrained.clear()
+        metrics: dict[str, float | None] = {}
+        for key, values in by_key.items():
+            if None in values:  # of a source that failed; only a mean can do without it
+                values = [v for v in values if v is not None] if self._merges[key] is fmean else []
+            metrics[key] = self._merges[key](values) if values else None  # type: ignore[arg-type]
         expected = self._expected[self._batch_index - self._first]
-        error = max(abs(c - e) for c, e in zip(self._counts, expected, strict=True)) / self._batch_index
+        error = float(np.abs(np.subtract(self._counts, expected)).max()) / self._batch_index
         # A source that is itself a blend has an error of its own.
         metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR) or 0.0)
         metrics[ENDED_SOURCES] = sum(self._ended) + (metrics.get(ENDED_SOURCES) or 0.0)
@@ -317,12 +313,6 @@ class BlendDataset:
         metrics.update(self._seconds)
         self._seconds.clear()
         return metrics
-
-    def _merged(self, key: str, values: Collection[float | None]) -> float | None:
-        """One value of those of all sources; None if a source's is not known, which only a mean can do without."""
-        merge = self._merges[key]
-        known = [value for value in values if value is not None]
-        return merge(known) if known and (len(known) == len(values) or merge is fmean) else None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python; a snapshot that later batches do not change. Only sources that moved are asked for their state."""
@@ -352,16 +342,15 @@ class BlendDataset:
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         own = states[0]
-        key, problem, fix = "data.source", "", "put it back"
         if own.get("version") != VERSION or "names" not in own:
-            problem, fix = "the saved state is not one of a blend of this version", "start without it"
-        elif own["seed"] != self._seed:
-            key, fix = "run.seed", f"set it to {own['seed']}"
+            raise UserError("data.source", "the saved state is not one of a blend of this version", "start without it")
+        if own["seed"] != self._seed:
             problem = f"the saved state was made with {own['seed']}, this run has {self._seed}"
-        elif gone := [name for name in own["names"] if name not in self._names]:
-            problem = f"the saved state has a source {gone[0]!r}, which is missing now"
-        if problem:
-            raise UserError(key, problem, fix)
+            raise UserError("run.seed", problem, f"set it to {own['seed']}")
+        if gone := [name for name in own["names"] if name not in self._names]:
+            raise UserError(
+                "data.source", f"the saved state has a source {gone[0]!r}, which is missing now", "put it back"
+            )
         self._batch_index = self._first = own["batch_index"]
         self._choices = []
         self._latest.clear()
@@ -370,7 +359,7 @@ class BlendDataset:
             self._counts[index], self._ended[index] = 0, False
             if name in own["names"]:
                 self._load_source(index, own["names"].index(name), states)
-        self._iterators = [iter(source.dataset) for source in self.sources]
+        self._begin()
         self._undrained = set(range(len(self.sources)))  # the merged metrics cover every pool's last pick
         self._unsaved = set(range(len(self.sources)))
 
@@ -407,11 +396,12 @@ def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | No
 
 def _drain_source(dataset: Any, unknown: Drained, guard: BestEffort) -> Drained:
     """A source's metrics, those that it lists; if it fails, all of them are not known, from then on."""
-    drained = guard.run(dataset.drain_step_metrics)
+    drained: dict[str, float | None] | None = guard.run(dataset.drain_step_metrics)
     if drained is not None and not isinstance(dataset, StreamMixingDataset | BlendDataset):
         drained = guard.run(checked, drained, guard.leave_out, as_number)
     if drained is None:
         return unknown
     for key in drained.keys() - unknown.keys():
+        drained.pop(key)
         guard.leave_out(key, "it is not among the metric_keys")
-    return {key: value for key, value in drained.items() if key in unknown}
+    return drained

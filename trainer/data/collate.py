@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from trainer.arrays import IGNORED, Ints
-from trainer.data.documents import TokenArray, TokenTable
+from trainer.data.documents import IdBounds, TokenArray, TokenTable
 from trainer.data.groups import OpenStream
 from trainer.data.reader import Rows, StreamReader
 from trainer.data.tokenizer import Tokenizer
@@ -39,11 +39,9 @@ class Collator:
     def batch(
         self, reader: StreamReader, rows: Rows | None, *, epoch: int, position: int, num_before: int = 0
     ) -> Batch:
-        """The micro-batch of these rows; without rows, one fully masked row.
+        """The micro-batch of a reader's rows; without rows, one fully masked row.
 
         Args:
-            reader: the rows are of its stream.
-            rows: what the reader gave, B rows.
             epoch, position: of the reader before the pick (for `instability_meta_json`).
             num_before: n, columns of `tokens_before`; 0: the batch has none.
         """
@@ -100,7 +98,8 @@ class Collator:
         """All rows in one gather; then fix the rows that begin or end a document."""
         documents, groups = source.documents, source.groups
         block = windows[rows.windows]  # [B, T + 1]
-        _check(documents, block, rows.windows)
+        if documents.bounds is not None:
+            _check(documents.bounds, block, rows.windows)
         tokens, targets = block[:, :-1].astype(np.int64), block[:, 1:].astype(np.int64)
         tokens[rows.is_first, 0] = self._bos
         for row in np.flatnonzero(rows.is_odd).tolist():
@@ -146,7 +145,8 @@ class Collator:
         is_token = is_earlier & (places >= begins[:, None])
         read = documents.tokens[np.where(is_token, places, 0)]  # [B, n]
         read[~is_token] = 0
-        _check(documents, read, places[:, 0])
+        if documents.bounds is not None:
+            _check(documents.bounds, read, places[:, 0])
         tokens = read.astype(np.int64)
         tokens[is_earlier & ~is_token] = self._bos
         batch["tokens_before"] = tokens
@@ -167,8 +167,8 @@ class Collator:
             tokens[:size], targets[:size] = read[:-1], read[1:]
 
 
-def _check(documents: TokenTable, block: TokenArray, begins: Ints) -> None:
+def _check(bounds: IdBounds, block: TokenArray, begins: Ints) -> None:
     """Check the ids of rows that begin at these positions of the file."""
-    if documents.bounds is not None and documents.bounds.is_broken_by(block):
+    if bounds.is_broken_by(block):
         for row, begin in zip(block, begins.tolist(), strict=True):
-            documents.bounds.check(row, begin)
+            bounds.check(row, begin)

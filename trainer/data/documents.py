@@ -15,7 +15,7 @@ import struct
 import tempfile
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -202,7 +202,7 @@ def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: s
         UserError: an id is outside the vocabulary; in the smaller dtype it would turn into another one.
     """
     dtype, lengths = np.dtype(np.min_scalar_type(max(vocab_size - 1, 0))), array("q")
-    bounds = IdBounds(where, vocab_size, "the tokenizer")
+    bounds, num_tokens = IdBounds(where, vocab_size, "the tokenizer"), 0
     with tempfile.SpooledTemporaryFile(SPOOLED, prefix="trainer-tokens-") as store:
         waiting: list[TokenArray] = []
         size = 0
@@ -214,12 +214,8 @@ def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: s
                 size += len(piece)
             if waiting and (piece is None or size >= CHUNK):
                 chunk = np.concatenate(waiting)
-                if chunk.size and not 0 <= chunk.min() <= chunk.max() < vocab_size:
-                    at = bounds.first_outside(chunk)
-                    inside = int(np.searchsorted(np.cumsum([len(each) for each in waiting]), at, side="right"))
-                    document = len(lengths) - len(waiting) + inside
-                    raise replace(bounds, where=f"{where}: document {document}").refusal(int(chunk[at]))
-                store.write(chunk.astype(dtype).tobytes())
+                bounds.check(chunk, num_tokens)
+                num_tokens += store.write(chunk.astype(dtype).tobytes()) // dtype.itemsize
                 waiting, size = [], 0
         num_bytes = store.tell()
         store.flush()
@@ -293,60 +289,42 @@ def load_bin(path: Path, options: ReadOptions) -> TokenTable:
     return _table(path, np.memmap(path, dtype=dtype, mode="r"), options)
 
 
-def _read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, Ints, Ints]:
-    """(dtype, sizes [sequences], pointers [sequences] in bytes, documents [documents + 1]) of an index."""
-    with path.open("rb") as file:
-        head = file.read(HEADER.size)
-    if not head.startswith(MAGIC):
-        raise damaged(path, f"is not a Megatron-LM index: it begins with {head[: len(MAGIC)]!r} (byte offset 0)")
-    if len(head) < HEADER.size:
-        raise damaged(path, f"is cut off inside its header, at byte offset {len(head)} of {HEADER.size}")
-    _, version, code, num_sequences, num_indices = HEADER.unpack(head)
-    if version != 1:
-        raise damaged(path, f"has version {version} at byte offset 9, only 1 is known")
-    if code not in DTYPES:
-        raise damaged(path, f"has the dtype code {code} at byte offset 17, which is none of integers")
-    mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-    bounds = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_indices]).tolist()
-    if len(mapped) != bounds[-1]:
-        how = "is cut off" if len(mapped) < bounds[-1] else "continues past its last table"
-        raise damaged(path, f"{how}: its tables take {bounds[-1]} bytes, it has {len(mapped)}")
-    kinds = ("<i4", "<i8", "<i8")
-    tables = (mapped[a:b].view(kind) for a, b, kind in zip(bounds, bounds[1:], kinds, strict=False))
-    return np.dtype(DTYPES[code]), *tables  # type: ignore[return-value]
-
-
-def _check(index: Path, path: Path, dtype: np.dtype[Any], sizes: np.ndarray, pointers: Ints, documents: Ints) -> None:
-    """Reject an index that is inconsistent, or that does not belong to the `.bin`."""
-    bin_size = path.stat().st_size
-    if not len(sizes) or len(documents) < 2:
-        raise damaged(index, "has no documents")
-    falls = np.flatnonzero(np.diff(documents) < 0)
-    if documents[0] != 0 or documents[-1] != len(sizes) or len(falls):
-        at = f", and decrease after index {int(falls[0])}" if len(falls) else ""
-        run = f"they run from {int(documents[0])} to {int(documents[-1])}{at}"
-        raise damaged(index, f"its document indices must increase from 0 to {len(sizes)}; {run}")
-    ends = pointers + sizes.astype(np.int64) * dtype.itemsize
-    outside = np.flatnonzero((sizes < 0) | (pointers < 0) | (pointers % dtype.itemsize != 0) | (ends > bin_size))
-    if len(outside):
-        lies = f"sequence {int(outside[0])} lies at bytes {int(pointers[outside[0]])} to {int(ends[outside[0]])}"
-        raise damaged(index, f"{lies}, which is outside {path.name} ({bin_size} bytes of {dtype})")
-    if int(ends.max()) != bin_size:
-        raise damaged(index, f"its sequences end at byte {int(ends.max())}, but {path.name} has {bin_size} bytes")
-
-
-def _documents(index: Path, starts: Ints, sizes: np.ndarray, documents: Ints) -> tuple[Ints, Ints]:
-    """(first token, number of tokens) of each document; its sequences must be contiguous in the `.bin`."""
-    if len(documents) == len(sizes) + 1 and int(np.diff(documents).min()) == 1:
-        return starts, sizes.astype(np.int64)
+def _read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
+    """(dtype, first token of each document, tokens of each) of the index of a `.bin` of so many bytes."""
+    data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    head = data[: HEADER.size].tobytes()
+    magic, version, code, num_sequences, num_indices = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
+    if (magic, version) != (MAGIC, 1) or code not in DTYPES or len(head) < HEADER.size:
+        problem = f"is not a Megatron-LM index of version 1 and of integers: it begins with {head[:18]!r}"
+        raise damaged(path, problem)
+    ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_indices], dtype=object).tolist()
+    if len(data) != ends[-1]:
+        raise damaged(path, f"its tables take {ends[-1]} bytes, it has {len(data)}")
+    dtype, kinds = np.dtype(DTYPES[code]), ("<i4", "<i8", "<i8")
+    sizes, pointers, indices = (
+        data[begin:end].view(kind) for begin, end, kind in zip(ends[:-1], ends[1:], kinds, strict=True)
+    )
+    if not len(sizes) or len(indices) < 2:
+        raise damaged(path, "has no documents")
+    if indices[0] != 0 or indices[-1] != len(sizes) or (np.diff(indices) < 0).any():
+        raise damaged(path, f"its document indices do not increase from 0 to {len(sizes)}")
+    sizes = sizes.astype(np.int64)
+    stops = pointers + sizes * dtype.itemsize
+    outside = np.flatnonzero((sizes < 0) | (pointers < 0) | (pointers % dtype.itemsize != 0) | (stops > bin_size))
+    at = int(outside[0]) if len(outside) else int(stops.argmax())
+    if len(outside) or stops[at] != bin_size:  # the last one must end the file
+        lies = f"sequence {at} lies at bytes {int(pointers[at])} to {int(stops[at])}"
+        raise damaged(path, f"{lies}, which does not fit a .bin of {bin_size} bytes of {dtype}")
+    starts = pointers // dtype.itemsize
+    if len(indices) == len(sizes) + 1 and int(np.diff(indices).min()) == 1:  # one sequence each
+        return dtype, starts, sizes
     is_inner = np.ones(len(starts), dtype=np.bool_)  # sequences that continue a document
-    is_inner[documents[:-1][documents[:-1] < len(starts)]] = False
+    is_inner[indices[:-1][indices[:-1] < len(starts)]] = False
     gaps = np.flatnonzero(is_inner[1:] & (starts[1:] != (starts + sizes)[:-1]))
     if len(gaps):
-        raise damaged(index, f"sequence {int(gaps[0]) + 1} does not directly follow the previous one of its document")
-    totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
-    lengths = totals[documents[1:]] - totals[documents[:-1]]
-    return starts[np.minimum(documents[:-1], len(starts) - 1)], lengths
+        raise damaged(path, f"sequence {int(gaps[0]) + 1} does not directly follow the previous one of its document")
+    totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    return dtype, starts[np.minimum(indices[:-1], len(starts) - 1)], np.diff(totals[indices])
 
 
 def write_index(path: Path, lengths: Ints, dtype: np.dtype[Any]) -> None:
@@ -367,8 +345,6 @@ def load_megatron(path: Path, options: ReadOptions) -> TokenTable:
         raise damaged(path, f"eod and dtype do not apply: its index {index.name} defines them", "remove them")
     if not index.is_file():
         raise damaged(index, f"is missing next to {path.name}", 'put it there, or set format = "bin"')
-    dtype, sizes, pointers, documents = _read_index(index)
-    _check(index, path, dtype, sizes, pointers, documents)
-    starts, lengths = _documents(index, pointers // dtype.itemsize, sizes, documents)
+    dtype, starts, lengths = _read_index(index, path.stat().st_size)
     tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     return TokenTable(tokens, starts, lengths, IdBounds.of(path, options.tokenizer).check_sample(tokens))

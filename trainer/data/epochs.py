@@ -73,39 +73,40 @@ class QueueKey:
     def turns(self) -> list[int]:
         """The rank, modulo the world size, that reads the first slice of each stream; the same in every epoch.
 
-        Cutting a stream at group boundaries favours the same slices every time: of a stream of one group, all but one
-        are empty. A permutation lets every rank begin equally often, whatever the sizes; it is keyed because sizes may
-        follow the order of names. It must not depend on the epoch: ranks that pick alone are in different epochs, and
-        two ranks must never read the same group at once.
+        Cutting a stream at group boundaries favours the same slices every time. A permutation lets every rank begin
+        equally often, whatever the sizes; it is keyed because sizes may follow the order of names. It must not depend on the
+        epoch: ranks that pick alone are in different epochs, and two ranks must never read the same group at once.
         """
         turns: list[int] = keyed_generator("turns", self.name, self.seed).permutation(self.num_streams).tolist()
         return turns
 
 
 class EpochOrder:
-    """The order of an epoch's streams, and how far each had been read at its reshard points.
-
-    Each point's orders follow from those of the point before, and are computed once: the cost is linear in the points.
-    """
+    """The order of an epoch's streams, and how far each had been read at its reshard points."""
 
     def __init__(self, key: QueueKey, epoch: int, points: Sequence[ReshardPoint]) -> None:
-        self._key, self._epoch, self._points = key, epoch, points
-        self._shared_orders: list[Ints] = []
-        self._untouched: list[Flags] = []  # by point: streams that some rank had not reached, bool [num_streams]
-        self._waiting: list[Flags] = []  # by point: the same by rank (a shared queue has one), bool [W, num_streams]
-        self._active: list[dict[int, dict[int, int]]] = []  # by point: stream -> rank -> picks
-        for number, point in enumerate(points):
+        self._key, self._epoch = key, epoch
+        # By point: the streams not reached yet by rank (a shared queue has one), bool [W, num_streams]; and stream -> rank ->
+        # picks of those that are active.
+        self._past: list[tuple[ReshardPoint, Flags, dict[int, dict[int, int]]]] = []
+        self._begun = np.zeros(0, np.int64)  # what the last point puts first, and which of all others follow
+        self._is_next = np.ones(key.num_streams, dtype=np.bool_)
+        self._shared = key.permutation(epoch, 0, 0) if key.shared else self._begun
+        for point in points:
             cursors = point["cursors"][:1] if key.shared else point["cursors"]
             waiting = np.zeros((len(cursors), key.num_streams), dtype=np.bool_)
-            for rank, (index, _) in enumerate(cursors):
-                waiting[rank, self._order(rank, number)[index:]] = True
-            self._waiting.append(waiting)
-            self._untouched.append(np.logical_or.reduce(waiting, axis=0))
             active: dict[int, dict[int, int]] = {}
+            for rank, (index, _) in enumerate(cursors):
+                waiting[rank, self._order(rank)[index:]] = True
             for rank, (_, begun) in enumerate(point["cursors"]):
                 for stream, picks in begun:
                     active.setdefault(stream, {})[rank] = picks
-            self._active.append(active)
+            self._past.append((point, waiting, active))
+            self._begun = np.array(active_streams(point), dtype=np.int64)
+            self._is_next = np.logical_or.reduce(waiting, axis=0)
+            self._is_next[self._begun] = False
+            if key.shared:
+                self._shared = self._order(0)
 
     def of_rank(self, rank: int) -> list[int]:
         """The streams in the order in which a rank takes them.
@@ -113,29 +114,17 @@ class EpochOrder:
         After reshard points: first the streams that were active on any rank (so that what was begun continues), then
         those that some rank had not reached; completely read streams are left out.
         """
-        return list(self._order(rank, len(self._points)).tolist())
+        return list(self._order(rank).tolist())
 
-    def _order(self, rank: int, number: int) -> Ints:
-        """The order of a rank of the world after `number` reshard points."""
+    def _order(self, rank: int) -> Ints:
         key = self._key
-        if key.shared and number < len(self._shared_orders):
-            return self._shared_orders[number]
-        if not number:
-            order = key.permutation(self._epoch, rank, 0)
-        else:
-            begun = np.array(active_streams(self._points[number - 1]), dtype=np.int64)
-            is_next = self._untouched[number - 1].copy()
-            is_next[begun] = False
-            before = self._order(rank, number - 1) if key.shared else key.permutation(self._epoch, rank, number)
-            order = np.concatenate([begun, before[is_next[before]]])
-        if key.shared:
-            self._shared_orders.append(order)
-        return order
+        before = self._shared if key.shared else key.permutation(self._epoch, rank, len(self._past))
+        return np.concatenate([self._begun, before[self._is_next[before]]])
 
     def past_reads(self, stream: Stream) -> list[PastReads]:
         """How far a stream had been read at each reshard point, without those at which no rank had begun it."""
         found = []
-        for point, waiting, active in zip(self._points, self._waiting, self._active, strict=True):
+        for point, waiting, active in self._past:
             world_size, stream_id = len(point["cursors"]), stream.stream_id
             begun = active.get(stream_id, {})
             if not begun and waiting[:, stream_id].all():
@@ -151,9 +140,7 @@ class EpochOrder:
 class ReaderQueue:
     """Hands out readers, epoch by epoch, in a permuted order; streams without cells for this rank are skipped.
 
-    Args:
-        open: opens a stream; worth caching, since every epoch returns to each.
-        sizes: lanes per reader, see `lanes_of`.
+    `open` is worth caching, since every epoch returns to each stream; for `sizes` see `lanes_of`.
     """
 
     def __init__(
@@ -242,28 +229,18 @@ def check_states(states: Sequence[State], own: State) -> None:
     """Raise UserError unless a dataset like the `own` saved the states, those of one world in rank order."""
     expected = own["fingerprint"]
     name = str(expected["namespace"])
-    is_world = bool(states) and all(
-        isinstance(state, Mapping)
-        and state.get("version") == STATE_VERSION
-        and (len(states) == 1 or (state["rank"], state["world_size"]) == (rank, len(states)))
-        for rank, state in enumerate(states)
+    are_known = bool(states) and all(
+        isinstance(each, Mapping) and each.get("version") == STATE_VERSION for each in states
     )
-    if not is_world:
-        problem = (
-            "these are not the states that all ranks of a stream mixing dataset of this version saved, in rank order"
-        )
+    ranks = [(state["rank"], state["world_size"]) for state in states] if are_known else []
+    if not are_known or (len(states) > 1 and ranks != [(rank, len(states)) for rank in range(len(states))]):
+        problem = "these are not the states that all ranks of a dataset of this version saved, in rank order"
         raise UserError(name, problem, "load those of one checkpoint")
     for saved in (state["fingerprint"] for state in states):
         if differing := [key for key in expected if saved.get(key) != expected[key]]:
             found = ", ".join(f"{key} was {saved.get(key)!r} and is {expected[key]!r}" for key in differing)
             problem = f"the saved state does not fit: {found}"
             raise UserError(name, problem, "restore the old value, or start without this state")
-
-
-def is_same_layout(state: State, own: State) -> bool:
-    """Whether a state's cursors are valid as they are: same world size, pool size and batch sizes."""
-    keys = ("world_size", "num_streams_mixed", "batch_size", "batch_size_by_modality")
-    return all(state[key] == own[key] for key in keys)
 
 
 def points_of(state: State) -> dict[int, list[ReshardPoint]]:
@@ -307,13 +284,10 @@ def restart_streams(
     """The states of a world that continues where another stopped, with changed files.
 
     Args:
-        states: of all ranks of the world that stopped, in rank order.
+        states: of all ranks of the world that stopped, in rank order; as are those that are returned.
         before: relative paths of its streams, by stream id.
         dataset: one that has read nothing, of the streams as they are now.
         restarted: relative paths of the streams that are read from their beginning. New ones always are.
-
-    Returns:
-        States to load into `dataset`, in rank order.
     """
     saved, fresh = states[0], dataset.state_dict()
     fingerprint = saved["fingerprint"]

@@ -123,13 +123,7 @@ class SourceChange:
 
 @dataclass(frozen=True)
 class DataChange:
-    """What differs between the data of a checkpoint and the data now.
-
-    Args:
-        tokenizer: whether the tokenizer.json differs.
-        sources: the sources that differ. One that is new is not a change: blends may grow.
-        removed: names of sources that there are no more.
-    """
+    """What differs between the data of a checkpoint and now. A source that is new is not a change: blends may grow."""
 
     tokenizer: bool = False
     sources: Mapping[str, SourceChange] = field(default_factory=dict)

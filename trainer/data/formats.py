@@ -5,13 +5,12 @@ A new format is one row of the table: everything else about formats derives from
 
 from __future__ import annotations
 
-import inspect
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -41,7 +40,7 @@ from trainer.data.text_formats import (
 )
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
-from trainer.import_path import format_error, resolve_target
+from trainer.import_path import resolve_target, users_code
 
 SIGNATURE = "see trainer.data.TokenTable: (path, options) -> TokenTable"
 
@@ -51,36 +50,20 @@ def is_import_path(format: str) -> bool:
     return ":" in format
 
 
-def find_loader(format: str) -> Any:
-    """The function behind an import path."""
-    load = resolve_target(format, "format")
-    try:
-        inspect.signature(load).bind(Path(), None)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, TypeError):  # C functions may have no signature, which is a ValueError
-            raise UserError("format", f"{format} cannot be called with (path, options): {error}", SIGNATURE) from error
-    return load
-
-
 def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     """Read a file with the user's function, and check the result before anything is trained on it.
 
     Ids are checked against the vocabulary here too: a user's function need not have done so.
     """
-    load, where = find_loader(format), f"{path} (read by {format})"
-    try:
-        table = load(path, options)
-    except (UserError, OSError):  # which say themselves what is wrong
-        raise
-    except Exception as error:
-        raise damaged(where, f"fails: {format_error(error)}", "fix it there") from error
+    where = f"{path} (read by {format})"
+    with users_code(where):
+        table = resolve_target(format, "format")(path, options)
     if not isinstance(table, TokenTable):
         raise damaged(where, f"returned a {type(table).__name__}", SIGNATURE)
     tokens, starts, lengths = (np.asarray(each) for each in (table.tokens, table.starts, table.lengths))
-    if any(each.ndim != 1 or each.dtype.kind not in "iu" for each in (tokens, starts, lengths)) or len(starts) != len(
-        lengths
-    ):
-        parts = ", ".join(f"{each.dtype} {list(each.shape)}" for each in (tokens, starts, lengths))
+    arrays = (tokens, starts, lengths)
+    if any(each.ndim != 1 or each.dtype.kind not in "iu" for each in arrays) or len(starts) != len(lengths):
+        parts = ", ".join(f"{each.dtype} {list(each.shape)}" for each in arrays)
         raise damaged(where, f"tokens, starts and lengths are {parts}", "return integers [N], [D] and [D]")
     starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
     outside = np.flatnonzero((starts < 0) | (lengths < 0) | (starts + lengths > len(tokens)))

@@ -175,12 +175,11 @@ def _runs(documents: Ints, lengths: Ints, cut: CutOptions) -> tuple[Ints, Ints, 
 
 
 def build_groups(lengths: Ints, kept: Ints, relative_path: str, cut: CutOptions) -> GroupTable:
-    """Cut documents into groups.
+    """Cut the documents of a stream into groups.
 
     Args:
         lengths: tokens of every document of the stream, int64 [num_documents].
         kept: indices of the documents to use, ascending; those without tokens are skipped.
-        relative_path: the stream's.
     """
     # A gather over millions of documents costs more than the check that it is not needed.
     sizes = lengths if len(kept) == len(lengths) else lengths[kept]
@@ -240,11 +239,7 @@ class OpenStream:
 
 
 def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions) -> OpenStream:
-    """Read a stream's file and cut it into groups.
-
-    Raises:
-        UserError: the file is unreadable or damaged.
-    """
+    """Read a stream's file and cut it into groups; a UserError if it is unreadable or damaged."""
     path = stream.tokens or stream.path
     if stream.tokens:
         options = ReadOptions(options.tokenizer, format="megatron")
@@ -283,11 +278,7 @@ class StreamOpener:
         self._has_said: set[str] = set()
 
     def __call__(self, stream: Stream) -> OpenStream:
-        """The stream, opened.
-
-        Raises:
-            UserError: the file is unreadable or damaged.
-        """
+        """The stream, opened; see `open_stream`."""
         self.current = stream
         try:
             opened = open_stream(stream, self._options, self._cut)

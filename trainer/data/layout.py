@@ -66,25 +66,16 @@ def named_directory(path: str) -> str:
 
 
 def _directories(base: str, *, enters_hidden: bool = False) -> Iterator[str]:
-    """`base` and all directories below it, each once; directories before links to them."""
-    seen: set[tuple[int, int]] = set()
-    own: list[str] = [base]
-    links: list[str] = []
-    while own or links:
-        directory = own.pop() if own else links.pop()
-        try:
-            status = os.stat(directory)
-            if (status.st_dev, status.st_ino) in seen:
-                continue
-            seen.add((status.st_dev, status.st_ino))
-            with os.scandir(directory) as found:
-                entries = sorted(found, key=lambda entry: entry.name, reverse=True)
-        except OSError:  # no directory, or one that may not be read: a glob matches nothing there
+    """`base` and all directories below it, each once; no links to what is below it anyway."""
+    root, seen = os.path.join(os.path.realpath(base), ""), set()
+    for directory, names, _ in os.walk(base, followlinks=True):
+        real = os.path.realpath(directory)
+        if real in seen or (os.path.islink(directory) and directory != base and f"{real}/".startswith(root)):
+            names.clear()
             continue
+        seen.add(real)
+        names[:] = sorted(name for name in names if enters_hidden or not name.startswith("."))
         yield directory
-        for entry in entries:
-            if (enters_hidden or not entry.name.startswith(".")) and entry.is_dir():
-                (links if entry.is_symlink() else own).append(entry.path)
 
 
 def _files_below(directory: Path) -> list[Path]:
@@ -153,20 +144,8 @@ def _may_be_data(path: PurePath, format: str) -> bool:
     return sort == "unread" or (sort == "data" and not _is_about_data(path))
 
 
-@dataclass(frozen=True)
-class UnreadParts:
-    """What some sources leave of a root: modalities, and files in no modality's directory."""
-
-    modalities: list[str]
-    files: list[str]
-
-
-def unread_parts(root: Path, read: Collection[str] | None, format: str) -> UnreadParts:
-    """What is in a root besides the modalities that are read.
-
-    Args:
-        read: names of modalities; None: all of them.
-    """
+def unread_parts(root: Path, read: Collection[str] | None, format: str) -> tuple[list[str], list[str]]:
+    """The other modalities of a root besides those that are read (None: all), and the files in no modality's directory."""
     others = {} if read is None else {printable(path.name): path for path in sorted(root.iterdir()) if path.is_dir()}
     modalities = [
         name
@@ -175,7 +154,7 @@ def unread_parts(root: Path, read: Collection[str] | None, format: str) -> Unrea
         and name not in (read or ())
         and any(_may_be_data(file.relative_to(path), format) for file in _files_below(path))
     ]
-    return UnreadParts(modalities, loose_files(root, format))
+    return modalities, loose_files(root, format)
 
 
 @dataclass(frozen=True)

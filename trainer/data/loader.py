@@ -124,17 +124,14 @@ class Loader:
         metrics = {} if self._drain is None else self._guard.run(self._drain)
         if metrics is None:
             metrics = dict.fromkeys(getattr(self._dataset, "metric_keys", ()))
-        is_masked = _is_masked(batch.get("targets"))
-        if is_masked is not None:
-            metrics = {**metrics, MASKED_SHARE: float(is_masked)}
-        batch |= {key: to_device(batch[key], self._device) for key in TENSOR_KEYS if key in batch}
+        targets = batch.get("targets")
+        # Not of a tensor on a device, which must not be waited for.
+        if targets is not None and not (isinstance(targets, torch.Tensor) and targets.device.type != "cpu"):
+            array = np.asarray(targets)
+            # Nearly every batch has a target at its very first position: look there before comparing all.
+            has_first = array.size and array.flat[0] != IGNORED
+            metrics = {**metrics, MASKED_SHARE: float(not has_first and (array == IGNORED).all())}
+        for key in TENSOR_KEYS:
+            if key in batch:
+                batch[key] = to_device(batch[key], self._device)
         return replace(take_apart(batch, self._accepted, burns_in=self._burns_in), state=state, metrics=metrics)
-
-
-def _is_masked(targets: Any) -> bool | None:
-    """Whether no row has a target; None if that is unknown without waiting for a device."""
-    if targets is None or (isinstance(targets, torch.Tensor) and targets.device.type != "cpu"):
-        return None
-    array = np.asarray(targets)
-    # Nearly every batch has a target at its very first position: look there before comparing all.
-    return not (array.size and array.flat[0] != IGNORED) and bool((array == IGNORED).all())

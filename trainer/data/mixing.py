@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
@@ -23,7 +24,6 @@ from trainer.data.epochs import (
     active_streams,
     check_states,
     fingerprint,
-    is_same_layout,
     points_of,
     reshard,
 )
@@ -76,7 +76,7 @@ class ActivePool:
 
     Args:
         modalities: all that can occur; each is reported at every pick, zeros included.
-        pick_mode: `weighted` (in proportion to remaining picks), `uniform`, or `round_robin` (slots in turn).
+        pick_mode: `weighted` is in proportion to remaining picks.
         guard: of the metrics: if they fail, `seen` is empty and picks are the same.
     """
 
@@ -199,16 +199,14 @@ class MixOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        choices = (("pick_mode", PICK_MODES), ("batching_mode", BATCHING_MODES))
-        wrong = [f"{key}: one of {', '.join(known)}" for key, known in choices if getattr(self, key) not in known]
+        for key, known in (("pick_mode", PICK_MODES), ("batching_mode", BATCHING_MODES)):
+            if getattr(self, key) not in known:
+                raise UserError(key, f"must be one of {', '.join(known)}, got {getattr(self, key)!r}")
         sizes = {f"batch_size_by_modality.{modality}": size for modality, size in self.batch_size_by_modality.items()}
-        numbers = {"num_streams_mixed": self.num_streams_mixed, "batch_size": self.batch_size, **sizes}
-        wrong += [f"{key}: an integer >= 1" for key, number in numbers.items() if type(number) is not int or number < 1]
-        if type(self.tokens_before) is not int or self.tokens_before < 0:
-            wrong.append("tokens_before: an integer >= 0")
-        if wrong:
-            key, _, problem = wrong[0].partition(": ")
-            raise UserError(key, f"must be {problem}, got {getattr(self, key, sizes.get(key))!r}")
+        sizes |= {"num_streams_mixed": self.num_streams_mixed, "batch_size": self.batch_size}
+        for key, number, least in (*((*each, 1) for each in sizes.items()), ("tokens_before", self.tokens_before, 0)):
+            if type(number) is not int or number < least:
+                raise UserError(key, f"must be an integer >= {least}, got {number!r}")
 
 
 class StreamMixingDataset:
@@ -223,12 +221,7 @@ class StreamMixingDataset:
     the state is cursors (and the pool's observations, for its metrics), and resuming on the same world gives bitwise
     identical samples.
 
-    Args:
-        streams: from `discover_nested` or `discover_direct`.
-        cut: how documents become cells; its namespace, the source's name, must be unique in a blend.
-        read: how files are read.
-        mix: how streams are mixed.
-        rank, world_size: this rank, and the number of ranks.
+    The namespace of `cut`, the source's name, must be unique in a blend.
 
     Raises:
         UserError: no streams, or one twice; while iterating: a damaged file, or a split without documents.
@@ -397,9 +390,9 @@ class StreamMixingDataset:
             "queue_index": self._queue.index,
             "turn": self._pool.turn,
             "is_barren": self._has_no_cells,
-            "pool": [[reader.stream_id, reader.picks] for reader in self._pool.readers],
+            "pool": list(map(list, map(attrgetter("stream_id", "picks"), self._pool.readers))),
             "observed": self._pool.observed(),
-            "chapters": [list(each) for each in self._queue.points.items()],
+            "chapters": list(map(list, self._queue.points.items())),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -417,7 +410,8 @@ class StreamMixingDataset:
         states = [state] if isinstance(state, Mapping) else list(state)
         check_states(states, self._fixed_state)
         own = states[self._rank] if len(states) == self._world_size else states[0]
-        is_same = is_same_layout(own, self._fixed_state)
+        layout = ("world_size", "num_streams_mixed", "batch_size", "batch_size_by_modality")
+        is_same = all(own[key] == self._fixed_state[key] for key in layout)
         if not self._shared and (own["rank"] != self._rank if is_same else len(states) != own["world_size"]):
             problem = f"the state is that of rank {own['rank']} of {own['world_size']}, and this is rank {self._rank}"
             raise UserError(self.name, problem, "give each rank its own, or the states of all ranks, in rank order")
@@ -425,7 +419,12 @@ class StreamMixingDataset:
         self._has_no_cells = False
         self._exhaust_events = 0
         if not is_same:
-            self._reshard(states)
+            epoch, points = reshard(states, len(self.streams), shared=self._shared)
+            dropped = len(active_streams(points[epoch][-1])) - self._mix.num_streams_mixed
+            if dropped > 0:  # they are at the front of the queue, so nothing is lost
+                logger.info("[stream_mixing] resume reshard dropped %d still-active readers", dropped)
+            self._queue.begin_epoch(epoch, points)
+            self._batch_index = max(state["batch_index"] for state in states)
             return
         self._queue.begin_epoch(own["epoch"], points_of(own), own["queue_index"])
         for stream_id, picks in own["pool"]:
@@ -434,12 +433,3 @@ class StreamMixingDataset:
         self._pool.restore(own["observed"])
         self._has_no_cells = own["is_barren"]
         self._batch_index = own["batch_index"]
-
-    def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
-        epoch, points = reshard(states, len(self.streams), shared=self._shared)
-        dropped = len(active_streams(points[epoch][-1])) - self._mix.num_streams_mixed
-        if dropped > 0:
-            # They are at the front of the queue, so nothing is lost.
-            logger.info("[stream_mixing] resume reshard dropped %d still-active readers", dropped)
-        self._queue.begin_epoch(epoch, points)
-        self._batch_index = max(state["batch_index"] for state in states)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,8 @@ from trainer.data.batch import CARRY_KEYS
 from trainer.errors import UserError
 from trainer.import_path import format_error
 from trainer.wording import counted
+
+IDS = ("tokens", "targets")
 
 
 class OwnBatches:
@@ -39,72 +40,50 @@ class OwnBatches:
         self._key = key
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        iterator = iter(self._dataset)
-        with_tokens_before = getattr(iterator, "next_with_tokens_before", None)
-        batches = _Given(partial(next, iterator), self._checked_copy, self._key)
-        if with_tokens_before is not None:
-            batches.next_with_tokens_before = partial(batches.checked, with_tokens_before)
-        return batches
+        self._iterator = iter(self._dataset)
+        self._num_given = 0
+        return self
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._dataset, name)
         return (lambda: copy.deepcopy(value())) if name == "state_dict" else value
 
-    def _checked_copy(self, batch: Any) -> dict[str, Any]:
-        for problem, fix in _problems(batch, self._vocab_size):
-            raise UserError(self._key, f"a batch {problem}", fix)
-        copied = {key: copy.deepcopy(value) for key, value in batch.items()}
-        for key in ("tokens", "targets"):
-            copied[key] = _widened(copied[key])
-        return copied
-
-
-class _Given:
-    """An iterator over checked batches, that says whose data failed; one of a data set that can give tokens before its cells
-    has `next_with_tokens_before` too, see `BlendDataset`."""
-
-    next_with_tokens_before: Callable[[int], dict[str, Any]]
-
-    def __init__(self, give: Callable[[], Any], check: Callable[[Any], dict[str, Any]], key: str) -> None:
-        self._give, self._check, self._key = give, check, key
-        self._num_given = 0
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self
-
     def __next__(self) -> dict[str, Any]:
-        return self.checked(self._give)
+        return self.next_with_tokens_before(0)
 
-    def checked(self, give: Callable[..., Any], *asked: int) -> dict[str, Any]:
-        """A batch.
+    def next_with_tokens_before(self, tokens_before: int) -> dict[str, Any]:
+        """A batch, checked and copied; with tokens before its cells if the data set can give them, see `BlendDataset`.
 
         Raises:
             StopIteration: there are no more.
             UserError: the data set failed, or the batch is not one.
         """
+        ask = getattr(self._iterator, "next_with_tokens_before", None) if tokens_before else None
         try:
-            batch = give(*asked)
+            batch = next(self._iterator) if ask is None else ask(tokens_before)
         except (UserError, StopIteration):
             raise
         except Exception as error:
             problem = f"fails after {counted(self._num_given, 'batch')}: {format_error(error)}"
             raise UserError(self._key, problem, "fix it there") from error
         self._num_given += 1
-        return self._check(batch)
+        for problem, fix in _problems(batch, self._vocab_size):
+            raise UserError(self._key, f"a batch {problem}", fix)
+        return {key: _widened(value) if key in IDS else copy.deepcopy(value) for key, value in batch.items()}
 
 
 def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:
     """What is wrong with a batch, and how to fix it. Reads nothing from a device, and judges no inputs but integers."""
     if not isinstance(batch, Mapping):
         yield f"is a {type(batch).__name__}, not a dict", "yield dicts with tokens and targets"
-    if missing := [key for key in ("tokens", "targets") if key not in batch]:
+    if missing := [key for key in IDS if key not in batch]:
         has = ", ".join(sorted(map(str, batch)))
         yield f"has no {' and no '.join(missing)}; it has {has or 'nothing'}", "add it, as int64 [B, T]"
     shape, given = np.shape(batch["targets"]), np.shape(batch["tokens"])
     if len(shape) != 2 or 0 in shape or given[:1] != shape[:1] or (len(given) == 2 and given != shape):
         shapes = f"has tokens {list(given)} and targets {list(shape)}"
         yield shapes, "give both as [B, T], with at least one row"
-    for key in ("tokens", "targets"):
+    for key in IDS:
         array = _on_host(batch[key])
         if array is not None and array.dtype.kind in "iu":
             wrong = array[((array < 0) & ((key == "tokens") | (array != IGNORED))) | (array >= vocab_size)]
@@ -140,8 +119,9 @@ def _on_host(values: Any) -> np.ndarray | None:
 
 
 def _widened(values: Any) -> Any:
-    """Unsigned ids as int64: torch indexes with no other type than int32 and int64."""
+    """A copy, with unsigned ids as int64: torch indexes with no other type than int32 and int64."""
     if isinstance(values, Tensor):
-        return values.long() if values.dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64) else values
-    array = np.asarray(values)
-    return array.astype(np.int64) if array.dtype.kind == "u" else values
+        return (
+            values.long() if values.dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64) else values.clone()
+        )
+    return np.asarray(values).astype(np.int64) if np.asarray(values).dtype.kind == "u" else copy.deepcopy(values)

@@ -144,13 +144,6 @@ class LanePlan:
         return self.begins + self.lanes * (self.num_batches + 1)
 
 
-def _argsort(priority: npt.NDArray[np.float64]) -> Ints:
-    """A stable argsort. The fast unstable one suffices if no two priorities are equal, which is almost certain."""
-    order = np.argsort(priority)
-    in_order = priority[order]
-    return np.argsort(priority, kind="stable") if (in_order[1:] == in_order[:-1]).any() else order
-
-
 def plan_lanes(first_cells: Ints, num_cells: Ints, priority: npt.NDArray[np.float64], num_lanes: int) -> LanePlan:
     """Lay groups on lanes.
 
@@ -163,7 +156,7 @@ def plan_lanes(first_cells: Ints, num_cells: Ints, priority: npt.NDArray[np.floa
         priority: ascending is earlier, [n].
         num_lanes: most rows per batch.
     """
-    by_priority = _argsort(priority)
+    by_priority = np.argsort(priority, kind="stable")
     lanes, loads = assign_lanes(num_cells[by_priority], num_lanes)
     by_lane = np.argsort(_small(lanes), kind="stable")
     lanes, order = lanes[by_lane], by_priority[by_lane]
@@ -240,14 +233,7 @@ class PastReads:
 
 @dataclass(frozen=True)
 class Remainder:
-    """The unread part of a stream: for each unfinished group, where it continues.
-
-    Args:
-        groups: indices of the groups, ascending, int64 [n].
-        first_cells: the stream's cell at which each continues, int64 [n].
-        num_cells: cells from there to the group's end, all > 0, int64 [n].
-        priority: groups are read in ascending order of it, [n].
-    """
+    """The unread part of a stream: its unfinished groups, ascending; see `plan_lanes`, all [n]."""
 
     groups: Ints
     first_cells: Ints

@@ -11,7 +11,6 @@ import json
 import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,16 +187,13 @@ def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list
         raise damaged(path, problem) from error
 
 
-def _tokens(path: Path, array: Any, first_row: int, bounds: IdBounds) -> list[TokenArray]:
-    values = array.flatten()
+def _tokens(path: Path, array: Any, first_row: int, tokenizer: Tokenizer) -> list[TokenArray]:
+    values, where = array.flatten(), f"{path}: rows {first_row} to {first_row + len(array) - 1}"
     if values.null_count:
-        raise damaged(path, f"a list from row {first_row} on has a null token", "write an id for every token")
+        raise damaged(where, "have a null token", "write an id for every token")
     ids = values.to_numpy(zero_copy_only=False)
+    IdBounds.of(where, tokenizer).check(ids, 0)
     ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False))
-    if bounds.is_broken_by(ids):
-        place = bounds.first_outside(ids)
-        row = first_row + int(np.searchsorted(ends, place, side="right"))
-        raise replace(bounds, where=f"{path}: row {row}").refusal(int(ids[place]))
     pieces: list[TokenArray] = np.split(ids, ends[:-1])
     return pieces
 
@@ -222,7 +218,7 @@ def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -
                 if column == "text":
                     yield from _texts(path, array, row, options)
                 else:
-                    yield from _tokens(path, array, row, IdBounds.of(path, options.tokenizer))
+                    yield from _tokens(path, array, row, options.tokenizer)
                 row += len(array)
     except UserError:
         raise

@@ -19,16 +19,17 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from trainer.data.documents import ReadOptions, Span, write_index
-from trainer.data.formats import FORMATS, format_name, is_import_path
+from trainer.data.formats import FORMATS, format_name
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import replacing, write_file
 from trainer.metrics.progress_bar import Report
+from trainer.wording import listed
 
 SPAN_BYTES = 2_000_000  # a second or two of work, which an interruption loses
 PARTS = ".parts"
@@ -51,11 +52,11 @@ class TextFile:
             UserError: its format cannot be tokenized, or it is damaged.
         """
         name = format_name(Path(path), format)
-        spans = None if is_import_path(name) else FORMATS[name].spans
-        if spans is None:
+        cutters = {key: each.spans for key, each in FORMATS.items() if each.spans is not None}
+        if name not in cutters:
             problem = f"is of the format {name}, which cannot be tokenized"
-            raise UserError(path, problem, "name files of text, .jsonl or .parquet")
-        return cls(path, name, target, spans(Path(path), span_bytes))
+            raise UserError(path, problem, f"name files of {listed(list(cutters))}")
+        return cls(path, name, target, cutters[name](Path(path), span_bytes))
 
     @property
     def is_done(self) -> bool:
@@ -68,24 +69,10 @@ class TextFile:
         return out / PARTS / f"{name}_{number:06d}.bin"
 
 
-class Job(NamedTuple):
-    """One span of a file, for a process of the pool: its tokens go to `part`."""
-
-    path: str
-    format: str
-    span: Span
-    part: Path
-
-
 def tokenize_files(
     files: Sequence[TextFile], out: Path, *, tokenizer: str, text_split: str, workers: int, report: Report | None
 ) -> None:
-    """Write the tokens of the files that have none yet, in a pool of processes.
-
-    Args:
-        tokenizer, text_split: see `load_tokenizer` and `ReadOptions`.
-        workers: processes.
-        report: told (megabytes done, of, file).
+    """Write the tokens of the files that have none yet, in a pool of processes; `report` gets (megabytes done, of, file).
 
     Raises:
         UserError: a file is damaged, or holds no text. What was finished stays.
@@ -105,8 +92,8 @@ def tokenize_files(
         try:
             for file in missing:
                 for number, span in enumerate(file.spans):
-                    job = Job(file.path, file.format, span, file.part(out, number))
-                    futures[pool.submit(_tokenize_span, job)] = file
+                    job = (file.path, file.format, span, file.part(out, number))
+                    futures[pool.submit(_tokenize_span, *job)] = file
             for future in as_completed(futures):
                 future.result()
                 file = futures.pop(future)
@@ -166,22 +153,18 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _tokenize_span(job: Job) -> None:
-    tokenize_span(job, _options, _written_as)
-
-
-def tokenize_span(job: Job, options: ReadOptions, dtype: np.dtype[Any]) -> None:
+def _tokenize_span(path: str, format: str, span: Span, part: Path) -> None:
     """Write a span's tokens, and beside them the lengths of its documents, unless they are there."""
-    lengths_file = job.part.with_suffix(".npy")
+    lengths_file = part.with_suffix(".npy")
     if lengths_file.is_file():
         return
-    pieces = FORMATS[job.format].pieces
+    pieces = FORMATS[format].pieces
     assert pieces is not None
     lengths: list[int] = []
-    with replacing(job.part, sync=False) as file:
-        for piece in pieces(Path(job.path), options, job.span):
+    with replacing(part, sync=False) as file:
+        for piece in pieces(Path(path), _options, span):
             lengths.append(len(piece))
-            file.write(piece.astype(dtype).tobytes())
+            file.write(piece.astype(_written_as).tobytes())
     # Not saved to the file itself: numpy writes past Python, and says nothing of a disk that is full.
     content = io.BytesIO()
     np.save(content, np.array(lengths, dtype=np.int64))

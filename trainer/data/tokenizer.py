@@ -213,13 +213,9 @@ def load_tokenizer(name: str, *, vocab_size: int = 0) -> Tokenizer:
         raise UserError("data.vocab_size", f'must be set with tokenizer = "ids", and with no other; got {vocab_size}')
     if name not in ("ids", "bytes") and not name.endswith(".json"):
         raise UserError("data.tokenizer", f'must be "bytes", "ids" or the path of a tokenizer.json, got {name!r}')
-    return (
-        IdsTokenizer(vocab_size)
-        if name == "ids"
-        else BytesTokenizer()
-        if name == "bytes"
-        else HuggingFaceTokenizer(name)
-    )
+    if name == "ids":
+        return IdsTokenizer(vocab_size)
+    return BytesTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
 
 
 class TextStream:

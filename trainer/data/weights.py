@@ -53,11 +53,10 @@ class ConstantWeight:
 
 @dataclass(frozen=True)
 class ScheduledWeight:
-    """A weight that follows points (x -> value) and is constant outside them.
+    """A weight that follows points (x -> value, at least one) and is constant outside them.
 
     Args:
         kind: `linear` interpolates between points; `step` takes the last point at or before x.
-        points: x (an integer >= 0) to value (finite, >= 0). At least one.
         scale: a factor on every value.
         unit: what x counts: micro-batches from 0, or optimizer steps from 1.
         path: the name of this weight in messages.

@@ -1,6 +1,6 @@
 """A summary of the trace that torch's profiler exports (Chrome's trace event format): kernels, idle time, synchronizations.
 
-The run writes both to `RUN_DIR/profile`; the report reads the summary.
+The run writes both to `RUN_DIR/profile`.
 
 It needs the exported file alone, so it works with the traces of every release and of other machines. Steps are the spans that
 `torch.profiler.profile.step` leaves. Of a run on the CPU, operators take the place of kernels.
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from trainer.files import read_json, write_json
+from trainer.files import write_json
 
 FOLDER: Final = "profile"  # of the run directory, with the trace and its summary
 TRACE: Final = "trace.json.gz"
@@ -212,12 +212,3 @@ def write_summary(folder: Path, found: TraceSummary, *, first_step: int) -> None
     content["num_kernels"] = len(found.kernels)
     content["synchronizations"] = {str(step): dict(calls) for step, calls in found.synchronizations.items()}
     write_json(folder / SUMMARY, {"profile_version": 1, "first_step": first_step, **content})
-
-
-def read_summary(run_dir: Path) -> Mapping[str, Any] | None:
-    """What `write_summary` wrote; None if the run was not profiled, or it cannot be read."""
-    try:
-        content = read_json(run_dir / FOLDER / SUMMARY)
-    except (OSError, ValueError):
-        return None
-    return content if content.get("profile_version") == 1 else None

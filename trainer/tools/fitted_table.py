@@ -16,12 +16,9 @@ _LEAST_FIRST: Final = 8  # width below which the first column is not folded
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
+    """One column: a heading, maybe of several lines, and cells of rich markup.
 
     Args:
-        heading: may have several lines.
-        cells: rich markup, one per row.
-        justify: alignment of heading and cells.
         leave_out: priority for dropping if the table is too wide: highest first; 0 is never dropped.
         wraps: whether cells may break between words; others stay on one line.
     """

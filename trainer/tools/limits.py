@@ -34,12 +34,8 @@ class Assessment:
 
 
 def exhaust_churn(picks_per_slice: float, world_size: int, batch_size: int | None) -> Assessment:
-    """Slices of `CHURN_PICKS` picks or fewer: most of the work is opening streams and starting groups.
-
-    Args:
-        picks_per_slice: that a reader lasts; infinity if none is exhausted.
-        batch_size: of the source; None: unknown.
-    """
+    """Slices of `CHURN_PICKS` picks or fewer: most of the work is opening streams and starting groups. Without any exhausted
+    reader `picks_per_slice` is infinity."""
     each, rate = number_text(picks_per_slice), number_text(world_size / picks_per_slice)
     words = f"a reader lasts {each} picks: {rate} are exhausted per micro-batch on {counted(world_size, 'rank')}"
     better = max(batch_size // 4, 1) if batch_size is not None and batch_size >= 2 else None
@@ -47,14 +43,8 @@ def exhaust_churn(picks_per_slice: float, world_size: int, batch_size: int | Non
 
 
 def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: float = 0.0) -> Assessment:
-    """At most `OVERSIZE_FILL` of the ledger's rows are used, and the rest takes much of the device.
-
-    Args:
-        capacity: rows of the ledger of a rank.
-        used: most rows used at once.
-        row_bytes: of one row.
-        device_bytes: memory of the device; 0: unknown.
-    """
+    """At most `OVERSIZE_FILL` of the rows of a rank's ledger are used at once, and the rest takes much of the device (0: of
+    unknown size)."""
     spare = (capacity - used) * row_bytes
     is_beyond = used < OVERSIZE_FILL * capacity and spare > (OVERSIZE_DEVICE_SHARE * device_bytes or OVERSIZE_BYTES)
     words = f"at most {used / max(capacity, 1):.1%} of {capacity:,} rows are used; the rest takes {spare / 1e9:.2g} GB per rank"

@@ -137,19 +137,19 @@ def _is_sharded(tensor_type: type) -> bool:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the tensors of one rank: of a sharded model, of its own shards."""
+    """Bytes of the tensors of one rank: of a sharded model, of its own shards.
+
+    Attributes:
+        gradients: from the last backward of a window to its update; 0 with DDP, whose buckets hold them.
+        peak: most that exist together: the others, and gradients and activations at the worst moment of a step.
+    """
 
     weights: int
     optimizer: int
-    """Its state, after the first step."""
     ledger: int
-    """States on the device."""
     buckets: int
-    """DDP's, where it averages gradients over ranks."""
     gradients: int
-    """From the last backward of a window to its update; 0 with DDP, whose buckets hold them."""
     peak: int
-    """Most that exist together: the above, and gradients and activations at the worst moment of a step."""
 
     def parts(self) -> dict[str, int]:
         """All but the peak, without what there is none of."""

@@ -50,12 +50,6 @@ def test_the_sentence_names_the_batch_in_sequences_and_tokens(make_study):
     assert "at least 40 sequences (4,000 tokens, 4 x today's), the largest measured" in above
 
 
-def test_what_the_error_bar_decided_is_said(make_study):
-    spread = {Fraction(1): (0.05, 0.25), Fraction(4): (1.0, 1.0)}
-    found = answered(make_study(), lambda factor, scale, seed: 2.0 + spread.get(factor, (0, 0))[seed])["sentence"]
-    assert "the error bars, not the tolerance, decided" in found
-
-
 def test_the_noise_scale_stands_beside_it_in_the_same_units(make_study, record):
     rows = record({90: {"gns/b_simple": 20.0, "gns/b_simple_low": 15.0, "gns/b_simple_high": 30.0, "gns/b_big": 16.0}})
     found = answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0)["sentence"]
@@ -68,10 +62,7 @@ def test_the_cost_is_that_of_what_is_left(make_study, record):
     lines = cost_lines(study, 6, 2)
     assert lines[0] == ("18 branches from step 100 of run: 3 batches x 3 learning rates x 2 seeds, of which 6 are done")
     # 12 branches of 64,000 tokens at 9,000 tokens/s, the median until the checkpoint, two at once.
-    assert lines[-1] == (
-        "cost: 12 branches, 2 at once, 768,000 tokens, about 43 s of training at the run's 9,000 tokens/s; starting each "
-        "process takes longer still"
-    )
+    assert lines[-1] == "cost: 12 branches, 2 at once, 768,000 tokens, about 43 s at the run's 9,000 tokens/s"
 
 
 def test_the_training_loss_is_a_mean_per_token_over_the_last_quarter(record):
@@ -106,12 +97,6 @@ def test_the_largest_batch_within_the_tolerance_of_the_best_is_critical():
     assert verdict.compared[1].excess == pytest.approx(0.01)
 
 
-def test_a_loss_that_falls_with_the_batch_leaves_it_open_above():
-    verdict = decide(measured(2.4, 2.2, 2.1, 2.05, 2.0), tolerance=0.01)
-    assert (verdict.reference, verdict.largest, verdict.next_larger) == (4, 4, None)
-    assert not verdict.compared[FACTORS[0]].is_within
-
-
 def test_an_error_bar_wider_than_the_tolerance_decides_and_is_named():
     # Differences of 0.05 and 0.25: 0.15 on average, with a standard error of 0.1.
     noisy = measured([2.0, 2.0], [2.05, 2.25])
@@ -134,11 +119,6 @@ def test_a_batch_without_a_loss_is_outside():
     verdict = decide(measured(2.0, 2.0, [], 2.0), tolerance=0.01)
     assert (verdict.largest, verdict.next_larger) == (Fraction(1, 2), 1)
     assert len(verdict.compared) == 3
-
-
-def test_without_any_loss_there_is_no_verdict():
-    assert decide(measured([], []), tolerance=0.01) is None
-    assert decide({}, tolerance=0.01) is None
 
 
 @given(

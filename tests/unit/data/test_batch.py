@@ -40,7 +40,10 @@ def test_a_batch_without_groups_carries_nothing():
     ("given", "message"),
     [
         ({"tokens": 1}, "has no targets; it has tokens"),
-        ({"tokens": 1, "targets": 1, "group_ids": 1}, "has group_ids but not all of group_ids, cell_index, is_last"),
+        (
+            {"tokens": 1, "targets": 1, "group_ids": 1},
+            "has not all of group_ids, cell_index, is_last: it has no cell_index, is_last",
+        ),
         (batch(odd=1), r"batch key odd: neither an input of the model \(tokens\).*dataset_labels.*token_types"),
     ],
 )

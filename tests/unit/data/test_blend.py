@@ -120,8 +120,6 @@ def test_a_blend_without_or_with_equal_names_is_refused() -> None:
     source = BlendSource("a", Plain(), ConstantWeight(1))
     with pytest.raises(UserError, match="two sources are called 'a'"):
         BlendDataset([source, source], seed=0)
-    with pytest.raises(UserError, match="micro_batches"):
-        BlendDataset([source], seed=0, micro_batches=0)
 
 
 def blended(

@@ -25,16 +25,6 @@ def test_a_small_directory_joins_its_parent() -> None:
     }
 
 
-def test_small_top_directories_make_misc() -> None:
-    documents = [document("a/x", 60), document("b/x", 30), document("c/d/x", 30), document("y", 1)]
-    assert names(group_by_directory(documents, min_bytes=50)) == {"a": ["a/x"], "misc": ["b/x", "c/d/x", "y"]}
-
-
-def test_a_misc_that_is_too_small_joins_the_smallest_stream() -> None:
-    documents = [document("a/x", 60), document("b/x", 55), document("c/x", 5)]
-    assert names(group_by_directory(documents, min_bytes=50)) == {"a": ["a/x"], "b": ["b/x", "c/x"]}
-
-
 def test_what_a_small_stream_leaves_goes_to_the_others() -> None:
     streams = {"s": [document("s/0", 10)], "b": [document(f"b/{k}", 10) for k in range(20)]}
     capped = cap_evenly(streams, 100, min_bytes=0)

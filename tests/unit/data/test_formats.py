@@ -23,7 +23,7 @@ from trainer.data import formats as registry
 from trainer.data.documents import Kind, load_npy, write_index
 from trainer.data.formats import Format, file_kind, format_name, open_documents
 from trainer.data.layout import discover_direct, discover_nested
-from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer, load_tokenizer
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer
 from trainer.errors import UserError
 
 BYTES = BytesTokenizer()
@@ -52,51 +52,31 @@ def test_json_lines_give_a_document_per_line(tmp_path: Path) -> None:
     assert tokens(path) == [[110, 195, 169], [1, 256, 3], []]
 
 
-@pytest.mark.parametrize("name", ["bytes", "tokenizer.json"])
-def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path: Path, name: str) -> None:
+def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path: Path) -> None:
     mark = b"\xef\xbb\xbf"
     (tmp_path / "a.txt").write_bytes(mark + "\none\n\ntwo é".encode())
     (tmp_path / "a.jsonl").write_bytes(mark + b'{"text": "one"}\n' + mark + b'{"text": "two"}\n')  # two files in one
     (tmp_path / "b.jsonl").write_bytes(mark + b'{"tokens": [2]}\n')
-    words: Tokenizer = BYTES
-    if name != "bytes":
-        tokenizers = pytest.importorskip("tokenizers")
-        model = tokenizers.models.WordLevel({"one": 0, "two": 1, "[UNK]": 2}, unk_token="[UNK]")
-        made = tokenizers.Tokenizer(model)
-        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-        made.save(str(tmp_path / name))
-        words = load_tokenizer(str(tmp_path / name))
-
-    def expected(*documents: str) -> list[list[int]]:
-        return [words.encode(text).tolist() for text in documents]
-
-    assert tokens(tmp_path / "a.txt", words) == expected("\none\n\ntwo é")
-    assert tokens(tmp_path / "a.txt", words, text_split="blank_line") == expected("\none\n\n", "two é")
-    assert tokens(tmp_path / "a.jsonl", words) == expected("one", "two")
-    assert tokens(tmp_path / "b.jsonl", words) == [[2]]
+    assert texts(tmp_path / "a.txt") == ["\none\n\ntwo é"]
+    assert texts(tmp_path / "a.txt", text_split="blank_line") == ["\none\n\n", "two é"]
+    assert texts(tmp_path / "a.jsonl") == ["one", "two"]
+    assert tokens(tmp_path / "b.jsonl") == [[2]]
     assert file_kind(tmp_path / "b.jsonl", "jsonl") == "ids"
 
 
-@pytest.mark.parametrize("kind", ["dictionary<string>", "large_string", "string_view"])
-def test_parquet_text_is_read_however_its_strings_are_stored(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["dictionary", "large_string", "string_view", "fixed", "large_list", "list_view"])
+def test_parquet_is_read_however_its_strings_and_lists_are_stored(tmp_path: Path, kind: str) -> None:
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
-    plain = getattr(pyarrow, kind.removeprefix("dictionary<").rstrip(">"))()
-    values = [f"text {i % 3}" for i in range(2000)]
-    array = pyarrow.array(values, plain)
-    if kind.startswith("dictionary"):
-        array = array.dictionary_encode()
-    parquet.write_table(pyarrow.table({"text": array}), tmp_path / "a.parquet", row_group_size=700)
-    assert texts(tmp_path / "a.parquet") == values
-
-
-@pytest.mark.parametrize("kind", ["fixed_size_list", "large_list", "list_view"])
-def test_parquet_ids_are_read_however_their_lists_are_stored(tmp_path: Path, kind: str) -> None:
-    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
-    integer = pyarrow.int32()
-    stored = pyarrow.list_(integer, 2) if kind == "fixed_size_list" else getattr(pyarrow, kind)(integer)
-    array = pyarrow.array([[1, 2], [3, 4], [5, 6]], stored)
-    parquet.write_table(pyarrow.table({"tokens": array}), tmp_path / "a.parquet", row_group_size=2)
-    assert tokens(tmp_path / "a.parquet") == [[1, 2], [3, 4], [5, 6]]
+    path, values, ids = tmp_path / "a.parquet", [f"text {i % 3}" for i in range(2000)], [[1, 2], [3, 4], [5, 6]]
+    if kind == "dictionary":
+        columns = {"text": pyarrow.array(values).dictionary_encode()}
+    elif kind.endswith(("string", "string_view")):
+        columns = {"text": pyarrow.array(values, getattr(pyarrow, kind)())}
+    else:
+        width = (2,) if kind == "fixed" else ()
+        columns = {"tokens": pyarrow.array(ids, getattr(pyarrow, "list_" if width else kind)(pyarrow.int32(), *width))}
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=700 if "text" in columns else 2)
+    assert (texts(path) if "text" in columns else tokens(path)) == (values if "text" in columns else ids)
 
 
 def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,21 +116,6 @@ def test_what_cannot_be_read_as_asked_is_refused(
 def test_every_integer_dtype_of_an_indexed_file_is_read_as_it_was_written(tmp_path: Path, dtype: str) -> None:
     write_megatron(tmp_path / "a", TOKENS, dtype=dtype)
     assert tokens(tmp_path / "a.bin") == TOKENS
-
-
-def test_the_layout_of_an_index_spelled_out_byte_by_byte(tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(b"\x01\x00\x02\x00\x03\x00")
-    (tmp_path / "a.idx").write_bytes(
-        b"MMIDIDX\x00\x00"
-        b"\x01\x00\x00\x00\x00\x00\x00\x00"  # version
-        b"\x08"  # uint16
-        b"\x02\x00\x00\x00\x00\x00\x00\x00"  # sequences
-        b"\x03\x00\x00\x00\x00\x00\x00\x00"  # document indices
-        b"\x02\x00\x00\x00\x01\x00\x00\x00"  # sizes
-        b"\x00\x00\x00\x00\x00\x00\x00\x00\x04\x00\x00\x00\x00\x00\x00\x00"  # pointers
-        b"\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"
-    )
-    assert tokens(tmp_path / "a.bin") == [[1, 2], [3]]
 
 
 def test_documents_of_several_sequences_are_joined_and_may_lie_in_any_order(tmp_path: Path) -> None:
@@ -280,12 +245,6 @@ uneven = of([1, 2], [0, 1], [2])
 def no_table(path, options):
     return [1, 2]
 
-def one_argument(path):
-    return None
-
-def missing(path, options):
-    return open(str(path) + ".index")
-
 def crashes(path, options):
     raise KeyError("header")
 """
@@ -319,8 +278,6 @@ def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(
         ("floats", r"lengths are float64 \[2\]"),
         ("uneven", r"lengths are int64 \[2\], int64 \[2\], int64 \[1\]"),
         ("no_table", "returned a list"),
-        ("one_argument", r"cannot be called with \(path, options\)"),
-        ("missing", r"one.odd: cannot be read \(No such file or directory: .*one.odd.index\)"),
         ("crashes", r"read by formats_of_mine:crashes\): fails: KeyError: 'header' \(.*formats_of_mine.py:\d+\)"),
         ("nothing", "has no function nothing"),
     ],

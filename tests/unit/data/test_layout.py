@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.data.groups import CutOptions, build_groups, documents_of, held_out
-from trainer.data.layout import UnreadParts, discover, discover_direct, discover_nested, find_files, unread_parts
+from trainer.data.layout import discover, discover_direct, discover_nested, find_files, unread_parts
 from trainer.errors import UserError
 
 PATTERNS = ("**/*.txt", "*/**/*.txt", "a/**", "a/**/b/*", "**/b/**/*.txt", "[ab]/*", "a/../**/c.txt", "**", "./**/*")
@@ -122,8 +122,8 @@ def test_what_no_source_reads_of_a_root_is_named(root: Path) -> None:
     for name in ("es/deep/x.txt", "tab/x.csv", "empty/README.md", "_out/x.txt", "README.md", "x.csv"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("text")
-    assert unread_parts(root, ["a", "b"], "auto") == UnreadParts(["es", "tab"], ["loose.txt", "x.csv"])
-    assert unread_parts(root, None, "auto").modalities == []
+    assert unread_parts(root, ["a", "b"], "auto") == (["es", "tab"], ["loose.txt", "x.csv"])
+    assert unread_parts(root, None, "auto")[0] == []
 
 
 def by_glob(pattern: str) -> set[str]:

@@ -26,18 +26,6 @@ def meta(batch: dict[str, Any]) -> dict[str, Any]:
     return parsed
 
 
-def test_draining_twice_keeps_the_snapshot_and_clears_the_count(write_streams: Write, mixing: Make) -> None:
-    dataset = mixing(write_streams({"a": [[4]], "b": [[4], [4]]}), num_streams_mixed=1)
-    next(dataset)
-    next(dataset)
-    first, second = dataset.drain_step_metrics(), dataset.drain_step_metrics()
-    assert first.pop("stream_mixing/refill/exhaust_events") == 2.0
-    assert second.pop("stream_mixing/refill/exhaust_events") == 0.0
-    assert first == second
-    assert {first[PREFIX + "modalities/a"], first[PREFIX + "modalities/b"]} == {0.0, 1.0}
-    assert set(first) | {"stream_mixing/refill/exhaust_events"} == set(dataset.metric_keys)
-
-
 def test_without_data_left_no_reader_is_active(write_streams: Write, mixing: Make) -> None:
     dataset = mixing(write_streams({"a": [[9, 4]], "b": [[4], [4]]}), repeat=False)
     whole = list(dataset)

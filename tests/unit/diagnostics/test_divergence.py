@@ -69,13 +69,10 @@ def test_a_run_that_rose_far_above_its_first_loss_and_came_back_is_a_warning(los
     )
 
 
-def test_fewer_than_five_rows_are_not_judged() -> None:
-    assert judged(FEW_ROWS[:4]).is_early
-
-
 def test_losses_of_zero_or_less_have_no_multiples() -> None:
     for first in (0.0, -1.0):
         assert judged([first, *[first + 2.0] * 30]).severity != "error"
+    assert judged(FEW_ROWS[:4]).is_early, "fewer than five rows"
 
 
 CURVES: dict[str, Callable[[float, random.Random], float]] = {
@@ -104,15 +101,7 @@ def test_noise_bumps_of_some_percent_and_drifts_are_healthy(curve: str, count: i
         assert outcome.severity is None, (seed, outcome.sentence)  # a spike's is the rule's own
 
 
-def test_a_first_row_of_a_source_with_low_losses_is_neither() -> None:
-    """Every seventh batch is of a source with half the loss, for one the first."""
-    losses = [(1.4 if row % 7 == 0 else 2.6) * (1 - 0.001 * row) + 0.01 * math.sin(row * row) for row in range(60)]
-    assert judged(losses).severity is None
-
-
 def test_a_restart_is_no_divergence_and_the_first_row_is_that_of_the_record() -> None:
     """A run that was resumed at step 101 begins there: its first loss is already low, and its optimizer starts again."""
     again = [*[5.5 / (1 + row / 5) for row in range(20)], *[1.3 + 0.05 * math.sin(row * row) for row in range(20)]]
     assert RULE.apply(record(again, restarts=[80])).verdict == "healthy"
-    bumped = [1.3, 1.45, 1.5, 1.42, 1.36, *[1.3 + 0.02 * math.sin(row * row) for row in range(30)]]
-    assert RULE.apply(record(bumped, restarts=[0])).verdict == "healthy"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +26,6 @@ from trainer.tools.runs.load import load_run
 
 CONFIGS = ROOT / "train_configs" / "diagnostics"
 STEPS = 200
-PAIRS = [
-    pytest.param(a, b, id=f"{a.name}-{b.name}") for a, b in itertools.combinations(CASES, 2) if a.expected != b.expected
-]
 
 
 @pytest.fixture
@@ -42,17 +38,6 @@ def test_the_recorded_runs_show_exactly_what_is_expected(recorded: dict[str, Any
     judgements = judge_all(CASES, recorded, steps=STEPS)
     assert [j.case.name for j in judgements if not j.is_right] == []
     assert is_green(judgements)
-
-
-@pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_swapping_two_expectations_turns_it_red(recorded: dict[str, Any], first: Any, second: Any) -> None:
-    swapped = {
-        first.name: replace(first, expected=second.expected),
-        second.name: replace(second, expected=first.expected),
-    }
-    judgements = judge_all([swapped.get(case.name, case) for case in CASES], recorded, steps=STEPS)
-    assert not is_green(judgements)
-    assert {j.case.name for j in judgements if not j.is_right} == set(swapped)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

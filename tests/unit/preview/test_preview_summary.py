@@ -59,18 +59,6 @@ def test_expected_batches_sum_the_probabilities_over_chunks() -> None:
     assert sum(found) == pytest.approx(150_000)
 
 
-def test_counted_batches_scatter_around_the_expectation(tmp_path: Path) -> None:
-    counted = []
-    for seed in range(12):
-        plan = plan_of(tmp_path, "train.steps=100", f"run.seed={seed}")
-        shapes = [source_shape(plan, source, 2) for source in plan.sources]
-        tallies = count_run(plan, shapes, 2).tallies["first"]
-        counted.append(tallies[0].batches)
-    expected = make_preview(plan, 2).sources[0].batches
-    # 12 runs of 200 draws each: the mean's standard error is sqrt(p (1 - p) / 2400) of 200.
-    assert np.mean(counted) == pytest.approx(expected, abs=4 * 200 * np.sqrt(0.25 / 2400))
-
-
 @pytest.mark.parametrize("mode", ["per_stream", "device_per_stream"])
 def test_averages_of_a_long_run_agree_with_its_counts(tmp_path: Path, mode: str) -> None:
     plan = plan_of(tmp_path, "train.steps=400", f"data.mixing.batching_mode={mode}")

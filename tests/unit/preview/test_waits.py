@@ -26,18 +26,3 @@ def test_no_wait_is_longer_than_2_k_n(num_mixed: int, picks: int) -> None:
     longest = max(max(waits(num_mixed, picks, seed)) for seed in range(3))
     assert longest <= 2 * num_mixed * picks
     assert longest > 0.4 * num_mixed * picks  # the bound is tight: a threshold far below is not safe
-
-
-def test_with_slices_of_two_picks_the_rule_does_not_hold() -> None:
-    assert max(max(waits(8, 2, seed)) for seed in range(20)) > 2 * 8 * 2
-
-
-def test_with_a_single_reader_every_pick_lacks_the_other_modality() -> None:
-    part = SliceShape(np.full(4, 3), 12)
-    streams = tuple(StreamShape(modality, 4, (part,)) for modality in "aabb")
-    mixing = CountedMixing(SourceShape("pool", streams, 1, shared=True), "weighted", 0, 0)
-    for _ in range(100):
-        next(mixing)
-    picks, absent = mixing.tally.picks, mixing.tally.absent
-    assert picks["a"] + picks["b"] == 100
-    assert (absent["a"], absent["b"]) == (picks["b"], picks["a"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.metrics.catalog.lookup import CATALOG
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.report.charts import make_charts, make_curve, points_per_curve
+from trainer.tools.report.charts import make_charts, make_curve
 from trainer.tools.report.run_summary import summarize, with_distinct_names
 
 KEYS = [spec.name.replace("<", "").replace(">", "") for spec in CATALOG]
@@ -62,11 +62,6 @@ def test_colors_stand_for_lines_of_one_run_or_for_several_runs(make_run):
     for chart in (digit, space):
         assert [(line.run, line.color) for line in chart.lines] == [(0, 0), (1, 1)]
     assert digit.title.endswith("digit")
-
-
-def test_evaluation_is_drawn_with_training_in_another_dash(make_run):
-    (chart,) = make_charts([make_run("a", {"loss": [3.0, 2.0]}, {2: {"eval_loss": 2.5}})])
-    assert [(line.label, line.dash) for line in chart.lines] == [("train", 0), ("held out", 1)]
 
 
 def test_references_come_from_the_config(make_run):
@@ -122,12 +117,6 @@ def test_lost_state_is_a_running_total(make_run):
     assert worst.lines[0].curve.mean.tolist() == [0.0, 1.0, 3.0]
 
 
-def test_the_points_stay_within_the_budget_for_any_number_of_runs(make_run):
-    run = make_run("a", {f"objective/part{n}": [1.0, 2.0] for n in range(60)})
-    assert points_per_curve([run]) == 1500
-    assert points_per_curve([run] * 10) * 600 <= 150_000
-
-
 def test_runs_of_the_same_name_get_distinct_names(make_run):
     train = {"loss": [1.0]}
     runs = [make_run("a/x", train), make_run("b/x", train)]
@@ -171,9 +160,8 @@ def test_what_does_not_change_is_said_instead_of_drawn_unless_a_view_has_a_value
     }
 
 
-@pytest.mark.parametrize("key", ["ledger/evictions/lru", "ledger/refused_rows", "ledger/evictions/lru_max"])
-@pytest.mark.parametrize("odd", [1.0, math.nan, math.inf, 1e-300])
+@pytest.mark.parametrize("key", ["ledger/evictions/lru", "ledger/refused_rows"])
+@pytest.mark.parametrize("odd", [math.nan, 1e-300])
 def test_one_value_that_is_not_zero_is_drawn(make_run, key, odd):
-    zeros, other = [0.0] * 5, make_run("b", {key: [0.0]})
-    for runs in ([make_run("a", {key: [*zeros, odd, *zeros]})], [make_run("c", {key: [*zeros, odd, *zeros]}), other]):
-        assert [chart.is_drawn for chart in make_charts(runs)] == [True]
+    zeros = [0.0] * 5
+    assert [chart.is_drawn for chart in make_charts([make_run("a", {key: [*zeros, odd, *zeros]})])] == [True]

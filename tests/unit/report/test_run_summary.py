@@ -80,7 +80,7 @@ def test_means_cover_the_steps_of_the_last_rows(make_run):
     b = make_run("b", {"loss": [9.0, 9.0, 4.0, 4.0]}, {2: {"eval_loss": 4.0}})
     rows = {row.key: row for row in key_means(a, b, window=2)}
     assert rows["loss"].means == (2.0, 4.0)
-    assert rows["loss"].deviations == (pytest.approx(math.sqrt(2)), 0.0)
+    assert rows["loss"].standard_deviations == (pytest.approx(math.sqrt(2)), 0.0)
     assert rows["loss"].difference == 2.0
     assert rows["loss"].relative == 1.0
     assert rows["eval_loss"].means == (3.0, 4.0)

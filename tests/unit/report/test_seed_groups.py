@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import statistics
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from trainer.tools.diagnostics.diagnose import diagnose
-from trainer.tools.report.run_summary import Spread, excess, reservations, seed_groups, spread_of, with_distinct_names
+from trainer.tools.report.run_summary import Spread, excess, reservations, seed_groups, with_distinct_names
 
 
 @pytest.fixture
@@ -62,14 +59,6 @@ def test_a_difference_is_resolved_beyond_two_standard_errors_of_both():
     assert excess(best, other).is_resolved is False
     assert excess(best, Spread(1.0 + 2.01 * error, 0.2, 4)).is_resolved is True
     assert excess(best, Spread(1.0 + 1.99 * error, 0.2, 4)).is_resolved is False
-
-
-@given(st.lists(st.floats(-10, 10), min_size=2, max_size=10))
-def test_the_spread_is_that_of_a_sample(values):
-    spread = spread_of({seed: [value] for seed, value in enumerate(values)})
-    assert spread.mean == pytest.approx(statistics.fmean(values))
-    assert spread.deviation == pytest.approx(statistics.stdev(values))
-    assert spread.error == pytest.approx(statistics.stdev(values) / math.sqrt(len(values)))
 
 
 def test_rows_that_do_not_compare_are_named(make):

@@ -31,20 +31,6 @@ def test_it_is_that_of_the_last_row_or_of_the_last_by_a_step() -> None:
     assert noise_scale_of(run, by=4) is None
 
 
-def test_what_says_most_is_preferred() -> None:
-    bounds = {f"gns/b_{name}_low": low for name, low in (("simple", 1.0), ("now", 2.0), ("drawn", 3.0))}
-    found = noise_scale_of(record({5: bounds}))
-    assert found is not None
-    assert found.key == "gns/b_now"  # what is drawn has no upper bound yet: its lower one may say nothing
-    bounds["gns/b_drawn_high"] = 9.0
-    for key in ("gns/b_drawn", "gns/b_now", "gns/b_simple"):
-        found = noise_scale_of(record({5: {**bounds, "gns/b_now_steps": 9.0}}))
-        assert found is not None
-        assert found.key == key
-        assert found.steps == (9 if key == "gns/b_now" else None)
-        del bounds[f"{key}_low"]
-
-
 def test_a_lower_bound_of_0_alone_is_no_number_and_with_an_upper_one_it_is() -> None:
     run = record({5: {"gns/b_now_low": 0.0, "gns/b_now_steps": 8.0}})
     found = noise_scale_of(run)

@@ -24,13 +24,8 @@ Losses = Mapping[int, float]
 
 @dataclass(frozen=True)
 class Compared:
-    """A batch against the reference.
-
-    Args:
-        excess: mean loss above the reference's.
-        error: standard error of `excess`; None with a single seed.
-        allowed: the larger of the tolerance and the error bar.
-    """
+    """A batch against the reference: mean excess of its loss, the standard error of that (None with a single seed), and what is
+    allowed, the larger of the tolerance and the error bar."""
 
     excess: float
     error: float | None
@@ -198,18 +193,12 @@ def cost_lines(study: Study, num_done: int, num_slots: int) -> list[str]:
     done = f", of which {num_done} are done" if num_done else ""
     kind = "held-out loss" if study.is_held_out else "training loss over the last quarter (eval.holdout_fraction is 0)"
     total = num_todo * study.tokens
-    predicted = "unknown time (the run logged no tokens_per_sec)"
-    if rate:
-        took = duration_text(total / rate / num_slots)
-        predicted = (
-            f"about {took} of training at the run's {rate:,.0f} tokens/s; starting each process takes longer still"
-        )
-    at_once = f", {num_slots} at once" if num_slots > 1 else ""
+    predicted = f", about {duration_text(total / rate / num_slots)} at the run's {rate:,.0f} tokens/s" if rate else ""
     return [
         f"{counted(len(steps), 'branch')} from step {origin.step:,} of {origin.run.path}: {shape}{done}",
         f"each trains {study.tokens:,.0f} tokens in {min(steps):,} to {max(steps):,} steps; the {kind} decides",
         *study.impossible,
-        f"cost: {counted(num_todo, 'branch')}{at_once}, {total:,.0f} tokens, {predicted}",
+        f"cost: {counted(num_todo, 'branch')}, {num_slots} at once, {total:,.0f} tokens{predicted}",
     ]
 
 

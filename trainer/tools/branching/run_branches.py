@@ -55,13 +55,8 @@ class BranchFailed(Exception):
 
 @dataclass(frozen=True)
 class BranchResult:
-    """One branch that is done.
-
-    Args:
-        loss: at its end; None: the loss or the gradient ceased to be finite.
-        tokens: target tokens that it trained on.
-        seconds: wall time, without what was lost by interruptions.
-    """
+    """One branch that is done: its loss at the end (None: that or the gradient ceased to be finite), the target tokens that it
+    trained on, and the wall time, without what was lost by interruptions."""
 
     loss: float | None
     tokens: int
@@ -273,10 +268,9 @@ def _ledger(config: RunConfig, factor: Fraction, seed: int) -> dict[str, Any]:
     """What counts steps counts as many tokens as before."""
     table = config.ledger
     changed: dict[str, Any] = {"probe_every": 0}
-    if table.stale_threshold:
-        changed["stale_threshold"] = max(math.ceil(table.stale_threshold / factor), 1)
-    if table.wipe_every:
-        changed["wipe_every"] = max(round(table.wipe_every / factor), 1)
+    for name in ("stale_threshold", "wipe_every"):
+        if steps := getattr(table, name):
+            changed[name] = math.ceil(steps / factor)
     if table.wipe_mode == "none" and seed:
         # The groups that the run had in flight are never read on: they must make room, which "none" would not let them.
         changed["wipe_mode"] = "lru"

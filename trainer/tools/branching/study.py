@@ -38,10 +38,8 @@ class Origin:
 
     Args:
         config: the run's at the checkpoint; its sources without includes, and with the weights in force as constants.
-        micro_batches: per step and rank.
-        lr: the learning rate in force.
-        tokens_seen: target tokens so far, over all ranks.
-        tokens_per_step, sequences_per_step: of today's batch, over all ranks: average so far, and of the latest row.
+        micro_batches: per step and rank; all other numbers are over all ranks.
+        tokens_per_step, sequences_per_step: of today's batch: average so far, and of the latest row.
         marker: digest of the checkpoint's files.
     """
 
@@ -157,13 +155,9 @@ def base_steps_for(tokens: float, tokens_per_step: float, factors: Iterable[Frac
 
 @dataclass(frozen=True)
 class Branch:
-    """One short run.
+    """One short run, with `factor` times today's batch and a constant learning rate, `lr_scale` of the grid.
 
     Args:
-        factor: its batch, as a multiple of today's.
-        micro_batches: per step and rank.
-        lr_scale: of the grid.
-        lr: its constant learning rate.
         seed: 0 reads on where the checkpoint stopped; any other number is an order of the data of its own.
     """
 

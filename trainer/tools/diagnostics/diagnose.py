@@ -14,7 +14,6 @@ from trainer.wording import counted
 DIAGNOSIS_VERSION: Final = 2
 NO_FINDING: Final = "no finding"
 DiagnosisVerdict = Literal["healthy", "no_findings", "findings"]
-SEVERITIES: Final = ("error", "warning", "advice")
 
 RULES: Final[tuple[Rule, ...]] = (
     *state.RULES,
@@ -63,11 +62,6 @@ class Ruling:
         return self.severity or verdict
 
     @property
-    def title(self) -> str:
-        """The name of the rule for readers: `Batch size`."""
-        return self.rule.name.replace("_", " ").capitalize()
-
-    @property
     def steps(self) -> list[int]:
         """The steps of all evidence, ascending."""
         return sorted({step for evidence in self.outcome.evidence for step in evidence.steps})
@@ -95,20 +89,18 @@ class Diagnosis:
     run: RunRecord
     rulings: tuple[Ruling, ...]
 
-    @property
-    def by_severity(self) -> list[Ruling]:
-        """Errors, warnings and advice, in this order."""
-        return [ruling for severity in SEVERITIES for ruling in self.rulings if ruling.severity == severity]
+    def _of(self, *severities: str) -> list[Ruling]:
+        return [ruling for severity in severities for ruling in self.rulings if ruling.severity == severity]
 
     @property
     def findings(self) -> list[Ruling]:
-        """Errors and warnings: a run with any is not healthy."""
-        return [ruling for ruling in self.rulings if ruling.severity in ("error", "warning")]
+        """Errors, then warnings: a run with any is not healthy."""
+        return self._of("error", "warning")
 
     @property
     def advice(self) -> list[Ruling]:
         """Findings that cost time or tokens but do not harm the model."""
-        return [ruling for ruling in self.rulings if ruling.severity == "advice"]
+        return self._of("advice")
 
     @property
     def num_judged(self) -> int:
@@ -200,8 +192,8 @@ def render_diagnosis_markdown(page: str, calibration: Mapping[str, Any]) -> str:
     lines = [f"{page.partition('## Rules')[0]}## Rules", ""]
     for rule in RULES:
         keys = ", ".join(f"`{key}`" if " " not in key else key for key in (*rule.needs, *rule.uses))
-        lines += [f"### {rule.name} ({rule.severity})", "", f"- Reads: {keys}", f"- Condition: {rule.threshold}"]
-        lines += [f"- Why: {rule.why}", f"- Change: {rule.change}", ""]
+        lines += [f"### {rule.name} ({rule.severity})", "", f"- Reads: {keys}"]
+        lines += [*map("- {}: {}".format, ("Condition", "Why", "Change"), rule.texts), ""]
     lines += ["## False alarms and injected faults", ""]
 
     def names(kind: str, part: str) -> int:

@@ -128,13 +128,10 @@ def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
         wanted = counted(max(round(scale.batch * factor), 1), "sequence")
         return Knob("train.micro_batches", None, f"as many as give {wanted} per step")
     micros = micro_batches(run, since=scale.step)
-    is_constant = isinstance(run.setting("train.micro_batches", 1), int)
-    if factor > 1:
-        more = max(round(micros * factor), micros + 1)
-        return Knob("train.micro_batches", micros, more if is_constant else f"a schedule that reaches {more}")
-    if micros > 1:
-        fewer = max(round(micros * factor), 1)
-        return Knob("train.micro_batches", micros, fewer if is_constant else f"a schedule that ends at {fewer}")
+    if factor > 1 or micros > 1:
+        better = max(round(micros * factor), micros + 1 if factor > 1 else 1)
+        is_constant = isinstance(run.setting("train.micro_batches", 1), int)
+        return Knob("train.micro_batches", micros, better if is_constant else f"a schedule that ends at {better}")
     size = run.setting("data.mixing.batch_size")
     smaller = max(round(size * factor), 1) if isinstance(size, int) else "smaller"
     return None if size == 1 else Knob("data.mixing.batch_size", size, smaller)
@@ -185,15 +182,12 @@ def still_layer(run: RunRecord) -> Outcome:
         return not_measured("most layers do not move: the learning rate is 0, or nothing reaches them")
     still = {name: value / typical for name, value in middles.items() if value < STANDS_STILL * typical}
     if not still:
-        slowest = min(middles, key=middles.__getitem__)
-        return healthy(
-            f"the slowest layer, {slowest}, has {number_text(middles[slowest] / typical)} of the median update"
-        )
+        name = min(middles, key=middles.__getitem__)
+        return healthy(f"the slowest layer, {name}, has {number_text(middles[name] / typical)} of the median update")
     names = ", ".join(f"{name} ({number_text(share)} of the median)" for name, share in still.items())
     cut_off = [name for name in still if not any(series(run, f"layer/{name}{NORM}").values)]
     reason = f"; no gradient reaches {', '.join(cut_off)}" if cut_off else ""
-    stand = "stands" if len(still) == 1 else "stand"
-    words = f"{names} {stand} still: the update over weight of the median layer is {number_text(typical)}{reason}"
+    words = f"standing still: {names}; the update over weight of the median layer is {number_text(typical)}{reason}"
     return finding(words, *(columns[name].evidence() for name in still), knob=_knob(run, next(iter(still))))
 
 

@@ -141,12 +141,7 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
 
 
 def _end_above_first(loss: Series) -> range | None:
-    """The last rows (a quarter of all, 3 to 16) if the run ended above its first row; None: it did not.
-
-    The first row is a single one, so it may be low by chance: by noise, or by a source with low losses. Every one of the last
-    rows must therefore be twice the first. From `MANY_ROWS` rows on, the noise can be estimated: a median that is `END_RISE`
-    higher, by `END_SIGMAS` deviations, is enough if every one of the last rows is nearer to it than to the first.
-    """
+    """The last rows if the run ended above its first row (see the condition of the rule); None: it did not."""
     first, (least, most) = loss.values[0], END_ROWS
     start = len(loss) - max(least, min(len(loss) // 4, most))
     last = loss.values[start:]
@@ -165,11 +160,7 @@ def _end_above_first(loss: Series) -> range | None:
 
 
 def _bump(loss: Series) -> list[int] | None:
-    """The high rows of the first half if one is far above the first row, and the second half is back; None: it is not.
-
-    Two rows in a row must be `BUMP` times the first, or one `LONE_BUMP` times; a single row in between may be a batch of a
-    source with other losses. The second half, whose noise counts, must stay nearer to the first row than to the highest.
-    """
+    """The high rows of the first half if the loss rose far above the first row and came back; None: it did not."""
     first, half = loss.values[0], len(loss) // 2
     before, after = loss.values[:half], loss.values[half:]
     peak = max(before)
@@ -191,12 +182,10 @@ def _noise(values: Iterable[float]) -> float:
 
 
 def find_spikes(values: Iterable[float]) -> list[int]:
-    """Indices of values that rise above the noise of the run.
+    """Indices of values that rise above the noise of the run; see the condition of the rule.
 
-    The distance of a value from the median of the values before it must exceed four limits; see the condition of the rule.
-    The largest distance before it accounts for a blend of sources with different losses, the share of the total improvement
-    for a rare source. The first batches of a source, or of a hard document, are as bad as those of the untrained model:
-    until `MIN_HISTORY` values may have shown such, only what is worse than the first value counts.
+    The first batches of a source, or of a hard document, are as bad as those of the untrained model: until `MIN_HISTORY`
+    values may have shown such, only what is worse than the first value counts.
     """
     before: deque[float] = deque(maxlen=WINDOW)
     distances: deque[float] = deque(maxlen=FAR_WINDOW)

@@ -210,7 +210,7 @@ def starved_modality(run: RunRecord) -> Outcome:
 
 
 class _Absence(NamedTuple):
-    """A range of rows without a modality: readers that entered the pool meanwhile, and -ln of the probability."""
+    """Rows `first` to `last` without a modality: readers that entered the pool meanwhile, and -ln of the probability."""
 
     first: int
     last: int

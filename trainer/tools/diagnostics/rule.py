@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import inspect
 import math
 import re
@@ -62,7 +63,7 @@ class Series:
 
     def largest(self, count: int = 1) -> list[int]:
         """The indices of the `count` largest values, ascending."""
-        return sorted(sorted(range(len(self)), key=lambda index: -self.values[index])[:count])
+        return sorted(heapq.nlargest(count, range(len(self)), key=self.values.__getitem__))
 
     def at(self, indices: Iterable[int]) -> Series:
         """The series at some indices."""
@@ -96,23 +97,16 @@ def aligned(*columns: Series) -> list[Series]:
     return [column.at(i for i, step in enumerate(column.steps) if step in common) for column in columns]
 
 
-def _configured_micro_batches(run: RunRecord) -> Any:
-    """A number, a schedule, or None for a loop without a config, which may log them."""
-    return run.setting("train.micro_batches", 1 if run.config else None)
-
-
 def micro_batches(run: RunRecord, since: int = 0) -> int:
     """Micro-batches per step and rank, the fewest since a step where they change; 1 if unknown."""
-    setting = _configured_micro_batches(run)
-    if isinstance(setting, int):
-        return max(setting, 1)
-    steps, values = run.train.column(MICRO_BATCHES)
-    return int(min((m for step, m in zip(steps, values, strict=True) if step >= since), default=1))
+    setting = run.setting("train.micro_batches")  # may be a schedule
+    logged = series(run, MICRO_BATCHES).since(since).values
+    return max(setting, 1) if isinstance(setting, int) else int(min(logged, default=1))
 
 
 def batches_through(run: RunRecord, step: int) -> int:
     """Micro-batches of a rank through a step. Where their number changes, as many in each step as in the next logged one."""
-    if isinstance(_configured_micro_batches(run), int):
+    if isinstance(run.setting("train.micro_batches"), int):
         return step * micro_batches(run)
     total, before, m = 0.0, 0, 1.0
     for logged, m in zip(*run.train.column(MICRO_BATCHES), strict=True):
@@ -161,13 +155,8 @@ class Knob:
         return {name: value for name, value in vars(self).items() if name != "condition" or value}
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.suggested}{self.remark}"
-
-    @property
-    def remark(self) -> str:
-        """The text after the value: the current one, and the condition."""
         now = f" (now {self.current})" if self.current is not None else ""
-        return f"{now}, {self.condition}" if self.condition else now
+        return f"{self.key} = {self.suggested}{now}{self.condition and f', {self.condition}'}"
 
 
 def lower_lr(run: RunRecord) -> Knob:
@@ -178,11 +167,9 @@ def lower_lr(run: RunRecord) -> Knob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a rule on a run.
+    """The result of a rule on a run: see `healthy`, `explained`, `not_measured`, `not_yet` and `finding`.
 
     Attributes:
-        verdict: `healthy`; `finding`; `explained`: the symptom is present, but another rule reports its cause;
-            `not_measured`: the run lacks the keys, or has too few steps.
         sentence: what was measured.
         evidence: the steps to look at, at most `MAX_EVIDENCE` per key.
         knob: the setting to change, for findings.
@@ -230,13 +217,7 @@ def unlogged(keys: Sequence[str], hint: str = "") -> Outcome:
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table of rules; see `rule`.
-
-    Attributes:
-        name: stable id, used in JSON and in the smoke matrix.
-        severity: of a finding, unless its `Outcome` has another.
-        check: the outcome for a run that has all keys in `needs`.
-    """
+    """One row of the table of rules; see `rule`. `check` gives the outcome for a run that has all keys in `needs`."""
 
     name: str
     severity: Severity
@@ -246,23 +227,11 @@ class Rule:
     hint: str
 
     @property
-    def threshold(self) -> str:
-        """The condition for a finding, in words."""
-        return self._paragraph(0).rstrip(".")
-
-    @property
-    def why(self) -> str:
-        """The reason for the threshold."""
-        return self._paragraph(1)
-
-    @property
-    def change(self) -> str:
-        """What to change, in words."""
-        return self._paragraph(2)
-
-    def _paragraph(self, number: int) -> str:
+    def texts(self) -> list[str]:
+        """The condition for a finding, the reason for the threshold, and what to change, in words."""
         text = inspect.cleandoc(self.check.__doc__ or "").format_map(self.check.__globals__)
-        return " ".join(re.split(r"\n\n|\nChange: ", text)[number].split())
+        condition, *others = (" ".join(part.split()) for part in re.split(r"\n\n|\nChange: ", text))
+        return [condition.rstrip("."), *others]
 
     def apply(self, run: RunRecord) -> Outcome:
         """The outcome for any run."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from trainer.tools.diagnostics.rule import (
     Evidence,
@@ -67,10 +67,10 @@ def _seconds(times: Series, since: float = 0, until: float = math.inf) -> float:
     return math.fsum(value * gap for step, value, gap in rows if since <= step < until)
 
 
-def _more_prefetch(run: RunRecord) -> Knob:
+def _more_prefetch(run: RunRecord, condition: str = "") -> Knob:
     """Twice as many batches loaded ahead."""
     prefetch = run.setting("data.prefetch")
-    return Knob("data.prefetch", prefetch, 2 * prefetch if isinstance(prefetch, int) and prefetch else 2)
+    return Knob("data.prefetch", prefetch, 2 * prefetch if isinstance(prefetch, int) and prefetch else 2, condition)
 
 
 @rule("warning", needs=[THROUGHPUT], uses=[STEP_TIME])
@@ -103,8 +103,8 @@ def throughput_regression(run: RunRecord) -> Outcome:
     every = max((len(speed) - index) // 6, 1)
     shown = {*range(index - 1, min(index + 3, len(speed))), *range(index, len(speed), every)}
     condition = "if steps wait longer for data than before; otherwise look at the machine"
-    knob = replace(_more_prefetch(run), condition=condition)
-    return finding(f"throughput dropped by {lost:.0%}: {words}", speed.evidence(sorted(shown)), knob=knob)
+    words = f"throughput dropped by {lost:.0%}: {words}"
+    return finding(words, speed.evidence(sorted(shown)), knob=_more_prefetch(run, condition))
 
 
 def _largest_drop(blocks: Sequence[float]) -> tuple[float, float, float]:
@@ -172,22 +172,16 @@ def data_bound(run: RunRecord) -> Outcome:
         slowest = max(columns, key=lambda column: column.total)
         stage, source = slowest.key.split("/", 2)[1:]
         what, faster = STAGES[stage]
-        words += f". {slowest.total / total:.0%} of the time of reading went into {what}{_of_source(run, source)}"
+        words += f". {slowest.total / total:.0%} of the time of reading went into {what}"
+        if source != "all":
+            words += f" of source {source}"
+        elif len(sources(run)) > 1:
+            words += " (metrics.per_source = true names the source)"
         evidence.append(slowest.evidence(slowest.largest(6)))
     # Reading ahead hides a small part of what a file takes.
     helps_to_read_ahead = not is_steady and stage not in ("open", "tokenize")
     knob = _more_prefetch(run) if helps_to_read_ahead else Knob("data.source", None, faster)
     return finding(words, *evidence, knob=knob)
-
-
-def _of_source(run: RunRecord, name: str) -> str:
-    """Which source a key of a stage is about."""
-    tables = sources(run)
-    if name == "all" and len(tables) == 1:
-        name = str(tables[0].get("name"))
-    if name != "all":
-        return f" of source {name}"
-    return " (metrics.per_source = true names the source)" if run.config else ""
 
 
 @rule("warning", needs=(SLOWEST, FASTEST, STEP_TIME), hint="a run of several ranks logs them")
@@ -209,7 +203,7 @@ def straggling_rank(run: RunRecord) -> Outcome:
         return healthy(words)
     if _seconds(times) < MIN_SECONDS:
         return not_yet(f"needs {MIN_SECONDS:g} s of steps: {words}")
-    worst = sorted(sorted(range(len(waits)), key=lambda i: -waits[i])[:6])
+    worst = sorted(heapq.nlargest(6, range(len(waits)), key=waits.__getitem__))
     evidence = slowest.evidence(worst), fastest.evidence(worst)
     mode = run.setting("data.mixing.batching_mode")
     if mode == "per_stream":
@@ -278,49 +272,32 @@ def model_contract(run: RunRecord) -> Outcome:
         if "model" in run.config and run.setting("model.target") is None:
             return healthy("a built-in model, which the tests prove")
         return not_measured("the run has no record of a check of its model (trainer.contracts.check_model)")
+    # Without packing no row has a reset inside.
+    unused = "resets" if run.setting("data.pack", None) is False else None
     broken: dict[str, str] = {}
-    ignored = ""
-    starts: dict[int, float] = {}  # step -> number of breaches found there
+    starts: Counter[int] = Counter()  # breaches found at each step
+    judged, why = False, "unknown reason"
     for event in events:
-        for verdict in _verdicts(event):
-            if verdict.get("status") != "broken":
-                continue
-            if verdict.get("check") == "resets" and run.setting("data.pack", None) is False:
-                ignored = str(verdict.get("text"))  # no row has one inside
-            else:
-                broken.setdefault(str(verdict.get("check")), str(verdict.get("text")))
-                step = int(event.get("global_step", 0))
-                starts[step] = starts.get(step, 0.0) + 1.0
+        verdicts = event.get("verdicts", [])
+        for verdict in verdicts:
+            if verdict["status"] == "broken" and verdict["check"] != unused:
+                broken.setdefault(verdict["check"], verdict["text"])
+                starts[int(event.get("global_step", 0))] += 1
+        # Every model can be judged for causality.
+        causality = next((each for each in verdicts if each["check"] == "causality"), {"status": ""})
+        untried = [causality["text"]] if causality["status"] == "not testable here" else []
+        judged = judged or bool(verdicts and not untried)
+        why = str((untried or [event.get("not_tried") or why])[0])
     if broken:
         trusted = run.setting("model.trust", events[-1].get("trusted")) or []
         sentence = "; ".join(f"the model breaks {check}: {text}" for check, text in broken.items())
-        evidence = Evidence("breaches of the contract", tuple(starts), tuple(starts.values()))
+        evidence = Evidence("breaches of the contract", tuple(starts), tuple(map(float, starts.values())))
         if not broken.keys() & set(trusted):
             return finding(f"{sentence}; fix the model (docs/contracts.md)", evidence)
         return finding(sentence, evidence, knob=Knob("model.trust", trusted, [], "with a model that keeps it"))
-    if why := _why_unchecked(events):
+    if not judged:
         return not_measured(f"the model was not checked: {why}")
-    kept = "the model keeps the contract, as far as it could be tested"
-    if ignored:
-        return healthy(f"{kept}; that it breaks resets ({ignored}) has no effect with data.pack = false")
-    return healthy(kept)
-
-
-def _why_unchecked(events: Sequence[Mapping[str, Any]]) -> str:
-    """Why the contract was not judged at any start; empty if it was at one."""
-    why = ""
-    for event in events:
-        verdicts = {verdict.get("check"): verdict for verdict in _verdicts(event)}
-        causality = verdicts.get("causality", {})  # which every model can be judged for
-        if verdicts and causality.get("status") != "not testable here":
-            return ""
-        why = str(causality.get("text") or event.get("not_tried") or "unknown reason")
-    return why
-
-
-def _verdicts(event: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = event.get("verdicts", [])
-    return [verdict for verdict in found if isinstance(verdict, Mapping)] if isinstance(found, list) else []
+    return healthy("the model keeps the contract, as far as it could be tested")
 
 
 SPEED_RULES = (throughput_regression, data_bound, straggling_rank)

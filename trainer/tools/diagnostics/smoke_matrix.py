@@ -24,11 +24,10 @@ class Case:
     """One run of the matrix.
 
     Attributes:
-        name: of the run, and of its config unless `config` is given.
         expected: the rules that must report a finding; no others may.
         provokes: what the config does wrong, in words.
         control: the run without the fault, whose loss at the same steps is compared.
-        config: file below `train_configs/diagnostics`, without the suffix.
+        config: file below `train_configs/diagnostics`, without the suffix; empty: named like the run.
         overrides: `--set` arguments of the run.
     """
 

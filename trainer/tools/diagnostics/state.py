@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
-from typing import Any
 
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX, keys_under
 from trainer.tools import limits
@@ -18,7 +18,6 @@ from trainer.tools.diagnostics.rule import (
     explained,
     finding,
     healthy,
-    is_one_pool,
     lower_lr,
     micro_batches,
     modality_columns,
@@ -27,7 +26,6 @@ from trainer.tools.diagnostics.rule import (
     ranks,
     rule,
     series,
-    sources,
 )
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
@@ -64,8 +62,8 @@ def _capacity(run: RunRecord) -> int | None:
     configured = run.setting("ledger.capacity")
     if isinstance(configured, int) or run.world_size is None:
         return configured if isinstance(configured, int) else None
-    live, fill = aligned(series(run, LIVE), series(run, FILL))
-    sizes = [groups / share for groups, share in zip(live.values, fill.values, strict=True) if share > 0]
+    live, fill = (column.values for column in aligned(series(run, LIVE), series(run, FILL)))
+    sizes = [groups / share for groups, share in zip(live, fill, strict=True) if share > 0]
     return round(median(sizes) / run.world_size) if sizes else None
 
 
@@ -99,55 +97,24 @@ def false_evictions_stale(run: RunRecord) -> Outcome:
     """Above 0.
 
     As for `false_evictions_lru`.
-    Change: `ledger.stale_threshold`: the bound of `train preview` (2 K n, or with one reader its wait for a pick), where the
-    longest slice logged stands for all
+    Change: `ledger.stale_threshold`: 2 K n, as in `train preview`, where K are the readers of all sources and the longest
+    slice logged stands for all
     """
     return _false_evictions(run, "stale", _longer_threshold)
 
 
 def _longer_threshold(run: RunRecord) -> Knob:
-    current, longer = run.setting("ledger.stale_threshold"), _safe_threshold(run)
-    if longer is None:
-        return Knob("ledger.stale_threshold", current, 4 * current if current else "four times as long")
-    return Knob("ledger.stale_threshold", current, longer if not current or longer > current else 2 * current)
-
-
-def _safe_threshold(run: RunRecord) -> int | None:
-    """`wait_bound` of the pool that waits longest; None if the record does not tell.
-
-    A record has only the longest slice that a logged row saw, which stands for all. A source has at most its
-    `num_streams_mixed` readers, and at most the rank's less one for every other source.
-    """
-    active: dict[int, float] = {}  # readers by step, over ranks; a source reports modalities only after its first batch
+    """To 2 K n of `limits.wait_bound`, as if all sources were one pool and all slices like the longest logged."""
+    current = run.setting("ledger.stale_threshold")
+    active: Counter[int] = Counter()  # by step, over ranks; a source reports modalities only after its first batch
     for column in modality_columns(run):
-        for step, value in zip(column.steps, column.values, strict=True):
-            active[step] = active.get(step, 0.0) + value
-    readers = round(max(active.values(), default=0.0) / ranks(run))
-    longest = max(series(run, "stream_mixing/active/remaining_max").values, default=0.0)
-    tables = sources(run)
-    if not readers or not longest:
-        return None
-    if len(tables) < 2:
-        if not tables and not is_one_pool(run):
-            return None
-        found = [(1.0, readers)]
-    elif any("include" in table for table in tables):
-        return None
-    else:
-        weights = [_mean_weight(table.get("weight", 1.0)) for table in tables]
-        mixed = run.setting("data.mixing.num_streams_mixed", readers)
-        own = [dict(table.get("mixing", {})).get("num_streams_mixed", mixed) for table in tables]
-        most = readers - len(tables) + 1
-        found = [(w / sum(weights), max(min(k, most), 1)) for w, k in zip(weights, own, strict=True)]
-    slices = [round(longest) + 1] * readers
-    return max(limits.wait_bound(slices, count, share, micro_batches(run)) for share, count in found)
-
-
-def _mean_weight(weight: Any) -> float:
-    """A weight with a schedule counts as the mean of its points."""
-    if isinstance(weight, Mapping):
-        return float(weight.get("scale", 1.0)) * fmean(map(float, weight["points"].values()))
-    return float(weight)
+        active.update(dict(zip(column.steps, map(round, column.values), strict=True)))
+    readers = max(active.values(), default=0) / ranks(run)
+    longest = max(series(run, "stream_mixing/active/remaining_max").values, default=0.0) + 1
+    if not readers:
+        return Knob("ledger.stale_threshold", current, 4 * current if current else "four times as long")
+    longer = math.ceil(2 * readers * longest / micro_batches(run))
+    return Knob("ledger.stale_threshold", current, max(longer, 2 * current if current else 1))
 
 
 @rule("error", needs=[COLD_STARTS], uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES, *EVICTIONS.values()))
@@ -253,13 +220,8 @@ def refused_rows(run: RunRecord) -> Outcome:
 
 @dataclass(frozen=True)
 class _Late:
-    """The mean of a probed key over the second half of a run.
-
-    Attributes:
-        error: its standard error: that of the probes' own errors, or that of their scatter if it is larger. The errors of
-            single probes cannot know how much one stream differs from the next.
-        shown: the probes.
-    """
+    """The mean of a probed key over the second half of a run, and its standard error: that of the probes' own errors, or that
+    of their scatter if it is larger, as the error of a probe cannot know how much one stream differs from the next."""
 
     mean: float
     error: float

@@ -28,14 +28,8 @@ SEEN = 0.01  # share below which a modality may be skewed
 
 @dataclass(frozen=True)
 class ConfigWarning:
-    """A harmful setting.
-
-    Args:
-        key: of the config.
-        problem: its effect on this run, with numbers.
-        value: a better value, as TOML if `settable`; otherwise in words.
-        settable: whether `--set key=value` is the fix.
-    """
+    """A harmful setting: its effect on this run, and a better value, as TOML if `--set key=value` is the fix (`settable`),
+    otherwise in words."""
 
     key: str
     problem: str

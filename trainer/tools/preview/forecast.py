@@ -39,12 +39,7 @@ SAMPLED = 1 << 14  # batches of a piece of the run
 
 @dataclass(frozen=True)
 class SliceShape:
-    """The slice of one rank.
-
-    Attributes:
-        loads: number of cells in each lane, descending, int64 [lanes]; empty for a rank without cells.
-        tokens: number of target tokens.
-    """
+    """The slice of one rank: cells in each lane, descending, int64 [lanes], empty for a rank without any; and target tokens."""
 
     loads: Ints
     tokens: int
@@ -68,11 +63,7 @@ class SliceShape:
 
 @dataclass(frozen=True)
 class StreamShape:
-    """One stream, cut into one slice per rank.
-
-    Attributes:
-        slices: in rank order.
-    """
+    """One stream, cut into one slice per rank, in rank order."""
 
     modality: str
     batch_size: int
@@ -131,13 +122,7 @@ class SourceShape:
 
 
 def group_tokens(groups: GroupTable, lengths: Ints, seq_len: int) -> Ints:
-    """Number of target tokens of each group, int64 [G].
-
-    Args:
-        groups: of one stream.
-        lengths: number of tokens of each of its documents, int64 [documents].
-        seq_len: target tokens per cell.
-    """
+    """Number of target tokens of each group of a stream, int64 [G], whose documents have `lengths` tokens [documents]."""
     left = lengths[groups.documents] - groups.first_cells * seq_len
     tokens = np.minimum(left, groups.num_cells * seq_len)
     segments = np.concatenate([[0], np.cumsum(lengths[groups.segment_documents])])
@@ -233,13 +218,7 @@ class Tally:
 
 
 class CountedMixing:
-    """`StreamMixingDataset` with counts in place of tokens: yields the number of rows of each batch.
-
-    Args:
-        shape: of the source.
-        pick_mode, seed: as in the real dataset.
-        rank: owner of the pool; 0 for a shared pool.
-    """
+    """`StreamMixingDataset` with counts in place of tokens, which yields numbers of rows. A shared pool is that of rank 0."""
 
     def __init__(self, shape: SourceShape, pick_mode: PickMode, seed: int, rank: int) -> None:
         self.shape = shape
@@ -342,13 +321,10 @@ def _uncounted() -> Iterator[dict[str, Any]]:
 
 
 def count_run(plan: Plan, shapes: Sequence[SourceShape], world_size: int, *, most: int = MAX_COUNTED) -> Forecast:
-    """Count what a run with this config and seed will draw.
+    """Count what a run with this config and seed will draw, at most `most` batches over all ranks, but one step at least.
 
     Args:
-        plan: of the run.
-        shapes: of its sources, in order.
-        world_size: number of ranks.
-        most: limit of batches over all ranks; at least one optimizer step is counted.
+        shapes: of the plan's sources, in order.
     """
     batches = plan.batches_by_steps
     ranks = range(1 if all(shape.shared or not shape.streams for shape in shapes) else world_size)
@@ -423,8 +399,3 @@ def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batc
         middles = start + (np.arange(count) + 0.5) * ((end - start) / count)
         sums += shares_at(weights, middles.astype(np.int64), micro_batches).mean(axis=1) * (end - start)
     return [float(total) for total in sums]
-
-
-def sample_points(length: int, most: int = 240) -> Ints:
-    """At most `most` evenly spread integers from 0 to `length - 1`, including both ends."""
-    return np.unique(np.linspace(0, length - 1, min(most, length)).round().astype(np.int64))

@@ -1,10 +1,8 @@
-"""A preview as tables in the terminal, and as a picture: a page with four charts (extra `report`: plotly)."""
+"""A preview as tables in the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -13,7 +11,6 @@ from rich.text import Text
 
 from trainer.data.mixing import BATCHING_MODES
 from trainer.tools.fitted_table import Column, fitted_table
-from trainer.tools.pictures import save_picture
 from trainer.tools.preview.config_warnings import ConfigWarning
 from trainer.tools.preview.summary import LedgerView, Preview, SourceView
 from trainer.wording import counted
@@ -133,47 +130,3 @@ def _ledger_table(ledger: LedgerView) -> Table:
     for row in rows.items():
         table.add_row(*row)
     return table
-
-
-def draw(preview: Preview, out: Path) -> None:
-    """Write the picture: blend, learning rate, picks by modality, longest waits.
-
-    Raises:
-        UserError: the file cannot be written, or plotly is not installed.
-    """
-    curves, ledger = preview.curves, preview.ledger
-    views = [(f"{source.name}: {view.name}", view) for source in preview.sources for view in source.modalities]
-    bar = {"type": "bar", "orientation": "h", "y": [name for name, _ in views]}
-    traces: list[dict[str, Any]] = [
-        {"x": curves.batches, "y": shares, "name": name, "stackgroup": "blend", "line": {"shape": "hv"}}
-        for name, shares in curves.shares.items()
-    ]
-    traces.append({"x": curves.steps, "y": curves.lr, "name": "learning rate", "xaxis": "x2", "yaxis": "y2"})
-    for name, field, number in (
-        ("picks", "picks", 3),
-        ("exhausts", "exhausts", 3),
-        ("counted wait", "longest_wait_steps", 4),
-    ):
-        values = [getattr(view, field) for _, view in views]
-        traces.append({**bar, "x": values, "name": name, "xaxis": f"x{number}", "yaxis": f"y{number}"})
-    levels = [] if ledger is None else [("bound 2 K n", ledger.wait_bound_steps), ("stale", ledger.stale_threshold)]
-    dotted = {"type": "line", "xref": "x4", "yref": "y4 domain", "y0": 0, "y1": 1, "line": {"dash": "dot"}}
-    bars = {"autorange": "reversed", "automargin": True}
-    layout = {
-        "grid": {"rows": 2, "columns": 2, "pattern": "independent", "ygap": 0.25},
-        "xaxis": {"title": {"text": "batch"}},
-        "yaxis": {"title": {"text": "share of micro-batches"}, "range": [0, 1]},
-        "xaxis2": {"title": {"text": "step"}},
-        "yaxis2": {"title": {"text": "learning rate"}, "rangemode": "tozero"},
-        "xaxis3": {"title": {"text": "picks and exhausts, all ranks"}},
-        "yaxis3": bars,
-        "xaxis4": {"title": {"text": "longest wait of a reader, steps"}},
-        "yaxis4": bars,
-        "shapes": [
-            {**dotted, "x0": at, "x1": at, "label": {"text": name, "textposition": "end"}}
-            for name, at in levels
-            if at is not None
-        ],
-    }
-    title = f"{preview.name}: {counted(preview.steps, 'step')} on {counted(preview.world_size, 'rank')}"
-    save_picture(traces, layout, out, title=title)

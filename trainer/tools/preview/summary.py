@@ -1,4 +1,4 @@
-"""The numbers of a run before it starts: what `train preview` prints, draws and warns about."""
+"""The numbers of a run before it starts: what `train preview` prints and warns about."""
 
 from __future__ import annotations
 
@@ -19,23 +19,18 @@ from trainer.tools.preview.forecast import (
     StreamShape,
     count_run,
     expected_batches,
-    sample_points,
-    shares_at,
     source_shape,
 )
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import ledger_bytes
-from trainer.training.step.schedule import make_schedule
 from trainer.wording import counted
 
 
 @dataclass(frozen=True)
 class ModalityView:
-    """One modality of a source over the run, over all ranks.
+    """One modality of a source over the run, over all ranks; docs/preview.md explains the columns.
 
     Attributes:
-        absent_share: share of the counted picks of the source without an active reader of the modality.
-        longest_wait_steps: most optimizer steps between two picks of a reader, as counted.
         corpus_tokens: of a pass over its training documents.
         corpus_share, drawn_share: of the tokens of all countable sources, in such passes and in the run.
     """
@@ -60,17 +55,14 @@ class SourceView:
 
     Attributes:
         batches: expected micro-batches per rank (mean over seeds).
-        batch_share: share of the micro-batches.
         drawn_batches: micro-batches per rank with the seed of this run; None if they were not all counted.
         pass_batches: micro-batches per rank of a pass over the source.
         num_mixed: K, or the number of slices if that is less.
         picks_per_slice: minimum, median, maximum.
-        idle_share: share of fully masked micro-batches in the configured batching mode, over all ranks.
-        rank_token_shares: share of the source's tokens that each rank reads in an epoch, in both batching modes.
-        masked_share: share of fully masked micro-batches on the worst rank, by batching mode.
-        padding_share: share of padding in the tokens of the cells.
+        idle_share: of fully masked micro-batches in the configured batching mode, over all ranks.
+        rank_token_shares: of the source's tokens that each rank reads in an epoch, in both batching modes.
+        masked_share: of fully masked micro-batches on the worst rank, by batching mode.
         lane_fill: rows of the average batch over the configured batch size.
-        wait_bound_steps: 2 K n in optimizer steps; see `wait_bound`.
     """
 
     name: str
@@ -114,16 +106,6 @@ class LedgerView:
 
 
 @dataclass(frozen=True)
-class Curves:
-    """What is drawn: shares of the sources at some batches, learning rate at some steps."""
-
-    batches: list[int]
-    shares: dict[str, list[float]]
-    steps: list[int]
-    lr: list[float]
-
-
-@dataclass(frozen=True)
 class Preview:
     """All numbers of a run before it starts.
 
@@ -148,7 +130,6 @@ class Preview:
     cells_per_step: tuple[int, float, int]
     sources: tuple[SourceView, ...]
     ledger: LedgerView | None
-    curves: Curves
 
 
 def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Preview:
@@ -188,7 +169,6 @@ def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Pre
         cells_per_step=(int(cells.min()), float(cells.mean()), int(cells.max())) if len(cells) else (0, 0.0, 0),
         sources=tuple(sources),
         ledger=_ledger_view(plan, sources, forecast),
-        curves=_curves(plan),
     )
 
 
@@ -299,16 +279,4 @@ def _ledger_view(plan: Plan, sources: Sequence[SourceView], forecast: Forecast) 
         wait_bound_steps=max((source.wait_bound_steps for source in sources), default=0),
         counted_wait_steps=max(waits, default=0),
         waits_beyond_threshold=beyond,
-    )
-
-
-def _curves(plan: Plan) -> Curves:
-    by_steps, schedule = plan.batches_by_steps, make_schedule(plan.config, plan.length)
-    batches, steps = sample_points(plan.num_batches), (sample_points(plan.config.train.steps) + 1).tolist()
-    shares = shares_at([source.weight for source in plan.sources], batches, by_steps)
-    return Curves(
-        batches=batches.tolist(),
-        shares={source.name: row for source, row in zip(plan.sources, shares.tolist(), strict=True)},
-        steps=steps,
-        lr=[schedule(plan.length.of_full_steps(step)) * by_steps.lr_factor(by_steps.at(step, 0)) for step in steps],
     )

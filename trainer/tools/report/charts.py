@@ -45,14 +45,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over steps. A point is one logged value, or a bucket of neighboring ones.
-
-    Attributes:
-        first, last: first and last logged step of each point [N], ascending.
-        mean, low, high: over the finite values of each point [N]; equal if the point is one value.
-        num_values: number of finite values in all points.
-        bad_steps: steps with NaN or infinite values, which are not in the points.
-    """
+    """Values over steps. A point is one logged value, or a bucket of neighboring ones: its first and last step [N], and the
+    mean, lowest and highest of its finite values. `bad_steps` are those of all other values, `num_values` counts the former."""
 
     first: Ints
     last: Ints
@@ -74,16 +68,8 @@ class Curve:
 
 
 def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int) -> Curve:
-    """A curve of at most `limit` points.
-
-    More values are put into buckets of equal width in steps. A point then has the mean, lowest and highest value of its bucket,
-    so an outlier stays visible in a run of any length.
-
-    Args:
-        steps: ascending and unique [V].
-        values: NaN and infinities go to `bad_steps` [V].
-        limit: at least 1.
-    """
+    """A curve of at most `limit` points from ascending steps [V]. More values are put into buckets of equal width, whose
+    lowest and highest keep an outlier visible in a run of any length."""
     step, value = np.asarray(steps, np.int64), np.asarray(values, np.float64)
     finite = np.isfinite(value)
     bad = step[~finite]
@@ -105,10 +91,9 @@ class Line:
     """One curve of a chart.
 
     Attributes:
-        run: index of the run.
+        run, color, dash: indices; the color stands for the run if there are several.
         label: legend text, including the name of the run if there are several.
         variant: distinguishes lines of the same run and key.
-        color, dash: indices; the color stands for the run if there are several.
         errors: standard error of each point; NaN where unknown.
     """
 
@@ -123,7 +108,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Reference:
-    """A horizontal line to compare with, such as a capacity, of one run."""
+    """A horizontal line to compare with, such as a capacity, of one run (its index)."""
 
     label: str
     value: float
@@ -225,9 +210,7 @@ class View:
     Attributes:
         rows: names of catalog rows; a pattern stands for all its keys.
         style: for a single run; several runs are drawn as lines.
-        is_total: draw running totals.
         max_keys: lines of one color that are readable if colors stand for runs; beyond, the keys get separate charts.
-        references: horizontal lines.
     """
 
     title: str
@@ -307,7 +290,7 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
     parts = [_family(variant_of(key)[0])[1] for key in keys]
     names, dashes = [VARIANTS[variant] for variant in variants], variants
     if view.rows and (len(keys) > 1 or parts[0]):
-        names = _short_titles([part or lookup(key).title for part, key in zip(parts, keys, strict=True)])
+        names = [part or lookup(key).title for part, key in zip(parts, keys, strict=True)]
         # Totals often coincide (each false eviction is also a cold start): only dashes make both visible.
         dashes = [number if view.is_total or not columns.is_single else 0 for number in range(len(keys))]
     elif columns.is_single and parts[0]:
@@ -340,15 +323,6 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
         is_wide=bool(view.rows),
         is_log=view.is_log,
     )
-
-
-def _short_titles(titles: list[str]) -> list[str]:
-    """Titles without the leading words that all of them share: they are in the title of the chart."""
-    for mark in (": ", ", "):
-        fronts = {title.partition(mark)[:2] for title in titles}
-        if len(titles) > 1 and len(fronts) == 1 and next(iter(fronts))[1]:
-            titles = [title.partition(mark)[2] for title in titles]
-    return titles
 
 
 def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:

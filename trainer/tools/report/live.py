@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,37 +60,31 @@ class _Followed:
         try:
             self.run, self.problem = load_run(self.path, allow_empty=True), ""
         except UserError as error:
-            waits = not self.run.keys and not self.path.exists()
-            kept = f"{error.message if self.path.exists() else 'is gone'}; the page shows what was read before"
-            self.problem = f"waiting for {self.path}, which does not exist yet" if waits else kept
+            self.problem = f"{error.message if self.path.exists() else 'is gone'}; the page shows what was read before"
+            if not self.run.keys and not self.path.exists():
+                self.problem = f"waiting for {self.path}, which does not exist yet"
         return True
 
     def line(self, name: str) -> str:
         """How the run stood when it was read, in words."""
         if self.problem:
             return f"{name}: {self.problem}"
-        state, reason = str(self.run.status.get("state", "")), self.run.status.get("reason")
-        step = f" at step {self.run.steps[-1]:,}" if self.run.steps else " before its first row"
+        state, reason = self.run.status.get("state", "state not known"), self.run.status.get("reason")
+        step = f" at step {self.run.steps[-1]:,}" if self.run.steps else ", no row yet"
         if self.run.has_ended:
             return f"{name} has ended{step}: {state}{f', {reason}' if reason else ''}"
-        going = f"{state or 'state not known'}{step}, read at {time.strftime('%H:%M:%S')}"
-        return f"{name}: {going if self.run.steps else 'no row yet'}"
+        return f"{name}: {state}{step}, read at {time.strftime('%H:%M:%S')}"
 
 
 def _signature(path: Path) -> Any:
     """Changes whenever the page would. status.json is rewritten without any news, so its words count, not its time."""
     directory, metrics = (path.parent, path) if path.is_file() else (path, path / METRICS_NAME)
-    status = run_state(directory)
-    others = (directory / name for name in ("events.jsonl", "env.json", "config.resolved.toml"))
-    return [*map(_stamp, (metrics, *others)), status.get("state"), status.get("reason"), path.exists()]
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    status, stamps = run_state(directory), []
+    for file in (metrics, *(directory / name for name in ("events.jsonl", "env.json", "config.resolved.toml"))):
+        with suppress(OSError):
+            found = file.stat()
+            stamps.append((file, found.st_mtime_ns, found.st_size, found.st_ino))
+    return stamps, status.get("state"), status.get("reason"), path.exists()
 
 
 class Follower:

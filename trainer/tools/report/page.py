@@ -11,9 +11,9 @@ from string import Template
 from typing import Any, Final
 
 from trainer.config.load import flatten
-from trainer.extensions.trace import FOLDER, SUMMARY, TRACE, read_summary
+from trainer.errors import UserError
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
-from trainer.tools.report.charts import Chart, Curve, make_charts
+from trainer.tools.report.charts import Chart, make_charts
 from trainer.tools.report.figures import NUM_COLORS, encode_charts
 from trainer.tools.report.run_summary import SummaryRow, config_differences, rows_text, summarize, value_text
 from trainer.tools.runs.load import RunRecord, settings_by_step
@@ -87,13 +87,13 @@ def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html
     front = "" if is_single else element("h3", _swatch(number), diagnosis.run.name)
     if diagnosis.verdict is None:
         return element("div", front, element("p", diagnosis.summary), class_="verdict")
-    items = map(_finding, diagnosis.by_severity)
+    items = [_finding(ruling) for ruling in (*diagnosis.findings, *diagnosis.advice)]
     rows = [
         (
             _code(ruling.rule.name),
             ruling.result,
             ruling.outcome.sentence,
-            element("small", f"{ruling.rule.threshold} ({ruling.rule.why})"),
+            element("small", "{} ({})".format(*ruling.rule.texts)),
         )
         for ruling in diagnosis.rulings
     ]
@@ -103,7 +103,7 @@ def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html
         front,
         element("p", _mark(diagnosis), diagnosis.summary),
         element("p", f"Checked on {rows_text(diagnosis.run.steps)}.", class_="note"),
-        element("ol", *items) if diagnosis.by_severity else "",
+        element("ol", *items) if items else "",
         element("details", element("summary", f"All {len(rows)} rules"), rules),
         class_="verdict" + {"healthy": " good", "findings": " bad"}.get(diagnosis.verdict, ""),
     )
@@ -116,9 +116,10 @@ def _mark(diagnosis: Diagnosis) -> Html:
 
 def _finding(ruling: Ruling) -> Html:
     badge = element("span", str(ruling.severity), class_=f"badge {ruling.severity}")
-    parts: list[str] = [element("h4", ruling.title, " ", badge), element("p", ruling.outcome.sentence)]
+    parts: list[str] = [element("h4", ruling.rule.name, " ", badge), element("p", ruling.outcome.sentence)]
     if (knob := ruling.outcome.knob) is not None:
-        parts.append(element("p", "Try ", _code(f"{knob.key} = {knob.suggested}"), knob.remark))
+        setting = f"{knob.key} = {knob.suggested}"
+        parts.append(element("p", "Try ", _code(setting), str(knob).removeprefix(setting)))
     buttons = [
         element("button", f"step {step:,}", type="button", class_="step", data_step=step, title="Show in the charts")
         for step in ruling.steps[:_MOST_STEP_BUTTONS]
@@ -196,15 +197,7 @@ def _unchanged(chart: Chart) -> Html:
     for line in chart.lines:
         names.setdefault(number_text(float(line.curve.mean[0])), []).append(line.label)
     values = list(names) if len(names) == 1 else [f"{', '.join(names[value])} {value}" for value in names]
-    curves = [line.curve for line in chart.lines]
-    first, last = min(int(curve.first[0]) for curve in curves), max(int(curve.last[-1]) for curve in curves)
-    most = counted(max(curve.num_values for curve in curves), "value")
-    where = f"{most}, steps {first:,} to {last:,}" if first < last else f"step {first:,}"
-    return element("li", f"{chart.title}: {' · '.join(values)} {chart.unit} ({where}) ", _keys(chart))
-
-
-def _keys(chart: Chart) -> Html:
-    return _code(few(chart.keys))
+    return element("li", f"{chart.title}: {' · '.join(values)} {chart.unit} ", _code(few(chart.keys)))
 
 
 def _card(number: int, chart: Chart) -> Html:
@@ -213,23 +206,14 @@ def _card(number: int, chart: Chart) -> Html:
     facts = [element("div", element("dt", name), element("dd", text)) for name, text in chart.facts]
     num_rows = len(chart.lines)
     height = max(17 * num_rows + 60, 160) if chart.style == "heat" else 228 + (20 * (num_rows // 6))
-    plot = element(
-        "div",
-        class_="plot",
-        data_chart=number,
-        style=f"height: {height}px",
-        tabindex="0",
-        role="group",
-        aria_roledescription="chart",
-        aria_labelledby=f"chart-{number}",
-        aria_describedby="keys-help",
-    )
+    aria = {"aria_roledescription": "chart", "aria_labelledby": f"chart-{number}", "aria_describedby": "keys-help"}
+    style = f"height: {height}px"
+    plot = element("div", class_="plot", data_chart=number, style=style, tabindex="0", role="group", **aria)
     return element(
         "article",
-        element("header", title, element("p", _keys(chart), class_="keys")),
+        element("header", title, element("p", _code(few(chart.keys)), class_="keys")),
         _optional("p", " · ".join(dict.fromkeys(levels)), "small levels"),
         plot,
-        element("p", _last_values(chart), class_="readout"),
         _small_print(chart),
         element("details", element("summary", "About"), element("dl", *facts)) if facts else "",
         class_="card wide" if chart.is_wide else "card",
@@ -237,74 +221,18 @@ def _card(number: int, chart: Chart) -> Html:
     )
 
 
-def _last_values(chart: Chart) -> str:
-    """Last, lowest and highest value of a single line; the last values of several. All with their steps."""
-    drawn = [(line.label, line.curve) for line in chart.lines if len(line.curve.mean)]
-    if len(drawn) == 1:
-        curve = drawn[0][1]
-        ends = (
-            ("last", curve.mean, -1),
-            ("min", curve.low, curve.low.argmin()),
-            ("max", curve.high, curve.high.argmax()),
-        )
-        return " · ".join(f"{word} {number_text(float(of[at]))} {_at(curve, int(at))}" for word, of, at in ends)
-    shown = [f"{label} {number_text(float(curve.mean[-1]))} {_at(curve, -1)}" for label, curve in drawn]
-    return f"last: {few(shown)}" if drawn else "no finite value"
-
-
-def _at(curve: Curve, point: int) -> str:
-    """The step of a point, or the steps of its bucket."""
-    first, last = int(curve.first[point]), int(curve.last[point])
-    return f"at step {first:,}" if first == last else f"in steps {first:,}–{last:,}"
-
-
 def _small_print(chart: Chart) -> Html:
     """Buckets, and values that cannot be drawn."""
-    notes = []
-    most = max((line.curve for line in chart.lines), key=lambda curve: curve.num_values)
-    if most.is_reduced:
-        buckets = f"{most.num_values:,} values in {len(most.mean):,} buckets"
-        notes.append(f"{buckets}: the line is the mean, the shade the range")
-    num_bad = sum(len(line.curve.bad_steps) for line in chart.lines)
-    if num_bad:
+    curves = [line.curve for line in chart.lines]
+    notes = (
+        ["points are buckets: the line is the mean, the shade the range"] if any(c.is_reduced for c in curves) else []
+    )
+    if num_bad := sum(len(curve.bad_steps) for curve in curves):
         notes.append(f"{counted(num_bad, 'value')} not finite, marked by ×")
     return _optional("p", " · ".join(notes), "small")
 
 
-# ---- Profile, events, settings
-
-
-def _profiles(runs: Sequence[RunRecord]) -> Html:
-    """A table of kernels for each run that was profiled (`train --profile N`)."""
-    parts = []
-    for run in runs:
-        summary = read_summary(run.path) if run.path.is_dir() else None
-        try:
-            parts += [] if summary is None else [_profile(run, summary)]
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            parts.append(element("p", f"{run.name}: {FOLDER}/{SUMMARY} is damaged.", class_="note"))
-    return _section("Where the time went", *parts) if parts else Html("")
-
-
-def _profile(run: RunRecord, summary: Mapping[str, Any]) -> Html:
-    num_steps, first = int(summary["num_steps"]), int(summary["first_step"])
-    what = "kernel" if summary["is_of_device"] else "operator"
-    line = (
-        f"{run.name}, rank 0, steps {first:,} to {first + num_steps - 1:,}: {summary['step_ms']:.1f} ms a step; no {what} "
-        f"runs in {summary['idle_ms'] / summary['step_ms']:.0%} of it (longest gap {summary['longest_gap_ms']:.1f} ms). "
-        f"Open {FOLDER}/{TRACE} in Perfetto or chrome://tracing."
-    )
-    rows = [
-        [
-            _code(str(kernel["name"])),
-            f"{kernel['calls'] / num_steps:,.1f}",
-            f"{kernel['total_ms'] / num_steps:,.3f}",
-            f"{kernel['share']:.1%}",
-        ]
-        for kernel in summary["kernels"]
-    ]
-    head = (what.capitalize(), "Calls per step", "ms per step", "Share of all")
-    return join([element("p", line), _table(head, rows, caption=f"Time by {what} of {run.name}")])
+# ---- Events, settings
 
 
 def _events(runs: Sequence[RunRecord]) -> Html:
@@ -349,7 +277,6 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
     links = [element("a", name, href=f"#{_slug(name)}") for name in [*names, "Config", "Environment"]]
     details = [
         chart_groups(charts),
-        _profiles(runs),
         events,
         _settings("Config", "config.resolved.toml", [(run.name, run.config) for run in runs]),
         _settings("Environment", "env.json", [(run.name, run.environment) for run in runs]),
@@ -361,6 +288,19 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
         "details": join(details),
         "data": encode_charts(charts, runs),
     }
+
+
+def plotly_script() -> str:
+    """plotly.js from the Python package.
+
+    Raises:
+        UserError: plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UserError("plotly", "is needed and not installed", "run: pip install '.[report]'") from None
+    return str(get_plotlyjs())
 
 
 def render_page(

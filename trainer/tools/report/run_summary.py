@@ -70,26 +70,18 @@ class SummaryRow:
 class KeyMean:
     """Means and standard deviations of a key at the end of two runs; None where a run does not have it.
 
-    With `is_last`, the key is not averaged, and `means` are its last values.
+    Attributes:
+        is_last: the key is not averaged, and `means` are its last values.
+        difference: second minus first; `relative` to the first, if that is not 0.
     """
 
     key: str
     unit: str
     means: tuple[float | None, float | None]
-    deviations: tuple[float | None, float | None]
-    is_last: bool = False
-
-    @property
-    def difference(self) -> float | None:
-        """Second minus first."""
-        first, second = self.means
-        return None if first is None or second is None else second - first
-
-    @property
-    def relative(self) -> float | None:
-        """The difference relative to the first; None if the first is 0 or unknown."""
-        difference, first = self.difference, self.means[0]
-        return None if difference is None or not first else difference / abs(first)
+    standard_deviations: tuple[float | None, float | None]
+    is_last: bool
+    difference: float | None
+    relative: float | None
 
 
 @dataclass(frozen=True)
@@ -128,10 +120,11 @@ def rows_text(steps: Sequence[int]) -> str:
     return f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"step {steps[0]:,}"
 
 
-def _last_row(label: str, values: dict[int, float], unit: str, what: str = "") -> SummaryRow:
+def _last_row(label: str, values: dict[int, float], unit: str, what: str = "", step: int | None = None) -> SummaryRow:
+    """The value of the last step, or of `step`."""
     if not values:
         return SummaryRow(label, None, unit)
-    step = max(values)
+    step = max(values) if step is None else step
     return SummaryRow(label, values[step], unit, f"{what}step {step:,}")
 
 
@@ -143,11 +136,8 @@ def _total(label: str, run: RunRecord, keys: Sequence[str], unit: str) -> Summar
 
 
 def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
-    """The mean loss at the end, and the lowest mean of as many consecutive rows.
-
-    If no loss at the end is finite, the last finite one is the final one. The minimum of single rows is luck, and that of a
-    running average, which lags, may lie above the final loss. These means include the final one, so the best is never worse.
-    """
+    """The mean loss at the end (if none there is finite, the last finite one), and the lowest mean of as many consecutive rows,
+    which the final one is one of: the minimum of single rows is luck, and a running average lags."""
     losses = _finite(run, "loss")
     if not losses:
         return [SummaryRow(label, None, "nats/token") for label in ("Final loss", "Best loss")]
@@ -197,7 +187,7 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens"),
         *_losses(run, window),
         _last_row("Held-out loss", evals, "nats/token", f"last of {num_evals}"),
-        _last_row("Best held-out loss", {best: evals[best]} if evals else {}, "nats/token", f"best of {num_evals}"),
+        _last_row("Best held-out loss", evals, "nats/token", f"best of {num_evals}", best),
         SummaryRow("Speed", statistics.median(speeds.values()) if speeds else None, "tokens/s", speed_note),
         _noise_scale(run),
         _total("Cold starts", run, ["ledger/cold_starts"], "cells"),
@@ -266,8 +256,11 @@ def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None)
     for key in dict.fromkeys([*first.keys, *second.keys]):
         is_averaged = key not in _NOT_AVERAGED and not key.startswith(_NOT_AVERAGED_PREFIXES)
         (mean_a, deviation_a), (mean_b, deviation_b) = (_end_mean(*end, key, is_averaged=is_averaged) for end in ends)
+        difference = None if mean_a is None or mean_b is None else mean_b - mean_a
+        relative = None if difference is None or not mean_a else difference / abs(mean_a)
         unit = lookup(key).unit if is_known(key) else ""
-        rows.append(KeyMean(key, unit, (mean_a, mean_b), (deviation_a, deviation_b), not is_averaged))
+        means, deviations = (mean_a, mean_b), (deviation_a, deviation_b)
+        rows.append(KeyMean(key, unit, means, deviations, not is_averaged, difference, relative))
     return rows
 
 
@@ -297,15 +290,12 @@ class Excess:
     Attributes:
         error: standard error of the difference, sqrt(error_1^2 + error_2^2), as of independent seeds; None if one of the two
             has a single seed.
+        is_resolved: whether it exceeds `ERRORS_WIDE` standard errors; None without an error bar.
     """
 
     difference: float
     error: float | None
-
-    @property
-    def is_resolved(self) -> bool | None:
-        """Whether it exceeds `ERRORS_WIDE` standard errors; None without an error bar."""
-        return None if self.error is None else abs(self.difference) > ERRORS_WIDE * self.error
+    is_resolved: bool | None
 
 
 @dataclass(frozen=True)
@@ -315,8 +305,7 @@ class SeedGroup:
     Attributes:
         results: of each run, the numbers of `summarize` by label.
         settings: of the keys in which any of the compared runs differ, the seed aside.
-        outcome: by label of `summarize`; labels without a number are left out.
-        units: by label.
+        outcome, units: by label of `summarize`; labels without a number are left out.
     """
 
     diagnoses: tuple[Diagnosis, ...]
@@ -349,9 +338,11 @@ def spread_of(values: Mapping[Any, Sequence[float]]) -> Spread:
 
 def excess(best: Spread, other: Spread) -> Excess:
     """The difference of two means, with its error bar if both have several seeds."""
-    errors = best.error, other.error
-    error = None if errors[0] is None or errors[1] is None else math.hypot(errors[0], errors[1])
-    return Excess(other.mean - best.mean, error)
+    difference = other.mean - best.mean
+    if best.error is None or other.error is None:
+        return Excess(difference, None, None)
+    error = math.hypot(best.error, other.error)
+    return Excess(difference, error, abs(difference) > ERRORS_WIDE * error)
 
 
 def _seed(run: RunRecord) -> Any:

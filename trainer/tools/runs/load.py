@@ -42,11 +42,9 @@ _PLAIN_KEYS: Final = ("schema_version", "mode", "global_step", "metrics")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The files of one run, read back.
+    """The files of one run, read back from its directory, or from a file of payloads.
 
     Attributes:
-        path: what was read: a run directory, or a file of payloads.
-        train, evals: rows of the two modes.
         restarts: in file order; rows after a restart may repeat steps above its `global_step`.
         steps_redone: for each restart, the number of steps between it and the last row before it.
         events: lines of events.jsonl, `restart` included.

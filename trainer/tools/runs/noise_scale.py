@@ -17,18 +17,16 @@ micro-batches; the lagging average of the latter."""
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """The last row's noise scale, in sequences."""
+    """The last row's noise scale, in sequences, and the batch of that step. Without an upper bound `value` is None too; `steps`
+    are the last ones that it was computed from, where the record says it."""
 
     key: str
     step: int
     batch: float
-    """Sequences of that step."""
     low: float
     value: float | None
-    """None: it has no upper bound."""
     high: float | None
     steps: int | None
-    """The last steps that it was computed from, where the record says it."""
 
     @property
     def is_known(self) -> bool:

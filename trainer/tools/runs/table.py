@@ -6,14 +6,14 @@ import csv
 import io
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.files import replacing
-from trainer.metrics.payload_contract import Mode
 
 Column = tuple["array[int]", "array[float]"]
+_Row = tuple[int, int, tuple[str, ...], "array[float]"]  # step, number of restarts before it, keys, values
 
 
 class RowTable:
@@ -25,19 +25,19 @@ class RowTable:
 
     def __init__(self, *, merge_same_step: bool) -> None:
         self._merge = merge_same_step
-        self._places: dict[tuple[str, ...], dict[str, int]] = {}  # of each key in the rows that have the same keys
-        self._rows: list[tuple[int, int, dict[str, int], array[float]]] = []
+        self._shapes: dict[tuple[str, ...], tuple[str, ...]] = {}  # each once
+        self._rows: list[_Row] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kept: list[_Row] | None = None
+        self._blocks: list[tuple[tuple[str, ...], array[int], array[float]]] = []
         self._columns: dict[str, Column] = {}
-        self._shown: list[tuple[int, int, dict[str, int], array[float]]] | None = None
 
     def add(self, step: int, attempt: int, keys: tuple[str, ...], values: Iterable[float]) -> None:
         """Add one row; `attempt` is the number of restarts before it."""
-        places = self._places.setdefault(keys, {})
-        if not places:
-            places.update((key, place) for place, key in enumerate(keys))
-        self._rows.append((step, attempt, places, array("d", values)))
-        self._shown = None
-        self._columns.clear()
+        self._rows.append((step, attempt, self._shapes.setdefault(keys, keys), array("d", values)))
+        self._forget()
 
     def __len__(self) -> int:
         """Number of rows added, replaced ones included."""
@@ -46,66 +46,55 @@ class RowTable:
     @property
     def keys(self) -> list[str]:
         """The keys of all rows, in order of first appearance."""
-        return list(dict.fromkeys(key for keys in self._places for key in keys))
+        return list(dict.fromkeys(chain.from_iterable(self._shapes)))
 
-    def _kept(self) -> list[tuple[int, int, dict[str, int], array[float]]]:
+    @property
+    def kept(self) -> list[_Row]:
         """The rows that no later row replaced, by step."""
-        if self._shown is None:
-            last = {row[0]: number for number, row in enumerate(self._rows)}
-            kept = [
-                row
-                for number, row in enumerate(self._rows)
-                if last[row[0]] == number or (self._merge and self._rows[last[row[0]]][1] == row[1])
-            ]
-            self._shown = sorted(kept, key=lambda row: row[0])
-        return self._shown
+        if self._kept is None:
+            last = {row[0]: row for row in self._rows}
+            kept = [row for row in self._rows if last[row[0]] is row or (self._merge and last[row[0]][1] == row[1])]
+            self._kept = sorted(kept, key=lambda row: row[0])
+        return self._kept
 
     @property
     def num_replaced(self) -> int:
         """Number of rows that a later row of the same step replaced."""
-        return len(self) - len(self._kept())
+        return len(self) - len(self.kept)
 
     @property
     def steps(self) -> array[int]:
         """The logged steps, ascending and unique."""
-        return array("q", self.attempts)
-
-    @property
-    def attempts(self) -> dict[int, int]:
-        """For each logged step, ascending, the number of restarts before the row that counts."""
-        return {step: attempt for step, attempt, _, _ in self._kept()}
+        return array("q", dict.fromkeys(row[0] for row in self.kept))
 
     def column(self, key: str) -> Column:
         """(steps, values) of one key, steps ascending and unique; empty if no row has it. Values may be NaN.
 
         Both arrays are shared with later calls: treat them as read-only.
         """
+        if not self._blocks:  # rows with the same keys one after the other, their values in one array
+            for keys, group in groupby(self.kept, key=lambda row: row[2]):
+                rows = list(group)
+                values = array("d", chain.from_iterable(row[3] for row in rows))
+                self._blocks.append((keys, array("q", (row[0] for row in rows)), values))
         if key not in self._columns:
-            found = {step: values[places[key]] for step, _, places, values in self._kept() if key in places}
-            self._columns[key] = array("q", found), array("d", found.values())
+            steps, values = array("q"), array("d")
+            for keys, at, values_of_rows in self._blocks:
+                if key in keys:
+                    steps += at
+                    values += values_of_rows[keys.index(key) :: len(keys)]
+            found = dict(zip(steps, values, strict=True)) if self._merge else {}  # of merged rows the last counts
+            self._columns[key] = (array("q", found), array("d", found.values())) if found else (steps, values)
         return self._columns[key]
 
 
-@dataclass(frozen=True)
-class Row:
-    """The values of one step; if a restart made the run log the step twice, those of the later row."""
-
-    mode: Mode
-    step: int
-    values: dict[str, float]
-
-
-def rows_of(train: RowTable, evals: RowTable) -> list[Row]:
-    """All rows of a run, ordered by step, training before evaluation."""
-    rows: list[Row] = []
-    modes: tuple[Mode, Mode] = ("train", "eval")
-    for mode, table in zip(modes, (train, evals), strict=True):
-        by_step: dict[int, dict[str, float]] = {step: {} for step in table.steps}
-        for key in table.keys:
-            for step, value in zip(*table.column(key), strict=True):
-                by_step[step][key] = value
-        rows += [Row(mode, step, values) for step, values in by_step.items()]
-    return sorted(rows, key=lambda row: (row.step, row.mode == "eval"))
+def _rows_of(train: RowTable, evals: RowTable) -> list[tuple[str, int, dict[str, float]]]:
+    """(mode, step, values) of all rows, ordered by step, training before evaluation."""
+    found: dict[tuple[int, str], dict[str, float]] = {}
+    for mode, table in (("train", train), ("eval", evals)):
+        for step, _, keys, values in table.kept:
+            found.setdefault((step, mode), {}).update(zip(keys, values, strict=True))
+    return [(mode, step, found[step, mode]) for step, mode in sorted(found, key=lambda at: (at[0], at[1] == "eval"))]
 
 
 def write_csv(train: RowTable, evals: RowTable, path: Path) -> int:
@@ -116,14 +105,14 @@ def write_csv(train: RowTable, evals: RowTable, path: Path) -> int:
     Raises:
         OSError: the file cannot be written.
     """
-    rows, keys = rows_of(train, evals), dict.fromkeys([*train.keys, *evals.keys])
+    rows, keys = _rows_of(train, evals), dict.fromkeys([*train.keys, *evals.keys])
     with replacing(path, follow=True) as raw:
         file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
         writer = csv.writer(file)
         writer.writerow(["mode", "global_step", *keys])
-        for row in rows:
-            cells = (repr(row.values[key]).removesuffix(".0") if key in row.values else "" for key in keys)
-            writer.writerow([row.mode, row.step, *cells])
+        for mode, step, values in rows:
+            cells = (repr(values[key]).removesuffix(".0") if key in values else "" for key in keys)
+            writer.writerow([mode, step, *cells])
         file.detach()  # flushes
     return len(rows)
 
@@ -141,14 +130,14 @@ def write_parquet(train: RowTable, evals: RowTable, path: Path) -> int:
     except ImportError:
         fix = "run: pip install pyarrow, or use --format csv"
         raise UserError("--format parquet", "needs the package pyarrow, which is not installed", fix) from None
-    rows, keys = rows_of(train, evals), dict.fromkeys([*train.keys, *evals.keys])
+    rows, keys = _rows_of(train, evals), dict.fromkeys([*train.keys, *evals.keys])
     columns = {
-        "mode": pyarrow.array([row.mode for row in rows], pyarrow.string()),
-        "global_step": pyarrow.array([row.step for row in rows], pyarrow.int64()),
+        "mode": pyarrow.array([mode for mode, _, _ in rows], pyarrow.string()),
+        "global_step": pyarrow.array([step for _, step, _ in rows], pyarrow.int64()),
     }
     for key in keys:
         # from_pandas=False keeps NaN apart from null.
-        columns[key] = pyarrow.array([row.values.get(key) for row in rows], pyarrow.float64(), from_pandas=False)
+        columns[key] = pyarrow.array([values.get(key) for _, _, values in rows], pyarrow.float64(), from_pandas=False)
     with replacing(path, follow=True) as file:
         parquet.write_table(pyarrow.table(columns), file)
     return len(rows)

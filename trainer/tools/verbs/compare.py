@@ -20,7 +20,7 @@ from trainer.wording import few, number_text
 
 if TYPE_CHECKING:
     from trainer.tools.diagnostics.diagnose import Diagnosis
-    from trainer.tools.report.run_summary import Excess, KeyMean, SeedGroup, SummaryRow
+    from trainer.tools.report.run_summary import Excess, SeedGroup, SummaryRow
     from trainer.tools.runs.load import RunRecord
 
 # By importance; of a narrow terminal the last are left out first.
@@ -50,7 +50,9 @@ def compare(
         if as_json:
             print_json({**_two_as_json(diagnoses, last), "reservations": remarks})
             return
-        _print_two(diagnoses, last)
+        runs = [diagnosis.run for diagnosis in diagnoses]
+        for table in (_config_table(runs), _outcome_table(diagnoses, last), _means_table(runs, last)):
+            output().print(table)
     else:
         remarks = list(reservations(groups, label))
         if as_json:
@@ -73,11 +75,6 @@ def _two_as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str
 
     runs = [diagnosis.run for diagnosis in diagnoses]
     outcomes = zip(*(summarize(run, window=window) for run in runs), strict=True)
-    metrics = []
-    for row in key_means(runs[0], runs[1], window=window):
-        content = asdict(row)
-        content["standard_deviations"] = content.pop("deviations")
-        metrics.append({**content, "difference": row.difference, "relative": row.relative})
     return {
         "runs": [_run_as_json(diagnosis) for diagnosis in diagnoses],
         "config": [{"key": key, "values": values} for key, values in config_differences(runs)],
@@ -87,17 +84,8 @@ def _two_as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str
         ],
         "window": window,
         "ends": [asdict(end_of(run, window)) for run in runs],
-        "metrics": metrics,
+        "metrics": [asdict(row) for row in key_means(runs[0], runs[1], window=window)],
     }
-
-
-def _print_two(diagnoses: Sequence[Diagnosis], window: int | None) -> None:
-    from trainer.tools.report.run_summary import key_means
-
-    runs = [diagnosis.run for diagnosis in diagnoses]
-    means = _means_table(runs, key_means(runs[0], runs[1], window=window), window)
-    for table in (_config_table(runs), _outcome_table(diagnoses, window), means):
-        output().print(table)
 
 
 def _new_table(title: str, first: str, runs: Sequence[RunRecord], *more: str) -> Table:
@@ -146,20 +134,22 @@ def _fact_cell(fact: SummaryRow) -> Text:
     return Text.assemble(fact.text, (f"\n({fact.note})" if has_note else "", "dim"))
 
 
-def _means_table(runs: Sequence[RunRecord], means: Sequence[KeyMean], window: int | None) -> Table:
+def _means_table(runs: Sequence[RunRecord], window: int | None) -> Table:
     """Keys that differ; bold where the difference exceeds both standard deviations together, which single values lack."""
-    from trainer.tools.report.run_summary import end_of
+    from trainer.tools.report.run_summary import end_of, key_means
+
+    means = key_means(runs[0], runs[1], window=window)
 
     title = "Final mean (the last value of lr, counters and running averages)\n"
     title += "\n".join(f"{run.name}: {end_of(run, window)}" for run in runs)
     table = _new_table(title, "key", runs, "difference", "in %")
     differing = [row for row in means if row.difference != 0]
     for row in differing:
-        scatter = [deviation for deviation in row.deviations if deviation is not None]
+        scatter = [deviation for deviation in row.standard_deviations if deviation is not None]
         is_large = bool(scatter) and row.difference is not None and abs(row.difference) > sum(scatter)
         shown = [
             "–" if mean is None else number_text(mean) + (f" ± {number_text(deviation)}" if deviation else "")
-            for mean, deviation in zip(row.means, row.deviations, strict=True)
+            for mean, deviation in zip(row.means, row.standard_deviations, strict=True)
         ]
         relative = f"{100 * row.relative:+.1f}" if row.relative is not None else ""
         difference = _signed(row.difference) if row.difference is not None else ""
@@ -212,6 +202,8 @@ def _columns(label: str, groups: Sequence[SeedGroup]) -> list[Column]:
         if any(name in group.outcome and (name not in IF_ANY or group.outcome[name].mean) for group in groups)
     ]
     above = [_excess_text(found) for found in _excesses(label, groups)]
+    num_faulty = [sum(bool(diagnosis.findings) for diagnosis in group.diagnoses) for group in groups]
+    verdicts = [f"{found} of {len(group.runs)} with findings" for found, group in zip(num_faulty, groups, strict=True)]
     return [
         Column("row", [str(number) for number in range(1, len(groups) + 1)], "right"),
         *settings,
@@ -221,7 +213,7 @@ def _columns(label: str, groups: Sequence[SeedGroup]) -> list[Column]:
         Column("steps", [_range(group, "Steps") for group in groups], "right", leave_out=FIRST_METRIC),
         Column("tokens", [_range(group, "Tokens seen") for group in groups], "right", leave_out=FIRST_METRIC + 20),
         *metrics[1:],
-        Column("verdict", [_verdicts(group) for group in groups], leave_out=FIRST_METRIC + 21),
+        Column("verdict", verdicts, leave_out=FIRST_METRIC + 21),
         Column("runs", [escape(few([run.name for run in group.runs])) for group in groups], leave_out=9, wraps=True),
     ]
 
@@ -243,27 +235,18 @@ def _spread_text(group: SeedGroup, name: str) -> str:
 
 
 def _excess_text(found: Excess | None) -> str:
-    from trainer.tools.report.run_summary import ERRORS_WIDE
-
     if found is None:
         return ""
     difference = f"+{number_text(found.difference, 3)}"
     if found.error is None:
         return f"{difference}\nno error bar"
-    return f"{difference} ± {number_text(found.error, 2)}" + (
-        "" if found.is_resolved else f"\nwithin {ERRORS_WIDE:g} errors"
-    )
+    return f"{difference} ± {number_text(found.error, 2)}" + ("" if found.is_resolved else "\nmay be chance")
 
 
 def _range(group: SeedGroup, label: str) -> str:
     """The value of all runs, or the lowest and highest."""
     ends = group.values(label)
     return " to ".join(dict.fromkeys(f"{end:,.0f}" for end in (min(ends), max(ends)))) if ends else "–"
-
-
-def _verdicts(group: SeedGroup) -> str:
-    verdicts = [diagnosis.verdict for diagnosis in group.diagnoses]
-    return f"{verdicts.count('findings')} of {len(verdicts)} with findings"
 
 
 def _group_as_json(group: SeedGroup, found: Excess | None) -> dict[str, Any]:
@@ -276,5 +259,5 @@ def _group_as_json(group: SeedGroup, found: Excess | None) -> dict[str, Any]:
             {"label": name, "unit": group.units[name], "mean": of.mean, "standard_deviation": of.deviation, "n": of.n}
             for name, of in group.outcome.items()
         ],
-        "above_best": None if found is None else {**asdict(found), "is_resolved": found.is_resolved},
+        "above_best": None if found is None else asdict(found),
     }

@@ -15,9 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.cli.options import JsonOption, RunArgument, RunsArgument
-from trainer.cli.terminal import coloured, echo, output, print_json, refuse_existing
+from trainer.cli.terminal import coloured, echo, output, print_json, refuse_existing, writing
 from trainer.errors import UserError
-from trainer.files import did_you_mean
+from trainer.files import did_you_mean, write_file
 from trainer.wording import counted, duration_text, number_text
 
 if TYPE_CHECKING:
@@ -273,9 +273,8 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.pictures import check_page, plotly_script, write_page
     from trainer.tools.report.live import serve
-    from trainer.tools.report.page import render_page, render_parts
+    from trainer.tools.report.page import plotly_script, render_page, render_parts
     from trainer.tools.report.run_summary import with_distinct_names
     from trainer.tools.runs.load import load_run
 
@@ -292,15 +291,20 @@ def report(
         serve(runs, plotly=plotly_script(), port=port or 0, say=lambda words: echo(words, err=True))
         return
     out = DEFAULT_OUT if out is None else out
-    target = check_page(out)
-    refuse_existing(out, force=force)
+    if Path(out).suffix.lower() not in (".html", ".htm"):
+        raise UserError("--out", f"must end in .html, got {out}", "name an .html file")
     plotly = plotly_script()
+    refuse_existing(out, force=force)
     diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in runs])]
     names = [diagnosis.run.name for diagnosis in diagnoses]
-    size = write_page(render_page(names, render_parts(diagnoses), plotly=plotly), target)
+    page = render_page(names, render_parts(diagnoses), plotly=plotly)
+    content = page.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
+    with writing("--out"):
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        write_file(Path(out), content, follow=True)
     for diagnosis in diagnoses:
         run = diagnosis.run
         echo(f"{run.name}: {len(run.steps):,} logged steps. {diagnosis.summary}", err=True)
         for note in run.notes:
             echo(f"{run.name}: note: {note}", err=True)
-    echo(f"wrote the report to {out} ({size / 1e6:.1f} MB)", err=True)
+    echo(f"wrote the report to {out} ({len(content) / 1e6:.1f} MB)", err=True)

@@ -83,13 +83,13 @@ def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterat
         root = str(tables[0].root)
         chosen = [table.modalities for table in tables]
         read = None if None in chosen else {name for each in chosen for name in each or ()}
-        left = unread_parts(Path(root), read, tables[0].format)
-        if left.modalities:
-            problem = f"has modalities that no source reads: {few(left.modalities)}"
+        modalities, files = unread_parts(Path(root), read, tables[0].format)
+        if modalities:
+            problem = f"has modalities that no source reads: {few(modalities)}"
             yield f"root {root}", problem, "add them to modalities of a source, or give them sources of their own"
-        if left.files:
-            has = counted(len(left.files), "file")
-            problem = f"has {has} in no modality's directory, which no source reads: {few(left.files)}"
+        if files:
+            has = counted(len(files), "file")
+            problem = f"has {has} in no modality's directory, which no source reads: {few(files)}"
             yield f"root {root}", problem, f"move those that are data into {root}/<modality>/"
 
 

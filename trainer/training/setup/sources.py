@@ -20,7 +20,7 @@ from trainer.config.load import load_dataset_file
 from trainer.config.rules import least_steps, tokens_per_micro
 from trainer.config.schema import RunConfig
 from trainer.data.documents import IdBounds
-from trainer.data.formats import FORMATS, file_kind, find_loader, format_name, is_import_path
+from trainer.data.formats import FORMATS, file_kind, format_name, is_import_path
 from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
 from trainer.data.stored import ENTRY, Cache, Snapshot, stored_direct, stored_nested
 from trainer.data.tokenize import TextFile, tokenize_files
@@ -29,6 +29,7 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, co
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import did_you_mean, write_json
+from trainer.import_path import resolve_target
 from trainer.metrics.logger import get_logger
 from trainer.metrics.progress_bar import Report, now_and_then, progress_bar
 from trainer.storage import is_url
@@ -220,7 +221,7 @@ def check_reading(sources: Sequence[Source], eval_sources: Sequence[Source], tok
         table = source.table
         given = {"dtype": table.dtype, "eod": table.eod, "text_split": table.text_split}
         if is_import_path(table.format):
-            find_loader(table.format)
+            resolve_target(table.format, "format")
         refuse_unheeded(source.streams, table.format, given, source=name)
         # In a format of the user's own, eod means what its function makes of it.
         if table.eod is not None and not is_import_path(table.format):
