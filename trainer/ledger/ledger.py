@@ -142,17 +142,15 @@ class Ledger:
         placement: Placement = "device",
         owners: Owners = Owners(),  # noqa: B008 - immutable
     ) -> None:
+        if wipe_mode not in WIPE_MODES:
+            raise UserError("ledger.wipe_mode", f"must be one of {', '.join(WIPE_MODES)}, got {wipe_mode!r}")
         numbers = {"capacity": capacity}
         numbers |= {"wipe_every": wipe_every} if wipe_mode == "full" else {}
         if wipe_mode == "periodic_stale":
             numbers |= {"sweep_every": sweep_every, "stale_threshold": stale_threshold}
-        rules: list[tuple[str, bool, object, str]] = [
-            ("wipe_mode", wipe_mode in WIPE_MODES, wipe_mode, f"one of {', '.join(WIPE_MODES)}")
-        ]
-        rules += [(key, number >= 1, number, f">= 1 with wipe_mode {wipe_mode}") for key, number in numbers.items()]
-        for key, is_right, value, rule in rules:
-            if not is_right:
-                raise UserError(f"ledger.{key}", f"must be {rule}, got {value!r}")
+        for key, number in numbers.items():
+            if number < 1:
+                raise UserError(f"ledger.{key}", f"must be >= 1 with wipe_mode {wipe_mode}, got {number}")
         self._wipe_mode = wipe_mode
         self._stale_threshold = stale_threshold
         self._sweep_every = sweep_every
