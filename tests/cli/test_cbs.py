@@ -39,12 +39,10 @@ def copied(trained, name) -> Path:
 
 def contents(run_dir) -> dict[str, object]:
     """All files of a run but those of its branches: content and time."""
-    files = [
-        path for path in sorted(run_dir.rglob("*")) if path.is_file() and "cbs" not in path.relative_to(run_dir).parts
-    ]
     return {
         str(path.relative_to(run_dir)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
-        for path in files
+        for path in sorted(run_dir.rglob("*"))
+        if path.is_file() and "cbs" not in path.relative_to(run_dir).parts
     }
 
 
@@ -166,17 +164,16 @@ def test_a_run_that_is_still_trained_is_refused(trained, capsys):
     assert "is still being trained" in refused.stderr
 
 
-def test_a_branch_that_fails_is_named_and_the_others_are_kept(trained, tmp_path):
-    run_dir = copied(trained, "failing")
-    options = ("--at", STEP, "--factors", "1,4", "--lr-grid", "1", "--tokens", 1, "--seeds", 1)
-    lr = 2 * read_rows(run_dir / "metrics.jsonl")["train", STEP]["lr"]  # of 4 times the batch
+def test_a_branch_that_fails_is_named_and_the_others_are_kept(whole, tmp_path):
+    run_dir = copied(whole[0], "failing")
+    (branch,) = run_dir.glob(f"cbs/{STEP}/batch_2-*-seed_1")
+    shutil.rmtree(branch)
     out, err = tmp_path / "out", tmp_path / "err"
-    process = Forked(["cbs", run_dir, *options], environment(), cwd=Path.cwd(), out=out, err=err)
-    status = run_dir / "cbs" / str(STEP) / f"batch_4-lr_{lr:.6g}-seed_0" / "status.json"
-    while not status.exists():
+    process = Forked(["cbs", run_dir, *OPTIONS], environment(), cwd=Path.cwd(), out=out, err=err)
+    while not (branch / "status.json").exists():
         assert process.poll() is None, err.read_text()
         time.sleep(0.002)
-    os.kill(json.loads(status.read_text())["pid"], signal.SIGKILL)
+    os.kill(json.loads((branch / "status.json").read_text())["pid"], signal.SIGKILL)
     assert process.wait(TIMEOUT_SEC) == 1
     assert "the branch failed with exit code -9" in err.read_text()
-    assert len(list(run_dir.glob(f"cbs/{STEP}/*/result.json"))) == 1
+    assert len(list(run_dir.glob(f"cbs/{STEP}/*/result.json"))) == 3
