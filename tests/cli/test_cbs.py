@@ -143,7 +143,6 @@ def test_a_second_call_takes_what_is_there_and_refuses_to_mix(whole, capsys):
     [
         (["--at", "9"], "--at: RUN has no checkpoint after step 9; use one of 4, 8, 12"),
         (["--factors", "1/16,1"], "fewer than two batches to compare; 1/16 of today's batch is impossible"),
-        (["--factors", "1,none"], "--factors: 'none' is no positive number"),
     ],
 )
 def test_a_mistake_is_one_line_and_trains_nothing(trained, options, message, capsys):
