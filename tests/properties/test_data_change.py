@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from hypothesis import assume, given
@@ -15,7 +14,6 @@ from tests.properties.test_data_mixing import PROFILE, settings_of, tokens_read,
 from tests.support.streams import write_tokens
 from trainer.data.epochs import restart_streams
 from trainer.data.layout import Stream
-from trainer.data.mixing import StreamMixingDataset
 
 Documents = tuple[int, ...]  # their lengths
 corpora = st.dictionaries(
@@ -26,27 +24,27 @@ corpora = st.dictionaries(
 )
 
 
-def write(folder: Path, corpus: dict[str, Documents]) -> list[Stream]:
+def write(folder, corpus):
     """These streams alone."""
     for path in folder.rglob("*.jsonl"):
         path.unlink()
     return write_tokens(folder, corpus)
 
 
-def take(ranks: list[StreamMixingDataset], number: int) -> list[dict[str, Any]]:
+def take(ranks, number):
     batches = []
     for dataset in ranks:
         batches += list(itertools.islice(dataset, number))
     return batches
 
 
-def expected(corpus: dict[str, Documents], first_token: int) -> Counter[tuple[str, int]]:
+def expected(corpus, first_token):
     return Counter(
         (f"{name}.jsonl", first_token + token) for name, lengths in corpus.items() for token in range(sum(lengths))
     )
 
 
-def relabelled(streams: list[Stream], corpus: dict[str, Documents], shift: set[str], folder: Path) -> None:
+def relabelled(streams, corpus, shift, folder):
     """Replace the files of the streams in `shift`: the same documents' lengths, other tokens."""
     for name in shift:
         rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
@@ -106,6 +104,6 @@ def test_streams_that_did_not_change_go_on_and_the_others_begin_anew(
     assert of_others == expected({name: after[name] for name in after.keys() - kept}, 500)
 
 
-def sorted_streams(corpus: dict[str, Documents]) -> list[Stream]:
+def sorted_streams(corpus):
     """The streams of a corpus that is no longer on disk, in the order of their ids."""
     return [Stream(i, "", f"{name}.jsonl", name[0]) for i, name in enumerate(sorted(corpus))]

@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.streams import WideTokens, mixing_dataset, streams_of
-from trainer.data.layout import Stream
-from trainer.data.mixing import StreamMixingDataset
 
 SEQ_LEN = 4
 PROFILE = settings(max_examples=60, deadline=None, derandomize=True)
@@ -35,16 +33,16 @@ settings_of = st.fixed_dictionaries(
 )
 
 
-def dataset(streams: list[Stream], *, rank: int = 0, world_size: int = 1, **kwargs: Any) -> StreamMixingDataset:
+def dataset(streams, *, rank=0, world_size=1, **kwargs):
     given = {"tokenizer": WideTokens(), "seq_len": SEQ_LEN, "repeat": False, **kwargs}
     return mixing_dataset(streams, rank=rank, world_size=world_size, **given)
 
 
-def world(streams: list[Stream], world_size: int, **kwargs: Any) -> list[StreamMixingDataset]:
+def world(streams, world_size, **kwargs):
     return [dataset(streams, rank=rank, world_size=world_size, **kwargs) for rank in range(world_size)]
 
 
-def tokens_read(batches: list[dict[str, Any]]) -> Counter[tuple[str, int]]:
+def tokens_read(batches):
     found: Counter[tuple[str, int]] = Counter()
     for batch in batches:
         stream = json.loads(batch["instability_meta_json"])["stream"]
@@ -52,12 +50,12 @@ def tokens_read(batches: list[dict[str, Any]]) -> Counter[tuple[str, int]]:
     return found
 
 
-def all_tokens(streams: list[Stream], layout: list[list[int]]) -> Counter[tuple[str, int]]:
+def all_tokens(streams, layout):
     by_name = {f"{'ab'[i % 2]}/s{i}.jsonl": sum(lengths) for i, lengths in enumerate(layout)}
     return Counter((s.relative_path, token) for s in streams for token in range(by_name[s.relative_path]))
 
 
-def check_rows(batches: list[dict[str, Any]], cells: dict[int, list[int]]) -> None:
+def check_rows(batches, cells):
     """No group twice in a batch; collects the cell indices of each group in the order of reading."""
     for batch in batches:
         groups = [g for g in batch["group_ids"].tolist() if g >= 0]
@@ -71,9 +69,7 @@ def check_rows(batches: list[dict[str, Any]], cells: dict[int, list[int]]) -> No
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @settings(PROFILE, max_examples=25)
 @given(layouts, settings_of)
-def test_an_epoch_reads_every_token_once_over_all_ranks_and_groups_in_order(
-    world_size: int, batching_mode: str, layout: list[list[int]], kwargs: dict[str, Any]
-) -> None:
+def test_an_epoch_reads_every_token_once_over_all_ranks_and_groups_in_order(world_size, batching_mode, layout, kwargs):
     kwargs = dict(kwargs, batching_mode=batching_mode)
     with streams_of(layout) as streams:
         per_rank = [list(rank) for rank in world(streams, world_size, **kwargs)]
@@ -98,7 +94,7 @@ def test_an_epoch_reads_every_token_once_over_all_ranks_and_groups_in_order(
 
 @PROFILE
 @given(layouts, settings_of)
-def test_inputs_are_the_tokens_before_the_targets(layout: list[list[int]], kwargs: dict[str, Any]) -> None:
+def test_inputs_are_the_tokens_before_the_targets(layout, kwargs):
     with streams_of(layout) as streams:
         firsts = {
             f"{'ab'[i % 2]}/s{i}.jsonl": set(itertools.accumulate([0, *lengths])) for i, lengths in enumerate(layout)
@@ -118,7 +114,7 @@ def test_inputs_are_the_tokens_before_the_targets(layout: list[list[int]], kwarg
             assert ("resets" in batch) == kwargs["pack"]
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def same(a, b):
     return a.keys() == b.keys() and all(
         np.array_equal(a[key], b[key]) if isinstance(a[key], np.ndarray) else a[key] == b[key] for key in a
     )
@@ -126,9 +122,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 @PROFILE
 @given(layouts, settings_of, st.integers(1, 3), st.integers(0, 40))
-def test_resuming_anywhere_gives_the_samples_of_an_uninterrupted_run(
-    layout: list[list[int]], kwargs: dict[str, Any], world_size: int, stop: int
-) -> None:
+def test_resuming_anywhere_gives_the_samples_of_an_uninterrupted_run(layout, kwargs, world_size, stop):
     with streams_of(layout) as streams:
         for rank in range(world_size):
             whole = dataset(streams, rank=rank, world_size=world_size, repeat=True, **kwargs)
@@ -146,9 +140,7 @@ def test_resuming_anywhere_gives_the_samples_of_an_uninterrupted_run(
 @given(
     layouts, settings_of, st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), min_size=1, max_size=3), st.data()
 )
-def test_resuming_on_other_worlds_loses_and_repeats_nothing(
-    layout: list[list[int]], kwargs: dict[str, Any], worlds: list[tuple[int, int]], data: st.DataObject
-) -> None:
+def test_resuming_on_other_worlds_loses_and_repeats_nothing(layout, kwargs, worlds, data):
     with streams_of(layout) as streams:
         read: list[dict[str, Any]] = []
         cells: dict[int, list[int]] = defaultdict(list)
@@ -170,9 +162,7 @@ def test_resuming_on_other_worlds_loses_and_repeats_nothing(
 
 @PROFILE
 @given(layouts, settings_of, st.integers(2, 4), st.integers(1, 4), st.integers(0, 30))
-def test_resharding_ranks_that_stand_in_different_epochs_keeps_each_epoch_whole(
-    layout: list[list[int]], kwargs: dict[str, Any], before: int, after: int, stop: int
-) -> None:
+def test_resharding_ranks_that_stand_in_different_epochs_keeps_each_epoch_whole(layout, kwargs, before, after, stop):
     """Ranks that pick alone drift apart: one may be in a later epoch than another when the run is cut."""
     kwargs = dict(kwargs, batching_mode="device_per_stream", repeat=True)
     with streams_of(layout) as streams:
@@ -196,9 +186,7 @@ def test_resharding_ranks_that_stand_in_different_epochs_keeps_each_epoch_whole(
 
 @PROFILE
 @given(layouts, settings_of, st.integers(1, 3), st.integers(0, 12), st.integers(0, 12))
-def test_a_resharded_run_resumes_exactly_too(
-    layout: list[list[int]], kwargs: dict[str, Any], world_size: int, first: int, second: int
-) -> None:
+def test_a_resharded_run_resumes_exactly_too(layout, kwargs, world_size, first, second):
     """The chapters of a run that was cut anew are part of its state."""
     with streams_of(layout) as streams:
         states = []

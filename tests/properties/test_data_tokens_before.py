@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from tests.support.streams import WideTokens, mixing_dataset, streams_of
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.layout import Stream
-from trainer.data.mixing import StreamMixingDataset
 from trainer.data.weights import ConstantWeight
 from trainer.micro_batches import MicroBatches
 
@@ -37,18 +35,18 @@ Batch = dict[str, Any]
 ADDED = {"tokens_before", "resets_before"}
 
 
-def dataset(streams: list[Stream], *, name: str = "source", **kwargs: Any) -> StreamMixingDataset:
+def dataset(streams, *, name="source", **kwargs):
     return mixing_dataset(streams, name=name, **{"tokenizer": WideTokens(), "repeat": False, **kwargs})
 
 
 class Oracle:
     """Remembers the inputs of every row that was read, group by group."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.inputs: dict[int, list[int]] = defaultdict(list)
         self.num_continued = 0
 
-    def check(self, batch: Batch, n: int, *, pack: bool) -> None:
+    def check(self, batch, n, *, pack):
         rows = len(batch["group_ids"])
         assert batch["tokens_before"].shape == (rows, n)
         assert batch["tokens_before"].dtype == np.int64
@@ -63,13 +61,13 @@ class Oracle:
             assert group < 0 or len(held) == min(n, batch["cell_index"][row] * batch["tokens"].shape[1])
             self.num_continued += bool(held)
 
-    def read(self, batch: Batch) -> None:
+    def read(self, batch):
         for row, group in enumerate(batch["group_ids"].tolist()):
             is_target = batch["targets"][row] != -100
             self.inputs[group] += batch["tokens"][row][is_target].tolist()
 
 
-def same(a: Batch, b: Batch) -> bool:
+def same(a, b):
     return list(a) == list(b) and all(
         a[key].tobytes() == b[key].tobytes() and a[key].dtype == b[key].dtype
         if isinstance(a[key], np.ndarray)
@@ -78,7 +76,7 @@ def same(a: Batch, b: Batch) -> bool:
     )
 
 
-def without(batch: Batch) -> Batch:
+def without(batch):
     return {key: value for key, value in batch.items() if key not in ADDED}
 
 
@@ -90,9 +88,7 @@ def without(batch: Batch) -> Batch:
     st.lists(st.tuples(st.integers(1, 3), st.integers(0, 12)), min_size=0, max_size=2),
     st.integers(1, 3),
 )
-def test_tokens_before_are_the_groups_own_in_any_world_and_after_any_resume(
-    layout: list[list[int]], kwargs: dict[str, Any], n: int, worlds: list[tuple[int, int]], last_world: int
-) -> None:
+def test_tokens_before_are_the_groups_own_in_any_world_and_after_any_resume(layout, kwargs, n, worlds, last_world):
     with streams_of(layout, "a", is_unique=True) as streams:
         oracle, states = Oracle(), None
         for world_size, batches in [*worlds, (last_world, 10_000)]:
@@ -113,11 +109,11 @@ def test_tokens_before_are_the_groups_own_in_any_world_and_after_any_resume(
 @PROFILE
 @given(layouts, settings_of, st.integers(1, 4), st.integers(1, 3), st.integers(1, 12), st.integers(0, 15))
 def test_a_blend_adds_them_on_the_steps_asked_for_and_changes_nothing_else(
-    layout: list[list[int]], kwargs: dict[str, Any], every: int, micro_batches: int, n: int, stop: int
-) -> None:
+    layout, kwargs, every, micro_batches, n, stop
+):
     with streams_of(layout, "a", is_unique=True) as streams:
 
-        def blend(**history: int) -> BlendDataset:
+        def blend(**history):
             sources = [
                 BlendSource(name, dataset(streams, name=name, **kwargs), ConstantWeight(weight))
                 for name, weight in (("x", 1.0), ("y", 2.0))

@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 
 from trainer.tools.corpus.builders import build_pytext
-from trainer.tools.corpus.writer import Manifest
 
 CAPS = {"python": 6_000_000, "cpp": 8_000_000, "prose": 3_000_000}
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
+def built(tmp_path_factory):
     out = tmp_path_factory.mktemp("pytext") / "corpus"
     return out, build_pytext(out, max_bytes=CAPS)
 
 
-def test_layout_is_modality_then_stream(built: tuple[Path, Manifest]) -> None:
+def test_layout_is_modality_then_stream(built):
     out, manifest = built
     found = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.jsonl"))
     assert found == sorted(entry.path for entries in manifest.modalities.values() for entry in entries)
@@ -28,7 +27,7 @@ def test_layout_is_modality_then_stream(built: tuple[Path, Manifest]) -> None:
     assert {"python/stdlib.jsonl", "python/stdlib.asyncio.jsonl", "prose/python.topics.jsonl"} <= set(found)
 
 
-def test_caps_hold_and_no_stream_is_tiny(built: tuple[Path, Manifest]) -> None:
+def test_caps_hold_and_no_stream_is_tiny(built):
     _, manifest = built
     for name, entries in manifest.modalities.items():
         assert 0.5 * CAPS[name] < manifest.totals(name)["text_bytes"] <= CAPS[name]
@@ -36,7 +35,7 @@ def test_caps_hold_and_no_stream_is_tiny(built: tuple[Path, Manifest]) -> None:
         assert min(entry.text_bytes for entry in entries) > 32_000
 
 
-def test_documents_are_whole_files_and_appear_once(built: tuple[Path, Manifest]) -> None:
+def test_documents_are_whole_files_and_appear_once(built):
     out, manifest = built
     for name in manifest.modalities:
         rows = [json.loads(line) for path in (out / name).glob("*.jsonl") for line in path.open(encoding="utf-8")]
@@ -48,7 +47,7 @@ def test_documents_are_whole_files_and_appear_once(built: tuple[Path, Manifest])
     assert row["text"] == (stdlib / row["source"].removeprefix("stdlib/")).read_bytes().decode()
 
 
-def test_no_path_of_the_machine_gets_in(built: tuple[Path, Manifest]) -> None:
+def test_no_path_of_the_machine_gets_in(built):
     out, _ = built
     purelib = sysconfig.get_paths()["purelib"]
     forbidden = [sysconfig.get_paths()["stdlib"], purelib, str(out)]
@@ -57,7 +56,7 @@ def test_no_path_of_the_machine_gets_in(built: tuple[Path, Manifest]) -> None:
         assert not any(word in content for word in forbidden), path
 
 
-def test_the_same_installation_gives_the_same_bytes(built: tuple[Path, Manifest], tmp_path: Path) -> None:
+def test_the_same_installation_gives_the_same_bytes(built, tmp_path):
     out, manifest = built
     seen: list[tuple[int, int, str]] = []
     again = build_pytext(tmp_path / "again", max_bytes=CAPS, progress=lambda *args: seen.append(args))

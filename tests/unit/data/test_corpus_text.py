@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,16 +16,16 @@ from trainer.tools.corpus.writer import read_manifest
 LIMIT = 100_000
 
 
-def rows_of(out: Path, path: str) -> list[dict[str, Any]]:
+def rows_of(out, path):
     return [json.loads(line) for line in (out / path).read_text(encoding="utf-8").split("\n") if line]
 
 
-def tree(root: Path) -> dict[str, bytes]:
+def tree(root):
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
+def files(tmp_path):
     root = tmp_path / "in"
     for directory, size in (("a", 500), ("b", 700), ("b/deep", 20)):
         (root / directory).mkdir(parents=True)
@@ -37,7 +35,7 @@ def files(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_directory_is_a_stream_and_a_file_a_document(files: Path, tmp_path: Path) -> None:
+def test_a_directory_is_a_stream_and_a_file_a_document(files, tmp_path):
     out = tmp_path / "out"
     manifest = build_text(out, {"notes": [f"{files}/**/*.txt"]}, min_stream_bytes=300)
     assert [entry.path for entry in manifest.modalities["notes"]] == ["notes/a.jsonl", "notes/b.jsonl"]
@@ -47,7 +45,7 @@ def test_a_directory_is_a_stream_and_a_file_a_document(files: Path, tmp_path: Pa
     assert "é".encode() in (out / "notes/b.jsonl").read_bytes()
 
 
-def test_the_manifest_counts_and_digests_what_is_on_disk(files: Path, tmp_path: Path) -> None:
+def test_the_manifest_counts_and_digests_what_is_on_disk(files, tmp_path):
     out = tmp_path / "out"
     manifest = build_text(out, {"notes": [f"{files}/**/*.txt"]}, min_stream_bytes=300)
     assert read_manifest(out) == manifest
@@ -63,7 +61,7 @@ def test_the_manifest_counts_and_digests_what_is_on_disk(files: Path, tmp_path: 
     assert str(tmp_path) not in (out / "manifest.json").read_text()
 
 
-def test_files_that_are_not_text_are_listed_and_the_rest_is_used(files: Path, tmp_path: Path) -> None:
+def test_files_that_are_not_text_are_listed_and_the_rest_is_used(files, tmp_path):
     (files / "a" / "bad.txt").write_bytes(b"good so far \xff\xfe")
     (files / "a" / "binary.txt").write_bytes(b"x\x00y")
     (files / "a" / "empty.txt").write_bytes(b"")
@@ -84,7 +82,7 @@ def test_files_that_are_not_text_are_listed_and_the_rest_is_used(files: Path, tm
     assert manifest.totals()["documents"] == 9
 
 
-def test_names_that_are_not_utf_8_or_not_printable_are_escaped(tmp_path: Path) -> None:
+def test_names_that_are_not_utf_8_or_not_printable_are_escaped(tmp_path):
     folder = os.fsencode(tmp_path) + b"/in/caf\xe9"
     os.makedirs(folder)
     for name in (b"one\xff.txt", b"two\n.txt", b"three\x1b[31m.txt"):
@@ -103,7 +101,7 @@ def test_names_that_are_not_utf_8_or_not_printable_are_escaped(tmp_path: Path) -
     assert rows_of(tmp_path / "out", "m/plain.jsonl")[0]["source"] == "plain/ünö.txt"
 
 
-def test_streams_get_names_that_runs_read_and_none_is_lost(tmp_path: Path) -> None:
+def test_streams_get_names_that_runs_read_and_none_is_lost(tmp_path):
     for directory in ("_posts", "posts", "__pycache", "a.b", "a/b", "_", "d" * 250 + "/" + "e" * 250):
         (tmp_path / "in" / directory).mkdir(parents=True)
         (tmp_path / "in" / directory / "x.txt").write_text(directory)
@@ -115,13 +113,13 @@ def test_streams_get_names_that_runs_read_and_none_is_lost(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["../x", "", "a\\b", ".hidden", "_x"])
-def test_a_modality_that_is_no_plain_name_is_refused(name: str, files: Path, tmp_path: Path) -> None:
+def test_a_modality_that_is_no_plain_name_is_refused(name, files, tmp_path):
     with pytest.raises(UserError, match="is not a plain name"):
         build_text(tmp_path / "out", {name: [f"{files}/**/*.txt"]})
     assert not (tmp_path / "out").exists()
 
 
-def test_each_line_of_a_jsonl_file_is_a_document(tmp_path: Path) -> None:
+def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     lines = [f'{{"text": "number {n} é", "other": {n}}}' for n in range(11)]
     (tmp_path / "x.jsonl").write_text("\n\n".join([*lines, lines[0], '{"text": " "}']), encoding="utf-8")
     (tmp_path / "y.txt").write_text("plain")
@@ -136,7 +134,7 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl.gz", ".CSV"])
-def test_a_file_that_is_named_as_no_text_never_becomes_a_document(suffix: str, tmp_path: Path) -> None:
+def test_a_file_that_is_named_as_no_text_never_becomes_a_document(suffix, tmp_path):
     (tmp_path / f"x{suffix}").write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match=r"nothing in 1 file can be used: m/x.*(no plain text|compressed): "):
         build_text(tmp_path / "out", {"m": [f"{tmp_path}/x*"]})
@@ -146,7 +144,7 @@ def test_a_file_that_is_named_as_no_text_never_becomes_a_document(suffix: str, t
     assert [item.source for item in manifest.skipped] == [f"m/x{suffix}"]
 
 
-def test_the_same_inputs_again_leave_the_corpus_alone(files: Path, tmp_path: Path) -> None:
+def test_the_same_inputs_again_leave_the_corpus_alone(files, tmp_path):
     out = tmp_path / "out"
     first = build_text(out, {"notes": [f"{files}/**/*.txt"]})
     before = os.stat(out).st_ino
@@ -154,7 +152,7 @@ def test_the_same_inputs_again_leave_the_corpus_alone(files: Path, tmp_path: Pat
     assert os.stat(out).st_ino == before
 
 
-def test_another_corpus_is_replaced_only_by_force(files: Path, tmp_path: Path) -> None:
+def test_another_corpus_is_replaced_only_by_force(files, tmp_path):
     out = tmp_path / "out"
     build_text(out, {"notes": [f"{files}/**/*.txt"]})
     before = tree(out)
@@ -166,7 +164,7 @@ def test_another_corpus_is_replaced_only_by_force(files: Path, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_what_lies_in_a_corpus_and_is_none_of_it_is_not_lost_by_force(files: Path, tmp_path: Path) -> None:
+def test_what_lies_in_a_corpus_and_is_none_of_it_is_not_lost_by_force(files, tmp_path):
     out = tmp_path / "out"
     build_text(out, {"notes": [f"{files}/**/*.txt"]})
     (out / "run" / "checkpoints").mkdir(parents=True)
@@ -178,7 +176,7 @@ def test_what_lies_in_a_corpus_and_is_none_of_it_is_not_lost_by_force(files: Pat
 
 
 @pytest.mark.parametrize("content", [None, "{}", "not json", '{"format_version": 99}', '{"format_version": 1}'])
-def test_a_directory_that_is_no_corpus_is_never_replaced(content: str | None, files: Path, tmp_path: Path) -> None:
+def test_a_directory_that_is_no_corpus_is_never_replaced(content, files, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("dear")
@@ -190,8 +188,8 @@ def test_a_directory_that_is_no_corpus_is_never_replaced(content: str | None, fi
     assert tree(out) == before
 
 
-def test_an_interrupted_build_leaves_nothing_half_done(files: Path, tmp_path: Path) -> None:
-    def interrupt(done: int, total: int, what: str) -> None:
+def test_an_interrupted_build_leaves_nothing_half_done(files, tmp_path):
+    def interrupt(done, total, what):
         if what.startswith("writing notes/b"):
             raise KeyboardInterrupt
 
@@ -205,8 +203,8 @@ def test_an_interrupted_build_leaves_nothing_half_done(files: Path, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_a_file_that_changes_during_the_build_is_an_error(files: Path, tmp_path: Path) -> None:
-    def meddle(done: int, total: int, what: str) -> None:
+def test_a_file_that_changes_during_the_build_is_an_error(files, tmp_path):
+    def meddle(done, total, what):
         if what.startswith("writing"):
             (files / "a" / "1.txt").write_text("other")
 

@@ -24,13 +24,13 @@ from trainer.tools.inspection.verify import verify
 SIZES, POINTERS, DOCUMENTS = [3, 1, 2], [0, 6, 8], [0, 1, 2, 3]  # three documents of uint16 in 12 bytes
 
 
-def read_all(path: Path, **kwargs: Any) -> int:
+def read_all(path, **kwargs):
     """Read a file as a run would, to its last token."""
     documents = load_documents(path, ReadOptions(BytesTokenizer(), **kwargs))
     return sum(len(chunk) for chunk in token_chunks(documents))
 
 
-def refusal(path: Path, message: str = ".", **kwargs: Any) -> str:
+def refusal(path, message=".", **kwargs):
     with pytest.raises(UserError, match=message) as refused:
         read_all(path, **kwargs)
     assert "\n" not in refused.value.message
@@ -40,9 +40,7 @@ def refusal(path: Path, message: str = ".", **kwargs: Any) -> str:
     return refused.value.message
 
 
-def index(
-    sizes: list[int] = SIZES, pointers: list[int] = POINTERS, documents: list[int] = DOCUMENTS, **kwargs: Any
-) -> bytes:
+def index(sizes=SIZES, pointers=POINTERS, documents=DOCUMENTS, **kwargs):
     return index_bytes(sizes, pointers, documents, **{"code": 8, **kwargs})
 
 
@@ -65,7 +63,7 @@ INDICES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("kind", INDICES)
-def test_a_damaged_megatron_index_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_megatron_index_is_refused(tmp_path, kind):
     content, message = INDICES[kind]
     write_megatron(tmp_path / "a", [[1, 2, 3], [4], [5, 6]])
     assert (tmp_path / "a.idx").read_bytes() == WHOLE
@@ -74,7 +72,7 @@ def test_a_damaged_megatron_index_is_refused(tmp_path: Path, kind: str) -> None:
     assert refusal(tmp_path / "a.bin", message).startswith(str(tmp_path / "a.idx"))
 
 
-def npy(array: Any, **kwargs: Any) -> bytes:
+def npy(array, **kwargs):
     file = io.BytesIO()
     np.save(file, array, **kwargs)
     return file.getvalue()
@@ -83,11 +81,11 @@ def npy(array: Any, **kwargs: Any) -> bytes:
 class Bomb:
     """What unpickling this would do."""
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self):
         return os.mkdir, (os.path.join(tempfile.gettempdir(), f"unpickled-{os.getpid()}"),)
 
 
-def parquet(columns: dict[str, list[Any]], **kwargs: Any) -> bytes:
+def parquet(columns, **kwargs):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet as files
 
@@ -130,7 +128,7 @@ FILES: dict[str, tuple[str, Callable[[], bytes], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_file_is_refused(tmp_path, kind):
     name, content, kwargs, message = FILES[kind]
     path = tmp_path / name
     path.write_bytes(content())
@@ -138,7 +136,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
     assert not list(Path(tempfile.gettempdir()).glob(f"unpickled-{os.getpid()}"))
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_file_is_refused(tmp_path):
     (tmp_path / "a.txt").mkdir()
     assert "is not a regular file" in refusal(tmp_path / "a.txt")
     os.mkfifo(tmp_path / "b.txt")
@@ -152,7 +150,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     assert "m.idx: is missing" in refusal(tmp_path / "m.bin")
 
 
-def test_a_file_that_may_not_be_read_is_refused() -> None:
+def test_a_file_that_may_not_be_read_is_refused():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.npy")
         path.write_bytes(b"abcd")
@@ -168,7 +166,7 @@ def test_a_file_that_may_not_be_read_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["npy", "idx", "parquet", "jsonl"])
-def test_no_byte_that_is_flipped_gives_anything_but_tokens_or_a_refusal(tmp_path: Path, kind: str) -> None:
+def test_no_byte_that_is_flipped_gives_anything_but_tokens_or_a_refusal(tmp_path, kind):
     write_megatron(tmp_path / "a", [[1, 2, 3], [4], [5, 6]])
     whole = {
         "npy": lambda: npy(LONG[:4]),

@@ -8,9 +8,7 @@ import json
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,39 +18,39 @@ from tests.support.runs import ROOT
 from tests.support.streams import mixing_dataset
 from tests.unit.data.megatron_writer import index_bytes, write_megatron
 from trainer.data import formats as registry
-from trainer.data.documents import Kind, load_npy, write_index
+from trainer.data.documents import load_npy, write_index
 from trainer.data.formats import Format, file_kind, format_name, open_documents
 from trainer.data.layout import discover_direct, discover_nested
-from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer
 from trainer.errors import UserError
 
 BYTES = BytesTokenizer()
 TOKENS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
 
 
-def tokens(path: Path, tokenizer: Tokenizer = BYTES, **kwargs: Any) -> list[list[int]]:
+def tokens(path, tokenizer=BYTES, **kwargs):
     documents = open_documents(path, tokenizer=tokenizer, **kwargs)
     return [documents.read(d, 0, int(n)).tolist() for d, n in enumerate(documents.lengths)]
 
 
-def texts(path: Path, **kwargs: Any) -> list[str]:
+def texts(path, **kwargs):
     return [BYTES.decode(np.array(document, dtype=np.int64)) for document in tokens(path, **kwargs)]
 
 
-def test_a_text_file_is_one_document_or_one_per_block(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document_or_one_per_block(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("\n\none\ntwo\n\n \t\nthree é\n\n", encoding="utf-8")
     assert texts(path) == ["\n\none\ntwo\n\n \t\nthree é\n\n"]
     assert texts(path, text_split="blank_line") == ["\n\none\ntwo\n\n \t\n", "three é\n\n"]
 
 
-def test_json_lines_give_a_document_per_line(tmp_path: Path) -> None:
+def test_json_lines_give_a_document_per_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "né"}\n\n{"tokens": [1, 256, 3], "id": 7}\n{"text": ""}\n', encoding="utf-8")
     assert tokens(path) == [[110, 195, 169], [1, 256, 3], []]
 
 
-def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path):
     mark = b"\xef\xbb\xbf"
     (tmp_path / "a.txt").write_bytes(mark + "\none\n\ntwo é".encode())
     (tmp_path / "a.jsonl").write_bytes(mark + b'{"text": "one"}\n' + mark + b'{"text": "two"}\n')  # two files in one
@@ -65,7 +63,7 @@ def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dictionary", "large_string", "string_view", "fixed", "large_list", "list_view"])
-def test_parquet_is_read_however_its_strings_and_lists_are_stored(tmp_path: Path, kind: str) -> None:
+def test_parquet_is_read_however_its_strings_and_lists_are_stored(tmp_path, kind):
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     path, values, ids = tmp_path / "a.parquet", [f"text {i % 3}" for i in range(2000)], [[1, 2], [3, 4], [5, 6]]
     if kind == "dictionary":
@@ -79,7 +77,7 @@ def test_parquet_is_read_however_its_strings_and_lists_are_stored(tmp_path: Path
     assert (texts(path) if "text" in columns else tokens(path)) == (values if "text" in columns else ids)
 
 
-def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path, monkeypatch):
     np.save(tmp_path / "a.npy", np.array([5, 0, 6, 7, 0, 0, 8], dtype=np.int32))
     np.array([5, 0, 6, 0], dtype=np.uint16).tofile(tmp_path / "b.bin")
     for chunk in (1 << 22, 3):  # ids scanned at a time
@@ -101,9 +99,7 @@ def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path: Path, monkeyp
         ("a.txt", b"abc", {"text_split": "page"}, "must be one of file, blank_line"),
     ],
 )
-def test_what_cannot_be_read_as_asked_is_refused(
-    tmp_path: Path, name: str, content: bytes, kwargs: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_read_as_asked_is_refused(tmp_path, name, content, kwargs, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         tokens(tmp_path / name, **kwargs)
@@ -113,12 +109,12 @@ def test_what_cannot_be_read_as_asked_is_refused(
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16"])
-def test_every_integer_dtype_of_an_indexed_file_is_read_as_it_was_written(tmp_path: Path, dtype: str) -> None:
+def test_every_integer_dtype_of_an_indexed_file_is_read_as_it_was_written(tmp_path, dtype):
     write_megatron(tmp_path / "a", TOKENS, dtype=dtype)
     assert tokens(tmp_path / "a.bin") == TOKENS
 
 
-def test_documents_of_several_sequences_are_joined_and_may_lie_in_any_order(tmp_path: Path) -> None:
+def test_documents_of_several_sequences_are_joined_and_may_lie_in_any_order(tmp_path):
     write_megatron(tmp_path / "a", [*TOKENS, []], documents=[0, 2, 2, 3, 5])
     assert tokens(tmp_path / "a.bin") == [[5, 6, 7, 8], [], [9, 10], [11, 12, 13, 14]]
     write_megatron(tmp_path / "a", TOKENS)
@@ -128,7 +124,7 @@ def test_documents_of_several_sequences_are_joined_and_may_lie_in_any_order(tmp_
     assert tokens(tmp_path / "a.bin") == [TOKENS[i] for i in order]
 
 
-def test_a_bin_is_megatrons_if_it_has_an_idx_and_the_idx_is_no_stream(tmp_path: Path) -> None:
+def test_a_bin_is_megatrons_if_it_has_an_idx_and_the_idx_is_no_stream(tmp_path):
     (tmp_path / "m").mkdir()
     write_megatron(tmp_path / "m" / "a", TOKENS)
     np.array([1, 2, 3], dtype=np.uint16).tofile(tmp_path / "m" / "b.bin")
@@ -143,7 +139,7 @@ def test_a_bin_is_megatrons_if_it_has_an_idx_and_the_idx_is_no_stream(tmp_path: 
         tokens(tmp_path / "m" / "a.bin", eod=0)
 
 
-def test_a_stream_of_ten_million_cells_opens_in_under_a_second_and_is_not_read(tmp_path: Path) -> None:
+def test_a_stream_of_ten_million_cells_opens_in_under_a_second_and_is_not_read(tmp_path):
     """10 million cells of 1,024 tokens (20 GB, sparse), headerless and with an index of 300,000 documents."""
     cells, seq_len, documents = 10_000_000, 1024, 300_000
     for name in ("flat.bin", "indexed.bin"):
@@ -167,7 +163,7 @@ def test_a_stream_of_ten_million_cells_opens_in_under_a_second_and_is_not_read(t
 # Token ids are below `data.vocab_size`, since the next id begins documents.
 
 
-def write_ids(folder: Path, name: str, ids: list[int]) -> Path:
+def write_ids(folder, name, ids):
     """One document of `ids` in a file of the format of `name`."""
     path, array = folder / name, np.array(ids, dtype=np.uint16)
     if name == "a.npy":
@@ -186,7 +182,7 @@ def write_ids(folder: Path, name: str, ids: list[int]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.bin", "a.idx", "a.jsonl", "a.parquet"])
-def test_the_id_that_begins_documents_is_refused_in_files_of_ids(tmp_path: Path, name: str) -> None:
+def test_the_id_that_begins_documents_is_refused_in_files_of_ids(tmp_path, name):
     path = write_ids(tmp_path, name, [3, 499, 500, 7])
     dtype = "uint16" if name == "a.bin" else None
     assert tokens(path, IdsTokenizer(501), dtype=dtype) == [[3, 499, 500, 7]]
@@ -197,14 +193,14 @@ def test_the_id_that_begins_documents_is_refused_in_files_of_ids(tmp_path: Path,
         assert "set data.vocab_size" in caught.value.fix
 
 
-def test_the_dtype_alone_proves_ids_only_below_the_vocabulary(tmp_path: Path) -> None:
+def test_the_dtype_alone_proves_ids_only_below_the_vocabulary(tmp_path):
     np.save(tmp_path / "a.npy", np.array([3, 255], dtype=np.uint8))
     assert tokens(tmp_path / "a.npy", IdsTokenizer(256)) == [[3, 255]]
     with pytest.raises(UserError, match="token id 255 at token 1"):
         tokens(tmp_path / "a.npy", IdsTokenizer(255))
 
 
-def test_large_files_are_checked_where_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_checked_where_they_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.data.documents.WHOLE", 100)
     monkeypatch.setattr("trainer.data.documents.SAMPLE", 4)
     path, ids = tmp_path / "a.npy", np.zeros(4000, dtype=np.uint16)
@@ -251,7 +247,7 @@ def crashes(path, options):
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def file(tmp_path, monkeypatch):
     """A file in a modality's directory, next to a module with formats."""
     (tmp_path / "formats_of_mine.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -263,7 +259,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("formats_of_mine", None)
 
 
-def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(file: Path) -> None:
+def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(file):
     assert texts(file, format="formats_of_mine:reversed_lines") == ["cba", "ed"]
     (stream,) = discover_nested(file.parents[1], format="formats_of_mine:reversed_lines")
     assert stream.relative_path == "a/one.odd"
@@ -282,14 +278,12 @@ def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(
         ("nothing", "has no function nothing"),
     ],
 )
-def test_what_a_custom_format_must_not_give_is_refused(file: Path, function: str, message: str) -> None:
+def test_what_a_custom_format_must_not_give_is_refused(file, function, message):
     with pytest.raises(UserError, match=message):
         tokens(file, format=f"formats_of_mine:{function}")
 
 
-def test_a_row_of_the_table_is_all_that_a_new_format_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_of_the_table_is_all_that_a_new_format_needs(tmp_path, monkeypatch, capsys):
     row = Format((".ids",), load_npy, kind="ids", options=("eod",))
     monkeypatch.setattr(registry, "FORMATS", {**registry.FORMATS, "ids": row})
     generator = np.random.default_rng(0)
@@ -310,7 +304,7 @@ def test_a_row_of_the_table_is_all_that_a_new_format_needs(
     assert {'tokenizer = "ids"', "vocab_size = 200"} <= lines
 
 
-def test_every_format_has_a_row_in_the_docs() -> None:
+def test_every_format_has_a_row_in_the_docs():
     page = (ROOT / "docs" / "mixing.md").read_text(encoding="utf-8")
     assert [name for name in registry.FORMATS if f"\n| `{name}` | " not in page] == []
 
@@ -326,8 +320,6 @@ def test_every_format_has_a_row_in_the_docs() -> None:
         ("my_package.formats:load", b"", "text"),
     ],
 )
-def test_the_kind_of_a_file_is_its_formats_or_what_its_first_record_holds(
-    tmp_path: Path, name: str, content: bytes, kind: Kind
-) -> None:
+def test_the_kind_of_a_file_is_its_formats_or_what_its_first_record_holds(tmp_path, name, content, kind):
     (tmp_path / "file").write_bytes(content)
     assert file_kind(tmp_path / "file", name) == kind

@@ -21,7 +21,7 @@ PATTERNS = ("**/*.txt", "*/**/*.txt", "a/**", "a/**/b/*", "**/b/**/*.txt", "[ab]
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     for name in ("b/z.txt", "b/deep/a.jsonl", "a/x.md", "a/_hidden.txt", "a/.dot.txt", "a/manifest.json"):
         path = tmp_path / "root" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-def test_nested_streams_are_sorted_and_labelled_by_their_first_directory(root: Path, tmp_path: Path) -> None:
+def test_nested_streams_are_sorted_and_labelled_by_their_first_directory(root, tmp_path):
     streams = discover_nested(root)
     assert [(s.stream_id, s.relative_path, s.modality) for s in streams] == [
         (0, "a/x.md", "a"),
@@ -50,13 +50,13 @@ def test_nested_streams_are_sorted_and_labelled_by_their_first_directory(root: P
     assert names == ["a/part/y.txt", "a/x.md", "b/deep/a.jsonl", "b/z.txt", "c/y.txt"]
 
 
-def test_direct_streams_take_their_parent_directory_as_modality(root: Path) -> None:
+def test_direct_streams_take_their_parent_directory_as_modality(root):
     (root / "a" / "x.cpp").touch()
     streams = discover_direct([str(root / "b" / "**"), str(root / "a" / "x.cpp"), str(root / "b" / "z.txt")])
     assert [(Path(s.path).name, s.modality) for s in streams] == [("x.cpp", "a"), ("a.jsonl", "deep"), ("z.txt", "b")]
 
 
-def test_what_is_not_there_is_refused(root: Path) -> None:
+def test_what_is_not_there_is_refused(root):
     (root / "c").mkdir()
     (root / "c" / "x.csv").write_text("a,b")
     for root_or_paths, modalities, problem in (
@@ -74,7 +74,7 @@ def test_what_is_not_there_is_refused(root: Path) -> None:
             find(root_or_paths)  # type: ignore[operator]
 
 
-def test_labels_are_printable_and_name_the_modality_in_a_config(tmp_path: Path) -> None:
+def test_labels_are_printable_and_name_the_modality_in_a_config(tmp_path):
     for name in (b"m\xff", b"m\x1b[31m", b"m\nn", "mödality".encode()):
         folder = os.fsencode(tmp_path) + b"/" + name
         os.makedirs(folder)
@@ -87,7 +87,7 @@ def test_labels_are_printable_and_name_the_modality_in_a_config(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("layout", ["nested", "direct"])
-def test_files_that_are_not_read_do_not_vanish_silently(root: Path, caplog, layout: str) -> None:
+def test_files_that_are_not_read_do_not_vanish_silently(root, caplog, layout):
     (root / "a" / "_hidden.txt").unlink()
     no_data = ("_part.jsonl.gz", ".x.csv", "README.rst", "LICENSE", "tokenizer.json", "manifest.json", "y.idx", "x.pyc")
     for name in ("x.csv", "y.txt.zst", "z.TXT", "noname", "_part0.txt", *no_data):
@@ -106,7 +106,7 @@ def test_files_that_are_not_read_do_not_vanish_silently(root: Path, caplog, layo
     assert caplog.text == ""
 
 
-def test_a_root_without_modalities_names_what_lies_in_it(tmp_path: Path) -> None:
+def test_a_root_without_modalities_names_what_lies_in_it(tmp_path):
     flat = tmp_path / "flat"
     flat.mkdir()
     (flat / "x.csv").write_text("a,b")
@@ -118,7 +118,7 @@ def test_a_root_without_modalities_names_what_lies_in_it(tmp_path: Path) -> None
     assert discover([str(flat)]).layout == "direct"
 
 
-def test_what_no_source_reads_of_a_root_is_named(root: Path) -> None:
+def test_what_no_source_reads_of_a_root_is_named(root):
     for name in ("es/deep/x.txt", "tab/x.csv", "empty/README.md", "_out/x.txt", "README.md", "x.csv"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("text")
@@ -126,7 +126,7 @@ def test_what_no_source_reads_of_a_root_is_named(root: Path) -> None:
     assert unread_parts(root, None, "auto")[0] == []
 
 
-def by_glob(pattern: str) -> set[str]:
+def by_glob(pattern):
     return {os.path.normpath(path) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
 
 
@@ -137,7 +137,7 @@ def by_glob(pattern: str) -> set[str]:
     pattern=st.sampled_from(PATTERNS),
     is_absolute=st.booleans(),
 )
-def test_without_links_the_files_are_those_of_glob(tmp_path_factory, paths, pattern, is_absolute) -> None:
+def test_without_links_the_files_are_those_of_glob(tmp_path_factory, paths, pattern, is_absolute):
     root = tmp_path_factory.mktemp("tree")
     for path in paths:
         (root / path).mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def test_without_links_the_files_are_those_of_glob(tmp_path_factory, paths, patt
         assert found == sorted(set(found))
 
 
-def test_a_link_to_an_ancestor_ends_and_one_to_elsewhere_is_followed_once(tmp_path, monkeypatch) -> None:
+def test_a_link_to_an_ancestor_ends_and_one_to_elsewhere_is_followed_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("in/a/deep", "in/b", "elsewhere"):
         Path(path).mkdir(parents=True)
@@ -165,7 +165,7 @@ def test_a_link_to_an_ancestor_ends_and_one_to_elsewhere_is_followed_once(tmp_pa
     assert len(find_files("in/0/**/*.txt")) == 3
 
 
-def test_group_ids_are_63_bit_distinct_and_pinned() -> None:
+def test_group_ids_are_63_bit_distinct_and_pinned():
     table = build_groups(np.full(300, 300), np.arange(300), "a/x.md", CutOptions("source", 1, max_group_cells=1))
     ids = table.ids_of(np.arange(90_000))
     assert len(set(ids.tolist())) == 90_000
@@ -176,7 +176,7 @@ def test_group_ids_are_63_bit_distinct_and_pinned() -> None:
     assert replace(table, namespace="other").ids_of(np.array([0])).tolist() != pinned[:1]
 
 
-def test_the_held_out_share_is_right_stable_and_monotone() -> None:
+def test_the_held_out_share_is_right_stable_and_monotone():
     held = held_out("a/x.md", 100_000, 0.02)
     assert abs(held.mean() - 0.02) < 5 * (0.02 * 0.98 / 100_000) ** 0.5
     assert (held_out("a/x.md", 100, 0.02) == held[:100]).all()
@@ -188,7 +188,7 @@ def test_the_held_out_share_is_right_stable_and_monotone() -> None:
     assert not documents_of("holdout", "a/x.md", 1000, 0.0).any()
 
 
-def test_long_documents_become_runs_and_short_ones_share_rows() -> None:
+def test_long_documents_become_runs_and_short_ones_share_rows():
     lengths, cut = np.array([25, 0, 3, 4, 5, 1, 8]), CutOptions("s", seq_len=4, max_group_cells=3)
     groups = build_groups(lengths, np.arange(7), "p", cut)
     assert groups.documents.tolist() == [0, 0, 0, 2, 3, 4, 5, 6]

@@ -5,28 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from trainer.data.layout import Stream
-from trainer.data.mixing import StreamMixingDataset
 from trainer.errors import UserError
 
-Write = Callable[..., list[Stream]]
-Make = Callable[..., StreamMixingDataset]
 LAYOUT = {"a": [[40, 9, 3], [30, 30]], "b": [[8] * 9], "c": [[100], [5, 6, 7]]}
 PREFIX = "stream_mixing/active/"
 
 
-def meta(batch: dict[str, Any]) -> dict[str, Any]:
+def meta(batch):
     parsed: dict[str, Any] = json.loads(batch["instability_meta_json"])
     return parsed
 
 
-def test_without_data_left_no_reader_is_active(write_streams: Write, mixing: Make) -> None:
+def test_without_data_left_no_reader_is_active(write_streams, mixing):
     dataset = mixing(write_streams({"a": [[9, 4]], "b": [[4], [4]]}), repeat=False)
     whole = list(dataset)
     assert whole
@@ -34,11 +29,11 @@ def test_without_data_left_no_reader_is_active(write_streams: Write, mixing: Mak
     assert dataset.drain_step_metrics() == expected
 
 
-def test_ranks_pick_alike_with_one_pool_and_each_for_itself_with_its_own(write_streams: Write, mixing: Make) -> None:
+def test_ranks_pick_alike_with_one_pool_and_each_for_itself_with_its_own(write_streams, mixing):
     """Two streams of equal slices, picked uniformly: but for which stream is in which slot, only the draws differ."""
     streams = write_streams({"a": [[4] * 200], "b": [[4] * 200]})
 
-    def changes(rank: int, batching_mode: str) -> tuple[bool, ...]:
+    def changes(rank, batching_mode):
         dataset = mixing(
             streams, pick_mode="uniform", batching_mode=batching_mode, rank=rank, world_size=4, batch_size=1
         )
@@ -50,9 +45,7 @@ def test_ranks_pick_alike_with_one_pool_and_each_for_itself_with_its_own(write_s
 
 
 @pytest.mark.parametrize("stop", [0, 5])
-def test_batches_do_not_depend_on_how_many_are_prepared_together(
-    write_streams: Write, mixing: Make, monkeypatch: pytest.MonkeyPatch, stop: int
-) -> None:
+def test_batches_do_not_depend_on_how_many_are_prepared_together(write_streams, mixing, monkeypatch, stop):
     streams = write_streams({"a": [[40, 9, 3], [90]], "b": [[8] * 9], "c": [[16, 8, 4, 12, 4, 8, 20, 4, 24]]})
     whole = list(mixing(streams, repeat=False, batch_size=3))
     for batch in whole:
@@ -72,7 +65,7 @@ def test_batches_do_not_depend_on_how_many_are_prepared_together(
         assert (batch["is_last"] == expected["is_last"]).all()
 
 
-def test_batch_sizes_differ_by_modality_and_keys_have_the_promised_types(write_streams: Write, mixing: Make) -> None:
+def test_batch_sizes_differ_by_modality_and_keys_have_the_promised_types(write_streams, mixing):
     streams = write_streams({"a": [[4] * 20], "b": [[4] * 20]})
     for batch in (next(mixing(streams, batch_size_by_modality={"b": 5}, seed=s, pack=s > 3)) for s in range(8)):
         rows = 5 if batch["dataset_segments"][0] == "b" else 2
@@ -87,7 +80,7 @@ def test_batch_sizes_differ_by_modality_and_keys_have_the_promised_types(write_s
         assert meta(batch)["group_ids"] == batch["group_ids"].tolist()
 
 
-def test_a_rank_whose_slice_has_ended_yields_a_masked_row(write_streams: Write, mixing: Make) -> None:
+def test_a_rank_whose_slice_has_ended_yields_a_masked_row(write_streams, mixing):
     streams = write_streams({"a": [[400]]})
     ranks = [list(mixing(streams, rank=r, world_size=2, repeat=False, max_group_cells=1000)) for r in (0, 1)]
     idle, busy = sorted(ranks, key=lambda rank: (rank[0]["targets"] >= 0).sum())
@@ -101,7 +94,7 @@ def test_a_rank_whose_slice_has_ended_yields_a_masked_row(write_streams: Write, 
     assert sorted(len(list(dataset)) for dataset in stopping) == [0, 0, 100]
 
 
-def test_epochs_and_seeds_differ_in_order_but_not_in_what_is_read(write_streams: Write, mixing: Make) -> None:
+def test_epochs_and_seeds_differ_in_order_but_not_in_what_is_read(write_streams, mixing):
     streams = write_streams(LAYOUT)
     dataset = mixing(streams)
     orders: list[list[int]] = [[], [], []]
@@ -122,9 +115,7 @@ def test_epochs_and_seeds_differ_in_order_but_not_in_what_is_read(write_streams:
         ({"name": "other"}, "namespace was 'source'"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_naming_what_differs(
-    write_streams: Write, mixing: Make, change: dict[str, Any], message: str
-) -> None:
+def test_a_state_that_does_not_fit_is_refused_naming_what_differs(write_streams, mixing, change, message):
     streams = write_streams(LAYOUT)
     dataset = mixing(streams)
     next(dataset)
@@ -134,7 +125,7 @@ def test_a_state_that_does_not_fit_is_refused_naming_what_differs(
         mixing(streams[1:]).load_state_dict(dataset.state_dict())
 
 
-def test_states_of_the_wrong_ranks_are_refused(write_streams: Write, mixing: Make) -> None:
+def test_states_of_the_wrong_ranks_are_refused(write_streams, mixing):
     streams = write_streams(LAYOUT)
     alone = {"batching_mode": "device_per_stream", "world_size": 2}
     states = [mixing(streams, rank=r, **alone).state_dict() for r in (0, 1)]
@@ -148,7 +139,7 @@ def test_states_of_the_wrong_ranks_are_refused(write_streams: Write, mixing: Mak
         mixing(streams, batching_mode="device_per_stream").load_state_dict(states[0])
 
 
-def test_a_list_of_states_on_the_same_world_gives_each_rank_its_own(write_streams: Write, mixing: Make) -> None:
+def test_a_list_of_states_on_the_same_world_gives_each_rank_its_own(write_streams, mixing):
     """Also where ranks have taken different numbers of batches, on which their picks depend."""
     streams = write_streams({"a": [[4] * 40, [4] * 40], "b": [[4] * 40]})
     alone = {"batching_mode": "device_per_stream", "world_size": 2, "pick_mode": "uniform", "num_streams_mixed": 3}
@@ -163,9 +154,7 @@ def test_a_list_of_states_on_the_same_world_gives_each_rank_its_own(write_stream
         assert [meta(next(resumed)) for _ in range(20)] == [meta(next(rank)) for _ in range(20)]
 
 
-def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(
-    write_streams: Write, mixing: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(write_streams, mixing, caplog):
     streams = write_streams(LAYOUT)
     dataset = mixing(streams, num_streams_mixed=4)
     next(dataset)
@@ -194,15 +183,13 @@ def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(
         ({"holdout_fraction": 1.5}, "holdout_fraction"),
     ],
 )
-def test_settings_out_of_range_are_refused(
-    write_streams: Write, mixing: Make, kwargs: dict[str, Any], message: str
-) -> None:
+def test_settings_out_of_range_are_refused(write_streams, mixing, kwargs, message):
     streams = write_streams(LAYOUT)
     with pytest.raises(UserError, match=message):
         mixing(streams, **kwargs)
 
 
-def test_nothing_to_read_is_refused(write_streams: Write, mixing: Make) -> None:
+def test_nothing_to_read_is_refused(write_streams, mixing):
     streams = write_streams({"a": [[4]]})
     with pytest.raises(UserError, match="no document is left"):
         next(mixing(streams, split="holdout", holdout_fraction=0.0))
@@ -212,7 +199,7 @@ def test_nothing_to_read_is_refused(write_streams: Write, mixing: Make) -> None:
         mixing([*streams, *streams])
 
 
-def test_a_rank_without_cells_does_not_hold_back_the_epoch_of_a_reshard(write_streams: Write, mixing: Make) -> None:
+def test_a_rank_without_cells_does_not_hold_back_the_epoch_of_a_reshard(write_streams, mixing):
     streams = write_streams({"a": [[8]]})
     ranks = [mixing(streams, rank=r, world_size=2, batching_mode="device_per_stream") for r in (0, 1)]
     for dataset in ranks:

@@ -18,7 +18,7 @@ class OneBuffer:
 
     metric_keys = ("my/thing",)
 
-    def __init__(self, kind=np.asarray) -> None:
+    def __init__(self, kind=np.asarray):
         self.state = {"next": 0}
         self.batch = {key: kind(np.zeros((2, 3), np.int64)) for key in ("tokens", "targets")}
 

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,12 +43,12 @@ def source(tmp_path):
     return tmp_path
 
 
-def run(source: Path, out: str, **settings: object) -> module.Tokenized:
+def run(source, out, **settings):
     given = {"tokenizer": str(source / "tokenizer.json"), "span_bytes": 3000, "text_split": "blank_line", **settings}
     return tokenize(discover([str(source / "text")]).streams, source / out, **given)
 
 
-def contents(directory: Path) -> dict[str, bytes]:
+def contents(directory):
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in sorted(directory.rglob("*"))
@@ -57,7 +56,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-def documents(path: Path, words: object) -> list[list[int]]:
+def documents(path, words):
     table = open_documents(path, tokenizer=words, text_split="blank_line" if path.suffix in (".txt", ".md") else "file")
     return [table.read(i, 0, int(table.lengths[i])).tolist() for i in range(table.num_documents)]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ tokenizers = pytest.importorskip("tokenizers")
 WORDS = {"a": 0, "b": 1, "[UNK]": 2, "[CLS]": 3, "[SEP]": 4}
 
 
-def make(path: Path, vocabulary: dict[str, int] = WORDS, **settings: Any) -> HuggingFaceTokenizer:
+def make(path, vocabulary=WORDS, **settings):
     """A tokenizer of words; `settings` replace parts of the saved JSON."""
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -133,7 +131,7 @@ def test_texts_together_are_encoded_as_each_alone(tmp_path):
         encode_all(tokenizer, ["a", "\ud800"])
 
 
-def test_a_timed_tokenizer_is_of_the_same_class_and_counts_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timed_tokenizer_is_of_the_same_class_and_counts_its_seconds(monkeypatch):
     """Formats ask for the class: text of raw bytes is mapped, and need not be UTF-8."""
     timed, clock = TimedTokenizer(BytesTokenizer()), iter((10.0, 12.5, 20.0, 20.25))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))

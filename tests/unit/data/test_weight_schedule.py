@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from trainer.errors import UserError
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, 1e300, True, "3"])
-def test_weights_that_are_no_weights_are_refused(value: Any) -> None:
+def test_weights_that_are_no_weights_are_refused(value):
     with pytest.raises(UserError, match="must be"):
         ConstantWeight(value)
     with pytest.raises(UserError, match=r"points\.5"):
@@ -25,7 +24,7 @@ def test_weights_that_are_no_weights_are_refused(value: Any) -> None:
         ScheduledWeight("linear", {0: 1.0}, scale=value)
 
 
-def test_schedules_that_say_nothing_are_refused() -> None:
+def test_schedules_that_say_nothing_are_refused():
     with pytest.raises(UserError, match="at least one point"):
         ScheduledWeight("linear", {})
     with pytest.raises(UserError, match="an integer"):
@@ -36,7 +35,7 @@ def test_schedules_that_say_nothing_are_refused() -> None:
         ScheduledWeight("step", {0: 1.0}, unit="epoch")  # type: ignore[arg-type]
 
 
-def test_weights_multiply_down_a_nested_blend() -> None:
+def test_weights_multiply_down_a_nested_blend():
     schedule = ScheduledWeight("linear", {0: 2.0, 10: 4.0}, unit="step")
     assert compose_weights(ConstantWeight(2), ConstantWeight(3), path_a="a", path_b="b") == ConstantWeight(6)
     for pair in ((schedule, ConstantWeight(3)), (ConstantWeight(3), schedule)):
@@ -45,7 +44,7 @@ def test_weights_multiply_down_a_nested_blend() -> None:
         assert [product.evaluate(x) for x in (0, 5, 10)] == [6, 9, 12]
 
 
-def test_schedule_times_schedule_names_both_paths() -> None:
+def test_schedule_times_schedule_names_both_paths():
     schedule = ScheduledWeight("step", {0: 1.0})
     with pytest.raises(UserError, match=r"inner\.weight.*outer\.weight"):
         compose_weights(schedule, schedule, path_a="outer.weight", path_b="inner.weight")
