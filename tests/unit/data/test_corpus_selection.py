@@ -12,13 +12,10 @@ def document(source, num_bytes):
     return Document(source, "", num_bytes, source)
 
 
-def names(streams):
-    return {name: [d.source for d in documents] for name, documents in streams.items()}
-
-
 def test_a_small_directory_joins_its_parent():
     documents = [document("a/x", 60), document("a/b/x", 40), document("a/b/c/x", 30), document("a/d/x", 50)]
-    assert names(group_by_directory(documents, min_bytes=50)) == {
+    streams = group_by_directory(documents, min_bytes=50)
+    assert {name: [d.source for d in members] for name, members in streams.items()} == {
         "a": ["a/x"],
         "a.b": ["a/b/c/x", "a/b/x"],
         "a.d": ["a/d/x"],

@@ -35,26 +35,19 @@ def files(tmp_path):
     return root
 
 
-def test_a_directory_is_a_stream_and_a_file_a_document(files, tmp_path):
+def test_a_directory_is_a_stream_and_a_file_a_document_and_the_manifest_counts_and_digests_them(files, tmp_path):
     out = tmp_path / "out"
     manifest = build_text(out, {"notes": [f"{files}/**/*.txt"]}, min_stream_bytes=300)
+    assert read_manifest(out) == manifest
     assert [entry.path for entry in manifest.modalities["notes"]] == ["notes/a.jsonl", "notes/b.jsonl"]
     rows = rows_of(out, "notes/b.jsonl")
     assert [row["source"] for row in rows] == [f"b/{k}.txt" for k in range(3)] + [f"b/deep/{k}.txt" for k in range(3)]
     assert rows[0]["text"] == (files / "b" / "0.txt").read_text(encoding="utf-8")
     assert "é".encode() in (out / "notes/b.jsonl").read_bytes()
-
-
-def test_the_manifest_counts_and_digests_what_is_on_disk(files, tmp_path):
-    out = tmp_path / "out"
-    manifest = build_text(out, {"notes": [f"{files}/**/*.txt"]}, min_stream_bytes=300)
-    assert read_manifest(out) == manifest
     for entry in manifest.modalities["notes"]:
-        content = (out / entry.path).read_bytes()
+        content, rows = (out / entry.path).read_bytes(), rows_of(out, entry.path)
         assert (entry.file_bytes, entry.sha256) == (len(content), hashlib.sha256(content).hexdigest())
-        rows = rows_of(out, entry.path)
-        assert entry.documents == len(rows)
-        assert entry.text_bytes == sum(len(row["text"].encode()) for row in rows)
+        assert (entry.documents, entry.text_bytes) == (len(rows), sum(len(row["text"].encode()) for row in rows))
     totals = json.loads((out / "manifest.json").read_text())["totals"]
     assert totals == manifest.totals()
     assert (totals["streams"], totals["documents"]) == (2, 9)
@@ -64,7 +57,6 @@ def test_the_manifest_counts_and_digests_what_is_on_disk(files, tmp_path):
 def test_files_that_are_not_text_are_listed_and_the_rest_is_used(files, tmp_path):
     (files / "a" / "bad.txt").write_bytes(b"good so far \xff\xfe")
     (files / "a" / "binary.txt").write_bytes(b"x\x00y")
-    (files / "a" / "empty.txt").write_bytes(b"")
     (files / "a" / "blank.txt").write_bytes(b" \n\n")
     (files / "a" / "huge.txt").write_text("x" * (LIMIT + 1))
     (files / "a" / "twin.txt").write_bytes((files / "a" / "0.txt").read_bytes())
@@ -75,7 +67,6 @@ def test_files_that_are_not_text_are_listed_and_the_rest_is_used(files, tmp_path
         "notes/a/bad.txt": "not UTF-8: byte 0xff at offset 12",
         "notes/a/binary.txt": "binary: a NUL character at offset 1",
         "notes/a/blank.txt": "empty",
-        "notes/a/empty.txt": "empty",
         "notes/a/huge.txt": f"{LIMIT + 1} bytes, more than the limit of {LIMIT}",
         "notes/a/twin.txt": "the same text as a/0.txt",
     }
@@ -91,7 +82,6 @@ def test_names_that_are_not_utf_8_or_not_printable_are_escaped(tmp_path):
     (tmp_path / "in" / "plain").mkdir()
     (tmp_path / "in" / "plain" / "ünö.txt").write_text("a text")
     manifest = build_text(tmp_path / "out", {"m": [f"{tmp_path}/in/**/*.txt"]}, min_stream_bytes=1)
-    assert manifest == read_manifest(tmp_path / "out")
     assert [entry.path for entry in manifest.modalities["m"]] == ["m/caf\\xe9.jsonl", "m/plain.jsonl"]
     assert [row["source"] for row in rows_of(tmp_path / "out", "m/caf\\xe9.jsonl")] == [
         "caf\\xe9/one\\xff.txt",
@@ -112,7 +102,7 @@ def test_streams_get_names_that_runs_read_and_none_is_lost(tmp_path):
     assert "m/posts.jsonl" in {stream.relative_path for stream in streams}
 
 
-@pytest.mark.parametrize("name", ["../x", "", "a\\b", ".hidden", "_x"])
+@pytest.mark.parametrize("name", ["../x", "", ".hidden"])
 def test_a_modality_that_is_no_plain_name_is_refused(name, files, tmp_path):
     with pytest.raises(UserError, match="is not a plain name"):
         build_text(tmp_path / "out", {name: [f"{files}/**/*.txt"]})
@@ -133,7 +123,7 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     }
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl.gz", ".CSV"])
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl.gz", ".CSV"])
 def test_a_file_that_is_named_as_no_text_never_becomes_a_document(suffix, tmp_path):
     (tmp_path / f"x{suffix}").write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match=r"nothing in 1 file can be used: m/x.*(no plain text|compressed): "):
@@ -144,38 +134,27 @@ def test_a_file_that_is_named_as_no_text_never_becomes_a_document(suffix, tmp_pa
     assert [item.source for item in manifest.skipped] == [f"m/x{suffix}"]
 
 
-def test_the_same_inputs_again_leave_the_corpus_alone(files, tmp_path):
+def test_another_corpus_is_replaced_only_by_force_and_what_is_none_of_it_is_not_lost(files, tmp_path):
     out = tmp_path / "out"
     first = build_text(out, {"notes": [f"{files}/**/*.txt"]})
-    before = os.stat(out).st_ino
+    inode, before = os.stat(out).st_ino, tree(out)
     assert build_text(out, {"notes": [f"{files}/**/*.txt"]}) == first
-    assert os.stat(out).st_ino == before
-
-
-def test_another_corpus_is_replaced_only_by_force(files, tmp_path):
-    out = tmp_path / "out"
-    build_text(out, {"notes": [f"{files}/**/*.txt"]})
-    before = tree(out)
+    assert os.stat(out).st_ino == inode  # the same inputs again leave it alone
     with pytest.raises(UserError, match="holds another corpus"):
         build_text(out, {"other": [f"{files}/a/*.txt"]})
+    (out / "run").mkdir()
+    (out / "run" / "model.pt").write_text("weeks of work")
+    with pytest.raises(UserError, match=r"holds run/model\.pt, which is no part of the corpus"):
+        build_text(out, {"other": [f"{files}/a/*.txt"]}, force=True)
+    (out / "run" / "model.pt").unlink()
     assert tree(out) == before
+    (out / "run").rmdir()
     build_text(out, {"other": [f"{files}/a/*.txt"]}, force=True)
     assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "other"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_what_lies_in_a_corpus_and_is_none_of_it_is_not_lost_by_force(files, tmp_path):
-    out = tmp_path / "out"
-    build_text(out, {"notes": [f"{files}/**/*.txt"]})
-    (out / "run" / "checkpoints").mkdir(parents=True)
-    (out / "run" / "checkpoints" / "model.pt").write_text("weeks of work")
-    before = tree(out)
-    with pytest.raises(UserError, match=r"holds run/checkpoints/model\.pt, which is no part of the corpus"):
-        build_text(out, {"other": [f"{files}/a/*.txt"]}, force=True)
-    assert tree(out) == before
-
-
-@pytest.mark.parametrize("content", [None, "{}", "not json", '{"format_version": 99}', '{"format_version": 1}'])
+@pytest.mark.parametrize("content", [None, "not json", '{"format_version": 99}', '{"format_version": 1}'])
 def test_a_directory_that_is_no_corpus_is_never_replaced(content, files, tmp_path):
     out = tmp_path / "out"
     out.mkdir()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -85,65 +83,75 @@ class Bomb:
         return os.mkdir, (os.path.join(tempfile.gettempdir(), f"unpickled-{os.getpid()}"),)
 
 
-def parquet(columns, **kwargs):
+def parquet(columns):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet as files
 
     file = io.BytesIO()
-    files.write_table(pyarrow.table(columns, **kwargs), file)
+    files.write_table(pyarrow.table(columns), file)
     return file.getvalue()
 
 
 LONG = np.arange(100, dtype=np.uint16)
-FILES: dict[str, tuple[str, Callable[[], bytes], dict[str, Any], str]] = {
-    "zero bytes, text": ("a.txt", lambda: b"", {}, "the file is empty"),
-    "not UTF-8": ("a.jsonl", lambda: b'{"text": "a"}\n{"text": "\xff"}\n', {}, r"line 2: is not UTF-8 text \(byte 10"),
-    "invalid JSON": ("a.jsonl", lambda: b'{"text": "a"}\n\n{"text": "b"\n', {}, "line 3: is not JSON"),
-    "wrong field type": ("a.jsonl", lambda: b'{"text": ["a"]}\n', {}, "line 1: is not an object with either text"),
-    "ids in a line": (
-        "a.jsonl",
-        lambda: b'{"tokens": [1, 99999999999999999999]}\n',
-        {},
-        "token id 99999999999999999999",
-    ),
-    "odd size": ("a.bin", lambda: b"abcde", {"dtype": "uint16"}, "byte offset 4"),
-    "no dtype": ("a.bin", lambda: b"abcd", {}, "needs an integer dtype"),
-    "ids beyond": ("a.bin", lambda: LONG.tobytes() + b"\x01\x01\x00\x00", {"dtype": "uint16"}, "id 257 at token 100"),
-    "big-endian ids": ("a.npy", lambda: npy(LONG.astype(">u2")), {}, "little-endian, got >u2"),
-    "truncated npy": ("a.npy", lambda: npy(LONG)[:-5], {}, "not a readable .npy array"),
-    "objects": ("a.npy", lambda: npy(np.array([Bomb()], dtype=object), allow_pickle=True), {}, "not a readable .npy"),
-    "negative ids": ("a.npy", lambda: npy(np.array([1, -5])), {}, "token id -5 at token 1"),
-    "parquet without the column": ("a.parquet", lambda: parquet({"body": ["a"]}), {}, r"\(its columns: body"),
-    "parquet of numbers": ("a.parquet", lambda: parquet({"text": [1]}), {}, "a column text of strings"),
-    "parquet null": ("a.parquet", lambda: parquet({"text": ["a", "b", None]}), {}, "row 2: text is null"),
-    "parquet null id": ("a.parquet", lambda: parquet({"tokens": [[1], [2, None]]}), {}, "null token"),
-    "parquet ids": (
-        "a.parquet",
-        lambda: parquet({"tokens": [[1], [], [2, 257]]}),
-        {},
-        "rows 0 to 2: token id 257 at token 2",
-    ),
-    "truncated parquet": ("a.parquet", lambda: parquet({"text": ["a" * 99]})[:-9], {}, "not a readable Parquet file"),
-}
+FILES = [  # a dict holds the columns of a Parquet file; a .bin is read as uint16
+    ("a.txt", b"", "the file is empty"),
+    ("a.xyz", b"abc", "no format is known"),
+    ("a.jsonl", b"\n\n", "no documents"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: is not UTF-8 text \(byte 10"),
+    ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: is not JSON"),
+    ("a.jsonl", b'{"text": ["a"]}\n', "line 1: is not an object with either text"),
+    ("a.jsonl", b'{"text": "\\ud800"}\n', "surrogate"),
+    ("a.jsonl", b'{"tokens": [true]}\n', "list of integers"),
+    ("a.jsonl", b'{"tokens": [1, 99999999999999999999]}\n', "token id 99999999999999999999"),
+    ("a.bin", b"abcde", "byte offset 4"),
+    ("a.bin", LONG.tobytes() + b"\x01\x01\x00\x00", "id 257 at token 100"),
+    ("a.npy", npy(LONG.astype(">u2")), "little-endian, got >u2"),
+    ("a.npy", npy(LONG)[:-5], "not a readable .npy array"),
+    ("a.npy", npy(np.array([Bomb()], dtype=object), allow_pickle=True), "not a readable .npy"),
+    ("a.npy", npy(np.array([1, -5])), "token id -5 at token 1"),
+    ("a.parquet", {"body": ["a"]}, r"\(its columns: body"),
+    ("a.parquet", {"text": [1]}, "a column text of strings"),
+    ("a.parquet", {"text": ["a", "b", None]}, "row 2: text is null"),
+    ("a.parquet", {"tokens": [[1], [2, None]]}, "null token"),
+    ("a.parquet", {"tokens": [[1], [], [2, 257]]}, "rows 0 to 2: token id 257 at token 2"),
+    ("a.parquet", b"PAR1 and so on", "not a readable Parquet file"),
+]
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_a_damaged_file_is_refused(tmp_path, kind):
-    name, content, kwargs, message = FILES[kind]
+@pytest.mark.parametrize(("name", "content", "message"), FILES, ids=[message for *_, message in FILES])
+def test_a_damaged_file_is_refused(tmp_path, name, content, message):
     path = tmp_path / name
-    path.write_bytes(content())
-    assert refusal(path, message, **kwargs).startswith(str(path))
+    if path.suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    path.write_bytes(parquet(content) if isinstance(content, dict) else content)
+    options = {"dtype": "uint16"} if name == "a.bin" else {}
+    assert refusal(path, message, **options).startswith(str(path))
     assert not list(Path(tempfile.gettempdir()).glob(f"unpickled-{os.getpid()}"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs an integer dtype"),
+        ({"dtype": "u17"}, "integer dtype"),
+        ({"format": "xml"}, "must be one of auto, text"),
+        ({"text_split": "page"}, "must be one of file, blank_line"),
+    ],
+)
+def test_what_cannot_be_read_as_asked_is_refused(tmp_path, options, message):
+    (tmp_path / "a.bin").write_bytes(b"abcd")
+    with pytest.raises(UserError, match=message):
+        read_all(tmp_path / "a.bin", **options)
 
 
 def test_what_is_no_file_is_refused(tmp_path):
     (tmp_path / "a.txt").mkdir()
-    assert "is not a regular file" in refusal(tmp_path / "a.txt")
     os.mkfifo(tmp_path / "b.txt")
-    assert "is not a regular file" in refusal(tmp_path / "b.txt")
-    assert "cannot be read (No such file or directory)" in refusal(tmp_path / "c.txt")
     (tmp_path / "d.txt").symlink_to(tmp_path / "nowhere")
-    assert "cannot be read (No such file or directory)" in refusal(tmp_path / "d.txt")
+    for name in ("a.txt", "b.txt"):
+        assert "is not a regular file" in refusal(tmp_path / name)
+    for name in ("c.txt", "d.txt"):
+        assert "cannot be read (No such file or directory)" in refusal(tmp_path / name)
     write_megatron(tmp_path / "m", [[1]])
     (tmp_path / "m.idx").unlink()
     (tmp_path / "m.idx").mkdir()
@@ -174,11 +182,9 @@ def test_no_byte_that_is_flipped_gives_anything_but_tokens_or_a_refusal(tmp_path
         "parquet": lambda: parquet({"text": ["abc", "d"]}),
         "jsonl": lambda: b'{"text": "a\\u00e9b"}\n{"tokens": [1, 2]}\n',
     }[kind]()
-    damaged = tmp_path / f"a.{kind}"
-    generator = np.random.default_rng(0)
-    places = generator.permutation(len(whole))[:150]
-    messages: list[str] = []
-    for place in places.tolist():
+    damaged, generator, messages = tmp_path / f"a.{kind}", np.random.default_rng(0), []
+    places = generator.permutation(len(whole))[:150].tolist()
+    for place in places:
         content = bytearray(whole)
         content[place] ^= 1 << int(generator.integers(8))
         damaged.write_bytes(content)

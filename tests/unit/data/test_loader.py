@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 
@@ -32,7 +31,7 @@ class Counting:
             yield {"tokens": np.full((1, 2), self.made - 1), "targets": np.zeros((1, 2), np.int64), "name": "kept"}
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("prefetch", [0, 3])
 def test_batches_metrics_and_states_are_those_of_the_dataset(write_streams, mixing, prefetch):
     streams = write_streams(LAYOUT)
     plain = mixing(streams, pack=True)
@@ -42,7 +41,6 @@ def test_batches_metrics_and_states_are_those_of_the_dataset(write_streams, mixi
             masked = {"stream_mixing/masked_share": float((expected["targets"] == -100).all())}
             assert loaded.metrics == plain.drain_step_metrics() | masked
             assert loaded.state == plain.state_dict()
-            assert loaded.carry is not None
             found = loaded.inputs | loaded.extras | vars(loaded.carry) | {"targets": loaded.targets}
             assert found.keys() == expected.keys()
             for key in ("tokens", "targets", "resets", "token_types"):
@@ -52,25 +50,12 @@ def test_batches_metrics_and_states_are_those_of_the_dataset(write_streams, mixi
             assert found["dataset_labels"] == expected["dataset_labels"]
 
 
-def test_resuming_counts_only_the_batches_that_were_taken(write_streams, mixing):
-    streams = write_streams(LAYOUT)
-    with Loader(mixing(streams), device="cpu", prefetch=3) as loader:
-        for _ in range(10):
-            loaded = next(loader)
-        following = [next(loader).meta for _ in range(5)]
-    resumed = mixing(streams)
-    assert loaded.state is not None
-    resumed.load_state_dict(json.loads(json.dumps(loaded.state)))
-    assert [next(resumed)["instability_meta_json"] for _ in range(5)] == following
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_dataset_may_be_any_iterable_and_its_end_is_the_loaders(prefetch):
     loader = Loader(Counting(5), device="cpu", prefetch=prefetch)
     loaded = list(loader)
     assert [int(each.inputs["tokens"][0, 0]) for each in loaded] == [0, 1, 2, 3, 4]
     assert all(each.state is None and each.inputs["name"] == "kept" for each in loaded)
-    assert all(each.metrics == {"stream_mixing/masked_share": 0.0} for each in loaded)
     with pytest.raises(StopIteration):
         next(loader)
     loader.close()
@@ -78,14 +63,11 @@ def test_a_dataset_may_be_any_iterable_and_its_end_is_the_loaders(prefetch):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_error_arrives_after_the_batches_before_it_and_stays(prefetch):
-    loader = Loader(Counting(5, fail=3), device="cpu", prefetch=prefetch)
-    assert [int(next(loader).inputs["tokens"][0, 0]) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(ValueError, match="broken stream"):
-        next(loader)
-    if prefetch:
-        with pytest.raises(ValueError, match="broken stream"):
-            next(loader)
-    loader.close()
+    with Loader(Counting(5, fail=3), device="cpu", prefetch=prefetch) as loader:
+        assert [int(next(loader).inputs["tokens"][0, 0]) for _ in range(3)] == [0, 1, 2]
+        for _ in range(2 if prefetch else 1):
+            with pytest.raises(ValueError, match="broken stream"):
+                next(loader)
 
 
 def test_closing_ends_the_thread_even_if_nobody_took_its_batches():
