@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.streams import mixing_dataset, streams_of
-from trainer.data.tokenizer import BytesTokenizer
 
 PROFILE = settings(max_examples=40, deadline=None, derandomize=True)
 ACTIVE = "stream_mixing/active/"
@@ -31,8 +30,6 @@ class FromScratch:
 
     Args:
         future: the key and the number of rows of every batch, to the end of the last epoch that is looked at.
-        pick_mode: says how probable each pick was.
-        modalities: of all streams; each is reported.
     """
 
     def __init__(self, future, pick_mode, modalities):
@@ -105,7 +102,7 @@ def test_metrics_equal_a_reference_from_scratch_at_every_pick_through_refills_ep
     with streams_of(layout, "abc") as streams:
 
         def fresh():
-            return mixing_dataset(streams, name="s", tokenizer=BytesTokenizer(), seq_len=4, **kwargs)
+            return mixing_dataset(streams, **kwargs)
 
         batches = list(itertools.takewhile(lambda batch: key_of(batch)[0] < 2, itertools.islice(fresh(), 400)))
         if len(batches) == 400:
@@ -137,30 +134,18 @@ def test_metrics_equal_a_reference_from_scratch_at_every_pick_through_refills_ep
 
 def sequences(pick_mode, epochs):
     """The order of picks in each of many epochs of a closed pool: streams of 2, 2 and 1 batches."""
-    seen: Counter[str] = Counter()
+    options = {"num_streams_mixed": 3, "batch_size": 2, "pick_mode": pick_mode}
     with streams_of([[4] * 4, [4] * 4, [4] * 2], "abc") as streams:
-        dataset = mixing_dataset(
-            streams,
-            name="s",
-            tokenizer=BytesTokenizer(),
-            seq_len=4,
-            num_streams_mixed=3,
-            batch_size=2,
-            pick_mode=pick_mode,
-        )
-        for _ in range(epochs):
-            seen["".join(next(dataset)["dataset_segments"][0] for _ in range(5))] += 1
-    return seen
+        dataset = mixing_dataset(streams, **options)
+        return Counter("".join(next(dataset)["dataset_segments"][0] for _ in range(5)) for _ in range(epochs))
 
 
-def test_weighted_picks_of_a_closed_pool_are_a_uniform_permutation():
-    """Chi-square over all 30 orders of a, a, b, b, c, in 1,500 epochs; 29 degrees of freedom, p = 0.001 at 58.3."""
+@pytest.mark.parametrize(("pick_mode", "is_uniform"), [("weighted", True), ("uniform", False)])
+def test_weighted_picks_of_a_closed_pool_are_a_uniform_permutation(pick_mode, is_uniform):
+    """Chi-square over all 30 orders of a, a, b, b, c, in 900 epochs; 29 degrees of freedom, p = 0.001 at 58.3."""
     orders = {"".join(order) for order in itertools.permutations("aabbc")}
-    statistics = {}
-    for pick_mode in ("weighted", "uniform"):
-        seen = sequences(pick_mode, 1500)
-        assert set(seen) <= orders
-        statistics[pick_mode] = sum((seen[order] - 50) ** 2 / 50 for order in orders)
+    seen = sequences(pick_mode, 900)
     assert len(orders) == 30
-    assert statistics["weighted"] < 58.3
-    assert statistics["uniform"] > 150  # another law is told apart
+    assert set(seen) <= orders
+    statistic = sum((seen[order] - 30) ** 2 / 30 for order in orders)
+    assert statistic < 58.3 if is_uniform else statistic > 90  # another law is told apart

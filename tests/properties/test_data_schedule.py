@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trainer.data.weights import ConstantWeight, ScheduledWeight, first_all_zero
 from trainer.micro_batches import MicroBatches
 
-PROFILE = settings(max_examples=300, deadline=None, derandomize=True)
+PROFILE = settings(max_examples=150, deadline=None, derandomize=True)
 HORIZON = 80  # beyond the last point in batches: constant from there on
 
 values = st.one_of(st.just(0.0), st.floats(1e-3, 100.0))
@@ -67,10 +67,5 @@ def test_first_all_zero_equals_trying_every_batch(specs, micro_batches, num_batc
     if start is None:
         assert found is None
         return
-    assert found is not None
-    assert found[0] == start
     end = next((batch - 1 for batch in range(start, HORIZON) if not is_zero(batch)), None)
-    if end is None:
-        assert found[1] is None
-    else:
-        assert found[1] == end
+    assert found == (start, end)

@@ -55,21 +55,20 @@ def test_a_directory_is_a_stream_and_a_file_a_document_and_the_manifest_counts_a
 
 
 def test_files_that_are_not_text_are_listed_and_the_rest_is_used(files, tmp_path):
-    (files / "a" / "bad.txt").write_bytes(b"good so far \xff\xfe")
-    (files / "a" / "binary.txt").write_bytes(b"x\x00y")
-    (files / "a" / "blank.txt").write_bytes(b" \n\n")
-    (files / "a" / "huge.txt").write_text("x" * (LIMIT + 1))
-    (files / "a" / "twin.txt").write_bytes((files / "a" / "0.txt").read_bytes())
-    out = tmp_path / "out"
-    manifest = build_text(out, {"notes": [f"{files}/**/*.txt"]}, max_file_bytes=LIMIT, min_stream_bytes=300)
-    reasons = {item.source: item.reason for item in manifest.skipped}
-    assert reasons == {
-        "notes/a/bad.txt": "not UTF-8: byte 0xff at offset 12",
-        "notes/a/binary.txt": "binary: a NUL character at offset 1",
-        "notes/a/blank.txt": "empty",
-        "notes/a/huge.txt": f"{LIMIT + 1} bytes, more than the limit of {LIMIT}",
-        "notes/a/twin.txt": "the same text as a/0.txt",
+    unused = {
+        "bad": (b"good so far \xff\xfe", "not UTF-8: byte 0xff at offset 12"),
+        "binary": (b"x\x00y", "binary: a NUL character at offset 1"),
+        "blank": (b" \n\n", "empty"),
+        "huge": (b"x" * (LIMIT + 1), f"{LIMIT + 1} bytes, more than the limit of {LIMIT}"),
+        "twin": ((files / "a" / "0.txt").read_bytes(), "the same text as a/0.txt"),
     }
+    for name, (content, _) in unused.items():
+        (files / "a" / f"{name}.txt").write_bytes(content)
+    manifest = build_text(
+        tmp_path / "out", {"notes": [f"{files}/**/*.txt"]}, max_file_bytes=LIMIT, min_stream_bytes=300
+    )
+    reasons = {item.source: item.reason for item in manifest.skipped}
+    assert reasons == {f"notes/a/{name}.txt": reason for name, (_, reason) in unused.items()}
     assert manifest.totals()["documents"] == 9
 
 
