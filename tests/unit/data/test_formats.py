@@ -169,6 +169,13 @@ def test_the_id_that_begins_documents_is_refused_in_files_of_ids(tmp_path, name)
     assert "set data.vocab_size" in caught.value.fix
 
 
+def test_the_dtype_alone_proves_ids_only_below_the_vocabulary(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([3, 255], dtype=np.uint8))
+    assert tokens(tmp_path / "a.npy", IdsTokenizer(256)) == [[3, 255]]
+    with pytest.raises(UserError, match="token id 255 at token 1"):
+        tokens(tmp_path / "a.npy", IdsTokenizer(255))
+
+
 def test_large_files_are_checked_where_they_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.data.documents.WHOLE", 100)
     monkeypatch.setattr("trainer.data.documents.SAMPLE", 4)
