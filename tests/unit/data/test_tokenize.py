@@ -86,15 +86,16 @@ def test_tokens_are_those_of_the_text_whatever_the_number_of_processes(source, r
 
 
 def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source, in_threads):
-    big = "".join(json.dumps({"text": text * 10}) + "\n" for text in TEXTS * 4)
-    (source / "text" / "prose" / "big.jsonl").write_text(big)
-    settings = {"span_bytes": 100_000, "text_split": "blank_line", "workers": 1}
+    settings = {"span_bytes": 3000, "text_split": "blank_line", "workers": 1}
     run(source, "whole", **settings)
     script = source / "call.py"
     script.write_text(
+        "import time\n"
         "from pathlib import Path\n"
+        "from trainer.data import tokenize as pool\n"
         "from trainer.tools.corpus.tokens import tokenize\n"
         "from trainer.data.layout import discover\n"
+        "pool._join = lambda *_: time.sleep(600)\n"  # it is killed in the midst of its work
         "if __name__ == '__main__':\n"
         f"    tokenize(discover(['text']).streams, Path('out'), tokenizer='tokenizer.json', **{settings})\n"
     )
@@ -110,12 +111,12 @@ def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source, i
         process.wait()
     wait_for_end(workers)
     assert workers
-    assert len(list(parts.glob("*.npy"))) >= 3, "it ended before it could be killed"
+    assert len(list(parts.glob("*.npy"))) >= 3
     (source / "out" / "code").mkdir(exist_ok=True)
     (source / "out" / "code" / ".a.md.bin.1234567.tmp").touch()  # what a kill in the middle of a write leaves behind
-    assert run(source, "out", **settings).documents == 300 + 50 + 1 + 1200
+    assert run(source, "out", **settings).documents == 300 + 50 + 1
     assert contents(source / "out") == contents(source / "whole")
-    assert run(source, "out", **settings).kept_files == 4
+    assert run(source, "out", **settings).kept_files == 3
 
 
 def test_a_file_that_has_changed_is_tokenized_again_and_the_others_are_not(source, in_threads):
