@@ -82,5 +82,5 @@ def test_sharded_gradients_do_not_make_the_host_wait(tmp_path: Path, device: tor
             with strategy.no_sync():
                 model(tokens=tokens, state=None).logits.float().square().mean().backward()
             model(tokens=tokens, state=None).logits.float().square().mean().backward()
-            strategy.refuse_unreduced()
+            strategy.reduced([])
     assert all(parameter.grad is not None and is_dtensor(parameter.grad) for parameter in model.parameters())

@@ -18,7 +18,7 @@ from trainer.model import build
 from trainer.objective.loss import CoordSettings, Objective
 from trainer.training.extension import Extensions
 from trainer.training.step.details import LoggedDetails, StepDetails
-from trainer.training.step.step import StepSettings, TrainStep
+from trainer.training.step.step import TrainStep
 
 ROWS, LENGTH, VOCABULARY = 16, 9, 13
 LENGTHS = [9, 1, 7, 3, 9, 0, 5, 2, 9, 9, 0, 0, 4, 1, 6, 8]
@@ -63,13 +63,11 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
         optimizer=torch.optim.SGD(inner.parameters(), lr=1.0),
         gns=None,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        settings=StepSettings(
-            max_tokens_per_micro=50,
-            clip_grad_norm=1.0,
-            world_size=world,
-            device=torch.device("cpu"),
-            autocast=nullcontext,
-        ),
+        max_tokens_per_micro=50,
+        clip_grad_norm=1.0,
+        world_size=world,
+        device=torch.device("cpu"),
+        autocast=nullcontext,
         extensions=Extensions(
             {"details": LoggedDetails(EVERY_STEP, details)}, Diagnostics(), device=torch.device("cpu"), world_size=world
         ),

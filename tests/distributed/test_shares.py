@@ -21,7 +21,7 @@ from trainer.tools.memory import predict_memory
 from trainer.training.setup.parts import autocast_context, make_objective, make_state, make_strategy
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.step.optimizer import named_state
-from trainer.training.step.step import StepSettings, TrainStep
+from trainer.training.step.step import TrainStep
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
@@ -52,13 +52,11 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
         optimizer=state.optimizer,
         gns=state.gns,
         scaler=state.scaler,
-        settings=StepSettings(
-            max_tokens_per_micro=64,
-            clip_grad_norm=1.0,
-            world_size=world_size,
-            device=CPU,
-            autocast=autocast_context(plan.config, CPU),
-        ),
+        max_tokens_per_micro=64,
+        clip_grad_norm=1.0,
+        world_size=world_size,
+        device=CPU,
+        autocast=autocast_context(plan.config, CPU),
         strategy=strategy,
     )
     tokens = torch.randint(plan.vocab_size, (4, 16))

@@ -15,7 +15,7 @@ from trainer.ledger import Ledger, Owners
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.objective.loss import Objective
-from trainer.training.step.step import StepOutcome, StepSettings, TrainStep
+from trainer.training.step.step import StepOutcome, TrainStep
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 11
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def micro_batch(tokens: torch.Tensor, targets: torch.Tensor, first_group: int) -
 def make_step(
     model: torch.nn.Module,
     inner: torch.nn.Module,
-    strategy: Strategy | None,
+    strategy: Strategy,
     *,
     micros: int,
     world: int,
@@ -58,9 +58,11 @@ def make_step(
         optimizer=optimizer,
         gns=GradientNoiseScale(inner, process_group=group),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        settings=StepSettings(
-            max_tokens_per_micro=max_tokens, clip_grad_norm=clip, world_size=world, device=CPU, autocast=nullcontext
-        ),
+        max_tokens_per_micro=max_tokens,
+        clip_grad_norm=clip,
+        world_size=world,
+        device=CPU,
+        autocast=nullcontext,
         strategy=strategy,
     )
 
@@ -141,13 +143,13 @@ def noise_scale(max_tokens: int) -> dict[str, float]:
     torch.manual_seed(0)
     model = build(VOCABULARY, dim=8, num_layers=2).double()
     ledger = Ledger(state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64)
-    step = make_step(model, model, None, micros=2, world=1, ledger=ledger, max_tokens=max_tokens)
+    step = make_step(model, model, Strategy(), micros=2, world=1, ledger=ledger, max_tokens=max_tokens)
     tokens, targets = rows()
     window = [micro_batch(tokens[first : first + 4], targets[first : first + 4], first) for first in (0, 4)]
     step.accumulate(1, window)
     step.finish(step.launch(lr=1.0, stop=False, saved=False))
-    assert step._gns is not None
-    return step._gns.metrics()
+    assert step.gns is not None
+    return step.gns.metrics()
 
 
 def test_the_noise_scale_does_not_depend_on_how_the_loss_is_scaled():
@@ -159,9 +161,9 @@ def test_the_noise_scale_does_not_depend_on_how_the_loss_is_scaled():
 def test_the_scale_of_the_losses_is_known_with_a_scaler_alone():
     model = build(VOCABULARY, dim=8, num_layers=2)
     ledger = Ledger(state_width=16, capacity=32, wipe_mode="none")
-    step = make_step(model, model, None, micros=1, world=1, ledger=ledger)
+    step = make_step(model, model, Strategy(), micros=1, world=1, ledger=ledger)
     assert step.grad_scale is None
-    step._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    step.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     assert step.grad_scale == 1024.0
 
 

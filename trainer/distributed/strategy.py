@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.agree import most_of_ranks
 from trainer.distributed.env import RankInfo, num_nodes
-from trainer.distributed.shards import Layout
+from trainer.distributed.shards import Layout, own_part
 from trainer.errors import UserError
 from trainer.wording import counted, few
 
@@ -73,12 +73,13 @@ class Strategy:
         """The context of all backwards of a window but the last. Averaged gradients are the mean of the ranks' own."""
         return nullcontext()
 
-    def refuse_unreduced(self) -> None:
-        """Refuse a window whose last backward left a parameter out of the average.
+    def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
+        """This rank's part of the gradients that a window's last backward has averaged.
 
         Raises:
-            UserError: naming the parameters.
+            UserError: naming the parameters that were left out of the average.
         """
+        return gradients
 
     def whole(self, model: nn.Module) -> nn.Module | None:
         """The model, if this rank can run it without the others."""
@@ -117,7 +118,7 @@ class Replicated(Strategy):
         """DDP's own."""
         return self._ddp.no_sync()
 
-    def refuse_unreduced(self) -> None:
+    def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
         """DDP waits for the gradient of a parameter that was left out for ever: it averages none of the same bucket, says
         nothing until its next forward, and the ranks' weights drift apart meanwhile."""
         try:
@@ -128,6 +129,7 @@ class Replicated(Strategy):
             names = [own[int(index)] for index in indices.partition("\n")[0].split() if index.isdecimal()]
             fix = "use them in every micro-batch, freeze them with requires_grad_(False), or set "
             raise _unused(names, f"{fix}distributed.find_unused_parameters = true", str(error)) from None
+        return gradients
 
 
 class Sharded(Strategy):
@@ -202,9 +204,10 @@ class Sharded(Strategy):
         finally:
             defer(True)
 
-    def refuse_unreduced(self) -> None:
-        """A parameter without a gradient."""
+    def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Shards; refuses a parameter without a gradient."""
         refuse_unused(self._trained)
+        return [own_part(gradient) for gradient in gradients]
 
     def whole(self, model: nn.Module) -> nn.Module | None:
         """No rank has it whole."""

@@ -47,7 +47,7 @@ from trainer.training.setup.parts import (
 from trainer.training.setup.plan import Plan, width_of
 from trainer.training.setup.plausible import ledger_bytes
 from trainer.training.step.optimizer import build_optimizer
-from trainer.training.step.step import StepSettings, TrainStep
+from trainer.training.step.step import TrainStep
 
 MOST_SECONDS = 30.0
 CPU = torch.device("cpu")
@@ -297,13 +297,11 @@ def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
         optimizer=build_optimizer(model, config.optimizer),
         gns=gns,
         scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of
-        settings=StepSettings(
-            max_tokens_per_micro(plan),
-            config.train.clip_grad_norm,
-            world_size=1,
-            device=CPU,
-            autocast=autocast_context(config, CPU),
-        ),
+        max_tokens_per_micro=max_tokens_per_micro(plan),
+        clip_grad_norm=config.train.clip_grad_norm,
+        world_size=1,
+        device=CPU,
+        autocast=autocast_context(config, CPU),
         strategy=strategy,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from trainer.data.batch import MicroBatch
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.agree import gather_from_ranks
+from trainer.distributed.env import RankInfo
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import BestEffort, as_number, checked
@@ -25,122 +27,87 @@ OF_A_SET = ("loss", "accuracy", "perplexity", "bits_per_byte")  # what is logged
 
 
 class EvalSet(NamedTuple):
-    """What an evaluation reads.
-
-    Attributes:
-        name: of an `[[eval.source]]`; empty: the held-out documents.
-        batches: makes an iterator of this rank's micro-batches for a model that takes such inputs (None: any), always the
-            same ones: as many on every rank, since `per_stream` batching masks the rows of a rank whose part has ended.
-    """
+    """What an evaluation reads."""
 
     name: str
+    """Of an `[[eval.source]]`; empty: the held-out documents."""
     batches: Callable[[frozenset[str] | None], Iterator[MicroBatch]]
+    """Makes an iterator of this rank's micro-batches for a model that takes such inputs (None: any), always the same ones: as
+    many on every rank, since `per_stream` batching masks the rows of a rank whose part has ended."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class OwnTask:
-    """Calls the user's function on every rank; what rank 0 returns is logged.
+    """Calls the user's function on every rank; what rank 0 returns is logged."""
 
-    Args:
-        function: called with `model`, `tokenizer`, `step`, `device`, `rank` and `world_size`, and with `args`. Returns a
-            mapping of names to numbers; other ranks may return anything.
-        autocast: the precision's context.
-        guard: a task that fails on any rank is switched off on all, with one warning; the run goes on.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        args: Mapping[str, Any],
-        model: nn.Module,
-        tokenizer: Tokenizer,
-        autocast: Callable[[], AbstractContextManager[None]],
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        guard: BestEffort,
-    ) -> None:
-        self._function = function
-        self._given = {"device": device, "rank": rank, "world_size": world_size, "tokenizer": tokenizer, **args}
-        self._model = model
-        self._autocast = autocast
-        self._rank, self._world_size, self._device = rank, world_size, device
-        self._guard = guard
-        self._is_off = False  # the same on all ranks
+    function: Callable[..., Any]
+    """Called with `model`, `tokenizer`, `step`, `device`, `rank` and `world_size`, and with `args`. Returns a mapping of names
+    to numbers; other ranks may return anything."""
+    args: Mapping[str, Any]
+    model: nn.Module
+    tokenizer: Tokenizer
+    autocast: Callable[[], AbstractContextManager[None]]
+    """The precision's context."""
+    info: RankInfo
+    device: torch.device
+    guard: BestEffort
+    """A task that fails on any rank is switched off on all, with one warning; the run goes on."""
+    is_off: bool = False
+    """The same on all ranks."""
 
     def run(self, step: int, taken: Set[str] = frozenset()) -> dict[str, float]:
         """The task's numbers as `eval/<name>`, the same on every rank, without names that are taken; empty once it has failed.
         The model is in evaluation mode, without gradients, and torch's random numbers are afterwards what they were."""
-        if self._is_off:
+        if self.is_off:
             return {}
-        devices = [self._device] if self._device.type == "cuda" else []
+        devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            found = self._guard.run(self._call, step, taken)
-        by_rank = gather_from_ranks((found, self._guard.enabled), world_size=self._world_size)
-        self._is_off = not all(works for _, works in by_rank)
-        return {} if self._is_off else by_rank[0][0] or {}
+            found = self.guard.run(self._call, step, taken)
+        by_rank = gather_from_ranks((found, self.guard.enabled), world_size=self.info.world_size)
+        self.is_off = not all(works for _, works in by_rank)
+        return {} if self.is_off else by_rank[0][0] or {}
 
     def _call(self, step: int, taken: Set[str]) -> dict[str, float]:
-        with torch.no_grad(), self._autocast():
-            found = self._function(model=self._model, step=step, **self._given)
-        if self._rank != 0:
+        with torch.no_grad(), self.autocast():
+            given = {"device": self.device, "rank": self.info.rank, "world_size": self.info.world_size, **self.args}
+            found = self.function(model=self.model, tokenizer=self.tokenizer, step=step, **given)
+        if not self.info.is_main:
             return {}
         if not isinstance(found, Mapping):
             raise TypeError(f"eval.target returned a {type(found).__name__}, not a mapping of names to numbers")
-        values = checked(found, self._guard.leave_out, as_number)
+        values = checked(found, self.guard.leave_out, as_number)
         own = {f"eval/{name}": value for name, value in values.items() if value is not None}
         for key in sorted(own.keys() & taken):
-            self._guard.leave_out(key, "the evaluation of [[eval.source]] reports a metric of this name itself")
+            self.guard.leave_out(key, "the evaluation of [[eval.source]] reports a metric of this name itself")
         return {key: value for key, value in own.items() if key not in taken}
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Evaluator:
-    """Runs evaluations, each over the same micro-batches.
+    """Runs evaluations, each over the same micro-batches."""
 
-    Args:
-        model: what a row is run through, without DDP: evaluation reduces nothing but its sums.
-        accepted: the inputs that it takes; None: any.
-        sets: what is read, each for itself.
-        task: of the user's own.
-        make_ledger: an empty ledger for one set; None for a model without state.
-        details: collects the sums.
-        guard: of `details`, whose failure on any rank costs the evaluations, on all ranks, but not the run.
-        autocast: the precision's context.
-        is_bytes: the tokens are bytes, so that bits per byte are known.
-        most: the largest number of the ranks that must run as many forwards and stop together, as shards of a model make them.
-    """
-
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        accepted: frozenset[str] | None,
-        objective: Loss,
-        sets: Sequence[EvalSet],
-        task: OwnTask | None = None,
-        make_ledger: Callable[[], Ledger] | None,
-        details: StepDetails,
-        guard: BestEffort,
-        autocast: Callable[[], AbstractContextManager[None]],
-        is_bytes: bool,
-        most: Callable[[int], int] = int,
-        world_size: int,
-        device: torch.device,
-    ) -> None:
-        self._model = model
-        self._accepted = accepted
-        self._objective = objective
-        self._sets = sets
-        self._task = task
-        self._make_ledger = make_ledger
-        self._details = details
-        self._guard = guard
-        self._is_off = False  # the same on all ranks
-        self._autocast = autocast
-        self._is_bytes = is_bytes
-        self._most = most
-        self._world_size = world_size
-        self._device = device
+    model: nn.Module
+    """What a row is run through, without DDP: evaluation reduces nothing but its sums."""
+    accepted: frozenset[str] | None
+    """The inputs that it takes; None: any."""
+    objective: Loss
+    sets: Sequence[EvalSet]
+    task: OwnTask | None = None
+    make_ledger: Callable[[], Ledger] | None
+    """An empty ledger for one set; None for a model without state."""
+    details: StepDetails
+    """Collects the sums."""
+    guard: BestEffort
+    """Of `details`, whose failure on any rank costs the evaluations, on all ranks, but not the run."""
+    autocast: Callable[[], AbstractContextManager[None]]
+    is_bytes: bool
+    """The tokens are bytes, so that bits per byte are known."""
+    most: Callable[[int], int] = int
+    """The largest number of the ranks that must run as many forwards and stop together, as shards of a model make them."""
+    world_size: int
+    device: torch.device
+    is_off: bool = False
+    """The same on all ranks."""
 
     def run(self, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """Evaluate; the same numbers on every rank, by catalog key. Without those of the held-out documents if no rank had one;
@@ -153,62 +120,58 @@ class Evaluator:
             step: the last step, for a task of the user's own.
         """
         found: dict[str, float] = {}
-        was_training = self._model.training
-        self._model.eval()
+        was_training = self.model.training
+        self.model.eval()
         try:
-            for each in self._sets:
+            for each in self.sets:
                 values = self._run_set(each, should_stop)
                 if values is None:
                     return None
                 found |= values
-            if self._task is not None:
-                taken = {f"eval/{each.name}/{key}" for each in self._sets for key in OF_A_SET}
-                found |= self._task.run(step, taken)
+            if self.task is not None:
+                taken = {f"eval/{each.name}/{key}" for each in self.sets for key in OF_A_SET}
+                found |= self.task.run(step, taken)
         finally:
-            self._model.train(was_training)
+            self.model.train(was_training)
         return found
 
     @torch.no_grad()
     def _run_set(self, each: EvalSet, should_stop: Callable[[], bool]) -> dict[str, float] | None:
-        details, guard = self._details, self._guard
-        if self._is_off:
+        details, guard = self.details, self.guard
+        if self.is_off:
             return {}
         guard.run(details.drain_metrics)
-        ledger = self._make_ledger() if self._make_ledger is not None else None
-        for number, micro in enumerate(each.batches(self._accepted), start=1):
-            if self._stops(should_stop):
+        ledger = self.make_ledger() if self.make_ledger is not None else None
+        for number, micro in enumerate(each.batches(self.accepted), start=1):
+            if self.most(int(should_stop())):  # before the next micro-batch, of which every rank has as many
                 break
             self._evaluate(number, micro, ledger)
         local = guard.run(details.drain_metrics) or {}
-        told = gather_from_ranks((should_stop(), guard.enabled), world_size=self._world_size)
+        told = gather_from_ranks((should_stop(), guard.enabled), world_size=self.world_size)
         if any(stops for stops, _ in told):
             return None
-        self._is_off = not all(works for _, works in told)
-        if self._is_off:
+        self.is_off = not all(works for _, works in told)
+        if self.is_off:
             return {}
         reduced = self._with_units(
-            reduce_over_ranks(local, details.metric_keys, device=self._device, world_size=self._world_size, guard=guard)
+            reduce_over_ranks(local, details.metric_keys, device=self.device, world_size=self.world_size, guard=guard)
         )
         if not each.name:
             return {f"{EVAL_PREFIX}{key}": value for key, value in reduced.items()}
         return {f"eval/{each.name}/{key}": reduced[key] for key in OF_A_SET if key in reduced}
-
-    def _stops(self, should_stop: Callable[[], bool]) -> bool:
-        """Whether to stop before the next micro-batch, of which every rank has as many."""
-        return bool(self._most(int(should_stop())))
 
     def _evaluate(self, step: int, micro: MicroBatch, ledger: Ledger | None) -> None:
         state = None
         if ledger is not None and micro.carry is not None:
             ledger.begin_step(step)
             state = ledger.lookup(micro.carry.group_ids, micro.carry.cell_index)
-        with self._autocast():
-            output = self._model(**micro.inputs, state=state)
-            result = self._objective(output.logits, micro.targets, meta=micro.meta)
+        with self.autocast():
+            output = self.model(**micro.inputs, state=state)
+            result = self.objective(output.logits, micro.targets, meta=micro.meta)
         if ledger is not None and micro.carry is not None and output.state is not None:
             carry = micro.carry
             ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
-        self._guard.run(self._details.add, micro, result)
+        self.guard.run(self.details.add, micro, result)
 
     def _with_units(self, reduced: dict[str, float]) -> dict[str, float]:
         cross_entropy = reduced.get("objective/token_ce")
@@ -217,6 +180,6 @@ class Evaluator:
         # Beyond 700 exp overflows a float64, and such a model has learnt nothing anyway.
         if cross_entropy < 700:
             reduced["perplexity"] = math.exp(cross_entropy)
-        if self._is_bytes:
+        if self.is_bytes:
             reduced["bits_per_byte"] = cross_entropy * BITS_PER_NAT
         return reduced

@@ -8,12 +8,19 @@ that is asked to stop does not read for another step: nobody else has to agree, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainer.distributed.agree import gather_from_ranks
+import torch
+
+from trainer.data.batch import MicroBatch
+from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.watchdog import DATA
+from trainer.errors import UserError
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.logger import get_logger
 from trainer.training.run import Run, StepInFlight
@@ -53,19 +60,20 @@ def run_loop(run: Run) -> str:
 
 def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, StepInFlight | None]:
     """Launch the next step and finish the one before it. Returns the stop reason, or None, and the step that is in flight."""
-    step = run.position.step + (1 if previous is None else 2)
+    step, length, saver = run.position.step + (1 if previous is None else 2), run.length, run.saver
     tokens_before = run.position.tokens_before if previous is None else run.position.tokens  # through step - 2
     num_micros = run.num_micros
     num_before, change = num_micros * (step > 1), None
     if run.growth is not None:
         num_micros, num_before, change = micro_batches_of(run, run.growth, step, previous, tokens_before)
-    reached = run.length.reached_by(step, tokens_before, num_before + num_micros)
+    reached = step
+    if length.micro_tokens:
+        reached = min(tokens_before + (num_before + num_micros) * length.micro_tokens, length.total)
     lr = run.schedule(reached) * (1.0 if run.growth is None else run.growth.lr_factor(num_micros))
-    if reached >= run.length.total:
+    if reached >= length.total:
         run.position.last_step = step
-    is_logged = run.logs(step)
-    at_once = is_logged or is_read_at_once(run, step)
-    if (at_once or run.saver.must_save) and previous is not None:
+    is_logged, at_once = logs(run, step), is_read_at_once(run, step)
+    if (at_once or saver.must_save) and previous is not None:
         # Before the step starts, so that its times are its own.
         reason, previous = finish(run, previous), None
         if reason is not None:
@@ -73,8 +81,8 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
     run.tracker.start_step()
     run.watchdog.at(DATA, step)
     try:
-        with run.tracker.section("data"), run.stop.interrupting(run.info.world_size == 1):
-            window = run.windows.read(num_micros)
+        with run.tracker.section("data"), interruptible(run):
+            window = read_window(run, num_micros)
     except StopNow:
         return (None if previous is None else finish(run, previous)) or stopped_by(run), None
     if window is None:
@@ -87,14 +95,13 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
         run.train_step.accumulate(step, window, is_logged=is_logged)
     run.watchdog.at("optimizer", step)
     with run.tracker.section("optimizer"):
-        saved, save_due = run.saver.votes
         launched = run.train_step.launch(
             lr=lr,
             stop=run.stop.requested,
-            saved=saved,
-            save_due=save_due,
+            saved=saver.pending is not None and saver.is_written(),
+            save_due=time.monotonic() >= saver.due_time,
             exchange=run.extensions.asks,
-            exhausted=all(micro.is_filler for micro in window),
+            exhausted=window[0].is_filler,  # and so are all after it
         )
     current = StepInFlight(step, reached, window, launched, lr)
     reason = None if previous is None else finish(run, previous)
@@ -102,6 +109,70 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
         # The stop takes effect now; the step that is in flight has happened and counts.
         return finish(run, current) or reason, None
     return None, current
+
+
+@contextmanager
+def interruptible(run: Run) -> Iterator[None]:
+    """Around what only reads, and may wait for ever: raises `StopNow` at a request to stop, on a single rank."""
+    run.stop.interrupts = run.info.world_size == 1
+    try:
+        if run.stop.interrupts and run.stop.requested:
+            raise StopNow
+        yield
+    finally:
+        run.stop.interrupts = False
+
+
+def read_window(run: Run, num_micros: int) -> list[MicroBatch] | None:
+    """The micro-batches of a step, as this rank reads them. None, instead of the first ones, if a resumed run has nothing left
+    to read on any rank.
+
+    A rank whose data are exhausted continues with masked rows: the others still need it in every collective, and the run
+    ends at the first step in which no rank has a batch of its own. Batches without a target do not end it: the next ones may
+    have some. The first call communicates.
+
+    Raises:
+        UserError: no rank of a new run has anything to read; or see `trainer.data.batch.take_apart`.
+    """
+    if run.last_read is None and not begin_reading(run):
+        return None
+    window = []
+    for _ in range(num_micros):
+        micro = next(run.loader, None)
+        if micro is None:
+            assert run.last_read is not None
+            micro = replace(run.last_read.masked(), state=run.data_state)
+        run.last_read, run.data_state = micro, micro.state
+        window.append(micro)
+    return window
+
+
+def begin_reading(run: Run) -> bool:
+    """Read the first batch. A rank that has nothing to read from the start (resumed after it had read everything, or with
+    fewer documents than ranks) gets a row to mask from a rank that has one. False: no rank has anything."""
+    world_size = run.info.world_size
+    with raise_on_all_ranks(world_size=world_size):
+        run.last_read = first = next(run.loader, None)
+    if first is not None:
+        run.loader = itertools.chain([first], run.loader)
+    has_data = gather_from_ranks(first is not None, world_size=world_size)
+    if all(has_data):
+        return True
+    if not any(has_data):
+        if not run.is_resumed:
+            raise UserError("data", "there is nothing to read", "check the paths of the sources")
+        return False
+    ranks = ", ".join(str(rank) for rank, has in enumerate(has_data) if not has)
+    logger.warning("rank %s of %d has nothing to read, and runs fully masked batches", ranks, world_size)
+    giver = has_data.index(True)
+    own = None
+    if first is not None and run.info.rank == giver:
+        own = replace(first.masked().to(torch.device("cpu")), state=None)
+    (given,) = gather_from_ranks((own,), world_size=world_size)[giver]
+    if first is None:
+        assert given is not None
+        run.last_read = given.to(run.device)
+    return True
 
 
 def micro_batches_of(
@@ -124,7 +195,12 @@ def micro_batches_of(
 
 def is_read_at_once(run: Run, step: int) -> bool:
     """Whether the step's numbers are needed right after it; the same on all ranks."""
-    return run.logs(step) or any(step % every == 0 for every in run.periods)
+    return logs(run, step) or 0 in map(step.__mod__, run.periods)
+
+
+def logs(run: Run, step: int) -> bool:
+    """Whether `step` is logged; the same on all ranks."""
+    return run.tracker.will_log(step) or step == run.position.last_step
 
 
 def finish(run: Run, taken: StepInFlight) -> str | None:
@@ -155,7 +231,7 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
         position.first_loss = position.first_loss or position.last_loss
     if outcome.wants_exchange:
         run.extensions.exchange()
-    end_step(run, taken, outcome, is_logged=run.logs(step))
+    end_step(run, taken, outcome, is_logged=logs(run, step))
     if outcome.all_saved:
         run.watchdog.at("checkpoint", step, may_wait=True)
         run.saver.publish_pending()
@@ -164,7 +240,7 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     if outcome.should_stop or not at_boundary(run, is_last=is_last):
         return stopped_by(run)
     if outcome.save_is_due:  # the next step may be in flight, and the weights are no longer this one's
-        run.saver.due_at = step
+        run.saver.must_save = run.saver.began_at != step
     return None
 
 
@@ -203,8 +279,9 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, *, is_logged: 
             extra=extra,
             force_log=is_logged,
         )
-    if is_logged and run.status is not None:
-        run.diagnostics.best_effort("status.json").run(run.status, step)
+    if is_logged and run.info.is_main:
+        guard = run.diagnostics.best_effort("status.json")
+        guard.run(run.run_dir.keep_status, step, wandb_run_id=run.wandb_run_id)
 
 
 def reduced_metrics(run: Run, taken: StepInFlight, *, drains: bool) -> dict[str, float]:
@@ -263,7 +340,7 @@ def evaluate(run: Run) -> bool:
 
     should_stop()
     found: dict[str, float] | None = None
-    with suppress(StopNow), run.stop.interrupting(run.info.world_size == 1):
+    with suppress(StopNow), interruptible(run):
         found = run.evaluator.run(position.step, should_stop)
     position.evaluation_is_due = found is None
     if found is None:
@@ -292,7 +369,7 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome) -> None:
         run.extensions.exchange()
         # The record ends with this step. If it is not a logged one, the next step is in flight and the ledger already counts
         # in it, so that the row holds the host's values alone.
-        end_step(run, taken, outcome, is_logged=True, drains=run.logs(taken.step))
+        end_step(run, taken, outcome, is_logged=True, drains=logs(run, taken.step))
         raise NonFiniteError(f'{what}; its batches are in events.jsonl; train.on_non_finite = "skip" would continue')
     if position.skipped_in_a_row > table.max_skips:
         raise NonFiniteError(f"{what}; {position.skipped_in_a_row} steps in a row were skipped (train.max_skips)")

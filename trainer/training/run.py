@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,12 +26,11 @@ from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.evaluator import Evaluator
 from trainer.training.extension import Extensions
-from trainer.training.run_dir import RunDir, StatusKeeper
+from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan
 from trainer.training.signals import StopRequest
 from trainer.training.step.schedule import Length, Schedule
 from trainer.training.step.step import Launched, TrainStep
-from trainer.training.step.window import WindowReader
 
 if TYPE_CHECKING:
     from trainer.extensions.batch_growth import BatchGrowth
@@ -43,7 +42,7 @@ class StepInFlight:
 
     step: int
     reached: int
-    """See `Length.reached_by`."""
+    """See `Length`."""
     window: Sequence[MicroBatch]
     launched: Launched
     lr: float
@@ -61,14 +60,20 @@ class Run:
     state: TrainState
     position: Position
     stop: StopRequest
+    is_resumed: bool
+    """It continues from a checkpoint, so its data may be exhausted."""
     events: EventWriter | None = None
     """Rank 0 only."""
-    status: StatusKeeper | None = None
+    wandb_run_id: str | None = None
     """Rank 0 only."""
     evaluator: Evaluator | None = None
     growth: BatchGrowth | None = None
     """Decides on a step's micro-batches; None: all steps have as many."""
-    windows: WindowReader = field(init=False)
+    loader: Iterator[MicroBatch] = field(init=False)
+    last_read: MicroBatch | None = None
+    """Of `loader`."""
+    data_state: Any = field(init=False)
+    """The data set's after `last_read`; `position` has that of the last finished step."""
     schedule: Schedule = field(init=False)
     row_model: nn.Module = field(init=False)
     """What a row is run through."""
@@ -124,6 +129,7 @@ class Run:
         self.tracker = self.state.tracker
         self.diagnostics = self.state.tracker.diagnostics
         self.recorder = self.position.unlogged
+        self.data_state = self.position.data_state
 
     def record(self, name: str, value: Reported) -> None:
         """Count a metric on this rank until the next logged step, which reports it.
@@ -144,7 +150,3 @@ class Run:
     def output(self) -> AbstractContextManager[None]:
         """Around what may be written to the terminal."""
         return self.extensions.output()
-
-    def logs(self, step: int) -> bool:
-        """Whether `step` is logged; the same on all ranks."""
-        return self.tracker.will_log(step) or step == self.position.last_step

@@ -8,7 +8,6 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,6 +45,7 @@ class RunDir:
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.is_new = is_new
         self.is_locked = False
+        self._status_at = 0.0
         self._set(path)
 
     def _set(self, path: Path) -> None:
@@ -142,7 +142,16 @@ class RunDir:
 
     def write_status(self, state: str, *, reason: str, step: int, wandb_run_id: str | None = None) -> None:
         """Say what state the run is in: `running`, `done`, `stopped` (with a checkpoint) or `failed`, and why."""
+        self._status_at = time.monotonic()
         write_status(self.status_file, state, reason=reason, step=step, wandb_run_id=wandb_run_id)
+
+    def keep_status(self, step: int, *, wandb_run_id: str | None, every_sec: float = 1.0) -> None:
+        """Note a finished step, now and then. It is for people alone, so a failure to write it is no reason to stop."""
+        if time.monotonic() - self._status_at >= every_sec:
+            try:
+                self.write_status("running", reason="", step=step, wandb_run_id=wandb_run_id)
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", self.status_file, error.strerror)
 
     def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
         """Write the state that the run ends in (rank 0; other ranks do nothing). A failure to write it is logged."""
@@ -171,40 +180,6 @@ class RunDir:
     def log_file(self, rank: int) -> Path:
         """The log of one rank."""
         return self.logs / f"rank_{rank:03d}.log"
-
-
-class StatusKeeper:
-    """Keeps the last step in status.json current during the run (rank 0).
-
-    Args:
-        every_sec: no more often than this.
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        run_dir: RunDir,
-        wandb_run_id: str | None,
-        *,
-        every_sec: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._run_dir = run_dir
-        self._wandb_run_id = wandb_run_id
-        self._every_sec = every_sec
-        self._clock = clock
-        self._last = clock()
-
-    def __call__(self, step: int) -> None:
-        """Note a finished step. It is for people alone, so a failure to write it is no reason to stop."""
-        now = self._clock()
-        if now - self._last < self._every_sec:
-            return
-        self._last = now
-        try:
-            self._run_dir.write_status("running", reason="", step=step, wandb_run_id=self._wandb_run_id)
-        except OSError as error:
-            logger.warning("%s cannot be written: %s", self._run_dir.status_file, error.strerror)
 
 
 def _write_kept(path: Path, data: bytes) -> None:

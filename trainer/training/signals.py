@@ -40,14 +40,14 @@ class StopRequest:
 
     Args:
         on_first: called with the signal's name when the first request comes (in the handler: keep it short).
-        clock: seconds that never go back.
     """
 
     def __init__(self, on_first: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._on_first = on_first
         self._clock = clock
         self._since = 0.0
-        self._interrupts = False
+        self.interrupts = False
+        """Raise `StopNow` at a request: the main thread only reads, and may wait for ever."""
         self._former: dict[signal.Signals, Any] = {}
         """The handlers that were there before; empty: not installed."""
         self.is_heard = False
@@ -91,21 +91,6 @@ class StopRequest:
         os.close(self._writer)
         self._former = {}
 
-    @contextmanager
-    def interrupting(self, is_alone: bool) -> Iterator[None]:
-        """Raise a request as `StopNow` inside the block: it only reads, and may wait there for ever.
-
-        Args:
-            is_alone: no other rank waits for this one; otherwise nothing is raised.
-        """
-        self._interrupts = is_alone
-        try:
-            if is_alone and self.requested:
-                raise StopNow
-            yield
-        finally:
-            self._interrupts = False
-
     def _listen(self, reader: int) -> None:
         """Hear signals also while the main thread handles none, and end the process if it waits for ever as it starts."""
         while (heard := os.read(reader, 1)) and heard[0] not in STOP_SIGNALS:
@@ -133,7 +118,7 @@ class StopRequest:
             self._since, self.requested = now, True
             self.signal_name = self._cause or signal.Signals(number).name
             self._on_first(self.signal_name)
-            if self._interrupts:
+            if self.interrupts:
                 raise StopNow
         elif now - self._since > SAME_REQUEST_SEC:
             os._exit(128 + number)

@@ -57,7 +57,7 @@ def test_a_directory_is_a_stream_and_a_file_a_document_and_the_manifest_counts_a
 def test_files_that_are_not_text_are_listed_and_the_rest_is_used(files, tmp_path):
     unused = {
         "bad": (b"good so far \xff\xfe", "not UTF-8: byte 0xff at offset 12"),
-        "binary": (b"x\x00y", "binary: a NUL character at offset 1"),
+        "binary": (b"x\x00y", "binary: a NUL byte at offset 1"),
         "blank": (b" \n\n", "empty"),
         "huge": (b"x" * (LIMIT + 1), f"{LIMIT + 1} bytes, more than the limit of {LIMIT}"),
         "twin": ((files / "a" / "0.txt").read_bytes(), "the same text as a/0.txt"),

@@ -13,6 +13,7 @@ import torch
 
 from tests.support.runs import ROOT, environment, read_rows, run, write_tiny_config
 from trainer.config.load import load_config
+from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.training import main
 from trainer.training.extension import Extension, Extensions
@@ -87,19 +88,11 @@ class Breaks(Extension):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Run the tiny config with extensions of one's own; the directory of the run."""
+    """The tiny config, beside a module with the extensions."""
     (tmp_path / "own_extensions.py").write_text(OWN)
-    config = write_tiny_config(tmp_path)
-
-    def go(*tables: str, nproc: int = 1, sets: tuple[str, ...] = (), more: tuple[str, ...] = (), code: int = 0):
-        extension = f"extension=[{', '.join(tables)}]"
-        words = [word for each in (extension, "train.steps=6", *sets) for word in ("--set", each)]
-        ranks = ("--nproc", str(nproc)) if nproc > 1 else ()
-        ended = run(*ranks, "--config", config, "--run-dir", tmp_path / "run", *words, *more, cwd=tmp_path)
-        assert ended.returncode == code, ended.stderr
-        return tmp_path / "run", ended.stderr
-
-    return go
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_extensions", raising=False)
+    return write_tiny_config(tmp_path)
 
 
 def table(name: str, **args: object) -> str:
@@ -107,28 +100,32 @@ def table(name: str, **args: object) -> str:
     return f'{{target = "own_extensions:{name}", args = {{{given}}}}}'
 
 
-def test_an_extension_of_ones_own_reports_sums_exchanges_and_resumes(own):
-    place, _ = own(table("Counts", scale=2.5), nproc=2, sets=("checkpoint.every=4",))
+def train_here(config, *sets: str) -> int:
+    return main.train(load_config(config, list(sets)), Launch(config_path=config, run_dir=str(config.parent / "run")))
+
+
+# The moments between the two at which one breaks: tests/distributed/test_extensions.py.
+def test_they_report_sum_exchange_and_resume_beside_others_that_fail_on_one_rank(own, tmp_path):
+    place = tmp_path / "run"
+    tables = [table("Counts", scale=2.5), *(table("Breaks", at=at, rank=1) for at in ("window_read", "drain_metrics"))]
+    words = [f"extension=[{', '.join(tables)}]", "train.steps=6", "checkpoint.every=4"]
+    options = [word for each in words for word in ("--set", each)]
+    ended = run("--nproc", "2", "--config", own, "--run-dir", place, *options, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("failed and is off from now on: RuntimeError: broken on purpose") == 2
     rows = read_rows(place / "metrics.jsonl")
     assert rows["train", 6]["own/micros"] == 2.5
     assert rows["train", 6]["own/sum"] == 3.0  # 1 of rank 0 and 2 of rank 1
     events = [json.loads(line) for line in (place / "events.jsonl").read_text().splitlines()]
     assert next((each["ranks"], each["steps"]) for each in events if each["event"] == "ranks") == ([0, 1], 4)
-    state = json.loads((place / "checkpoints" / "step_00000006" / "state.json").read_text())
-    assert [each for each in state["extensions"].values() if "steps" in (each or {})] == [{"steps": 6}]
-    own(table("Counts"), nproc=2, more=("--resume", "auto", "--steps", "8"))
-    state = json.loads((place / "checkpoints" / "step_00000008" / "state.json").read_text())
-    assert [each for each in state["extensions"].values() if "steps" in (each or {})] == [{"steps": 8}]
 
+    def kept(step: int) -> list[object]:
+        state = json.loads((place / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())
+        return [each for each in state["extensions"].values() if "steps" in (each or {})]
 
-# The moments between these two: tests/distributed/test_extensions.py.
-@pytest.mark.parametrize("moment", ["window_read", "drain_metrics"])
-def test_one_that_fails_on_one_rank_costs_itself_alone(own, moment):
-    place, said = own(table("Breaks", at=moment, rank=1), table("Counts"), nproc=2)
-    rows = read_rows(place / "metrics.jsonl")
-    assert rows["train", 6]["own/sum"] == 3.0
-    assert "own/broken" not in rows["train", 6] or moment == "drain_metrics"
-    assert said.count("failed and is off from now on: RuntimeError: broken on purpose") == 1
+    assert kept(6) == [{"steps": 6}]
+    assert train_here(own, f"extension=[{table('Counts')}]", "train.steps=8", "checkpoint.resume=auto") == 0
+    assert kept(8) == [{"steps": 8}]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +137,8 @@ def test_one_that_fails_on_one_rank_costs_itself_alone(own, moment):
     ],
 )
 def test_one_that_cannot_be_made_is_refused_before_the_first_step(own, given, message):
-    _, said = own(given, code=2)
-    assert message in said
-    assert "Traceback" not in said
+    with pytest.raises(UserError, match=message):
+        train_here(own, f"extension=[{given}]")
 
 
 def test_what_is_off_is_not_imported(tmp_path):
@@ -191,11 +187,10 @@ def test_a_run_that_is_done_is_freed_without_a_collection(tmp_path, monkeypatch)
         return run_to_end(run)
 
     monkeypatch.setattr(main, "_run_to_end", watched)
-    path = write_tiny_config(tmp_path)
     sets = ["train.steps=4", "ledger.probe_every=2", "metrics.per_layer=true", "sample.every=2"]
     gc.disable()
     try:
-        assert main.train(load_config(path, sets), Launch(config_path=path, run_dir=str(tmp_path / "run"))) == 0
+        assert train_here(write_tiny_config(tmp_path), *sets) == 0
         assert runs[0]() is None
     finally:
         gc.enable()

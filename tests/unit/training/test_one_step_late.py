@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ from tests.support.runs import read_rows, write_tiny_config
 from trainer.config.load import load_config
 from trainer.data.batch import take_apart
 from trainer.distributed.env import RankInfo
+from trainer.training.loop import read_window
 from trainer.training.main import train
 from trainer.training.setup.open_run import Launch
-from trainer.training.step.window import WindowReader
 
 EXTRA = """
 stdout = "off"
@@ -164,10 +166,8 @@ def test_the_data_end_at_the_same_step(both, policy, micro_batches):
 def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():
     batch = {"tokens": torch.ones(2, 3), "targets": torch.ones(2, 3, dtype=torch.int64)}
     micro = replace(take_apart(batch, None), state="after 1", metrics={"lr": 1.0})
-    reader = WindowReader(
-        iter([micro]), data_state="before", info=RankInfo(), device=torch.device("cpu"), is_resumed=False
-    )
-    first, second = reader.read(2), reader.read(2)
+    run: Any = SimpleNamespace(loader=iter([micro]), data_state="before", last_read=None, info=RankInfo())
+    first, second = read_window(run, 2), read_window(run, 2)
     assert first is not None
     assert second is not None
     assert [each.state for each in first + second] == ["after 1"] * 4

@@ -14,7 +14,6 @@ import torch
 from tests.support.checkpoints import file_content, write_content
 from tests.support.runs import TINY
 from trainer.config.load import load_config
-from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 from trainer.training import signals
@@ -28,7 +27,7 @@ from trainer.training.checkpointing.tensor_files import (
     rank_file,
     write_part,
 )
-from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, resume_command
+from trainer.training.run_dir import RunDir, choose_run_dir, resume_command
 from trainer.training.signals import SAME_REQUEST_SEC, StopRequest
 
 
@@ -67,12 +66,6 @@ def test_a_checkpoint_reads_back_and_latest_points_to_it(tmp_path):
     assert (tmp_path / "latest").resolve() == path
     assert torch.equal(file_content(path / model_file(0))["w"], torch.ones(100))
     assert not list(tmp_path.glob(".tmp*"))
-
-
-def test_saving_a_step_again_replaces_it(tmp_path):
-    make_checkpoint(tmp_path, 5, 1.0)
-    path = make_checkpoint(tmp_path, 5, 2.0)
-    assert float(file_content(path / model_file(0))["w"][0]) == 2.0
 
 
 def in_marker(change):
@@ -288,19 +281,6 @@ def test_a_file_system_without_locks_can_be_trained_on(tmp_path, monkeypatch, ca
     assert "cannot lock it" in caplog.text
 
 
-def test_a_write_of_the_config_that_fails_leaves_the_old_one(config, tmp_path, monkeypatch):
-    run = RunDir(tmp_path / "run")
-    run.create()
-    run.describe(config, tmp_path / "x.toml", RankInfo(), state_width=7)
-    assert json.loads((run.path / "env.json").read_text())["state_width"] == 7
-    before = run.resolved_config.read_text()
-    monkeypatch.setattr("os.fsync", no_space)
-    with pytest.raises(UserError, match="cannot be written: No space left"):
-        run.describe(config, tmp_path / "x.toml", RankInfo(), state_width=0)
-    assert run.resolved_config.read_text() == before
-    assert not list(run.path.glob(".*.tmp"))
-
-
 def no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -318,8 +298,7 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
 
 
 def test_a_status_that_cannot_be_written_stops_nothing(tmp_path, caplog):
-    keep = StatusKeeper(RunDir(tmp_path / "gone"), None, every_sec=0.0)
-    keep(1)
+    RunDir(tmp_path / "gone").keep_status(1, wandb_run_id=None, every_sec=0.0)
     assert "cannot be written: No such file or directory" in caplog.text
 
 
@@ -341,15 +320,6 @@ def test_a_run_does_not_begin_inside_a_corpus(config, tmp_path, resume):
     with pytest.raises(UserError, match="holds a corpus"):
         choose_run_dir(config, str(corpus), resume)
     assert [path.name for path in corpus.iterdir()] == ["manifest.json"]
-
-
-def test_a_request_after_the_run_has_ended_is_noted_and_says_nothing():
-    said = []
-    stop = StopRequest(said.append)
-    stop.mute()
-    stop._handle(signal.SIGTERM, None)
-    assert stop.requested
-    assert said == []
 
 
 def test_a_run_is_not_taken_for_a_checkpoint_and_nothing_is_written(config, tmp_path, monkeypatch):

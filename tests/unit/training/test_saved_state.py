@@ -17,13 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import file_content, sign, write_content
-from tests.support.runs import run, write_tiny_config
+from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.training.checkpointing import checkpoint as files
 from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
 from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file
+from trainer.training.main import train
+from trainer.training.setup.open_run import Launch
 from trainer.training.setup.parts import make_state
 from trainer.training.setup.plan import make_plan
 
@@ -36,8 +38,8 @@ EXTRA = "[gns]\nenabled = true\n"
 def saved(tmp_path_factory):
     directory = tmp_path_factory.mktemp("saved")
     config_path = write_tiny_config(directory, EXTRA)
-    done = run("--config", config_path, "--run-dir", directory / "run", "--steps", 2)
-    assert done.returncode == 0, done.stderr
+    launch = Launch(config_path=config_path, run_dir=str(directory / "run"))
+    assert train(load_config(config_path, ["train.steps=2"]), launch) == 0
     path = directory / "run" / "checkpoints" / "step_00000002"
     parts = {name: file_content(path / name) for name in (model_file(0), rank_file(0))}
     return config_path, path, json.loads((path / files.STATE_FILE).read_text()), parts
@@ -85,13 +87,7 @@ def resume(config_path: Path, path: Path) -> str:
     return "restored"
 
 
-def test_an_unchanged_one_is_restored(saved):
-    config_path, path, state, parts = saved
-    write(path, state, parts)
-    assert resume(config_path, path) == "restored"
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_any_other_value_anywhere_is_refused_in_one_line_or_restored(saved, data):
     config_path, path, state, parts = saved
@@ -167,7 +163,7 @@ def test_so_is_a_marker_that_cannot_be(copied, place, new):
 
 
 @pytest.mark.parametrize("name", [files.MARKER, files.STATE_FILE, model_file(0), rank_file(0)])
-@pytest.mark.parametrize("plant", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("plant", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 @pytest.mark.timeout(60)
 def test_and_what_is_no_plain_file(copied, name, plant):
     config_path, path = copied

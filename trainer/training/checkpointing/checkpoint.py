@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,9 +106,7 @@ def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | N
     """Delete all but the newest `keep_last` checkpoints, those at multiples of `keep_every` (0: none), and step `spared`."""
     for path in complete_checkpoints(checkpoints)[keep_last:]:
         step = step_of(path)
-        if step == spared:
-            continue
-        if not keep_every or step % keep_every:
+        if step != spared and (not keep_every or step % keep_every):
             remove_tree(path)
 
 
@@ -165,8 +163,12 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE_FILE}: {error.strerror}") from None
     except ValueError as error:
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {error}") from None
-    if (problem := problem_of(state)) is not None:
-        raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}")
+    try:
+        _SavedState.model_validate(state)
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
+        raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}") from None
     if (named := step_of(path.resolve())) not in (-1, state["step"]):
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of step {state['step']}, not {named}")
     return state
@@ -229,11 +231,7 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
 
 
 def refuse_absent(path: str) -> None:
-    """Refuse a `--resume` that names nothing, or a run.
-
-    Raises:
-        UserError: see above.
-    """
+    """Raise a `UserError` for a `--resume` that names nothing, or a run."""
     if not Path(path).is_dir():
         fix = did_you_mean(path) or "name a checkpoint, such as RUN_DIR/checkpoints/step_00000100, or use auto"
         raise UserError("--resume", f"{path}: no such directory", fix)
@@ -289,16 +287,6 @@ class _SavedState(_Part):
     extensions: dict[str, dict[str, Any] | None]
     wandb_run_id: str | None = None
     config: dict[str, Any]
-
-
-def problem_of(state: Mapping[str, Any]) -> str | None:
-    """The first thing in a state.json that cannot be, as `tracker.tokens_seen: ...`; None if there is none."""
-    try:
-        _SavedState.model_validate(state)
-    except ValidationError as error:
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
-    return None
 
 
 @contextmanager

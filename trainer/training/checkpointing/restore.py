@@ -42,7 +42,6 @@ from trainer.training.checkpointing.train_state import (
     load_optimizer,
     load_weights_of,
     open_model,
-    scaler_state,
     set_generator_states,
 )
 from trainer.training.setup.plan import Plan
@@ -61,12 +60,7 @@ def restore(
     device: torch.device,
     data: DataCheck,
 ) -> Position:
-    """Load a checkpoint into the parts of a run, and return where the run continues.
-
-    Args:
-        path: of the checkpoint.
-        saved: its state.json.
-        data: how the data differs from the checkpoint's.
+    """Load the checkpoint in `path`, whose state.json is `saved`, into the parts of a run. Returns where the run continues.
 
     Raises:
         UserError: a file is damaged, or the checkpoint does not fit the model, the data or the config.
@@ -83,7 +77,7 @@ def restore(
         load_optimizer(state.optimizer, state.model, tensors)
     if state.scaler.is_enabled():
         with loading(path, "loss scaling"):
-            state.scaler.load_state_dict(scaler_state(tensors))
+            state.scaler.load_state_dict(tensors.values["scaler"])
     if state.ledger is not None:
         # Groups in flight here need room beside those of a checkpoint of other ranks.
         room = plan.facts.groups_in_flight if saved_world_size != info.world_size else 0
@@ -108,29 +102,19 @@ def restore(
             blends = restart_changed(blends, state.dataset, data)
         state.dataset.load_state_dict(blends if own is None else blends[info.rank])
         position = Position.of(state, saved["step"])
-    _place(position, saved, plan.config)
+    position.reached, position.evaluation_is_due = saved["reached"], saved["evaluation_is_due"]
+    position.tokens_before, position.tokens = saved["tokens"]
+    before = saved["config"]["train"]["micro_batches"]
+    was_auto = isinstance(before, Mapping) and before["schedule"] == "auto"
+    if plan.config.micro_batches.auto is None or was_auto:
+        position.micro_batches, position.micro_batches_since = saved["micro_batches"]
+    else:  # `auto` begins here
+        position.micro_batches_since = position.step + 1
     if own is not None:
         with loading(path, "counts"):
             position.load_counts(state, own["unlogged"])
     logger.info("resuming after step %d from %s", position.step, path)
     return position
-
-
-def _place(position: Position, saved: Mapping[str, Any], config: RunConfig) -> None:
-    """Put the position where the checkpoint was saved."""
-    position.reached = saved["reached"]
-    position.tokens_before, position.tokens = saved["tokens"]
-    if config.micro_batches.auto is None or _was_auto(saved):
-        position.micro_batches, position.micro_batches_since = saved["micro_batches"]
-    else:  # `auto` begins here
-        position.micro_batches_since = position.step + 1
-    position.evaluation_is_due = saved["evaluation_is_due"]
-
-
-def _was_auto(saved: Mapping[str, Any]) -> bool:
-    """Whether the saved run let its batch grow by itself."""
-    setting = saved["config"]["train"]["micro_batches"]
-    return isinstance(setting, Mapping) and setting["schedule"] == "auto"
 
 
 def _read_parts(
@@ -202,9 +186,8 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     breaking = [key for key in changed if key.startswith(BREAKING) and key not in HARMLESS]
     if breaking:
         listed = ", ".join(f"{key}: {changed[key].before!r} -> {changed[key].after!r}" for key in breaking)
-        raise UserError(
-            "--resume", f"the checkpoint was made with another config: {listed}", "restore them, or start a new run"
-        )
+        problem = f"the checkpoint was made with another config: {listed}"
+        raise UserError("--resume", problem, "restore them, or start a new run")
     for key, (before, after) in changed.items():
         if key in SAID or not key.startswith(SILENT):
             logger.warning("resuming with another config: %s: %r -> %r", key, before, after)
@@ -235,26 +218,18 @@ def changed_settings(
 
 @dataclass(frozen=True)
 class DataPolicy:
-    """What the command line says about data that changed.
-
-    Args:
-        verify_whole: `--verify-data`: hash the whole content of every file.
-        accept_change: `--accept-data-change`: read changed streams from their beginning.
-    """
+    """What the command line says about data that changed."""
 
     verify_whole: bool = False
+    """`--verify-data`: hash the whole content of every file."""
     accept_change: bool = False
+    """`--accept-data-change`: read changed streams from their beginning."""
 
 
 @dataclass(frozen=True)
 class DataCheck:
-    """The data of a run that begins or resumes.
-
-    Args:
-        now: the fingerprint, for its checkpoints.
-        saved: that of the checkpoint it resumes from; None without one.
-        change: what differs between the two, accepted.
-    """
+    """The data of a run that begins or resumes: its fingerprint `now`, that of the checkpoint (None without one), and what
+    differs between the two, accepted."""
 
     now: Fingerprint
     saved: Fingerprint | None = None
@@ -270,15 +245,19 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
     Raises:
         UserError: a file cannot be read, or is empty; or the data changed, and that is not accepted.
     """
+    sources = {source.name: source for source in plan.sources}
+    sources |= {EVAL + each.name: each for each in plan.eval_sources}
     # Each node has copies of its own of what URLs name.
-    sources = _marked_sources(plan)
     keys = [copy.key for source in sources.values() for copy in source.copies]
     copies = gather_from_ranks(keys, world_size=info.world_size)
     with raise_on_all_ranks(world_size=info.world_size):
         if any(each != keys for each in copies):
             problem = "the objects of a source that is a URL changed while the ranks started"
             raise UserError("data.source", problem, "start again, once nobody writes there")
-        before = _saved_fingerprint(saved)
+        before = None
+        if saved is not None:
+            with users_code("--resume", "the checkpoint is damaged", "use another checkpoint"):
+                before = Fingerprint.from_state(saved.get(FINGERPRINT_KEY))
         names, files = _data_files(sources, plan.config.data.tokenizer)
         blocks = blocks_per_file(len(files)) if before is None else before.blocks
         own = mark_files(files[info.rank :: info.world_size], blocks=blocks, whole=policy.verify_whole)
@@ -324,24 +303,10 @@ def _say_accepted(change: DataChange) -> None:
         logger.info("--accept-data-change: no data changed: every stream continues")
     for name in change.removed:
         logger.warning("--accept-data-change: source %s: continuing without it, since the config lacks it", name)
+    text = "--accept-data-change: validation set %s: %s; its figures from here on do not compare with earlier ones"
     for name, each in change.sources.items():
         if name.startswith(EVAL):
-            text = (
-                "--accept-data-change: validation set %s: %s; its figures from here on do not compare with earlier ones"
-            )
             logger.warning(text, name.removeprefix(EVAL), each)
-
-
-def _saved_fingerprint(saved: Mapping[str, Any] | None) -> Fingerprint | None:
-    if saved is None:
-        return None
-    with users_code("--resume", "the checkpoint is damaged", "use another checkpoint"):
-        return Fingerprint.from_state(saved.get(FINGERPRINT_KEY))
-
-
-def _marked_sources(plan: Plan) -> dict[str, Source]:
-    """Name in the fingerprint -> source: of the training data, and of the validation sets."""
-    return {source.name: source for source in plan.sources} | {EVAL + each.name: each for each in plan.eval_sources}
 
 
 def _data_files(sources: Mapping[str, Source], tokenizer: str) -> tuple[list[tuple[str, str]], list[list[Path]]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,62 +44,44 @@ class SaveError(Exception):
     """A checkpoint could not be written; the ones before it are untouched."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Saver:
-    """Writes the checkpoints of a run.
+    """Writes the checkpoints of a run."""
 
-    Args:
-        state: what has a state.
-        extensions: what rides on the run.
-        shared: further values that are the same on all ranks and fit JSON (config, versions, the wandb run).
-        on_saving: called with the seconds that training has waited for a save.
-        last_saved: step of the checkpoint that the run continues from; -1 without one.
-        retain: called with a new checkpoint, to remove what is not kept (rank 0); None: by `table`.
-    """
+    directory: Path
+    table: CheckpointTable
+    info: RankInfo
+    state: TrainState
+    extensions: Extensions
+    device: torch.device
+    shared: Mapping[str, Any]
+    """Further values that are the same on all ranks and fit JSON (config, versions, the wandb run)."""
+    on_saving: Callable[[float], None]
+    """Called with the seconds that training has waited for a save."""
+    last_saved: int = -1
+    """Step of the last checkpoint, at first the one that the run continues from; -1 without one."""
+    retain: Callable[[Path], None] | None = None
+    """Called with a new checkpoint, to remove what is not kept (rank 0); None: by `table`."""
 
-    def __init__(
-        self,
-        *,
-        directory: Path,
-        table: CheckpointTable,
-        info: RankInfo,
-        state: TrainState,
-        extensions: Extensions,
-        device: torch.device,
-        shared: Mapping[str, Any],
-        on_saving: Callable[[float], None],
-        last_saved: int = -1,
-        retain: Callable[[Path], None] | None = None,
-    ) -> None:
-        self._directory = directory
-        self._table = table
-        self._info = info
-        self._state = state
-        self._extensions = extensions
-        self._device = device
-        self._shared = shared
-        self._on_saving = on_saving
-        self._retain = retain
-        self._writer = BackgroundWriter()
-        self._staging = Staging(is_pinned=device.type == "cuda")
-        self._pending: tuple[int, dict[str, Any], int] | None = None
+    def __post_init__(self) -> None:
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writes: list[Future[None]] = []
+        self._staging = Staging(is_pinned=self.device.type == "cuda")
+        self.pending: tuple[int, dict[str, Any], int] | None = None
         """Step, shared state and size of a save whose files are not a checkpoint yet."""
-        self.last_saved = last_saved
-        self._last_began = time.monotonic()
-        self._begun_at = self.due_at = last_saved
-        """`due_at`: the last step at which the ranks agreed that a save is due."""
+        self.began_at = self.last_saved
+        self.must_save = False
+        """A save is due by time. The same on all ranks: the next step is finished and saved before another starts."""
+        self._set_clock()
 
-    @property
-    def must_save(self) -> bool:
-        """Whether a save is due by time. The same on all ranks: the next step is finished and saved before another starts."""
-        return self.due_at > self._begun_at
+    def _set_clock(self) -> None:
+        minutes = self.table.every_minutes if self.info.is_main else 0
+        self.due_time = time.monotonic() + 60 * minutes if minutes else math.inf
+        """When `every_minutes` will have passed since the last save began, for which rank 0 answers."""
 
-    @property
-    def votes(self) -> tuple[bool, bool]:
-        """Whether this rank's part of a background save is on disk, and not yet published; and whether `every_minutes`
-        have passed since the last save began, for which rank 0 answers."""
-        minutes = self._table.every_minutes
-        is_up = minutes > 0 and self._info.rank == 0 and time.monotonic() - self._last_began >= 60 * minutes
-        return self._pending is not None and self._writer.is_idle, is_up
+    def is_written(self) -> bool:
+        """Whether this rank's part of a background save is on disk, or failed."""
+        return all(write.done() for write in self._writes)
 
     def save(self, position: Position, *, in_background: bool) -> None:
         """Save the state after the last finished step; every rank must call it.
@@ -108,35 +92,34 @@ class Saver:
         started = time.monotonic()
         self._conclude()
         step = position.step
-        self._begun_at, self._last_began = step, started
-        staging = files.staging_dir(self._directory, step)
+        self.began_at, self.must_save = step, False
+        self._set_clock()
+        staging = files.staging_dir(self.directory, step)
         parts = self._parts(position)
         needed = sum(part.num_bytes for part in parts.values())
-        needed_by_all = sum(gather_from_ranks(needed, world_size=self._info.world_size))
-        self._together(
-            lambda: self._make_staging(staging, needed_by_all) if self._info.is_main else None, needed_by_all
-        )
+        needed_by_all = sum(gather_from_ranks(needed, world_size=self.info.world_size))
+        self._together(lambda: self._make_staging(staging, needed_by_all) if self.info.is_main else None, needed_by_all)
         shared = {
             "step": step,
             "reached": position.reached,
             "tokens": [position.tokens_before, position.tokens],
             "micro_batches": [position.micro_batches, position.micro_batches_since],
-            "world_size": self._info.world_size,
-            "model_files": saving_ranks(self._state.model),
+            "world_size": self.info.world_size,
+            "model_files": saving_ranks(self.state.model),
             "evaluation_is_due": position.evaluation_is_due,
-            **self._state.shared(),
-            "extensions": self._extensions.state_dict(),
-            **self._shared,
+            **self.state.shared(),
+            "extensions": self.extensions.state_dict(),
+            **self.shared,
         }
-        self._pending = (step, shared, needed_by_all)
+        self.pending = (step, shared, needed_by_all)
         if in_background:
             # The tensors change while the thread writes: it gets copies.
             for name, part in self._staging.copies(parts).items():
-                self._writer.submit(staging / name, part)
+                self._writes.append(self._writer.submit(write_part, staging / name, part))
         else:
             self._together(lambda: _write_all(staging, parts), needed_by_all)
             self._conclude()
-        self._on_saving(time.monotonic() - started)
+        self.on_saving(time.monotonic() - started)
 
     def publish_pending(self) -> None:
         """Turn a pending save's files into a checkpoint, if there is one; every rank must call it at the same step.
@@ -146,27 +129,28 @@ class Saver:
         """
         started = time.monotonic()
         self._conclude()
-        self._on_saving(time.monotonic() - started)
+        self.on_saving(time.monotonic() - started)
 
     def _conclude(self) -> None:
-        if self._pending is None:
+        if self.pending is None:
             return
-        (step, shared, needed), self._pending = self._pending, None
-        self._together(self._writer.wait, needed)
-        self._together(lambda: self._publish(step, shared) if self._info.is_main else None, needed)
+        (step, shared, needed), self.pending = self.pending, None
+        writes, self._writes = self._writes, []
+        self._together(lambda: [write.result() for write in writes], needed)
+        self._together(lambda: self._publish(step, shared) if self.info.is_main else None, needed)
         self.last_saved = step
 
     def close(self) -> None:
         """Conclude what is pending, and end the thread."""
         self._conclude()
-        self._writer.close()
+        self._writer.shutdown()
 
     def _parts(self, position: Position) -> dict[str, Part]:
         """The files that this rank writes."""
-        state, rank = self._state, self._info.rank
+        state, rank = self.state, self.info.rank
         own: dict[str, Any] = {
             "data": position.data_state,
-            "generators": generator_states(self._device),
+            "generators": generator_states(self.device),
             "unlogged": position.counts(state),
         }
         parts: dict[str, Part] = {}
@@ -189,12 +173,12 @@ class Saver:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(staging))
 
     def _publish(self, step: int, shared: dict[str, Any]) -> None:
-        path = files.finish(self._directory, step, shared)
+        path = files.finish(self.directory, step, shared)
         logger.info("saved %s", path)
-        if self._retain is not None:
-            self._retain(path)
+        if self.retain is not None:
+            self.retain(path)
         else:
-            files.prune(self._directory, keep_last=self._table.keep_last, keep_every=self._table.keep_every)
+            files.prune(self.directory, keep_last=self.table.keep_last, keep_every=self.table.keep_every)
 
     def _together(self, action: Callable[[], object], needed: int) -> None:
         """Do `action`, part of a save of `needed` bytes; if it fails on any rank, all ranks raise."""
@@ -202,52 +186,21 @@ class Saver:
         try:
             action()
         except OSError as error:
-            problem = f"rank {self._info.rank}: {error.strerror} ({error.filename}){self._free()}"
+            problem = f"rank {self.info.rank}: {error.strerror} ({error.filename}){self._free()}"
         except RuntimeError as error:
             # What torch makes of a disk that is full while it writes the last of a file.
-            problem = f"rank {self._info.rank}: {str(error).splitlines()[0]}{self._free()}"
-        problems = [p for (p,) in gather_from_ranks((problem,), world_size=self._info.world_size) if p is not None]
+            problem = f"rank {self.info.rank}: {str(error).splitlines()[0]}{self._free()}"
+        problems = [p for (p,) in gather_from_ranks((problem,), world_size=self.info.world_size) if p is not None]
         if problems:
-            if self._info.is_main:
-                files.discard_staging(self._directory)  # or the disk stays full
+            if self.info.is_main:
+                files.discard_staging(self.directory)  # or the disk stays full
             raise SaveError(f"the checkpoint could not be written: {problems[0]}; it needs {needed / 1e6:.1f} MB")
 
     def _free(self) -> str:
         try:
-            return f"; {shutil.disk_usage(self._directory).free / 1e6:.1f} MB are free"
+            return f"; {shutil.disk_usage(self.directory).free / 1e6:.1f} MB are free"
         except OSError:
             return ""
-
-
-class BackgroundWriter:
-    """Writes one file at a time in a thread."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: list[Future[None]] = []
-
-    def submit(self, path: Path, part: Part) -> None:
-        """Write `part`, which nobody may change until it is written, to `path`."""
-        self._pending.append(self._pool.submit(write_part, path, part))
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether all that was submitted is written (or failed)."""
-        return all(future.done() for future in self._pending)
-
-    def wait(self) -> None:
-        """Until all is written.
-
-        Raises:
-            OSError: a write failed.
-        """
-        pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._pool.shutdown(wait=True)
 
 
 def _write_all(staging: Path, parts: Mapping[str, Part]) -> None:

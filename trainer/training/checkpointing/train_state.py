@@ -84,7 +84,7 @@ class Position:
     last_step: int | None = None
     """The run's last; None: not known yet, the run's length is in tokens."""
     reached: int = 0
-    """What `Length.reached_by` said of the last finished step."""
+    """How far it has come with the last finished step, see `Length`."""
     tokens: int = 0
     """Target tokens over all ranks through the last finished step, without those of skipped steps."""
     tokens_before: int = 0
@@ -244,12 +244,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Te
         raise ValueError(f"it has a state of {few(unknown)}, which the model does not have")
     states = {name: unpack(state, partial(_read, saved, like=parameters[name])) for name, state in by_name.items()}
     load_named_state(optimizer, model, states)
-
-
-def scaler_state(saved: TensorFiles) -> dict[str, Any]:
-    """The loss scaler's `state_dict()`."""
-    state: dict[str, Any] = saved.values["scaler"]
-    return state
 
 
 def _read(saved: TensorFiles, name: str, *, like: Tensor) -> Tensor:

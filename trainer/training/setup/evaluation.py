@@ -80,24 +80,18 @@ def make_evaluator(
     *,
     most: Callable[[int], int],
 ) -> Evaluator:
-    """The evaluator of a run.
-
-    Args:
-        model: the run's, which a task of the user's own gets.
-        cell_model: what a row is run through; with `chunk_tokens` the model without its output layer.
-        most: see `Strategy.most`.
-    """
+    """The evaluator of a run. A task of the user's own gets `model`; a row is run through `cell_model`, which with
+    `chunk_tokens` has no output layer."""
     table, autocast = plan.config.eval, autocast_context(plan.config, device)
     task = None
     if table.target is not None:
         task = OwnTask(
-            resolve_target(table.target, "eval.target"),
+            function=resolve_target(table.target, "eval.target"),
             args=table.args,
             model=model,
             tokenizer=plan.tokenizer,
             autocast=autocast,
-            rank=info.rank,
-            world_size=info.world_size,
+            info=info,
             device=device,
             guard=diagnostics.best_effort("eval.target"),
         )

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,33 +53,22 @@ from trainer.training.setup.record import begin_record, open_record, place_run, 
 from trainer.training.signals import StopRequest, say_stopping
 from trainer.training.step.details import LoggedDetails
 from trainer.training.step.schedule import Length, make_schedule
-from trainer.training.step.step import StepSettings, TrainStep
-from trainer.training.step.window import WindowReader
+from trainer.training.step.step import TrainStep
 from trainer.wording import few
-
-if TYPE_CHECKING:
-    from trainer.extensions.batch_growth import BatchGrowth
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is started, beside what its config says.
-
-    Attributes:
-        stop: tells when somebody asks the run to stop.
-        config_path: where the config was read from; None: it is not recorded.
-        run_dir: what --run-dir says.
-        stdout: for payloads.
-        data_policy: what to do about data that changed since the checkpoint.
-        on_run_dir: called with the run's directory.
-    """
+    """How a run is started, beside what its config says."""
 
     stop: StopRequest = field(default_factory=lambda: StopRequest(say_stopping))
     config_path: Path | None = None
+    """Where the config was read from; None: it is not recorded."""
     run_dir: str | None = None
     stdout: Output | None = None
+    """For payloads."""
     data_policy: DataPolicy = DataPolicy()  # noqa: RUF009 - frozen
     on_run_dir: Callable[[Path], None] | None = None
 
@@ -108,17 +97,16 @@ def open_run(
         else:
             position = restore(*found, plan, state, info, device, data)
             say_rate_change(found[1]["config"], plan, position)
-    if _is_over(position, plan.length):
-        _say_over(run_dir, position, plan.length, info)
+    if _is_over(run_dir, position, plan.length, info):
         return None
     contract = _checked_contract(plan, strategy.whole(state.model), info, device, position.step)
     run_dir = begin_record(info, run_dir, stack, position.step)
     if launch.on_run_dir is not None:
         launch.on_run_dir(run_dir.path)
-    run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop)
+    run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop, found is not None)
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
-    wandb_run_id = open_record(run, found, data.change, stack, config_path=launch.config_path, stdout=launch.stdout)
-    _open_parts(run, sets, stack, is_resumed=found is not None)
+    open_record(run, found, data.change, stack, config_path=launch.config_path, stdout=launch.stdout)
+    _open_parts(run, sets, stack)
     if found is not None:
         with loading(found[0], "extensions"):
             run.extensions.load_state_dict(found[1]["extensions"])
@@ -130,7 +118,7 @@ def open_run(
         extensions=run.extensions,
         device=device,
         shared={
-            "wandb_run_id": wandb_run_id,
+            "wandb_run_id": run.wandb_run_id,
             "config": plan.config.model_dump(mode="json"),
             "environment": environment(info),
             FINGERPRINT_KEY: data.now.to_state(),
@@ -166,13 +154,8 @@ def _start_mirror(claimed: Any, run: Run, after_group: ExitStack) -> Callable[[P
     return retain
 
 
-def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resumed: bool) -> None:
-    """Start reading and the watchdog, and make what steps, measures and evaluates. Every rank must call it.
-
-    Args:
-        sets: what an evaluation reads.
-        stack: closes what is opened here.
-    """
+def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack) -> None:
+    """Start reading and the watchdog, and make what steps, measures and evaluates. Every rank must call it."""
     plan, config, state, position = run.plan, run.config, run.state, run.position
     info, device, diagnostics = run.info, run.device, run.diagnostics
     if config.train.compile:
@@ -203,14 +186,20 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
         groups=run.strategy.groups,
     )
     stack.callback(run.watchdog.close)
-    data_state = position.data_state
-    run.windows = WindowReader(loader, data_state=data_state, info=info, device=device, is_resumed=is_resumed)
+    run.loader = loader
     run.schedule = make_schedule(config, plan.length)
     if config.eval.every:
         run.evaluator = make_evaluator(
             plan, state.model, cell_model, run.loss, info, device, diagnostics, sets, most=run.strategy.most
         )
-    run.growth = _growth(run)
+    if not config.micro_batches.is_constant:
+        run.growth = importlib.import_module("trainer.extensions.batch_growth").BatchGrowth(
+            config.micro_batches,
+            micro_tokens=plan.facts.tokens_per_micro,
+            noise=run.gns,
+            guard=diagnostics.best_effort("gns"),
+            world_size=info.world_size,
+        )
     run.extensions = _load_extensions(run)
     stack.callback(run.extensions.close)
     decides_every = config.micro_batches.auto.every if config.micro_batches.auto is not None else 0
@@ -222,13 +211,11 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack, *, is_resum
         optimizer=state.optimizer,
         gns=state.gns,
         scaler=state.scaler,
-        settings=StepSettings(
-            max_tokens_per_micro(plan),
-            config.train.clip_grad_norm,
-            world_size=info.world_size,
-            device=device,
-            autocast=autocast_context(config, device),
-        ),
+        max_tokens_per_micro=max_tokens_per_micro(plan),
+        clip_grad_norm=config.train.clip_grad_norm,
+        world_size=info.world_size,
+        device=device,
+        autocast=autocast_context(config, device),
         strategy=run.strategy,
         extensions=run.extensions,
         diagnostics=diagnostics,
@@ -260,29 +247,14 @@ def _load_extensions(run: Run) -> Extensions:
                 found[name] = resolve_target(f"trainer.extensions.{target}", name)(run)
             except UserError:
                 raise
-            except Exception as error:  # such as a profile that cannot be written
-                with run.diagnostics.best_effort(name):
-                    raise error
+            except Exception as error:  # noqa: BLE001 - such as a profile that cannot be written
+                run.diagnostics.best_effort(name).fail(error)
     with raise_on_all_ranks(world_size=run.info.world_size):
         for number, table in enumerate(config.extension):
             with users_code(f"extension {table.target}"):
                 made = resolve_target(table.target, "extension.target")(run, **table.args)
             found[f"{table.target} ({number})"] = made
     return Extensions(found, run.diagnostics, device=run.device, world_size=run.info.world_size)
-
-
-def _growth(run: Run) -> BatchGrowth | None:
-    batches = run.config.micro_batches
-    if batches.is_constant:
-        return None
-    growth: BatchGrowth = resolve_target("trainer.extensions.batch_growth:BatchGrowth", "train.micro_batches")(
-        batches,
-        micro_tokens=run.plan.facts.tokens_per_micro,
-        noise=run.gns,
-        guard=run.diagnostics.best_effort("gns"),
-        world_size=run.info.world_size,
-    )
-    return growth
 
 
 def agreed_operations(keys: Iterable[str], info: RankInfo) -> Operations:
@@ -301,21 +273,19 @@ def agreed_operations(keys: Iterable[str], info: RankInfo) -> Operations:
     return dict(sorted(agreed.items()))
 
 
-def _say_over(run_dir: RunDir, position: Position, length: Length, info: RankInfo) -> None:
-    text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
-    logger.info(text, run_dir.path, position.step, "tokens" if length.is_in_tokens else "steps", length.total)
-    if run_dir.status().get("state") == "running":  # its process was killed after the last checkpoint
-        run_dir.leave_status(info, FINISHED, reason="all steps are done", step=position.step)
-
-
-def _is_over(position: Position, length: Length) -> bool:
-    """Whether nothing is left of the run, whose last step is noted where it is known."""
+def _is_over(run_dir: RunDir, position: Position, length: Length, info: RankInfo) -> bool:
+    """Whether nothing is left of the run, which is said; its last step is noted where it is known."""
     if not length.is_in_tokens:
         position.last_step = length.total
     elif position.reached >= length.total:
         position.last_step = position.step
-    has_ended = position.last_step is not None and position.step >= position.last_step
-    return has_ended and not position.evaluation_is_due
+    if position.last_step is None or position.step < position.last_step or position.evaluation_is_due:
+        return False
+    text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
+    logger.info(text, run_dir.path, position.step, "tokens" if length.is_in_tokens else "steps", length.total)
+    if run_dir.status().get("state") == "running":  # its process was killed after the last checkpoint
+        run_dir.leave_status(info, FINISHED, reason="all steps are done", step=position.step)
+    return True
 
 
 def _checked_contract(

@@ -136,11 +136,9 @@ def make_objective(table: ObjectiveTable) -> Objective:
 def model_and_loss(model: nn.Module, config: RunConfig, device: torch.device | None) -> tuple[nn.Module, Loss]:
     """What a row is run through, and the loss of what comes out: with `chunk_tokens`, the loss computes the logits.
 
-    Args:
-        device: the model's; None: it has no numbers that could be compared.
-
     Raises:
-        UserError: `chunk_tokens` is set for a model that does more to its logits than an output layer.
+        UserError: `chunk_tokens` is set for a model that does more to its logits than an output layer, which shows only if it
+            is on a `device`, and has numbers.
     """
     objective = make_objective(config.objective)
     if config.objective.chunk_tokens == 0:
@@ -154,9 +152,7 @@ def model_and_loss(model: nn.Module, config: RunConfig, device: torch.device | N
 def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """Makes the context in which forward and loss run."""
     dtype = AUTOCAST[config.train.precision]
-    if dtype is None:
-        return nullcontext
-    return lambda: torch.autocast(device.type, dtype=dtype)
+    return nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype=dtype)
 
 
 def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
@@ -176,12 +172,8 @@ def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
 def make_dataset(
     plan: Plan, source: Source, info: RankInfo, *, is_holdout: bool, is_whole: bool = False
 ) -> StreamMixingDataset:
-    """One source's data set: the training part, or what is evaluated on, read once from its beginning.
-
-    Args:
-        is_holdout: what is evaluated on.
-        is_whole: that is all documents, not the held-out ones.
-    """
+    """One source's data set: the training part, or (`is_holdout`) what is evaluated on, read once from its beginning: the
+    held-out documents, or (`is_whole`) all."""
     config, mixing = plan.config, mixing_of(plan.config, source.table)
     cut = CutOptions(
         namespace=source.name,
@@ -237,20 +229,14 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
     key = f"source {source.name}: target"
     assert source.table.target is not None
     target = resolve_target(source.table.target, key)
-    given: dict[str, Any] = {
-        "rank": info.rank,
-        "world_size": info.world_size,
-        "seed": plan.config.run.seed,
-        "seq_len": plan.config.row_tokens,
-    }
-    given |= source.table.args
+    given = {"rank": info.rank, "world_size": info.world_size, "seed": plan.config.run.seed}
+    given |= {"seq_len": plan.config.row_tokens, **source.table.args}
     refuse_arguments(target, source.table.target, given, key=key)
     with users_code(key):
         dataset = target(**given)
     if not hasattr(dataset, "__iter__"):
-        raise UserError(
-            key, f"gave a {type(dataset).__name__}, which cannot be iterated", "return an iterable of dicts"
-        )
+        problem = f"gave a {type(dataset).__name__}, which cannot be iterated"
+        raise UserError(key, problem, "return an iterable of dicts")
     return OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {source.table.target}")
 
 
@@ -278,9 +264,8 @@ def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> St
     if layout is None:
         return Replicated(world_size=info.world_size, device=device, find_unused=table.find_unused_parameters)
     if table.strategy == "hsdp" and layout.replicas == 1:
-        logger.info(
-            'distributed.strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node'
-        )
+        text = 'distributed.strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node'
+        logger.info(text)
     return Sharded(
         layout,
         device=device,
@@ -319,16 +304,8 @@ def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> 
 
 
 def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.device, *, seq_len: int) -> None:
-    """Run a few tokens, and refuse a sharded model that uses a module's parts without calling the module.
-
-    Every rank must call it.
-
-    Args:
-        seq_len: tokens of a cell.
-
-    Raises:
-        UserError: a parameter was used that is not gathered.
-    """
+    """Run a few tokens, and refuse a sharded model that uses a module's parts without calling the module: their parameters
+    are not gathered. Every rank must call it."""
     if strategy.whole(model) is not None:
         return
     try:

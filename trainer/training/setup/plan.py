@@ -107,12 +107,8 @@ class Plan:
     def unmet_needs(
         self, device: torch.device, *, model: nn.Module | None = None, counts_model: bool = True
     ) -> list[UserError]:
-        """What the run needs and this machine does not have; see `plausible`.
-
-        Args:
-            model: the run's; None: one is built without weights to be counted.
-            counts_model: count the model at all.
-        """
+        """What the run needs and this machine does not have; see `plausible`. A `model` that is None is built without weights,
+        if it is to be counted at all."""
         numbers, width = (0, 0) if not counts_model else self._model_size if model is None else size_of(model)
         return unmet_needs(
             self.config,
@@ -125,12 +121,7 @@ class Plan:
         )
 
     def check_model_settings(self) -> None:
-        """Refuse a model that does not fit optimizer, loss, activation checkpointing or strategy, without making it.
-
-        Raises:
-            UserError: a group matches no parameter; an optimizer of the user's own does not fit; the output layer or the blocks
-                are not known; the model cannot be sharded.
-        """
+        """Refuse a model that does not fit optimizer, loss, activation checkpointing or strategy, without making it."""
         model = self._weightless_model()
         check_optimizer(model, self.config.optimizer)
         if self.config.objective.chunk_tokens:
@@ -141,11 +132,7 @@ class Plan:
             shard_units(model)
 
     def check_weights(self) -> None:
-        """Refuse what `begin_from_weights` would, without making the model.
-
-        Raises:
-            UserError: as `begin_from_weights`.
-        """
+        """Refuse what `begin_from_weights` would, without making the model."""
         path = self.config.model.weights
         if path is not None:
             weights = read_weights(self.place(path))[0]
@@ -234,19 +221,12 @@ def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
     sources = [source for source in sources if source.table.target is None]
     if not sources or any(source.is_off for source in sources):
         return
-    everywhere = sorted({stream.modality for source in sources for stream in source.streams})
-    asked = [("data.mixing", config.data.mixing.batch_size_by_modality, everywhere)]
-    for source in sources:
-        own = source.table.mixing.batch_size_by_modality
-        if own is not None:
-            there = sorted({stream.modality for stream in source.streams})
-            asked.append((f"source {source.name}: mixing", own, there))
-    for table, sizes, known in asked:
-        unknown = sorted(sizes.keys() - set(known))
-        if unknown:
-            problem = (
-                f"no stream has the modality {', '.join(map(repr, unknown))}; there are {', '.join(known) or 'none'}"
-            )
+    asked = [("data.mixing", config.data.mixing.batch_size_by_modality, sources)]
+    asked += [(f"source {s.name}: mixing", s.table.mixing.batch_size_by_modality or {}, [s]) for s in sources]
+    for table, sizes, read in asked:
+        known = {stream.modality for source in read for stream in source.streams}
+        if unknown := ", ".join(map(repr, sorted(sizes.keys() - known))):
+            problem = f"no stream has the modality {unknown}; there are {', '.join(sorted(known)) or 'none'}"
             raise UserError(f"{table}.batch_size_by_modality", problem, "remove it, or name one that exists")
 
 
@@ -280,9 +260,7 @@ def build_model(table: ModelTable, vocab_size: int, *, seq_len: int | None = Non
     if problem:
         raise UserError(key, f"{name} gave {problem}", "return a trainer.model.protocol.SequenceModel (docs/models.md)")
     if not hasattr(model, "state_width"):
-        fix = (
-            "make it forward(tokens, state=None) -> trainer.model.protocol.ModelOutput(logits, state) (docs/models.md)"
-        )
+        fix = "make it forward(tokens, state=None) -> trainer.model.protocol.ModelOutput (docs/models.md)"
         with users_code(key, f"{name} gave a model without state_width, whose forward fails", fix):
             carry_flat(model, lengths=() if seq_len is None else (seq_len,))
     built: nn.Module = model

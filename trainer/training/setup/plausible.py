@@ -19,7 +19,6 @@ from trainer.storage import is_url
 from trainer.training.setup.sources import Source
 from trainer.wording import counted, few, printable
 
-MOST_HELD_OUT = 0.5
 LONG_WARMUP = 0.5  # share of the run
 LARGEST_LR = 0.1  # AdamW moves every weight by about lr in every step
 MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
@@ -40,11 +39,6 @@ def _doubted_settings(config: RunConfig, sources: list[Source], eval_sources: Se
     if evaluation.has_data and not evaluation.every and (eval_sources or evaluation.target is not None):
         problem = "is 0: the run evaluates neither [[eval.source]] nor eval.target"
         yield "eval.every", problem, "set it to the number of steps between evaluations"
-    if evaluation.holdout_fraction > MOST_HELD_OUT:
-        problem = (
-            f"holds out {evaluation.holdout_fraction:.0%} of the documents: the run trains on the few that are left"
-        )
-        yield "eval.holdout_fraction", problem, "set it to 0.02, or 0.2 for little data"
     if optimizer.lr > LARGEST_LR and optimizer.name == "adamw" and optimizer.target is None:
         problem = f"{optimizer.lr:g}: AdamW moves every weight by about this much in every step"
         yield "optimizer.lr", problem, "set it between 1e-5 and 1e-2"
@@ -57,10 +51,7 @@ def _doubted_settings(config: RunConfig, sources: list[Source], eval_sources: Se
     if config.metrics.profile and 0 < train.steps < last:
         problem = f"records steps {first} to {last}, after those that settle, and the run has {train.steps}"
         yield "metrics.profile", problem, f"set train.steps to at least {last}"
-    tokens = _tokens_of_a_batch(config, sources)
-    if config.objective.chunk_tokens >= tokens and any(source.table.target is None for source in sources):
-        problem = f"{config.objective.chunk_tokens:,}: a micro-batch has {tokens:,} tokens, so nothing is saved"
-        yield "objective.chunk_tokens", problem, f"set it to {max(tokens // 8, 1):,} or so, or to 0"
+
     for source in sources:
         own, streams = source.table.mixing.num_streams_mixed, len(source.streams)
         # The default is no wish; a resolved config has it written out.
@@ -68,8 +59,7 @@ def _doubted_settings(config: RunConfig, sources: list[Source], eval_sources: Se
         is_given = own is not None or config.data.mixing.num_streams_mixed != default
         wanted = mixing_of(config, source.table).num_streams_mixed
         if streams and is_given and wanted > streams:
-            has = counted(streams, "stream")
-            problem = f"{wanted} readers, but the source has {has}: all are open at once, nothing is mixed in later"
+            problem = f"{wanted} readers, but the source has {counted(streams, 'stream')}: all are open at once"
             yield f"source {source.name}: mixing.num_streams_mixed", problem, f"set it to at most {streams}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainer.config.rules import why_no_noise_scale
-from trainer.config.schema import RunConfig, WandbTable
+from trainer.config.schema import RunConfig
 from trainer.data.fingerprint import DataChange
 from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
@@ -24,14 +24,14 @@ from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics, EventCallback
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.run_status import dead
-from trainer.metrics.services import CLOSE_SEC, TensorboardSink, WandbMode, WandbSink, resolve_mode
+from trainer.metrics.services import CLOSE_SEC, TensorboardSink, WandbSink, resolve_mode
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink, resolve_stdout_mode
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import Change, changed_settings
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run import Run
-from trainer.training.run_dir import RunDir, StatusKeeper, choose_run_dir, environment
+from trainer.training.run_dir import RunDir, choose_run_dir, environment
 from trainer.training.setup.plan import Plan, width_of
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.wording import counted, printable
@@ -129,33 +129,27 @@ def open_record(
     *,
     config_path: Path | None,
     stdout: Output | None,
-) -> str | None:
+) -> None:
     """Open events.jsonl, sinks and status.json on rank 0, and say what is trained. Every rank must call it.
 
     Args:
-        found: the checkpoint that the run resumes from.
-        data: what differs between its data and those read now.
-
-    Returns:
-        The wandb run's id, on rank 0, if there is one.
+        data: what differs from the checkpoint's.
     """
-    wandb_run_id, guard = None, run.diagnostics.best_effort
+    guard = run.diagnostics.best_effort
     with raise_on_all_ranks(world_size=run.info.world_size):
         if run.info.is_main:
             run.events = EventWriter(run.run_dir.events)
             stack.callback(guard("end of events.jsonl").run, run.events.close)
             run.diagnostics.on_event = run.events.write
-            wandb_run_id = _open_sinks(run, run.events, found, data, config_path, stdout or sys.stdout)
+            _open_sinks(run, run.events, found, data, config_path, stdout or sys.stdout)
             announce(run.plan, run.state, run.device, run.run_dir)
-            run.status = StatusKeeper(run.run_dir, wandb_run_id)
     stack.callback(run.tracker.close)
-    return wandb_run_id
 
 
 def _open_sinks(
     run: Run, events: EventWriter, found: Found | None, data: DataChange, config_path: Path | None, stdout: Output
-) -> str | None:
-    """Open the sinks, say in them if the run restarts, and mark it as running. Returns the wandb run's id, if any."""
+) -> None:
+    """Open the sinks, say in them if the run restarts, and mark it as running."""
     plan, info, state, step, run_dir = run.plan, run.info, run.state, run.position.step, run.run_dir
     # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
     is_restart = run_dir.metrics.exists() or found is not None
@@ -188,8 +182,9 @@ def _open_sinks(
     # After what says that the settings changed: the record is true, wherever this process is killed.
     if config_path is not None:
         run_dir.describe(plan.config, config_path, info, state_width=width_of(state.model))
-    run_dir.write_status("running", reason="", step=step, wandb_run_id=wandb_id(sinks))
-    return wandb_id(sinks)
+    within = [sink.sink for sink in sinks if isinstance(sink, BackgroundSink)]
+    run.wandb_run_id = next((sink.run_id for sink in within if isinstance(sink, WandbSink)), None)
+    run_dir.write_status("running", reason="", step=step, wandb_run_id=run.wandb_run_id)
 
 
 def make_sinks(
@@ -218,7 +213,10 @@ def make_sinks(
         # Somebody watches, and the payload goes to a program: the line for people stands beside the bar.
         sinks.append(StdoutSink("line", stream=sys.stderr))
     table = config.metrics.wandb
-    if (wandb_mode := _wandb_mode(table)) != "disabled":
+    if (wandb_mode := table.mode) == "auto":
+        wandb_mode, why = resolve_mode(table.base_url)
+        logger.info("wandb: %s, since %s", wandb_mode, why)
+    if wandb_mode != "disabled":
         resolved: dict[str, Any] = config.model_dump(mode="json")
         wandb = WandbSink(
             mode=wandb_mode,
@@ -234,21 +232,6 @@ def make_sinks(
     if config.metrics.tensorboard:
         sinks.append(in_background(TensorboardSink(run_dir.path / "tensorboard"), "tensorboard"))
     return sinks
-
-
-def _wandb_mode(table: WandbTable) -> WandbMode:
-    """The mode, `auto` resolved and its reason said in one line."""
-    if table.mode != "auto":
-        return table.mode
-    mode, why = resolve_mode(table.base_url)
-    logger.info("wandb: %s, since %s", mode, why)
-    return mode
-
-
-def wandb_id(sinks: list[Sink]) -> str | None:
-    """The id of the wandb run among the sinks, to be kept in checkpoints."""
-    within = [sink.sink for sink in sinks if isinstance(sink, BackgroundSink)]
-    return next((sink.run_id for sink in within if isinstance(sink, WandbSink)), None)
 
 
 def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDir) -> None:

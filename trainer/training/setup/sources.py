@@ -59,7 +59,7 @@ class Source:
     @property
     def is_off(self) -> bool:
         """Whether its weight is 0 from beginning to end: nothing of it is read."""
-        return is_off(self.weight)
+        return self.weight.zero_from() == 0
 
     @property
     def concentration(self) -> float:
@@ -141,8 +141,15 @@ def _collect(
         own = weight_spec(table.weight, f"{name}.weight")
         weight = compose_weights(outer, own, path_a=f"the weight of {prefix.rstrip('.')}", path_b=f"{name}.weight")
         if table.include is None:
-            file = str(path) if prefix else ""  # of the config itself, `located` knows the line
-            leaves.append(Source(name, table, weight, *_found(table, name, weight, cache, file)))
+            leaf = Source(name, table, weight, [])
+            try:
+                file = str(path) if prefix else ""  # of the config itself, `located` knows the line
+                streams, copies = _streams(table, f"source {name}", cache, file=file)
+                leaf = replace(leaf, streams=streams, copies=copies)
+            except UserError:
+                if not leaf.is_off:  # whose data may be gone
+                    raise
+            leaves.append(leaf)
             continue
         included = path.parent / table.include
         if included.resolve() in including or len(including) > MAX_INCLUDE_DEPTH:
@@ -156,27 +163,6 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
     if isinstance(weight, ScheduleTable):
         return ScheduledWeight(weight.schedule, weight.points, scale=weight.scale, unit=weight.unit, path=path)
     return ConstantWeight(float(weight), path)
-
-
-def is_off(weight: WeightSpec) -> bool:
-    """Whether a weight is 0 from beginning to end."""
-    return weight.zero_from() == 0
-
-
-def _found(
-    table: SourceTable, name: str, weight: WeightSpec, cache: Cache, file: str
-) -> tuple[list[Stream], tuple[Snapshot, ...]]:
-    """As `_streams`; of a source that is off, nothing where its data is gone."""
-    try:
-        return _streams(table, f"source {name}", cache, file=file)
-    except UserError:
-        if not is_off(weight):
-            raise
-        return [], ()
-
-
-def _has_no_root(table: SourceTable) -> bool:
-    return table.root is not None and not is_url(table.root) and not Path(table.root).exists()
 
 
 def _streams(
@@ -201,7 +187,7 @@ def _streams(
             return discover_direct(table.paths, format=table.format), ()
     except UserError as error:
         problem, fix = error.problem if error.key == "paths" else f"{error.key}: {error.problem}", error.fix
-        if _has_no_root(table):
+        if table.root is not None and not is_url(table.root) and not Path(table.root).exists():
             made = f"make it (train data build pytext --out {table.root}, or train data build text), or set root to your data"
             fix = did_you_mean(str(table.root)) or made
         raise UserError(key, problem, fix, where=file) from None
@@ -273,7 +259,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
             place.mkdir(exist_ok=True)
             write_json(place / "plan.json", {"url": f"the tokens of source {source.name}", "bytes": size})
             cache.make_room(f"source {source.name}", size, size, place)
-        with progress_bar() as bar:
+        with progress_bar(now_and_then(partial(logger.info, "tokenizing: %s"))) as report:
             tokenize_files(
                 [
                     TextFile.cut(stream.path, source.table.format, place / "files" / f"{number:06d}.bin")
@@ -283,7 +269,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
                 tokenizer=data.tokenizer,
                 text_split=source.table.text_split,
                 workers=len(os.sched_getaffinity(0)),
-                report=partial(look, bar or now_and_then(partial(logger.info, "tokenizing: %s"))),
+                report=partial(look, report),
             )
         write_json(place / ENTRY, {"url": f"the tokens of source {source.name}", "files": len(streams)})
 

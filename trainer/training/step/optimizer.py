@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from trainer.config.schema import OptimizerTable
 from trainer.distributed.shards import gathered, layout_of, own_part, own_rows
 from trainer.errors import UserError
-from trainer.import_path import format_error, resolve_target
+from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.training.step.schedule import LR_SCALE
 from trainer.wording import counted, few
 
@@ -71,15 +72,6 @@ def _parts(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]
     return optimizer.parts if isinstance(optimizer, MuonWithAdamW) else {"": optimizer}
 
 
-def parameters_by_part(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list[str]]:
-    """Names of the parameters in the optimizer's order, by its parts; one without parts is the part ""."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        key: [names[id(parameter)] for group in part.param_groups for parameter in group["params"]]
-        for key, part in _parts(optimizer).items()
-    }
-
-
 def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
     """The optimizer's state of each parameter, by the parameter's name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -94,9 +86,10 @@ def load_named_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Restore what `named_state` gave; the settings are the config's."""
-    names = parameters_by_part(optimizer, model)
-    for key, part in _parts(optimizer).items():
-        numbered = {number: dict(saved[name]) for number, name in enumerate(names[key]) if name in saved}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for part in _parts(optimizer).values():
+        order = [names[id(parameter)] for group in part.param_groups for parameter in group["params"]]
+        numbered = {number: dict(saved[name]) for number, name in enumerate(order) if name in saved}
         part.load_state_dict({"state": numbered, "param_groups": part.state_dict()["param_groups"]})
     if isinstance(optimizer, MuonWithAdamW):
         optimizer.link_groups()
@@ -124,7 +117,6 @@ def _groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:
     if unused := [group.match for number, group in enumerate(table.group) if number not in used]:
         names = ", ".join(list(dict(model.named_parameters()))[:3])
         problem = f"{', '.join(map(repr, unused))} matches no parameter"
-        problem += " that an earlier group has not" if len(table.group) > 1 else ""
         raise UserError("optimizer.group", problem, f"names are such as {names}")
     return [found[key] for key in sorted(found)]
 
@@ -173,22 +165,15 @@ def _split(groups: list[ParameterGroup], chosen: set[int]) -> tuple[list[Paramet
 def _resolve(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> Any:
     """The function of the user's own that makes an optimizer."""
     build = resolve_target(target, "optimizer.target")
-    try:
-        inspect.signature(build).bind(groups, lr=table.lr, **table.args)
-    except ValueError:  # something written in C may have no signature to look at
-        pass
-    except TypeError as error:
-        problem = f"cannot call {target} with parameter groups, lr and the keys of args: {error}"
-        raise UserError("optimizer.args", problem, "see its signature") from error
+    given = {"lr": table.lr, **table.args}
+    refuse_arguments(partial(build, groups), f"{target} with parameter groups, and", given, key="optimizer.args")
     return build
 
 
 def _own(target: str, model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
     build = _resolve(target, groups, table)
-    try:
+    with users_code("optimizer.target", f"{target} fails"):
         optimizer = build(groups, lr=table.lr, **table.args)
-    except Exception as error:  # what the user's own function does may raise anything
-        raise UserError("optimizer.target", f"{target} fails: {format_error(error)}", "fix it there") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         problem = f"{target} gave a {type(optimizer).__name__}, not an optimizer"
         raise UserError("optimizer.target", problem, "return a torch.optim.Optimizer")
@@ -202,7 +187,8 @@ def _own(target: str, model: nn.Module, groups: list[ParameterGroup], table: Opt
     if left:
         problem = f"{target} leaves {counted(len(left), 'parameter')} out, which would never be trained: {few(left)}"
         raise UserError("optimizer.target", problem, "give it all parameters; freeze those to be left (requires_grad_)")
-    return optimizer
+    made: torch.optim.Optimizer = optimizer
+    return made
 
 
 class Skipping(torch.optim.Optimizer):
@@ -282,13 +268,12 @@ class SkippingMuon(Skipping, torch.optim.Muon):
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Two optimizers as one, with the parameter groups of both.
+    """Muon for the groups of matrices and AdamW for the others, as one optimizer with the parameter groups of both.
+
+    Muon's updates are scaled to the root mean square of AdamW's (Liu et al., 2025, arXiv 2502.16982), so that one learning
+    rate and weight decay fit both.
 
     Args:
-        matrices: parameter groups of matrices, for Muon. Its updates are scaled to the root mean square of AdamW's
-            (Liu et al., 2025, arXiv 2502.16982), so that one learning rate and weight decay fit both.
-        others: parameter groups for AdamW.
-        lr: learning rate of both.
         momentum: of Muon.
         adamw: further settings of AdamW.
     """

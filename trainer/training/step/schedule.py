@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,23 +12,23 @@ import torch
 
 from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.errors import UserError
-from trainer.import_path import format_error, resolve_target
+from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.micro_batches import ONE, MicroBatches
 
 TRIED = 1000  # steps at which a schedule of the user's own is tried before the run
 LR_SCALE = "lr_scale"
 """Key of a parameter group: its learning rate over that of the run."""
 Schedule = Callable[[int], float]
-"""The learning rate of a step, by what `Length.reached_by` says of it: 1 .. `train.steps`, or tokens."""
+"""The learning rate of a step, by how far the run has come with it, see `Length`: 1 .. `train.steps`, or tokens."""
 
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a run, and how far a step has come.
+    """The length of a run, and the unit of how far a step has come: its number, or tokens.
 
-    In tokens, a step counts as if it and the one before it were full, since their tokens are not known when it is launched: a
-    step's numbers are read after the next is launched. The run so ends within two steps of `total`, and where it ends does not
-    depend on which steps are read early, or on where it was resumed.
+    In tokens, a step has reached the tokens through the last but one (without those of skipped steps), and as many more as if
+    it and the one before it were full: their own are not known when it is launched. The run so ends within two steps of
+    `total`, and where it ends does not depend on which steps are read early, or on where it was resumed.
 
     Args:
         total: steps, or tokens.
@@ -53,19 +52,6 @@ class Length:
         """False: the length is in steps."""
         return self.micro_tokens > 0
 
-    def reached_by(self, step: int, tokens_before: int, num_micros: int) -> int:
-        """Steps, or the most tokens, that have been trained on once `step` is done.
-
-        Args:
-            tokens_before: tokens through step - 2, without those of skipped steps.
-            num_micros: micro-batches of `step` and, if there is one, of the step before it, on a rank.
-        """
-        return min(tokens_before + num_micros * self.micro_tokens, self.total) if self.micro_tokens else step
-
-    def of_full_steps(self, step: int) -> int:
-        """What `reached_by` gives if all batches are full."""
-        return min(self.in_full_steps(step), self.total) if self.is_in_tokens else step
-
     def in_full_steps(self, steps: int) -> int:
         """So many steps in the unit of the length, if all batches are full; may be beyond its end."""
         return self.micro_batches.batches_before(steps + 1) * self.micro_tokens if self.is_in_tokens else steps
@@ -82,15 +68,9 @@ def make_schedule(config: RunConfig, length: Length) -> Schedule:
         warmup = table.warmup_tokens or length.in_full_steps(table.warmup_steps)
         return partial(lr_at, steps=steps, peak=peak, table=table.model_copy(update={"warmup_steps": warmup}))
     function, given = resolve_target(table.target, "scheduler.target"), {"steps": steps, "peak": peak, **table.args}
-    try:
-        inspect.signature(function).bind(1, **given)
-    except ValueError:  # something written in C may have no signature to look at
-        pass
-    except TypeError as error:
-        problem = f"cannot call {table.target} with a step, and steps, peak and the keys of args by name: {error}"
-        raise UserError("scheduler.args", problem, "see its signature") from error
+    refuse_arguments(partial(function, 1), f"{table.target} with a step, and", given, key="scheduler.args")
     schedule = partial(_own, table.target, partial(function, **given))
-    first = length.of_full_steps(1)
+    first = min(length.in_full_steps(1), steps)
     for reached in [*range(first, steps, max((steps - first) // TRIED, 1)), steps]:
         schedule(reached)
     return schedule
@@ -122,13 +102,9 @@ def _own(target: str, function: Callable[[int], float], step: int) -> float:
     Raises:
         UserError: it fails, or gives no rate.
     """
-    try:
+    with users_code("scheduler.target", f"{target} fails at step {step}"):
         found: Any = function(step)
         rate = math.nan if isinstance(found, str) else float(found)
-    except Exception as error:  # what the user's own function does may raise anything
-        raise UserError(
-            "scheduler.target", f"{target} fails at step {step}: {format_error(error)}", "fix it"
-        ) from error
     if not 0 <= rate < math.inf:
         problem = f"{target} gave {found!r} at step {step}, which is no learning rate"
         raise UserError("scheduler.target", problem, "return a finite number that is not negative")

@@ -22,16 +22,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.arrays import IGNORED
 from trainer.data.batch import Carry, MicroBatch
-from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
@@ -45,18 +45,6 @@ from trainer.training.step.schedule import set_lr
 # Positions in the head of the reduced vector; the noise scale's sums follow, and the gradient's squared norm.
 TOKENS, LOSS_SUM, STOP, SAVED, SAVE_DUE, EXCHANGE, EXHAUSTED = range(7)
 HEAD = 7
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """Settings of a step."""
-
-    max_tokens_per_micro: int
-    clip_grad_norm: float
-    world_size: int
-    device: torch.device
-    autocast: Callable[[], AbstractContextManager[None]]
-    """Makes the context in which forward and loss run."""
 
 
 @dataclass(frozen=True)
@@ -104,61 +92,48 @@ class StepOutcome:
         return self.tokens if self.is_finite else 0
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TrainStep:
-    """Runs optimizer steps.
+    """Runs optimizer steps."""
 
-    Args:
-        model: the model as its strategy runs it: with DDP around it, sharded, or itself on a single rank.
-        ledger: where recurrent states live; None for a model without state.
-        gns: hooks of the noise scale; None if it is off.
-        scaler: loss scaling for fp16 (disabled otherwise). With it, and with an optimizer that does not support `found_inf`,
-            `launch` waits for the device.
-        strategy: how gradients are averaged over ranks; None on a single rank.
-        extensions: are called at the moments of the step.
-        diagnostics: guards of the noise scale, whose failure never costs the step.
-    """
+    model: nn.Module
+    """The model as its strategy runs it: with DDP around it, sharded, or itself on a single rank."""
+    ledger: Ledger | None
+    """Where recurrent states live; None for a model without state."""
+    objective: Loss
+    optimizer: torch.optim.Optimizer
+    gns: GradientNoiseScale | None
+    """Hooks of the noise scale; None if it is off."""
+    scaler: torch.amp.GradScaler
+    """Loss scaling for fp16 (disabled otherwise). With it, and with an optimizer that does not support `found_inf`, `launch`
+    waits for the device."""
+    max_tokens_per_micro: int
+    clip_grad_norm: float
+    world_size: int
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[None]]
+    """Makes the context in which forward and loss run."""
+    strategy: Strategy = field(default_factory=Strategy)
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
+    """Guards of the noise scale, whose failure never costs the step."""
+    extensions: Extensions = field(default=None)  # type: ignore[assignment]
+    """Are called at the moments of the step."""
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        ledger: Ledger | None,
-        objective: Loss,
-        optimizer: torch.optim.Optimizer,
-        gns: GradientNoiseScale | None,
-        scaler: torch.amp.GradScaler,
-        settings: StepSettings,
-        strategy: Strategy | None = None,
-        extensions: Extensions | None = None,
-        diagnostics: Diagnostics | None = None,
-    ) -> None:
-        self._model = model
-        self._ledger = ledger
-        self._objective = objective
-        self._optimizer = optimizer
-        self._gns = gns
-        diagnostics = diagnostics or Diagnostics()
-        self._extensions = extensions or Extensions(
-            {}, diagnostics, device=settings.device, world_size=settings.world_size
+    def __post_init__(self) -> None:
+        self.extensions = self.extensions or Extensions(
+            {}, self.diagnostics, device=self.device, world_size=self.world_size
         )
-        self._scaler = scaler
-        self._clip_grad_norm = settings.clip_grad_norm
-        self._strategy = strategy or Strategy()
-        self._world_size = settings.world_size
-        self._device = settings.device
-        self._autocast = settings.autocast
-        self._gns_guard = diagnostics.best_effort("gns")
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._decides_on_device = supports_found_inf(optimizer) and not scaler.is_enabled()
-        self._max_tokens_per_micro = settings.max_tokens_per_micro
-        self._kappa = 1.0 / settings.max_tokens_per_micro  # of the step that accumulates
-        self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=settings.device)
+        self._gns_guard = self.diagnostics.best_effort("gns")
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._decides_on_device = supports_found_inf(self.optimizer) and not self.scaler.is_enabled()
+        self._kappa = 1.0 / self.max_tokens_per_micro  # of the step that accumulates
+        self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=self.device)
         self._ready_at = 0.0
 
     @property
     def grad_scale(self) -> float | None:
         """Factor of the loss scaling; None without it. Waits for the device."""
-        return self._scaler.get_scale() if self._scaler.is_enabled() else None
+        return self.scaler.get_scale() if self.scaler.is_enabled() else None
 
     def accumulate(
         self,
@@ -173,56 +148,53 @@ class TrainStep:
             step: global step, for the ledger's clock.
             is_logged: it is measured by the extensions that measure logged steps.
         """
-        if self._ledger is not None:
-            self._ledger.begin_step(step)
+        if self.ledger is not None:
+            self.ledger.begin_step(step)
         # The same on all ranks, whatever the halves of a window are.
-        self._kappa = 1.0 / (len(window) * self._max_tokens_per_micro)
-        window = self._extensions.begin_step(step, window, is_logged=is_logged)
-        extensions, kept = self._extensions, self._extensions.kept
-        if self._gns is not None:
+        self._kappa = 1.0 / (len(window) * self.max_tokens_per_micro)
+        window = self.extensions.begin_step(step, window, is_logged=is_logged)
+        extensions, kept = self.extensions, self.extensions.kept
+        if self.gns is not None:
             pairs, by_parameter = "pairs" in kept, "by_parameter" in kept
-            self._gns_guard.run(self._gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+            self._gns_guard.run(self.gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros_like(self._loss_sum)
-        exchanged_before = 0.0 if self._ledger is None else self._ledger.exchange_sec
+        exchanged_before = 0.0 if self.ledger is None else self.ledger.exchange_sec
         for index, micro in enumerate(window):
             is_last = index == len(window) - 1
-            carry = micro.carry if self._ledger is not None else None
-            if carry is None and self._ledger is not None and self._ledger.is_collective:
+            carry = micro.carry if self.ledger is not None else None
+            if carry is None and self.ledger is not None and self.ledger.is_collective:
                 # The rows of other ranks may have groups, and all ranks must take part.
                 carry = Carry.of_no_group(len(micro.targets))
             state = None
-            if self._ledger is not None and carry is not None:
-                state = self._ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
+            if self.ledger is not None and carry is not None:
+                state = self.ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
                 for look in extensions.on_state:
                     look(micro, carry, state)
-            with nullcontext() if is_last else self._strategy.no_sync():
-                with self._autocast():
-                    output = self._model(**micro.inputs, state=state)
-                    result = self._objective(output.logits, micro.targets, meta=micro.meta)
+            with nullcontext() if is_last else self.strategy.no_sync():
+                with self.autocast():
+                    output = self.model(**micro.inputs, state=state)
+                    result = self.objective(output.logits, micro.targets, meta=micro.meta)
                 if is_last:
-                    exchanged = 0.0 if self._ledger is None else self._ledger.exchange_sec
+                    exchanged = 0.0 if self.ledger is None else self.ledger.exchange_sec
                     self._ready_at = time.perf_counter() - (exchanged - exchanged_before)
-                self._backward(micro, result.loss_sum, is_last=is_last)
-            if self._ledger is not None and carry is not None and output.state is not None:
-                self._ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
+                scaled: Any = self.scaler.scale(result.loss_sum * self._kappa)  # torch leaves backward without types
+                if self.gns is None or not self._gns_guard.enabled:
+                    scaled.backward()
+                else:
+                    row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
+                    scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+                    self._gns_guard.run(self.gns.begin_micro, is_last)
+                    scaled.backward()
+                    # Integers times a float would be a float32, and its rounding all that separates the noise scale from exact.
+                    kappa = row_tokens.sum().double() * (self._kappa * scale)
+                    self._gns_guard.run(self.gns.end_micro, kappa, row_tokens)
+            if self.ledger is not None and carry is not None and output.state is not None:
+                self.ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
             for measure in extensions.on_micro:
                 measure(micro, result)
             self._loss_sum += result.loss_sum.detach()
             self._tokens += result.num_tokens
-
-    def _backward(self, micro: MicroBatch, loss_sum: Tensor, *, is_last: bool) -> None:
-        scaled: Any = self._scaler.scale(loss_sum * self._kappa)  # torch leaves backward without types
-        if self._gns is None or not self._gns_guard.enabled:
-            scaled.backward()
-            return
-        row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
-        scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
-        self._gns_guard.run(self._gns.begin_micro, is_last)
-        scaled.backward()
-        # Integers times a float would be a float32, and its rounding all that separates the noise scale from exact.
-        kappa = row_tokens.sum().double() * (self._kappa * scale)
-        self._gns_guard.run(self._gns.end_micro, kappa, row_tokens)
 
     def launch(
         self,
@@ -246,65 +218,64 @@ class TrainStep:
         Raises:
             UserError: the gradient is not averaged, since a parameter had no part in it.
         """
-        self._strategy.refuse_unreduced()
         # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
-        votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, save_due, exchange, exhausted)]
+        votes = map(partial(torch.full_like, self._tokens), (stop, saved, save_due, exchange, exhausted))
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
-        if self._gns is not None:
-            sums = self._gns_guard.run(self._gns.local_sums)
+        if self.gns is not None:
+            sums = self._gns_guard.run(self.gns.local_sums)
             packed = torch.cat([packed, packed.new_zeros(NUM_SUMS) if sums is None else sums])
-        if self._scaler.is_enabled():
-            self._scaler.unscale_(self._optimizer)
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
         used = [p for p in self._parameters if p.grad is not None]
-        gradients = [own_part(p.grad) for p in used if p.grad is not None]
+        gradients = self.strategy.reduced([p.grad for p in used if p.grad is not None])
         squares = square_norms(gradients)
-        for look in self._extensions.on_gradient:
+        for look in self.extensions.on_gradient:
             look(dict(zip(used, squares, strict=True)))
         own_sq = torch.stack(squares).sum()
-        packed = torch.cat([packed, own_sq.reshape(1) / self._strategy.copies])
-        if self._world_size > 1:
+        packed = torch.cat([packed, own_sq.reshape(1) / self.strategy.copies])
+        if self.world_size > 1:
             dist.all_reduce(packed)
         # Copied before the optimizer's work is queued, for which `finish` then does not wait.
         numbers = HostCopy(packed)
         tokens, loss_sum, grad_sq = packed[TOKENS], packed[LOSS_SUM], packed[-1]
         is_bad = ~(loss_sum.isfinite() & grad_sq.isfinite()) | (tokens == 0)
-        scale_gradients(gradients, tokens * self._kappa / self._world_size, grad_sq, self._clip_grad_norm)
-        set_lr(self._optimizer, lr)
+        scale_gradients(gradients, tokens * self._kappa / self.world_size, grad_sq, self.clip_grad_norm)
+        set_lr(self.optimizer, lr)
         if self._decides_on_device:
-            step_unless(is_bad, self._optimizer)
+            step_unless(is_bad, self.optimizer)
         elif not bool(is_bad):
-            self._scaler.step(self._optimizer)
-        if self._scaler.is_enabled():
-            self._scaler.update()
-        measured = self._extensions.sum_up()
-        self._optimizer.zero_grad(set_to_none=True)
-        is_window = self._gns is not None and "pairs" not in self._extensions.kept
+            self.scaler.step(self.optimizer)
+        if self.scaler.is_enabled():
+            self.scaler.update()
+        measured = self.extensions.sum_up()
+        self.optimizer.zero_grad(set_to_none=True)
+        is_window = self.gns is not None and "pairs" not in self.extensions.kept
         return Launched(numbers, self._kappa, self._ready_at, is_window, measured)
 
     def finish(self, launched: Launched) -> StepOutcome:
         """Read the numbers of a launched step. Steps are finished in the order in which they were launched."""
         *reduced, grad_sq = launched.numbers.read()
         tokens, loss_sum = reduced[TOKENS], reduced[LOSS_SUM]
-        factor = launched.kappa * tokens / self._world_size
+        factor = launched.kappa * tokens / self.world_size
         is_finite = math.isfinite(loss_sum) and math.isfinite(grad_sq)
-        if self._gns is not None and tokens > 0:
-            if reduced[HEAD + RANKS] == self._world_size:
+        if self.gns is not None and tokens > 0:
+            if reduced[HEAD + RANKS] == self.world_size:
                 if launched.is_window:
-                    self._gns_guard.run(self._gns.finish, reduced[HEAD:], grad_sq, grad_factor=factor)
+                    self._gns_guard.run(self.gns.finish, reduced[HEAD:], grad_sq, grad_factor=factor)
             else:
                 # On some rank it has failed: its averages would stand still from here on, and look like measurements.
                 self._gns_guard.enabled = False
         if launched.measured is not None:
             is_taken = is_finite and tokens > 0
-            self._extensions.summed(launched.measured, grad_sq=grad_sq, grad_factor=factor, is_taken=is_taken)
+            self.extensions.summed(launched.measured, grad_sq=grad_sq, grad_factor=factor, is_taken=is_taken)
         return StepOutcome(
-            is_exhausted=reduced[EXHAUSTED] == self._world_size,
+            is_exhausted=reduced[EXHAUSTED] == self.world_size,
             is_finite=is_finite,
             loss=loss_sum / tokens if tokens else math.nan,
             tokens=int(tokens),
             grad_norm=math.sqrt(grad_sq) / factor if is_finite and tokens else grad_sq,
             should_stop=reduced[STOP] > 0,
-            all_saved=reduced[SAVED] == self._world_size,
+            all_saved=reduced[SAVED] == self.world_size,
             save_is_due=reduced[SAVE_DUE] > 0,
             wants_exchange=reduced[EXCHANGE] > 0,
         )
