@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_runs import ARGUMENTS, LOST, keep, make_config, row_differences, whole_run
-from tests.support.ranks import Ranks, checkpoint_differences, status
+from tests.support.fault_runs import ARGUMENTS, LOST, assert_same, end_with, keep, make_config, whole_run
+from tests.support.ranks import Ranks, status
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 STOP_AT_5 = {"what": "signal", "rank": 0, "step": 5}
-NAME = "checkpoints/step_00000020"
 
 
 @pytest.fixture
@@ -42,12 +41,6 @@ def fill(file: Path) -> None:
     os.close(descriptor)
 
 
-def resume(config: Path, run_dir: Path, logs: Path, *more: object) -> tuple[list[int], str]:
-    arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, "--steps", 20, *more)
-    with Ranks(arguments, logs=logs) as ranks:
-        return ranks.wait(), ranks.said()
-
-
 @pytest.mark.parametrize(("left", "background"), [(0, False), (40_000, False), (40_000, True)])
 def test_a_full_disk_stops_the_run_and_loses_no_older_checkpoint(small_disk, tmp_path, left, background):
     config = make_config(tmp_path)
@@ -59,7 +52,9 @@ def test_a_full_disk_stops_the_run_and_loses_no_older_checkpoint(small_disk, tmp
     if left == 0:
         fill(filler)
     more = ("--set", "checkpoint.background=true") if background else ()
-    codes, said = resume(config, run_dir, tmp_path / "full", *more)
+    arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, "--steps", 20)
+    with Ranks((*arguments, *more), logs=tmp_path / "full") as ranks:
+        codes, said = ranks.wait(), ranks.said()
     assert 0 not in codes
     assert "Traceback" not in said, said
     if left:
@@ -72,10 +67,8 @@ def test_a_full_disk_stops_the_run_and_loses_no_older_checkpoint(small_disk, tmp
         assert "No space left on device" in said
     assert [path.name for path in sorted((run_dir / "checkpoints").glob("*step_*"))] == ["step_00000005"]
     filler.unlink()
-    codes, said = resume(config, run_dir, tmp_path / "again")
-    assert codes == [0, 0], said
-    assert row_differences(whole, run_dir) == []
-    assert checkpoint_differences(whole / NAME, run_dir / NAME) == []
+    end_with(0, arguments, tmp_path / "again")
+    assert_same(whole, run_dir, 20)
     what = "no byte is left" if left == 0 else "less is left than a checkpoint needs"
     keep(2, f"full disk: {what}{', saving in the background' if background else ''}", lost=LOST)
 
@@ -88,14 +81,10 @@ def test_a_limit_in_the_midst_of_a_file_stops_the_run_and_loses_no_older_checkpo
     model = run_dir / "checkpoints" / "step_00000005" / "model_000.safetensors"
     limit = model.stat().st_size // 2
     arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, *steps)
-    with Ranks(arguments, logs=tmp_path / "limited", max_file_bytes=limit) as ranks:
-        assert ranks.wait() == [1, 1], ranks.said()
-        said = ranks.said()
+    said = end_with(1, arguments, tmp_path / "limited", max_file_bytes=limit)
     assert "the checkpoint could not be written: rank 0: File too large" in said, said
     assert "Traceback" not in said
     assert not list((run_dir / "checkpoints").glob(".tmp*"))
-    with Ranks(arguments, logs=tmp_path / "again") as ranks:
-        assert ranks.wait() == [0, 0], ranks.said()
-    assert row_differences(whole, run_dir) == []
-    assert checkpoint_differences(whole / NAME, run_dir / NAME) == []
+    end_with(0, arguments, tmp_path / "again")
+    assert_same(whole, run_dir, 20)
     keep(2, "a file-size limit in the midst of a checkpoint's file", lost=LOST)

@@ -19,10 +19,8 @@ GRACE_SEC = 30
 @pytest.mark.parametrize(("what", "rank"), [("sleep", 1), ("sleep", 0), ("stop", 1)])
 def test_a_rank_that_hangs_is_named_and_the_run_ends(tmp_path, what, rank):
     run_dir = tmp_path / "run"
-    arguments = (
-        *("--config", make_config(tmp_path), "--run-dir", run_dir, *ARGUMENTS),
-        *("--set", f"distributed.timeout_sec={TIMEOUT_SEC}"),
-    )
+    arguments = ("--config", make_config(tmp_path), "--run-dir", run_dir, *ARGUMENTS)
+    arguments += ("--set", f"distributed.timeout_sec={TIMEOUT_SEC}")
     fault = {"what": what, "rank": rank, "step": 8, "micro": 1}
     with Ranks(arguments, logs=tmp_path / "logs", world_size=3, fault=fault) as ranks:
         ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 7)
@@ -46,14 +44,8 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(tmp_path, what, rank):
         assert f"stacks of rank {each}:" in log
         assert "in accumulate" in log
         assert ("faulty_model.py" in log.split("stacks of rank")[1]) == (each == rank)
-    keep(
-        5,
-        (
-            f"rank {rank} of 3 "
-            + ("sleeps for ever inside a step" if what == "sleep" else "is stopped (SIGSTOP) inside a step")
-        ),
-        lost=LOST,
-    )
+    does = "sleeps for ever" if what == "sleep" else "is stopped (SIGSTOP)"
+    keep(5, f"rank {rank} of 3 {does} inside a step", lost=LOST)
 
 
 def test_a_rank_that_is_killed_is_named_by_the_others(tmp_path):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_runs import ARGUMENTS, keep, make_config, row_differences, whole_run
-from tests.support.ranks import Ranks, checkpoint_differences, last_logged
+from tests.support.fault_runs import ARGUMENTS, assert_same, end_with, keep, make_config, whole_run
+from tests.support.launched import children
+from tests.support.ranks import Ranks, last_logged
 from tests.support.runs import command, environment
 from trainer.metrics.payload_contract import validate_stream
 
@@ -37,14 +38,10 @@ def read_only(tmp_path):
 
 
 def test_a_read_only_run_directory_is_refused_with_one_line(tmp_path, read_only):
-    with Ranks(
-        ("--config", make_config(tmp_path), "--run-dir", read_only / "run", *ARGUMENTS), logs=tmp_path / "logs"
-    ) as ranks:
-        codes = ranks.wait()
-        said = ranks.said(0)
-    assert codes == [2, 2]
+    arguments = ("--config", make_config(tmp_path), "--run-dir", read_only / "run", *ARGUMENTS)
+    said = end_with(2, arguments, tmp_path / "logs")
     assert f"{read_only / 'run'}: cannot be written: Read-only file system; choose another place with --run-dir" in said
-    assert said.count("\n") == 1, said
+    assert "\n" not in said.strip(), said
     keep(7, "a run directory on a read-only file system", lost="–")
 
 
@@ -55,16 +52,9 @@ def test_clock_jumps_change_nothing(tmp_path):
     (tmp_path / "clock" / "sitecustomize.py").write_text(JUMPY_CLOCK)
     path = f"{tmp_path / 'clock'}:{Path(__file__).parents[2]}"
     run_dir = tmp_path / "run"
-    with Ranks(
-        ("--config", config, "--run-dir", run_dir, *ARGUMENTS, "--steps", 20),
-        logs=tmp_path / "logs",
-        extra={"PYTHONPATH": path},
-        is_fresh=True,
-    ) as ranks:
-        assert ranks.wait() == [0, 0], ranks.said()
-    assert row_differences(whole, run_dir) == []
-    name = "checkpoints/step_00000020"
-    assert checkpoint_differences(whole / name, run_dir / name) == []
+    arguments = ("--config", config, "--run-dir", run_dir, *ARGUMENTS, "--steps", 20)
+    end_with(0, arguments, tmp_path / "logs", extra={"PYTHONPATH": path}, is_fresh=True)
+    assert_same(whole, run_dir, 20)
     assert not list(validate_stream((run_dir / "metrics.jsonl").read_bytes().splitlines()))
     keep(6, "a wall clock that jumps by hours, days and 30 years at every reading")
 
@@ -116,10 +106,4 @@ def test_a_wandb_service_that_is_stopped_holds_up_no_step(tmp_path):
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below a process (Linux)."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if int((path / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
-                found += [int(path.name), *descendants(int(path.name))]
-    return found
+    return [each for child in children(pid) for each in (child, *descendants(child))]

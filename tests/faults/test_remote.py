@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_runs import ARGUMENTS, EXTRA, keep, make_config, row_differences, whole_run
+from tests.support.fault_runs import ARGUMENTS, EXTRA, assert_same, keep, make_config, whole_run
 from tests.support.ranks import Ranks, checkpoint_differences, last_logged
 from tests.support.runs import run
 from tests.support.s3 import FaultyProxy, S3Server
@@ -123,8 +123,7 @@ def started(tmp_path: Path, server: S3Server, run_dir: Path, *more: object, port
 
 def same_as(untouched: Path, run_dir: Path, server: S3Server) -> None:
     """The run is the one without a store, and the store has what the directory has."""
-    assert row_differences(untouched, run_dir) == []
-    assert checkpoint_differences(untouched / LAST, run_dir / LAST) == []
+    assert_same(untouched, run_dir, STEPS)
     assert complete(server.bucket / "run") == complete(run_dir / "checkpoints")
     assert checkpoint_differences(untouched / LAST, server.bucket / "run" / Path(LAST).name) == []
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_runs import ARGUMENTS, STEPS, keep, make_config, row_differences, whole_run
-from tests.support.ranks import Ranks, checkpoint_differences, is_saving, last_logged, wait_while_starting
+from tests.support.fault_runs import ARGUMENTS, STEPS, assert_same, end_with, keep, make_config, whole_run
+from tests.support.ranks import Ranks, is_saving, last_logged, wait_while_starting
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 KILLS_A_CHAIN = 10
+MOMENTS = {"start": "starting up", "step": "in steps", "save": "inside a checkpoint's writing"}
 RENDEZVOUS_SEC = 30
 CHAINS = {"plain": (), "background": ("--set", "checkpoint.background=true"), "often": ("--set", "checkpoint.every=1")}
 STRATEGIES = {"ddp": (), "fsdp": ("--set", 'distributed.strategy="fsdp"')}
@@ -68,26 +69,11 @@ def test_a_run_killed_ten_times_ends_as_the_one_nobody_touched(untouched, tmp_pa
             hit = strike(ranks, run_dir, moment, chance)
             assert hit, f"the run was done after {len(hits)} kills\n{ranks.said()}"
             hits.append(hit)
-    with Ranks(arguments, logs=tmp_path / "last") as ranks:
-        assert ranks.wait() == [0, 0], ranks.said()
-    assert row_differences(whole, run_dir) == []
-    name = f"step_{STEPS:08d}"
-    assert checkpoint_differences(whole / "checkpoints" / name, run_dir / "checkpoints" / name) == []
-    print(chain, hits)
+    end_with(0, arguments, tmp_path / "last")
+    assert_same(whole, run_dir, STEPS)
     for victims in ("all", "one"):
-        count = {where: hits.count(f"{where} {victims}") for where in ("start", "step", "save")}
-        where = ", ".join(
-            f"{n} {w}"
-            for w, n in (
-                ("starting up", count["start"]),
-                ("in steps", count["step"]),
-                ("inside a checkpoint's writing", count["save"]),
-            )
-            if n
-        )
+        count = {what: hits.count(f"{moment} {victims}") for moment, what in MOMENTS.items()}
+        where = ", ".join(f"{times} {what}" for what, times in count.items() if times)
         ranks_hit = "all ranks" if victims == "all" else "one rank of two"
-        keep(
-            1,
-            f"SIGKILL of {ranks_hit}, {chain} checkpoints{' of shards (fsdp)' if strategy == 'fsdp' else ''}: {where}",
-            times=sum(count.values()),
-        )
+        shards = " of shards (fsdp)" if strategy == "fsdp" else ""
+        keep(1, f"SIGKILL of {ranks_hit}, {chain} checkpoints{shards}: {where}", times=sum(count.values()))

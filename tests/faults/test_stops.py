@@ -9,16 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_runs import ARGUMENTS, LOST, STEPS, keep, make_config, row_differences, whole_run
-from tests.support.ranks import (
-    PATIENCE_SEC,
-    Ranks,
-    checkpoint_differences,
-    is_saving,
-    last_logged,
-    status,
-    wait_while_starting,
-)
+from tests.support.fault_runs import ARGUMENTS, LOST, STEPS, assert_same, end_with, keep, make_config, whole_run
+from tests.support.ranks import PATIENCE_SEC, Ranks, is_saving, last_logged, status, wait_while_starting
 from tests.support.runs import losses
 from tests.support.wandb_file import read_history
 from trainer.metrics.payload_contract import validate_stream
@@ -85,17 +77,8 @@ def test_a_run_stopped_five_times_ends_as_the_one_nobody_stopped(untouched, tmp_
     config, whole = untouched
     run_dir = tmp_path / "run"
     with_wandb = number % 2 == 0
-    arguments = (
-        "--config",
-        config,
-        "--run-dir",
-        run_dir,
-        "--resume",
-        "auto",
-        *ARGUMENTS,
-        *(WANDB if with_wandb else ()),
-    )
-    arguments += ("--set", "distributed.timeout_sec=30")
+    arguments = ("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS)
+    arguments += ("--set", "distributed.timeout_sec=30", *(WANDB if with_wandb else ()))
     chance = random.Random(f"stop {number}")
     before_handlers = 0
     for count, moment in enumerate(chance.sample(MOMENTS, len(MOMENTS))):
@@ -110,16 +93,11 @@ def test_a_run_stopped_five_times_ends_as_the_one_nobody_stopped(untouched, tmp_
             before_handlers += 1
             assert seen == (status(run_dir) if (run_dir / "status.json").exists() else None)
             continue
-        is_kept = any(
-            (run_dir / "checkpoints").glob("step_*/COMPLETE")
-        )  # else nothing was done: a script must see that
+        is_kept = any((run_dir / "checkpoints").glob("step_*/COMPLETE"))  # else a script must see that nothing was done
         assert codes == ([0, 0] if is_kept else [1, 1]), (moment, said)
         check_stopped(run_dir, with_wandb=with_wandb)
-    with Ranks(arguments, logs=tmp_path / "last") as ranks:
-        assert ranks.wait() == [0, 0], ranks.said()
-    assert row_differences(whole, run_dir) == []
-    name = f"step_{STEPS:08d}"
-    assert checkpoint_differences(whole / "checkpoints" / name, run_dir / "checkpoints" / name) == []
+    end_with(0, arguments, tmp_path / "last")
+    assert_same(whole, run_dir, STEPS)
     early = f" ({before_handlers} of them before Python had started)" if before_handlers else ""
     keep(3, f"SIGTERM, round {number + 1}: {', '.join(MOMENTS)}{early}", times=len(MOMENTS))
 

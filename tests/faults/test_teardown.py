@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.fault_runs import ARGUMENTS, keep, make_config
-from tests.support.ranks import Ranks
+from tests.support.fault_runs import ARGUMENTS, end_with, keep, make_config
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 TIMES = 20
@@ -17,8 +16,6 @@ def test_eight_ranks_end_in_peace_twenty_times_in_a_row(tmp_path, strategy):
     for time in range(TIMES):
         arguments = ("--config", config, "--run-dir", tmp_path / f"run{time}", *ARGUMENTS, "--steps", 2)
         arguments += ("--set", f'distributed.strategy="{strategy}"')
-        with Ranks(arguments, logs=tmp_path / f"logs{time}", world_size=8) as ranks:
-            codes = ranks.wait()
-            assert codes == [0] * 8, (time, ranks.said())
+        end_with(0, arguments, tmp_path / f"logs{time}", world_size=8)
     shards = "" if strategy == "ddp" else " with shards (fsdp)"
     keep(5, f"teardown of 8 gloo ranks in a row{shards}", times=TIMES)

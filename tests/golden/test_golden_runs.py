@@ -1,4 +1,4 @@
-"""Sixteen small runs over the trainer's paths, equal to the last bit to those that golden_runs.json was recorded from.
+"""Small runs over the trainer's paths, equal to the last bit to those that golden_runs.json was recorded from.
 
 Per run: the exit codes, a digest of the final weights and of the optimizer's moments, the events in order, and per metric a
 digest of its values over all rows (measured times aside). A change that only moves code leaves all of them as they are. One
@@ -30,7 +30,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import model_content
-from tests.support.runs import ROOT, read_rows, run, write_tiny_config
+from tests.support.runs import ROOT, overrides, read_rows, run, write_tiny_config
 
 GOLDEN = Path(__file__).with_name("golden_runs.json")
 PORTABLE = {
@@ -119,7 +119,6 @@ CASES: dict[str, Case] = {
 def measure(case: Case, folder: Path, tiny: Path) -> dict[str, Any]:
     """What a case's run leaves, in digests."""
     config = ROOT / "train_configs" / "diagnostics" / f"{case.config}.toml" if case.config else tiny
-    words = [word for each in case.sets for word in ("--set", each)]
     codes = []
     for ranks, own in case.launches:
         steps = () if "--steps" in own or any("steps=" in each for each in case.sets) else ("--steps", STEPS)
@@ -130,7 +129,7 @@ def measure(case: Case, folder: Path, tiny: Path) -> dict[str, Any]:
             folder,
             "--stdout",
             "off",
-            *words,
+            *overrides(*case.sets),
             *steps,
             *own,
             nproc=ranks if ranks > 1 else None,

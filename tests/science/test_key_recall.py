@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.support.in_process import program
-from tests.support.runs import ROOT, read_rows, run
+from tests.support.runs import ROOT, overrides, read_rows, run
 from trainer.config.load import load_config
 from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
@@ -190,10 +190,10 @@ def build(vocab_size, dim, num_layers):
 """
 
 
-def probed(corpus: Path, directory: Path, *overrides: str, steps: int) -> tuple[dict[str, float], dict[str, str]]:
+def probed(corpus: Path, directory: Path, *changes: str, steps: int) -> tuple[dict[str, float], dict[str, str]]:
     """The last row of a run that probes often, and what the rules about carrying say: name -> verdict."""
     sets = (source_override(corpus), "ledger.probe_every=10", "ledger.probe_cells=16", "metrics.log_interval=10")
-    arguments = [part for pair in (*sets, "eval.every=0", *overrides) for part in ("--set", pair)]
+    arguments = overrides(*sets, "eval.every=0", *changes)
     done = run("--config", CONFIG, "--run-dir", directory / "run", "--steps", steps, *arguments, cwd=directory)
     assert done.returncode == 0, done.stderr
     rulings = diagnose(load_run(directory / "run")).rulings
@@ -250,9 +250,9 @@ def test_only_answers_are_digits_and_cells_give_nothing_away(corpus: Path, tmp_p
     assert (tmp_path / "again" / "manifest.json").read_bytes() == (corpus / "manifest.json").read_bytes()
 
 
-@pytest.mark.parametrize("words", ["--seq-len 4", "--cells 1", "--groups 3", "--streams 0"])
-def test_impossible_corpora_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str) -> None:
-    found = program(["data", "synth", "key-recall", "--out", str(tmp_path / "data"), *words.split()], capsys)
-    assert found.returncode == 2
-    assert words.split()[0] in found.stderr
+@pytest.mark.parametrize("option", ["--seq-len=4", "--cells=1", "--groups=3", "--streams=0"])
+def test_impossible_corpora_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    refused = program(["data", "synth", "key-recall", "--out", tmp_path / "data", option], capsys)
+    assert refused.returncode == 2
+    assert option.partition("=")[0] in refused.stderr
     assert not (tmp_path / "data").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tomli_w
@@ -17,19 +17,30 @@ KEYWORDS = ["auto", "off", "1e5", "true", "null", "os:system"]
 WORDS = [*KEYWORDS, "", " ", "../../x", "/", "\0", "a" * 5000, "\u00e9\u202e\U0001f600", "[x]", "*", "**/*"]
 
 junk = st.recursive(
-    st.one_of(
-        st.sampled_from(NUMBERS),
-        st.sampled_from(WORDS),
-        st.booleans(),
-        st.integers(-(10**6), 10**6),
-        st.floats(),
-        st.text(max_size=12),
-        st.dates(),
-        st.times(),
-    ),
+    st.sampled_from([*NUMBERS, *WORDS]) | st.booleans() | st.floats() | st.text(max_size=12) | st.dates() | st.times(),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)),
     max_leaves=4,
 )
+
+
+def schema_keys(
+    schema: Mapping[str, Any], node: Mapping[str, Any] | None = None, path: Path = ()
+) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """The path and the node of every table, key, list element (0) and entry of a free table ("some")."""
+    node = schema if node is None else node
+    if "$ref" in node:
+        node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+    if path:
+        yield path, node
+    for option in (*node.get("anyOf", ()), *node.get("oneOf", ())):
+        if option.keys() != {"required"}:
+            yield from schema_keys(schema, option, path)
+    for name, child in node.get("properties", {}).items():
+        yield from schema_keys(schema, child, (*path, name))
+    if "items" in node:
+        yield from schema_keys(schema, node["items"], (*path, 0))
+    if isinstance(node.get("additionalProperties"), Mapping):
+        yield from schema_keys(schema, node["additionalProperties"], (*path, "some"))
 
 
 def places(table: Any, path: Path = ()) -> Iterator[Path]:
@@ -62,9 +73,8 @@ def mutated_tables(draw: st.DrawFn, base: dict[str, Any]) -> dict[str, Any]:
             case "remove":
                 del parent[key]
             case "add" if isinstance(parent, dict):
-                parent[draw(st.one_of(st.text(max_size=8), st.sampled_from([f"{key}s", str(key)[:-1], "steps"])))] = (
-                    draw(junk)
-                )
+                new = st.text(max_size=8) | st.sampled_from([f"{key}s", str(key)[:-1], "steps"])
+                parent[draw(new)] = draw(junk)
             case _:
                 parent[key] = copy.deepcopy(_at(table, draw(st.sampled_from(found))))
     return table
@@ -86,17 +96,8 @@ def mutated_texts(draw: st.DrawFn, text: str) -> bytes:
 def mutated_overrides(draw: st.DrawFn, base: dict[str, Any]) -> list[str]:
     """What stands after `--set`."""
     keys = [".".join(map(str, path)) for path in places(base)]
-    key = st.one_of(
-        st.sampled_from(keys),
-        st.text(max_size=10),
-        st.sampled_from(["train.stepz", "a.b.c", ".", "data.source", "train"]),
-    )
-    value = st.one_of(
-        st.sampled_from(WORDS),
-        st.sampled_from(NUMBERS).map(str),
-        st.text(max_size=10),
-        st.sampled_from(["[", "{a=1}", "[1,", '"']),
-    )
+    key = st.sampled_from([*keys, "train.stepz", "a.b.c", ".", "data.source", "train"]) | st.text(max_size=10)
+    value = st.sampled_from([*WORDS, *map(str, NUMBERS), "[", "{a=1}", "[1,", '"']) | st.text(max_size=10)
     count = draw(st.integers(1, 3))
     return [draw(key) + draw(st.sampled_from(["=", "=", "=", "", "=="])) + draw(value) for _ in range(count)]
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import Ranks
-from tests.support.runs import ROOT, read_rows, write_tiny_config
+from tests.support.ranks import Ranks, checkpoint_differences
+from tests.support.runs import ROOT, overrides, read_rows, write_tiny_config
 
 RECORDS = ROOT / "build" / "faults"
 LOST = "steps since the last checkpoint"
@@ -26,16 +26,8 @@ holdout_fraction = 0.2
 every = 5
 keep_last = 3
 """
-ARGUMENTS = (
-    "--steps",
-    STEPS,
-    "--set",
-    "model.target=tests.support.faulty_model:build",
-    "--set",
-    "model.contract=false",
-    "--set",
-    "gns.ema=0.9",
-)
+FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
+ARGUMENTS = ("--steps", STEPS, *overrides(*FAULTY, "gns.ema=0.9"))
 # Times are no state.
 MEASURED = ("time/", "smoothed/tokens", "smoothed/step", "step_time", "tokens_per_sec", "checkpoint/")
 
@@ -51,10 +43,23 @@ def whole_run(
 ) -> Path:
     """The uninterrupted run that the others are compared with; or, with a stop as its fault, its beginning."""
     arguments = ("--config", config, "--run-dir", run_dir, *ARGUMENTS, *more)
-    with Ranks(arguments, logs=run_dir.with_suffix(".logs"), world_size=world_size, fault=fault) as ranks:
-        codes = ranks.wait()
-        assert codes == [0] * world_size, ranks.said()
+    end_with(0, arguments, run_dir.with_suffix(".logs"), world_size=world_size, fault=fault)
     return run_dir
+
+
+def end_with(code: int, arguments: Sequence[object], logs: Path, **options: Any) -> str:
+    """Ranks that must all end with that code; gives what they said."""
+    with Ranks(arguments, logs=logs, **options) as ranks:
+        codes = ranks.wait()
+        assert codes == [code] * len(codes), ranks.said()
+        return ranks.said()
+
+
+def assert_same(whole: Path, run_dir: Path, last: int) -> None:
+    """The run has the rows, and at its last step the checkpoint, of the one that nobody touched."""
+    assert row_differences(whole, run_dir) == []
+    name = f"checkpoints/step_{last:08d}"
+    assert checkpoint_differences(whole / name, run_dir / name) == []
 
 
 def row_differences(one: Path, other: Path) -> list[str]:

@@ -23,6 +23,7 @@ from trainer.model.encoder import RecurrentEncoder
 from trainer.model.protocol import ModelOutput
 
 # `os._exit` is looked up when it is called, as a user's code does.
+FACTORS = {"nan": float("nan"), "spike": 40.0}
 EXITS = {"sys.exit": sys.exit, "os._exit": lambda code: os._exit(code), "exit of C": ctypes.CDLL(None)._exit}
 
 
@@ -63,12 +64,10 @@ class Fault:
     def spoil(self, output: ModelOutput) -> ModelOutput:
         """The output with the fault in it."""
         what = self.settings["what"]
-        if what == "nan":
-            return output._replace(logits=output.logits * float("nan"))
+        if what in FACTORS:
+            return output._replace(logits=output.logits * FACTORS[what])
         if what == "inf_gradient":
             return output._replace(logits=_Spoil.apply(output.logits))  # type: ignore[no-untyped-call]
-        if what == "spike":
-            return output._replace(logits=output.logits * 40.0)
         if what == "nan_state":  # of the first row alone; the loss stays finite
             assert output.state is not None
             state = output.state.clone()

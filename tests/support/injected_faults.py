@@ -137,11 +137,9 @@ def _thrash(_: random.Random, rows: Rows) -> None:
 def _oversize(seed: int, path: Path) -> Path:
     run = write_run(healthy_scenario(seed), path)
     config = run / "config.resolved.toml"
-    config.write_text(
-        config.read_text(encoding="utf-8").replace("capacity = 64", "capacity = 1000000"), encoding="utf-8"
-    )
+    config.write_text(config.read_text().replace("capacity = 64", "capacity = 1000000"))
     environment = run / "env.json"
-    environment.write_text(environment.read_text(encoding="utf-8").replace("128", "2048"), encoding="utf-8")
+    environment.write_text(environment.read_text().replace("128", "2048"))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     for line in lines:
         line["metrics"]["ledger/fill_fraction"] *= 64 / 1000000

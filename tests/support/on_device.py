@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.runs import run, write_tiny_config
+from tests.support.runs import overrides, run, write_tiny_config
 from trainer.config.load import load_config
 from trainer.training import loop
 from trainer.training.main import train
@@ -36,7 +36,7 @@ def train_apart(
 ) -> Path:
     """Train in a process of its own, to the end; gives the run's directory."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = [word for each in settings(device, *sets) for word in ("--set", each)]
+    words = overrides(*settings(device, *sets))
     ended = run("--config", write_tiny_config(folder, extra), "--run-dir", folder / "run", *words, extra=environ)
     assert ended.returncode == 0, ended.stderr
     return folder / "run"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.runs import write_tiny_config
+from tests.support.runs import overrides, write_tiny_config
 from trainer.training import signals
 
 
@@ -91,5 +91,4 @@ def stalling_arguments(
         f"distributed.timeout_sec={timeout_sec}",
     )
     config = write_tiny_config(directory)
-    sets = [word for setting in settings for word in ("--set", setting)]
-    return ("--config", config, "--run-dir", run_dir, "--steps", 12, *sets)
+    return ("--config", config, "--run-dir", run_dir, "--steps", 12, *overrides(*settings))

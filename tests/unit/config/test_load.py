@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.support.runs import TINY
-from trainer.config.load import apply_override, line_of, load_config, load_dataset_file, parse_value, to_toml
+from trainer.config.load import apply_override, line_of, load_config, parse_value, to_toml
 from trainer.config.rules import mixing_of
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
@@ -113,7 +113,6 @@ def test_an_integer_of_thousands_of_digits_is_one_mistake(tmp_path, digits):
     path = tmp_path / "x.toml"
     for text, overrides in (
         (BASE.replace("steps = 6", f"steps = {digits}"), []),
-        (BASE, [f"train.steps={digits}"]),
         (BASE, [f"model.args={{ x = [{digits}] }}"]),
     ):
         path.write_text(text, encoding="utf-8")
@@ -167,15 +166,6 @@ def test_the_schema_accepts_kind_as_the_loader_does(weight, is_valid):
     with nullcontext() if is_valid else pytest.raises(ValidationError):
         RunConfig.model_validate(raw)
     assert jsonschema.Draft202012Validator(RunConfig.model_json_schema()).is_valid(raw) is is_valid
-
-
-def test_a_dataset_file_has_sources_only(tmp_path):
-    path = tmp_path / "d.toml"
-    path.write_text('[[source]]\nname = "a"\nroot = "r"\n')
-    assert load_dataset_file(path).source[0].root == "r"
-    path.write_text('[[source]]\nname = "a"\nroot = "r"\n[run]\n')
-    with pytest.raises(UserError, match="run: unknown key"):
-        load_dataset_file(path)
 
 
 def test_a_mistake_names_the_line_of_its_key_or_of_the_table_around_it(tmp_path):

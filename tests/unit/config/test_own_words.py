@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from tests.support.config_fuzz import Path, schema_keys
 from trainer.config.messages import user_errors
 from trainer.config.schema import RunConfig
 
@@ -17,8 +17,7 @@ PYDANTIC = re.compile(
     r"Input|should|valid|dictionary|instance|unable|parse|Extra|Field|constraint|pydantic|Value error|datetime", re.I
 )
 VALUES = [
-    *("", "x", "a b:c"),
-    *(0, 1, -3, 10**30, 2.5, -2.5, float("inf"), float("nan"), True),
+    *("", "x", "a b:c", 0, 1, -3, 10**30, 2.5, -2.5, float("inf"), float("nan"), True),
     *(
         [],
         [1],
@@ -35,27 +34,7 @@ VALUES = [
     ),
     *(datetime.date(2020, 1, 1), datetime.time(1, 2), datetime.datetime(2020, 1, 1)),
 ]
-Path = tuple[str | int, ...]
-
-
-def keys_below(schema: Mapping[str, Any], node: Mapping[str, Any], path: Path = ()) -> Iterator[Path]:
-    """The path of every table, key, list element and entry of a free table."""
-    if path:
-        yield path
-    if "$ref" in node:
-        node = schema["$defs"][node["$ref"].rpartition("/")[2]]
-    for option in (*node.get("anyOf", ()), *(each for each in node.get("oneOf", ()) if "required" not in each)):
-        yield from keys_below(schema, option, path)
-    for name, child in node.get("properties", {}).items():
-        yield from keys_below(schema, child, (*path, name))
-    if "items" in node:
-        yield from keys_below(schema, node["items"], (*path, 0))
-    if isinstance(node.get("additionalProperties"), Mapping):
-        yield from keys_below(schema, node["additionalProperties"], (*path, "some"))
-
-
-SCHEMA = RunConfig.model_json_schema()
-PATHS = sorted(set(keys_below(SCHEMA, SCHEMA)), key=str)
+PATHS = sorted({path for path, _ in schema_keys(RunConfig.model_json_schema())}, key=str)
 
 
 def config_with(path: Path, value: Any) -> dict[str, Any]:
