@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -64,7 +63,6 @@ def check_same(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("nproc", "common", "without", "with_it"),
     [
-        pytest.param(None, (MOVING,), ROWS, CELLS, id="tbptt"),
         pytest.param(
             None, (MOVING, "data.pack=true", "train.micro_batches=3"), ROWS, (*CELLS, BY_CELL), id="tbptt, packed"
         ),
@@ -161,17 +159,6 @@ def test_what_cannot_work_is_refused(tmp_path, capsys, sets, text):
     assert "Traceback" not in ended.stderr
 
 
-def test_check_says_what_they_cost(tmp_path, capsys):
-    def facts(setting: str) -> dict[str, object]:
-        done = program(["check", "--config", write_tiny_config(tmp_path), "--set", setting, "--json"], capsys)
-        return json.loads(done.stdout)["facts"]
-
-    assert facts("ledger.burn_in=8")["burn_in"] == "8 of every 16 tokens are read twice, for about 16.7% more time"
-    found = facts("train.tbptt_cells=4")
-    assert found["tokens_per_step"] == 4 * 16 * 4 * 2
-    assert "64 tokens" in found["tbptt"]
-
-
 OWN = """
 import numpy as np
 
@@ -196,7 +183,7 @@ def test_a_data_set_of_ones_own_gives_the_tokens_for_burn_in_or_is_refused_in_on
     (tmp_path / "own_data.py").write_text(OWN)
     source = f'data.source=[{{name="own", target="own_data:batches", args={{before={before}}}}}]'
     sets = (source, "data.mixing={}", "data.max_group_cells=1000", "ledger.burn_in=6", "train.steps=4")
-    done = run("--config", write_tiny_config(tmp_path), *overrides(*sets), nproc=2, cwd=tmp_path)
+    done = run("--config", write_tiny_config(tmp_path), *overrides(*sets), cwd=tmp_path)
     assert bool(done.returncode) == bool(said), done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
