@@ -83,11 +83,11 @@ def with_rows(count: int) -> str:
 
 @each(OWN_STEP, "with_lightning")
 def test_a_short_window_at_the_end_of_an_epoch_is_left_out(name, tmp_path):
-    """Two whole windows of 4 micro-batches, and one micro-batch that is left for the third step."""
-    done = run_loop(name, tmp_path, "--steps", 3, prelude=with_rows(72))
+    """Two whole windows of 4 micro-batches, and 2 micro-batches that are left for the third step."""
+    done = run_loop(name, tmp_path, "--steps", 3, prelude=with_rows(80))
     assert done.returncode == 0, done.stderr
     last = numbers(tmp_path)[3]
-    assert last["tokens_in_step"] == 8 * 15
+    assert last["tokens_in_step"] == 16 * 15
     assert last["gns/b_big"] == 32  # of the last whole window
     assert last["gns/skipped"] == 0
     assert last["loss"] == pytest.approx(last["smoothed/loss"], rel=0.2)  # its own mean, not a sum over 4
