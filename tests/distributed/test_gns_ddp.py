@@ -13,7 +13,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed
 
-MICRO_BATCHES = (1, 2, 4, 8)
+MICRO_BATCHES = (1, 2, 4)
 
 
 def windows_of_case(rank: int, case: Case) -> dict[int, list[tuple[Norms, Window | Absent]]]:

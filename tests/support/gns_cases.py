@@ -85,7 +85,6 @@ CASES = {
     "static_graph, views and checkpointing": Case(
         lambda: Net(reentrant=True), {"static_graph": True, "gradient_as_bucket_view": True}
     ),
-    "torch.compile": Case(backend="aot_eager"),
     "torch.compile, tied, under autocast": Case(lambda: Net(tied=True), backend="aot_eager", autocast=True),
 }
 
