@@ -27,6 +27,8 @@ KINDS = {
     "tokens": '{ schedule = "step", points = { 0 = 1, 300 = 2, 700 = 4 }, unit = "tokens", lr = "sqrt" }',
     "auto": '{ schedule = "auto", start = 2, max = 8, multiple = 1e-6, every = 3, lr = "sqrt" }',
 }
+# Ranks agree on a plan by themselves.
+RANKS = {"steps": None, "tokens": None, "auto": 2}
 EXTRA = """
 [checkpoint]
 every = 1
@@ -61,7 +63,7 @@ def last(run_dir: Path) -> Path:
 @pytest.fixture(scope="module", params=KINDS)
 def whole(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("growth")
-    return request.param, start(directory, "whole", request.param, nproc=2)
+    return request.param, start(directory, "whole", request.param, nproc=RANKS[request.param])
 
 
 def test_a_run_has_the_micro_batches_that_its_events_say(whole):
@@ -77,7 +79,7 @@ def test_a_run_has_the_micro_batches_that_its_events_say(whole):
             assert at[step]["reason"]
         assert rows[step]["train/micro_batches"] == m
         # So many cells were read: 4 rows of modality a or 2 of b in each micro-batch and rank, some of them short.
-        assert rows[step]["tokens_in_step"] <= m * 4 * 16 * 2
+        assert rows[step]["tokens_in_step"] <= m * 4 * 16 * (RANKS[kind] or 1)
         factor = {"steps": m / first, "tokens": math.sqrt(m / first), "auto": math.sqrt(m / first)}[kind]
         assert rows[step]["lr"] == pytest.approx(schedule(step) * factor, rel=1e-12)
         if step in at:
@@ -103,7 +105,7 @@ def test_planned_changes_come_where_they_are_planned(whole):
         expected, m = [], 1
         for step in range(1, STEPS + 1):
             # The step before counts as full: it may not be read yet.
-            tokens = seen[step - 2] + m * 64 * 2 if step > 1 else 0
+            tokens = seen[step - 2] + m * 64 if step > 1 else 0
             now = 4 if tokens >= 700 else 2 if tokens >= 300 else 1
             expected += [(step, now)] if now != m else []
             m = now
@@ -124,7 +126,7 @@ def test_a_run_resumed_before_its_last_change_is_the_whole_run(whole):
     kind, whole_dir = whole
     after = changes(whole_dir)[-1]["global_step"] - 1
     checkpoint = whole_dir / "checkpoints" / f"step_{after:08d}"
-    resumed = start(whole_dir.parent, "resumed", kind, nproc=2, more=("--resume", checkpoint))
+    resumed = start(whole_dir.parent, "resumed", kind, nproc=RANKS[kind], more=("--resume", checkpoint))
     assert rows_of(resumed) == {step: row for step, row in rows_of(whole_dir).items() if step > after}
     assert changes(resumed) == [event for event in changes(whole_dir) if event["global_step"] > after]
     assert checkpoint_differences(last(whole_dir), last(resumed)) == []
@@ -140,7 +142,7 @@ def test_what_is_read_early_does_not_move_a_change(whole):
     kind, whole_dir = whole
     # Without checkpoints, and logged but at the ends: most steps are read once the next one is launched.
     sets = ("checkpoint.every=0", "metrics.log_interval=1000", "data.prefetch=0")
-    late = start(whole_dir.parent, "late", kind, *sets, nproc=2)
+    late = start(whole_dir.parent, "late", kind, *sets, nproc=RANKS[kind])
     assert changes(late) == changes(whole_dir)
     assert checkpoint_differences(last(whole_dir), last(late)) == []
     assert saved(late) == saved(whole_dir)

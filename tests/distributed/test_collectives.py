@@ -67,10 +67,10 @@ def collectives_by_step(names: list[str]) -> list[Counter[str]]:
     return steps
 
 
-def count(folder: Path, world_size: int, *sets: str, gns: bool = True) -> list[list[Counter[str]]]:
+def count(folder: Path, world_size: int, *sets: str) -> list[list[Counter[str]]]:
     """By rank, the collectives of each step."""
     (folder / "profiled.py").write_text(MODULE, encoding="utf-8")
-    config = write_tiny_config(folder, f"\n[gns]\nenabled = {str(gns).lower()}\n\n[checkpoint]\nevery = 0\n")
+    config = write_tiny_config(folder, "\n[gns]\nenabled = true\n\n[checkpoint]\nevery = 0\n")
     text = config.read_text(encoding="utf-8").replace("[model]", '[model]\ntarget = "profiled:build"\ncontract = false')
     config.write_text(text.replace("log_interval = 1", f"log_interval = {LOG_INTERVAL}"), encoding="utf-8")
     words = [word for each in (f"model.num_layers={BLOCKS}", *sets) for word in ("--set", each)]
@@ -96,24 +96,16 @@ def test_a_step_has_one_gradient_sync_and_one_small_reduction_and_a_logged_one_m
     check(count(tmp_path, 2, "metrics.per_layer=true"), {"c10d::allreduce_": 2}, more=1)
 
 
-def test_without_diagnostics_a_logged_step_gathers_alone(tmp_path: Path) -> None:
-    check(count(tmp_path, 2, gns=False), {"c10d::allreduce_": 2})
-
-
 @pytest.mark.parametrize(
     ("world_size", "sets", "gathers", "scatters", "reduces"),
     [
         # Every unit is gathered for the forward, and the blocks, which are freed after it, for the backward again. Every
         # micro-batch averages. The one all-reduce is the step's own sums.
         (2, ["strategy=fsdp"], MICRO_BATCHES * (2 * BLOCKS + 1), MICRO_BATCHES * UNITS, 1),
-        # The last micro-batch alone averages.
-        (2, ["strategy=fsdp", "accumulate=whole"], MICRO_BATCHES * (2 * BLOCKS + 1), UNITS, 1),
-        # Blocks stay whole from the forward to the backward.
-        (2, ["strategy=fsdp", "reshard_after_forward=false"], MICRO_BATCHES * UNITS, MICRO_BATCHES * UNITS, 1),
-        # The last micro-batch averages the shards of each unit over the replicas too.
+        # The last micro-batch alone averages, the shards of each unit over the replicas too.
         (4, ["strategy=hsdp", "replicas=2", "accumulate=whole"], MICRO_BATCHES * (2 * BLOCKS + 1), UNITS, 1 + UNITS),
     ],
-    ids=["fsdp", "fsdp whole", "fsdp without resharding", "hsdp whole"],
+    ids=["fsdp", "hsdp whole"],
 )
 def test_the_collectives_of_a_sharded_step_follow_from_its_units(
     tmp_path: Path, world_size: int, sets: list[str], gathers: int, scatters: int, reduces: int
@@ -124,9 +116,11 @@ def test_the_collectives_of_a_sharded_step_follow_from_its_units(
 
 
 def test_muon_gathers_the_update_of_each_matrix_in_shards_once_a_step(tmp_path: Path) -> None:
-    found = count(tmp_path, 2, "distributed.strategy=fsdp", "optimizer.name=muon")
+    # Blocks stay whole from the forward to the backward.
+    sets = ("distributed.strategy=fsdp", "distributed.reshard_after_forward=false", "optimizer.name=muon")
+    found = count(tmp_path, 2, *sets)
     expected = {
-        "_allgather_base_": MICRO_BATCHES * (2 * BLOCKS + 1),
+        "_allgather_base_": MICRO_BATCHES * UNITS,
         "_reduce_scatter_base_": MICRO_BATCHES * UNITS,
         "allreduce_": 1,
         "allgather_into_tensor_coalesced_": MATRICES,

@@ -87,7 +87,7 @@ def test_a_source_that_ends_is_an_event_with_its_step_and_a_finding(tmp_path):
     once = text.replace('modalities = ["b"]', 'modalities = ["b"]\nweight = 5.0\nmixing = { repeat = false }')
     assert once != text
     config.write_text(once)
-    ended = run("--config", config, "--run-dir", tmp_path / "run", "--steps", "120", nproc=2)
+    ended = run("--config", config, "--run-dir", tmp_path / "run", "--steps", "120")
     assert ended.returncode == 0, ended.stderr
     (event,) = [each for each in load_run(tmp_path / "run").events if each["event"] == "source_ended"]
     assert event["sources"] == ["second"]

@@ -60,12 +60,6 @@ def test_what_contradicts_itself_is_refused(tmp_path, capsys, sets, text):
     assert text in done.stderr
 
 
-def test_check_says_the_least_number_of_steps(tmp_path, capsys):
-    words = overrides("train.tokens=6400", "train.steps=0")
-    found = program(["check", "--config", write_tiny_config(tmp_path), *words, "--nproc", "2"], capsys)
-    assert "#   steps = 25" in found.stdout, found.stdout + found.stderr
-
-
 # Some micro-batches, whichever rank reads them and whenever, make the model give NaN.
 SPOILED = """
 import torch

@@ -63,7 +63,6 @@ def check_same(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("nproc", "common", "without", "with_it"),
     [
-        pytest.param(None, (MOVING,), ROWS, CELLS, id="tbptt"),
         pytest.param(
             None, (MOVING, "data.pack=true", "train.micro_batches=3"), ROWS, (*CELLS, BY_CELL), id="tbptt, packed"
         ),
@@ -184,7 +183,7 @@ def test_a_data_set_of_ones_own_gives_the_tokens_for_burn_in_or_is_refused_in_on
     (tmp_path / "own_data.py").write_text(OWN)
     source = f'data.source=[{{name="own", target="own_data:batches", args={{before={before}}}}}]'
     sets = (source, "data.mixing={}", "data.max_group_cells=1000", "ledger.burn_in=6", "train.steps=4")
-    done = run("--config", write_tiny_config(tmp_path), *overrides(*sets), nproc=2, cwd=tmp_path)
+    done = run("--config", write_tiny_config(tmp_path), *overrides(*sets), cwd=tmp_path)
     assert bool(done.returncode) == bool(said), done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr

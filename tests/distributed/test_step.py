@@ -21,7 +21,7 @@ ROWS, LENGTH, VOCABULARY = 8, 12, 11
 CPU = torch.device("cpu")
 
 
-def rows(poisoned: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
     """8 rows of ragged length; row 5 has nothing to predict at all."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
@@ -43,7 +43,6 @@ def make_step(
     inner: torch.nn.Module,
     strategy: Strategy,
     *,
-    micros: int,
     world: int,
     ledger: Ledger,
     clip: float = 0.0,
@@ -78,7 +77,7 @@ def one_step(
     ledger = Ledger(
         state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64, owners=Owners("reader", rank, world)
     )
-    step = make_step(model, inner, strategy, micros=micros, world=world, ledger=ledger, clip=clip)
+    step = make_step(model, inner, strategy, world=world, ledger=ledger, clip=clip)
     tokens, targets = rows()
     share = ROWS // (world * micros)
     window = []
@@ -143,7 +142,7 @@ def noise_scale(max_tokens: int) -> dict[str, float]:
     torch.manual_seed(0)
     model = build(VOCABULARY, dim=8, num_layers=2).double()
     ledger = Ledger(state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64)
-    step = make_step(model, model, Strategy(), micros=2, world=1, ledger=ledger, max_tokens=max_tokens)
+    step = make_step(model, model, Strategy(), world=1, ledger=ledger, max_tokens=max_tokens)
     tokens, targets = rows()
     window = [micro_batch(tokens[first : first + 4], targets[first : first + 4], first) for first in (0, 4)]
     step.accumulate(1, window)
@@ -156,15 +155,6 @@ def test_the_noise_scale_does_not_depend_on_how_the_loss_is_scaled():
     """To the rounding of float64, in which the factor of a micro-batch is computed."""
     assert noise_scale(50) == pytest.approx(noise_scale(4999), rel=1e-11)
     assert noise_scale(50)["gns/tr_sigma"] != 0.0
-
-
-def test_the_scale_of_the_losses_is_known_with_a_scaler_alone():
-    model = build(VOCABULARY, dim=8, num_layers=2)
-    ledger = Ledger(state_width=16, capacity=32, wipe_mode="none")
-    step = make_step(model, model, Strategy(), micros=1, world=1, ledger=ledger)
-    assert step.grad_scale is None
-    step.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    assert step.grad_scale == 1024.0
 
 
 def test_a_step_without_tokens_changes_nothing(monkeypatch):

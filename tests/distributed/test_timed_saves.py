@@ -45,8 +45,3 @@ def test_a_save_by_time_changes_no_number_and_resumes_bit_for_bit(tmp_path, npro
     for name, tensor in weights(plain).items():
         assert torch.equal(tensor, weights(timed)[name]), name
         assert torch.equal(tensor, weights(resumed)[name]), name
-
-
-def test_saves_by_time_are_kept_and_dropped_like_others(tmp_path):
-    config = write_tiny_config(tmp_path)
-    assert trained(config, tmp_path / "run", *ALWAYS[:2], nproc=None) == [10, 12]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 
 from tests.support.examples import run_example
 from tests.support.in_process import program
-from tests.support.runs import ROOT, TIMEOUT_SEC, environment, read_rows
+from tests.support.runs import ROOT, read_rows, run
 
 LOOPS = ROOT / "examples" / "loops"
 TIMES = re.compile("time|tokens_per_sec")
@@ -78,25 +76,27 @@ def test_every_framework_measures_what_the_plain_loop_does(name, plain, tmp_path
     assert plain[20]["gns/b_simple_low"] > 0
 
 
+def with_rows(count: int) -> str:
+    """A prelude that leaves so many examples in an epoch."""
+    return f"import task\ntask.Counting.__len__ = lambda self: {count}"
+
+
 @each(OWN_STEP, "with_lightning")
 def test_a_short_window_at_the_end_of_an_epoch_is_left_out(name, tmp_path):
-    """512 micro-batches in windows of 55: nine whole ones, and 17 that are left for the tenth step."""
-    done = run_loop(name, tmp_path, "--steps", 10, "--micro-batches", 55)
+    """Two whole windows of 4 micro-batches, and 2 micro-batches that are left for the third step."""
+    done = run_loop(name, tmp_path, "--steps", 3, prelude=with_rows(80))
     assert done.returncode == 0, done.stderr
-    last = numbers(tmp_path)[10]
-    assert last["tokens_in_step"] == 17 * 8 * 15
-    assert last["gns/b_big"] == pytest.approx(55 * 8)  # of the last whole window
+    last = numbers(tmp_path)[3]
+    assert last["tokens_in_step"] == 16 * 15
+    assert last["gns/b_big"] == 32  # of the last whole window
     assert last["gns/skipped"] == 0
-    assert last["loss"] == pytest.approx(last["smoothed/loss"], rel=0.2)  # a mean over 17, not a sum over 55
-
-
-SHORT_EPOCH = f"sys.path.insert(0, {str(LOOPS)!r})\nimport task\ntask.Counting.__len__ = lambda self: 60"
+    assert last["loss"] == pytest.approx(last["smoothed/loss"], rel=0.2)  # its own mean, not a sum over 4
 
 
 @each(WRAPPED, "with_accelerate")
 def test_an_epoch_s_last_micro_batch_counts_the_rows_it_has(name, tmp_path):
     """60 rows in micro-batches of 8 and windows of 4: the second step, which is the last of the run, has 28 rows."""
-    done = run_loop(name, tmp_path, "--steps", 2, prelude=SHORT_EPOCH)
+    done = run_loop(name, tmp_path, "--steps", 2, prelude=with_rows(60))
     assert done.returncode == 0, done.stderr
     found = numbers(tmp_path)
     assert {step: row["tokens_in_step"] for step, row in found.items()} == {1: 32 * 15, 2: 28 * 15}
@@ -165,10 +165,8 @@ tracker.close()
 
 def test_a_declared_metric_of_one_s_own_is_logged_without_a_warning(tmp_path):
     code = FREE_KEYS.format(declaration=next(block for block in blocks("python") if "register(" in block))
-    env = environment({"PYTHONPATH": str(ROOT)})
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, cwd=tmp_path
-    )
+    done = run(code=code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert "router/entropy" not in done.stderr
     assert [row["router/entropy"] for row in read_rows(tmp_path / "metrics.jsonl").values()] == [0.5, 0.5]
 
@@ -234,9 +232,7 @@ result["evaluations"] = {step: sum(loss * n for loss, n in seen) / sum(n for _, 
 
 def run_own_program(name: str, program: str, out: Path) -> dict:
     """What a program of one's own around the callback of a loop prints."""
-    line = [sys.executable, "-c", OWN_PROGRAM.replace("{program}", program), str(LOOPS / f"{name}.py"), str(out)]
-    env = environment({"PYTHONPATH": str(ROOT)})
-    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False, cwd=out)
+    done = run(LOOPS / f"{name}.py", out, code=OWN_PROGRAM.replace("{program}", program), cwd=out)
     assert done.returncode == 0, done.stderr
     result: dict = json.loads(done.stdout.split("RESULT ")[1])
     return result

@@ -24,6 +24,7 @@ PR_SET_PDEATHSIG = 1
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
     """What starts forked processes; the first one starts the server."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # which torch reads when the server imports it
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "trainer.training.main", "trainer.cli.main"])
     return context
@@ -36,6 +37,7 @@ class Forked:
         environ: its environment. Only what Python reads before it runs anything has no effect.
         out, err: files that its output is appended to.
         max_file_bytes: a limit on the size of a file.
+        code: Python that runs in the program's place.
     """
 
     def __init__(
@@ -47,10 +49,11 @@ class Forked:
         out: Path,
         err: Path,
         max_file_bytes: int | None = None,
+        code: str = "",
     ) -> None:
         self._process = fork_server().Process(
             target=_run_program,
-            args=(list(map(str, arguments)), dict(environ), cwd, out, err, max_file_bytes),
+            args=(list(map(str, arguments)), dict(environ), cwd, out, err, max_file_bytes, code),
             daemon=True,
         )
         self._process.start()
@@ -108,7 +111,13 @@ def wait_as_torchrun(processes: Sequence[Forked], timeout: float) -> int:
 
 
 def _run_program(
-    arguments: list[str], environ: Mapping[str, str], cwd: Path, out: Path, err: Path, max_file_bytes: int | None
+    arguments: list[str],
+    environ: Mapping[str, str],
+    cwd: Path,
+    out: Path,
+    err: Path,
+    max_file_bytes: int | None,
+    code: str,
 ) -> None:
     """In the fork: become what a fresh process of the program would be. KILL_AT, "module:function", ends rank 0 there."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # tests that are killed leave no process behind (Linux)
@@ -132,6 +141,6 @@ def _run_program(
     if max_file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
     try:
-        main()
+        exec(code, {"__name__": "__main__"}) if code else main()
     finally:
         atexit._run_exitfuncs()  # the end of a fork leaves them out

@@ -62,7 +62,6 @@ def run_on_ranks(
 
     With `torch_keeps_group` the group may outlive its end: torch itself holds on to groups of device meshes.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         fork_server()
         start_processes(

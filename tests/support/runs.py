@@ -138,12 +138,17 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def run(
-    *arguments: object, nproc: int | None = None, cwd: Path | None = None, extra: Mapping[str, str] | None = None
+    *arguments: object,
+    nproc: int | None = None,
+    cwd: Path | None = None,
+    extra: Mapping[str, str] | None = None,
+    code: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run the program to its end, in one process or as `nproc` ranks; forked, so that it starts in no time.
 
     Args:
         extra: environment variables.
+        code: Python that runs in the program's place.
     """
     world_size, port = nproc or 1, free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -153,9 +158,9 @@ def run(
         processes = []
         for rank in range(world_size):
             own = environment({**(rank_environment(rank, world_size, port) if nproc else {}), **(extra or {})})
-            processes.append(Forked(arguments, own, cwd=cwd or Path.cwd(), out=out, err=err))
-        code = wait_as_torchrun(processes, TIMEOUT_SEC)
-        return subprocess.CompletedProcess(list(map(str, arguments)), code, out.read_text(), err.read_text())
+            processes.append(Forked(arguments, own, cwd=cwd or Path.cwd(), out=out, err=err, code=code))
+        status = wait_as_torchrun(processes, TIMEOUT_SEC)
+        return subprocess.CompletedProcess(list(map(str, arguments)), status, out.read_text(), err.read_text())
 
 
 def overrides(*sets: str) -> list[str]:
