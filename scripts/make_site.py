@@ -20,31 +20,13 @@ BUILD = ROOT / "build"
 SOURCE = BUILD / "site_source"
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 FOLDERS = ("docs", "examples", "train_configs", "trainer", "scripts", "deploy", "tests/support")
-SUFFIXES = (".md", ".py", ".toml", ".json", ".png", ".svg", ".csv", ".yaml", ".sbatch", "")
-# Low to high, as the layers in docs/architecture.md.
-PACKAGES = (
-    "errors",
-    "import_path",
-    "storage",
-    "metrics",
-    "config",
-    "data",
-    "ledger",
-    "model",
-    "objective",
-    "distributed",
-    "contracts",
-    "training",
-    "extensions",
-    "tools",
-)
+PACKAGES = sorted(path.stem for path in (ROOT / "trainer").glob("[!_]*") if path.suffix in ("", ".py"))
 
 
 def has_public_names(module: Path) -> bool:
     """Whether a module has a public class or function to document."""
-    tree = ast.parse(module.read_text(encoding="utf-8"))
-    kinds = (ast.ClassDef, ast.FunctionDef)
-    return any(isinstance(node, kinds) and not node.name.startswith("_") for node in tree.body)
+    nodes = ast.parse(module.read_text(encoding="utf-8")).body
+    return any(isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_") for node in nodes)
 
 
 def modules_of(package: str) -> list[str]:
@@ -58,23 +40,16 @@ def modules_of(package: str) -> list[str]:
 
 def page_of(package: str) -> str:
     """The reference page of a package, to be filled by mkdocstrings."""
-    parts = [f"# trainer.{package}\n"]
-    parts += [f"::: {module}\n" for module in modules_of(package)]
-    return "\n".join(parts)
+    return "\n".join([f"# trainer.{package}\n", *(f"::: {module}\n" for module in modules_of(package))])
 
 
 def mirror() -> None:
     """Copy all files that pages may link to."""
     shutil.rmtree(SOURCE, ignore_errors=True)
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PAGES, *FOLDERS],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    for name in listed:
-        if (ROOT / name).is_file() and Path(name).suffix in SUFFIXES:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PAGES, *FOLDERS]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
             target = SOURCE / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target)

@@ -19,7 +19,7 @@ tokenizers = pytest.importorskip("tokenizers")
 SLOW_MODULE = """
 import os, time
 from trainer.data.formats import open_documents
-from trainer.data import groups
+from trainer.data import groups, reader
 from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.model import build as build_ours
 
@@ -37,8 +37,7 @@ if stage == "tokenize":
     together = HuggingFaceTokenizer.encode_together
     HuggingFaceTokenizer.encode_together = slowed(together, lambda _, texts: "slow" in texts[0])
 if stage == "read":
-    check_size = groups.OpenStream.check_size
-    groups.OpenStream.check_size = slowed(check_size, lambda self: "tortoise" in self.stream.path)
+    reader.check_size = slowed(reader.check_size, lambda source: "tortoise" in source.stream.path)
 
 def build(vocab_size, dim, num_layers):
     model = build_ours(vocab_size, dim=dim, num_layers=num_layers)
