@@ -203,7 +203,7 @@ def test_ranks_whose_batches_have_no_groups_take_part_in_the_exchange_of_states(
         ("optimizer.group=[{match='*.embeding.*'}]", "optimizer.group: '*.embeding.*' matches no parameter; "),
         (
             "optimizer.target=own_parts:bigram",
-            "optimizer.args: cannot call own_parts:bigram with parameter groups, and",
+            "optimizer.args: cannot call own_parts:bigram with parameter groups, and with lr",
         ),
     ],
 )
