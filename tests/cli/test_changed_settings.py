@@ -28,13 +28,9 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_every_launch_keeps_its_config(resumed: Path) -> None:
+def test_every_launch_keeps_its_config_and_the_restart_says_what_changed(resumed: Path) -> None:
     first, last = (resumed / "changed" / f"config.resolved{number}.toml" for number in (".1", ""))
-    assert tomllib.loads(first.read_text())["optimizer"]["lr"] == 0.01
-    assert tomllib.loads(last.read_text())["optimizer"]["lr"] == 0.5
-
-
-def test_the_restart_says_what_changed_in_both_records(resumed: Path) -> None:
+    assert [tomllib.loads(each.read_text())["optimizer"]["lr"] for each in (first, last)] == [0.01, 0.5]
     lines = [*map(json.loads, (resumed / "changed" / "events.jsonl").read_text().splitlines())]
     [event] = [line for line in lines if line["event"] == "restart"]
     assert event["global_step"] == 8
@@ -66,25 +62,26 @@ def test_ls_and_report_show_that_settings_changed(resumed, tmp_path, capsys, mon
         assert "0.01; 0.5 from step 9 on" in page.read_text()
 
 
-def record(directory: Path, lines: list[tuple[int, object]], lr: float, last_step: int | None = None) -> Path:
+Lines = list[tuple[int, dict[str, tuple[float, float]] | None]]
+
+
+def record(directory: Path, lines: Lines, lr: float, last_step: int) -> Path:
     """A run of these rows (step, None) and restarts (step, {key: (before, after)}), with the config of its last launch."""
     directory.mkdir()
-    texts = []
+    texts: list[dict[str, object]] = []
     for step, changed in lines:
         if changed is None:
             texts.append({"schema_version": 1, "mode": "train", "global_step": step, "metrics": {"loss": 1.0}})
         else:
-            assert isinstance(changed, dict)
             pairs = {key: {"before": one, "after": other} for key, (one, other) in changed.items()}
             texts.append({"schema_version": 1, "event": "restart", "global_step": step, "changed": pairs})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     (directory / "config.resolved.toml").write_text(f"[optimizer]\nlr = {lr}\n")
-    if last_step is not None:
-        (directory / "status.json").write_text(json.dumps({"state": "stopped", "last_step": last_step}))
+    (directory / "status.json").write_text(json.dumps({"state": "stopped", "last_step": last_step}))
     return directory
 
 
-def rows(first: int, last: int) -> list[tuple[int, object]]:
+def rows(first: int, last: int) -> Lines:
     return [(step, None) for step in range(first, last + 1)]
 
 
@@ -109,5 +106,5 @@ LR = "optimizer.lr"
 )
 def test_settings_are_read_by_step(tmp_path, lines, lr, last_step, wanted):
     found = load_run(record(tmp_path / "found", lines, lr, last_step))
-    other = load_run(record(tmp_path / "other", rows(1, 40), 7.0))
+    other = load_run(record(tmp_path / "other", rows(1, 40), 7.0, 40))
     assert config_differences([found, other]) == [(LR, [wanted, 7.0])]

@@ -59,9 +59,7 @@ def test_inspect_counts_what_is_there(corpus, data):
     most = {"id": 32, "text": " ", "tokens": spaces, "share": pytest.approx(spaces / len(every))}
     assert histogram["top_ids"][0] == most
     assert histogram["distinct_ids"] == len(set(every))
-    shown = data(*inspecting).stdout
-    assert "layout nested; cells of 16 tokens, at most 4 a group" in shown
-    assert f"{len(every):,}" in shown
+    assert f"{len(every):,}" in data(*inspecting).stdout
 
 
 def test_inspect_reads_files_and_globs_of_any_format(tmp_path, data):
@@ -134,7 +132,6 @@ def test_verify_compares_a_built_corpus_with_its_manifest(tmp_path, data):
     [
         (["inspect", "nowhere"], "nowhere: no such file or directory"),
         (["verify", "."], ".: has no stream files"),
-        (["verify", "x.txt", "--tokenizer", "words"], "data.tokenizer: must be"),
         (["inspect", "x.txt", "--format", "xml"], "format: must be one of auto, text"),
     ],
 )

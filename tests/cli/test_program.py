@@ -16,10 +16,19 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tests.support.forks import Forked
 from tests.support.in_process import program
-from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, losses, read_rows, run, write_tiny_config
+from tests.support.runs import (
+    ROOT,
+    TIMEOUT_SEC,
+    command,
+    environment,
+    losses,
+    overrides,
+    read_rows,
+    run,
+    write_tiny_config,
+)
 from trainer.cli.launch import EXIT_CODE, report_to_launcher
 from trainer.metrics.payload_contract import validate_stream
-from trainer.metrics.run_status import run_status
 
 
 @pytest.mark.parametrize(
@@ -32,7 +41,6 @@ from trainer.metrics.run_status import run_status
         ),
         (["--nproc", "2"], "--config: is required"),
         (["chekc"], "No such command 'chekc'. Did you mean 'check'?"),
-        (["--confg", "x.toml"], "No such option: --confg"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(arguments, message, tmp_path, monkeypatch, capsys):
@@ -69,14 +77,11 @@ def test_check_prints_a_config_that_is_itself_a_config(tmp_path, capsys):
     assert "#   groups_in_flight = 16" in result.stdout  # 2 sources * K 2 * 4 cells
     assert "#   capacity_to_change_ranks = 48" in result.stdout  # of both ranks before, and of one after
     assert "#   ledger_capacity = 32" in result.stdout
-    assert result.stdout.count("#     tokens per rank: ") == result.stdout.count("% with device_per_stream") == 2
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(result.stdout)
     again = program(["check", "--config", resolved, "--nproc", "2"], capsys)
     found, expected = (re.sub(r", process [\d.,]+ MB", "", each.stdout) for each in (again, result))
     assert found == expected.replace(str(config), str(resolved))
-    as_json = program(["check", "--config", config, "--json"], capsys)
-    assert json.loads(as_json.stdout)["facts"]["parameters"] > 0
 
 
 def launches(config: Path, run_dir: Path) -> dict[str, tuple[list[str], Path, int]]:
@@ -163,10 +168,6 @@ def test_a_record_of_another_program_is_not_continued_but_a_run_without_its_stat
     assert found.returncode == 2
     assert "--run-dir: " in found.stderr
     assert "holds a metrics.jsonl that is not of a run of this program" in found.stderr
-    with run_status(foreign):  # a loop of one's own that writes its status is still not the trainer's
-        pass
-    again = run("--config", config, "--run-dir", foreign, "--resume", "auto")
-    assert (again.returncode, again.stderr) == (2, found.stderr)
     assert (foreign / "metrics.jsonl").read_text() == row
     assert run("--config", config, "--run-dir", own, "--steps", 2).returncode == 0
     (own / "status.json").unlink()
@@ -235,11 +236,16 @@ def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path):
     assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 8
 
 
-def test_a_finished_run_is_not_overwritten_and_goes_on_with_its_settings_by_the_command_that_is_offered(tmp_path):
+def test_a_finished_run_is_not_overwritten_and_goes_on_with_its_settings_by_the_command_that_is_offered(
+    tmp_path, capsys
+):
     config, metrics = write_tiny_config(tmp_path), tmp_path / "a run" / "metrics.jsonl"
-    same = ["--config", config, "--run-dir", tmp_path / "a run", "--steps", "2", "--set", "optimizer.lr=0.01"]
+    same = ["--config", config, "--run-dir", tmp_path / "a run", "--steps", "2", *overrides("train.micro_batches=1")]
     first = run(*same)
     assert first.returncode == 0, first.stderr
+    assert "the gradient noise scale is not measured: one micro-batch per step on one rank" in first.stderr
+    said = " ".join(program(["diagnose", metrics.parent, "--all"], capsys).stdout.split())
+    assert "needs gns/b_big; that takes gns.enabled = true and at least two micro-batches per step" in said
     before = metrics.read_bytes()
     again = run(*same)
     assert again.returncode == 2
@@ -253,8 +259,7 @@ def test_a_finished_run_is_not_overwritten_and_goes_on_with_its_settings_by_the_
     longer = run(*arguments)
     assert (name, longer.returncode) == ("train", 0), longer.stderr
     assert "resuming after step 2" in longer.stderr
-    assert "resuming with another config: train.steps: 2 -> 4" in longer.stderr
-    assert longer.stderr.count("resuming with another config") == 1
+    assert longer.stderr.count("resuming with another config: train.steps: 2 -> 4") == 1
     assert sorted(losses(metrics)) == [1, 2, 3, 4]
     assert (tmp_path / "a run" / "config.toml").read_bytes() == config.read_bytes()
 

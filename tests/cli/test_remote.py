@@ -113,7 +113,6 @@ def test_a_file_of_several_parts_arrives_whole_and_each_part_is_reported(tmp_pat
     [
         ("s3://nobucket/x", {}, "The specified bucket does not exist"),
         ("s3://bucket/x", {"AWS_SECRET_ACCESS_KEY": "wrong"}, "PermissionError"),
-        ("gs://bucket/x", {}, "Please install gcsfs"),
     ],
 )
 def test_a_store_that_cannot_be_used_is_refused_before_the_run_in_one_line(server, tmp_path, remote, environ, problem):

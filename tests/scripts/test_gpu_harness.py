@@ -290,12 +290,3 @@ def test_a_machine_without_a_device_is_refused(
     assert two_checks(speed=GOOD, memory=GOOD) == 2
     assert "torch 2.11 of" in capsys.readouterr().err
     assert two_checks("--device", "cpu", speed=GOOD, memory=GOOD) == 0
-
-
-def test_the_commit_is_that_of_git_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COMMIT", raising=False)
-    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    if head.returncode == 0:
-        assert harness.commit().removesuffix("-dirty") == head.stdout[:12]
-    monkeypatch.setenv("COMMIT", "abc")
-    assert harness.commit() == "abc"

@@ -92,14 +92,17 @@ class Forked:
 
 
 def wait_as_torchrun(processes: Sequence[Forked], timeout: float) -> int:
-    """Wait for all ranks; the first one that fails ends the others. Returns 0, or its exit code.
+    """Wait for all ranks; the first one that fails ends the others.
+
+    Returns 0, or the code of a failure. A rank also fails because another one has left it, and may be seen to end first: a
+    mistake's 2 and a kill count before what was seen first.
 
     Raises:
         subprocess.TimeoutExpired: some go on; they are killed.
     """
-    end, code = time.monotonic() + timeout, 0
+    end, first = time.monotonic() + timeout, 0
     while any(process.poll() is None for process in processes):
-        if not code and (code := next((p.returncode for p in processes if p.returncode), 0)):
+        if not first and (first := next((p.returncode for p in processes if p.returncode), 0)):
             for process in processes:
                 process.send_signal(signal.SIGTERM)
         if time.monotonic() > end:
@@ -107,7 +110,8 @@ def wait_as_torchrun(processes: Sequence[Forked], timeout: float) -> int:
                 process.send_signal(signal.SIGKILL)
             raise subprocess.TimeoutExpired("train", timeout)
         time.sleep(0.005)
-    return code or next((p.returncode for p in processes if p.returncode), 0)
+    codes = [code for process in processes if (code := process.wait())]
+    return next((code for code in (2, -signal.SIGKILL, first) if code in codes), max(codes, default=0))
 
 
 def _run_program(

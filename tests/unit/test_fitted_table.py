@@ -26,13 +26,10 @@ COLUMNS = [
 
 
 def test_columns_go_in_order_and_are_named():
-    wide = shown(COLUMNS, 120)
-    assert "omitted" not in wide
-    assert "loss_diverged, data_bound" in wide
+    assert "omitted" not in shown(COLUMNS, 120)
     narrow = shown(COLUMNS, 70)
     assert "omitted to fit the terminal: longest wait" in narrow
     assert "1,234,567" in narrow
-    assert shown(COLUMNS, 45).count("runs/smoke-20261121-005620") == 1
 
 
 @given(width=st.integers(30, 140))
