@@ -17,11 +17,10 @@ import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import torch
-from experiments import Results, Setting, study_parser, train
+from experiments import Results, Setting, steps_to, study_parser, train
 
 from trainer.tools.runs.load import load_run
 
@@ -96,15 +95,6 @@ class Curve:
     """The first step with another number of micro-batches, and that number."""
     tokens: int
 
-    def steps_to(self, target: float) -> float | None:
-        """Steps until the loss first is at most `target`, interpolated; None if it never is."""
-        if self.losses[0] <= target:
-            return float(self.steps[0])
-        for (before, high), (after, low) in pairwise(zip(self.steps, self.losses, strict=True)):
-            if low <= target:
-                return before + (high - target) / (high - low) * (after - before)
-        return None
-
 
 def run(setting: Setting, seed: int, text: Path, work: Path) -> dict[str, object]:
     """Train once; its `Curve`."""
@@ -128,7 +118,7 @@ def report(curves: Mapping[str, Sequence[Curve]]) -> None:
     for seed, constant in enumerate(curves[CONSTANT]):
         for name, of_seeds in curves.items():
             curve = of_seeds[seed]
-            reached = curve.steps_to(constant.losses[-1])
+            reached = steps_to(constant.losses[-1], curve.steps, curve.losses)
             share = None if reached is None else reached / constant.steps[-1]
             sizes = ", ".join([str(START), *(f"{m} from step {step:,}" for step, m in map(tuple, curve.changes))])
             if name != CONSTANT:

@@ -142,18 +142,7 @@ def count_step(kind: str) -> dict[str, int]:
         interval = f"metrics.log_interval={1 if kind == 'logged' else 10}"
         words = [word for each in (*SETTINGS, source, interval) for word in ("--set", each)]
         config = ROOT / "train_configs" / "smoke.toml"
-        sys.argv = [
-            "train",
-            "--config",
-            str(config),
-            "--steps",
-            "5",
-            "--run-dir",
-            f"{name}/run",
-            "--stdout",
-            "off",
-            *words,
-        ]
+        sys.argv = f"train --config {config} --steps 5 --run-dir {name}/run --stdout off".split() + words
         counter = Counter()
         sys.setprofile(counter)
         try:

@@ -76,15 +76,11 @@ def optimizers() -> list[Row]:
     dim = width_for("rglru", 0)
     keys = {"model.dim": dim, "model.num_layers": LAYERS, "data.seq_len": CELL}
     keys["data.mixing.batch_size"] = TOKENS_PER_BATCH // CELL
-    return [
-        (
-            name,
-            parameters_of("rglru", 0, dim),
-            Setting(name, tuple({**keys, "optimizer.name": f'"{name}"', "optimizer.lr": rate}.items())),
-        )
-        for name, rates in OPTIMIZERS.items()
-        for rate in rates
-    ]
+    found, parameters = [], parameters_of("rglru", 0, dim)
+    for name, rate in ((name, rate) for name, rates in OPTIMIZERS.items() for rate in rates):
+        own = {**keys, "optimizer.name": f'"{name}"', "optimizer.lr": rate}
+        found.append((name, parameters, Setting(name, tuple(own.items()))))
+    return found
 
 
 def families() -> list[Row]:

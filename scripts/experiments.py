@@ -12,9 +12,10 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,28 @@ def study_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def program(*arguments: str) -> None:
+def program(*arguments: object, codes: Collection[int] = (0,)) -> subprocess.CompletedProcess[str]:
     """Run `train` with these arguments.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: it did not end with one of the exit codes.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "trainer", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
+    command = [sys.executable, "-m", "trainer", *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_LIMIT_SEC, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}:\n{done.stderr[-2000:]}")
+    if done.returncode not in codes:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return done
+
+
+def steps_to(target: float, steps: Sequence[int], losses: Sequence[float]) -> float | None:
+    """Steps until the loss first is at most `target`, interpolated; None if it never is."""
+    if losses[0] <= target:
+        return float(steps[0])
+    for (before, high), (after, low) in pairwise(zip(steps, losses, strict=True)):
+        if low <= target:
+            return before + (high - target) / (high - low) * (after - before)
+    return None
 
 
 def train(name: str, config: str, sets: Mapping[str, object], work: Path) -> tuple[Path, float]:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from experiments import steps_to
 from torch import Tensor, nn
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
@@ -73,16 +74,9 @@ class Curve:
     """`gns/b_now`."""
     seconds: float
 
-    def steps_to(self, target: float, span: int) -> float | None:
-        """Steps until the held-out loss first reaches `target`, interpolated; None if it never does."""
-        for k, losses in enumerate(self.held_out):
-            if losses[span] <= target:
-                if k == 0:
-                    return float(self.steps[0])
-                before = self.held_out[k - 1][span]
-                share = (before - target) / (before - losses[span])
-                return self.steps[k - 1] + share * (self.steps[k] - self.steps[k - 1])
-        return None
+    def steps_to(self, target: float, span: int) -> float:
+        """Steps until the held-out loss first reaches `target`, interpolated; infinite if it never does."""
+        return steps_to(target, self.steps, [losses[span] for losses in self.held_out]) or math.inf
 
     def b_on_the_way(self, until: float, batch: int) -> tuple[float, float]:
         """B averaged up to a step, with each step's progress, 1 / (1 + B/batch), as weight; and B at that step."""
@@ -223,24 +217,10 @@ class Row:
         return statistics.fmean(self.steps)
 
 
-@dataclass(frozen=True)
-class Found:
-    """What the runs of one model say."""
-
-    dim: int
-    num_layers: int
-    target: float
-    rows: list[Row]
-
-
 def measure(
-    results: Results,
-    size: tuple[int, int],
-    batches: Sequence[int],
-    sequences: int,
-    seeds: int,
-) -> Found:
-    """Steps to the target by batch size, and B.
+    results: Results, size: tuple[int, int], batches: Sequence[int], sequences: int, seeds: int
+) -> tuple[float, list[Row]]:
+    """The target, and steps to it by batch size, and B.
 
     The target is the loss that every seed reaches at the largest batch size, tuned for the lowest final loss; the other
     batch sizes are tuned for the fewest steps to it.
@@ -258,15 +238,14 @@ def measure(
 
     def row_of(batch: int, rate: int, found: list[Curve], target: float) -> Row:
         def cost(span: int) -> float:
-            return statistics.fmean(c.steps_to(target, span) or math.inf for c in found[:TUNED_ON])
+            return statistics.fmean(c.steps_to(target, span) for c in found[:TUNED_ON])
 
         span = min(range(len(SPANS)), key=cost)
         steps = [curve.steps_to(target, span) for curve in found]
-        known = [s for s in steps if s is not None]
-        if len(known) < len(steps):
+        if math.inf in steps:
             raise SystemExit(f"batch {batch}: a run does not reach {target:.3f}; raise --sequences")
-        means, ends = zip(*(c.b_on_the_way(s, batch) for c, s in zip(found, known, strict=True)), strict=True)
-        return Row(batch, RATES[rate], SPANS[span], known, list(means), list(ends))
+        means, ends = zip(*(c.b_on_the_way(s, batch) for c, s in zip(found, steps, strict=True)), strict=True)
+        return Row(batch, RATES[rate], SPANS[span], steps, list(means), list(ends))
 
     rate = best_rate(lambda rate: statistics.fmean(map(lowest, curves(batches[-1], 0.0, rate, TUNED_ON))), 8)
     largest = curves(batches[-1], 0.0, rate, seeds)
@@ -276,13 +255,11 @@ def measure(
 
         def cost(rate: int, batch: int = batch) -> float:
             tried = curves(batch, target, rate, TUNED_ON)
-            return min(
-                statistics.fmean(c.steps_to(target, span) or math.inf for c in tried) for span in range(len(SPANS))
-            )
+            return min(statistics.fmean(c.steps_to(target, span) for c in tried) for span in range(len(SPANS)))
 
         rate = best_rate(cost, max(rate - 1, 0))
         rows.append(row_of(batch, rate, curves(batch, target, rate, seeds), target))
-    return Found(*size, target, rows[::-1])
+    return target, rows[::-1]
 
 
 def fit(rows: list[Row], b_simple: float) -> float:
@@ -300,12 +277,13 @@ def fitted_b(rows: list[Row]) -> float:
     return min((1.02**k for k in range(600)), key=misfit)
 
 
-def report(found: Found) -> None:
+def report(size: str, target: float, rows: list[Row]) -> None:
     """Print the table of one model."""
-    rows = found.rows
-    mean, end, implied = b_on_the_way(rows), b_at_the_end(rows), fitted_b(rows)
+    mean = statistics.fmean(b for row in rows for b in row.b_mean)
+    end = statistics.fmean(b for row in rows for b in row.b_end)
+    implied = fitted_b(rows)
     smallest = fit(rows, implied)
-    print(f"width {found.dim}, layers {found.num_layers}: target {found.target:.3f} nats per byte")
+    print(f"width x layers {size}: target {target:.3f} nats per byte")
     print(
         "| batch | lr | span | steps to the target, by seed | mean | fitted theory | B on the way | B at the end | sequences |"
     )
@@ -323,16 +301,6 @@ def report(found: Found) -> None:
     )
 
 
-def b_on_the_way(rows: list[Row]) -> float:
-    """Mean over all runs of B on the way to the target."""
-    return statistics.fmean(b for row in rows for b in row.b_mean)
-
-
-def b_at_the_end(rows: list[Row]) -> float:
-    """Mean over all runs of B at the target."""
-    return statistics.fmean(b for row in rows for b in row.b_end)
-
-
 def main() -> None:
     """Run what is not cached, print the tables, draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -347,7 +315,7 @@ def main() -> None:
     results, batches = Results(args.out, args.corpus), [int(batch) for batch in args.batches.split(",")]
     for size in args.sizes.split(","):
         dim, num_layers = map(int, size.split("x"))
-        report(measure(results, (dim, num_layers), batches, args.sequences, args.seeds))
+        report(size, *measure(results, (dim, num_layers), batches, args.sequences, args.seeds))
     print(f"{platform.platform()}, torch {torch.__version__}")
 
 

@@ -20,40 +20,13 @@ BUILD = ROOT / "build"
 SOURCE = BUILD / "site_source"
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 FOLDERS = ("docs", "examples", "train_configs", "trainer", "scripts", "deploy", "tests/support")
-SUFFIXES = (".md", ".py", ".toml", ".json", ".png", ".svg", ".csv", ".yaml", ".sbatch", "")
-# What other loops take, in the order in which they meet it: the first page of the reference.
-PARTS = (
-    "trainer.metrics.tracker.MetricsTracker",
-    "trainer.metrics.noise_scale.hooks.GradientNoiseScale",
-    "trainer.ledger.ledger.Ledger",
-    "trainer.data.blend.BlendDataset",
-    "trainer.contracts.check.check_model",
-    "trainer.metrics.catalog.lookup.register",
-)
-# The rest, low to high, as the layers in docs/architecture.md.
-PACKAGES = (
-    "errors",
-    "import_path",
-    "storage",
-    "metrics",
-    "config",
-    "data",
-    "ledger",
-    "model",
-    "objective",
-    "distributed",
-    "contracts",
-    "training",
-    "extensions",
-    "tools",
-)
+PACKAGES = sorted(path.stem for path in (ROOT / "trainer").glob("[!_]*") if path.suffix in ("", ".py"))
 
 
 def has_public_names(module: Path) -> bool:
     """Whether a module has a public class or function to document."""
-    tree = ast.parse(module.read_text(encoding="utf-8"))
-    kinds = (ast.ClassDef, ast.FunctionDef)
-    return any(isinstance(node, kinds) and not node.name.startswith("_") for node in tree.body)
+    nodes = ast.parse(module.read_text(encoding="utf-8")).body
+    return any(isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_") for node in nodes)
 
 
 def modules_of(package: str) -> list[str]:
@@ -67,38 +40,16 @@ def modules_of(package: str) -> list[str]:
 
 def page_of(package: str) -> str:
     """The reference page of a package, to be filled by mkdocstrings."""
-    parts = [f"# trainer.{package}\n"]
-    parts += [f"::: {module}\n" for module in modules_of(package)]
-    return "\n".join(parts)
-
-
-def parts_page() -> str:
-    """Links to the reference of the parts that other loops take, each with the first line of its docstring."""
-    head = "# For your own loop\n\nHow they fit together: [in your own loop](../docs/your_loop.md).\n"
-    return "\n".join([head, *(f"- [`{part}`][{part}]: {first_line(part)}" for part in PARTS), ""])
-
-
-def first_line(part: str) -> str:
-    """Of the docstring of a class or function, by its full name."""
-    module, _, name = part.rpartition(".")
-    tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8"))
-    kinds = (ast.ClassDef, ast.FunctionDef)
-    found = next(node for node in tree.body if isinstance(node, kinds) and node.name == name)
-    return (ast.get_docstring(found) or "").partition("\n")[0]
+    return "\n".join([f"# trainer.{package}\n", *(f"::: {module}\n" for module in modules_of(package))])
 
 
 def mirror() -> None:
     """Copy all files that pages may link to."""
     shutil.rmtree(SOURCE, ignore_errors=True)
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PAGES, *FOLDERS],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    for name in listed:
-        if (ROOT / name).is_file() and Path(name).suffix in SUFFIXES:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PAGES, *FOLDERS]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
             target = SOURCE / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target)
@@ -107,14 +58,10 @@ def mirror() -> None:
 def main() -> int:
     """Mirror, add the reference, build; returns mkdocs's exit code."""
     mirror()
-    pages = {"For your own loop": ("parts", parts_page())}
-    pages |= {f"trainer.{package}": (package, page_of(package)) for package in PACKAGES}
-    reference = []
-    for title, (name, text) in pages.items():
-        page = SOURCE / "api" / f"{name}.md"
-        page.parent.mkdir(exist_ok=True)
-        page.write_text(text, encoding="utf-8")
-        reference.append({title: f"api/{name}.md"})
+    (SOURCE / "api").mkdir()
+    for package in PACKAGES:
+        (SOURCE / "api" / f"{package}.md").write_text(page_of(package), encoding="utf-8")
+    reference = [{f"trainer.{package}": f"api/{package}.md"} for package in PACKAGES]
     config: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     for entry in config["nav"]:
         if "API" in entry:

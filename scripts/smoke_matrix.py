@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from experiments import program
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +25,6 @@ from trainer.tools.runs.load import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "train_configs" / "diagnostics"
-RUN_LIMIT_SEC = 600
 HEALTHY_OR_FINDINGS = (0, 3)
 WIDTH = 140  # if stdout is not a terminal
 
@@ -46,13 +43,17 @@ def main() -> int:
     options.out.mkdir(parents=True)
     for case in CASES:
         train(case, options.out / case.name, nproc=options.nproc)
-    diagnoses = {case.name: diagnose(options.out / case.name) for case in CASES}
+    diagnoses = {}
+    for case in CASES:
+        said = program("diagnose", options.out / case.name, "--json", codes=HEALTHY_OR_FINDINGS)
+        diagnoses[case.name] = json.loads(said.stdout)
     (options.out / "diagnoses.json").write_text(json.dumps(diagnoses, indent=2) + "\n", encoding="utf-8")
     steps = load_config(CONFIGS / "healthy.toml").train.steps
     judgements = judge_all(CASES, diagnoses, steps=steps)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(verdict_table(judgements, damages(options.out)))
-    write_report([options.out / case.name for case in CASES], options.out / "report.html")
+    program("report", *(options.out / case.name for case in CASES), "--out", options.out / "report.html", "--force")
+    print(f"the report is in {options.out / 'report.html'}", file=sys.stderr)
     green = is_green(judgements)
     console.print(
         f"{'green' if green else 'RED'}: {len(CASES)} runs in {time.monotonic() - begin:.0f} s", highlight=False
@@ -61,41 +62,12 @@ def main() -> int:
 
 
 def train(case: Case, run_dir: Path, *, nproc: int) -> None:
-    """Train one case; its console output goes to a file next to the run, and to stderr if it fails."""
+    """Train one case; its console output goes to a file next to the run."""
     print(f"training {case.name}", file=sys.stderr, flush=True)
     overrides = [argument for override in case.overrides for argument in ("--set", override)]
     config = CONFIGS / f"{case.config_name}.toml"
     done = program("--nproc", nproc, "--config", config, "--run-dir", run_dir, *overrides)
     run_dir.with_suffix(".log").write_text(done.stderr, encoding="utf-8")
-    if done.returncode != 0:
-        sys.exit(f"{case.name} ended with exit code {done.returncode}:\n{done.stderr}")
-
-
-def diagnose(run_dir: Path) -> dict[str, Any]:
-    """The output of `train diagnose --json` for a run."""
-    done = program("diagnose", run_dir, "--json")
-    if done.returncode not in HEALTHY_OR_FINDINGS:
-        sys.exit(f"diagnosing {run_dir} ended with exit code {done.returncode}:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def program(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run `train` as a user would, in the repository root."""
-    environment = {
-        **os.environ,
-        "WANDB_MODE": "disabled",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "trainer", *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_SEC,
-        check=False,
-    )
 
 
 def damages(out: Path) -> dict[str, tuple[float, float] | None]:
@@ -125,14 +97,6 @@ def verdict_table(judgements: Sequence[Judgement], found: Mapping[str, tuple[flo
 def _cost(case: Case, damage: tuple[float, float]) -> tuple[str, str, str]:
     loss, control_loss = damage
     return f"{loss:.3f}", f"{control_loss:.3f} ({case.control})", f"{loss - control_loss:+.3f} nats"
-
-
-def write_report(runs: Sequence[Path], out: Path) -> None:
-    """Write one page over all runs with `train report`."""
-    done = program("report", *runs, "--out", out, "--force")
-    if done.returncode != 0:
-        sys.exit(f"the report ended with exit code {done.returncode}:\n{done.stderr}")
-    print(f"the report is in {out}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,30 @@ from experiments import Results, Setting, program, rows_of, study_parser, train
 PROBES = ("state_age", "state_drift", "carry_gain", "stale_gap")
 TEXT, RECALL = "text", "key recall"
 # Constant after the warm-up: with a decaying learning rate, drift would be that of an unknown mixture of rates.
-SHARED = """
+CONFIG = """
+[train]
+steps = {steps}
+device = "cpu"
+
+[data]
+seq_len = {cell}
+max_group_cells = 16
+
+[data.mixing]
+num_streams_mixed = 32
+batch_size = 8
+
+[[data.source]]
+name = "documents"
+root = "{root}"
+
+[model]
+dim = 96
+num_layers = 2
+
+[optimizer]
+lr = 3e-3
+
 [scheduler]
 name = "constant"
 warmup_steps = 20
@@ -37,66 +60,14 @@ stdout = "off"
 holdout_fraction = 0.05
 batches = 32
 """
-CONFIGS = {
-    TEXT: """
-[train]
-steps = {steps}
-device = "cpu"
-
-[data]
-seq_len = 64
-max_group_cells = 16
-
-[data.mixing]
-num_streams_mixed = 32
-batch_size = 8
-
-[[data.source]]
-name = "python"
-root = "{text}"
-modalities = ["python"]
-
-[model]
-dim = 96
-num_layers = 2
-
-[optimizer]
-lr = 3e-3
-""",
-    RECALL: """
-[train]
-steps = {steps}
-device = "cpu"
-
-[data]
-seq_len = 6
-max_group_cells = 16
-
-[data.mixing]
-num_streams_mixed = 32
-batch_size = 8
-
-[[data.source]]
-name = "recall"
-root = "{recall}"
-
-[model]
-dim = 96
-num_layers = 2
-
-[optimizer]
-lr = 3e-3
-weight_decay = 0.0
-""",
+CELLS = {TEXT: 64, RECALL: 6}
+OWN: Mapping[str, Mapping[str, object]] = {
+    TEXT: {"data.source.0.modalities": '["python"]'},
+    RECALL: {"optimizer.weight_decay": 0.0},
 }
 STEPS = {TEXT: 320, RECALL: 480}
-K, LR, BURN_IN, TBPTT, WIPE = (
-    "data.mixing.num_streams_mixed",
-    "optimizer.lr",
-    "ledger.burn_in",
-    "train.tbptt_cells",
-    "ledger.wipe_mode",
-)
+K, LR, TBPTT = "data.mixing.num_streams_mixed", "optimizer.lr", "train.tbptt_cells"
+BURN_IN, WIPE = "ledger.burn_in", "ledger.wipe_mode"
 
 
 @dataclass(frozen=True)
@@ -112,12 +83,12 @@ class Axis:
 def axes() -> list[Axis]:
     """All tables. Settings that several of them share run once."""
     return [
-        *_axes_of(TEXT, cell=64, rates=(3e-4, 1e-3, 3e-3, 1e-2), burn_ins=(0, 8, 32, 63)),
-        *_axes_of(RECALL, cell=6, rates=(3e-4, 1e-3, 3e-3), burn_ins=(0, 2, 5)),
+        *_axes_of(TEXT, rates=(3e-4, 1e-3, 3e-3, 1e-2), burn_ins=(0, 8, 32, 63)),
+        *_axes_of(RECALL, rates=(3e-4, 1e-3, 3e-3), burn_ins=(0, 2, 5)),
     ]
 
 
-def _axes_of(corpus: str, *, cell: int, rates: Sequence[float], burn_ins: Sequence[int]) -> Iterator[Axis]:
+def _axes_of(corpus: str, *, rates: Sequence[float], burn_ins: Sequence[int]) -> Iterator[Axis]:
     base = {K: 32, LR: 3e-3, BURN_IN: 0, TBPTT: 1}
 
     def at(**changed: object) -> Setting:
@@ -134,7 +105,7 @@ def _axes_of(corpus: str, *, cell: int, rates: Sequence[float], burn_ins: Sequen
         "periodic_stale, 20 steps": at(**{WIPE: '"periodic_stale"', "ledger.stale_threshold": 20}),
     }
     yield Axis(f"{corpus}: wipe mode, K = 32", "ledger", list(wipes.items()))
-    title = f"{corpus}: burn-in, K = 32, lr {rates[-1]:g}, cells of {cell}"
+    title = f"{corpus}: burn-in, K = 32, lr {rates[-1]:g}, cells of {CELLS[corpus]}"
     yield Axis(title, "r", by(BURN_IN, burn_ins, **{LR: rates[-1]}))
     cells = [(f"{k}", at(**{TBPTT: k}, **({"data.mixing.batch_size": 8 // k} if k > 1 else {}))) for k in (1, 2, 4, 8)]
     yield Axis(f"{corpus}: gradient through k cells, K = 32, the same tokens per step", "k", cells)
@@ -149,9 +120,10 @@ def run(setting: Setting, seed: int, folders: Mapping[str, Path], work: Path) ->
         "ledger.capacity": 4096,
         "ledger.probe_every": 10,
         "ledger.probe_cells": 16,
+        **OWN[setting.corpus],
         **dict(setting.overrides),
     }
-    config = CONFIGS[setting.corpus].format(steps=steps, **folders) + SHARED
+    config = CONFIG.format(steps=steps, cell=CELLS[setting.corpus], root=folders[setting.corpus])
     run_dir, seconds = train(f"{setting.name}, seed {seed}", config, sets, work)
     rows = [row for row in rows_of(run_dir, "train") if row["global_step"] > steps / 2]
     found = {"seconds": seconds, "loss": statistics.fmean(row["loss"] for row in rows)}
@@ -203,7 +175,7 @@ def main() -> None:
     recall = args.work / "recall"
     if not recall.exists():
         program("data", "synth", "key-recall", "--out", str(recall), "--streams", "64")
-    folders = {"text": args.text, "recall": recall}
+    folders = {TEXT: args.text, RECALL: recall}
     found, results = [axis for axis in axes() if args.only in axis.title], Results(args.out)
     settings = [setting for axis in found for _, setting in axis.settings]
     results.complete(settings, args.seeds, lambda setting, seed: run(setting, seed, folders, args.work), args.jobs)

@@ -6,6 +6,7 @@ gets the decision as `found_inf`, the flag by which torch's loss scaling makes a
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -71,6 +72,6 @@ def scale_gradients(gradients: list[Tensor], loss_factor: Tensor, grad_sq: Tenso
         # A tensor divided by a tensor: dividing a number multiplies by an inverse, which rounds twice.
         shrink = torch.minimum(one * limit / (grad_sq.sqrt() / loss_factor + 1e-6), one)
     scale = shrink / loss_factor
-    if all(gradient.dtype == torch.float32 for gradient in gradients):
+    if {*map(attrgetter("dtype"), gradients)} == {torch.float32}:
         scale = scale.float()  # a scale of the gradients' own type takes one kernel for all of them
     torch._foreach_mul_(gradients, scale)

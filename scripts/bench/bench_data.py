@@ -53,33 +53,30 @@ def dataset(paths: list[Path], name: str, num_mixed: int) -> StreamMixingDataset
     )
 
 
+def loop_over(dataset: BlendDataset | StreamMixingDataset, *, drain: bool) -> Loop:
+    """So many batches."""
+
+    def run(batches: int) -> None:
+        for _ in range(batches):
+            next(dataset)
+            if drain:
+                dataset.drain_step_metrics()
+
+    return run
+
+
 def blend_loop(paths: list[Path], *, drain: bool) -> Loop:
     """Ours: a blend of one source a file, every weight on a schedule, metrics drained at every batch."""
     sources = []
     for path, weight in zip(paths, WEIGHTS, strict=True):
         schedule = ScheduledWeight("linear", {0: float(weight), 10_000_000: float(weight) + 1.0})
         sources.append(BlendSource(path.stem, dataset([path], path.stem, 1), schedule))
-    blend = BlendDataset(sources, seed=0)
-
-    def run(batches: int) -> None:
-        for _ in range(batches):
-            next(blend)
-            if drain:
-                blend.drain_step_metrics()
-
-    return run
+    return loop_over(BlendDataset(sources, seed=0), drain=drain)
 
 
 def pool_loop(paths: list[Path]) -> Loop:
     """Ours: one source, all files in one pool, weighted by what remains, metrics drained at every batch."""
-    mixing = dataset(paths, "pool", len(paths))
-
-    def run(batches: int) -> None:
-        for _ in range(batches):
-            next(mixing)
-            mixing.drain_step_metrics()
-
-    return run
+    return loop_over(dataset(paths, "pool", len(paths)), drain=True)
 
 
 def bare_loop(paths: list[Path], *, with_targets: bool) -> Loop:
@@ -152,15 +149,10 @@ def figures(batches: int, rounds: int) -> list[Figure]:
             "bare loop with targets": bare_loop(paths, with_targets=True),
         }
         times = time_in_turns(loops, batches, rounds)
-    found = [
-        Figure(
-            f"{name}: us a batch",
-            statistics.median(each),
-            "us",
-            at_most=BATCH_GOAL_US if "metrics on" in name else None,
-        )
-        for name, each in times.items()
-    ]
+    found = []
+    for name, each in times.items():
+        goal = BATCH_GOAL_US if "metrics on" in name else None
+        found.append(Figure(f"{name}: us a batch", statistics.median(each), "us", at_most=goal))
     for other in ("bare loop", "bare loop with targets"):
         ratios = over(times[other], times["blend, metrics on"])
         found.append(ratio_figure(f"speed of the blend over the {other}", ratios))

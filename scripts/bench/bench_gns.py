@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from bench_table import Figure, bench_parser, in_child, peak_mb, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, growth_mb, in_child, print_figures, ratio_figure
 from torch import Tensor, nn
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norm
@@ -149,11 +149,7 @@ def ratios(bench: Bench, m: int, rounds: int, rng: random.Random) -> dict[str, l
 def peak_growth(make: Callable[[], Bench], kind: str, device: str) -> float:
     """Growth of the peak memory in MB over two steps of m = 2, after one without any measuring."""
     bench = make()
-    bench.step("none", 2)
-    before = peak_mb(device)
-    for _ in range(2):
-        bench.step(kind, 2)
-    return peak_mb(device) - before
+    return growth_mb(lambda: bench.step("none", 2), lambda: [bench.step(kind, 2) for _ in range(2)], device)
 
 
 def figures(bench: Bench, args: argparse.Namespace) -> list[Figure]:

@@ -10,11 +10,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from functools import partial
 
 import torch
-from bench_table import Figure, bench_parser, in_child, in_turns, over, peak_mb, print_figures, ratio_figure
+from bench_table import (
+    Figure,
+    bench_parser,
+    growth_mb,
+    in_child,
+    in_turns,
+    over,
+    print_figures,
+    ratio_figure,
+    seconds_of,
+)
 from torch import Tensor, nn
 
 from trainer.model import transformer
@@ -38,15 +47,13 @@ def make(args: argparse.Namespace, vocab_size: int) -> dict[str, tuple[nn.Module
 
 def step(model: nn.Module, loss: Loss, tokens: Tensor) -> float:
     """Seconds of one forward and backward on tokens [B, T]."""
+
+    def run() -> None:
+        result = loss(model(tokens=tokens, state=None).logits, tokens)
+        (result.loss_sum / tokens.numel()).backward()  # type: ignore[no-untyped-call]
+
     model.zero_grad(set_to_none=True)
-    if tokens.is_cuda:
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    result = loss(model(tokens=tokens, state=None).logits, tokens)
-    (result.loss_sum / tokens.numel()).backward()  # type: ignore[no-untyped-call]
-    if tokens.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return seconds_of(run, tokens.device.type)
 
 
 def draw(args: argparse.Namespace, vocab_size: int) -> Tensor:
@@ -55,13 +62,9 @@ def draw(args: argparse.Namespace, vocab_size: int) -> Tensor:
 
 
 def memory_of_step(args: argparse.Namespace, way: str, vocab_size: int) -> float:
-    """MB by which a step raises the peak, in this process. A first step of one token loads what torch loads once."""
-    model, loss = make(args, vocab_size)[way]
-    tokens = draw(args, vocab_size)
-    step(model, loss, tokens[:1, :1])
-    before = peak_mb(args.device)
-    step(model, loss, tokens)
-    return peak_mb(args.device) - before
+    """MB by which a step raises the peak, in this process."""
+    run, tokens = partial(step, *make(args, vocab_size)[way]), draw(args, vocab_size)
+    return growth_mb(partial(run, tokens[:1, :1]), partial(run, tokens), args.device)
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:

@@ -37,19 +37,6 @@ MOST_BATCH_BYTES = 2 * 10**8
 MAX_GROWTH = 2.0
 
 
-class Slab:
-    """The floor: a gather and a scatter of rows whose places are known."""
-
-    def __init__(self, capacity: int) -> None:
-        self._rows = torch.zeros(capacity, WIDTH)
-
-    def step(self, slots: Tensor, states: Tensor) -> Tensor:
-        """Gather and scatter one batch."""
-        found = self._rows.index_select(0, slots)
-        self._rows.index_copy_(0, slots, states)
-        return found
-
-
 class LedgerSteps:
     """The ledger, a micro-batch a step."""
 
@@ -92,8 +79,13 @@ def timed(durations: list[float], run: Callable[[], object], device: str = "cpu"
 def measure(live: int, num_steps: int) -> tuple[float, float]:
     """Median microseconds a step of the ledger, and of the bare gather + scatter."""
     rng = np.random.default_rng(live)
-    ledger, slab = LedgerSteps(live), Slab(live)
+    ledger, slab = LedgerSteps(live), torch.zeros(live, WIDTH)
     states = torch.randn(BATCH, WIDTH)
+
+    def gather_and_scatter(slots: Tensor) -> None:  # the floor: of rows whose places are known
+        slab.index_select(0, slots)
+        slab.index_copy_(0, slots, states)
+
     step = 0
     for first in range(0, live - live % BATCH, BATCH):
         step += 1
@@ -109,7 +101,7 @@ def measure(live: int, num_steps: int) -> tuple[float, float]:
         for number, groups in enumerate(planned[first : first + BLOCK], start=step + first + 1):
             timed(ours, partial(ledger.step, number, groups, states))
         for slots in places[first : first + BLOCK]:
-            timed(bare, partial(slab.step, slots, states))
+            timed(bare, partial(gather_and_scatter, slots))
     warm = num_steps // 5
     return statistics.median(ours[warm:]) * 1e6, statistics.median(bare[warm:]) * 1e6
 

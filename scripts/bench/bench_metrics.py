@@ -100,19 +100,13 @@ def reduced_us(repeats: int) -> float:
 
 def measure(repeats: int) -> list[Figure]:
     """All figures, in microseconds."""
+    unlogged, sections = (
+        median_us(make_step(make_tracker(10**9), {}, sections=of_sections), repeats) for of_sections in (False, True)
+    )
     return [
-        Figure(
-            "end_step, not logged",
-            median_us(make_step(make_tracker(10**9), {}, sections=False), repeats),
-            "us",
-            at_most=20,
-        ),
+        Figure("end_step, not logged", unlogged, "us", at_most=20),
         Figure("end_step, 60 keys to jsonl and stdout", logged_us(repeats), "us", at_most=250),
-        Figure(
-            "three timed sections of a step",
-            median_us(make_step(make_tracker(10**9), {}, sections=True), repeats),
-            "us",
-        ),
+        Figure("three timed sections of a step", sections, "us"),
         Figure("reducing 60 keys on one rank", reduced_us(repeats), "us"),
     ]
 

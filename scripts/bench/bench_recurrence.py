@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench_table import Figure, bench_parser, in_turns, over, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, in_turns, over, print_figures, ratio_figure, seconds_of
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -85,13 +84,7 @@ def dtype_of(device: str) -> torch.dtype:
 def seconds(layer: Callable[[Tensor], Tensor], x: Tensor) -> float:
     """One forward and backward."""
     x = x.detach().requires_grad_()
-    if x.is_cuda:
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    layer(x).sum().backward()  # type: ignore[no-untyped-call]
-    if x.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return seconds_of(lambda: layer(x).sum().backward(), x.device.type)  # type: ignore[no-untyped-call]
 
 
 def bandwidth(moved: int, run: Callable[[], object]) -> float:

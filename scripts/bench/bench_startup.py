@@ -61,22 +61,21 @@ def measure(rounds: int) -> list[Figure]:
             for title, command in commands.items():
                 times[title].append(seconds(command))
             times["first step"].append(seconds_to_first_step(config, folder / "runs"))
-    median = {title: statistics.median(each[1:]) for title, each in times.items()}
-    quartiles = {title: statistics.quantiles(each[1:], n=4) for title, each in times.items()}
-    help_low, _, help_high = quartiles["train --help"]
+    whole = {title: statistics.quantiles(each[1:], n=4) for title, each in times.items()}
+    python, torch, trainer = (whole[title][1] for title in ("python alone", "import torch", "import trainer"))
+    first_step = whole["first step"][1]
     return [
-        Figure("train --help", median["train --help"], "s", help_low, help_high, at_most=MAX_HELP_SEC),
-        Figure(
-            "launch to first step", median["first step"], "s", quartiles["first step"][0], quartiles["first step"][2]
+        *(
+            Figure(name, middle, "s", low, high, at_most=at_most)
+            for name, (low, middle, high), at_most in (
+                ("train --help", whole["train --help"], MAX_HELP_SEC),
+                ("launch to first step", whole["first step"], None),
+            )
         ),
-        Figure("  of which python itself", median["python alone"], "s"),
-        Figure("  of which importing torch", median["import torch"] - median["python alone"], "s"),
-        Figure(
-            "  of which importing the trainer and its dependencies",
-            median["import trainer"] - median["import torch"],
-            "s",
-        ),
-        Figure("  of which config, data, model, sinks, step 1", median["first step"] - median["import trainer"], "s"),
+        Figure("  of which python itself", python, "s"),
+        Figure("  of which importing torch", torch - python, "s"),
+        Figure("  of which importing the trainer and its dependencies", trainer - torch, "s"),
+        Figure("  of which config, data, model, sinks, step 1", first_step - trainer, "s"),
     ]
 
 

@@ -8,6 +8,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,9 +42,8 @@ class Figure:
     @property
     def goal(self) -> str:
         """The goal in words."""
-        if self.at_least is not None:
-            return f"at least {self.at_least:g}"
-        return f"at most {self.at_most:g}" if self.at_most is not None else ""
+        limits = {"at least": self.at_least, "at most": self.at_most}
+        return " and ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
 
 
 def ratio_figure(
@@ -68,6 +68,25 @@ def in_turns(actions: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
             if turn:
                 found[name].append(value)
     return found
+
+
+def seconds_of(run: Callable[[], object], device: str) -> float:
+    """How long it takes, to the end of what it queues on the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def growth_mb(small: Callable[[], object], run: Callable[[], object], device: str) -> float:
+    """MB by which it raises the peak in this process, after a small one that loads what torch loads once."""
+    small()
+    before = peak_mb(device)
+    run()
+    return peak_mb(device) - before
 
 
 def in_child(*arguments: str) -> Any:
@@ -136,7 +155,8 @@ def print_figures(
 ) -> None:
     """Print to stdout, with `--json` as JSON; with `--check`, exit with 1 if a goal is missed."""
     if args.json:
-        content = {"figures": [asdict(figure) for figure in figures], "tables": [asdict(table) for table in tables]}
+        rows = [{**asdict(figure), "goal": figure.goal, "is_met": figure.is_met} for figure in figures]
+        content = {"figures": rows, "tables": [asdict(table) for table in tables]}
         print(json.dumps({"bench": bench, "machine": machine(), **content}))
     else:
         print(f"{bench}: {machine()}")
@@ -144,9 +164,7 @@ def print_figures(
         for figure in figures:
             print(f"{figure.name:{width}}  {as_text(figure):>28}  {figure.goal:15} {verdict(figure)}".rstrip())
         for table in tables:
-            print(
-                "\n".join([f"{table.title}: {', '.join(table.columns)}", *("  ".join(map(str, r)) for r in table.rows)])
-            )
+            print(f"{table.title}: {', '.join(table.columns)}", *("  ".join(map(str, r)) for r in table.rows), sep="\n")
     if args.check and any(figure.is_met is False for figure in figures):
         sys.exit(1)
 

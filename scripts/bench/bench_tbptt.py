@@ -9,11 +9,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from functools import partial
 
 import torch
-from bench_table import Figure, bench_parser, in_child, in_turns, over, peak_mb, print_figures, ratio_figure
+from bench_table import (
+    Figure,
+    bench_parser,
+    growth_mb,
+    in_child,
+    in_turns,
+    over,
+    print_figures,
+    ratio_figure,
+    seconds_of,
+)
 from torch import Tensor, nn
 
 from trainer.model import build
@@ -40,26 +49,20 @@ def draw(args: argparse.Namespace, way: str) -> Tensor:
 
 def step(model: nn.Module, tokens: Tensor) -> float:
     """Seconds of one forward and backward."""
+
+    def run() -> None:
+        logits = model(tokens=tokens, state=None).logits
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()  # type: ignore[no-untyped-call]
+
     model.zero_grad(set_to_none=True)
-    if tokens.is_cuda:
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    logits = model(tokens=tokens, state=None).logits
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-    loss.backward()  # type: ignore[no-untyped-call]
-    if tokens.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return seconds_of(run, tokens.device.type)
 
 
 def memory_of_step(args: argparse.Namespace) -> float:
-    """MB by which a step raises the peak, in this process. A first step of one token loads what torch loads once."""
-    ways = make(args)
-    tokens = draw(args, args.memory_of)
-    step(ways["truncated"], tokens[:1, :1])
-    before = peak_mb(args.device)
-    step(ways[args.memory_of], tokens)
-    return peak_mb(args.device) - before
+    """MB by which a step raises the peak, in this process."""
+    ways, tokens = make(args), draw(args, args.memory_of)
+    small = partial(step, ways["truncated"], tokens[:1, :1])
+    return growth_mb(small, partial(step, ways[args.memory_of], tokens), args.device)
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:

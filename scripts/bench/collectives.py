@@ -12,10 +12,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer_run import write_corpus
+from trainer_run import CONFIG, write_corpus
 
 PROGRAM = str(Path(__file__).resolve().parents[2] / "train")
-MICRO_BATCHES, LOG_INTERVAL, STEPS = 2, 4, 8
+MICRO_BATCHES, LOG_INTERVAL, STEPS = 2, 4, 8  # the first is that of CONFIG
 # What torch is asked for: gloo carries a reduce-scatter out as an all-reduce.
 KINDS = {
     "c10d::allreduce_": "all-reduce",
@@ -58,35 +58,16 @@ def build(vocab_size, dim, num_layers):
     return model
 """
 
-CONFIG = """\
-[run]
-name = "growth"
-dir = "{folder}/runs"
-[train]
-steps = {steps}
-micro_batches = {micro_batches}
-device = "cpu"
-[data]
-seq_len = 32
-[data.mixing]
-num_streams_mixed = 2
-batch_size = 2
-[[data.source]]
-name = "words"
-layout = "nested"
-root = "{folder}/corpus"
-modalities = ["a", "b"]
-[model]
-target = "counted_model:build"
-contract = false  # whose calls would be counted too
-dim = 16
-num_layers = 1
-[metrics]
-log_interval = {log_interval}
-wandb = {{ mode = "disabled" }}
-[checkpoint]
-every = 0
-"""
+SETS = (
+    'model.target="counted_model:build"',
+    "model.contract=false",  # whose calls would be counted too
+    "model.dim=16",
+    "model.num_layers=1",
+    "data.seq_len=32",
+    "data.mixing.num_streams_mixed=2",
+    "data.mixing.batch_size=2",
+    "checkpoint.every=0",
+)
 
 
 @dataclass
@@ -109,10 +90,10 @@ def count_collectives(world_size: int, *sets: str) -> tuple[Sent, Sent]:
         write_corpus(folder / "corpus")
         (folder / "counted_model.py").write_text(COUNTED_MODEL, encoding="utf-8")
         config = folder / "growth.toml"
-        sizes = {"steps": STEPS, "micro_batches": MICRO_BATCHES, "log_interval": LOG_INTERVAL}
-        config.write_text(CONFIG.format(folder=folder, **sizes), encoding="utf-8")
+        text = CONFIG.format(steps=STEPS, device="cpu", log_interval=LOG_INTERVAL, corpus=folder / "corpus")
+        config.write_text(text, encoding="utf-8")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-        words = [word for each in sets for word in ("--set", each)]
+        words = [word for each in (*SETS, f"run.dir={folder}/runs", *sets) for word in ("--set", each)]
         subprocess.run(
             [*launcher, PROGRAM, "--config", str(config), *words],
             env={**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"},

@@ -52,7 +52,7 @@ def section(bench: str, found: dict[str, Any], spent: float) -> str:
     first = "".join(HERE.joinpath(f"bench_{bench}.py").read_text(encoding="utf-8").split('"""')[1]).strip()
     rows = ["| what | measured | goal | |", "|---|---|---|---|"]
     for fields in found["figures"]:
-        figure = Figure(**fields)
+        figure = Figure(**{name: fields[name] for name in Figure.__dataclass_fields__})
         rows.append(f"| {figure.name} | {as_text(figure)} | {figure.goal} | {verdict(figure)} |")
     return f"## {TITLES[bench]}\n\n{first}\n\n" + "\n".join(rows) + f"\n\n{found['machine']}; {spent:.0f} s.\n"
 

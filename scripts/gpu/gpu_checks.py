@@ -161,23 +161,9 @@ def read_figures(ended: Ended, *, is_rehearsal: bool) -> Findings:
 
 
 def _row(figure: dict[str, Any], *, is_rehearsal: bool) -> Row:
-    at_least, at_most, value = figure["at_least"], figure["at_most"], figure["value"]
-    limits = {"at least": at_least, "at most": at_most}
-    goals = [f"{name} {limit:g}" for name, limit in limits.items() if limit is not None]
-    is_met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
-    status = MEASURED if not goals else PASSED if is_met else MISSED
-    reason = ""
-    if is_rehearsal and goals:
+    value, goal = figure["value"], figure["goal"]
+    status = {None: MEASURED, True: PASSED, False: MISSED}[figure["is_met"]]
+    if is_rehearsal and goal:
         status = REHEARSED
-    elif status == MISSED:
-        reason = f"{value:.4g} is not {' and '.join(goals)}"
-    return Row(
-        figure["name"],
-        status,
-        value,
-        figure["low"],
-        figure["high"],
-        figure["unit"],
-        " and ".join(goals),
-        reason=reason,
-    )
+    reason = f"{value:.4g} is not {goal}" if status == MISSED else ""
+    return Row(figure["name"], status, value, figure["low"], figure["high"], figure["unit"], goal, reason=reason)

@@ -125,29 +125,29 @@ def run_parts(
     return found
 
 
-def make_corpus(environ: dict[str, str]) -> str | None:
-    """Build the default corpus from the text of this machine, if it is not there; why not, if it failed."""
+def make_corpus(environ: dict[str, str]) -> None:
+    """Build the default corpus from the text of this machine, if it is not there.
+
+    Raises:
+        ValueError: it failed.
+    """
     if (CORPUS / "manifest.json").exists():
-        return None
+        return
     print("data/pytext ...", file=sys.stderr, flush=True)
     command = [sys.executable, str(ROOT / "train"), "data", "build", "pytext", "--out", str(CORPUS), "--force"]
     ended = run_process(command, limit_sec=CORPUS_SEC, environ=environ, cwd=ROOT)
-    return None if ended.code == 0 else f"data/pytext cannot be built: {ended.last_error}"
+    if ended.code != 0:
+        raise ValueError(f"data/pytext cannot be built: {ended.last_error}")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, merge, print a table; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--part", default="all", choices=[*PARTS, "all"])
     parser.add_argument("--check", default="", help="run only checks whose name contains this")
     parser.add_argument("--json", type=Path, help="file that results are merged into; the page is written beside it")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run, merge, print a table; the exit code."""
-    args = parse(argv)
+    args = parser.parse_args(argv)
     results = ROOT / "build" / ("gpu" if args.device == "cuda" else "gpu-cpu")
     results.mkdir(parents=True, exist_ok=True)
     for report in results.glob("*.xml"):  # what an earlier run has left would pass for this one's
@@ -158,21 +158,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     known = checks(ROOT, args.device, results)
     chosen = [check for check in known if args.part in (check.part, "all") and args.check in check.name]
-    if not chosen:
-        print(f"make gpu: no check of part {args.part} has {args.check!r} in its name", file=sys.stderr)
-        return EXIT_CANNOT
+    environ, machine = environment(args.device), versions()
     try:
+        if not chosen:
+            raise ValueError(f"no check of part {args.part} has {args.check!r} in its name")
         records = load(file, args.device)
+        if args.device == "cuda" and machine.get("device") is None:
+            raise ValueError(f"torch {machine.get('torch')} of {sys.executable} finds no CUDA device")
+        if NEED_CORPUS & {check.part for check in chosen}:
+            make_corpus(environ)
     except ValueError as error:
         print(f"make gpu: {error}", file=sys.stderr)
-        return EXIT_CANNOT
-    environ = environment(args.device)
-    machine = versions()
-    if args.device == "cuda" and machine.get("device") is None:
-        print(f"make gpu: torch {machine.get('torch')} of {sys.executable} finds no CUDA device", file=sys.stderr)
-        return EXIT_CANNOT
-    if NEED_CORPUS & {check.part for check in chosen} and (problem := make_corpus(environ)):
-        print(f"make gpu: {problem}", file=sys.stderr)
         return EXIT_CANNOT
 
     def keep(record: Record) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.in_process import program
-from tests.support.runs import run, write_tiny_config
+from tests.support.runs import train, write_tiny_config
 from trainer.tools.report.run_summary import config_differences
 from trainer.tools.runs.load import load_run
 from trainer.tools.verbs.records import entry_of
@@ -21,13 +21,10 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 8 steps, `plain`, and `changed`, resumed from there to step 12 with another learning rate."""
     directory = tmp_path_factory.mktemp("changed")
     config = write_tiny_config(directory, "[checkpoint]\nevery = 4\n[optimizer]\nlr = 0.01\n")
-    start = ("--config", config, "--run-dir", directory / "changed", "--stdout", "off")
-    done = run(*start, "--steps", "8")
-    assert done.returncode == 0, done.stderr
+    train(config, directory / "changed", "train.steps=8")
     shutil.copytree(directory / "changed", directory / "plain")
-    changes = ("--set", "optimizer.lr=0.5", "--set", "data.prefetch=5")
-    done = run(*start, "--steps", "12", "--resume", "auto", *changes)
-    assert done.returncode == 0, done.stderr
+    changes = ("train.steps=12", "optimizer.lr=0.5", "data.prefetch=5")
+    train(config, directory / "changed", *changes, more=("--resume", "auto"))
     return directory
 
 
@@ -47,9 +44,7 @@ def test_the_restart_says_what_changed_in_both_records(resumed: Path) -> None:
     assert restart.details["changed"] == event["changed"]
 
 
-def test_compare_names_a_setting_that_differed_for_some_of_the_steps(
-    resumed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_names_a_setting_that_differed_for_some_of_the_steps(resumed, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     shown = program(["compare", resumed / "plain", resumed / "changed"], capsys).stdout
     [line] = [line for line in shown.splitlines() if "optimizer.lr" in line]
@@ -59,15 +54,10 @@ def test_compare_names_a_setting_that_differed_for_some_of_the_steps(
     assert values["optimizer.lr"] == [0.01, {"1": 0.01, "9": 0.5}]
 
 
-def test_ls_and_report_show_that_settings_changed(
-    resumed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ls_and_report_show_that_settings_changed(resumed, tmp_path, capsys, monkeypatch):
     assert entry_of(resumed / "plain", now=0.0, diagnoses=False).changed == []
-    assert entry_of(resumed / "changed", now=0.0, diagnoses=False).changed == [
-        "data.prefetch",
-        "optimizer.lr",
-        "train.steps",
-    ]
+    changed = entry_of(resumed / "changed", now=0.0, diagnoses=False).changed
+    assert changed == ["data.prefetch", "optimizer.lr", "train.steps"]
     monkeypatch.setenv("COLUMNS", "200")
     assert "3 settings" in program(["ls", resumed], capsys).stdout
     for runs in (["changed"], ["plain", "changed"]):
@@ -117,9 +107,7 @@ LR = "optimizer.lr"
         ([(30, {LR: (1.0, 2.0)}), *rows(31, 40)], 2.0, 40, {1: 1.0, 31: 2.0}),
     ],
 )
-def test_settings_are_read_by_step(
-    tmp_path: Path, lines: list[tuple[int, object]], lr: float, last_step: int, wanted: object
-) -> None:
+def test_settings_are_read_by_step(tmp_path, lines, lr, last_step, wanted):
     found = load_run(record(tmp_path / "found", lines, lr, last_step))
     other = load_run(record(tmp_path / "other", rows(1, 40), 7.0))
     assert config_differences([found, other]) == [(LR, [wanted, 7.0])]

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.support.in_process import program
-from tests.support.runs import ROOT, TIMEOUT_SEC, environment, run, write_tiny_config
+from tests.support.runs import ROOT, TIMEOUT_SEC, environment, train, write_tiny_config
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.import_path import resolve_target
@@ -28,16 +28,10 @@ def trained(tmp_path_factory):
     """(working directory, run) of a model of the user's own, which lies in the working directory."""
     directory = tmp_path_factory.mktemp("code")
     config = write_tiny_config(directory)
-    family = 'target = "my_own_model:build"'
-    text = config.read_text()
-    assert "[model]\n" in text
-    config.write_text(text.replace("[model]\n", f"[model]\n{family}\n", 1))
+    config.write_text(config.read_text().replace("[model]\n", '[model]\ntarget = "my_own_model:build"\n'))
     (directory / "my_own_model.py").write_text(MODEL)
-    done = run(
-        "--config", config, "--run-dir", directory / "run", "--steps", 2, "--set", "eval.holdout_fraction=0.3",
-        "--set", "eval.every=2", cwd=directory,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    own = ("train.steps=2", "eval.holdout_fraction=0.3", "eval.every=2")
+    train(config, directory / "run", *own, cwd=directory)
     assert (directory / "imported").exists(), "the plant works"
     return directory, directory / "run"
 
@@ -102,12 +96,8 @@ def test_an_evaluation_imports_no_other_code_of_it_either(here, key):
 
 
 LAUNCHERS = {
-    "torchrun -m": [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"),
-        "-m",
-        "trainer",
-    ],
-    "train": [sys.executable, str(ROOT / "train")],
+    "torchrun -m": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "trainer"],
+    "train": ["train"],
 }
 STRAYS = ("typer", "rich", "wandb", "fsspec", "pydantic", "tomli_w", "safetensors", "yaml")
 
@@ -124,11 +114,15 @@ def test_a_stray_file_is_not_taken_for_a_package_and_ones_own_module_is_found(tr
     (clone / "my_own_model.py").write_text(MODEL)
     for name in STRAYS:
         (clone / f"{name}.py").write_text(f"raise SystemExit('PLANTED {name}.py was imported')\n")
-    line = [word.replace(str(ROOT / "train"), str(clone / "train")) for word in LAUNCHERS[launcher]]
     # torchrun itself begins to search where it stands: that is torch's, and its packages are none of these.
     arguments = ["--config", str(directory / "tiny.toml"), "--run-dir", str(tmp_path / "run"), "--steps", "1"]
     done = subprocess.run(
-        [*line, *arguments], cwd=clone, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_SEC
+        [sys.executable, *LAUNCHERS[launcher], *arguments],
+        cwd=clone,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SEC,
     )
     assert done.returncode == 0, done.stderr
     assert "PLANTED" not in done.stderr

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import shlex
-import subprocess
-from collections.abc import Callable
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.in_process import Ended, program
-from tests.support.runs import command, environment, make_corpus
+from tests.support.forks import Forked
+from tests.support.in_process import program
+from tests.support.runs import TIMEOUT_SEC, environment, make_corpus
+from tests.support.terminal import Terminal
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +27,12 @@ def texts(corpus: Path, modality: str) -> list[bytes]:
 
 
 @pytest.fixture
-def data(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+def data(capsys):
     """Runs `train data <arguments>`."""
     return lambda *arguments: program(["data", *arguments], capsys)
 
 
-def test_inspect_counts_what_is_there(corpus: Path, data: Callable[..., Ended]) -> None:
+def test_inspect_counts_what_is_there(corpus, data):
     inspecting = ("inspect", corpus, "--seq-len", "16", "--max-group-cells", "4")
     result = data(*inspecting, "--json")
     assert (result.returncode, result.stderr) == (0, "")
@@ -66,7 +64,7 @@ def test_inspect_counts_what_is_there(corpus: Path, data: Callable[..., Ended]) 
     assert f"{len(every):,}" in shown
 
 
-def test_inspect_reads_files_and_globs_of_any_format(tmp_path: Path, data: Callable[..., Ended]) -> None:
+def test_inspect_reads_files_and_globs_of_any_format(tmp_path, data):
     (tmp_path / "x").mkdir()
     np.array([1, 2, 0, 3, 0], dtype=np.uint16).tofile(tmp_path / "x" / "a.bin")
     np.save(tmp_path / "x" / "b.npy", np.array([9, 9, 0]))
@@ -82,17 +80,13 @@ def test_inspect_reads_files_and_globs_of_any_format(tmp_path: Path, data: Calla
 
 
 @pytest.mark.parametrize("verb", [("data", "inspect"), ("data", "verify"), ("init",)])
-def test_options_that_no_file_heeds_are_refused(
-    corpus: Path, capsys: pytest.CaptureFixture[str], verb: tuple[str, ...]
-) -> None:
+def test_options_that_no_file_heeds_are_refused(corpus, capsys, verb):
     result = program((*verb, corpus, "--eod", "0"), capsys)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == "eod: is 0, but there are no npy or bin files; remove it"
 
 
-def test_verify_reports_every_damaged_file_on_a_line_and_exits_with_2(
-    tmp_path: Path, data: Callable[..., Ended]
-) -> None:
+def test_verify_reports_every_damaged_file_on_a_line_and_exits_with_2(tmp_path, data):
     corpus = make_corpus(tmp_path / "corpus", streams=3, documents=4)
     well = data("verify", corpus)
     assert (well.returncode, well.stderr) == (0, "")
@@ -113,7 +107,7 @@ def test_verify_reports_every_damaged_file_on_a_line_and_exits_with_2(
     assert (inspected.returncode, inspected.stderr.splitlines()) == (2, lines[:1])
 
 
-def test_verify_compares_a_built_corpus_with_its_manifest(tmp_path: Path, data: Callable[..., Ended]) -> None:
+def test_verify_compares_a_built_corpus_with_its_manifest(tmp_path, data):
     for number in range(3):
         (tmp_path / f"{number}.md").write_text(f"Text number {number}.\n" * 20)
     corpus = tmp_path / "corpus"
@@ -144,9 +138,7 @@ def test_verify_compares_a_built_corpus_with_its_manifest(tmp_path: Path, data: 
         (["inspect", "x.txt", "--format", "xml"], "format: must be one of auto, text"),
     ],
 )
-def test_mistakes_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Callable[..., Ended], arguments: list[str], message: str
-) -> None:
+def test_mistakes_are_one_line(tmp_path, monkeypatch, data, arguments, message):
     monkeypatch.chdir(tmp_path)
     if "x.txt" in arguments:
         (tmp_path / "x.txt").write_text("text")
@@ -156,23 +148,14 @@ def test_mistakes_are_one_line(
     assert result.stderr.count("\n") == 1, result.stderr
 
 
-def test_a_terminal_gets_a_progress_bar_on_stderr(corpus: Path) -> None:
-    parent, child = pty.openpty()
-    process = subprocess.Popen(
-        command(["data", "verify", corpus]), env=environment({"TERM": "xterm"}), stdout=subprocess.PIPE, stderr=child
+def test_a_terminal_gets_a_progress_bar_on_stderr(corpus, tmp_path):
+    terminal, out = Terminal(), tmp_path / "out"
+    verify = Forked(
+        ["data", "verify", corpus], environment({"TERM": "xterm"}), cwd=tmp_path, out=out, err=terminal.path
     )
-    os.close(child)
-    shown = b""
-    try:
-        while block := os.read(parent, 4096):
-            shown += block
-    except OSError:  # the other end of a terminal was closed
-        pass
-    out, _ = process.communicate(timeout=240)
-    os.close(parent)
-    assert process.returncode == 0
-    assert out.decode().count("\n") == 1
-    assert b"4/4" in shown
+    assert verify.wait(TIMEOUT_SEC) == 0
+    assert out.read_text().count("\n") == 1
+    assert "4/4" in terminal.text()
 
 
 def test_lost_files_come_before_copies(tmp_path, capsys):
@@ -197,7 +180,7 @@ BUILDS = {
 
 
 @pytest.fixture
-def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def text(tmp_path: Path, monkeypatch) -> Path:
     """A working directory with `text/prose/a.txt`."""
     (tmp_path / "text" / "prose").mkdir(parents=True)
     (tmp_path / "text" / "prose" / "a.txt").write_text("Some words. " * 20_000)
@@ -206,9 +189,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("verb", BUILDS)
-def test_an_output_that_cannot_be_written_is_one_line(
-    text: Path, capsys: pytest.CaptureFixture[str], verb: str
-) -> None:
+def test_an_output_that_cannot_be_written_is_one_line(text, capsys, verb):
     (text / "loop").symlink_to("loop")
     (text / "file").write_text("")
     for out, says in (("loop/new", "loop"), ("file/new", "file"), ("/dev/full", "/dev/full: "), ("n" * 300, "nnn")):
@@ -220,23 +201,20 @@ def test_an_output_that_cannot_be_written_is_one_line(
 
 
 @pytest.mark.parametrize("verb", ["build", "tokenize"])
-def test_a_full_disk_is_one_line_and_the_next_call_makes_what_a_first_one_would(text: Path, verb: str) -> None:
+def test_a_full_disk_is_one_line_and_the_next_call_makes_what_a_first_one_would(text, capsys, verb):
     """The limit on the size of a file has the kernel refuse a write in its midst, as a full disk does."""
-
-    def call(limit: str, out: str) -> subprocess.CompletedProcess[str]:
-        arguments = shlex.join(command((*BUILDS[verb], "--out", out)))
-        script = f"ulimit -f {limit}; exec {arguments}"
-        return subprocess.run(["bash", "-c", script], text=True, capture_output=True, check=False, env=environment())
-
-    full = call("64", "out")
-    assert full.returncode == 2, full.stderr
-    assert full.stderr.splitlines()[-1].startswith("out: cannot be written (File too large); make room"), full.stderr
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))
+    try:
+        full = program((*BUILDS[verb], "--out", "full"), capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert full.returncode == 2
+    assert full.stderr.splitlines()[-1].startswith("full: cannot be written (File too large); make room"), full.stderr
     assert "Traceback" not in full.stderr
-    for out in ("out", "fresh"):
-        done = call("unlimited", out)
-        assert done.returncode == 0, done.stderr
-    out, fresh = (
-        {path.relative_to(text / name): path.read_bytes() for path in (text / name).rglob("*") if path.is_file()}
-        for name in ("out", "fresh")
-    )
-    assert out == fresh
+    made = []
+    for name in ("full", "fresh"):
+        assert program((*BUILDS[verb], "--out", name), capsys).returncode == 0
+        files = [path for path in (text / name).rglob("*") if path.is_file()]
+        made.append({path.relative_to(text / name): path.read_bytes() for path in files})
+    assert made[0] == made[1]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.runs import make_corpus, read_rows, run, write_tiny_config
+from tests.support.ranks import status
+from tests.support.runs import make_corpus, read_rows, train, write_tiny_config
 from trainer.metrics.catalog.lookup import CATALOG, family, is_known
 
 EXTRA = """
@@ -46,22 +46,13 @@ ON_CUDA = {f"gpu/{name}" for name in ("allocated_gb", "peak_gb", "reserved_gb", 
 
 # A stop that is asked for in the second micro-batch of step 5.
 STOPS = """
-import os, signal
-from torch import nn
+import itertools, os, signal
 from trainer.model import build as build_ours
 
-class Stopping(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.calls, self.state_width = inner, 0, inner.state_width
-    def forward(self, tokens, state=None):
-        self.calls += 1
-        if self.calls == 10:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return self.inner(tokens, state=state)
-
 def build(vocab_size, dim, num_layers):
-    return Stopping(build_ours(vocab_size, dim=dim, num_layers=num_layers))
+    model, calls = build_ours(vocab_size, dim=dim, num_layers=num_layers), itertools.count(1)
+    model.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM) if next(calls) == 10 else None)
+    return model
 """
 # Saves that take at least a known time, on one rank.
 SLOW_SAVES = """
@@ -96,18 +87,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     (directory / "slow_saves.py").write_text(SLOW_SAVES)
     (directory / "mine.jsonl").write_text('{"text": "to be or not to be"}\n' * 3)
     make_corpus(directory / "corpus", documents=3)
-    config = write_tiny_config(directory, EXTRA)
     sets = (
         "data.mixing.repeat=false",
         "model.target=slow_saves:build",
         "metrics.log_interval=3",
         "ledger.probe_every=3",
+        "train.steps=500",
         'train.micro_batches={ schedule = "step", points = { 0 = 2, 500 = 3 } }',
     )
-    arguments = [part for pair in sets for part in ("--set", pair)]
-    result = run("--config", config, "--run-dir", directory / "run", "--steps", 500, *arguments, nproc=2, cwd=directory)
-    assert result.returncode == 0, result.stderr
-    assert "data exhausted" in result.stderr
+    said = train(write_tiny_config(directory, EXTRA), directory / "run", *sets, nproc=2, cwd=directory)
+    assert "data exhausted" in said
     return read_rows(directory / "run" / "metrics.jsonl")
 
 
@@ -116,10 +105,7 @@ def long_rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """One rank that hardly learns, so that the noise scale does not drift and all its bounds become known."""
     directory = tmp_path_factory.mktemp("long")
     sets = ("train.micro_batches=4", "optimizer.lr=1e-6", "gns.components_every=2", "ledger.probe_every=0")
-    arguments = [part for pair in sets for part in ("--set", pair)]
-    config = write_tiny_config(directory)
-    result = run("--config", config, "--run-dir", directory / "run", "--steps", 100, *arguments)
-    assert result.returncode == 0, result.stderr
+    train(write_tiny_config(directory), directory / "run", *sets, "train.steps=100")
     return read_rows(directory / "run" / "metrics.jsonl")
 
 
@@ -150,13 +136,9 @@ def test_save_sec_sums_the_saves_since_the_last_row(rows: Rows) -> None:
 def test_a_stop_at_a_step_that_is_not_logged_adds_no_row(tmp_path: Path) -> None:
     """A row forced there would lack what only logging steps collect: accuracy and the parts of the loss."""
     (tmp_path / "stops.py").write_text(STOPS)
-    config = write_tiny_config(tmp_path)
-    sets = ("model.target=stops:build", "model.contract=false", "metrics.log_interval=4")
-    arguments = [part for pair in sets for part in ("--set", pair)]
-    result = run("--config", config, "--run-dir", tmp_path / "run", "--steps", 50, *arguments, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert status["state"] == "stopped"
+    sets = ("model.target=stops:build", "model.contract=false", "metrics.log_interval=4", "train.steps=50")
+    train(write_tiny_config(tmp_path), tmp_path / "run", *sets, cwd=tmp_path)
+    assert status(tmp_path / "run")["state"] == "stopped"
     found = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert list(found) == [("train", 1), ("train", 4)]
     assert all({"accuracy", "objective/token_ce", "grad_norm"} <= row.keys() for row in found.values())
@@ -165,8 +147,5 @@ def test_a_stop_at_a_step_that_is_not_logged_adds_no_row(tmp_path: Path) -> None
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_keys_of_cuda_are_emitted_there(tmp_path: Path) -> None:
-    config = write_tiny_config(tmp_path)
-    arguments = ("--set", "train.device=cuda", "--set", "train.precision=fp16")
-    result = run("--config", config, "--run-dir", tmp_path / "run", *arguments)
-    assert result.returncode == 0, result.stderr
+    train(write_tiny_config(tmp_path), tmp_path / "run", "train.device=cuda", "train.precision=fp16")
     assert all(row.keys() >= ON_CUDA for row in read_rows(tmp_path / "run" / "metrics.jsonl").values())

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.in_process import program
-from tests.support.runs import losses, read_rows, run, write_tiny_config
+from tests.support.runs import losses, read_rows, run, train, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history
 from trainer.errors import UserError
 from trainer.tools.trained.saved_model import load_model
@@ -26,9 +26,7 @@ def folder(tmp_path_factory):
     """A directory with a config and a finished run that wrote samples."""
     path = tmp_path_factory.mktemp("export")
     config = write_tiny_config(path, SAMPLES)
-    with_wandb = ["--set", "metrics.wandb.mode=offline"]
-    result = run("--config", config, "--run-dir", path / "run", *with_wandb)
-    assert result.returncode == 0, result.stderr
+    train(config, path / "run", "metrics.wandb.mode=offline")
     exported = run("export", path / "run", "--format", "safetensors", "--out", path / "exported")
     assert exported.returncode == 0, exported.stderr
     return path
@@ -57,12 +55,9 @@ def test_samples_go_to_the_events_and_to_wandb(folder):
 
 def test_samples_do_not_change_training(tmp_path):
     config = write_tiny_config(tmp_path, SAMPLES)
-    own = ["model.target=tests.support.models:dropout", "eval.every=3", "eval.holdout_fraction=0.2"]
-    settings = [word for each in own for word in ("--set", each)]
+    own = ("model.target=tests.support.models:dropout", "eval.every=3", "eval.holdout_fraction=0.2")
     for name, every in (("with", 1), ("without", 0)):
-        arguments = ["--config", config, "--run-dir", tmp_path / name, *settings, "--set", f"sample.every={every}"]
-        result = run(*arguments)
-        assert result.returncode == 0, result.stderr
+        train(config, tmp_path / name, *own, f"sample.every={every}")
     assert len(samples_of(tmp_path / "with")) == 6
     assert not samples_of(tmp_path / "without")
     rows = [read_rows(tmp_path / name / "metrics.jsonl") for name in ("with", "without")]
@@ -112,19 +107,16 @@ def test_exported_weights_give_the_scores_of_the_checkpoint(folder):
 
 
 def test_a_run_begins_with_the_weights_and_a_resumed_one_with_its_own(folder, tmp_path):
-    settings = ["--set", f"model.weights={folder / 'exported'}", "--set", "checkpoint.every=1"]
-    slow = ["--set", "optimizer.lr=1e-12", "--set", "scheduler.warmup_steps=1"]
-    arguments = ["--config", folder / "tiny.toml", "--run-dir", tmp_path / "run", *slow]
-    begun = run(*arguments, *settings, "--steps", "1")
-    assert begun.returncode == 0, begun.stderr
-    assert "beginning with the weights of" in begun.stderr
+    place, slow = (folder / "tiny.toml", tmp_path / "run"), ("optimizer.lr=1e-12", "scheduler.warmup_steps=1")
+    weights = f"model.weights={folder / 'exported'}"
+    said = train(*place, *slow, weights, "checkpoint.every=1", "train.steps=1")
+    assert "beginning with the weights of" in said
     before, after = (load_model(path, step=None, device=CPU).model for path in (folder / "exported", tmp_path / "run"))
     for name, tensor in before.state_dict().items():
         assert torch.allclose(after.state_dict()[name], tensor, atol=1e-9, rtol=0), name
-    resumed = run(*arguments, "--steps", "2", "--resume", "auto")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "resuming after step 1" in resumed.stderr
-    assert "beginning with" not in resumed.stderr
+    said = train(*place, *slow, "train.steps=2", more=("--resume", "auto"))
+    assert "resuming after step 1" in said
+    assert "beginning with" not in said
     assert abs(losses(tmp_path / "run" / "metrics.jsonl")[2] - losses(folder / "run" / "metrics.jsonl")[6]) < 0.5
 
 
@@ -160,7 +152,7 @@ def test_without_a_format_the_path_decides_and_it_is_said(folder, tmp_path, caps
     found, asked = tmp_path / name, tmp_path / "asked"
     if format == "safetensors":
         assert (
-            {path.name for path in found.iterdir()} == {path.name for path in asked.iterdir()} > {"model.safetensors"}
+            {each.name for each in found.iterdir()} == {each.name for each in asked.iterdir()} > {"model.safetensors"}
         )
     else:
         assert found.read_bytes() == asked.read_bytes()

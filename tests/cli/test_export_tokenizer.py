@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from tests.support.in_process import program
-from tests.support.runs import run, write_tiny_config
+from tests.support.runs import train, write_tiny_config
 from trainer.config.schema import ModelTable
 from trainer.tools.trained.saved_model import copy_tokenizer
 from trainer.training.setup.plan import build_model
@@ -34,14 +34,12 @@ def pretrained(tmp_path_factory):
     return path
 
 
-def test_the_tokenizer_of_an_export_is_that_of_the_folder_that_the_run_began_from(pretrained, tmp_path):
+def test_the_tokenizer_of_an_export_is_that_of_the_folder_that_the_run_began_from(pretrained, tmp_path, capsys):
     tokenizer = pretrained / "tokenizer.json"
-    sets = ("model.family=mamba2", f'model.args={{from="{pretrained}"}}', f"data.tokenizer={tokenizer}")
-    settings = [word for each in (*sets, "model.contract=false") for word in ("--set", each)]
-    begun = run("--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run", "--steps", 1, *settings)
-    assert begun.returncode == 0, begun.stderr
+    own = ("model.family=mamba2", f'model.args={{from="{pretrained}"}}', f"data.tokenizer={tokenizer}")
+    train(write_tiny_config(tmp_path), tmp_path / "run", *own, "model.contract=false", "train.steps=1")
     for more in ((), ("--force",)):
-        ended = run("export", tmp_path / "run", "--format", "hf", "--out", tmp_path / "hf", *more)
+        ended = program(["export", tmp_path / "run", "--format", "hf", "--out", tmp_path / "hf", *more], capsys)
         assert ended.returncode == 0, ended.stderr
     wanted = AutoTokenizer.from_pretrained(pretrained)
     assert wanted.encode(TEXT) == [3, 5, 1, 4, 2, 3]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from tests.support.in_process import program
 from tests.support.ranks import status
-from tests.support.runs import TIMEOUT_SEC, command, environment, read_rows, run, write_tiny_config
+from tests.support.runs import TIMEOUT_SEC, command, environment, read_rows, train, write_tiny_config
 
 MODULE = """
 import itertools
-import os
 import numpy as np
 import torch
 from torch import nn
@@ -96,19 +95,16 @@ def measured(rank, world_size, seed, seq_len):
     return Measured(seq_len)
 
 class Sometimes(Bigram):
-    # A second table, which rows of some of the ids alone use.
-    def __init__(self, vocab_size, uses):
+    # A second table, which some of the batches alone use.
+    def __init__(self, vocab_size):
         super().__init__(vocab_size)
-        self.second, self.uses = nn.Embedding(vocab_size, vocab_size), uses
+        self.second = nn.Embedding(vocab_size, vocab_size)
     def forward(self, tokens, state=None):
         logits = super().forward(tokens, state).logits
-        return ModelOutput(logits + self.second(tokens) if self.uses(tokens) else logits, None)
+        return ModelOutput(logits if tokens[0, 0] % 3 else logits + self.second(tokens), None)
 
 def sometimes(vocab_size, dim, num_layers):
-    return Sometimes(vocab_size, lambda tokens: bool(tokens[0, 0] % 3 == 0))
-
-def on_one_rank(vocab_size, dim, num_layers):
-    return Sometimes(vocab_size, lambda tokens: os.environ["RANK"] == "0")
+    return Sometimes(vocab_size)
 
 def frozen(vocab_size, dim, num_layers):
     return Bigram(vocab_size).requires_grad_(False)
@@ -127,136 +123,122 @@ def broken(vocab_size, dim, num_layers):
 """
 
 
-def run_own(tmp_path, *arguments: object, nproc: int | None = None) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "own_parts.py").write_text(MODULE)
-    config = write_tiny_config(tmp_path)
-    line = ["--config", config, "--run-dir", tmp_path / "run", "--steps", 20, *arguments]
-    return run(*line, nproc=nproc, extra={"PYTHONPATH": str(tmp_path)})
+BIGRAM, GRU = "model.target=own_parts:bigram", "model.target=own_parts:gru"
 
 
-@pytest.fixture
-def own_parts(tmp_path, monkeypatch):
-    """A config, with the module to be imported in this process."""
-    (tmp_path / "own_parts.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield write_tiny_config(tmp_path)
-    sys.modules.pop("own_parts", None)
+def train_own(tmp_path, *sets: str, text: str = MODULE, **options: Any) -> str:
+    """Train up to 20 steps into `tmp_path`/run with these parts; returns what was said."""
+    (tmp_path / "own_parts.py").write_text(text)
+    more, env = ("--steps", 20), {"PYTHONPATH": str(tmp_path)}
+    return train(write_tiny_config(tmp_path), tmp_path / "run", *sets, more=more, extra=env, **options)
 
 
-FAST = ("--set", "optimizer.lr=0.3", "--set", "scheduler.warmup_steps=0")
-OWN_DATA = ("--set", "data.source=[{name='own', target='own_parts:counting'}]")
+def rows_of(tmp_path) -> dict[int, dict[str, float]]:
+    return {step: row for (_, step), row in read_rows(tmp_path / "run" / "metrics.jsonl").items()}
+
+
+def own_source(function: str, args: str = "") -> str:
+    return f"data.source=[{{name='own', target='own_parts:{function}', args={{{args}}}}}]"
+
+
+FAST = ("optimizer.lr=0.3", "scheduler.warmup_steps=0")
 
 
 @pytest.mark.distributed
 def test_a_model_without_state_and_data_of_one_s_own_train_on_two_ranks(tmp_path):
-    result = run_own(tmp_path, "--set", "model.target=own_parts:bigram", *OWN_DATA, *FAST, nproc=2)
-    assert result.returncode == 0, result.stderr
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert rows["train", 20]["loss"] < 0.8 * rows["train", 1]["loss"]
-    found = [key for key in rows["train", 20] if key.startswith(("stream_mixing/", "ledger/"))]
+    train_own(tmp_path, BIGRAM, own_source("counting"), *FAST, nproc=2)
+    rows = rows_of(tmp_path)
+    assert rows[20]["loss"] < 0.8 * rows[1]["loss"]
+    found = [key for key in rows[20] if key.startswith(("stream_mixing/", "ledger/"))]
     assert found == ["stream_mixing/masked_share"]  # which the trainer measures itself, of any data
-    assert rows["train", 20]["stream_mixing/masked_share"] == 0
-    assert rows["train", 20]["tokens_in_step"] == 2 * 2 * 16
+    assert rows[20]["stream_mixing/masked_share"] == 0
+    assert rows[20]["tokens_in_step"] == 2 * 2 * 16
 
 
-@pytest.mark.parametrize("model", ["sometimes", "on_one_rank"])
-def test_a_parameter_that_is_not_used_is_named_on_several_ranks_and_searched_for_on_demand(tmp_path, model):
-    options = ["--set", f"model.target=own_parts:{model}", "--set", "model.contract=false", *OWN_DATA, *FAST]
-    refused = run_own(tmp_path, *options, nproc=2)
-    assert refused.returncode == 2, refused.stderr
-    assert "model.target: 1 parameter took no part in a step's last micro-batch" in refused.stderr
-    assert "cannot be averaged: second.weight; " in refused.stderr
-    assert "Expected to have finished reduction" not in refused.stderr
-    trained = run_own(tmp_path, *options, "--set", "distributed.find_unused_parameters=true", nproc=2)
-    assert trained.returncode == 0, trained.stderr
+def test_a_parameter_that_is_not_used_is_named_on_several_ranks_and_searched_for_on_demand(tmp_path):
+    own = ("model.target=own_parts:sometimes", "model.contract=false", own_source("counting"), *FAST)
+    refused = train_own(tmp_path, *own, nproc=2, code=2)
+    assert "model.target: 1 parameter took no part in a step's last micro-batch" in refused
+    assert "cannot be averaged: second.weight; " in refused
+    assert "Expected to have finished reduction" not in refused
+    train_own(tmp_path, *own, "distributed.find_unused_parameters=true", nproc=2)
 
 
 def test_the_run_ends_when_the_data_do(tmp_path):
-    data = "data.source=[{name='own', target='own_parts:counting', args={length=7}}]"
-    result = run_own(tmp_path, "--set", "model.target=own_parts:bigram", "--set", data)
-    assert result.returncode == 0, result.stderr
-    assert "done at step 4 of 20: data exhausted" in result.stderr
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert [row["tokens_in_step"] for row in rows.values()] == [32, 32, 32, 16]
+    said = train_own(tmp_path, BIGRAM, own_source("counting", "length=7"))
+    assert "done at step 4 of 20: data exhausted" in said
+    assert [row["tokens_in_step"] for row in rows_of(tmp_path).values()] == [32, 32, 32, 16]
 
 
 @pytest.mark.distributed
 def test_a_step_whose_batches_have_no_target_is_not_the_end_of_the_data(tmp_path):
     """A prompt that fills a window, for example. The step counts, has no loss, and changes nothing."""
-    data = "data.source=[{name='own', target='own_parts:mostly_masked', args={masked=[0, 1, 6, 7, 9]}}]"
-    result = run_own(tmp_path, "--set", "model.target=own_parts:bigram", "--set", data, nproc=2)
-    assert result.returncode == 0, result.stderr
-    assert "done at step 10 of 20: data exhausted" in result.stderr
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    whole = 32 * 2
-    tokens = [rows["train", step]["tokens_in_step"] for step in range(1, 11)]
+    said = train_own(tmp_path, BIGRAM, own_source("mostly_masked", "masked=[0, 1, 6, 7, 9]"), nproc=2)
+    assert "done at step 10 of 20: data exhausted" in said
+    rows, whole = rows_of(tmp_path), 32 * 2
+    tokens = [rows[step]["tokens_in_step"] for step in range(1, 11)]
     assert tokens == [0, whole, whole, 0, whole / 2, whole, whole, whole, whole, whole]
-    assert [step for (_, step), row in rows.items() if "loss" not in row] == [1, 4]
-    assert all("smoothed/loss" in row for (_, step), row in rows.items() if step > 1)
-    assert rows["train", 4]["stream_mixing/masked_share"] == 1.0
-    assert rows["train", 10].get("non_finite_steps") == 0.0
+    assert [step for step, row in rows.items() if "loss" not in row] == [1, 4]
+    assert all("smoothed/loss" in row for step, row in rows.items() if step > 1)
+    assert rows[4]["stream_mixing/masked_share"] == 1.0
+    assert rows[10].get("non_finite_steps") == 0.0
 
 
 @pytest.mark.distributed
 def test_ranks_whose_batches_have_no_groups_take_part_in_the_exchange_of_states(tmp_path):
     """Otherwise one rank waits for the other in the look-up, which waits for it in the gradient's reduction."""
-    data = "data.source=[{name='own', target='own_parts:grouped_by_turns'}]"
-    options = ("--set", "model.target=own_parts:gru", "--set", data, "--set", "distributed.timeout_sec=120")
-    result = run_own(tmp_path, *options, "--set", "train.micro_batches=1", nproc=2)
-    assert result.returncode == 0, result.stderr
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    own = (GRU, own_source("grouped_by_turns"), "distributed.timeout_sec=120", "train.micro_batches=1")
+    train_own(tmp_path, *own, nproc=2)
+    rows = rows_of(tmp_path)
     # Rank 1 has a group from its first batch on, at cell 0; that of rank 0 begins at cell 1: one cold start.
     assert sum(row["ledger/cold_starts"] for row in rows.values()) == 1
-    assert rows["train", 20]["ledger/live_groups"] == 2
+    assert rows[20]["ledger/live_groups"] == 2
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("override", "message"),
     [
-        (["model.target=own_parts:nothing"], "has no function nothing"),
-        (["model.target=own_parts:not_a_model"], "gave a object, not a module"),
-        (["model.target=own_parts:frozen"], "own_parts:frozen gave a model without a parameter to train"),
+        ("model.target=own_parts:nothing", "has no function nothing"),
+        ("model.target=own_parts:not_a_model", "gave a object, not a module"),
+        ("model.target=own_parts:frozen", "own_parts:frozen gave a model without a parameter to train"),
+        ("optimizer.group=[{match='*.embeding.*'}]", "optimizer.group: '*.embeding.*' matches no parameter; "),
+        ("optimizer.target=own_parts:bigram", "optimizer.args: cannot call own_parts:bigram with parameter groups, lr"),
     ],
 )
-def test_a_model_that_does_not_fit_is_refused_by_check_in_one_line(own_parts, capsys, overrides, message):
-    options = [text for override in overrides for text in ("--set", override)]
-    result = program(["check", "--config", own_parts, *options], capsys)
+def test_a_part_that_does_not_fit_is_refused_by_check_in_one_line(tmp_path, monkeypatch, capsys, override, message):
+    (tmp_path / "own_parts.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    result = program(["check", "--config", write_tiny_config(tmp_path), "--set", override], capsys)
+    sys.modules.pop("own_parts", None)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
 
 
 def test_states_that_no_memory_holds_are_refused_before_they_are_allocated(tmp_path):
-    own = ("model.target=own_parts:gru", "ledger.capacity=1000000000", "model.dim=1600", "model.contract=false")
-    ended = run_own(tmp_path, *[word for each in own for word in ("--set", each)])
-    assert ended.returncode == 2, ended.stderr
-    assert "ledger.capacity: the states of the ledger take 6,400.0 GB per rank; cpu has " in ended.stderr
+    said = train_own(tmp_path, GRU, "ledger.capacity=1000000000", "model.dim=1600", "model.contract=false", code=2)
+    assert "ledger.capacity: the states of the ledger take 6,400.0 GB per rank; cpu has " in said
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        (own_source("counting", "extra='odd'"), r"batch key odd: neither an input of the model \(tokens\) nor "),
         (
-            "target='own_parts:counting', args={extra='odd'}",
-            r"batch key odd: neither an input of the model \(tokens\) nor ",
-        ),
-        (
-            "target='own_parts:failing', args={at=7}",
+            own_source("failing", "at=7"),
             r"source own: own_parts:failing: fails after 7 batches: ValueError: bad",
         ),
         (
-            "paths=['{corpus}/a/*'], format='own_parts:odd_format'",
+            "data.source=[{name='own', paths=['CORPUS/a/*'], format='own_parts:odd_format'}]",
             r"source own: .*/a/stream1.jsonl \(read by own_parts:odd_format\): fails: KeyError: 'header' \(.*own_parts",
         ),
     ],
 )
 def test_a_failure_of_data_of_one_s_own_names_the_source_and_what_was_read(tmp_path, source, message):
-    own = f"data.source=[{{name='own', {source.replace('{corpus}', str(tmp_path / 'corpus'))}}}]"
-    more = ("--set", "data.mixing={num_streams_mixed=2, batch_size=1}") if "paths" in source else ()
-    result = run_own(tmp_path, "--set", "model.target=own_parts:bigram", "--set", own, *more)
-    assert result.returncode == 2, result.stderr
-    assert re.search(message, result.stderr), result.stderr
-    assert "Traceback" not in result.stderr
+    more = ["data.mixing={num_streams_mixed=2, batch_size=1}"] * ("paths" in source)
+    said = train_own(tmp_path, BIGRAM, source.replace("CORPUS", str(tmp_path / "corpus")), *more, code=2)
+    assert re.search(message, said), said
+    assert "Traceback" not in said
     if "failing" in source:
         assert re.search(message, status(tmp_path / "run")["reason"])
 
@@ -281,30 +263,13 @@ def test_a_failure_is_told_once_with_its_place_and_recorded(tmp_path):
 
 def test_metrics_of_one_s_own_are_logged_and_batches_that_a_diagnostic_skips_are_counted_at_the_end(tmp_path):
     target = 'data.source=[{name="first", target="own_parts:measured"}]'
-    arguments = ["--set", target, "--set", "metrics.per_source=true", "--set", "data.mixing.batch_size_by_modality={}"]
-    result = run_own(tmp_path, *arguments)
-    assert result.returncode == 0, result.stderr
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert all("my/thing" in row for row in rows.values())
-    assert not any(row["ledger/cold_starts"] for row in rows.values()), "the ledger's own, whatever the data set says"
-    assert (
-        result.stderr.count("metric 'ledger/cold_starts' is left out: the trainer reports a metric of this name") == 1
-    )
-    assert result.stderr.count("'my/thing' is not in the catalog") == 1
-    assert "per_source skipped 40 batch(es), the last one because: 3 labels for 2 rows" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("optimizer.group=[{match='*.embeding.*'}]", "optimizer.group: '*.embeding.*' matches no parameter; "),
-        ("optimizer.target=own_parts:bigram", "optimizer.args: cannot call own_parts:bigram with parameter groups, lr"),
-    ],
-)
-def test_an_optimizer_that_a_run_would_refuse_is_refused_by_check(own_parts, override, message, capsys):
-    ended = program(["check", "--config", own_parts, "--set", override], capsys)
-    assert ended.returncode == 2, ended.stdout
-    assert message in ended.stderr
+    said = train_own(tmp_path, target, "metrics.per_source=true", "data.mixing.batch_size_by_modality={}")
+    rows = rows_of(tmp_path).values()
+    assert all("my/thing" in row for row in rows)
+    assert not any(row["ledger/cold_starts"] for row in rows), "the ledger's own, whatever the data set says"
+    assert said.count("metric 'ledger/cold_starts' is left out: the trainer reports a metric of this name") == 1
+    assert said.count("'my/thing' is not in the catalog") == 1
+    assert "per_source skipped 40 batch(es), the last one because: 3 labels for 2 rows" in said
 
 
 MUTE = """
@@ -316,21 +281,18 @@ class Failing(Bigram):
     def forward(self, tokens, state=None):
         raise Mute
 
-def failing(vocab_size, dim, num_layers):
+def mute(vocab_size, dim, num_layers):
     return Failing(vocab_size)
 """
 
 
 @pytest.mark.distributed
 def test_an_error_that_cannot_be_shown_is_the_reason_of_a_run_that_failed(tmp_path):
-    (tmp_path / "mute_parts.py").write_text(MODULE + MUTE)
-    arguments = ["--set", "model.target=mute_parts:failing", "--set", "model.contract=false"]
-    result = run_own(tmp_path, *arguments, nproc=2)
-    assert result.returncode == 1
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert status["state"] == "failed"
-    assert "Mute: (no message: its __str__ raised RuntimeError)" in status["reason"]
-    assert result.stderr.count("Traceback (most recent call last)") == 2
-    refused = run_own(tmp_path, "--set", "model.target=mute_parts:failing")
-    assert refused.returncode == 2
-    assert "Mute: (no message: its __str__ raised RuntimeError) (" in refused.stderr
+    target = "model.target=own_parts:mute"
+    said = train_own(tmp_path, target, "model.contract=false", text=MODULE + MUTE, nproc=2, code=1)
+    ended = status(tmp_path / "run")
+    assert ended["state"] == "failed"
+    assert "Mute: (no message: its __str__ raised RuntimeError)" in ended["reason"]
+    assert said.count("Traceback (most recent call last)") == 2
+    said = train_own(tmp_path, target, text=MODULE + MUTE, code=2)
+    assert "Mute: (no message: its __str__ raised RuntimeError) (" in said

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.in_process import program
-from tests.support.runs import run, write_tiny_config
+from tests.support.runs import train, write_tiny_config
 
 pytestmark = pytest.mark.timeout(300)
 FILES = ("metrics.jsonl", "events.jsonl", "status.json", "config.resolved.toml", "profile/summary.json")
@@ -32,9 +32,12 @@ PLANTS: dict[str, Callable[[Path], object]] = {"link": link, "pipe": os.mkfifo, 
 def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("planted")
     config = write_tiny_config(directory)
-    done = run("--config", config, "--run-dir", directory / "run", "--steps", 2, "--stdout", "off")
-    assert done.returncode == 0, done.stderr
+    train(config, directory / "run", "train.steps=2")
     return config, directory / "run"
+
+
+def resume(config: Path, run_dir: Path, code: int) -> str:
+    return train(config, run_dir, more=("--resume", "auto", "--steps", 3), code=code)
 
 
 def copy_with(whole: Path, tmp_path: Path, name: str, kind: str) -> Path:
@@ -60,11 +63,10 @@ def test_a_resume_refuses_it_by_name_and_writes_nothing(trained, tmp_path, name,
     config, whole = trained
     run_dir = copy_with(whole, tmp_path, name, kind)
     before = content(run_dir)
-    done = run("--config", config, "--run-dir", run_dir, "--resume", "auto", "--steps", 4, "--stdout", "off")
-    assert done.returncode == 2, done.stderr
+    said = resume(config, run_dir, code=2)
     what = "a symbolic link" if kind == "link" else "a pipe"
-    assert f"{run_dir / name}: cannot be written: {what}, not a plain file; choose another" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert f"{run_dir / name}: cannot be written: {what}, not a plain file; choose another" in said
+    assert "Traceback" not in said
     assert (tmp_path / "victim").read_text() == PRECIOUS
     assert content(run_dir) == before
 
@@ -72,9 +74,8 @@ def test_a_resume_refuses_it_by_name_and_writes_nothing(trained, tmp_path, name,
 def test_latest_is_a_link_or_nothing(trained, tmp_path):
     config, whole = trained
     run_dir = copy_with(whole, tmp_path, "checkpoints/latest", "directory")
-    done = run("--config", config, "--run-dir", run_dir, "--resume", "auto", "--steps", 4, "--stdout", "off")
-    assert done.returncode == 2, done.stderr
-    assert f"{run_dir}/checkpoints/latest: cannot be written: a directory, not a plain file" in done.stderr
+    said = resume(config, run_dir, code=2)
+    assert f"{run_dir}/checkpoints/latest: cannot be written: a directory, not a plain file" in said
 
 
 @pytest.mark.parametrize("kind", PLANTS)
@@ -83,13 +84,8 @@ def test_reading_verbs_neither_wait_nor_fail(trained, tmp_path, capsys, name, ki
     path = copy_with(trained[1], tmp_path, name, kind) / name
     shutil.copytree(trained[1], tmp_path / "neighbour", symlinks=True)
     pair = (tmp_path / "run", tmp_path / "neighbour")
-    verbs = (
-        ["ls", tmp_path],
-        ["diagnose", pair[0]],
-        ["compare", *pair],
-        ["report", *pair, "--out", tmp_path / "r.html"],
-    )
-    for verb in verbs:
+    report = ["report", *pair, "--out", tmp_path / "r.html"]
+    for verb in (["ls", tmp_path], ["diagnose", pair[0]], ["compare", *pair], report):
         done = program(verb, capsys)
         if name == "metrics.jsonl" and verb[0] != "ls":  # there is nothing to show of this run
             assert done.returncode == 2
@@ -106,6 +102,5 @@ def test_linked_directories_are_as_good_as_their_own(trained, tmp_path):
     shutil.move(tmp_path / "real" / "checkpoints", tmp_path / "disk")
     (tmp_path / "real" / "checkpoints").symlink_to(tmp_path / "disk")
     (tmp_path / "run").symlink_to("real")
-    done = run("--config", config, "--run-dir", tmp_path / "run", "--resume", "auto", "--steps", 3, "--stdout", "off")
-    assert done.returncode == 0, done.stderr
+    resume(config, tmp_path / "run", code=0)
     assert (tmp_path / "disk" / "step_00000003" / "COMPLETE").is_file()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from tests.support.forks import Forked
 from tests.support.in_process import program
 from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, losses, read_rows, run, write_tiny_config
 from trainer.cli.launch import EXIT_CODE, report_to_launcher
@@ -81,20 +82,25 @@ def test_check_prints_a_config_that_is_itself_a_config(tmp_path, capsys):
 def launches(config: Path, run_dir: Path) -> dict[str, tuple[list[str], Path, int]]:
     """Every documented way to start the trainer: command, working directory, ranks."""
     arguments = ["--config", str(config), "--run-dir", str(run_dir), "--steps", "3"]
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2"]
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=1"]
     installed = str(Path(sys.executable).with_name("train"))
     return {
-        "torchrun on the file train, from the root": ([*torchrun, "train", *arguments], ROOT, 2),
-        "torchrun --no-python": ([*torchrun, "--no-python", installed, *arguments], config.parent, 2),
-        "torchrun -m trainer": ([*torchrun, "-m", "trainer", *arguments], config.parent, 2),
+        "torchrun on the file train, from the root": ([*torchrun, "train", *arguments], ROOT, 1),
+        "torchrun --no-python": ([*torchrun, "--no-python", installed, *arguments], config.parent, 1),
+        "torchrun -m trainer": ([*torchrun, "-m", "trainer", *arguments], config.parent, 1),
         "train --nproc": ([installed, "--nproc", "2", *arguments], config.parent, 2),
-        "train": ([installed, *arguments], config.parent, 1),
         "python -m trainer": ([sys.executable, "-m", "trainer", *arguments], config.parent, 1),
     }
 
 
-# `--nproc` starts `-m trainer`, and nearly every other test starts a single process.
-REPEATS = ("torchrun -m trainer", "train", "python -m trainer", "torchrun --no-python")
+def call(line: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A process of its own, to its end."""
+    own = environment({"MASTER_PORT": "0"})  # any that is free
+    return subprocess.run(line, env=own, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+# `--nproc` starts `-m trainer`.
+REPEATS = ("torchrun -m trainer", "python -m trainer", "torchrun --no-python")
 
 
 @pytest.mark.distributed
@@ -102,17 +108,8 @@ REPEATS = ("torchrun -m trainer", "train", "python -m trainer", "torchrun --no-p
     "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in REPEATS)) for way in launches(Path("x"), Path("y"))]
 )
 def test_every_way_to_launch_trains(way, tmp_path):
-    config = write_tiny_config(tmp_path)
-    line, cwd, world_size = launches(config, tmp_path / "run")[way]
-    result = subprocess.run(
-        line,
-        env=environment({"MASTER_PORT": "0"}),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SEC,
-        check=False,
-    )
+    line, cwd, world_size = launches(write_tiny_config(tmp_path), tmp_path / "run")[way]
+    result = call(line, cwd)
     assert result.returncode == 0, result.stderr
     assert not list(validate_stream(result.stdout.splitlines()))
     assert len(result.stdout.splitlines()) == 3
@@ -121,11 +118,17 @@ def test_every_way_to_launch_trains(way, tmp_path):
     assert len(list((tmp_path / "run" / "logs").iterdir())) == world_size
 
 
-def test_nproc_returns_the_exit_code_of_a_failure(tmp_path):
-    config = write_tiny_config(tmp_path)
-    failure = run("--nproc", "2", "--config", config, "--set", "optimizer.lr=1e30", "--set", "train.clip_grad_norm=0")
-    assert failure.returncode == 1
-    assert "its batches are in events.jsonl" in failure.stderr
+@pytest.fixture
+def nproc(monkeypatch, tmp_path, capsys):
+    """`train --nproc`, whose ranks are `run_ranks` in the place of torch's `run`."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", "")
+
+    def launch(number, *arguments, run_ranks=lambda _: None):
+        monkeypatch.setattr("torch.distributed.run.run", run_ranks)
+        return program(["--nproc", number, "--config", write_tiny_config(tmp_path), *arguments], capsys)
+
+    return launch
 
 
 @pytest.mark.parametrize(
@@ -133,15 +136,19 @@ def test_nproc_returns_the_exit_code_of_a_failure(tmp_path):
     [
         (["--strategy", "hsdp", "--replicas", "2"], "", "distributed.replicas: 2 replicas do not divide 3 ranks"),
         ([], "0", "--nproc: this process is already a rank of torchrun"),
+        (
+            ["--set", "train.device=auto"],
+            "",
+            "--nproc: 3 ranks, but this machine has 2 CUDA devices; lower it to 2, or train on the CPU: ",
+        ),
     ],
 )
-def test_ranks_that_cannot_work_are_refused_before_one_is_started(
-    launched, tmp_path, monkeypatch, capsys, arguments, rank, message
-):
+def test_ranks_that_cannot_work_are_refused_before_one_is_started(nproc, monkeypatch, arguments, rank, message):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     if rank:
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    found = program(["--nproc", "3", "--config", write_tiny_config(tmp_path), *arguments], capsys)
+    found = nproc(3, *arguments)
     assert found.returncode == 2
     assert message in found.stderr
     assert found.stderr.count("\n") == 1, found.stderr
@@ -168,41 +175,22 @@ def test_a_record_of_another_program_is_not_continued_but_a_run_without_its_stat
     assert "done at step 4 of 4" in found.stderr
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """A launcher in this process, whose ranks are what the test puts in the place of torch's `run`."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", "")
-    return lambda run_ranks: monkeypatch.setattr("torch.distributed.run.run", run_ranks)
-
-
-def test_more_ranks_than_devices_are_refused_in_one_line(launched, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    options = ["--config", write_tiny_config(tmp_path), "--set", "train.device=auto"]
-    found = program(["--nproc", "3", *options], capsys)
-    assert found.returncode == 2
-    message = "--nproc: 3 ranks, but this machine has 2 CUDA devices; lower it to 2, or train on the CPU: "
-    assert found.stderr == f'{message}--set train.device="cpu"\n'
-
-
 @pytest.mark.parametrize(("reported", "code"), [("00", 0), ("11", 1), ("0", 130)])
-def test_a_launch_that_is_stopped_ends_with_the_code_of_the_run(launched, tmp_path, capsys, reported, code):
+def test_a_launch_that_is_stopped_ends_with_the_code_of_the_run(nproc, reported, code):
     def stopped(_: object) -> None:
         for rank, code in enumerate(reported):
             report_to_launcher(EXIT_CODE, code, {**os.environ, "RANK": str(rank)})
         raise SignalException("stopped", signal.SIGINT)
 
-    launched(stopped)
-    assert program(["--nproc", 2, "--config", write_tiny_config(tmp_path)], capsys).returncode == code
+    assert nproc(2, run_ranks=stopped).returncode == code
 
 
 @pytest.mark.parametrize("is_nohup", [False, True])
-def test_a_launcher_passes_on_what_stops_a_run_and_ignores_what_nohup_does(launched, tmp_path, capsys, is_nohup):
+def test_a_launcher_passes_on_what_stops_a_run_and_ignores_what_nohup_does(nproc, is_nohup):
     passed_on = []
-    launched(lambda given: passed_on.extend(given.signals_to_handle.split(",")))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_nohup else signal.SIG_DFL)
     try:
-        program(["--nproc", 2, "--config", write_tiny_config(tmp_path)], capsys)
+        nproc(2, run_ranks=lambda given: passed_on.extend(given.signals_to_handle.split(",")))
     finally:
         signal.signal(signal.SIGHUP, before)
     others = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # one of which whoever started the tests may ignore
@@ -210,46 +198,40 @@ def test_a_launcher_passes_on_what_stops_a_run_and_ignores_what_nohup_does(launc
     assert set(passed_on) == heeded | (set() if is_nohup else {"SIGHUP"})
 
 
-def test_a_launch_whose_ranks_all_exit_with_0_fails_unless_each_said_that_it_is_done(launched, tmp_path, capsys):
-    for silent in (None, 1):
+@pytest.mark.parametrize("silent", [None, 1])
+def test_a_launch_whose_ranks_all_exit_with_0_fails_unless_each_said_that_it_is_done(nproc, silent):
+    def run_ranks(_: object) -> None:
+        for rank in {0, 1, 2} - {silent}:
+            report_to_launcher(EXIT_CODE, "0", {**os.environ, "RANK": str(rank)})
 
-        def run_ranks(_: object, silent: int | None = silent) -> None:
-            for rank in {0, 1, 2} - {silent}:
-                report_to_launcher(EXIT_CODE, "0", {**os.environ, "RANK": str(rank)})
-
-        launched(run_ranks)
-        found = program(["--nproc", 3, "--config", write_tiny_config(tmp_path)], capsys)
-        assert found.returncode == (0 if silent is None else 1)
-        assert ("train: rank 1 exited with 0 before the run was over" in found.stderr) == (silent == 1)
+    found = nproc(3, run_ranks=run_ranks)
+    assert found.returncode == (0 if silent is None else 1)
+    assert ("train: rank 1 exited with 0 before the run was over" in found.stderr) == (silent == 1)
 
 
 def test_a_mistake_that_the_ranks_find_is_one_line_and_something_is_said_before_torch_is_there(tmp_path):
     config = write_tiny_config(tmp_path)
     (tmp_path / "empty").mkdir()
     mistake = ["--config", config, "--set", f"data.source.first.root={tmp_path / 'empty'}"]
-    line = command(["--nproc", "2", *mistake])
-    found = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
+    found = call(command(["--nproc", "2", *mistake]), tmp_path)
     assert found.returncode == 2
     said, refused = found.stderr.splitlines()
     assert said == "starting 2 ranks"
     assert "source first: root: " in refused
     assert "has no modality 'a'" in refused
     code = "import sys; from trainer.cli import launch; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, check=False).returncode == 0
+    assert call([sys.executable, "-c", code], ROOT).returncode == 0
 
 
 def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path):
-    config = write_tiny_config(tmp_path)
-    arguments = command(["--config", config, "--run-dir", tmp_path / "run", "--steps", "8"])
-    process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.readline()
-    process.stdout.close()
-    stderr = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(timeout=TIMEOUT_SEC) == 0, stderr
-    assert "Traceback" not in stderr
+    pipe, err = tmp_path / "pipe", tmp_path / "err"
+    os.mkfifo(pipe)
+    arguments = ["--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run", "--steps", "8"]
+    process = Forked(arguments, environment(), cwd=tmp_path, out=pipe, err=err)
+    with pipe.open() as reader:
+        reader.readline()
+    assert process.wait(TIMEOUT_SEC) == 0, err.read_text()
+    assert "Traceback" not in err.read_text()
     assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 8
 
 

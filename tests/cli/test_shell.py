@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import pytest
-
+from tests.support.forks import Forked
 from tests.support.runs import PROGRAM, TIMEOUT_SEC, command, environment, write_tiny_config
+from tests.support.terminal import Terminal
 
-pty = pytest.importorskip("pty")
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
 
 
@@ -53,39 +50,22 @@ def test_install_completion_writes_what_bash_can_source(tmp_path):
     assert shell.stdout.split() == ["preview"], shell.stderr
 
 
-def shown(arguments: list[object], cwd: Path, extra: dict[str, str]) -> str:
+def shown(arguments: list[object], cwd: Path, **extra: str) -> str:
     """Everything that the program writes on a terminal of its own."""
-    own, child_side = pty.openpty()
-    env = {k: v for k, v in environment().items() if k != "NO_COLOR"}
+    terminal = Terminal()
+    env = {name: value for name, value in environment().items() if name != "NO_COLOR"}
     env |= {"TERM": "xterm-256color", "COLUMNS": "150", **extra}
-    process = subprocess.Popen(command(arguments), env=env, cwd=cwd, stdout=child_side, stderr=child_side)
-    os.close(child_side)
-    pieces = []
-    deadline = time.monotonic() + TIMEOUT_SEC
-    while time.monotonic() < deadline:
-        try:
-            piece = os.read(own, 65536)
-        except OSError:
-            break
-        if not piece:
-            break
-        pieces.append(piece)
-    os.close(own)
-    process.wait(timeout=TIMEOUT_SEC)
-    return b"".join(pieces).decode("utf-8", errors="replace")
+    Forked(arguments, env, cwd=cwd, out=terminal.path, err=terminal.path).wait(TIMEOUT_SEC)
+    return terminal.text()
 
 
-@pytest.mark.slow
 def test_no_color_takes_the_colours_away_everywhere(tmp_path):
-    config = write_tiny_config(tmp_path)
-    for arguments in (["--config", config, "--run-dir", "run"], ["ls", "."], ["--help"]):
-        where: list[object] = [*arguments]
-        plain = shown(where, tmp_path, {"NO_COLOR": "1"})
+    lines: list[list[object]] = [["--config", write_tiny_config(tmp_path)], ["ls", "runs"], ["--help"]]
+    for arguments in lines:
+        plain = shown(arguments, tmp_path, NO_COLOR="1")
         assert len(plain) > 200
         assert not COLOUR.search(plain), arguments
-        if arguments[0] == "--config":
-            (tmp_path / "run").rename(tmp_path / "first")
-        assert COLOUR.search(shown(where, tmp_path, {})), f"{arguments}: the test sees no colour at all"
+        assert COLOUR.search(shown(arguments, tmp_path)), f"{arguments}: the test sees no colour at all"
 
 
 def test_a_run_whose_standard_streams_are_closed_is_like_any_other(tmp_path):

@@ -13,9 +13,8 @@ import pytest
 
 from tests.support.forks import Forked, wait_as_torchrun
 from tests.support.runs import TIMEOUT_SEC, environment, free_port, rank_environment, write_tiny_config
+from tests.support.terminal import Terminal
 from trainer.metrics.payload_contract import PayloadError, parse_line, validate_stream
-
-pty = pytest.importorskip("pty")
 
 STEPS = 6
 HUMAN = re.compile(
@@ -31,34 +30,6 @@ holdout_fraction = 0.2
 """
 
 
-class Terminal:
-    """A pseudo-terminal, and everything that is written to it."""
-
-    def __init__(self) -> None:
-        self._own, self._child_side = pty.openpty()
-        self.path = Path(os.ttyname(self._child_side))
-        self.shown = b""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                piece = os.read(self._own, 65536)
-            except OSError:  # the other side has closed
-                return
-            if not piece:
-                return
-            self.shown += piece
-
-    def text(self) -> str:
-        """What was shown, after the program has ended."""
-        os.close(self._child_side)
-        self._reader.join(TIMEOUT_SEC)
-        os.close(self._own)
-        return self.shown.decode("utf-8")
-
-
 def train(tmp_path: Path, out: Path, err: Path, *arguments: object) -> None:
     """A run on these streams."""
     config = write_tiny_config(tmp_path, EVAL)
@@ -67,27 +38,16 @@ def train(tmp_path: Path, out: Path, err: Path, *arguments: object) -> None:
     assert Forked(line, env, cwd=tmp_path, out=out, err=err).wait(TIMEOUT_SEC) == 0
 
 
-class Pipe:
-    """A pipe with a name."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.text = ""
-        """What came through, once it is closed."""
-
-
 @contextmanager
-def pipe(directory: Path) -> Iterator[Pipe]:
-    """A pipe that is read to its end in the background."""
-    found = Pipe(directory / "pipe")
-    os.mkfifo(found.path)
-    pieces: list[bytes] = []
-    reader = threading.Thread(target=lambda: pieces.append(found.path.read_bytes()), daemon=True)
+def pipe(path: Path) -> Iterator[list[str]]:
+    """A pipe that is read in the background; what came through, once it is closed."""
+    os.mkfifo(path)
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.append(path.read_bytes().decode("utf-8")), daemon=True)
     reader.start()
-    with found.path.open("wb"):  # held open: between two writers there is no end
+    with path.open("wb"):  # held open: between two writers there is no end
         yield found
     reader.join(TIMEOUT_SEC)
-    found.text = pieces[0].decode("utf-8")
 
 
 def steps_of(lines: Sequence[str], form: re.Pattern[str]) -> list[int]:
@@ -95,10 +55,10 @@ def steps_of(lines: Sequence[str], form: re.Pattern[str]) -> list[int]:
 
 
 def test_with_stdout_piped_the_terminal_shows_bar_and_lines_and_the_pipe_holds_only_payloads(tmp_path):
-    terminal = Terminal()
-    with pipe(tmp_path) as piped:
-        train(tmp_path, piped.path, terminal.path)
-    stdout, shown = piped.text, terminal.text()
+    terminal, path = Terminal(), tmp_path / "pipe"
+    with pipe(path) as piped:
+        train(tmp_path, path, terminal.path)
+    [stdout], shown = piped, terminal.text()
     assert not list(validate_stream(stdout.splitlines()))
     assert stdout == (tmp_path / "run" / "metrics.jsonl").read_text()
     assert re.search(rf"[1-{STEPS}]/{STEPS} loss \d\.\d{{4}} (\d:\d\d:\d\d|-:--:--)", shown), "bar, loss and time left"
@@ -141,15 +101,15 @@ def test_four_ranks_on_one_pipe_break_no_line(tmp_path):
     steps, port = 10, free_port()
     line = ["--config", config, "--run-dir", tmp_path / "run", "--steps", steps]
     line += ["--set", "model.target=chatty:build", "--set", "model.contract=false"]
-    with pipe(tmp_path) as merged:
+    with pipe(tmp_path / "pipe") as merged:
         ranks = []
         for rank in range(4):
             env = environment({**rank_environment(rank, 4, port), "PYTHONPATH": str(tmp_path)})
-            ranks.append(Forked(line, env, cwd=tmp_path, out=merged.path, err=merged.path))
+            ranks.append(Forked(line, env, cwd=tmp_path, out=tmp_path / "pipe", err=tmp_path / "pipe"))
         code = wait_as_torchrun(ranks, TIMEOUT_SEC)
-    assert code == 0, merged.text[-3000:]
+    assert code == 0, merged[0][-3000:]
     payloads, chats = [], 0
-    for text in merged.text.splitlines():
+    for text in merged[0].splitlines():
         if re.fullmatch(r"\[rank [0-3]\] INFO chat x{700} end", text):
             chats += 1
         elif not re.fullmatch(r"\[rank 0\] INFO [^{}]*", text):

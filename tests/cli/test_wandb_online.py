@@ -6,13 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.runs import ROOT, TIMEOUT_SEC, command, environment, read_rows, write_tiny_config
+from tests.support.forks import Forked
+from tests.support.runs import ROOT, TIMEOUT_SEC, environment, losses, write_tiny_config
 from tests.support.wandb_file import read_history
 from tests.support.wandb_stub import API_KEY, WandbStub
 from trainer.metrics.payload_contract import Restart, parse_line, validate_stream
@@ -32,28 +32,19 @@ keep_last = 9
 """
 
 
-def start(
-    directory: Path, url: str, *arguments: object, key: str | None = API_KEY, heeds_mode: bool = True
-) -> subprocess.Popen[str]:
-    """A run in `directory`/run with credentials of nobody but the test's."""
+def train(directory: Path, url: str, *arguments: object, key: str | None = API_KEY) -> str:
+    """A run in `directory`/run, with credentials of nobody but the test's, that ends well; returns what it said."""
     config = write_tiny_config(directory, ONLINE.format(url=url))
-    line = command(["--config", config, "--run-dir", directory / "run", *arguments])
     env = environment({"HOME": str(directory), "NETRC": str(directory / "netrc"), "WANDB_CONFIG_DIR": str(directory)})
-    env = {name: value for name, value in env.items() if name not in ("WANDB_API_KEY", "WANDB_SERVICE")}
-    if not heeds_mode:
-        del env["WANDB_MODE"]
-    if key is not None:
-        env["WANDB_API_KEY"] = key
-    return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """Wait for the run to end well; what it said."""
-    stdout, stderr = process.communicate(timeout=TIMEOUT_SEC)
-    assert process.returncode == 0, stderr
-    assert not list(validate_stream(stdout.splitlines()))
-    assert "Traceback" not in stderr
-    return stderr
+    env = {name: value for name, value in env.items() if name not in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_SERVICE")}
+    env |= {} if key is None else {"WANDB_API_KEY": key}
+    out, err = directory / "out", directory / "err"
+    out.unlink(missing_ok=True)
+    line = ["--config", config, "--run-dir", directory / "run", *arguments]
+    assert Forked(line, env, cwd=directory, out=out, err=err).wait(TIMEOUT_SEC) == 0, err.read_text()
+    assert not list(validate_stream(out.read_text().splitlines()))
+    assert "Traceback" not in err.read_text()
+    return err.read_text()
 
 
 def logged_rows(metrics: Path) -> list[dict[str, float]]:
@@ -79,10 +70,10 @@ def resumed(tmp_path_factory):
     """5 steps, then 3 more from the checkpoint of step 3, so that steps 4 and 5 come twice."""
     directory = tmp_path_factory.mktemp("online")
     with WandbStub() as stub:
-        said = finish(start(directory, stub.url, "--steps", 5))
+        train(directory, stub.url, "--steps", 5)
         history = [dict(row) for run in stub.runs.values() for row in run.history]
         shutil.rmtree(directory / "run" / "checkpoints" / "step_00000005", ignore_errors=True)
-        said += finish(start(directory, stub.url, "--steps", 8, "--resume", "auto"))
+        said = train(directory, stub.url, "--steps", 8, "--resume", "auto")
         yield directory / "run", stub, history, said
 
 
@@ -116,41 +107,15 @@ def test_the_server_knows_config_name_and_end_of_the_run(resumed):
     assert stub.authorizations - {None}, "requests carried the key"
 
 
-def wait_for_row(metrics: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + TIMEOUT_SEC
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-
-
-def check_finished(run_dir: Path, said: str, steps: int, warnings: int) -> None:
-    assert sorted({step for mode, step in read_rows(run_dir / "metrics.jsonl") if mode == "train"}) == [
-        *range(1, steps + 1)
-    ]
-    assert json.loads((run_dir / "status.json").read_text())["state"] == "done"
-    assert said.count("WARNING wandb") == said.count("WARNING") <= warnings, said
-
-
-@pytest.mark.slow  # wandb may take a minute to give up
-def test_a_server_that_dies_in_the_run_costs_at_most_one_warning(tmp_path):
-    with WandbStub() as stub:
-        process = start(tmp_path, stub.url, "--steps", 60)
-        wait_for_row(tmp_path / "run" / "metrics.jsonl", process)
-        stub.stop()
-        said = finish(process)
-    assert stub.runs
-    check_finished(tmp_path / "run", said, 60, warnings=1)
-
-
 def test_auto_goes_offline_without_a_login_and_says_so(tmp_path):
+    run_dir = tmp_path / "run"
     with WandbStub() as stub:
-        auto = ("--set", 'metrics.wandb.mode="auto"')
-        said = finish(start(tmp_path, stub.url, "--steps", 4, *auto, key=None, heeds_mode=False))
+        said = train(tmp_path, stub.url, "--steps", 4, "--set", 'metrics.wandb.mode="auto"', key=None)
         assert not stub.runs
-    check_finished(tmp_path / "run", said, 4, warnings=0)
+    assert [*losses(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert "WARNING" not in said
     assert said.count("wandb: offline, since there is no login (wandb login, or WANDB_API_KEY)") == 1
-    assert f"upload with: wandb sync {tmp_path / 'run'}/wandb/offline-run-*" in said
+    assert f"upload with: wandb sync {run_dir}/wandb/offline-run-*" in said
 
 
 SINK = """
@@ -171,11 +136,11 @@ print("done")
 
 @pytest.mark.parametrize("is_stopped_first", [False, True])
 def test_a_sink_gives_up_in_time_with_one_warning_and_prints_nothing(tmp_path, is_stopped_first):
-    """What the two slow tests show of a whole run, with short timeouts: dead in the run, or never there."""
+    """Dead in the run, or never there."""
     with WandbStub() as stub:
         if is_stopped_first:
             stub.stop()
-        program = SINK.format(run_dir=str(tmp_path), url=stub.url, patience_sec=4 if is_stopped_first else 60)
+        program = SINK.format(run_dir=str(tmp_path), url=stub.url, patience_sec=2 if is_stopped_first else 60)
         env = {name: value for name, value in environment().items() if name != "WANDB_SERVICE"}
         process = subprocess.Popen(
             [sys.executable, "-c", program],

@@ -13,8 +13,7 @@ from tests.support.fault_runs import MEASURED
 from tests.support.gloo import run_on_ranks
 from tests.support.late import events
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import read_rows, write_tiny_config
-from tests.support.trained import train
+from tests.support.runs import read_rows, train, write_tiny_config
 from trainer.extensions.batch_growth import BatchGrowth
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, Window

@@ -67,9 +67,6 @@ NEEDED = [
 
 
 ALL = "all of them"
-RANKS = pytest.mark.parametrize(
-    ("world_size", "breaks_on"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=["alone", "one of two", "both"]
-)
 
 
 def last_row(directory, name):
@@ -111,15 +108,11 @@ def train(directory, cases, world_size, breaks_on):
     return outcomes
 
 
-@RANKS
-def test_all_of_them_may_fail_at_once(tmp_path, world_size, breaks_on):
-    assert ALL in train(tmp_path, {ALL: list(find_diagnostics())}, world_size, breaks_on)
-
-
-def test_what_fails_alone_leaves_its_own_metrics_absent(tmp_path):
-    assert find_diagnostics().keys() >= ABSENT.keys()
-    outcomes = train(tmp_path, {name: [name] for name in ABSENT}, 1, [0])
-    assert outcomes.keys() == {"", *ABSENT}, "all of them are called"
+def test_all_may_fail_at_once_and_one_that_fails_alone_leaves_its_own_metrics_absent(tmp_path):
+    diagnostics = list(find_diagnostics())
+    assert {*diagnostics} >= ABSENT.keys()
+    outcomes = train(tmp_path, {ALL: diagnostics, **{name: [name] for name in ABSENT}}, 1, [0])
+    assert outcomes.keys() == {"", ALL, *ABSENT}, "all of them are called"
     whole = last_row(tmp_path, "")
     for name, prefix in ABSENT.items():
         missing = {key for key in whole if key.startswith(prefix)}
@@ -132,7 +125,8 @@ def test_what_fails_to_be_measured_on_one_rank_is_absent_on_all(tmp_path):
         "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure": "gns/",
         "trainer.extensions.per_layer.PerLayer.after_update": "layer/",
     }
-    train(tmp_path, {name: [name] for name in prefixes}, 2, [1])
+    outcomes = train(tmp_path, {ALL: list(find_diagnostics()), **{name: [name] for name in prefixes}}, 2, [1])
+    assert ALL in outcomes
     for name, prefix in prefixes.items():
         assert any(key.startswith(prefix) for key in last_row(tmp_path, ""))
         assert not any(key.startswith(prefix) for key in last_row(tmp_path, name))
@@ -140,9 +134,12 @@ def test_what_fails_to_be_measured_on_one_rank_is_absent_on_all(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@RANKS
+@pytest.mark.parametrize(
+    ("world_size", "breaks_on"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=["alone", "one of two", "both"]
+)
 def test_each_of_them_may_fail_alone(tmp_path, world_size, breaks_on):
-    train(tmp_path, {name: [name] for name in find_diagnostics()}, world_size, breaks_on)
+    names = list(find_diagnostics())
+    train(tmp_path, {ALL: names, **{name: [name] for name in names}}, world_size, breaks_on)
 
 
 def test_what_is_no_diagnostic_ends_the_run(tmp_path):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import losses, write_tiny_config
-from tests.support.trained import train
+from tests.support.runs import losses, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 

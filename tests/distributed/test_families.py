@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import read_rows, run, write_tiny_config
-from tests.support.trained import train
+from tests.support.runs import read_rows, run, train, write_tiny_config
 from trainer.tools.trained.saved_model import load_model
 
 pytestmark = pytest.mark.distributed

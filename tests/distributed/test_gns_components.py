@@ -13,14 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import losses, read_rows, write_tiny_config
-from tests.support.trained import train
+from tests.support.runs import losses, read_rows, train, write_tiny_config
 from trainer.extensions.noise_components import NoiseComponents, Piece, normal_equations
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed
 
-STEPS, MICROS, ROWS, DIM = 150, 4, 4, 40
+STEPS, MICROS, ROWS, DIM = 80, 4, 4, 40
 MEAN, T_STREAM, T_ROW = 0.5, 8.0, 40.0
 TRUTH = (T_STREAM + T_ROW) / (MEAN**2 * DIM)
 
@@ -37,7 +36,7 @@ class Linear(nn.Module):
 
 
 def drawn_per_stream(rank: int, world_size: int) -> tuple[dict[str, float], float]:
-    """Metrics of 150 steps in which all ranks share the stream of a micro-batch, and the largest relative difference between
+    """Metrics of some steps in which all ranks share the stream of a micro-batch, and the largest relative difference between
     the equations by hooks and by hand."""
     torch.manual_seed(0)
     model = Linear()

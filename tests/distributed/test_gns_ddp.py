@@ -7,14 +7,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
-from tests.support.gns_cases import CASES, Case, Norms, differences, make_net, separate_backwards
-from tests.support.gns_loop import measured, run_window
+from tests.support.gns_cases import CASES, Case, Norms, differences, make_net, measured, run_window, separate_backwards
 from trainer.metrics.noise_scale.estimate import Absent, Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed
 
-MICRO_BATCHES = (1, 2, 4, 8)
+MICRO_BATCHES = (1, 2, 4)
 
 
 def windows_of_case(rank: int, case: Case) -> dict[int, list[tuple[Norms, Window | Absent]]]:

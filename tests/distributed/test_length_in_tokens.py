@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.in_process import program
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import read_rows, write_tiny_config
-from tests.support.trained import overrides, train
+from tests.support.runs import overrides, read_rows, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 

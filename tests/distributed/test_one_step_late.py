@@ -10,8 +10,7 @@ from tests.support.checkpoints import file_content
 from tests.support.fault_runs import make_config
 from tests.support.late import events, run_differences
 from tests.support.ranks import status
-from tests.support.runs import read_rows
-from tests.support.trained import train
+from tests.support.runs import read_rows, train
 
 pytestmark = pytest.mark.distributed
 

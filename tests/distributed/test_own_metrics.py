@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.runs import read_rows, write_tiny_config
-from tests.support.trained import train
+from tests.support.runs import read_rows, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.support.fault_record import keep
+from tests.support.fault_runs import keep
 from tests.support.ranks import Ranks, last_logged, status
 from tests.support.runs import PROGRAM, TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from tests.support.checkpoints import weights
 from tests.support.fault_runs import MEASURED
 from tests.support.in_process import program
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import losses, read_rows, run, write_tiny_config
-from tests.support.trained import overrides, train
+from tests.support.runs import losses, overrides, read_rows, run, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 EXTRA = """
@@ -160,17 +158,6 @@ def test_what_cannot_work_is_refused(tmp_path, capsys, sets, text):
     assert ended.returncode == 2
     assert text in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def test_check_says_what_they_cost(tmp_path, capsys):
-    def facts(setting: str) -> dict[str, object]:
-        done = program(["check", "--config", write_tiny_config(tmp_path), "--set", setting, "--json"], capsys)
-        return json.loads(done.stdout)["facts"]
-
-    assert facts("ledger.burn_in=8")["burn_in"] == "8 of every 16 tokens are read twice, for about 16.7% more time"
-    found = facts("train.tbptt_cells=4")
-    assert found["tokens_per_step"] == 4 * 16 * 4 * 2
-    assert "64 tokens" in found["tbptt"]
 
 
 OWN = """

@@ -14,8 +14,7 @@ from tests.support.fault_runs import MEASURED
 from tests.support.gloo import run_on_ranks
 from tests.support.in_process import program
 from tests.support.ranks import Ranks, checkpoint_differences, status
-from tests.support.runs import losses, read_rows, run, write_tiny_config
-from tests.support.trained import overrides, train
+from tests.support.runs import losses, overrides, read_rows, run, train, write_tiny_config
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.model.weights import read_weights
@@ -40,11 +39,11 @@ batches = 3
 holdout_fraction = 0.2
 
 [sample]
-every = 10
-tokens = 20
+every = 5
+tokens = 10
 
 [checkpoint]
-every = 10
+every = 5
 """
 FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
 QUIET = ("eval.every=0", "sample.every=0", "checkpoint.every=0")
@@ -95,16 +94,16 @@ def config(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(config) -> dict[str, Path]:
-    """Twenty steps of four ranks each, that evaluate, sample, probe and save."""
+    """Ten steps of four ranks each, that evaluate, sample, probe and save."""
     return {
-        name: start(config, config.parent / name, WHOLE, *sets, steps=20, nproc=4) for name, sets in STRATEGIES.items()
+        name: start(config, config.parent / name, WHOLE, *sets, steps=10, nproc=4) for name, sets in STRATEGIES.items()
     }
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_every_number_is_that_of_ddp(runs, strategy):
     assert unequal(runs["ddp"], runs[strategy]) == []
-    assert read_rows(runs[strategy] / "metrics.jsonl")["train", 20]["gns/consistency"] > 0
+    assert read_rows(runs[strategy] / "metrics.jsonl")["train", 10]["gns/consistency"] > 0
 
 
 def test_samples_are_the_same(runs):
@@ -151,27 +150,27 @@ def held_after(rank: int, world: int, config: str, saved: dict[str, str]) -> lis
 
 
 def test_each_checkpoint_is_restored_bit_for_bit_under_each_strategy(config, runs):
-    saved = {name: str(path / "checkpoints/step_00000020") for name, path in runs.items()}
+    saved = {name: str(path / "checkpoints/step_00000010") for name, path in runs.items()}
     found = run_on_ranks(held_after, 4, str(config), saved, torch_keeps_group=True)
     assert [line for each in found for line in each] == []
 
 
 def test_a_run_goes_on_bit_for_bit(config, runs, tmp_path):
-    middle = runs["fsdp"] / "checkpoints/step_00000010"
-    path = start(config, tmp_path / "run", WHOLE, *STRATEGIES["fsdp"], steps=20, nproc=4, more=("--resume", middle))
+    middle = runs["fsdp"] / "checkpoints/step_00000005"
+    path = start(config, tmp_path / "run", WHOLE, *STRATEGIES["fsdp"], steps=10, nproc=4, more=("--resume", middle))
     whole, again = losses(runs["fsdp"] / "metrics.jsonl"), losses(path / "metrics.jsonl")
-    assert again == {step: loss for step, loss in whole.items() if step > 10}
-    name = "checkpoints/step_00000020"
+    assert again == {step: loss for step, loss in whole.items() if step > 5}
+    name = "checkpoints/step_00000010"
     assert checkpoint_differences(runs["fsdp"] / name, path / name) == []
 
 
 def test_shards_of_four_ranks_go_on_whole_on_two(config, runs, tmp_path):
     """The weights are those of the checkpoint, and every document is read once: the ledger misses no state."""
-    saved = runs["fsdp"] / "checkpoints/step_00000020"
-    path = start(config, tmp_path / "run", "ledger.capacity=64", steps=25, more=("--resume", saved))
+    saved = runs["fsdp"] / "checkpoints/step_00000010"
+    path = start(config, tmp_path / "run", "ledger.capacity=64", steps=13, more=("--resume", saved))
     rows = read_rows(path / "metrics.jsonl")
-    assert [rows["train", step]["ledger/cold_starts"] for step in range(21, 26)] == [0] * 5
-    assert rows["train", 21]["loss"] < 1.5 * read_rows(runs["fsdp"] / "metrics.jsonl")["train", 20]["loss"]
+    assert [rows["train", step]["ledger/cold_starts"] for step in (11, 12, 13)] == [0] * 3
+    assert rows["train", 11]["loss"] < 1.5 * read_rows(runs["fsdp"] / "metrics.jsonl")["train", 10]["loss"]
 
 
 def test_shards_are_exported_whole_and_another_run_begins_with_them(config, runs, tmp_path):
@@ -209,24 +208,24 @@ def test_muon_steps_the_same(config, tmp_path):
     ids=lambda sets: sets[0],
 )
 def test_what_a_step_can_do_it_does_on_shards(config, tmp_path, sets):
-    paths = ddp_and_fsdp(config, tmp_path, WHOLE, *sets, steps=10)
+    paths = ddp_and_fsdp(config, tmp_path, WHOLE, *sets, steps=5)
     # Of a model that runs more than once before a backward, FSDP keeps the sum where no hook sees it: absent, not wrong.
     runs_again = {"train.tbptt_cells=2", "ledger.burn_in=4"} & set(sets)
     assert unequal(*paths, but=("gns/consistency",) if runs_again else ()) == []
 
 
 def test_gradients_that_are_averaged_in_every_micro_batch_are_the_same(config, runs, tmp_path):
-    path = start(config, tmp_path / "run", *STRATEGIES["fsdp"], steps=10, nproc=4)
+    path = start(config, tmp_path / "run", *STRATEGIES["fsdp"], steps=5, nproc=4)
     expected, found = (read_rows(each / "metrics.jsonl") for each in (runs["ddp"], path))
     for at, row in found.items():
         assert math.isclose(row.get("loss", 0.0), expected[at].get("loss", 0.0), rel_tol=1e-6)
-    one, other = expected["train", 10], found["train", 10]
+    one, other = expected["train", 5], found["train", 5]
     assert math.isclose(one["gns/tr_sigma"], other["gns/tr_sigma"], rel_tol=1e-6)
     assert "gns/consistency" not in other  # no rank has a sum of its own: absent, not wrong
 
 
 def test_bf16_parameters_train_as_autocast_does(config, tmp_path):
-    paths = ddp_and_fsdp(config, tmp_path, "train.precision=bf16", steps=10)
+    paths = ddp_and_fsdp(config, tmp_path, "train.precision=bf16", steps=5)
     one, other = (losses(path / "metrics.jsonl") for path in paths)
     assert all(math.isclose(one[step], other[step], rel_tol=5e-3) for step in one), (one, other)
     assert {value.dtype for value in weights(paths[1]).values()} == {torch.float32}

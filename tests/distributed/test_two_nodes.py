@@ -17,8 +17,7 @@ import pytest
 
 from tests.support.launched import children
 from tests.support.ranks import status
-from tests.support.runs import PROGRAM, TIMEOUT_SEC, environment, free_port, losses, write_tiny_config
-from tests.support.trained import overrides, train
+from tests.support.runs import PROGRAM, TIMEOUT_SEC, environment, free_port, losses, overrides, train, write_tiny_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 STEPS = 200

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_record import keep
-from tests.support.fault_runs import ARGUMENTS, make_config, row_differences, whole_run
+from tests.support.fault_runs import ARGUMENTS, keep, make_config, row_differences, whole_run
 from tests.support.ranks import Ranks, checkpoint_differences
 from tests.support.runs import run
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.support.config_fuzz import mutated_overrides, mutated_tables, mutated_texts, to_bytes
-from tests.support.fault_record import keep
+from tests.support.fault_runs import keep
 from tests.support.in_process import program
 from tests.support.runs import write_tiny_config
 from trainer.config.load import apply_override, load_config

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_record import LOST, keep
-from tests.support.fault_runs import ARGUMENTS, make_config, row_differences, whole_run
+from tests.support.fault_runs import ARGUMENTS, LOST, keep, make_config, row_differences, whole_run
 from tests.support.ranks import Ranks, checkpoint_differences, status
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]

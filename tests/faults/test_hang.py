@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from tests.support.fault_record import LOST, keep
-from tests.support.fault_runs import ARGUMENTS, make_config
+from tests.support.fault_runs import ARGUMENTS, LOST, keep, make_config
 from tests.support.ranks import Ranks, last_logged, status
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]

@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from tests.support.fault_record import LOST, keep
-from tests.support.fault_runs import make_config
+from tests.support.fault_runs import LOST, keep, make_config
 from tests.support.launched import FAULTY, Launched, children
 from tests.support.ranks import last_logged, status
 from tests.support.runs import ROOT, run

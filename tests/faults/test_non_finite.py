@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import model_content
-from tests.support.fault_record import keep
-from tests.support.fault_runs import ARGUMENTS, make_config
+from tests.support.fault_runs import ARGUMENTS, keep, make_config
 from tests.support.ranks import Ranks, status
 from tests.support.runs import read_rows
 from trainer.training.checkpointing.tensor_files import read_rank

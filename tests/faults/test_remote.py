@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_record import keep
-from tests.support.fault_runs import ARGUMENTS, EXTRA, make_config, row_differences, whole_run
+from tests.support.fault_runs import ARGUMENTS, EXTRA, keep, make_config, row_differences, whole_run
 from tests.support.ranks import Ranks, checkpoint_differences, last_logged
 from tests.support.runs import run
 from tests.support.s3 import FaultyProxy, S3Server

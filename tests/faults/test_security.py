@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import sign
-from tests.support.fault_record import keep
-from tests.support.fault_runs import ARGUMENTS, make_config, whole_run
+from tests.support.fault_runs import ARGUMENTS, keep, make_config, whole_run
 from tests.support.ranks import Ranks
 from tests.support.runs import run
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_record import keep
-from tests.support.fault_runs import ARGUMENTS, STEPS, make_config, row_differences, whole_run
+from tests.support.fault_runs import ARGUMENTS, STEPS, keep, make_config, row_differences, whole_run
 from tests.support.ranks import Ranks, checkpoint_differences, is_saving, last_logged, wait_while_starting
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]

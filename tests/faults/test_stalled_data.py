@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.support.fault_record import LOST, keep
+from tests.support.fault_runs import LOST, keep
 from tests.support.ranks import Ranks, last_logged, status
 from tests.support.stalling_data import stalling_arguments
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_record import LOST, keep
-from tests.support.fault_runs import ARGUMENTS, STEPS, make_config, row_differences, whole_run
+from tests.support.fault_runs import ARGUMENTS, LOST, STEPS, keep, make_config, row_differences, whole_run
 from tests.support.ranks import (
     PATIENCE_SEC,
     Ranks,

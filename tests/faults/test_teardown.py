@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.fault_record import keep
-from tests.support.fault_runs import ARGUMENTS, make_config
+from tests.support.fault_runs import ARGUMENTS, keep, make_config
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]

@@ -1,7 +1,6 @@
-"""The noise scale *now* covers the truth of a process that drifts, where the average, which lags, does not.
+"""The noise scale *now* covers the truth of a process that drifts.
 
-Windows are simulated as in `test_noise_scale_coverage`, one run at a time; B over the batch and |G|^2 depend on
-the step.
+Windows are simulated as in `test_noise_scale_coverage`, all runs at once; B over the batch and |G|^2 depend on the step.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
-from trainer.metrics.noise_scale.estimate import PairAverage
-from trainer.metrics.noise_scale.ratio import BLOCKS, Current, History, Ratio
+from trainer.metrics.noise_scale.estimate import BLOCKS, Current, History
 
-RUNS = 300
-STEPS = (14, 20, 40, 100, 205, 215, 260, 400, 1000)
+RUNS = 100
+STEPS = (14, 40, 100, 215, 260, 400, 1000)
 MICROS = 4
 
 
@@ -35,10 +34,8 @@ def constant(value: float) -> Callable[[int], float]:
 
 
 PROCESSES = {
-    "constant 0.3": Process(constant(0.3), constant(1.0)),
     "constant 3": Process(constant(3.0), constant(1.0)),
     "constant 30": Process(constant(30.0), constant(1.0)),
-    "linear": Process(lambda t: 0.5 + t / 160, constant(1.0)),
     "square root": Process(lambda t: 0.3 * math.sqrt(t), lambda t: t**-0.5),
     "power law": Process(lambda t: 0.3 + 0.02 * t, lambda t: 1 / (t + 10)),
     "saturating": Process(lambda t: 6 - 5.5 * math.exp(-t / 100), lambda t: 0.1 + math.exp(-t / 60)),
@@ -48,70 +45,59 @@ PROCESSES = {
 }
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What one run shows at one step."""
-
-    truth: float
-    now: Current
-    average: Ratio
-
-    @property
-    def is_covered(self) -> bool:
-        return covers(self.now.ratio, self.truth)
+def covers(current: Current, truth: float) -> bool:
+    low, high, *_ = current.ratio
+    return low is not None and low <= truth and (high is None or truth <= high)
 
 
-def covers(ratio: Ratio, truth: float) -> bool:
-    return ratio.low is not None and ratio.low <= truth and (ratio.high is None or truth <= ratio.high)
+def of_run(history: Any, run: int) -> History:
+    """The history of one run, from that of all, whose sums are arrays."""
+    one = History()
+    one.load_state_dict([[(x[run], y[run]) for x, y in level] for level in history._levels])
+    return one
 
 
-def simulate(process: Process, dim: int, seed: int) -> dict[int, list[Seen]]:
-    seen: dict[int, list[Seen]] = {step: [] for step in STEPS}
-    rng = np.random.default_rng([seed, dim])
-    for _ in range(RUNS):
-        history, average = History(), PairAverage(0.95)
-        for step in range(1, max(STEPS) + 1):
-            grad_sq = process.grad_sq(step)
-            variance = process.ratio(step) * grad_sq / dim
-            along = (math.sqrt(grad_sq) + math.sqrt(variance) * rng.standard_normal()) ** 2
-            big = along + variance * rng.chisquare(dim - 1)
-            tr_sigma = variance * rng.chisquare(dim * (MICROS - 1)) / (MICROS - 1)
-            history.add(tr_sigma, big - tr_sigma)
-            average.update(tr_sigma, big - tr_sigma)
-            if step in seen:
-                now, lagging = history.current(), average.ratio()
-                assert now is not None
-                assert lagging is not None
-                seen[step].append(Seen(process.ratio(step), now, lagging))
+def simulate(process: Process, dim: int, seed: int) -> dict[int, list[Current]]:
+    """What each run shows at each of `STEPS`."""
+    seen: dict[int, list[Current]] = {}
+    rng, history = np.random.default_rng([seed, dim]), History()
+    for step in range(1, max(STEPS) + 1):
+        grad_sq = process.grad_sq(step)
+        variance = process.ratio(step) * grad_sq / dim
+        along = (math.sqrt(grad_sq) + math.sqrt(variance) * rng.standard_normal(RUNS)) ** 2
+        big = along + variance * rng.chisquare(dim - 1, RUNS)
+        tr_sigma: Any = variance * rng.chisquare(dim * (MICROS - 1), RUNS) / (MICROS - 1)
+        history.add(tr_sigma, big - tr_sigma)
+        if step in STEPS:
+            found = [of_run(history, run).current() for run in range(RUNS)]
+            seen[step] = [current for current in found if current is not None]
+            assert len(seen[step]) == RUNS
     return seen
 
 
 @pytest.fixture(scope="module")
-def everything() -> dict[tuple[str, int, int], list[Seen]]:
+def everything() -> dict[tuple[str, int, int], list[Current]]:
     found = {}
     for (seed, (name, process)), dim in itertools.product(enumerate(PROCESSES.items()), (20, 1000)):
-        if dim == 20 and name not in ("constant 3", "exponential", "saturating"):
-            continue
-        for step, seen in simulate(process, dim, seed).items():
-            found[name, dim, step] = seen
+        if dim == 1000 or name in ("constant 3", "exponential", "saturating"):
+            found |= {(name, dim, step): seen for step, seen in simulate(process, dim, seed).items()}
     return found
 
 
-def share(seen: list[Seen]) -> float:
-    return sum(one.is_covered for one in seen) / len(seen)
-
-
-def test_the_interval_covers_the_current_value(everything: dict[tuple[str, int, int], list[Seen]]) -> None:
-    shares = {what: share(seen) for what, seen in everything.items()}
-    # Three of 1.7 percentage points, the standard error of a share of 90 % in 300 runs, among some hundred of them.
-    assert not {what: s for what, s in shares.items() if s < 0.90 - 0.02}
+def test_the_interval_covers_the_current_value(everything: dict[tuple[str, int, int], list[Current]]) -> None:
+    shares = {}
+    for (name, dim, step), seen in everything.items():
+        truth = PROCESSES[name].ratio(step)
+        shares[name, dim, step] = float(np.mean([covers(one, truth) for one in seen]))
+    # Above one of 3 percentage points, the standard error of a share of 90 % in 100 runs.
+    assert not {what: s for what, s in shares.items() if s < 0.90 - 0.04}
     assert 0.95 <= np.mean(list(shares.values())) <= 0.99
     for name in PROCESSES:
         own = [s for (process, _, step), s in shares.items() if process == name and step >= 40]
-        assert 0.90 <= np.mean(own) <= 0.99, name
+        assert 0.90 <= np.mean(own) <= 0.995, name
 
 
-def test_the_window_grows_with_a_run_that_does_not_drift(everything: dict[tuple[str, int, int], list[Seen]]) -> None:
+def test_the_window_grows_with_a_run_that_does_not_drift(everything: dict[tuple[str, int, int], list[Current]]) -> None:
     """The opposite error: a short window always covers."""
     for name, step, at_least, at_most in [
         ("constant 3", 1000, 300, 1000),
@@ -119,9 +105,9 @@ def test_the_window_grows_with_a_run_that_does_not_drift(everything: dict[tuple[
         ("exponential", 400, 20, 150),
         ("a jump at step 200", 260, 8, 60),
     ]:
-        middle = np.median([one.now.steps for one in everything[name, 1000, step]])
+        middle = np.median([one.steps for one in everything[name, 1000, step]])
         assert at_least <= middle <= at_most, (name, step, middle)
-    spread = np.std([one.now.ratio.value for one in everything["constant 3", 1000, 1000]])
+    spread = np.std([one.ratio.value for one in everything["constant 3", 1000, 1000]])
     assert spread < 0.1 * 3.0
 
 

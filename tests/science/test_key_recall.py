@@ -63,7 +63,7 @@ class StaleOracle:
 
 @dataclass
 class Result:
-    """One run: loss of the answers over the last steps, counters over the whole run, false evictions by step."""
+    """One run: loss of the answers over the last 100 steps, counters over the whole run, false evictions by step."""
 
     loss: float
     counts: dict[str, float]
@@ -113,7 +113,7 @@ def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: 
         columns = (carry.group_ids.tolist(), carry.cell_index.tolist(), carry.is_last.tolist())
         result.expected_by_step.append(oracle.step(step, *columns))
     stack.close()
-    totals, counts = zip(*answers[-200:], strict=True)
+    totals, counts = zip(*answers[-100:], strict=True)
     result.loss = sum(totals) / sum(counts)
     return result
 
@@ -127,16 +127,16 @@ def one_thread() -> Iterator[None]:
 
 
 def test_with_its_state_the_model_learns_to_answer(corpus: Path, tmp_path: Path) -> None:
-    healthy = train(corpus, tmp_path, steps=1000)
+    healthy = train(corpus, tmp_path, steps=750)
     assert healthy.loss < 0.05
     assert healthy.counts[COLD] == 0
 
 
 def test_a_stale_threshold_that_is_too_short_shows_in_loss_and_counts(corpus: Path, tmp_path: Path) -> None:
-    stale = train(corpus, tmp_path, *STALE, steps=500)
+    stale = train(corpus, tmp_path, *STALE, steps=250)
     assert stale.loss > 0.5
     assert stale.false_by_step == stale.expected_by_step
-    assert sum(stale.expected_by_step) > 500
+    assert sum(stale.expected_by_step) > 200
     assert stale.counts[COLD] == stale.counts[FALSE]
 
 
@@ -150,7 +150,7 @@ def test_evictions_of_groups_that_never_come_back_are_not_false(corpus: Path, tm
 
 
 def test_without_state_nothing_is_learned(corpus: Path, tmp_path: Path) -> None:
-    forgetful = train(corpus, tmp_path, "ledger.wipe_mode=full", "ledger.wipe_every=1", steps=250)
+    forgetful = train(corpus, tmp_path, "ledger.wipe_mode=full", "ledger.wipe_every=1", steps=150)
     assert 2.0 < forgetful.loss < 2.5
     assert forgetful.counts[FALSE] == 0
 
@@ -204,7 +204,7 @@ def probed(corpus: Path, directory: Path, *overrides: str, steps: int) -> tuple[
 def test_probes_say_what_carrying_is_worth(corpus: Path, tmp_path: Path) -> None:
     """A cell has two answers among its six bytes, each worth up to ln 8: at most 0.69 nats per token, and more from zero, where
     a model that is used to knowing the answer is sure of a wrong one."""
-    row, verdicts = probed(corpus, tmp_path, steps=400)
+    row, verdicts = probed(corpus, tmp_path, steps=250)
     assert row["ledger/carry_gain"] > max(0.5, 4 * row["ledger/carry_gain_se"])
     assert row["ledger/probe_share"] == 1.0
     assert verdicts["carry_worthless"] == "healthy"

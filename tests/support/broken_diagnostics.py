@@ -43,7 +43,6 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.noise_scale.hooks.square_norms": "clipping needs the norms",
     "trainer.metrics.aggregate.reduce_over_ranks": "a collective",
     "trainer.metrics.aggregate._length": "size of the collective's vector; the same on all ranks",
-    "trainer.metrics.aggregate._count_of_unknown": "what a rank sends whose part of the collective failed",
     "trainer.metrics.aggregate.rank_operations": "which keys are reduced; the same on all ranks",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._hook": "a guard",
     "trainer.metrics.sinks.BackgroundSink._run": "holds a guard",

@@ -1,14 +1,20 @@
-"""The run that the fault tests break: two ranks on a small text corpus, with evaluation and checkpoints."""
+"""The run that the fault tests break: two ranks on a small text corpus, with evaluation and checkpoints; and the record of
+what was injected and lost, for the table in docs/reliability.md.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import Ranks
-from tests.support.runs import read_rows, write_tiny_config
+from tests.support.runs import ROOT, read_rows, write_tiny_config
 
+RECORDS = ROOT / "build" / "faults"
+LOST = "steps since the last checkpoint"
 STEPS = 120
 EXTRA = """
 [eval]
@@ -62,3 +68,16 @@ def row_differences(one: Path, other: Path) -> list[str]:
         for name, value in row.items()
         if not name.startswith(MEASURED) and second[key].get(name) != value
     ]
+
+
+def keep(promise: int, what: str, *, lost: str = "0", times: int = 1) -> None:
+    """Write down a fault that a test has injected, once it has seen the promise kept.
+
+    Args:
+        promise: its number in docs/reliability.md.
+        lost: what a resume does not give back.
+    """
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    row = {"promise": promise, "what": what, "times": times, "lost": lost}
+    name = hashlib.sha256(what.encode()).hexdigest()[:16]
+    (RECORDS / f"{name}.json").write_text(json.dumps(row, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -241,40 +240,6 @@ class RouterLoss(Experts):
         return x, end
 
 
-class WeightNorm(Gru):
-    """The weight is computed from two parameters before each forward, and kept as an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # that of torch.nn.utils.parametrizations is the newer one
-            nn.utils.weight_norm(self.head)
-
-
-class CapacityExperts(Language):
-    """A GRU, and one expert for each token, which takes no more than its capacity: rows are coupled by who comes first."""
-
-    def __init__(self, factor: float = 1.0) -> None:
-        super().__init__(DIM)
-        self.rnn = nn.GRU(DIM, DIM, batch_first=True)
-        self.router = nn.Linear(DIM, 4)
-        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
-        self.factor = factor
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, h = self.rnn(x, state[None].to(x.dtype).contiguous())
-        flat = x.flatten(0, 1)
-        capacity = math.ceil(self.factor * flat.shape[0] / 4)
-        weight, choice = self.router(flat).softmax(-1).max(-1)
-        chosen = F.one_hot(choice, 4)
-        fits = (chosen.cumsum(0) * chosen).sum(-1) <= capacity
-        out = torch.zeros_like(flat)
-        for index, expert in enumerate(self.experts):
-            taken = (fits & (choice == index)).unsqueeze(-1)
-            out = out + torch.where(taken, expert(flat) * weight[:, None], 0.0)
-        return x + out.view_as(x), h[0]
-
-
 class RoundedLogits(Gru):
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
         output = super().forward(tokens, state)
@@ -285,21 +250,6 @@ class RoundedState(Gru):
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
         output = super().forward(tokens, state)
         return output._replace(state=output.state.bfloat16())
-
-
-class InnerFloat32(Language):
-    """Casts to float32 inside, as scans and norms do."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM)
-        self.rate = nn.Parameter(torch.randn(DIM))
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        a, h, out = torch.exp(-F.softplus(self.rate.float())), state.float(), []
-        for t in range(x.shape[1]):
-            h = a * h + x[:, t].float()
-            out.append(h)
-        return torch.stack(out, 1).to(x.dtype), h
 
 
 class LogSpaceScan(Language):
@@ -342,16 +292,6 @@ class ZeroHead(Gru):
         nn.init.zeros_(self.head.bias)
 
 
-class Bigram(Language):
-    """Neither state nor memory."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def mix(self, x: Tensor, state: None) -> tuple[Tensor, None]:
-        return x, None
-
-
 class FusedRecurrentInEval(Ema):
     """One kernel in training, another in evaluation, equal up to rounding, as flash-linear-attention's layers do."""
 
@@ -372,31 +312,23 @@ def rg_lru(vocab_size: int = VOCAB) -> nn.Module:
 
 HONEST: dict[str, Callable[[], nn.Module]] = {
     "gru": Gru,
-    "stacked gru": lambda: Gru(3),
     "lstm with a nest": NestedLstm,
     "convolutions": Convolution,
     "sliding window": SlidingWindow,
-    "linear attention": LinearAttention,
     "chunked linear attention": lambda: LinearAttention(chunk=16),
     "gated delta rule": DeltaRule,
     "ema": Ema,
     "rg-lru": rg_lru,
     "learned start": LearnedStart,
-    "transformer": Transformer,
     "transformer with dropout": lambda: Transformer(dropout=0.2),
     "dropout everywhere": DropoutGru,
     "experts": Experts,
     "experts whose router keeps its loss": RouterLoss,
-    "weight norm": WeightNorm,
-    "experts with capacity": CapacityExperts,
-    "experts with a low capacity": lambda: CapacityExperts(0.5),
     "logits in bf16": RoundedLogits,
     "state in bf16": RoundedState,
-    "float32 inside": InnerFloat32,
     "scan in log space": LogSpaceScan,
     "vocabulary padded with -inf": PaddedVocabulary,
     "vocabulary padded with -1e9": lambda: PaddedVocabulary(-1e9),
     "head of zeros": ZeroHead,
-    "bigram": Bigram,
     "another kernel in eval": FusedRecurrentInEval,
 }

@@ -158,6 +158,26 @@ def run(
         return subprocess.CompletedProcess(list(map(str, arguments)), code, out.read_text(), err.read_text())
 
 
+def overrides(*sets: str) -> list[str]:
+    """`--set` for each."""
+    return [word for each in sets for word in ("--set", each)]
+
+
+def train(config: Path, run_dir: Path, *sets: str, more: tuple[object, ...] = (), code: int = 0, **options: Any) -> str:
+    """Train into `run_dir`; returns stderr.
+
+    Args:
+        sets: overrides of the config.
+        more: further words of the command line.
+        code: how it must end.
+        options: of `run`.
+    """
+    line = ("--config", config, "--run-dir", run_dir, "--stdout", "off", *overrides(*sets), *more)
+    done = run(*line, **options)
+    assert done.returncode == code, done.stderr[-3000:]
+    return done.stderr
+
+
 def read_rows(metrics: Path) -> dict[tuple[str, int], dict[str, float]]:
     """(mode, step) -> metrics of a metrics.jsonl; of a step that was logged twice the later row counts."""
     rows: dict[tuple[str, int], dict[str, float]] = {}

@@ -18,7 +18,6 @@ from trainer.cli.options import uncollected
 from trainer.cli.terminal import refuse
 from trainer.config.load import load_config, located
 from trainer.config.rules import check_sharding
-from trainer.config.schema import RunConfig
 from trainer.ending import STOP_SIGNALS
 from trainer.errors import UserError
 from trainer.files import write_file
@@ -51,12 +50,17 @@ def run_training(
     config = load_config(config_path, overrides)
     if nproc is not None:
         stop_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM), within_sec=config.distributed.timeout_sec)
+        if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+            raise UserError(
+                "--nproc", "this process is already a rank of torchrun", "use torchrun or --nproc, not both"
+            )
         with located(config_path, overrides):
-            _refuse_ranks(config, nproc)
-            _say_starting(f"starting {counted(nproc, 'rank')}")
+            check_sharding(config, nproc)
+        if "torch" not in sys.modules:
+            _say(f"starting {counted(nproc, 'rank')}")
         return launch_ranks(nproc, _without_nproc(sys.argv[1:]), uses_cuda=config.train.device != "cpu")
-    if "RANK" not in os.environ:
-        _say_starting("starting")
+    if "RANK" not in os.environ and "torch" not in sys.modules:  # whose import takes seconds
+        _say("starting")
     if config.metrics.profile:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported; its profiler says when it starts
     # Before torch is imported, so that a signal during the import stops the run instead of killing it.
@@ -87,21 +91,7 @@ def run_training(
 
 
 def _say(text: str) -> None:
-    """Print a line for people."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - a message for people
-
-
-def _say_starting(text: str) -> None:
-    """Print that the run starts, if torch, whose import takes seconds, is still to be imported."""
-    if "torch" not in sys.modules:
-        _say(text)
-
-
-def _refuse_ranks(config: RunConfig, nproc: int) -> None:
-    """Refuse a number of ranks that cannot work, before any is started."""
-    if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
-        raise UserError("--nproc", "this process is already a rank of torchrun", "use torchrun or --nproc, not both")
-    check_sharding(config, nproc)
 
 
 def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:

@@ -53,17 +53,13 @@ VERBS = {
 }
 
 
-def _add_verbs() -> None:
-    for name, place in VERBS.items():
-        module, _, attribute = place.partition(":")
-        verb = getattr(import_module(f"trainer.tools.verbs.{module}"), attribute)
-        if isinstance(verb, typer.Typer):
-            app.add_typer(verb, name=name)
-        else:
-            app.command(name)(verb)
-
-
-_add_verbs()
+for _name, _place in VERBS.items():
+    _module, _, _attribute = _place.partition(":")
+    _verb = getattr(import_module(f"trainer.tools.verbs.{_module}"), _attribute)
+    if isinstance(_verb, typer.Typer):
+        app.add_typer(_verb, name=_name)
+    else:
+        app.command(_name)(_verb)
 
 
 @app.callback(invoke_without_command=True)
@@ -130,13 +126,7 @@ def _print_versions() -> None:
     """The versions of the program and of torch, without importing torch."""
     from importlib import metadata
 
-    versions = []
-    for name in ("trainer", "torch"):
-        try:
-            versions.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            versions.append(f"{name} (not installed)")
-    echo(", ".join(versions))
+    echo(", ".join(f"{name} {metadata.version(name)}" for name in ("trainer", "torch")))
 
 
 def main() -> None:
@@ -210,12 +200,7 @@ def _usage_message(error: Exception) -> str:
         if isinstance(error.__cause__, ValidationError):
             error.message = option_problem(error.__cause__)  # type: ignore[attr-defined]
     message = str(getattr(error, "format_message")())  # noqa: B009 - see above
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "train"
-    if not message and context is not None and context.parent is None:
-        return f"{command}: nothing to do: --config x.toml (to train) or a command is missing"
+    command = getattr(getattr(error, "ctx", None), "command_path", "train")
     if given := re.search(r"[('](\S+\.toml)[)']", message):  # the config without its flag
         return f"{command}: {message.rstrip('.')}; did you mean --config {given[1]}?"
-    if message.startswith("No such command") and "Did you mean" not in message and context is not None:
-        return f"{command}: {message} There are {', '.join(context.command.commands)}"
     return f"{command}: {message.rstrip('.')}; see {command} --help" if message else ""

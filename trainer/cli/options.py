@@ -80,11 +80,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def require_run(run_dir: str) -> Path:
-    """The directory that was given, looked at before torch, whose import takes seconds.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The directory that was given, looked at before torch, whose import takes seconds. Raises UserError if there is none."""
     if not Path(run_dir).is_dir():
         fix = did_you_mean(run_dir) or "name the directory of a run that has saved a checkpoint (runs/<name>-<time>)"
         raise UserError(run_dir, "is not a directory", fix)
@@ -92,11 +88,7 @@ def require_run(run_dir: str) -> Path:
 
 
 def require_config(config: str | None, command: str) -> str:
-    """The path that was given.
-
-    Raises:
-        UserError: none was.
-    """
+    """The path that was given. Raises UserError if none was."""
     if config is None:
         raise UserError("--config", "is required", f"{command} --config train_configs/smoke.toml")
     return config

@@ -157,19 +157,16 @@ def _read(path: str | Path) -> str:
 
 
 def _parse(text: str, path: str | Path) -> dict[str, Any]:
-    where, fix = str(path), "correct it"
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         problem, _, position = str(error).partition(" (at ")
         found = re.match(r"line (\d+)", position)  # otherwise: at the end of the document
-        where, fix = f"{path}:{found[1] if found else text.count(chr(10)) + 1}", "correct this line or the one before"
+        where = f"{path}:{found[1] if found else text.count(chr(10)) + 1}"
         problem = problem[:1].lower() + problem[1:]
-    except ValueError:  # more digits than Python reads
-        problem = "has an integer of thousands of digits"
-    except RecursionError:
-        problem = "is nested too deeply"
-    raise UserError("TOML", problem, fix, where=where)
+        raise UserError("TOML", problem, "correct this line or the one before", where=where) from None
+    except (ValueError, RecursionError) as error:  # more digits, or more brackets, than Python reads
+        raise UserError("TOML", f"cannot be read: {error}", "correct it", where=str(path)) from None
 
 
 def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
@@ -234,13 +231,11 @@ def differences(first: BaseModel, second: BaseModel) -> list[Difference]:
 
 def render_differences(found: list[Difference], first: str, second: str) -> str:
     """Two lines per key in the manner of `diff`, with values in JSON's spelling, which is TOML's as well."""
-    lines = [f"--- {first}", f"+++ {second}"]
-    for key, *values in found:
-        pairs = zip("-+", values, strict=True)
-        lines += [
-            f"{sign}{key} = {json.dumps(value, ensure_ascii=False)}" for sign, value in pairs if value is not None
-        ]
-    return "\n".join(lines)
+    signed = [(sign, key, value) for key, *both in found for sign, value in zip("-+", both, strict=True)]
+    lines = [
+        f"{sign}{key} = {json.dumps(value, ensure_ascii=False)}" for sign, key, value in signed if value is not None
+    ]
+    return "\n".join([f"--- {first}", f"+++ {second}", *lines])
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Iterator, Mapping
-from datetime import date, time
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from trainer.config.base import FORMS, TAGS
 from trainer.errors import UserError
+from trainer.wording import short_repr
 
 KeyPath = tuple[str | int, ...]
 """Path of a key, with the index of each element of an array of tables: `("data", "source", 0, "name")`."""
@@ -37,9 +38,7 @@ _MUST = {
     "model_attributes_type": "be a table",
     # On the command line, where every value is text.
     "int_parsing": "be an integer",
-    "int_parsing_size": "be a smaller integer",
     "float_parsing": "be a number",
-    "bool_parsing": "be true or false",
 }
 # Key here -> its names in other trainers; with a table in front, in that table only.
 OTHER_NAMES = {
@@ -116,16 +115,13 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
     if kind == "extra_forbidden":
         return "unknown key", hint(path, model)
     if kind == "missing":
-        form = "[[{}]]" if path[-1] == "source" else "[{}]"
-        table = f"a table {form.format(_dotted(path))}"
-        return "is required but missing", f"add {table if keys_of(model, path) else f'{path[-1]} = ...'}"
+        return "is required but missing", f"add {f'a table [{_dotted(path)}]' if keys_of(model, path) else path[-1]}"
     if kind == "literal_error":
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
         return f"must be one of {allowed}; got {shown(value)}", ""
-    if kind == "list_type" and isinstance(value, Mapping) and keys_of(model, path):
-        return "is a single table, and must be a list of them", f"write [[{_dotted(path)}]] with double brackets"
     if kind in _MUST:
-        return f"must {_MUST[kind].format(**context)}, got {shown(value)}", ""
+        fix = f"write [[{_dotted(path)}]]" if kind == "list_type" and isinstance(value, Mapping) else ""
+        return f"must {_MUST[kind].format(**context)}, got {shown(value)}", fix
     if kind == "string_pattern_mismatch":
         return f"must be {FORMS[context['pattern']]}; got {shown(value)}", ""
     if kind == "value_error":  # raised by a validator of ours
@@ -138,16 +134,10 @@ def shown(value: Any) -> str:
     """A value in TOML's spelling, cut to a readable length."""
     if isinstance(value, Mapping):
         return "a table"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length():,} bits"
-    if isinstance(value, list):
-        text = f"[{', '.join(map(shown, value))}]"
-    elif isinstance(value, date | time):
-        text = value.isoformat()
-    else:
-        text = f'"{value}"' if isinstance(value, str) else repr(value)
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except ValueError:  # an integer of thousands of digits
+        text = short_repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -53,12 +53,7 @@ def largest_batch(mixing: MixingTable) -> int:
 
 
 def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) -> Facts:
-    """Refuse a config that cannot work; derive numbers from one that can.
-
-    Args:
-        config: a validated config.
-        sources: its sources with included files resolved.
-        world_size: number of ranks.
+    """Refuse a config, with the sources of its included files, that cannot work; derive numbers from one that can.
 
     Raises:
         UserError: one or several (`UserErrors`) rules are broken.
@@ -116,15 +111,10 @@ def _broken_rules(
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield "data.source", f"two sources are named {name}", "give each a unique name"
     if ledger.capacity < in_flight:
-        problem = (
-            f"must hold the groups in flight: {in_flight} (K x batch size over the sources), got {ledger.capacity}"
-        )
+        problem = f"must hold the groups in flight: {in_flight} (K x batch size of each source), got {ledger.capacity}"
         yield "ledger.capacity", problem, f"set it to {in_flight} or more"
-    foreign = next((source.name for source in sources if source.target is not None), None)
-    if foreign is not None and world_size > 1 and ledger.ownership == "reader":
-        problem = (
-            f'"reader" needs every group to stay on one rank, which source {foreign} (a target) does not guarantee'
-        )
+    if ledger.ownership == "reader" and (foreign := _foreign(sources)) and world_size > 1:
+        problem = f'"reader" needs every group to stay on one rank, which source {foreign} (a target) does not promise'
         yield "ledger.ownership", problem, "use exchange or auto"
 
 
@@ -183,11 +173,8 @@ def check_sharding(config: RunConfig, world_size: int) -> None:
 def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     table, strategy = config.distributed, f'strategy "{config.distributed.strategy}"'
     if table.strategy != "hsdp" and table.replicas:
-        yield (
-            "distributed.replicas",
-            f'{table.replicas} replicas, but the strategy is "{table.strategy}"',
-            'set it to 0, or the strategy to "hsdp"',
-        )
+        problem = f'{table.replicas} replicas, but the strategy is "{table.strategy}"'
+        yield "distributed.replicas", problem, 'set it to 0, or the strategy to "hsdp"'
     elif table.replicas and world_size % table.replicas:
         problem = f"{table.replicas} replicas do not divide {counted(world_size, 'rank')}"
         yield "distributed.replicas", problem, "choose a divisor"
@@ -209,13 +196,13 @@ def check_state_rules(config: RunConfig, state_width: int) -> None:
     Raises:
         UserError: `tbptt_cells` or `burn_in` is set for such a model.
     """
-    found: list[Mistake] = []
-    if state_width == 0 and config.train.tbptt_cells > 1:
+    if state_width:
+        return
+    if config.train.tbptt_cells > 1:
         problem = "the model has no state, through which the gradient could flow from cell to cell"
-        found.append(("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead"))
-    if state_width == 0 and config.ledger.burn_in:
-        found.append(("ledger.burn_in", "the model has no state that could be stale", "set it to 0"))
-    _refuse(found)
+        raise UserError("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead")
+    if config.ledger.burn_in:
+        raise UserError("ledger.burn_in", "the model has no state that could be stale", "set it to 0")
 
 
 def _refuse(found: Iterable[Mistake]) -> None:
@@ -231,25 +218,6 @@ def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:
     return f"{ONE_BATCH_SIZE}; set train.micro_batches = 2 and halve data.mixing.batch_size"
 
 
-def costs_of_carry(config: RunConfig) -> dict[str, str]:
-    """What `tbptt_cells` and `burn_in` cost, for `check` and `preview`; empty without them.
-
-    A backward takes about two forwards, so a step of the model about three.
-    """
-    found, cell, row = {}, config.data.seq_len, config.row_tokens
-    if (cells := config.train.tbptt_cells) > 1:
-        found["tbptt"] = f"rows of {row:,} tokens: the gradient flows through {cells} cells; "
-        if config.train.activation_checkpointing == "cell":
-            more = (cells - 1) / cells / 3
-            found["tbptt"] += f"activations of {cell:,} tokens a row are held at once, for about {more:.0%} more time"
-        else:
-            found["tbptt"] += f"activations of {row:,} tokens a row are held at once"
-    if (again := config.ledger.burn_in) > 0:
-        more = again / row / 3
-        found["burn_in"] = f"{again:,} of every {row:,} tokens are read twice, for about {more:.1%} more time"
-    return found
-
-
 def _ownership(config: RunConfig, sources: list[SourceTable], world_size: int) -> tuple[str, str]:
     """(`reader` or `exchange`, why).
 
@@ -258,7 +226,12 @@ def _ownership(config: RunConfig, sources: list[SourceTable], world_size: int) -
     """
     if config.ledger.ownership == "exchange":
         return "exchange", "as configured"
-    foreign = next((source.name for source in sources if source.target is not None), None)
+    foreign = _foreign(sources)
     if foreign is None or world_size == 1:
         return "reader", "slices are cut at group boundaries: the rank that reads a group owns it"
     return "exchange", f"source {foreign} is a target, which may move groups between ranks"
+
+
+def _foreign(sources: Iterable[SourceTable]) -> str | None:
+    """The first source whose batches are the user's own."""
+    return next((source.name for source in sources if source.target is not None), None)

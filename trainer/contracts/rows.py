@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 
 from trainer.contracts.subject import CallFailed, NotTestable, Result
 from trainer.contracts.trial import ROWS, Trial, Verdict, relative, untestable
-
-DISCRETE = (
-    "rows are coupled, but by a discrete choice alone, such as an expert's capacity: a small change of the other rows changes "
-    "nothing. Expected of experts that drop tokens; a capacity that drops none avoids it"
-)
 
 
 def check_causality(trial: Trial) -> Verdict:
@@ -60,51 +52,32 @@ def _judge_isolation(trial: Trial, sample: int) -> Verdict:
     before = subject(tokens, state)
     largest = 0.0
     for row in (0, ROWS - 1):  # rows may come first or last where something runs out
-        verdict, limit = _judge_others(trial, sample, tokens, state, before, row)
-        if verdict.status != "held":
-            return verdict
-        largest = max(largest, verdict.size or 0.0)
-    order = torch.tensor([(row + 1) % ROWS for row in range(ROWS)])
+        changed = trial.others(tokens, sample=sample)
+        changed[row] = tokens[row]
+        other_state = trial.start_state(ROWS, sample=sample + 100)
+        if state is not None and other_state is not None:
+            other_state[row] = state[row]
+        after = subject(changed, other_state)
+        effect = float(trial.errors(after.logits, before.logits).max())
+        if effect == 0.0:
+            raise NotTestable("the logits do not depend on the tokens")
+        limit = trial.limit(effect)
+        size, position = _deviation(trial, after, before, limit, row=row)
+        if size > limit:
+            text = f"changing the other rows moves the logits or the state of row {row} by {size:.1e}, from position "
+            return Verdict("isolation", "broken", f"{text}{position} on", size, position)
+        largest = max(largest, size)
+    order = torch.arange(ROWS).roll(-1)
     moved = subject(tokens[order], None if state is None else state[order.to(state.device)])
     wanted = Result(before.logits[order], None if before.state is None else before.state[order.to(before.state.device)])
     for row in range(ROWS):
         size, position = _deviation(trial, moved, wanted, limit, row=row)
         if size > limit:
-            if _is_discrete(trial, tokens, state, before, limit, row):
-                return untestable("isolation", DISCRETE)
             text = f"the same rows in another order give other results, by {size:.1e} from position {position} on"
             return Verdict("isolation", "broken", text, size, position)
         largest = max(largest, size)
     text = f"other rows, and the order of rows, change nothing (at most {largest:.1e})"
     return Verdict("isolation", "held", text, largest)
-
-
-def _judge_others(
-    trial: Trial, sample: int, tokens: Tensor, state: Tensor | None, before: Result, row: int
-) -> tuple[Verdict, float]:
-    """Change all rows but one, and look at that one. Returns the limit too."""
-    others = [each for each in range(ROWS) if each != row]
-    changed = trial.others(tokens, sample=sample)
-    changed[row] = tokens[row]
-    other_state = trial.start_state(ROWS, sample=sample + 100)
-    if state is not None and other_state is not None:
-        other_state[row] = state[row]
-    after = trial.subject(changed, other_state)
-    errors = trial.errors(after.logits, before.logits)
-    if float(errors.max()) == 0.0:
-        raise NotTestable("the logits do not depend on the tokens")
-    limit = trial.limit(float(errors.max()))
-    size, position = _deviation(trial, after, before, limit, row=row)
-    if size <= limit:
-        return Verdict("isolation", "held", "", size), limit
-    # What changed tokens do to their own row, the state being the same.
-    own = float(trial.errors(trial.subject(changed, state).logits, before.logits)[others].amax(1).min())
-    if own > limit and _is_discrete(trial, tokens, state, before, limit, row):
-        return untestable("isolation", DISCRETE), limit
-    text = (
-        f"changing the other rows moves the logits or the state of row {row} by {size:.1e}, from position {position} on"
-    )
-    return Verdict("isolation", "broken", text, size, position), limit
 
 
 def _deviation(trial: Trial, found: Result, wanted: Result, limit: float, *, row: int) -> tuple[float, int]:
@@ -117,41 +90,6 @@ def _deviation(trial: Trial, found: Result, wanted: Result, limit: float, *, row
         unit = float(states[1][row].square().mean().sqrt()) or 1.0
         size = max(size, float(relative(states[0][row], states[1][row], unit)))
     return size, position
-
-
-def _is_discrete(trial: Trial, tokens: Tensor, state: Tensor | None, before: Result, limit: float, row: int) -> bool:
-    """Whether a small change of the other rows' embeddings and states leaves a row alone: then only a choice couples them."""
-    step = 1e-3 * limit if limit < 1e-3 else 1e-6
-    step = max(step, 1e4 * trial.noise)
-    subject = trial.subject
-    model = subject.model if subject.is_pure else subject.fresh()
-    hooked = 0
-
-    def nudge(module: nn.Module, given: Any, embedded: Tensor) -> Tensor:
-        nonlocal hooked
-        if embedded.dim() != 3 or embedded.shape[0] != ROWS:
-            return embedded
-        hooked += 1
-        change = step * embedded.detach().std() * torch.randn_like(embedded)
-        change[row] = 0.0
-        return embedded + change
-
-    if state is not None:
-        change = step * state.std() * torch.randn_like(state)
-        change[row] = 0.0
-        state = state + change
-    handles = [m.register_forward_hook(nudge) for m in model.modules() if isinstance(m, nn.Embedding)]
-    try:
-        after = subject(tokens, state, on=model)
-    except CallFailed:
-        return False
-    finally:
-        for handle in handles:
-            handle.remove()
-    errors = trial.errors(after.logits, before.logits)
-    moved_own = float(errors.max())
-    moved, _ = _deviation(trial, after, before, limit, row=row)
-    return bool(hooked) and moved_own > 10 * trial.noise and moved <= max(1e-4 * moved_own, trial.noise)
 
 
 def _judge_resets(trial: Trial, sample: int) -> Verdict:

@@ -216,21 +216,6 @@ class OpenStream:
     seq_len: int
     num_bytes: int
 
-    def check_size(self) -> None:
-        """Check, before it is read from, that the file is as long as it was: the pages of a mapped file that are cut off end
-        the process at a touch (SIGBUS). A file that is gone stays readable where it is mapped.
-
-        Raises:
-            UserError: the file is shorter.
-        """
-        try:
-            size = os.stat(self.stream.tokens or self.stream.path).st_size
-        except OSError:
-            return
-        if size < self.num_bytes:
-            problem = f"was cut from {self.num_bytes} to {size} bytes during the run"
-            raise UserError(printable(self.stream.path), problem, "put the file back, and resume")
-
     @cached_property
     def windows(self) -> TokenArray | None:
         """All windows of seq_len + 1 tokens, a view [N - seq_len, seq_len + 1]; None if the file has fewer tokens."""

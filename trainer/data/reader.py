@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,24 @@ import numpy.typing as npt
 
 from trainer.arrays import Flags, Ints
 from trainer.data.groups import GroupTable, OpenStream
+from trainer.errors import UserError
+from trainer.wording import printable
+
+
+def check_size(source: OpenStream) -> None:
+    """Check, before it is read from, that the file is as long as it was: the pages of a mapped file that are cut off end
+    the process at a touch (SIGBUS). A file that is gone stays readable where it is mapped.
+
+    Raises:
+        UserError: the file is shorter.
+    """
+    try:
+        size = os.stat(source.stream.tokens or source.stream.path).st_size
+    except OSError:
+        return
+    if size < source.num_bytes:
+        problem = f"was cut from {source.num_bytes} to {size} bytes during the run"
+        raise UserError(printable(source.stream.path), problem, "put the file back, and resume")
 
 
 def cut_slices(cells: Ints, num_slices: int) -> Ints:
@@ -349,7 +368,7 @@ class StreamReader:
         self.remaining_picks -= 1
         if index >= self._num_own_picks:
             return None
-        self.source.check_size()
+        check_size(self.source)
         if index >= self._rows_stop:
             self._prepare(index)
         rows = self._rows[index - self._rows_start]

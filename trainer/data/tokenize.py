@@ -28,7 +28,7 @@ from trainer.data.formats import FORMATS, format_name
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import replacing, write_file
-from trainer.metrics.progress_bar import Report
+from trainer.metrics.progress_bar import Report, silent
 from trainer.wording import listed
 
 SPAN_BYTES = 2_000_000  # a second or two of work, which an interruption loses
@@ -70,7 +70,7 @@ class TextFile:
 
 
 def tokenize_files(
-    files: Sequence[TextFile], out: Path, *, tokenizer: str, text_split: str, workers: int, report: Report | None
+    files: Sequence[TextFile], out: Path, *, tokenizer: str, text_split: str, workers: int, report: Report = silent
 ) -> None:
     """Write the tokens of the files that have none yet, in a pool of processes; `report` gets (megabytes done, of, file).
 
@@ -101,8 +101,7 @@ def tokenize_files(
                 done += sizes[file.path] // len(file.spans)
                 if not waiting[file.path]:
                     _join(file, out, dtype)
-                if report is not None:
-                    report(done // 1_000_000, total // 1_000_000, file.path)
+                report(done // 1_000_000, total // 1_000_000, file.path)
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():  # what they are at is not worth waiting for

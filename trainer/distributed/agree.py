@@ -61,10 +61,7 @@ def raise_on_all_ranks(*, world_size: int) -> Iterator[None]:
     speaker, first = next(((rank, each) for rank, (each,) in enumerate(summaries) if each is not None), (0, None))
     if first is None:
         return
-    if found is None or summary != first:
-        key, problem, fix, where = first
-        agreed = UserError(key, problem, fix, where=where)
-    else:
-        agreed = found
+    key, problem, fix, where = first
+    agreed = found if found is not None and summary == first else UserError(key, problem, fix, where=where)
     agreed.speaker = speaker
     raise agreed from None

@@ -74,7 +74,6 @@ class Mirror:
         self._is_prepared = False
         self._mirrored: set[int] = set()
         self._others: set[int] = set()  # in the store, with no equal one here
-        self._announced: set[int] = set()
         self._verified: tuple[bytes, set[str]] = (b"", set())
         self._num_failures = 0
         self._problem = ""
@@ -86,7 +85,6 @@ class Mirror:
     def publish(self, path: Path) -> None:
         """Take note of a checkpoint that is complete, and delete local ones as retention says; waits for no store."""
         with self._lock:
-            self._announced.add(step_of(path))
             self._is_idle.clear()
             self._wake.set()
         self.prune()
@@ -219,14 +217,9 @@ class Mirror:
         """The next checkpoint to upload, which is spared from now on; None if nothing is missing in the store."""
         with self._lock:
             local = {step_of(path): path for path in checkpoint.complete_checkpoints(self._checkpoints)}
-            gone = sorted(self._announced - local.keys() - self._mirrored)
-            self._announced &= local.keys() - self._mirrored
             every = local.keys() | self._mirrored | self._others
             wanted = kept(every, **self._retention) & local.keys() - self._mirrored
             self._busy = max(wanted, default=None)
-        for step in gone:
-            logger.info("%s was deleted before it was uploaded; a newer one takes its place", checkpoint_name(step))
-            self._event("remote_superseded", global_step=step)
         return None if self._busy is None else local[self._busy]
 
     def _upload(self, path: Path) -> None:

@@ -32,7 +32,7 @@ from trainer.arrays import IGNORED
 from trainer.data.batch import MicroBatch
 from trainer.metrics.best_effort import SkipBatch
 from trainer.metrics.noise_scale import estimate
-from trainer.metrics.noise_scale.ratio import Ratio, bounded_ratio
+from trainer.metrics.noise_scale.estimate import Ratio, bounded_ratio
 from trainer.training.extension import Extension
 
 if TYPE_CHECKING:

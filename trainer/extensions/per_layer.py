@@ -260,7 +260,6 @@ class WeightSample:
         kind = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
         self._before, self._now = torch.zeros(2, sum(sizes), dtype=kind, device=self._device)
         self._before_parts, self._now_parts = (list(torch.split(e, sizes)) for e in (self._before, self._now))
-        self._is_taken = False
         scales = [max(parameter.numel() / limit, 1.0) for parameter in parameters]
         self._scales = torch.tensor(scales, dtype=torch.float64).to(self._device)  # [P] entries per entry looked at
 
@@ -268,7 +267,6 @@ class WeightSample:
     def take(self) -> None:
         """Copy the sample; call before the optimizer's step."""
         self._read(self._before_parts)
-        self._is_taken = True
 
     @torch.no_grad()
     def compare(self) -> tuple[Tensor, Tensor]:
@@ -276,8 +274,6 @@ class WeightSample:
 
         Of a shard both are this rank's share. Call after the optimizer's step.
         """
-        assert self._is_taken, "compare without take"
-        self._is_taken = False
         self._read(self._now_parts)
         self._now.sub_(self._before)
         return self._squares(self._now_parts), self._squares(self._before_parts)

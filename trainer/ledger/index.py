@@ -1,4 +1,4 @@
-"""Which slot holds which group, the order in which slots were stored, and the groups evicted recently.
+"""Which slot holds which group, when it was stored, and the groups evicted recently.
 
 | wipe mode | evicts |
 |---|---|
@@ -12,7 +12,7 @@ Host memory only: groups, slots and steps are integers here, and nothing knows a
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import repeat
 from typing import Literal, get_args
@@ -32,80 +32,12 @@ EVICTION_MODES: tuple[EvictionMode, ...] = get_args(EvictionMode)
 Evicted = tuple[EvictionMode, int]
 """How a group was evicted, and at which step."""
 
-# Stands for the last step of slots that must not be evicted; no bucket has it. -1 is a free slot.
+# Stands for the last step of slots that must not be evicted; -1 is a free slot.
 PINNED = -2
+# Slots whose order is found at once: a sort of all slots for each store would take longer than the store.
+QUEUED = 4096
 FALSE_EVICTION_KEYS = {mode: f"ledger/false_evictions/{mode}" for mode in EVICTION_MODES}
 _EMPTY: Ints = np.empty(0, np.int64)
-
-
-class StoreOrder:
-    """Live slots by (last step, slot): which were stored least recently, in amortised constant time per store.
-
-    A queue of buckets: the slots that were stored together, with the step. A slot that is stored again stays in its old
-    bucket; an entry counts only while the slot's last step equals the bucket's, which is checked when the entry is reached.
-
-    Args:
-        last_step: per slot, negative where nothing is to be taken. Shared with the index, which updates it before `add`.
-    """
-
-    def __init__(self, last_step: Ints) -> None:
-        self._last_step = last_step
-        self._buckets: deque[tuple[int, Ints]] = deque()
-        self._num_queued = 0
-        # What is left of the oldest step: distinct slots, ascending.
-        self._front, self._front_step = _EMPTY, -1
-
-    @property
-    def num_entries(self) -> int:
-        """Entries held, outdated ones included."""
-        return self._num_queued + self._front.size
-
-    def add(self, step: int, slots: Ints) -> None:
-        """Append distinct `slots` stored at `step`, which is not before any step added so far."""
-        self._buckets.append((step, slots))
-        self._num_queued += slots.size
-        # At most one entry per slot counts, so the greater part is outdated. The margin spares small ledgers the work.
-        if self.num_entries > 2 * self._last_step.size + 1024:
-            self.rebuild()
-
-    def take_oldest(self, count: int) -> Ints:
-        """Remove and return the `count` first live slots, or as many as there are."""
-        taken = [_EMPTY]
-        while count > 0 and self._fill_front():
-            # A few entries at a time, so that taking few slots of a long step stays cheap.
-            piece = self._front[: 2 * count + 32]
-            live = (self._last_step[piece] == self._front_step).nonzero()[0][:count]
-            count -= live.size
-            self._front = self._front[int(live[-1]) + 1 if count == 0 else piece.size :]
-            taken.append(piece[live])
-        return np.concatenate(taken)
-
-    def take_before(self, cutoff: int) -> Ints:
-        """Remove and return all live slots whose step is before `cutoff`."""
-        taken = [_EMPTY]
-        while self._fill_front() and self._front_step < cutoff:
-            taken.append(self._front[self._last_step[self._front] == self._front_step])
-            self._front = _EMPTY
-        return np.concatenate(taken)
-
-    def rebuild(self) -> None:
-        """Start again from `last_step`: one entry per live slot."""
-        live = np.flatnonzero(self._last_step >= 0)
-        slots = live[np.argsort(self._last_step[live], kind="stable")]
-        steps, starts = np.unique(self._last_step[slots], return_index=True)
-        self._buckets = deque(zip(steps.tolist(), np.split(slots, starts[1:]), strict=False))
-        self._num_queued = slots.size
-        self._front = _EMPTY
-
-    def _fill_front(self) -> bool:
-        """Move the slots of the oldest step into the front, if that is used up; whether it then holds anything."""
-        # The newest step may get more buckets after it became the front.
-        while self._buckets and (not self._front.size or self._buckets[0][0] == self._front_step):
-            self._front_step, slots = self._buckets.popleft()
-            self._num_queued -= slots.size
-            # A slot is in both if two micro-batches of the step stored it.
-            self._front = np.union1d(self._front, slots) if self._front.size else np.sort(slots)
-        return self._front.size > 0
 
 
 class GroupIndex:
@@ -113,7 +45,7 @@ class GroupIndex:
 
     Args:
         capacity: number of slots; as a slot, `capacity` stands for none.
-        wipe_mode: decides what happens when slots run out, and whether the order of stores is kept.
+        wipe_mode: decides what happens when slots run out.
         counts: evictions and false evictions are added here, by metric key.
     """
 
@@ -129,7 +61,8 @@ class GroupIndex:
         # A stack: the first `capacity - num_live` entries are free, the last of them is used next.
         self._free: Ints = np.arange(capacity - 1, -1, -1)
         self._is_lru = wipe_mode == "lru"
-        self._order = StoreOrder(self.last_step) if wipe_mode in ("lru", "periodic_stale") else None
+        # The next slots to be evicted, as `_keys` of when they were found: one that was stored since has another.
+        self._queue = _EMPTY
         self._counts = counts
         # The answer to the last `find`, until a group comes or goes.
         self._found_for: bytes | None = None
@@ -174,20 +107,16 @@ class GroupIndex:
         if new.size:
             excess = self.num_live + new.size - self.capacity
             if excess > 0:
-                assert self._order is not None
                 self.last_step[slots[is_kept & is_held]] = PINNED
-                self._evict(self._order.take_oldest(excess), "lru", step)
+                self._evict(self._oldest(excess, step), "lru", step)
             slots[new] = self._occupy(group_ids[new])
-        kept_slots = slots[is_kept]
-        self.last_step[kept_slots] = step
-        if self._order is not None:
-            self._order.add(step, kept_slots)
+        self.last_step[slots[is_kept]] = step
         return slots
 
     def sweep(self, cutoff: int, step: int) -> None:
         """Evict, as stale, the groups whose last store was before step `cutoff`."""
-        assert self._order is not None
-        self._evict(self._order.take_before(cutoff), "stale", step)
+        stale = np.flatnonzero((self.last_step >= 0) & (self.last_step < cutoff))
+        self._evict(stale[np.argsort(self.last_step[stale], kind="stable")], "stale", step)
 
     def wipe(self) -> None:
         """Free all slots, and forget which groups were evicted."""
@@ -219,8 +148,24 @@ class GroupIndex:
         self._free[: free_slots.size] = free_slots
         self.evicted.clear()
         self._remember(evicted)
-        if self._order is not None:
-            self._order.rebuild()
+        self._queue = _EMPTY
+
+    def _oldest(self, count: int, step: int) -> Ints:
+        """The `count` slots that were stored least recently, in order of (last step, slot)."""
+        queue = self._queue[self._keys(self._queue % self.capacity) == self._queue]
+        if queue.size < count:
+            keys = self._keys(np.flatnonzero(self.last_step >= 0))
+            size = min(max(count, QUEUED), keys.size)
+            queue = np.sort(np.partition(keys, size - 1)[:size])
+        # Those of this step are no queue yet: a slot that comes before them may still be stored.
+        self._queue = queue[count:][queue[count:] < step * self.capacity]
+        oldest: Ints = queue[:count] % self.capacity
+        return oldest
+
+    def _keys(self, slots: Ints) -> Ints:
+        """Numbers in the order of (last step, slot); negative of a slot that is free or pinned."""
+        keys: Ints = self.last_step[slots] * self.capacity + slots
+        return keys
 
     def _check_room(self, is_kept: Flags, num_live_after: int) -> None:
         needed = int(np.count_nonzero(is_kept)) if self._is_lru else num_live_after

@@ -142,17 +142,15 @@ class Ledger:
         placement: Placement = "device",
         owners: Owners = Owners(),  # noqa: B008 - immutable
     ) -> None:
+        if wipe_mode not in WIPE_MODES:
+            raise UserError("ledger.wipe_mode", f"must be one of {', '.join(WIPE_MODES)}, got {wipe_mode!r}")
         numbers = {"capacity": capacity}
         numbers |= {"wipe_every": wipe_every} if wipe_mode == "full" else {}
         if wipe_mode == "periodic_stale":
             numbers |= {"sweep_every": sweep_every, "stale_threshold": stale_threshold}
-        rules: list[tuple[str, bool, object, str]] = [
-            ("wipe_mode", wipe_mode in WIPE_MODES, wipe_mode, f"one of {', '.join(WIPE_MODES)}")
-        ]
-        rules += [(key, number >= 1, number, f">= 1 with wipe_mode {wipe_mode}") for key, number in numbers.items()]
-        for key, is_right, value, rule in rules:
-            if not is_right:
-                raise UserError(f"ledger.{key}", f"must be {rule}, got {value!r}")
+        for key, number in numbers.items():
+            if number < 1:
+                raise UserError(f"ledger.{key}", f"must be >= 1 with wipe_mode {wipe_mode}, got {number}")
         self._wipe_mode = wipe_mode
         self._stale_threshold = stale_threshold
         self._sweep_every = sweep_every
@@ -217,7 +215,7 @@ class Ledger:
         Raises:
             ValueError: a group appears twice, or an id is neither -1 nor in [0, 2^63).
         """
-        group_ids, cell_index = _as_group_ids(group_ids), _as_ids(cell_index)
+        group_ids, cell_index = _as_group_ids(group_ids), np.ascontiguousarray(cell_index, np.int64)
         is_fresh = (cell_index == 0) | (group_ids < 0)
         if self._exchange is None:
             slots = self._index.find(group_ids)
@@ -264,7 +262,7 @@ class Ledger:
         """
         if self._step is None:
             raise RuntimeError("the ledger has no step yet: call begin_step before store")
-        group_ids, cell_index = _as_group_ids(group_ids), _as_ids(cell_index)
+        group_ids, cell_index = _as_group_ids(group_ids), np.ascontiguousarray(cell_index, np.int64)
         is_last = np.ascontiguousarray(is_last, np.bool_)
         if states.shape != (group_ids.size, self._slab.width):
             raise ValueError(f"states must be [{group_ids.size}, {self._slab.width}], got {list(states.shape)}")
@@ -412,17 +410,13 @@ class Ledger:
         return is_mine
 
 
-def _as_ids(values: Ints) -> Ints:
-    return np.ascontiguousarray(values, np.int64)
-
-
 def _as_group_ids(values: Ints) -> Ints:
     """The ids as int64.
 
     Raises:
         ValueError: an id that stands for no group and is not -1, such as a hash of 64 bits: its state would never be kept.
     """
-    group_ids = _as_ids(values)
+    group_ids = np.ascontiguousarray(values, np.int64)
     if group_ids.min(initial=0) < -1:
         raise ValueError(f"group id {group_ids.min()}: must be -1 (no group) or in [0, 2^63)")
     return group_ids

@@ -22,6 +22,7 @@ Native = Any
 
 PIECE_BYTES = 64 * 2**20
 LARGE_BYTES = 2**20
+NUMPY_DTYPES = (torch.float16, torch.float32, torch.float64)
 
 
 class Slab:
@@ -43,7 +44,7 @@ class Slab:
         self.dtype = dtype
         # Written with rows that are not kept, never read. Copying a whole batch costs less than selecting rows first.
         self.waste_slot = capacity + 1
-        self.library: Any = np if device.type == "cpu" and _is_known_to_numpy(dtype) else torch
+        self.library: Any = np if device.type == "cpu" and dtype in NUMPY_DTYPES else torch
         self._rows = self.native(self._allocate())
         self._is_valid = self.native(torch.zeros(capacity + 2, device=device, dtype=torch.bool))
         # A number of the host would have to be copied to the device each time, which waits.
@@ -205,11 +206,3 @@ def _are_finite(rows: Tensor) -> Flags:
     doubtful = np.flatnonzero(~are_finite)
     are_finite[doubtful] = np.isfinite(rows.numpy()[doubtful]).all(1)
     return are_finite
-
-
-def _is_known_to_numpy(dtype: torch.dtype) -> bool:
-    try:
-        torch.empty(0, dtype=dtype).numpy()
-    except TypeError:
-        return False
-    return True

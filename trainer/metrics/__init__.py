@@ -18,25 +18,14 @@ if TYPE_CHECKING:
     from trainer.metrics.noise_scale.hooks import GradientNoiseScale
     from trainer.metrics.tracker import MetricsTracker, StepMetrics
 
-_HOMES: Final = {
-    "BestEffort": "best_effort",
-    "CATALOG": "catalog.lookup",
-    "Diagnostics": "best_effort",
-    "GradientNoiseScale": "noise_scale.hooks",
-    "Reporter": "aggregate",
-    "MetricSpec": "catalog.spec",
-    "MetricsTracker": "tracker",
-    "SkipBatch": "best_effort",
-    "StepMetrics": "tracker",
-    "SumCount": "aggregate",
-    "UnknownMetric": "catalog.lookup",
-    "Recorder": "aggregate",
-    "format_metrics": "logger",
-    "get_logger": "logger",
-    "lookup": "catalog.lookup",
-    "reduce_loss_metrics": "aggregate",
-    "reduce_over_ranks": "aggregate",
-    "register": "catalog.lookup",
+_NAMES: Final = {
+    "aggregate": "Recorder Reporter SumCount reduce_loss_metrics reduce_over_ranks",
+    "best_effort": "BestEffort Diagnostics SkipBatch",
+    "catalog.lookup": "CATALOG UnknownMetric lookup register",
+    "catalog.spec": "MetricSpec",
+    "logger": "format_metrics get_logger",
+    "noise_scale.hooks": "GradientNoiseScale",
+    "tracker": "MetricsTracker StepMetrics",
 }
 
 __all__ = [
@@ -62,6 +51,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for home, names in _NAMES.items():
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from trainer.metrics.best_effort import BestEffort, LeaveOut, as_number
+from trainer.metrics.best_effort import BestEffort, LeaveOut, as_number, is_name
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX, WORST_SUFFIX, lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction, WindowReduction
-from trainer.wording import message_of
+from trainer.wording import message_of, short_repr
 
 Scalar = float | torch.Tensor
 MOST_EXACT = 2**53
@@ -102,23 +102,15 @@ def as_scalar(value: Any) -> Scalar:
     return as_number(value)
 
 
-def as_value(value: Any) -> Value:
-    """As `as_scalar`, also a pair of them."""
-    if isinstance(value, tuple) and len(value) == 2:
-        return SumCount(as_scalar(value[0]), as_scalar(value[1]))
-    return as_scalar(value)
-
-
-def _larger(a: Scalar, b: Scalar, sign: int) -> Scalar:
-    """The larger of two scalars (`sign` 1) or the smaller (-1); NaN wins over any number, on the device and off it."""
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        like = a if isinstance(a, torch.Tensor) else b
-        assert isinstance(like, torch.Tensor)
+def _extreme(a: Scalar, b: Scalar, how: WindowReduction) -> Scalar:
+    """The larger of two scalars, or the smaller; NaN wins over any number, on the device and off it."""
+    like = a if isinstance(a, torch.Tensor) else b
+    if isinstance(like, torch.Tensor):
         first, second = (x if isinstance(x, torch.Tensor) else like.new_full((), x) for x in (a, b))
-        return torch.maximum(first, second) if sign > 0 else torch.minimum(first, second)
+        return torch.maximum(first, second) if how == "max" else torch.minimum(first, second)
     if a != a or b != b:
-        return float("nan")
-    return max(a, b) if sign > 0 else min(a, b)
+        return math.nan
+    return max(a, b) if how == "max" else min(a, b)
 
 
 @dataclass(slots=True)
@@ -134,8 +126,7 @@ class _Entry:
 class Recorder:
     """The one place where a run's metrics are recorded: combines what is recorded until it is drained.
 
-    A key that some micro-batches lack is combined over those that reported it: a gauge present once with 1.0 stays 1.0.
-    Counters add up and flags stay raised. A key that is not in the catalog is a gauge.
+    A key that some micro-batches lack is combined over those that reported it. A key that is not in the catalog is a gauge.
 
     Args:
         metric_keys: the keys that may be recorded; empty: any.
@@ -159,12 +150,18 @@ class Recorder:
 
         Raises:
             KeyError: a key is not among `metric_keys`, where those were given.
-            TypeError: a value is no number.
+            TypeError: a value is no number, or there is no mapping.
             ValueError: a pair for a key whose mean is not weighted.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"must be a mapping of names to numbers, got {short_repr(values)}")
         if self._known and not self._known.issuperset(values):
             raise KeyError(f"not among the metric_keys: {', '.join(sorted(values.keys() - self._known))}")
         for key, value in values.items():
+            if key not in self._rules:
+                if self._leave_out is not None and not is_name(key, self._leave_out):
+                    continue
+                self._rules[key] = lookup_or_gauge(key).window
             try:
                 self._add(key, value)
             except Exception as error:  # noqa: BLE001 - one value must not cost the others
@@ -174,9 +171,7 @@ class Recorder:
                 self._add(key, None)
 
     def _add(self, key: str, value: Input | Moments | None) -> None:
-        how, entry = self._rules.get(key), self._entries.get(key)
-        if how is None:
-            how = self._rules[key] = lookup_or_gauge(key).window
+        how, entry = self._rules[key], self._entries.get(key)
         if isinstance(value, Moments):
             self._moments[key] = value
             return
@@ -184,17 +179,20 @@ class Recorder:
             if how not in _MEANS:
                 self._entries[key] = _Entry(how, None, 1.0)
             return
-        if type(value) is not float:
-            value = as_value(value)
-        if isinstance(value, tuple) and how != "weighted_mean":
-            raise ValueError(f"a (sum, count) pair, but its window reduction is {how}")
-        total, count = value if isinstance(value, tuple) else (value, 1.0)
+        total: Scalar
+        count: Scalar = 1.0
+        if isinstance(value, tuple):
+            if how != "weighted_mean":
+                raise ValueError(f"a (sum, count) pair, but its window reduction is {how}")
+            total, count = map(as_scalar, value)
+        else:
+            total = value if type(value) is float else as_scalar(value)
         if entry is None or how == "last":
             self._entries[key] = _Entry(how, total, count)
         elif entry.total is None:
             return
         elif how in ("max", "min"):
-            entry.total = _larger(entry.total, total, 1 if how == "max" else -1)
+            entry.total = _extreme(entry.total, total, how)
         else:
             entry.total, entry.count = entry.total + total, entry.count + count
 
@@ -254,10 +252,6 @@ def _length(operations: Operations) -> int:
     return 2 * len(operations) + NUM_MOMENTS * list(operations.values()).count("mean_and_error")
 
 
-def _count_of_unknown(operation: RankReduction) -> float:
-    return 0.0 if operation in (*_MEANS, "mean_and_error") else np.nan
-
-
 def _pack(
     local: Mapping[str, Reported], operations: Operations, device: torch.device | str, guard: BestEffort | None = None
 ) -> torch.Tensor:
@@ -284,7 +278,7 @@ def _pack(
             guard.leave_out(key, message_of(error))
             scalars = None
         if scalars is None:
-            numbers[first + 1] = _count_of_unknown(operation)
+            numbers[first + 1] = 0.0 if "mean" in operation else np.nan
             continue
         for place, scalar in enumerate(scalars, start=first):
             if isinstance(scalar, torch.Tensor):
@@ -366,16 +360,15 @@ def reduce_over_ranks(
     """One logged step's values over all ranks, in one collective (none for a single rank). Every rank must call it.
 
     Args:
-        local: this rank's values; keys may be missing. Plain numbers count once in a mean, a `SumCount` by its count, and
-            the units of `Moments` one by one. None is a value that this rank should have and cannot give.
+        local: this rank's values; keys may be missing. Plain numbers count once in a mean, a `SumCount` by its count.
+            None is a value that this rank should have and cannot give.
         keys: all keys that any rank may have, the same on every rank; or what `rank_operations` makes of them.
         device: where the collective runs (the CPU for gloo, this rank's device for nccl).
         guard: a value that is no number costs a warning, and counts as None; without a guard, it raises.
 
     Returns:
-        The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst rank) beside
-        counters that ask for it, or `<key>_se` (the standard error) beside means that have one. A NaN on any rank makes the
-        result NaN; a key that no rank has is absent, and so is one that is None on any rank, unless it is a mean.
+        The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst rank) beside counters or
+        `<key>_se` (the standard error) beside means that ask for it. A NaN on any rank makes the result NaN.
 
     Raises:
         KeyError, TypeError: a local key is not among `keys`, or a value is no number (without a guard).
@@ -385,7 +378,7 @@ def reduce_over_ranks(
     vector = guard.run(_pack, local, operations, device, guard) if guard else _pack(local, operations, device)
     if vector is None:  # nothing of this rank is known
         vector = torch.zeros(_length(operations), dtype=torch.float64, device=device)
-        counts = [_count_of_unknown(operation) for operation in operations.values()]
+        counts = [0.0 if "mean" in operation else np.nan for operation in operations.values()]
         vector[1 : 2 * len(operations) : 2] = torch.tensor(counts, dtype=torch.float64)
     ranks = [vector]
     if world_size > 1:
@@ -407,8 +400,7 @@ def reduce_loss_metrics(
     """Means and totals over ranks in one collective. Every rank must call it with the same names.
 
     Args:
-        values: this rank's numbers. The names in `values`, `counts` and `sum_keys` together must be the same on all
-            ranks; a rank that has no value for a name in `counts` or `sum_keys` leaves it out of `values`.
+        values: this rank's numbers; one that it does not have is absent. All names together must be the same on all ranks.
         counts: weight of this rank's mean, by name; names without a count weigh the same on every rank.
         sum_keys: names that are totals: the cluster's total under the name, the worst rank's under `<name>_max`.
 

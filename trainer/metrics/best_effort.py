@@ -2,7 +2,7 @@
 
     diagnostics = Diagnostics(on_event=events.write)
     token_types = diagnostics.best_effort("token_type")
-    token_types.run(measure, batch)          # or:  with token_types: measure(batch)
+    token_types.run(measure, batch)
 
 A collective must not stand inside a guard: other ranks would wait for it. Guard the local part, and let what is missing
 enter the reduction as the identity.
@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from trainer.metrics.logger import get_logger
 from trainer.wording import error_text, message_of, short_repr
 
-T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+EventCallback = Callable[[dict[str, Any]], None]
 LeaveOut = Callable[[str, str], object]
 """Takes a metric's name and what is wrong with it; see `BestEffort.leave_out`."""
+logger = get_logger(__name__, rank_zero_only=False)
 
 
 def as_number(value: Any) -> float:
@@ -39,7 +41,7 @@ def as_number(value: Any) -> float:
         raise TypeError(f"must be a number, got {short_repr(value)}") from None
 
 
-def checked(values: Any, leave_out: LeaveOut, take: Callable[[Any], T]) -> dict[str, T | None]:
+def checked(values: Any, leave_out: LeaveOut, take: Callable[[Any], R]) -> dict[str, R | None]:
     """The values by name; None for a value that is no number: a total without it would look right and be wrong.
 
     Args:
@@ -50,7 +52,7 @@ def checked(values: Any, leave_out: LeaveOut, take: Callable[[Any], T]) -> dict[
     """
     if not isinstance(values, Mapping):
         raise TypeError(f"must be a mapping of names to numbers, got {short_repr(values)}")
-    found: dict[str, T | None] = {}
+    found: dict[str, R | None] = {}
     for name, value in values.items():
         if is_name(name, leave_out):
             try:
@@ -69,13 +71,6 @@ def is_name(name: Any, leave_out: LeaveOut) -> bool:
     return False
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-EventCallback = Callable[[dict[str, Any]], None]
-
-logger = get_logger(__name__, rank_zero_only=False)
-
-
 class SkipBatch(Exception):
     """Raised by a diagnostic that cannot measure this batch, for an expected reason; the next batch is tried again."""
 
@@ -84,10 +79,8 @@ class BestEffort:
     """Guard of one diagnostic.
 
     Attributes:
-        name: the diagnostic's name in warnings and events.
         enabled: False after an unexpected exception.
-        num_skipped: batches passed over by `SkipBatch`.
-        last_skip: the reason of the last of them.
+        num_skipped, last_skip: batches passed over by `SkipBatch`, and the reason of the last of them.
     """
 
     def __init__(self, name: str, *, on_event: EventCallback | None = None) -> None:
@@ -105,7 +98,7 @@ class BestEffort:
         try:
             return diagnostic(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - a diagnostic may fail in any way
-            self._take(error)
+            self.fail(error)
             return None
 
     def leave_out(self, key: str, problem: str) -> None:
@@ -114,18 +107,8 @@ class BestEffort:
             self._left_out.add(key)
             logger.warning("%s: metric %r is left out: %s", self.name, key, problem)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._take(error)
-        return True
-
-    def _take(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Take note of what the diagnostic has raised: it is off from now on, with one warning, or skipped this batch."""
         if isinstance(error, SkipBatch):
             self.num_skipped += 1
             self.last_skip = message_of(error)
@@ -136,14 +119,9 @@ class BestEffort:
         logger.warning("%s failed and is off from now on: %s", self.name, error_text(error))
         if self._on_event is None:
             return
-        event = {
-            "event": "diagnostic_disabled",
-            "name": self.name,
-            "error": error_text(error),
-            "traceback": "".join(traceback.format_exception(error)),
-        }
+        event = {"event": "diagnostic_disabled", "name": self.name, "error": error_text(error)}
         try:
-            self._on_event(event)
+            self._on_event({**event, "traceback": "".join(traceback.format_exception(error))})
         except Exception as failure:  # noqa: BLE001 - a diagnostic must not stop the run by way of its report either
             logger.warning("could not record that %s is off: %s", self.name, error_text(failure))
 

@@ -47,9 +47,7 @@ class _RankFormatter(logging.Formatter):
 class _RankFilter(logging.Filter):
     """Drops the records of ranks other than 0, except those of loggers that log on every rank."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.every_rank: set[str] = set()
+    every_rank: Final[set[str]] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.name in self.every_rank or _rank() == 0
@@ -60,8 +58,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
-        self.rank_filter = _RankFilter()
-        self.addFilter(self.rank_filter)
+        self.addFilter(_RankFilter())
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.stream is not sys.stderr or self.formatter is None:
@@ -103,19 +100,6 @@ class _Early(logging.Handler):
         self.records.append(logging.makeLogRecord({**record.__dict__, **plain}))
 
 
-def _stderr_handler() -> _StderrHandler:
-    root = logging.getLogger(ROOT)
-    for handler in root.handlers:
-        if isinstance(handler, _StderrHandler):
-            return handler
-    handler = _StderrHandler()
-    root.addHandler(handler)
-    root.addHandler(_Early())
-    if root.level == logging.NOTSET:
-        root.setLevel(logging.INFO)
-    return handler
-
-
 def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
     """A logger below `trainer` that writes to stderr with the prefix `[rank N] LEVEL`.
 
@@ -124,12 +108,14 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
         rank_zero_only: drop this logger's records on other ranks (the rank is RANK of the environment, 0 if unset).
             The last call for a name applies.
     """
+    root = logging.getLogger(ROOT)
+    if not any(isinstance(handler, _StderrHandler) for handler in root.handlers):
+        root.addHandler(_StderrHandler())
+        root.addHandler(_Early())
+        if root.level == logging.NOTSET:
+            root.setLevel(logging.INFO)
     full_name = name if name == ROOT or name.startswith(f"{ROOT}.") else f"{ROOT}.{name}"
-    every_rank = _stderr_handler().rank_filter.every_rank
-    if rank_zero_only:
-        every_rank.discard(full_name)
-    else:
-        every_rank.add(full_name)
+    (_RankFilter.every_rank.discard if rank_zero_only else _RankFilter.every_rank.add)(full_name)
     return logging.getLogger(full_name)
 
 
@@ -178,14 +164,6 @@ def counted_warnings() -> Iterator[WarningCount]:
         logging.getLogger(ROOT).removeHandler(handler)
 
 
-def _format_int(value: int) -> str:
-    for size, suffix in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        # From 999,950 on, the smaller unit would show 1000.0k.
-        if abs(value) >= size * 0.99995 and abs(value) >= 1000:
-            return f"{value / size:.1f}{suffix}"
-    return str(value)
-
-
 def format_number(value: float | str) -> str:
     """A human-readable number: integers with k/M/B, floats with 4 decimals.
 
@@ -194,7 +172,11 @@ def format_number(value: float | str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int):
-        return _format_int(value)
+        for size, suffix in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+            # From 999,950 on, the smaller unit would show 1000.0k.
+            if abs(value) >= max(size * 0.99995, 1000):
+                return f"{value / size:.1f}{suffix}"
+        return str(value)
     if not math.isfinite(value) or value == 0:
         return f"{value:.4f}"
     if abs(value) < 0.01 or abs(value) > 1e6:
@@ -208,19 +190,20 @@ def format_metrics(step: int, values: Mapping[str, float | str]) -> str:
     return f"[step {step}] {parts}"
 
 
+_IN_LINE: Final = (
+    ("lr", "lr", ".2e"),
+    ("grad_norm", "grad_norm", ".3f"),
+    ("tokens_per_sec", "tok/s", ",.0f"),
+    ("mfu", "mfu", ".1%"),
+)
+
+
 def format_train_line(step: int, metrics: Mapping[str, float]) -> str:
     """The line of a training step from the payload's metrics; absent metrics are omitted."""
-    parts: dict[str, float | str] = {}
-    if "loss" in metrics:
-        parts["loss"] = float(metrics["loss"])
-    if "lr" in metrics:
-        parts["lr"] = f"{metrics['lr']:.2e}"
-    if "grad_norm" in metrics:
-        parts["grad_norm"] = f"{metrics['grad_norm']:.3f}"
-    if "tokens_per_sec" in metrics:
-        parts["tok/s"] = f"{metrics['tokens_per_sec']:,.0f}"
-    if "mfu" in metrics:
-        parts["mfu"] = f"{metrics['mfu']:.1%}"
+    parts: dict[str, float | str] = {"loss": float(metrics["loss"])} if "loss" in metrics else {}
+    for key, name, form in _IN_LINE:
+        if key in metrics:
+            parts[name] = format(metrics[key], form)
     if "gpu/peak_gb" in metrics and "gpu/total_gb" in metrics:
         parts["mem"] = f"{metrics['gpu/peak_gb']:.1f}/{metrics['gpu/total_gb']:.0f}GB"
     if "step_time_sec" in metrics:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Final, Literal, NoReturn
@@ -24,8 +26,9 @@ MODES: Final = ("train", "eval")
 NON_FINITE_WORDS: Final = ("nan", "inf", "-inf")
 RESTART: Final = "restart"
 _REQUIRED: Final = ("schema_version", "mode", "global_step", "metrics")
+_LARGEST: Final = sys.float_info.max
 # torchrun prefixes each line of a worker with its role and rank: "[default0]:".
-_LAUNCHER_PREFIX: Final = re.compile(r"\[[^\[\]{}\"\s]+\]: ?")
+_LAUNCHER_PREFIX: Final = re.compile(r"\A\[[^\[\]{}\"\s]+\]: ?")
 
 
 class PayloadError(ValueError):
@@ -39,15 +42,7 @@ class PayloadError(ValueError):
 
 @dataclass(frozen=True)
 class Payload:
-    """A valid payload.
-
-    Attributes:
-        mode: `train` or `eval`.
-        global_step: index of the optimizer step, 0 or more.
-        metrics: finite numbers.
-        non_finite: the other metrics, as `nan`, `inf` or `-inf`.
-        sections: every other section unchanged.
-    """
+    """A valid payload: finite metrics, the others as `nan`, `inf` or `-inf`, and every other section unchanged."""
 
     mode: Mode
     global_step: int
@@ -82,9 +77,7 @@ class Violation:
 
 def non_finite_word(value: float) -> str:
     """`nan`, `inf` or `-inf` for a float that is not finite."""
-    if math.isnan(value):
-        return "nan"
-    return "inf" if value > 0 else "-inf"
+    return str(float(value))
 
 
 def all_values(payload: Mapping[str, Any]) -> dict[str, float]:
@@ -107,7 +100,7 @@ def build_payload(
         PayloadError: the result would be invalid (mode, step, no metrics at all, a value that is not a number).
     """
     finite: dict[str, float] = {}
-    non_finite: dict[str, str] = {}
+    words: dict[str, str] = {}
     value: Any
     for key, value in metrics.items():
         if type(value) is not float and type(value) is not int:
@@ -118,11 +111,11 @@ def build_payload(
         if math.isfinite(value):
             finite[key] = value
         else:
-            non_finite[key] = non_finite_word(value)
+            words[key] = non_finite_word(value)
     payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode, "global_step": global_step}
     payload["metrics"] = finite
-    sections = (("context", context), ("batch_extras", batch_extras), ("token_summary", token_summary))
-    for name, section in (("non_finite", non_finite or None), *sections):
+    sections = {"context": context, "batch_extras": batch_extras, "token_summary": token_summary}
+    for name, section in {"non_finite": words or None, **sections}.items():
         if section is not None:
             payload[name] = dict(section)
     validate_payload(payload)
@@ -204,8 +197,7 @@ def _reject_constant(token: str) -> NoReturn:
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise PayloadError(twice, "appears twice in one object")
     return found
 
@@ -227,26 +219,28 @@ def validate_payload(obj: Any) -> None:
     if not isinstance(obj["mode"], str) or obj["mode"] not in MODES:
         raise PayloadError("mode", f"must be one of {', '.join(MODES)}, got {obj['mode']!r:.80}")
     _check_step(obj["global_step"])
-    _check_map(obj, "metrics", _is_finite_number, "a finite number")
-    if "non_finite" in obj:
-        _check_map(obj, "non_finite", lambda word: word in NON_FINITE_WORDS, f"one of {', '.join(NON_FINITE_WORDS)}")
-        both = obj["metrics"].keys() & obj["non_finite"].keys()
-        if both:
-            raise PayloadError(f"non_finite.{min(both)}", "appears in metrics as well")
+    for name, wanted in (("metrics", "a finite number"), ("non_finite", f"one of {', '.join(NON_FINITE_WORDS)}")):
+        if not isinstance(section := obj.get(name, {}), Mapping):
+            raise PayloadError(name, f"must be an object, got {type(section).__name__}")
+        for key, value in section.items():
+            if not isinstance(key, str) or not key:
+                raise PayloadError(name, f"keys must be non-empty strings, got {key!r}")
+            is_finite = type(value) in (int, float) and -_LARGEST <= value <= _LARGEST
+            if not (is_finite if name == "metrics" else value in NON_FINITE_WORDS):
+                raise PayloadError(f"{name}.{key}", f"must be {wanted}, got {value!r:.80}")
+    if both := obj["metrics"].keys() & obj.get("non_finite", {}).keys():
+        raise PayloadError(f"non_finite.{min(both)}", "appears in metrics as well")
     if not obj["metrics"] and not obj.get("non_finite"):
         raise PayloadError("metrics", "must not be empty")
 
 
 def _check_version(obj: Mapping[str, Any]) -> None:
-    version, problem = obj.get("schema_version"), ""
-    if "schema_version" not in obj:
-        problem = "missing; this reader supports version"
-    elif type(version) is not int:
-        problem = f"must be an integer, got {version!r}; this reader supports"
-    elif version != SCHEMA_VERSION:
-        problem = f"version {version} is not supported; this reader supports"
-    if problem:
-        raise PayloadError("schema_version", f"{problem} {SCHEMA_VERSION}")
+    version = obj.get("schema_version")
+    if type(version) is int and version == SCHEMA_VERSION:
+        return
+    problem = f"version {version} is not supported" if type(version) is int else f"must be an integer, got {version!r}"
+    problem = problem if "schema_version" in obj else "missing"
+    raise PayloadError("schema_version", f"{problem}; this reader supports version {SCHEMA_VERSION}")
 
 
 def _check_step(step: Any) -> None:
@@ -254,28 +248,9 @@ def _check_step(step: Any) -> None:
         raise PayloadError("global_step", f"must be an integer of at least 0, got {step!r}")
 
 
-def _is_finite_number(value: Any) -> bool:
-    try:
-        return type(value) in (int, float) and math.isfinite(value)
-    except OverflowError:  # an int beyond the range of floats
-        return False
-
-
-def _check_map(obj: Mapping[str, Any], name: str, is_good: Callable[[Any], bool], wanted: str) -> None:
-    section = obj[name]
-    if not isinstance(section, Mapping):
-        raise PayloadError(name, f"must be an object, got {type(section).__name__}")
-    for key, value in section.items():
-        if not isinstance(key, str) or not key:
-            raise PayloadError(name, f"keys must be non-empty strings, got {key!r}")
-        if not is_good(value):
-            raise PayloadError(f"{name}.{key}", f"must be {wanted}, got {value!r:.80}")
-
-
 def strip_launcher_prefix(line: str) -> str:
     """The line without torchrun's `[default0]:` prefix."""
-    match = _LAUNCHER_PREFIX.match(line)
-    return line[match.end() :] if match else line
+    return _LAUNCHER_PREFIX.sub("", line, count=1)
 
 
 def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
@@ -298,8 +273,11 @@ def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of one line of a stream, for consumers in other languages: a payload or a restart event."""
-    step, version = {"type": "integer", "minimum": 0}, {"type": "integer", "const": SCHEMA_VERSION}
-    keys = {"minLength": 1}
+    step, version, keys = (
+        {"type": "integer", "minimum": 0},
+        {"type": "integer", "const": SCHEMA_VERSION},
+        {"minLength": 1},
+    )
     payload = {
         "title": "Payload",
         "description": "One row of metrics of one optimizer step.",

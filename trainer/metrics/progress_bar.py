@@ -14,11 +14,15 @@ Report = Callable[[int, int, str], None]
 """Called with (done, total, what is being done)."""
 
 
+def silent(done: int, total: int, what: str) -> None:
+    """Says nothing."""
+
+
 @contextmanager
-def progress_bar() -> Iterator[Report | None]:
-    """A bar on stderr if that is a terminal, else None."""
+def progress_bar(otherwise: Report = silent) -> Iterator[Report]:
+    """A bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
-        yield None
+        yield otherwise
         return
     from rich.console import Console
     from rich.markup import escape

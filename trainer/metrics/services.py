@@ -13,7 +13,8 @@ import importlib.util
 import netrc
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -125,11 +126,9 @@ class WandbSink:
             mode: explicit, because wandb would prompt on the terminal.
             run_dir: wandb's files go to `<run_dir>/wandb`; its name is that of the run.
             run_id: continue this run; None starts a new one.
-            config: shown with the run.
             entity: team or user; None: the account's default.
             base_url: URL of a self-hosted server; None: from the environment.
             init_timeout_sec, finish_timeout_sec: how long an unreachable server may delay start and end.
-            on_event: called with an event if the sink fails.
         """
         self.run_id: str | None = None
         self.last_step: int | None = None
@@ -146,13 +145,7 @@ class WandbSink:
         settings: dict[str, Any] = {"console": "off", "quiet": True, "silent": True, "base_url": base_url}
         settings |= {"init_timeout": init_timeout_sec, "login_timeout": init_timeout_sec}
         settings["finish_timeout"] = finish_timeout_sec
-        options: dict[str, Any] = {
-            "mode": mode,
-            "project": project,
-            "entity": entity,
-            "name": run_dir.name,
-            "id": run_id,
-        }
+        options = {"mode": mode, "project": project, "entity": entity, "name": run_dir.name, "id": run_id}
         self._guard.run(self._open, run_dir, {**options, "config": dict(config or {})}, settings)
 
     def _open(self, run_dir: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -223,11 +216,9 @@ class WandbSink:
         if self._row:
             self._guard.run(self._send)
         warnings = self._messages.count
-        finisher = threading.Thread(target=self._guard.run, args=(self._run.finish,), daemon=True)
-        finisher.start()
         # wandb enforces the timeout itself while its service is alive; the grace period covers a dead service.
-        finisher.join(self._finish_timeout_sec + _GRACE_SEC)
-        if finisher.is_alive() or not self._guard.enabled:
+        is_done = _in_time(partial(self._guard.run, self._run.finish), self._finish_timeout_sec + _GRACE_SEC)
+        if not is_done or not self._guard.enabled:
             self.abandon()
         elif self._messages.count > warnings:  # wandb tells a failed upload by a warning alone
             self._say_unsent()
@@ -246,12 +237,20 @@ class WandbSink:
         self._say_unsent()
 
         def leave() -> None:
-            with self._guard:  # silent if the failure has been reported already
+            try:
                 wandb.teardown()
+            except Exception as error:  # noqa: BLE001 - it may fail in any way
+                self._guard.fail(error)
 
-        leaver = threading.Thread(target=leave, daemon=True)
-        leaver.start()
-        leaver.join(_GRACE_SEC)
+        _in_time(leave, _GRACE_SEC)
+
+
+def _in_time(call: Callable[[], object], seconds: float) -> bool:
+    """Make a call that may hang; whether it has returned within so many seconds."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 class TensorboardSink:

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from trainer.metrics.aggregate import Recorder, Reported, Scalar, Value, as_value
-from trainer.metrics.best_effort import BestEffort, Diagnostics, LeaveOut, checked
+from trainer.metrics.aggregate import Recorder, Scalar, Value
+from trainer.metrics.best_effort import BestEffort, Diagnostics, LeaveOut, as_number, checked
 from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known, lookup_or_gauge
 from trainer.metrics.device import compute_mfu, get_memory_stats, resolve_peak_tflops
 from trainer.metrics.payload_contract import Mode, build_payload, build_restart
@@ -33,6 +33,7 @@ from trainer.wording import message_of
 
 # Speed and MFU follow from tokens and time: an average of rates would be above the tokens over the time.
 _SMOOTHED = ("loss", "tokens", "step_time")
+_OF_MEMORY = ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utilization")
 
 
 class Ema:
@@ -136,10 +137,8 @@ class MetricsTracker:
         Args:
             log_interval: steps between two logged ones; step 1 is always logged.
             num_devices: devices that share the work (the world size).
-            device: this rank's device, for memory and its peak.
             flops_per_token: real FLOPs of forward and backward; 0 if unknown (no MFU).
             peak_tflops: peak of one device; 0 takes it from the device's name, where known.
-            smoothing_alpha: weight of the newest step in the smoothed values.
             rank: only rank 0 may have sinks.
             strict_keys: a key that is not in the catalog raises `UnknownMetric` instead of one warning.
             clock: monotonic seconds.
@@ -186,11 +185,7 @@ class MetricsTracker:
         return step % self._log_interval == 0 or step == 1
 
     def start_step(self) -> None:
-        """Start the step's clock, and stop that of the step before it.
-
-        A step may start before the one before it has ended, whose numbers come later. Its time does not depend on when they
-        come, and no time counts twice.
-        """
+        """Start the step's clock, and stop that of the step before it, whose numbers may come later: no time counts twice."""
         now = self._clock()
         if self._open:
             self._open[-1].stop = now
@@ -198,11 +193,7 @@ class MetricsTracker:
 
     @property
     def step_start(self) -> float:
-        """When the step that ends next started, by the tracker's clock.
-
-        Raises:
-            IndexError: no step is open.
-        """
+        """When the step that ends next started, by the tracker's clock."""
         return self._open[0].start
 
     @contextmanager
@@ -244,8 +235,8 @@ class MetricsTracker:
             tokens_in_step: target tokens over all ranks; speeds follow from them.
             tokens_trained: those that count in `tokens_seen`: 0 for a step whose update was skipped. None: all of them.
             extra: other values over all ranks, by catalog key. The catalog says how those since the last logged step combine:
-                counters add up, means are taken. What is no number, or has the name of something that the tracker reports
-                itself (`loss`, `mfu`, times of sections), is left out with one warning.
+                counters add up, means are taken. None is left out. What is no number, or has the name of something that the
+                tracker reports itself (`loss`, `mfu`, times of sections), is left out with one warning.
             force_log: log this step whatever the interval says (the last step, an evaluation step).
 
         Returns:
@@ -266,18 +257,18 @@ class MetricsTracker:
             if sample is not None:
                 average.update(sample)
         if extra:
-            self._extra.add(guard("extra").run(checked, extra, self._leave_out, as_value) or {})
+            guard("extra").run(self._extra.add, extra)
         if not (force_log or self.will_log(step)):
             return None
         # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
-        memory = guard("memory").run(get_memory_stats, self._device)
-        speed = _read(tokens_in_step / step_time) if step_time > 0.0 else None
+        memory = guard("memory").run(get_memory_stats, self._device) if self._device.type == "cuda" else None
+        speed = float(tokens_in_step / step_time) if step_time > 0.0 else None
         metrics = StepMetrics(
-            loss=None if loss is None else _read(loss),
-            grad_norm=None if grad_norm is None else _read(grad_norm),
+            loss=None if loss is None else float(loss),
+            grad_norm=None if grad_norm is None else float(grad_norm),
             lr=float(lr),
             tokens_per_sec=speed,
-            mfu=self._mfu(speed),
+            mfu=None if speed is None or self._mfu_per_speed is None else speed * self._mfu_per_speed,
             step_time_sec=step_time,
             allocated_gb=memory.allocated_gb if memory else None,
             peak_gb=memory.peak_gb if memory else None,
@@ -285,48 +276,38 @@ class MetricsTracker:
             total_gb=memory.total_gb if memory else None,
             mem_utilization=memory.mem_utilization if memory else None,
         )
-        own = {"tokens_in_step": _read(tokens_in_step), "tokens_seen": _read(self._tokens_seen)}
-        self._emit("train", step, self._collect(metrics, own, ended.parts))
+        values: dict[str, float | None] = {}
+        for name, value in vars(metrics).items():
+            values[f"gpu/{name}" if name in _OF_MEMORY else name] = value
+        values |= {"tokens_in_step": float(tokens_in_step), "tokens_seen": float(self._tokens_seen)}
+        self._add_averages(values)
+        for part, seconds in ended.parts.items():
+            values[f"time/{part}_sec"] = seconds
+            values[f"time/{part}_share"] = seconds / step_time if step_time > 0.0 else None
+        self._add_extras(values)
+        self._emit("train", step, values)
         return metrics
 
-    def _mfu(self, speed: float | None) -> float | None:
-        return None if speed is None or self._mfu_per_speed is None else speed * self._mfu_per_speed
-
-    def _collect(
-        self, metrics: StepMetrics, own: Mapping[str, float], parts: Mapping[str, float]
-    ) -> dict[str, float | None]:
-        """All values of a logged step by catalog key; None where a thing is unknown."""
-        found: dict[str, float | None] = {}
-        for name, value in vars(metrics).items():
-            found[f"gpu/{name}" if name.endswith("_gb") or name == "mem_utilization" else name] = value
-        found |= own
+    def _add_averages(self, values: dict[str, float | None]) -> None:
         loss, tokens, seconds = map(Ema.read, self._smoothed.values())
         # The averaged tokens over the averaged time.
         speed = tokens / seconds if tokens is not None and seconds else None
-        found |= {"smoothed/loss": loss, "smoothed/tokens_per_sec": speed, "smoothed/step_time": seconds}
-        found["smoothed/mfu"] = self._mfu(speed)
-        for part, seconds in parts.items():
-            found[f"time/{part}_sec"] = seconds
-            found[f"time/{part}_share"] = seconds / metrics.step_time_sec if metrics.step_time_sec > 0.0 else None
-        extras = self.diagnostics.best_effort("extra").run(self._extra.drain_metrics) or {}
-        for key, extra in self._read_all(extras).items():
-            if key in found:
-                self._leave_out(key, "the name is one of the tracker's own")
-            else:
-                found[key] = extra
-        return found
+        mfu = None if speed is None or self._mfu_per_speed is None else speed * self._mfu_per_speed
+        values |= {"smoothed/loss": loss, "smoothed/tokens_per_sec": speed, "smoothed/step_time": seconds}
+        values["smoothed/mfu"] = mfu
 
-    def _read_all(self, values: Mapping[str, Reported]) -> dict[str, float | None]:
-        """The values as numbers; waits for their devices. A mean over nothing is None."""
-        found: dict[str, float | None] = {}
-        for key, value in values.items():
-            try:
-                found[key] = None if value is None else _read(value)
-            except ZeroDivisionError:
-                found[key] = None
-            except Exception as error:  # noqa: BLE001 - one value must not cost the others
-                self._leave_out(key, message_of(error))
-        return found
+    def _add_extras(self, values: dict[str, float | None]) -> None:
+        """Add what was reported since the last logged step; waits for its devices."""
+        for key, value in (self.diagnostics.best_effort("extra").run(self._extra.drain_metrics) or {}).items():
+            if key in values:
+                self._leave_out(key, "the name is one of the tracker's own")
+            elif value is not None:
+                try:
+                    total, weight = map(float, value) if isinstance(value, tuple) else (float(value), 1.0)
+                except Exception as error:  # noqa: BLE001 - one value must not cost the others
+                    self._leave_out(key, message_of(error))
+                else:
+                    values[key] = total / weight if weight else None
 
     def log_eval(self, metrics: Mapping[str, Value], step: int) -> None:
         """Send evaluation values; the smoothing stays as it is.
@@ -334,8 +315,7 @@ class MetricsTracker:
         `eval_` is put in front of plain keys without it (`loss`). A key with a namespace (`moe/aux_loss`) is the caller's.
         What is no number is left out with one warning.
         """
-        values = self.diagnostics.best_effort("log_eval").run(checked, metrics, self._leave_out, as_value) or {}
-        found = self._read_all(values)
+        found = self.diagnostics.best_effort("log_eval").run(checked, metrics, self._leave_out, _read) or {}
         prefixes = {key: "" if "/" in key or key.startswith(EVAL_PREFIX) else EVAL_PREFIX for key in found}
         self._emit("eval", step, {prefixes[key] + key: value for key, value in found.items()})
 
@@ -384,15 +364,16 @@ class MetricsTracker:
             average.load(state["smoothed"][name])
 
     def close(self) -> None:
-        """Close the sinks, each of them even if one fails; the failure is raised then."""
+        """Close all sinks; a failure is raised then."""
         with ExitStack() as stack:
             while self._sinks:
                 sink, guard = self._sinks.pop(0)
                 stack.callback(sink.close) if guard is None else stack.callback(guard.run, sink.close)
 
 
-def _read(value: Reported) -> float:
-    """A value as a number; waits for its device."""
-    if isinstance(value, tuple):
-        return float(value[0]) / float(value[1])
-    return float(value)  # type: ignore[arg-type]
+def _read(value: Any) -> float | None:
+    """A number, or a pair's total over its weight; waits for its device. A mean over nothing is None."""
+    if isinstance(value, tuple) and len(value) == 2:
+        weight = as_number(value[1])
+        return as_number(value[0]) / weight if weight else None
+    return as_number(value)

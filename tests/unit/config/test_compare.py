@@ -7,7 +7,8 @@ import tomllib
 
 import pytest
 
-from tests.support.runs import ROOT, run, write_tiny_config
+from tests.support.in_process import program
+from tests.support.runs import ROOT, write_tiny_config
 from trainer.config.load import differences, load_config, render_differences
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -41,14 +42,14 @@ def test_each_printed_value_is_toml(tmp_path):
         assert tomllib.loads(line[1:])
 
 
-def test_the_verb_says_it_by_its_exit_code(tmp_path):
+def test_the_verb_says_it_by_its_exit_code(tmp_path, capsys):
     path = write_tiny_config(tmp_path)
     other = tmp_path / "other.toml"
     other.write_text(path.read_text().replace("steps = 6", "steps = 7"))
-    result = run("config", "diff", path, other)
+    result = program(["config", "diff", str(path), str(other)], capsys)
     assert result.returncode == 1
     assert result.stdout.splitlines()[2:] == ["-train.steps = 6", "+train.steps = 7"]
-    assert run("config", "diff", path, path).returncode == 0
+    assert program(["config", "diff", str(path), str(path)], capsys).returncode == 0
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -57,9 +58,7 @@ def test_a_shipped_config_names_the_schema_and_fits_it(path):
     named = text.splitlines()[0].removeprefix("#:schema ")
     schema = (path.parent / named).resolve()
     assert schema == ROOT / "docs" / "config.schema.json"
-    printed = run("config", "schema").stdout
-    assert printed == schema.read_text(encoding="utf-8")
-    validator = jsonschema.Draft202012Validator(json.loads(printed))
+    validator = jsonschema.Draft202012Validator(json.loads(schema.read_text(encoding="utf-8")))
     assert not list(validator.iter_errors(tomllib.loads(text)))
     broken = tomllib.loads(text)
     broken["train"]["stepz"] = 1

@@ -23,10 +23,7 @@ def fix_for(key: str) -> str:
         ("train.max_steps", "train.steps"),
         ("gpu_peak_tflops", "metrics.peak_tflops"),
         ("ledger_wipe_mode", "ledger.wipe_mode"),
-        ("metrics.alpha", "metrics.smoothing_alpha"),
-        ("wandb_project", "metrics.wandb.project"),
         # Names of other trainers.
-        ("train.lr", "optimizer.lr"),
         ("train.grad_accum", "train.micro_batches"),
         # A key of another table.
         ("data.wipe_mode", "ledger.wipe_mode"),

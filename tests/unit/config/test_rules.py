@@ -32,28 +32,10 @@ def test_a_source_s_own_mixing_counts_in_flight(tmp_path):
     assert facts(tmp_path, "data.source.first.mixing.num_streams_mixed=3").groups_in_flight == 3 * 4 + 2 * 4
 
 
-@pytest.mark.parametrize("mode", ["none", "lru", "full", "periodic_stale"])
-def test_capacity_below_the_groups_in_flight_is_refused_in_every_mode(tmp_path, mode):
-    knobs = ["ledger.wipe_every=5", "ledger.stale_threshold=5", f"ledger.wipe_mode={mode}"]
-    assert facts(tmp_path, "ledger.capacity=16", *knobs).ledger_capacity == 16
-    with pytest.raises(
-        UserError, match=r"ledger\.capacity: must hold the groups in flight: 16 .* set it to 16 or more"
-    ):
-        facts(tmp_path, "ledger.capacity=15", *knobs)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["eval.every=5"], r"eval\.holdout_fraction: is 0"),
-        (["train.precision=fp16"], r"train\.precision: \"fp16\" needs a CUDA device"),
-        (["distributed.backend=nccl"], r"distributed\.backend: \"nccl\" needs CUDA"),
-        (["data.source.second.name=first"], "two sources are named first"),
-    ],
-)
-def test_what_cannot_work_is_refused(tmp_path, overrides, message):
-    with pytest.raises(UserError, match=message):
-        facts(tmp_path, *overrides)
+def test_the_capacity_must_hold_the_groups_in_flight(tmp_path):
+    assert facts(tmp_path, "ledger.capacity=16").ledger_capacity == 16
+    with pytest.raises(UserError, match=r"ledger\.capacity: .* groups in flight: 16 .* set it to 16 or more"):
+        facts(tmp_path, "ledger.capacity=15")
 
 
 def test_ownership_follows_from_who_reads(tmp_path):
@@ -82,35 +64,22 @@ def plan(directory: Path, *overrides: str, world_size: int = 1):
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
+        (["eval.every=5"], "eval.holdout_fraction: is 0"),
+        (["train.precision=fp16"], 'train.precision: "fp16" needs a CUDA device'),
+        (["distributed.backend=nccl"], 'distributed.backend: "nccl" needs CUDA'),
+        (["data.source.second.name=first"], "two sources are named first"),
         (['data.mixing.batch_size_by_modality={"../x"=2}'], "no stream has the modality '../x'; there are a, b"),
-        (["data.source.second.mixing.batch_size_by_modality={a=2}"], "the modality 'a'; there are b"),
         (['train.micro_batches="atuo"'], 'train.micro_batches: must be an integer, "auto" or a table'),
         (["train.micro_batches=0"], "train.micro_batches: must be >= 1, got 0"),
         (['train.micro_batches={schedule="step",points={0=0}}'], "train.micro_batches.points.0: must be >= 1, got 0"),
-        (['train.micro_batches={schedule="step",points={a=1}}'], "keys must be whole numbers"),
-        (['train.micro_batches={schedule="step",points={0=1},unit="step"}'], "must be one of steps, tokens; got"),
-        (['train.micro_batches={schedule="step",points={0=1},lr="root"}'], "must be one of none, sqrt, linear; got"),
-        (
-            ['train.micro_batches={schedule="auto",start=3,max=5}'],
-            "max = 5 is less than twice start = 3: set max to 6",
-        ),
-        (['train.micro_batches={schedule="auto",multiple=0.0}'], "train.micro_batches.multiple: must be > 0"),
+        (['train.micro_batches={schedule="auto",start=3,max=5}'], "less than twice start = 3: set max to 6"),
         (['train.micro_batches={schedule="auto",evry=3}'], "did you mean every?"),
-        (
-            [AUTO_FROM_2, BY_BATCH, "gns.enabled=false"],
-            '"auto" needs the noise scale, which gns.enabled = false',
-        ),
-        (
-            [AUTO, BY_BATCH],
-            "with start = 1: one micro-batch per step on one rank has a single batch size",
-        ),
-        (
-            [AUTO_FROM_2],
-            'source first has a weight by steps, and with "auto" nobody knows ahead which step a batch is of',
-        ),
+        ([AUTO_FROM_2, BY_BATCH, "gns.enabled=false"], '"auto" needs the noise scale, which gns.enabled = false'),
+        ([AUTO, BY_BATCH], "with start = 1: one micro-batch per step on one rank has a single batch size"),
+        ([AUTO_FROM_2], 'source first has a weight by steps, and with "auto" nobody knows ahead which step'),
         (
             ['train.micro_batches={schedule="step",points={0=1,9=2},unit="tokens"}'],
-            'with a schedule with unit = "tokens" nobody knows ahead which step a batch is of; give that weight unit = "batch"',
+            'with a schedule with unit = "tokens" nobody knows ahead which step a batch is of; give that weight unit',
         ),
     ],
 )

@@ -75,7 +75,7 @@ def test_files_that_are_not_text_are_listed_and_the_rest_is_used(files: Path, tm
     reasons = {item.source: item.reason for item in manifest.skipped}
     assert reasons == {
         "notes/a/bad.txt": "not UTF-8: byte 0xff at offset 12",
-        "notes/a/binary.txt": "binary: a NUL character at offset 1",
+        "notes/a/binary.txt": "binary: a NUL byte at offset 1",
         "notes/a/blank.txt": "empty",
         "notes/a/empty.txt": "empty",
         "notes/a/huge.txt": f"{LIMIT + 1} bytes, more than the limit of {LIMIT}",

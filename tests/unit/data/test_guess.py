@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from trainer.data.groups import held_out
 from trainer.data.layout import Stream
+from trainer.tools.corpus import documents
 from trainer.tools.init.sizing import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
 from trainer.tools.init.survey import sample_streams
-from trainer.tools.inspection import verify
 from trainer.tools.inspection.survey import guess_dtype
 
 DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
@@ -76,7 +76,6 @@ def test_of_large_data_evenly_spread_streams_are_looked_at(tmp_path):
         (b"abcde\0", "binary: a NUL byte at offset 5"),
     ],
 )
-def test_the_first_byte_that_is_no_text_is_named_wherever_a_chunk_ends(tmp_path, monkeypatch, content, why, size):
-    monkeypatch.setattr(verify, "CHUNK_BYTES", size)
-    (tmp_path / "a.txt").write_bytes(content)
-    assert verify.why_not_text(tmp_path / "a.txt") == why
+def test_the_first_byte_that_is_no_text_is_named_wherever_a_chunk_ends(monkeypatch, content, why, size):
+    monkeypatch.setattr(documents, "CHUNK_BYTES", size)
+    assert documents.why_not_text(content) == why

@@ -53,19 +53,6 @@ def test_every_key_is_always_present_as_a_float() -> None:
         assert all(type(value) is float for value in metrics.values())
 
 
-def test_metrics_are_shown_without_a_reset_and_drained_with_one() -> None:
-    ledger = new_ledger()
-    ledger.begin_step(1)
-    lookup(ledger, [1])
-    assert ledger.last_extra_metrics["ledger/cold_starts"] == 1
-    ledger.begin_step(2)
-    lookup(ledger, [1])
-    shown = ledger.last_extra_metrics
-    assert shown["ledger/cold_starts"] == 2
-    assert ledger.drain_metrics() == shown
-    assert ledger.last_extra_metrics["ledger/cold_starts"] == 0
-
-
 def test_full_capacity_without_eviction_names_the_capacity_needed_and_changes_nothing() -> None:
     ledger = new_ledger("none", capacity=2)
     ledger.begin_step(1)

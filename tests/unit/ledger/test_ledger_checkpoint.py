@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-import torch
 
+from tests.unit.ledger.test_ledger import lookup, store
 from trainer.errors import UserError
 from trainer.ledger import Ledger, Owners
 
@@ -15,16 +14,6 @@ WIDTH = 2
 def new_ledger(wipe_mode: str = "lru", capacity: int = 4, rank: int = 0, world_size: int = 1) -> Ledger:
     owners = Owners("reader", rank, world_size)
     return Ledger(state_width=WIDTH, capacity=capacity, wipe_mode=wipe_mode, owners=owners)
-
-
-def store(ledger: Ledger, groups: list[int], value: float = 1.0) -> None:
-    count = len(groups)
-    states = torch.full((count, WIDTH), value)
-    ledger.store(np.array(groups), np.ones(count, np.int64), np.zeros(count, np.bool_), states)
-
-
-def lookup(ledger: Ledger, groups: list[int]) -> list[float]:
-    return ledger.lookup(np.array(groups), np.ones(len(groups), np.int64))[:, 0].tolist()
 
 
 def saved_by(rank: int, groups: list[int], value: float, *, step: int = 1, world_size: int = 2) -> dict[str, object]:
@@ -73,14 +62,6 @@ def test_a_group_that_one_shard_holds_and_another_evicted_is_held() -> None:
     assert not merged.recently_evicted
     store(merged, [1])
     assert merged.drain_metrics()["ledger/false_evictions/lru"] == 0
-
-
-def test_resharded_entries_keep_their_age() -> None:
-    ledger = new_ledger("lru", capacity=3)
-    ledger.load_state_dict([saved_by(0, [1, 2], 1.0, step=7), saved_by(1, [3], 1.0, step=5)])
-    ledger.begin_step(8)
-    store(ledger, [4])
-    assert dict(ledger.recently_evicted) == {3: ("lru", 8)}
 
 
 def test_checkpoint_that_does_not_fit_is_refused() -> None:

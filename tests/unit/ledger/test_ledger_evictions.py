@@ -9,8 +9,8 @@ import torch
 from tests.support.ranks import differences
 from tests.unit.ledger.test_ledger import new_ledger, store
 from trainer.errors import UserError
-from trainer.ledger import Ledger
-from trainer.ledger.index import PINNED, StoreOrder, WipeMode
+from trainer.ledger import Ledger, index
+from trainer.ledger.index import WipeMode
 
 
 def test_full_wipe_forgets_who_was_evicted() -> None:
@@ -56,53 +56,21 @@ def test_a_refused_store_changes_nothing_in_any_mode(mode: WipeMode, kind: str) 
     assert differences(ledger.state_dict(), other.state_dict()) == []
 
 
-def test_a_group_that_was_evicted_again_is_not_the_oldest() -> None:
-    ledger = new_ledger("lru", capacity=2)
-    for step, group in enumerate([1, 2, 3, 4, 1, 5, 6], start=1):
+@pytest.mark.parametrize("queued", [1, 5, 4096])
+def test_the_oldest_slots_are_those_of_a_sort_of_all(queued: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "QUEUED", queued)
+    rng, step = np.random.default_rng(queued), 1
+    ledger, oldest_first = new_ledger("lru", capacity=20), {}
+    for _ in range(1000):
+        step += int(rng.integers(0, 2))
+        groups = rng.permutation(60)[: rng.integers(1, 8)].tolist()
         ledger.begin_step(step)
-        store(ledger, [group])
-    # 1 and 2 were evicted first; 1 came back at step 5, and was evicted again at step 7.
-    assert list(ledger.recently_evicted.items()) == [(4, ("lru", 6)), (1, ("lru", 7))]
-
-
-def test_order_of_stores_stays_small_over_many_steps() -> None:
-    ledger = new_ledger("lru", capacity=8)
-    for step in range(1, 3000):
-        ledger.begin_step(step)
-        store(ledger, [step % 5, 5 + step % 3])
-    assert ledger._index._order is not None
-    assert ledger._index._order.num_entries <= 2 * 8 + 1024
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_random_stores_and_takes_equal_a_sort_of_all_slots(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    last_step = np.full(50, -1, np.int64)
-    order = StoreOrder(last_step)
-
-    def in_order() -> list[int]:
-        return sorted(np.flatnonzero(last_step >= 0).tolist(), key=lambda slot: (last_step[slot], slot))
-
-    step = 0
-    for _ in range(300):
-        step += int(rng.integers(0, 3))
-        for _ in range(int(rng.integers(1, 4))):
-            stored = rng.permutation(50)[: int(rng.integers(0, 8))]
-            last_step[stored] = PINNED
-            expected = in_order()[: int(rng.integers(0, 9)) * int(rng.integers(0, 2))]
-            assert order.take_oldest(len(expected)).tolist() == expected
-            last_step[expected] = -1
-            last_step[stored] = step
-            order.add(step, stored)
-        if rng.random() < 0.2:
-            cutoff = step - int(rng.integers(0, 6))
-            expected = [slot for slot in in_order() if last_step[slot] < cutoff]
-            assert order.take_before(cutoff).tolist() == expected
-            last_step[expected] = -1
-        if rng.random() < 0.05:
-            order.rebuild()
-            assert order.num_entries == len(in_order())
-        assert order.num_entries == order._front.size + sum(slots.size for _, slots in order._buckets)
-        assert order.num_entries <= 2 * 50 + 1024
-    assert order.take_oldest(51).tolist() == in_order()
-    assert order.num_entries == 0
+        store(ledger, groups)
+        places = dict(
+            zip(*(ledger.state_dict(with_rows=False)[key].tolist() for key in ("groups", "slots")), strict=True)
+        )
+        others = sorted(oldest_first.keys() - set(groups), key=oldest_first.get)
+        gone = len(others) + len(groups) - len(places)
+        assert places.keys() == {*others[gone:], *groups}
+        oldest_first = {group: oldest_first[group] for group in others[gone:]}
+        oldest_first |= {group: (step, places[group]) for group in groups}

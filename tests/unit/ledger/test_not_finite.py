@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
 import torch
 
 from tests.unit.ledger.test_ledger import WIDTH, lookup, new_ledger
 from tests.unit.training.test_no_waiting import META, NoBlockingCopies, needs_cuda
-from trainer.ledger import COUNTER_KEYS, WIPE_MODES, Ledger
+from trainer.ledger import WIPE_MODES, Ledger
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["numpy", "torch"])
@@ -28,48 +26,6 @@ def counts(ledger: Ledger) -> tuple[float, float]:
     """Refused rows and cold starts since the last call."""
     metrics = ledger.drain_metrics()
     return metrics["ledger/refused_rows"], metrics["ledger/cold_starts"]
-
-
-def resumed(ledger: Ledger, dtype: torch.dtype) -> Ledger:
-    buffer = io.BytesIO()
-    torch.save(ledger.state_dict(), buffer)
-    buffer.seek(0)
-    other = new_ledger(dtype=dtype)
-    other.load_state_dict([torch.load(buffer, weights_only=True)])
-    return other
-
-
-@DTYPES
-@pytest.mark.parametrize("bad", [NAN, -INF])
-@pytest.mark.parametrize("is_resumed", [False, True])
-def test_it_costs_one_cold_start_at_the_next_look_up(bad: float, dtype: torch.dtype, is_resumed: bool) -> None:
-    ledger = new_ledger(dtype=dtype)
-    ledger.begin_step(1)
-    store_rows(ledger, {1: 1.0, 2: 1.0, 3: 1.0}, cell=0)
-    ledger.begin_step(2)
-    store_rows(ledger, {1: 1.0, 2: bad, 3: 1.0})
-    assert counts(ledger) == (1, 0)
-    if is_resumed:
-        ledger = resumed(ledger, dtype)
-    ledger.begin_step(3)
-    # Zeros, not the state of the cell before; the finite rows of the same micro-batch stay.
-    assert lookup(ledger, [3, 2, 1], cell=2) == [1.0, 0.0, 1.0]
-    store_rows(ledger, {1: 1.0, 2: 1.0, 3: 1.0}, cell=2)
-    assert lookup(ledger, [2], cell=3) == [1.0]
-    assert counts(ledger) == (0, 1)
-
-
-def test_counts_of_the_device_are_carried_between_two_drains() -> None:
-    ledger = new_ledger()
-    ledger.begin_step(1)
-    store_rows(ledger, {1: NAN})
-    lookup(ledger, [1, 7])
-    other = resumed(ledger, torch.float32)
-    other.load_undrained(ledger.undrained())
-    lookup(other, [1])
-    assert other.undrained().keys() == set(COUNTER_KEYS)
-    assert counts(other) == (1, 3)
-    assert counts(other) == (0, 0)
 
 
 @DTYPES

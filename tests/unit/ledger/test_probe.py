@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterator
@@ -100,9 +101,16 @@ def stored_states(model: nn.Module, batch: Batch, *, uses_resets: bool = False) 
 
 
 def measure(
-    model: nn.Module, batch: Batch, state: Tensor, *, cells: int = 4, age: Tensor | None = None, **kwargs: Any
+    model: nn.Module,
+    batch: Batch,
+    state: Tensor,
+    *,
+    cells: int = 4,
+    age: Tensor | None = None,
+    autocast: Any = contextlib.nullcontext,
+    **kwargs: Any,
 ) -> CarryProbe:
-    probe = CarryProbe(model, token_loss=token_loss, cells=cells, cell_tokens=T)
+    probe = CarryProbe(model, token_loss=token_loss, cells=cells, cell_tokens=T, autocast=autocast)
     given = {
         "group_ids": batch.group_ids,
         "cell_index": batch.cell_index,
@@ -115,9 +123,8 @@ def measure(
     return probe
 
 
-def numbers(*probes: CarryProbe) -> dict[str, float]:
+def numbers(probe: CarryProbe) -> dict[str, float]:
     """As one rank logs them."""
-    (probe,) = probes
     return reduce_over_ranks(probe.drain_metrics(), probe.metric_keys, device="cpu", world_size=1)
 
 
@@ -288,22 +295,7 @@ def test_gradients_are_those_without_a_probe_under_autocast() -> None:
         batch = make_batch([1, 2, 3], history=4)
         state = stored_states(model, batch)
         if probes:
-            probe = CarryProbe(
-                model,
-                token_loss=token_loss,
-                cells=4,
-                cell_tokens=T,
-                autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-            )
-            probe.measure(
-                {"tokens": batch.tokens},
-                batch.targets,
-                group_ids=batch.group_ids,
-                cell_index=batch.cell_index,
-                tokens_before=batch.tokens_before,
-                state=state,
-                age=torch.ones(3),
-            )
+            probe = measure(model, batch, state, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
             assert DRIFT in probe.drain_metrics()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = model(batch.tokens, state=state)

@@ -49,14 +49,6 @@ def test_an_unexpected_failure_warns_once_records_an_event_and_turns_it_off(caps
     assert "in fail" in event["traceback"]
 
 
-def test_as_a_context_manager_it_warns_once_too(capsys: pytest.CaptureFixture[str]) -> None:
-    guard = BestEffort("x")
-    for _ in range(2):
-        with guard:
-            fail()
-    assert capsys.readouterr().err.count("failed") == 1
-
-
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_a_stop_is_not_held_back(kind: type[BaseException]) -> None:
     guard = BestEffort("x")

@@ -15,7 +15,7 @@ import pytest
 
 from trainer.metrics.logger import add_log_file
 from trainer.metrics.payload_contract import build_payload, build_restart, validate_stream
-from trainer.metrics.sinks import EventWriter, JsonlSink, StdoutSink, display_key, resolve_stdout_mode
+from trainer.metrics.sinks import EventWriter, JsonlSink, StdoutSink, resolve_stdout_mode
 
 
 def payload(step: int, **metrics: float) -> dict[str, Any]:
@@ -173,16 +173,3 @@ def test_a_reader_that_goes_away_costs_one_warning_and_no_traceback() -> None:
     assert process.wait(60) == 0, errors
     warning = "[rank 0] WARNING stdout failed and is off: BrokenPipeError: [Errno 32] Broken pipe"
     assert errors == f"{warning}\ndone\n"
-
-
-@pytest.mark.parametrize(
-    ("key", "shown"),
-    [
-        ("loss", "train/loss"),
-        ("eval_loss", "eval/loss"),
-        ("eval_objective/token_ce", "eval/objective/token_ce"),
-        ("gpu/peak_gb", "gpu/peak_gb"),
-    ],
-)
-def test_names_for_display(key: str, shown: str) -> None:
-    assert display_key(key) == shown

@@ -56,7 +56,7 @@ def gradient(model: nn.Module, rows: tuple[Tensor, Tensor, dict[str, Tensor]], s
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("has_resets", [False, True])
-@pytest.mark.parametrize(("cells", "document"), [(2, 16), (4, 32), (3, 19), (4, 27), (5, 8)])
+@pytest.mark.parametrize(("cells", "document"), [(2, 16), (3, 19), (5, 8)])
 @pytest.mark.parametrize("has_state", [False, True])
 def test_all_cells_of_a_document_give_the_uncut_gradient(cells, document, has_resets, recompute, has_state):
     """Also if the last row is padded, because k does not divide the number of cells."""

@@ -158,14 +158,11 @@ def test_logits_that_do_not_fit_the_targets_raise() -> None:
         ({"first_token": -1}, r"objective\.coord\.first_token: must be >= 0, got -1"),
         ({"num_bins": 1}, r"objective\.coord\.num_bins: must be >= 2, got 1"),
         ({"sigma": 0.0}, r"objective\.coord\.sigma: must be positive and finite, got 0\.0"),
+        ({"z_loss": -0.1}, r"objective\.z_loss: must be >= 0 and finite, got -0\.1"),
         ({"weight": float("nan")}, r"objective\.coord\.weight: must be >= 0 and finite, got nan"),
     ],
 )
 def test_impossible_coord_settings_are_refused(change: dict[str, float], message: str) -> None:
+    z_loss = change.pop("z_loss", 0.0)
     with pytest.raises(UserError, match=message):
-        CoordSettings(**{"first_token": 0, "num_bins": 4, "sigma": 1.0, **change})
-
-
-def test_negative_z_loss_is_refused() -> None:
-    with pytest.raises(UserError, match=r"objective\.z_loss: must be >= 0 and finite, got -0\.1"):
-        Objective(z_loss=-0.1)
+        Objective(z_loss=z_loss, coord=CoordSettings(**{"first_token": 0, "num_bins": 4, "sigma": 1.0, **change}))

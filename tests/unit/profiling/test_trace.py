@@ -111,9 +111,8 @@ def test_own_times_of_nested_spans_add_up_to_what_they_cover(spans: list[Span]) 
     assert all(own >= 0 for _, own in self_times(spans))
 
 
-@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_a_real_profile_is_summed_up(tmp_path: Path, name: str) -> None:
-    path, x = tmp_path / name, torch.randn(64, 64)
+def test_a_real_profile_is_summed_up(tmp_path: Path) -> None:
+    path, x = tmp_path / "trace.json.gz", torch.randn(64, 64)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU],
         schedule=torch.profiler.schedule(wait=1, warmup=1, active=3),

@@ -93,27 +93,28 @@ def _find(key: str) -> _Found | None:
         trained = key.removeprefix(EVAL_PREFIX)
         found = None if trained.startswith(EVAL_PREFIX) else _find(trained)
         return found and found._replace(spec=replace(found.spec, name=key, title=f"{found.spec.title} (evaluation)"))
-    if key.endswith(WORST_SUFFIX):
-        found = _direct(key.removesuffix(WORST_SUFFIX))
-        if found is not None and (base := found.spec).ranks == "sum_and_worst":
-            text = f"{base.description} This is the largest value of any rank."
-            worst = replace(base, name=key, ranks="max", title=f"{base.title}, worst rank", description=text)
-            return found._replace(spec=worst)
-    if key.endswith(ERROR_SUFFIX):
-        found = _direct(key.removesuffix(ERROR_SUFFIX))
-        if found is not None and (base := found.spec).ranks == "mean_and_error":
-            error = replace(
-                base,
-                name=key,
-                ranks="max",
-                band=None,
-                title=f"{base.title}, standard error",
-                description=f"Standard error of {base.name}; absent for a sample of one.",
-                healthy="Small against the value.",
-                pathological="As large as the value: too few rows were sampled to tell.",
-            )
-            return found._replace(spec=error)
+    for suffix, ranks in ((WORST_SUFFIX, "sum_and_worst"), (ERROR_SUFFIX, "mean_and_error")):
+        base = _direct(key.removesuffix(suffix)) if key.endswith(suffix) else None
+        if base is not None and base.spec.ranks == ranks:
+            return base._replace(spec=_sibling(base.spec, key))
     return None
+
+
+def _sibling(base: MetricSpec, key: str) -> MetricSpec:
+    """The row of the worst rank beside a total, or of the standard error beside a mean."""
+    if base.ranks == "sum_and_worst":
+        text = f"{base.description} This is the largest value of any rank."
+        return replace(base, name=key, ranks="max", title=f"{base.title}, worst rank", description=text)
+    return replace(
+        base,
+        name=key,
+        ranks="max",
+        band=None,
+        title=f"{base.title}, standard error",
+        description=f"Standard error of {base.name}; absent for a sample of one.",
+        healthy="Small against the value.",
+        pathological="As large as the value: too few rows were sampled to tell.",
+    )
 
 
 def lookup(key: str) -> MetricSpec:
@@ -125,14 +126,9 @@ def lookup(key: str) -> MetricSpec:
     Raises:
         UnknownMetric: the key matches no row.
     """
-    return _known(key).spec
-
-
-def _known(key: str) -> _Found:
-    found = _find(key)
-    if found is None:
+    if (found := _find(key)) is None:
         raise UnknownMetric(key)
-    return found
+    return found.spec
 
 
 def lookup_or_gauge(key: str) -> MetricSpec:
@@ -157,8 +153,9 @@ def family(key: str) -> tuple[str, str]:
     Raises:
         UnknownMetric: the key matches no row.
     """
-    _, row, part = _known(key)
-    return row, part
+    if (found := _find(key)) is None:
+        raise UnknownMetric(key)
+    return found.row, found.part
 
 
 def keys_under(prefix: str) -> tuple[str, ...]:

@@ -50,9 +50,8 @@ _CHUNK = 1024  # elements summed in fp32; 256 takes twice as long, 4,096 loses a
 def square_norm(tensor: Tensor) -> Tensor:
     """Sum of squares of all elements, [] float64 on the tensor's device.
 
-    fp32 within rows of 1,024 elements, fp64 across rows: relative error about 1e-9 (5e-7 if all elements are equal, so
-    that rounding does not cancel) in 1.3 to 1.7 times the time of one fp32 norm, whose error at 39 million elements is
-    5e-3.
+    fp32 within rows of 1,024 elements, fp64 across rows: relative error about 1e-9 (5e-7 if all elements are equal) in 1.3 to
+    1.7 times the time of one fp32 norm, whose error at 39 million elements is 5e-3.
     """
     flat = tensor.detach()
     if flat.is_sparse:
@@ -71,7 +70,7 @@ def square_norm(tensor: Tensor) -> Tensor:
 
 def square_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`square_norm` of each."""
-    return [square_norm(tensor) for tensor in tensors]
+    return list(map(square_norm, tensors))
 
 
 class GradientNoiseScale(NoiseScaleAverage):
@@ -98,12 +97,15 @@ class GradientNoiseScale(NoiseScaleAverage):
         weights_are_tokens: bool = True,
     ) -> None:
         super().__init__(ema)
+        self.metric_keys = tuple(spec.name for spec in ROWS)
+        """Every key that `drain_metrics` can return; the values are the same on all ranks."""
         self.parameter_squares: Tensor | None = None
         """[P] float64, `SMALL_SQUARE` of each parameter on this rank; None in a window without `by_parameter`."""
         self._leaves = find_leaves(model, process_group)
         self._parameters = self._leaves.parameters
-        self._group = self._leaves.group
-        self._world_size = 1 if self._group is None else dist.get_world_size(self._group)
+        self.group = self._leaves.group
+        """The ranks that average gradients; None on a single process."""
+        self._world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self._weights_are_tokens = weights_are_tokens
         self._fired_in = [-1] * len(self._parameters)  # the last micro-batch in which each parameter's hook ran
         self._micro = -1  # counts micro-batches over the object's life
@@ -126,8 +128,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         """Start a window; an unfinished one is discarded.
 
         Args:
-            num_micros: micro-batches to come. On a single rank it places the middle, which `gns/consistency` needs;
-                without it that key is absent there.
+            num_micros: micro-batches to come; without it `gns/consistency` is absent on a single rank.
             pairs: whether `pair_norms` is asked for, which takes a second pass over the gradients of each micro-batch.
             by_parameter: keep the square norms of each parameter's micro-gradients apart too, for `PerLayer`.
         """
@@ -189,7 +190,10 @@ class GradientNoiseScale(NoiseScaleAverage):
         fault = (~has_weight & (self._micro_square > 0.0)).double()
         if self._repeats > 0:
             fault = fault + 1.0
-            self._warn_of_repeats()
+            if not self._has_warned:
+                self._has_warned = True
+                text = "gns: %d gradient hooks ran more than once in one backward (reentrant checkpointing?), and such steps "
+                log.warning(text + "are skipped; pass use_reentrant=False", self._repeats)
         update = [factor, small, factor * noise, factor.square() * noise, zero, zero, zero, tokens, zero, fault]
         self._sums += torch.stack(update)
         if self.parameter_squares is not None:
@@ -249,20 +253,10 @@ class GradientNoiseScale(NoiseScaleAverage):
         """
         packed = torch.cat([self.local_sums(), self.grad_sq().reshape(1)])
         if self._world_size > 1:
-            dist.all_reduce(packed if self._leaves.is_sharded else packed[: noise_scale.NUM_SUMS], group=self._group)
+            dist.all_reduce(packed if self._leaves.is_sharded else packed[: noise_scale.NUM_SUMS], group=self.group)
         *reduced, square = packed.tolist()
         self.finish(reduced, square, grad_factor=grad_factor)
         return self.metrics()
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks that average gradients; None on a single process."""
-        return self._group
-
-    @property
-    def metric_keys(self) -> tuple[str, ...]:
-        """Every key that `drain_metrics` can return; the values are the same on all ranks."""
-        return tuple(spec.name for spec in ROWS)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -291,8 +285,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._fired_in[index] = self._micro
         if self._sums_up:
             self._is_moved |= self._leaves.hooked[index].grad is None and index in self._window_fires
-        if not self._is_middle and self._world_size > 1:
-            self._is_moved |= self._leaves.reduces_now()
+        if not self._is_middle and self._world_size > 1 and (ddp := self._leaves.ddp) is not None:
+            self._is_moved |= ddp.require_backward_grad_sync  # it reduces after this backward: not under `no_sync`
         self._window_fires.add(index)
         self._fired.append(index)
         square = square_norm(grad).to(self._sums.device)
@@ -306,15 +300,6 @@ class GradientNoiseScale(NoiseScaleAverage):
             return
         self._sum_fires += 1
         self._sum_square += square_norm(parameter.grad).to(self._sums.device)
-
-    def _warn_of_repeats(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "gns: %d gradient hooks ran more than once in one backward (reentrant checkpointing?), and such steps are "
-                "skipped; pass use_reentrant=False",
-                self._repeats,
-            )
 
 
 @dataclass(frozen=True)
@@ -333,10 +318,6 @@ class Leaves:
     """If so, how many ranks of the group hold the same shards."""
     ddp: DistributedDataParallel | None = None
     """The model itself if it is wrapped in DDP."""
-
-    def reduces_now(self) -> bool:
-        """Whether DDP reduces after the current backward, i.e. it does not run under `no_sync`."""
-        return self.ddp is not None and self.ddp.require_backward_grad_sync
 
 
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:

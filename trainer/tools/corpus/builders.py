@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 import re
 import sysconfig
@@ -13,13 +14,11 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import cast
 
-import numpy as np
-
 from trainer.data.formats import FORMATS, index_suffixes, suffixes
 from trainer.data.layout import COMPRESSED, find_files, named_directory
 from trainer.errors import UserError
 from trainer.hashing import keyed_generator
-from trainer.metrics.progress_bar import Report
+from trainer.metrics.progress_bar import Report, silent
 from trainer.tools.corpus.documents import (
     MIN_STREAM_BYTES,
     Candidate,
@@ -61,33 +60,34 @@ def build_text(
     min_stream_bytes: int = MIN_STREAM_BYTES,
     max_file_bytes: int = MAX_FILE_BYTES,
     force: bool = False,
-    progress: Report | None = None,
+    progress: Report = silent,
 ) -> Manifest:
     """Build a corpus of text, one document per file or per line of a `.jsonl` file, at `out/<modality>/<stream>.jsonl`.
-
-    Files that are named as neither are skipped with the reason.
 
     Args:
         out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
         modalities: modality -> globs (`**` crosses directories, `~` is the home directory). Hidden files are skipped.
-            Names that cannot be printed (not UTF-8, control characters) are written as escapes.
         min_stream_bytes: a directory becomes a stream; one with less text joins its parent.
         max_file_bytes: larger files, and larger lines of a `.jsonl` file, are skipped.
 
     Raises:
-        UserError: a modality's name is not a plain name, a glob matches no file, no matched file is usable, or a line of a
-            `.jsonl` file is damaged or holds token ids.
+        UserError: a glob matches no file, no matched file is usable, or a line of a `.jsonl` file is damaged or holds ids.
         OSError: a `.jsonl` file cannot be read.
     """
     chosen: dict[str, Streams] = {}
     skipped: list[Skipped] = []
     for name, patterns in modalities.items():
         if not _NAME.fullmatch(name):
-            fix = "use letters, digits, - and _, as in --modality code=GLOB"
-            raise UserError("--modality", f"{name!r} is not a plain name", fix)
+            raise UserError("--modality", f"{name!r} is not a plain name", "use letters, digits, - and _")
         files = _files(name, patterns)
-        refused = [Skipped(f"{name}/{source}", why) for source, path in files.items() if (why := _why_no_text(path))]
-        candidates = [each for source, path in files.items() for each in _candidates(source, path)]
+        refused: list[Skipped] = []
+        candidates: list[Candidate] = []
+        for source, path in files.items():
+            if why := _why_no_text(path):
+                refused.append(Skipped(f"{name}/{source}", why))
+            else:
+                is_lines = path.suffix.lower() in FORMATS["jsonl"].suffixes
+                candidates += of_lines(source, path) if is_lines else [of_file(source, path)]
         documents, unusable = check_all(candidates, what=name, max_bytes=max_file_bytes, progress=progress)
         refused += unusable
         if not documents:
@@ -110,14 +110,14 @@ def _rules(min_stream_bytes: int, max_file_bytes: int) -> dict[str, str]:
 def _files(modality: str, patterns: Sequence[str]) -> dict[str, Path]:
     """All files that the globs match, by their path relative to the directory that the globs search."""
     files: set[Path] = set()
-    searched: list[str] = []
-    for pattern in map(os.path.expanduser, patterns):
+    globs = [os.path.expanduser(pattern) for pattern in patterns]
+    for pattern in globs:
         matched = [Path(path).absolute() for path in find_files(pattern)]
         if not matched:
             raise UserError(f"--modality {modality}", f"the glob {pattern!r} matches no file", "check it with ls")
         files.update(matched)
-        searched.append(os.path.abspath(named_directory(pattern)))
-    root = os.path.commonpath(searched)  # not of the files: one that is added would rename the streams of others
+    # Not of the files: one that is added would rename the streams of others.
+    root = os.path.commonpath([os.path.abspath(named_directory(pattern)) for pattern in globs])
     return {printable(os.path.relpath(path, root)): path for path in sorted(files)}
 
 
@@ -132,19 +132,12 @@ def _why_no_text(path: Path) -> str:
     return f"{suffix} is no plain text: a run reads the file as it is" if suffix in read_as_is else ""
 
 
-def _candidates(source: str, path: Path) -> list[Candidate]:
-    """The documents of a file; none if it is not text."""
-    if path.suffix.lower() in FORMATS["jsonl"].suffixes:
-        return of_lines(source, path)
-    return [] if _why_no_text(path) else [of_file(source, path)]
-
-
 def build_pytext(
     out: Path,
     *,
     max_bytes: Mapping[str, int] = PYTEXT_BYTES,
     force: bool = False,
-    progress: Report | None = None,
+    progress: Report = silent,
 ) -> Manifest:
     """Build the corpus that needs no download, at `out/{python,cpp,prose}/<stream>.jsonl`.
 
@@ -235,30 +228,21 @@ def build_key_recall(
         a2b5.        asked for the first symbol: 2; for the second: 5
         a2b5.        ...
 
-    The reveal uses letters and the answers use digits, which occur nowhere else: the loss of the token type `digit` is the
-    loss of the answers. The last bytes of a cell are constant, since its last byte is the first input of the next cell. So
-    nothing within a cell tells its answers: without carried state their loss cannot fall below ln 8 = 2.079 nats, with it
-    they are certain. Of the other bytes only the two revealed ones are unpredictable: over all bytes a perfect model with
-    state reaches 2 ln 8 / (cells * seq_len). Equal arguments give equal bytes.
+    The answers alone are digits: the loss of the token type `digit` is theirs. The last byte of a cell, which is the first
+    input of the next one, is constant. So without carried state their loss cannot fall below ln 8 = 2.079 nats; with it they
+    are certain, and over all bytes a perfect model reaches 2 ln 8 / (cells * seq_len), the revealed symbols.
 
     Args:
         out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
         groups: documents over all `streams`, which are files.
         cells: cells per group; train with `max_group_cells` of at least this.
-        seq_len: bytes per cell; train with this `data.seq_len` and the tokenizer `bytes`.
+        seq_len: bytes per cell, at least 5; train with this `data.seq_len` and the tokenizer `bytes`.
 
     Raises:
-        UserError: a number is out of range, or `out` cannot be used.
+        UserError: fewer groups than streams, or `out` cannot be used.
     """
-    for option, value, least in (
-        ("--streams", streams, 1),
-        ("--groups", groups, streams),
-        ("--cells", cells, 2),
-        ("--seq-len", seq_len, MIN_SEQ_LEN),
-        ("--seed", seed, 0),
-    ):
-        if value < least:
-            raise UserError(option, f"must be >= {least}, got {value}")
+    if groups < streams:
+        raise UserError("--groups", f"{groups} groups do not fill {counted(streams, 'stream')}", "write more groups")
     digits = len(str(streams - 1))
     end = "." * (seq_len - MIN_SEQ_LEN) + "\n"
     documents: dict[str, list[Document]] = {}
@@ -271,10 +255,10 @@ def build_key_recall(
             reveal = f"<{REVEALED[first]}{REVEALED[second]}>{end}"
             text = reveal + f"a{ANSWERS[first]}b{ANSWERS[second]}{end}" * (cells - 1)
             documents[name].append(document(of_text(f"{name}/{index}", text), text))
-    floor = 2 * np.log(NUM_SYMBOLS)
+    nats = math.log(NUM_SYMBOLS)
     rules = {
         "groups": f"{groups} documents of {cells} cells of {seq_len} bytes, seed {seed}",
-        "answers": f"the digits; {np.log(NUM_SYMBOLS):.4f} nats each without carried state, 0 with it",
-        "floor": f"{floor / (cells * seq_len):.4f} nats a byte with carried state: the two revealed symbols",
+        "answers": f"the digits; {nats:.4f} nats each without carried state, 0 with it",
+        "floor": f"{2 * nats / (cells * seq_len):.4f} nats a byte with carried state: the two revealed symbols",
     }
     return write_corpus(out, {"recall": documents}, builder="key-recall", rules=rules, skipped=[], force=force)

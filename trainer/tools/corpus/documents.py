@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path, PurePosixPath
 
 from trainer.data.text_formats import text_of
-from trainer.metrics.progress_bar import Report
+from trainer.metrics.progress_bar import Report, silent
 
+CHUNK_BYTES = 1 << 20
 SAME_TEXT = "the same text as "
 """How the reason of a skipped copy begins; the file that is used follows."""
 
@@ -24,16 +27,12 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A potential document.
-
-    Args:
-        source: its origin relative to its package or root, with forward slashes; the directory determines the stream.
-        size: returns the bytes to read at most, without reading them.
-        read: reads them.
-    """
+    """A potential document."""
 
     source: str
+    """Its origin relative to its package or root, with forward slashes; the directory determines the stream."""
     size: Callable[[], int]
+    """The bytes to read at most, without reading them."""
     read: Callable[[], bytes]
 
 
@@ -94,31 +93,37 @@ def document(candidate: Candidate, text: str) -> Document:
     return Document(candidate.source, candidate.read, len(encoded), hashlib.sha256(encoded).hexdigest())
 
 
-def check(candidate: Candidate, *, max_bytes: int, forbidden: Iterable[str] = ()) -> Document | Skipped:
-    """Read a candidate once and check that it is text.
+def why_not_text(content: bytes | mmap) -> str:
+    """Why it is not UTF-8 text, by its first wrong byte; empty if it is."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(content), CHUNK_BYTES):
+        chunk = content[start : start + CHUNK_BYTES]
+        try:
+            text = decoder.decode(chunk, final=start + len(chunk) == len(content))
+        except UnicodeDecodeError as error:  # of the chunk, and what the last one has left of a character
+            offset = start + len(chunk) - len(error.object) + error.start
+            return f"not UTF-8: byte {error.object[error.start]:#04x} at offset {offset}"
+        if "\0" in text:
+            return f"binary: a NUL byte at offset {start + chunk.index(0)}"
+    return ""
 
-    Args:
-        max_bytes: a larger file or line is skipped unread.
-        forbidden: strings that must not enter the corpus, such as absolute paths of this machine.
 
-    Raises:
-        UserError: a line of a JSON lines file is damaged.
-    """
+def _checked(candidate: Candidate, max_bytes: int, forbidden: Iterable[str]) -> Document | str:
+    """The document that a candidate is, or why it is none. Raises UserError if a line of a JSON lines file is damaged."""
     try:
         size = candidate.size()
         if size > max_bytes:
-            return Skipped(candidate.source, f"{size} bytes, more than the limit of {max_bytes}")
-        text = candidate.read().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return Skipped(candidate.source, f"not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}")
+            return f"{size} bytes, more than the limit of {max_bytes}"
+        content = candidate.read()
     except OSError as error:
-        return Skipped(candidate.source, f"cannot be read: {error.strerror or type(error).__name__}")
-    if "\0" in text:
-        return Skipped(candidate.source, f"binary: a NUL character at offset {text.index(chr(0))}")
+        return f"cannot be read: {error.strerror or type(error).__name__}"
+    if why := why_not_text(content):
+        return why
+    text = content.decode("utf-8-sig")
     if not text.strip():
-        return Skipped(candidate.source, "empty")
+        return "empty"
     if any(word in text for word in forbidden):
-        return Skipped(candidate.source, "holds an absolute path of this machine")
+        return "holds an absolute path of this machine"
     return document(candidate, text)
 
 
@@ -128,25 +133,28 @@ def check_all(
     what: str,
     max_bytes: int,
     forbidden: Sequence[str] = (),
-    progress: Report | None = None,
+    progress: Report = silent,
 ) -> tuple[list[Document], list[Skipped]]:
-    """Check the candidates of the modality `what`, sorted by source, and skip all but the first of exact duplicates."""
+    """The candidates of the modality `what` that are text, sorted by source, each text once; and the others.
+
+    Args:
+        max_bytes: a larger file or line is skipped unread.
+        forbidden: strings that must not enter the corpus, such as absolute paths of this machine.
+    """
     ordered = sorted(candidates, key=lambda candidate: candidate.source)
-    documents: list[Document] = []
     skipped: list[Skipped] = []
-    first_source: dict[str, str] = {}
+    documents: dict[str, Document] = {}
     for done, candidate in enumerate(ordered):
-        if progress is not None and done % 100 == 0:
+        if done % 100 == 0:
             progress(done, len(ordered), f"reading {what}")
-        result = check(candidate, max_bytes=max_bytes, forbidden=forbidden)
-        if isinstance(result, Document) and result.digest in first_source:
-            result = Skipped(result.source, f"{SAME_TEXT}{first_source[result.digest]}")
-        if isinstance(result, Skipped):
-            skipped.append(Skipped(f"{what}/{result.source}", result.reason))
-            continue
-        first_source[result.digest] = result.source
-        documents.append(result)
-    return documents, skipped
+        found = _checked(candidate, max_bytes, forbidden)
+        if isinstance(found, Document) and found.digest in documents:
+            found = f"{SAME_TEXT}{documents[found.digest].source}"
+        if isinstance(found, str):
+            skipped.append(Skipped(f"{what}/{candidate.source}", found))
+        else:
+            documents[found.digest] = found
+    return list(documents.values()), skipped
 
 
 MIN_STREAM_BYTES = 65_536
@@ -196,18 +204,17 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min
         room = left // (len(by_size) - position)
         taken: list[Document] = []
         rest: list[Document] = []
+        size = 0
         for document in sorted(streams[name], key=lambda d: hashlib.sha256(d.source.encode()).digest()):
-            fits = document.num_bytes <= room
+            fits = size + document.num_bytes <= room
             (taken if fits else rest).append(document)
-            room -= document.num_bytes if fits else 0
-        left -= _size(taken)
+            size += document.num_bytes * fits
         for document in sorted(rest, key=lambda d: (d.num_bytes, d.source)):
-            if _size(taken) < min_bytes and document.num_bytes <= left:
+            if size < min_bytes and size + document.num_bytes <= left:
                 taken.append(document)
-                left -= document.num_bytes
-        if _size(taken) < min(min_bytes, _size(streams[name])):
-            left += _size(taken)
-        elif taken:
+                size += document.num_bytes
+        if taken and size >= min(min_bytes, _size(streams[name])):
+            left -= size
             chosen[name] = sorted(taken, key=lambda document: document.source)
     return {name: chosen[name] for name in sorted(chosen)}
 

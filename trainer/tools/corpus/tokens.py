@@ -18,7 +18,7 @@ from trainer.data.tokenize import PARTS, SPAN_BYTES, TextFile, tokenize_files
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import remove_leftovers, write_file
-from trainer.metrics.progress_bar import Report
+from trainer.metrics.progress_bar import Report, silent
 from trainer.wording import few
 
 RECORD = ".tokenize.json"
@@ -44,7 +44,7 @@ def tokenize(
     text_split: str = "file",
     workers: int = 1,
     span_bytes: int = SPAN_BYTES,
-    report: Report | None = None,
+    report: Report = silent,
 ) -> Tokenized:
     """Write `out/<name of the stream>.bin` and `.idx` for each stream.
 

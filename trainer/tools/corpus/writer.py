@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +12,7 @@ from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.files import read_json, replacing, write_file
-from trainer.metrics.progress_bar import Report
+from trainer.metrics.progress_bar import Report, silent
 from trainer.tools.corpus.documents import Document, Skipped, Streams
 
 FORMAT_VERSION = 1
@@ -48,15 +46,16 @@ class Manifest:
     skipped: tuple[Skipped, ...] = ()
     format_version: int = field(default=FORMAT_VERSION)
 
+    @property
+    def entries(self) -> dict[str, StreamEntry]:
+        """All streams by their path."""
+        return {entry.path: entry for entries in self.modalities.values() for entry in entries}
+
     def totals(self, modality: str | None = None) -> dict[str, int]:
         """Streams, documents, text_bytes and file_bytes of one modality, or of all."""
-        chosen = [entry for name, entries in self.modalities.items() if modality in (None, name) for entry in entries]
-        return {
-            "streams": len(chosen),
-            "documents": sum(entry.documents for entry in chosen),
-            "text_bytes": sum(entry.text_bytes for entry in chosen),
-            "file_bytes": sum(entry.file_bytes for entry in chosen),
-        }
+        chosen = self.entries.values() if modality is None else self.modalities[modality]
+        names = ("documents", "text_bytes", "file_bytes")
+        return {"streams": len(chosen), **{name: sum(getattr(entry, name) for entry in chosen) for name in names}}
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""
@@ -108,7 +107,7 @@ def write_corpus(
     rules: Mapping[str, str],
     skipped: Sequence[Skipped],
     force: bool,
-    progress: Report | None = None,
+    progress: Report = silent,
 ) -> Manifest:
     """Write `out/<modality>/<stream>.jsonl`, one document per line as `{"text": ..., "source": ...}`, and the manifest.
 
@@ -119,14 +118,15 @@ def write_corpus(
             changed meanwhile.
     """
     digest = _inputs_digest(modalities, builder, rules)
-    existing = _existing(out)
-    if existing is not None and not force:
-        if existing.inputs_sha256 == digest and _is_whole(out, existing):
-            return existing
-        raise UserError(str(out), "holds another corpus", "use another directory, or --force to replace it")
-    if existing is not None and (others := _not_ours(out, existing)):
-        problem = f"holds {others[0]}, which is no part of the corpus"
-        raise UserError(str(out), problem, "move it away, or name another directory")
+    if out.exists() and any(out.iterdir()):
+        existing = _existing(out)
+        if not force:
+            if existing.inputs_sha256 == digest and _is_whole(out, existing):
+                return existing
+            raise UserError(str(out), "holds another corpus", "use another directory, or --force to replace it")
+        if others := _not_ours(out, existing):
+            problem = f"holds {others[0]}, which is no part of the corpus"
+            raise UserError(str(out), problem, "move it away, or name another directory")
     total = sum(len(documents) for streams in modalities.values() for documents in streams.values())
     with _replaced(out) as directory:
         done = 0
@@ -135,15 +135,13 @@ def write_corpus(
             (directory / modality).mkdir()
             written = []
             for stream, documents in streams.items():
-                if progress is not None:
-                    progress(done, total, f"writing {modality}/{stream}")
+                progress(done, total, f"writing {modality}/{stream}")
                 written.append(_write_stream(directory, f"{modality}/{stream}.jsonl", documents))
                 done += len(documents)
             entries[modality] = tuple(written)
         manifest = Manifest(builder, digest, dict(rules), entries, tuple(skipped))
         write_file(directory / MANIFEST_NAME, manifest.to_json())
-    if progress is not None:
-        progress(total, total, "done")
+    progress(total, total, "done")
     return manifest
 
 
@@ -157,10 +155,7 @@ def _inputs_digest(modalities: Mapping[str, Streams], builder: str, rules: Mappi
     return digest.hexdigest()
 
 
-def _existing(out: Path) -> Manifest | None:
-    """The manifest in `out`; None if there is nothing to lose."""
-    if not out.exists() or not any(out.iterdir()):
-        return None
+def _existing(out: Path) -> Manifest:
     try:
         return read_manifest(out)
     except UserError:
@@ -169,15 +164,15 @@ def _existing(out: Path) -> Manifest | None:
 
 def _not_ours(out: Path, manifest: Manifest) -> list[str]:
     """Files in `out` that no builder wrote, and that would be lost with the corpus."""
-    ours = {MANIFEST_NAME, *(entry.path for entries in manifest.modalities.values() for entry in entries)}
+    ours = {MANIFEST_NAME, *manifest.entries}
     found = (path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir())
     return sorted(name for name in found if name not in ours and not Path(name).name.startswith("."))
 
 
 def _is_whole(out: Path, manifest: Manifest) -> bool:
     """Whether every stream has its size; contents are not checked."""
-    entries = {out / entry.path: entry.file_bytes for each in manifest.modalities.values() for entry in each}
-    return all(file.is_file() and file.stat().st_size == size for file, size in entries.items())
+    entries = manifest.entries.values()
+    return all((out / e.path).is_file() and (out / e.path).stat().st_size == e.file_bytes for e in entries)
 
 
 def _write_stream(directory: Path, path: str, documents: Sequence[Document]) -> StreamEntry:
@@ -202,18 +197,15 @@ def _replaced(out: Path) -> Iterator[Path]:
     """A new directory beside `out` that replaces it at the end; on any failure `out` is unchanged."""
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        new, old = work / "new", work / "old"
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
+        new, old = Path(work, "new"), Path(work, "old")
         new.mkdir()
         yield new
         if out.exists():
             out.rename(old)
         try:
-            os.replace(new, out)
+            new.rename(out)
         except OSError:
             if old.exists():
                 old.rename(out)
             raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

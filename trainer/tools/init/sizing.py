@@ -128,24 +128,18 @@ def _held_out(streams: Sequence[Stream], lengths: Sequence[Ints], fraction: floa
 
 @dataclass(frozen=True)
 class Part:
-    """A modality, and what a pass over its training documents is.
-
-    Args:
-        modality: its name.
-        source: name of its source.
-        streams: number of them.
-        tokens, batches: of a pass, on one rank.
-        token_share, drawn_share: of all training tokens, and of those that are drawn.
-        weight: of its source.
-    """
+    """A modality, and a source of it alone."""
 
     modality: str
     source: str
+    """Its name."""
     streams: int
     tokens: int
-    batches: int
+    """Of the training documents."""
     token_share: float
+    """Of all training tokens."""
     drawn_share: float
+    """Of those that are drawn."""
     weight: float
 
 
@@ -154,11 +148,6 @@ def parts_of(streams: Sequence[Stream], lengths: Sequence[Ints], sizes: Sizes, m
 
     A weight is a share of the micro-batches, whose rows are not all filled: a share of the tokens is that of the micro-batches
     times the tokens of an average one. So weight = share * batches / tokens, scaled to sum to 1.
-
-    Args:
-        streams: that were inspected.
-        lengths: tokens of each of their documents.
-        sizes: how documents are cut, and how many are held out.
     """
     passes: dict[str, list[tuple[int, int]]] = {}
     for stream, each in zip(streams, lengths, strict=True):
@@ -175,7 +164,6 @@ def parts_of(streams: Sequence[Stream], lengths: Sequence[Ints], sizes: Sizes, m
             source=sources[name],
             streams=len(passes[name]),
             tokens=tokens[name],
-            batches=batches[name],
             token_share=tokens[name] / sum(tokens.values()),
             drawn_share=asked[name] / sum(asked.values()),
             weight=raw[name] / sum(raw.values()),
@@ -198,9 +186,8 @@ def _source_names(modalities: Sequence[str]) -> dict[str, str]:
     """Names of sources, which are unique and of plain characters."""
     names: dict[str, str] = {}
     for modality in modalities:
-        plain = re.sub(r"[^A-Za-z0-9_-]+", "-", modality).strip("-") or "part"
-        number = 1
-        while (name := plain if number == 1 else f"{plain}-{number}") in names.values():
-            number += 1
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", modality).strip("-") or "part"
+        while name in names.values():
+            name += "-"
         names[modality] = name
     return names

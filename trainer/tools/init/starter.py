@@ -5,23 +5,81 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from trainer.tools.init.sizing import MIXES, Mix, Part, Sizes
 
 WIDTH = 120  # of notes
 TIE_FROM_VOCABULARY = 8192  # from this size on, tied embeddings save most of a small model's parameters
+TEMPLATE = """\
+# Written by `train init`. All keys: train config docs. Values derived from this file: train check --config FILE
+{head}
+
+[run]
+name = {name}   # the run directory is runs/<name>-<time>
+seed = 0
+
+[train]
+steps = {steps}   # {length}
+micro_batches = {micro_batches}   # micro-batches per optimizer step and rank
+# precision = "bf16"   # on a GPU that supports it
+
+[data]
+seq_len = {seq_len}   # tokens per cell; the recurrent state is carried from cell to cell
+tokenizer = {tokenizer}   # bytes, ids, or the path of a tokenizer.json
+{vocabulary}max_group_cells = {max_group_cells}   # state is carried over at most this many cells
+{packing}
+[data.mixing]
+num_streams_mixed = {num_streams_mixed}   # streams read concurrently (K)
+batch_size = {batch_size}   # cells per micro-batch and rank
+
+{sources}
+
+{evaluation}
+
+[model]
+dim = 192
+num_layers = 4
+{tying}
+[optimizer]
+lr = 2e-3
+
+{objective}[scheduler]
+name = "cosine"
+warmup_steps = {warmup}
+
+[metrics]
+log_interval = 10
+wandb = {{ mode = "auto", project = "trainer" }}   # online with a login, otherwise offline; or "disabled"
+
+[checkpoint]
+every = {save}
+"""
+VOCABULARY = """\
+# The largest id is {} (it occurs {:,} times). Set this to your tokenizer's vocabulary size.
+vocab_size = {}
+"""
+PACKING = "pack = true   # most documents are shorter than a cell, so several share a row\n"
+TYING = "args = { tie_embeddings = true }   # one matrix of vocabulary x dim instead of two\n"
+OBJECTIVE = "[objective]\ntoken_types = true   # report the loss by type of character\n\n"
+EVALUATION = """\
+[eval]
+every = {}
+holdout_fraction = {}   # share of the documents held out for evaluation"""
+NO_EVALUATION = """\
+# No [eval]: there are too few documents to hold any out. With more of them:
+# [eval]
+# every = 50
+# holdout_fraction = 0.05"""
+# A string, number, boolean or list of them, as TOML writes it.
+_toml = partial(json.dumps, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class StarterSource:
-    """A `[[data.source]]`.
-
-    Args:
-        keys: all but name, weight and mixing.
-        part: its modality, if the source is one of several; None: the only one.
-    """
+    """A `[[data.source]]`: `keys` are all but name, weight and mixing; `part` is its modality if it is one of several."""
 
     name: str
     keys: Mapping[str, Any]
@@ -30,40 +88,28 @@ class StarterSource:
 
 @dataclass(frozen=True)
 class Starter:
-    """Contents of a starter config.
-
-    Args:
-        name: of the run.
-        found: lines on the data that was found, for the head of the file.
-        notes: lines on what the user should check.
-        sources: of the blend.
-        mix: the shares that the weights of several sources make.
-        tokenizer, vocab_size: as in `[data]`; vocab_size 0 where the tokenizer has its own.
-        num_ids: vocabulary of the model.
-        largest_id: the largest token id, and how often it occurs.
-        suggests_eod: whether to suggest the key `eod`, which the sources lack.
-        length: of the run, in words.
-    """
+    """Contents of a starter config."""
 
     name: str
     found: list[str]
+    """Lines on the data, for the head of the file."""
     notes: list[str]
+    """What the user should check."""
     sources: list[StarterSource]
     mix: Mix
+    """The shares that the weights of several sources make."""
     tokenizer: str
     vocab_size: int
+    """As in `[data]`: 0 where the tokenizer has its own."""
     num_ids: int
+    """Vocabulary of the model."""
     largest_id: tuple[int, int]
+    """And how often it occurs."""
     suggests_eod: bool
+    """Whether to suggest the key `eod`, which the sources lack."""
     sizes: Sizes
     length: str
-
-    @property
-    def mix_lines(self) -> list[str]:
-        """The shares of each modality, a line each; none for a single one."""
-        parts = [source.part for source in self.sources if source.part is not None]
-        width = max((len(part.modality) for part in parts), default=0)
-        return [f"{part.modality:<{width}}  {_shares(part)}" for part in parts]
+    """Of the run, in words."""
 
 
 def _shares(part: Part) -> str:
@@ -77,88 +123,41 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
         schema: path of the JSON Schema from the file's directory, for editors; None: none.
     """
     sizes = starter.sizes
-    lines = [f"#:schema {schema}"] if schema else []
-    lines += [
-        "# Written by `train init`. All keys: train config docs. Values derived from this file: train check --config FILE",
-        *(f"# {line}" for line in starter.found),
-        *(line for note in starter.notes for line in _comment(f"Note: {note}")),
-        "",
-        "[run]",
-        f"name = {_toml(starter.name)}   # the run directory is runs/<name>-<time>",
-        "seed = 0",
-        "",
-        "[train]",
-        f"steps = {sizes.steps}   # {starter.length}",
-        f"micro_batches = {sizes.micro_batches}   # micro-batches per optimizer step and rank",
-        '# precision = "bf16"   # on a GPU that supports it',
-        "",
-        "[data]",
-        f"seq_len = {sizes.seq_len}   # tokens per cell; the recurrent state is carried from cell to cell",
-        f"tokenizer = {_toml(starter.tokenizer)}   # bytes, ids, or the path of a tokenizer.json",
-    ]
-    if starter.vocab_size:
-        largest, times = starter.largest_id
-        lines += [
-            f"# The largest id is {largest} (it occurs {times:,} times). Set this to your tokenizer's vocabulary size.",
-            f"vocab_size = {starter.vocab_size}",
-        ]
-    lines.append(f"max_group_cells = {sizes.max_group_cells}   # state is carried over at most this many cells")
-    if sizes.pack:
-        lines.append("pack = true   # most documents are shorter than a cell, so several share a row")
-    lines += [
-        "",
-        "[data.mixing]",
-        f"num_streams_mixed = {sizes.num_streams_mixed}   # streams read concurrently (K)",
-        f"batch_size = {sizes.batch_size}   # cells per micro-batch and rank",
-        "",
-        *_source_lines(starter),
-        *_eval_lines(sizes),
-        "",
-        "[model]",
-        "dim = 192",
-        "num_layers = 4",
-    ]
-    if starter.num_ids >= TIE_FROM_VOCABULARY:
-        lines.append("args = { tie_embeddings = true }   # one matrix of vocabulary x dim instead of two")
-    lines += ["", "[optimizer]", "lr = 2e-3", ""]
-    if starter.tokenizer == "bytes":
-        lines += ["[objective]", "token_types = true   # report the loss by type of character", ""]
-    lines += [
-        "[scheduler]",
-        'name = "cosine"',
-        f"warmup_steps = {sizes.steps // 20}",
-        "",
-        "[metrics]",
-        "log_interval = 10",
-        'wandb = { mode = "auto", project = "trainer" }   # online with a login, otherwise offline; or "disabled"',
-        "",
-        "[checkpoint]",
-        f"every = {max(sizes.steps // 5, 1)}",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    """A string, number, boolean or list of them, as TOML writes it."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _comment(text: str) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+    notes = [_comment(f"Note: {note}") for note in starter.notes]
+    evaluation = EVALUATION.format(max(sizes.steps // 10, 10), sizes.holdout_fraction)
+    text = TEMPLATE.format(
+        **{**asdict(sizes), "name": _toml(starter.name), "tokenizer": _toml(starter.tokenizer)},
+        head="\n".join([*(f"# {line}" for line in starter.found), *notes]),
+        length=starter.length,
+        vocabulary=VOCABULARY.format(*starter.largest_id, starter.vocab_size) if starter.vocab_size else "",
+        packing=PACKING if sizes.pack else "",
+        sources=_sources(starter),
+        evaluation=evaluation if sizes.holdout_fraction else NO_EVALUATION,
+        tying=TYING if starter.num_ids >= TIE_FROM_VOCABULARY else "",
+        objective=OBJECTIVE if starter.tokenizer == "bytes" else "",
+        warmup=sizes.steps // 20,
+        save=max(sizes.steps // 5, 1),
     )
+    return f"#:schema {schema}\n{text}" if schema else text
 
 
-def _source_lines(starter: Starter) -> list[str]:
-    lines = ["# Add [[data.source]] tables to blend in more data; weight sets the proportions."]
+def _comment(text: str) -> str:
+    wrap = textwrap.TextWrapper(
+        WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+    )
+    return wrap.fill(text)
+
+
+def _sources(starter: Starter) -> str:
+    head = "# Add [[data.source]] tables to blend in more data; weight sets the proportions."
     if len(starter.sources) > 1:
         others = ", ".join(f"{mix}: {words}" for mix, (words, _) in MIXES.items() if mix != starter.mix)
         text = "One source per modality. A weight is a share of the micro-batches; these draw each modality "
         text += f"{MIXES[starter.mix][0]} (train init --weights {starter.mix}). Other choices: {others}."
-        lines = _comment(text)
+        head = _comment(text)
+    blocks = []
     for source in starter.sources:
-        lines += ["[[data.source]]", f"name = {_toml(source.name)}"]
+        lines = ["[[data.source]]", f"name = {_toml(source.name)}"]
         lines += [f"{key} = {_toml(value)}" for key, value in source.keys.items()]
         if (part := source.part) is not None:
             lines.append(f"weight = {part.weight:.4g}   # {_shares(part)}")
@@ -166,19 +165,7 @@ def _source_lines(starter: Starter) -> list[str]:
                 lines.append(f"mixing = {{ num_streams_mixed = {part.streams} }}")
         if starter.suggests_eod:
             largest, times = starter.largest_id
-            hint = largest if times > 1 else "..."
             meaning = "id that ends a document, if there is one; without it a file is one document"
-            lines.append(f"# eod = {hint}   # {meaning}")
-        lines.append("")
-    return lines
-
-
-def _eval_lines(sizes: Sizes) -> list[str]:
-    if not sizes.holdout_fraction:
-        missing = "# No [eval]: there are too few documents to hold any out. With more of them:"
-        return [missing, "# [eval]", "# every = 50", "# holdout_fraction = 0.05"]
-    return [
-        "[eval]",
-        f"every = {max(sizes.steps // 10, 10)}",
-        f"holdout_fraction = {sizes.holdout_fraction}   # share of the documents held out for evaluation",
-    ]
+            lines.append(f"# eod = {largest if times > 1 else '...'}   # {meaning}")
+        blocks.append("\n".join(lines))
+    return head + "\n" + "\n\n".join(blocks)

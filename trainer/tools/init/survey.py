@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.arrays import Ints
 from trainer.config.data_tables import DataTable
 from trainer.data.formats import is_import_path, takes_option
 from trainer.data.layout import Discovery, Stream, discover, discover_direct, refuse_empty, refuse_unheeded
@@ -26,7 +27,7 @@ from trainer.metrics.progress_bar import progress_bar
 from trainer.storage import is_url
 from trainer.tools.init.sizing import Mix, Part, Sizes, choose_sizes, never_held_out, parts_of
 from trainer.tools.init.starter import Starter, StarterSource, render_starter
-from trainer.tools.inspection.survey import Guess, Look, guess, look
+from trainer.tools.inspection.survey import Guess, guess, look
 from trainer.tools.inspection.verify import describe, not_text
 from trainer.wording import counted, duration_text, few
 
@@ -68,15 +69,15 @@ def make_starter(
     named = tokenizer or ("bytes" if kind.kind == "text" else "ids")
     chosen, share = sample_streams(at.streams)
     with progress_bar() as report:
-        seen = look(chosen, kind, tokenizer=named, format=format, eod=eod, report=report)
-    if not any(each.any() for each in seen.lengths):
+        lengths, largest = look(chosen, kind, tokenizer=named, format=format, eod=eod, report=report)
+    if not any(each.any() for each in lengths):
         raise UserError(paths[0], "holds no token at all", "name files with text or token ids in them")
-    sizes = choose_sizes(chosen, seen.lengths, share=share)
-    parts = parts_of(chosen, seen.lengths, sizes, weights)
-    notes = _notes(at, seen, kind, share, sizes)
+    sizes = choose_sizes(chosen, lengths, share=share)
+    parts = parts_of(chosen, lengths, sizes, weights)
+    notes = _notes(at, lengths, kind, share, sizes)
     if strange := not_text(chosen, format):
         notes.append(describe(strange, len(chosen)))
-    without = never_held_out(chosen, seen.lengths, sizes.holdout_fraction) if sizes.holdout_fraction else []
+    without = never_held_out(chosen, lengths, sizes.holdout_fraction) if sizes.holdout_fraction else []
     if len(parts) > 1 and without:
         notes.append(
             f"all modalities are one source, without weights: in {', '.join(without)} no document would be held out, and "
@@ -86,17 +87,17 @@ def make_starter(
     given = {"format": None if format == "auto" else format, "dtype": kind.dtype, "eod": eod}
     keys = {key: value for key, value in given.items() if value is not None}
     name = _run_name(paths[0])
-    vocab_size = seen.largest_id + 1 if named == "ids" else 0
+    vocab_size = largest[0] + 1 if named == "ids" else 0
     return Starter(
         name=name,
-        found=_found_lines(at, chosen, seen, kind),
+        found=_found_lines(at, chosen, lengths, kind),
         notes=notes,
         sources=_sources(at, parts, name, keys, format=format),
         mix=weights,
         tokenizer=named,
         vocab_size=vocab_size,
         num_ids=load_tokenizer(named, vocab_size=vocab_size).vocab_size,
-        largest_id=(seen.largest_id, seen.largest_id_count),
+        largest_id=largest,
         suggests_eod=eod is None and any(takes_option(name, "eod") for name in kind.formats),
         sizes=sizes,
         length=f"about {counted(sizes.passes, 'pass')} over the training documents on 1 rank",
@@ -120,11 +121,11 @@ def _run_name(path: str) -> str:
     return plain[:40] or "run"
 
 
-def _found_lines(at: Discovery, chosen: list[Stream], seen: Look, kind: Guess) -> list[str]:
+def _found_lines(at: Discovery, chosen: list[Stream], lengths: list[Ints], kind: Guess) -> list[str]:
     def counts(modality: str | None) -> str:
-        lengths = [n for n, stream in zip(seen.lengths, chosen, strict=True) if modality in (None, stream.modality)]
-        streams, documents = counted(len(lengths), "stream"), counted(sum(map(len, lengths)), "document")
-        return f"{streams}, {documents}, {sum(int(each.sum()) for each in lengths):,} tokens"
+        its = [each for each, stream in zip(lengths, chosen, strict=True) if modality in (None, stream.modality)]
+        streams, documents = counted(len(its), "stream"), counted(sum(map(len, its)), "document")
+        return f"{streams}, {documents}, {sum(int(each.sum()) for each in its):,} tokens"
 
     what = "bytes of text" if kind.kind == "text" else "token ids"
     of = f" of {len(at.streams):,} streams" if len(chosen) < len(at.streams) else ""
@@ -133,7 +134,7 @@ def _found_lines(at: Discovery, chosen: list[Stream], seen: Look, kind: Guess) -
     return lines + [f"  modality {name}: {counts(name)}" for name in modalities if len(modalities) > 1]
 
 
-def _notes(at: Discovery, seen: Look, kind: Guess, share: float, sizes: Sizes) -> list[str]:
+def _notes(at: Discovery, by_stream: list[Ints], kind: Guess, share: float, sizes: Sizes) -> list[str]:
     notes = []
     if share < 1.0:
         notes.append(f"only {share:.0%} of the bytes were inspected; ids or lengths may differ in the rest")
@@ -141,7 +142,7 @@ def _notes(at: Discovery, seen: Look, kind: Guess, share: float, sizes: Sizes) -
         notes.append(f"not read, because not in a modality's directory: {few(at.left_out)}")
     if kind.dtype is not None:
         notes.append(f"the dtype {kind.dtype} is guessed from the files' bytes; --dtype overrides it")
-    lengths = np.concatenate(seen.lengths)
+    lengths = np.concatenate(by_stream)
     if num_cut := int((lengths > sizes.seq_len * sizes.max_group_cells).sum()):
         verb = "is" if num_cut == 1 else "are"
         notes.append(
@@ -155,18 +156,15 @@ def _sources(at: Discovery, parts: list[Part], name: str, keys: dict[str, Any], 
     """One source per modality, where a config can name the modality alone; otherwise a single one."""
     whole: dict[str, Any] = {"layout": at.layout}
     whole |= {"root": at.root} if at.root is not None else {"paths": list(at.paths)}
-    apart: dict[str, dict[str, Any]] = {part.modality: {"modalities": [part.modality]} for part in parts}
-    if at.root is None:
-        by_path = {}
-        for path in () if any(map(is_url, at.paths)) else at.paths:
-            by_path[path] = {stream.modality for stream in discover_direct([path], format=format)}
-        one_each = all(len(found) == 1 for found in by_path.values())
-        apart = {
-            part.modality: {"paths": paths}
-            for part in parts
-            if one_each and (paths := [path for path, found in by_path.items() if part.modality in found])
-        }
-    if not 1 < len(parts) <= MOST_SOURCES or len(apart) < len(parts):
+    names = [part.modality for part in parts]
+    apart: dict[str, dict[str, list[str]]] = {}
+    if at.root is not None:
+        apart = {name: {"modalities": [name]} for name in names}
+    elif not any(map(is_url, at.paths)):
+        for path in at.paths:
+            found = {stream.modality for stream in discover_direct([path], format=format)}
+            apart.setdefault(found.pop() if len(found) == 1 else "", {"paths": []})["paths"].append(path)
+    if not 1 < len(parts) <= MOST_SOURCES or apart.keys() != set(names):
         return [StarterSource(name, {**whole, **keys})]
     return [StarterSource(part.source, {**whole, **apart[part.modality], **keys}, part) for part in parts]
 

@@ -4,8 +4,9 @@ files, whether they hold text or token ids, and of which dtype."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,80 +17,23 @@ from trainer.data.groups import CutOptions, build_groups
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import IdsTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.metrics.progress_bar import Report
+from trainer.metrics.progress_bar import Report, silent
 
 CHUNK = 1 << 20  # tokens counted together
 UNBOUNDED = 1 << 40  # larger than any vocabulary
+NUM_TOP_IDS = 10
+COUNTS = ("documents", "empty_documents", "tokens", "groups", "cells", "packed_cells")
 PEEK_BYTES = 1 << 20
 # Ids of a vocabulary below a million leave at most this in the upper half of a 32-bit word.
 LARGEST_UPPER_HALF = 15
 
 
-@dataclass(frozen=True)
-class StreamFacts:
-    """Counts of one stream. `empty_documents` have no token and are never read; `packed_cells`: if documents shared cells."""
-
-    stream: str
-    modality: str
-    format: str
-    documents: int
-    empty_documents: int
-    tokens: int
-    groups: int
-    cells: int
-    packed_cells: int
-
-
-@dataclass(frozen=True)
-class Survey:
-    """Counts of a list of streams.
-
-    Args:
-        streams: one entry per stream.
-        counts: how often each id occurs, int64 [vocab_size].
-    """
-
-    streams: list[StreamFacts]
-    counts: Ints = field(repr=False)
-
-    def total(self, seq_len: int, modality: str | None = None) -> dict[str, float]:
-        """Sums over one modality, or over all, and the padding as a share of the cells' tokens."""
-        chosen = [facts for facts in self.streams if modality in (None, facts.modality)]
-        names = ("documents", "empty_documents", "tokens", "groups", "cells", "packed_cells")
-        totals: dict[str, float] = {"streams": len(chosen)}
-        totals |= {name: sum(getattr(facts, name) for facts in chosen) for name in names}
-        for kind in ("", "packed_"):
-            tokens = totals[f"{kind}cells"] * seq_len
-            totals[f"{kind}padding_share"] = 1.0 - totals["tokens"] / tokens if tokens else 0.0
-        return totals
-
-    @property
-    def modalities(self) -> list[str]:
-        """All labels, sorted."""
-        return sorted({facts.modality for facts in self.streams})
-
-    def type_counts(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """Tokens of each type; empty if the tokenizer has none."""
-        table = tokenizer.token_type_table
-        if table is None:
-            return {}
-        by_type = np.bincount(table, weights=self.counts, minlength=len(tokenizer.token_type_names))
-        return dict(zip(tokenizer.token_type_names, by_type.astype(np.int64).tolist(), strict=True))
-
-    def top_ids(self, number: int) -> list[tuple[int, int]]:
-        """(id, occurrences) of the most frequent ids; ties in ascending order of id."""
-        order = np.argsort(-self.counts, kind="stable")[:number]
-        return [(int(i), int(self.counts[i])) for i in order if self.counts[i]]
-
-
-def each_stream(streams: Sequence[Stream], report: Report | None) -> Iterator[Stream]:
+def each_stream(streams: Sequence[Stream], report: Report) -> Iterator[Stream]:
     """The streams, reporting (streams done, streams, the next path) on the way."""
     for number, stream in enumerate(streams):
-        if report is not None:
-            report(number, len(streams), stream.relative_path)
+        report(number, len(streams), stream.relative_path)
         yield stream
-    if report is not None:
-        report(len(streams), len(streams), "done")
+    report(len(streams), len(streams), "done")
 
 
 def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
@@ -112,23 +56,17 @@ def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
 
 
 def survey(
-    streams: Sequence[Stream],
-    options: ReadOptions,
-    cut: CutOptions,
-    *,
-    report: Report | None = None,
-) -> Survey:
-    """Read every stream once and count.
+    streams: Sequence[Stream], options: ReadOptions, cut: CutOptions, *, report: Report = silent
+) -> dict[str, Any]:
+    """What `train data inspect --json` says of the streams, read once, if their documents are cut so.
 
-    Args:
-        streams: from `discover_nested` or `discover_direct`.
-        options, cut: how files are read and documents would be cut.
-        report: see `each_stream`.
+    `streams` has a row for each; `packed_cells` are its cells if documents shared them. `modalities` and `totals` are sums of
+    the rows, `histogram` says how often each type of token and the most frequent ids occur.
 
     Raises:
         UserError: for the first file that is unreadable or damaged.
     """
-    found = []
+    rows: list[dict[str, Any]] = []
     counts = np.zeros(options.tokenizer.vocab_size, dtype=np.int64)
     for stream in each_stream(streams, report):
         documents = load_documents(stream.path, options)
@@ -139,48 +77,59 @@ def survey(
         )
         for chunk in token_chunks(documents):
             counts += np.bincount(chunk.astype(np.intp, copy=False), minlength=len(counts))
-        facts = StreamFacts(
-            stream=stream.relative_path,
-            modality=stream.modality,
-            format=format_name(Path(stream.path), options.format),
-            documents=len(lengths),
-            empty_documents=int((lengths == 0).sum()),
-            tokens=int(lengths.sum()),
-            groups=plain.num_groups,
-            cells=int(plain.cell_offsets[-1]),
-            packed_cells=int(packed.cell_offsets[-1]),
-        )
-        found.append(facts)
-    return Survey(found, counts)
+        cells = int(plain.cell_offsets[-1]), int(packed.cell_offsets[-1])
+        numbers = (len(lengths), int((lengths == 0).sum()), int(lengths.sum()), plain.num_groups, *cells)
+        row = {"stream": stream.relative_path, "modality": stream.modality}
+        row["format"] = format_name(Path(stream.path), options.format)
+        rows.append({**row, **dict(zip(COUNTS, numbers, strict=True))})
+    by_modality: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: str(row["modality"])):
+        by_modality.setdefault(row["modality"], []).append(row)
+    return {
+        "totals": _totals(rows, cut.seq_len),
+        "modalities": {name: _totals(chosen, cut.seq_len) for name, chosen in by_modality.items()},
+        "histogram": _histogram(counts, options.tokenizer),
+        "streams": rows,
+    }
+
+
+def _totals(rows: Sequence[dict[str, Any]], seq_len: int) -> dict[str, float]:
+    """Sums, and the padding as a share of the cells' tokens."""
+    totals: dict[str, float] = {"streams": len(rows), **{name: sum(row[name] for row in rows) for name in COUNTS}}
+    for kind in ("", "packed_"):
+        tokens = totals[f"{kind}cells"] * seq_len
+        totals[f"{kind}padding_share"] = 1.0 - totals["tokens"] / tokens if tokens else 0.0
+    return totals
+
+
+def _histogram(counts: Ints, tokenizer: Tokenizer) -> dict[str, Any]:
+    total = max(int(counts.sum()), 1)
+
+    def entry(count: Any) -> dict[str, float]:
+        return {"tokens": int(count), "share": int(count) / total}
+
+    table, names = tokenizer.token_type_table, tokenizer.token_type_names
+    by_type = [] if table is None else np.bincount(table, weights=counts, minlength=len(names)).tolist()
+    most = [i for i in np.argsort(-counts, kind="stable")[:NUM_TOP_IDS] if counts[i]]  # ties in ascending order of id
+    return {
+        "vocab_size": len(counts),
+        "distinct_ids": int((counts > 0).sum()),
+        "types": {name: entry(count) for name, count in zip(names, by_type, strict=False)},
+        "top_ids": [
+            {"id": int(i), "text": tokenizer.decode(np.array([i], np.int64)), **entry(counts[i])} for i in most
+        ],
+    }
 
 
 @dataclass(frozen=True)
 class Guess:
-    """What the files hold, in terms of `[data]` and a source.
-
-    Args:
-        kind: text to be tokenized, or token ids.
-        formats: names of the formats that occur, sorted.
-        dtype: of headerless files; None if there are none.
-    """
+    """What the files hold, in terms of `[data]` and a source: text to be tokenized, or token ids."""
 
     kind: Kind
     formats: tuple[str, ...]
+    """Names of those that occur, sorted."""
     dtype: str | None
-
-
-@dataclass(frozen=True)
-class Look:
-    """What reading the streams showed.
-
-    Args:
-        lengths: tokens of each document, by stream.
-        largest_id: the largest token id, and how often it occurs.
-    """
-
-    lengths: list[Ints]
-    largest_id: int
-    largest_id_count: int
+    """Of headerless files; None if there are none."""
 
 
 def guess(streams: Sequence[Stream], *, format: str = "auto", dtype: str | None = None) -> Guess:
@@ -209,20 +158,17 @@ def guess(streams: Sequence[Stream], *, format: str = "auto", dtype: str | None 
 
 
 def _dtype_of(path: Path) -> str:
-    """The dtype of a headerless file, by its beginning and its middle.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """The dtype of a headerless file, by its beginning and its middle."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            head = file.read(PEEK_BYTES)
-            file.seek(max(size // 2 // 8 * 8, len(head) // 8 * 8))
-            middle = file.read(PEEK_BYTES)
+            sample = file.read(PEEK_BYTES)
+            if size > 2 * PEEK_BYTES:
+                file.seek(size // 16 * 8)
+                sample += file.read(PEEK_BYTES)
     except OSError as error:
         raise UserError(str(path), f"cannot be read: {error.strerror}", "check the path and its mode") from None
-    return guess_dtype(head[: len(head) // 8 * 8 or len(head)] + middle, size)
+    return guess_dtype(sample, size)
 
 
 def guess_dtype(sample: bytes, size: int) -> str:
@@ -251,9 +197,9 @@ def look(
     tokenizer: str,
     format: str = "auto",
     eod: int | None = None,
-    report: Report | None = None,
-) -> Look:
-    """Read the streams once, for the lengths of the documents and the largest token id.
+    report: Report = silent,
+) -> tuple[list[Ints], tuple[int, int]]:
+    """Read the streams once: the tokens of each document, by stream; and the largest token id, and how often it occurs.
 
     Raises:
         UserError: a file cannot be read or is damaged.
@@ -270,4 +216,4 @@ def look(
             if top >= largest:
                 count = int((chunk == top).sum()) + (count if top == largest else 0)
                 largest = top
-    return Look(lengths, largest, count)
+    return lengths, (largest, count)

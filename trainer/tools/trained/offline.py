@@ -45,11 +45,8 @@ def evaluate_checkpoint(
 ) -> tuple[int | None, dict[str, float]]:
     """Evaluate the model of a run, or an exported one, in one process: (step, metrics by catalog key).
 
-    The step is None for an exported model that does not say.
-
-    With `sources` or `[[eval.source]]` in its config those are read, otherwise all of its held-out documents. Of two sets of
-    one name that of `sources` is read; if `sources` are given, sets of the config whose files are not there are left out. A
-    task of the user's own (`[eval] target`) is called as in the run.
+    The step is None for an exported model that does not say. With `sources` or `[[eval.source]]` in its config those are read,
+    otherwise all of its held-out documents; a task of the user's own (`[eval] target`) is called as in the run.
 
     Args:
         held_out: read the held-out documents although the config has sets.

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import chdir
+from contextlib import chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ TOKENIZER_PARTS = (
 )
 """What `transformers` reads beside a tokenizer.json, of which it makes the same tokenizer."""
 HUGGING_FACE_CONFIG, CARD = "config.json", "README.md"
-SHOWN_RESULTS = ("loss", "eval_loss", "eval_bits_per_byte", "eval_perplexity")
+SHOWN_RESULTS = ("loss", "eval_loss")
 _USE = """\
 ## Use
 
@@ -76,17 +76,13 @@ Every document began with the id {bos}, which no tokenizer adds: put it before t
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A whole checkpoint: its directory, its state.json, the config it was trained with, and the weights on the CPU."""
+    """A whole checkpoint, after `step`: its directory, its state.json, its run's config, and the weights on the CPU."""
 
     path: Path
+    step: int
     state: dict[str, Any]
     config: RunConfig
     weights: dict[str, Tensor]
-
-    @property
-    def step(self) -> int:
-        """The last step before it was saved."""
-        return int(self.state["step"])
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,7 @@ def read_checkpoint(run_dir: str | Path, step: int | None = None) -> SavedCheckp
         weights = whole_weights(open_model(path, state))
     except (CheckpointError, KeyError) as error:
         raise UserError(str(path), f"cannot be used: {error}", "name another one with --step") from None
-    return SavedCheckpoint(path, state, config_of(state, path), weights)
+    return SavedCheckpoint(path, int(state["step"]), state, config_of(state, path), weights)
 
 
 def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: bool) -> None:
@@ -276,8 +272,7 @@ def export_model(
             write_file(staging / CONFIG_FILE, to_toml(config))
         if config.data.tokenizer.endswith(".json"):
             copy_tokenizer(Path(config.data.tokenizer), staging)
-        card = _card(saved, _last_results(run_dir, saved.step), tokenizer.vocab_size, str(out), as_hugging_face)
-        write_file(staging / CARD, card)
+        write_file(staging / CARD, _card(saved, run_dir, tokenizer.vocab_size, str(out), as_hugging_face))
         shutil.rmtree(place, ignore_errors=True)
         staging.rename(place)
     finally:
@@ -293,46 +288,33 @@ def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -
         raise UserError("--format hf", problem, "export with --format safetensors")
     model.save_pretrained(directory)
     file = directory / HUGGING_FACE_CONFIG
-    if (
-        not model.state_width and file.is_file()
-    ):  # a model without a state has seen as many positions together as a row has
-        found = json.loads(file.read_text())
-        if "max_position_embeddings" in found:
-            write_file(file, json.dumps({**found, "max_position_embeddings": seq_len}, indent=2) + "\n")
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    if not model.state_width and "max_position_embeddings" in found:  # without a state it has seen a row at once
+        write_file(file, json.dumps({**found, "max_position_embeddings": seq_len}, indent=2) + "\n")
 
 
-def _last_results(run_dir: Path, step: int) -> dict[str, float]:
-    """The last value of the keys of the card that was logged at `step` or before; empty if the run has no record."""
-    try:
+def _last_results(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
+    """Rows of the card: what was logged last, at `step` or before; none if the run has no record."""
+    with suppress(UserError):
         run = load_run(run_dir)
-    except UserError:
-        return {}
-    columns = {key: zip(*run.column(key), strict=True) for key in SHOWN_RESULTS}
-    upto = {key: [value for at, value in column if at <= step] for key, column in columns.items()}
-    return {key: values[-1] for key, values in upto.items() if values}
+        for key in SHOWN_RESULTS:
+            if values := [value for at, value in zip(*run.column(key), strict=True) if at <= step]:
+                yield f"`{key}`", f"{values[-1]:.4f}"
 
 
-def _card(saved: SavedCheckpoint, results: dict[str, float], vocab_size: int, out: str, as_hugging_face: bool) -> str:
-    """README.md of an exported model.
-
-    Args:
-        results: the last logged value of each key.
-        out: the directory, as the commands in the card name it.
-        as_hugging_face: the directory is one for `from_pretrained`.
-    """
+def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, as_hugging_face: bool) -> str:
+    """README.md of an exported model, whose commands name the directory `out`."""
     config, model = saved.config, saved.config.model
-    sizes = f"dim {model.dim}, {model.num_layers} layers"
-    if "from" in model.args:
-        sizes = f"begun from {model.args['from']}, whose sizes it has"
+    origin = model.args.get("from", f"dim {model.dim}, {model.num_layers} layers")
     parameters = {tensor.data_ptr(): tensor.numel() for tensor in saved.weights.values() if tensor.numel()}
-    rows: list[tuple[str, Any]] = [
+    rows = [
         ("parameters", f"{sum(parameters.values()):,}"),
-        ("model", f"`{model.target or model.family or DEFAULT}`, {sizes}"),
+        ("model", f"`{model.target or model.family or DEFAULT}`, {origin}"),
         ("tokenizer", f"`{config.data.tokenizer}`, {vocab_size:,} ids, the one that begins a document included"),
         ("trained for", f"{saved.step:,} of {config.train.steps:,} steps in cells of {config.data.seq_len} tokens"),
         ("tokens seen", f"{int(saved.state['tracker']['tokens_seen']):,}"),
         ("data", ", ".join(source.name for source in config.data.source)),
-        *((f"`{key}`", f"{value:.4f}") for key, value in results.items()),
+        *_last_results(run_dir, saved.step),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     option, argument = (" --trust-code", ", trust_code=True") if model.target is not None else ("", "")
@@ -344,7 +326,7 @@ tags: [language-model]
 # {config.run.name}
 
 A causal language model, exported after step {saved.step:,} by `train export`. The values below are the last that the run
-logged up to that step{"" if as_hugging_face else "; the whole config is in `config.toml`"}.
+logged up to that step.
 
 | | |
 |---|---|

@@ -163,7 +163,7 @@ def _derived(plan: Plan) -> dict[str, Any]:
     Raises:
         UserError: the model lacks the state that a setting needs.
     """
-    from trainer.config.rules import check_state_rules, costs_of_carry, why_no_noise_scale
+    from trainer.config.rules import check_state_rules, why_no_noise_scale
     from trainer.training.setup.plausible import ledger_bytes
 
     config, batches = plan.config, plan.config.micro_batches
@@ -179,7 +179,7 @@ def _derived(plan: Plan) -> dict[str, Any]:
     if plan.state_width():
         facts["state_width"] = plan.state_width()
         facts["ledger_megabytes"] = round(ledger_bytes(config.ledger, plan.state_width()) / 1e6, 1)
-    return {**facts, **costs_of_carry(config)}
+    return facts
 
 
 def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from functools import partial
@@ -14,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer.cli.options import EodOption, FormatOption, JsonOption
-from trainer.cli.terminal import echo, output, writing
+from trainer.cli.terminal import echo, output, print_json, writing
 from trainer.errors import UserError, UserErrors
 from trainer.metrics.progress_bar import now_and_then, progress_bar
 from trainer.wording import counted, few
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from trainer.data.documents import ReadOptions
     from trainer.data.layout import Discovery
     from trainer.tools.corpus.writer import Manifest
-
-NUM_TOP_IDS = 10
 
 app = typer.Typer(help="Build, inspect and verify data.", no_args_is_help=True)
 build_app = typer.Typer(help="Build a corpus in the NESTED layout.", no_args_is_help=True)
@@ -107,7 +104,7 @@ def tokenize(
     refuse_empty(at.streams)
     began = time.perf_counter()
     try:
-        with progress_bar() as bar, writing(out):
+        with progress_bar(now_and_then(partial(echo, err=True))) as report, writing(out):
             found = write_tokens(
                 at.streams,
                 Path(out),
@@ -115,7 +112,7 @@ def tokenize(
                 format=format,
                 text_split=text_split,
                 workers=workers or len(os.sched_getaffinity(0)),
-                report=bar or now_and_then(partial(echo, err=True)),
+                report=report,
             )
     except KeyboardInterrupt:
         echo("interrupted; run the same command again to continue", err=True)
@@ -130,10 +127,10 @@ def tokenize(
 def key_recall(
     out: OutOption,
     groups: Annotated[int, typer.Option(help="Groups over all streams.")] = 1024,
-    cells: Annotated[int, typer.Option(help="Cells per group.")] = 16,
-    seq_len: Annotated[int, typer.Option(help="Bytes per cell.")] = 6,
-    streams: Annotated[int, typer.Option(help="Number of files.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of the symbols.")] = 0,
+    cells: Annotated[int, typer.Option(min=2, help="Cells per group.")] = 16,
+    seq_len: Annotated[int, typer.Option(min=5, help="Bytes per cell.")] = 6,
+    streams: Annotated[int, typer.Option(min=1, help="Number of files.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the symbols.")] = 0,
     force: ForceOption = False,
 ) -> None:
     """Generate groups whose first cell holds the answers to all later cells: not learnable without carried state."""
@@ -192,41 +189,19 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show layout, modalities, streams, documents, groups, cells, padding and a token histogram."""
-    from dataclasses import asdict
-
-    import numpy as np
-
     from trainer.data.groups import CutOptions
     from trainer.data.layout import discover
     from trainer.tools.inspection.survey import survey
 
     at = discover(paths, format=format)
     options = _read_options(at, format, tokenizer, vocab_size, dtype, eod, text_split)
+    cut = CutOptions("", seq_len, max_group_cells, False)
     with progress_bar() as report:
-        found = survey(at.streams, options, CutOptions("", seq_len, max_group_cells, False), report=report)
-    total, reader = max(int(found.counts.sum()), 1), options.tokenizer
-    types = found.type_counts(reader)
-    top_ids = [
-        {"id": i, "text": reader.decode(np.array([i], dtype=np.int64)), "tokens": count, "share": count / total}
-        for i, count in found.top_ids(NUM_TOP_IDS)
-    ]
-    content = {
-        "paths": paths,
-        "layout": at.layout,
-        "seq_len": seq_len,
-        "max_group_cells": max_group_cells,
-        "totals": found.total(seq_len),
-        "modalities": {name: found.total(seq_len, name) for name in found.modalities},
-        "histogram": {
-            "vocab_size": reader.vocab_size,
-            "distinct_ids": int((found.counts > 0).sum()),
-            "types": {name: {"tokens": count, "share": count / total} for name, count in types.items()},
-            "top_ids": top_ids,
-        },
-        "streams": [asdict(facts) for facts in found.streams],
-    }
+        found = survey(at.streams, options, cut, report=report)
+    asked = {"paths": paths, "layout": at.layout, "seq_len": seq_len, "max_group_cells": max_group_cells}
+    content = {**asked, **found}
     if as_json:
-        echo(json.dumps(content, indent=2))
+        print_json(content)
     else:
         _print_tables(content)
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from trainer.cli.options import JsonOption
 from trainer.cli.terminal import echo, output, print_json, put_text, writing
 from trainer.errors import UserError, UserErrors
+from trainer.storage import is_url
 
 EXIT_DIFFERENT, EXIT_INVALID, EXIT_NOT_PUSHED = 1, 1, 1
 OutOption = Annotated[str | None, typer.Option(help="File to write; default: stdout.", metavar="FILE")]
@@ -79,10 +80,9 @@ def validate(
         echo(f"{file}:{violation.line}: {violation.key}: {violation.reason}", err=True)
         violations += 1
         if not count_all:
-            break
+            raise typer.Exit(EXIT_INVALID)
     if violations:
-        if count_all:
-            echo(f"{violations} violations", err=True)
+        echo(f"{violations} violations", err=True)
         raise typer.Exit(EXIT_INVALID)
     echo(f"{file}: every line is a valid payload", err=True)
 
@@ -172,8 +172,6 @@ def _unusable(url: str, error: Exception) -> UserError:
 
 def _entries(place: str, *, is_deep: bool) -> list[CheckpointEntry]:
     """Of a run directory or a store, newest first."""
-    from trainer.storage import is_url
-
     if is_url(place):
         return _stored_entries(place, is_deep=is_deep)
     return [_entry_of(path, is_deep=is_deep) for path in _paths(place)]

@@ -53,7 +53,5 @@ def init(
         put_text(render_config_schema(), str(Path(out).with_name(SCHEMA_NAME)))
         for note in starter.notes:
             echo(f"note: {note}", err=True)
-        for line in starter.mix_lines:
-            echo(line, err=True)
         echo(f"{starter.sizes.steps:,} steps: {starter.length}", err=True)
         echo(f"next: train check --config {out}, then: train --config {out}", err=True)

@@ -247,9 +247,8 @@ def _load_extensions(run: Run) -> Extensions:
                 found[name] = resolve_target(f"trainer.extensions.{target}", name)(run)
             except UserError:
                 raise
-            except Exception as error:  # such as a profile that cannot be written
-                with run.diagnostics.best_effort(name):
-                    raise error
+            except Exception as error:  # noqa: BLE001 - such as a profile that cannot be written
+                run.diagnostics.best_effort(name).fail(error)
     with raise_on_all_ranks(world_size=run.info.world_size):
         for number, table in enumerate(config.extension):
             with users_code(f"extension {table.target}"):

@@ -259,7 +259,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
             place.mkdir(exist_ok=True)
             write_json(place / "plan.json", {"url": f"the tokens of source {source.name}", "bytes": size})
             cache.make_room(f"source {source.name}", size, size, place)
-        with progress_bar() as bar:
+        with progress_bar(now_and_then(partial(logger.info, "tokenizing: %s"))) as report:
             tokenize_files(
                 [
                     TextFile.cut(stream.path, source.table.format, place / "files" / f"{number:06d}.bin")
@@ -269,7 +269,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
                 tokenizer=data.tokenizer,
                 text_split=source.table.text_split,
                 workers=len(os.sched_getaffinity(0)),
-                report=partial(look, bar or now_and_then(partial(logger.info, "tokenizing: %s"))),
+                report=partial(look, report),
             )
         write_json(place / ENTRY, {"url": f"the tokens of source {source.name}", "files": len(streams)})
 

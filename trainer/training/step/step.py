@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,7 +219,7 @@ class TrainStep:
             UserError: the gradient is not averaged, since a parameter had no part in it.
         """
         # Filled on the device: a tensor made from numbers of the host would be copied, and waited for.
-        votes = [torch.full_like(self._tokens, vote) for vote in (stop, saved, save_due, exchange, exhausted)]
+        votes = map(partial(torch.full_like, self._tokens), (stop, saved, save_due, exchange, exhausted))
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
         if self.gns is not None:
             sums = self._gns_guard.run(self.gns.local_sums)
