@@ -113,6 +113,14 @@ def test_the_payload_holds_the_documented_keys() -> None:
     assert run.sink.payloads[0]["mode"] == "train"
 
 
+def test_tensors_are_read_on_logging_steps_only() -> None:
+    run = Run(log_interval=10)
+    unreadable = {key: torch.empty((), device="meta") for key in ("loss", "grad_norm", "tokens_in_step")}
+    assert run.step(2, **unreadable, extra={"ledger/cold_starts": torch.empty((), device="meta")}) is None
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        run.step(10, **unreadable)
+
+
 def test_counters_of_silent_steps_are_in_the_next_logged_one() -> None:
     run = Run(log_interval=5)
     for step in range(1, 11):

@@ -104,6 +104,8 @@ def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
         measures_noise=True,
         logs=lambda step: True,
     )
+    diagnostics = Diagnostics()
+    diagnostics.on_event = lambda event: pytest.fail(str(event))  # an extension that reads is turned off
     return TrainStep(
         model=model,
         ledger=ledger,
@@ -117,7 +119,7 @@ def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
         device=META,
         autocast=nullcontext,
         extensions=Extensions(
-            {"layers": LayerNumbers(run)} if has_layers else {}, Diagnostics(), device=META, world_size=1
+            {"layers": LayerNumbers(run)} if has_layers else {}, diagnostics, device=META, world_size=1
         ),
     )
 
