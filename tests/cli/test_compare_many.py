@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 
 import pytest
 import tomli_w
 
 from tests.support.in_process import program
-from trainer.metrics.payload_contract import build_payload, encode_payload
+from tests.support.records import write_record
 
 LOSSES = {("fast", 1): 2.1, ("fast", 2): 2.3, ("fast", 3): 2.2, ("slow", 1): 2.25, ("slow", 2): 2.35, ("bad", 1): 9.0}
 RATES = {"fast": 0.02, "slow": 0.01, "bad": 1.0}
@@ -18,16 +17,9 @@ RATES = {"fast": 0.02, "slow": 0.01, "bad": 1.0}
 @pytest.fixture
 def runs(tmp_path):
     for (name, seed), held_out in LOSSES.items():
-        directory = tmp_path / f"{name}-{seed}"
-        directory.mkdir()
-        lines = [
-            encode_payload(build_payload("train", step, {"loss": 3.0, "tokens_seen": 8.0 * step})) for step in (1, 2)
-        ]
-        lines.append(encode_payload(build_payload("eval", 2, {"eval_loss": held_out})))
-        (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        config = {"run": {"name": directory.name, "seed": seed}, "optimizer": {"lr": RATES[name]}}
-        (directory / "config.resolved.toml").write_bytes(tomli_w.dumps(config).encode())
-        (directory / "status.json").write_text(json.dumps({"state": "done"}))
+        config = {"run": {"name": f"{name}-{seed}", "seed": seed}, "optimizer": {"lr": RATES[name]}}
+        train, evals = {"loss": [3.0, 3.0], "tokens_seen": [8.0, 16.0]}, {2: {"eval_loss": held_out}}
+        write_record(tmp_path / f"{name}-{seed}", train, evals, config=config, status={"state": "done"})
     return sorted(tmp_path.iterdir())
 
 

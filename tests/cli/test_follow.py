@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
@@ -25,20 +25,9 @@ def row(step):
     return encode_payload(build_payload("train", step, keys)) + "\n"
 
 
-def write_rows(directory, first, last):
+def append(directory, *texts):
     with (directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(row(step) for step in range(first, last + 1))
-
-
-@pytest.fixture
-def held():
-    """Holds a run's lock as its process does, without which `running` counts as dead."""
-    with ExitStack() as stack:
-        yield lambda directory: stack.enter_context(take_lock(directory))
-
-
-def set_state(directory, state):
-    (directory / "status.json").write_text(json.dumps({"state": state, "reason": "", "last_step": 1}))
+        file.writelines(texts)
 
 
 @contextmanager
@@ -72,11 +61,11 @@ def top_of(page, title):
     return plot_of(page, title).evaluate("plot => plot.closest('.card').getBoundingClientRect().top")
 
 
-def test_a_reader_keeps_scroll_zoom_and_open_parts_while_rows_come_and_learns_that_the_server_ended(tmp_path, held):
-    held(tmp_path)
-    write_rows(tmp_path, 1, 20)
-    set_state(tmp_path, "running")
-    with following(tmp_path) as (process, url), opened(url) as seen:
+def test_a_reader_keeps_scroll_zoom_and_open_parts_while_rows_come_and_learns_that_the_server_ended(tmp_path):
+    append(tmp_path, *map(row, range(1, 21)))
+    (tmp_path / "status.json").write_text(json.dumps({"state": "running", "reason": "", "last_step": 1}))
+    # A run that says that it runs counts as dead unless somebody holds it.
+    with take_lock(tmp_path), following(tmp_path) as (process, url), opened(url) as seen:
         page = seen.page
         page.locator("html[data-drawn=all]").wait_for()
         assert "running at step 20" in page.locator("#live").inner_text()
@@ -92,11 +81,7 @@ def test_a_reader_keeps_scroll_zoom_and_open_parts_while_rows_come_and_learns_th
         assert scrolled > 0
         plot_of(page, "Step time").evaluate("plot => { plot.isTheSame = true; }")
         # A new section above what is on the screen, and a partial line, which is no row yet.
-        with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write("not json\n")
-        write_rows(tmp_path, 21, 30)
-        with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(row(31)[:40])
+        append(tmp_path, "not json\n", *map(row, range(21, 31)), row(31)[:40])
         wait_for_points(page, "Loss", 30)
         wait_for_points(page, "Step time", 30)
         assert page.locator("#about-the-record").is_visible()
@@ -132,7 +117,7 @@ def test_a_reader_keeps_scroll_zoom_and_open_parts_while_rows_come_and_learns_th
 )
 def test_mistakes_are_one_line(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path, 1, 2)
+    append(tmp_path, row(1))
     done = program(["report", tmp_path, *options], capsys)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert message in done.stderr

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.in_process import program
+from tests.support.records import write_record
 from trainer.errors import UserError
-from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.metrics.run_status import take_lock
 from trainer.tools.diagnostics.diagnose import RULES
 from trainer.tools.verbs.records import MIN_INTERVAL_SEC, LiveVerdict, entry_of, find_runs, ls
@@ -21,13 +21,9 @@ NOW = 1_000_000.0
 
 
 def make_run(path: Path, state: str, losses: list[float], *, age: float = 90.0, now: float = NOW) -> Path:
-    path.mkdir(parents=True)
-    (path / "status.json").write_text(json.dumps({"state": state, "last_step": len(losses), "pid": 1}))
-    (path / "config.resolved.toml").write_text("[train]\nsteps = 100\n")
-    rows = [encode_payload(build_payload("train", step, {"loss": loss})) for step, loss in enumerate(losses, start=1)]
-    record = path / "metrics.jsonl"
-    record.write_text("".join(row + "\n" for row in rows))
-    os.utime(record, (now - age, now - age))
+    status = {"state": state, "last_step": len(losses), "pid": 1}
+    write_record(path, {"loss": losses}, config={"train": {"steps": 100}}, status=status)
+    os.utime(path / "metrics.jsonl", (now - age, now - age))
     return path
 
 
@@ -47,14 +43,6 @@ def test_the_step_is_the_later_of_the_last_row_and_the_status(tmp_path):
     for said, shown in ((5, 5), (2, 3), ("?", 3)):
         (path / "status.json").write_text(json.dumps({"state": "stopped", "last_step": said, "pid": 1}))
         assert entry_of(path, now=NOW, diagnoses=False).step == shown
-
-
-def test_a_run_that_says_running_is_dead_unless_somebody_holds_it(tmp_path):
-    path = make_run(tmp_path / "a", "running", [5.0])
-    assert entry_of(path, now=NOW, diagnoses=False).state == "died"
-    with take_lock(path):
-        assert entry_of(path, now=NOW, diagnoses=False).state == "running"
-    assert entry_of(path, now=NOW, diagnoses=False).state == "died"
 
 
 def test_runs_are_found_in_directories_and_by_name(tmp_path):

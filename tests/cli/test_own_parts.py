@@ -202,7 +202,10 @@ def test_ranks_whose_batches_have_no_groups_take_part_in_the_exchange_of_states(
         ("model.target=own_parts:not_a_model", "gave a object, not a module"),
         ("model.target=own_parts:frozen", "own_parts:frozen gave a model without a parameter to train"),
         ("optimizer.group=[{match='*.embeding.*'}]", "optimizer.group: '*.embeding.*' matches no parameter; "),
-        ("optimizer.target=own_parts:bigram", "optimizer.args: cannot call own_parts:bigram with parameter groups, lr"),
+        (
+            "optimizer.target=own_parts:bigram",
+            "optimizer.args: cannot call own_parts:bigram with parameter groups, and with lr",
+        ),
     ],
 )
 def test_a_part_that_does_not_fit_is_refused_by_check_in_one_line(tmp_path, monkeypatch, capsys, override, message):

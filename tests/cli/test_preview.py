@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.support.in_process import Ended, program
+from tests.support.in_process import program
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
 from trainer.tools.preview.show import print_preview
@@ -26,13 +26,19 @@ def config(tmp_path: Path) -> Path:
     return write_tiny_config(tmp_path)
 
 
-Previewed = Callable[..., Ended]
+Previewed = Callable[..., str]
 
 
 @pytest.fixture
-def previewed(capsys: pytest.CaptureFixture[str]) -> Previewed:
-    """Runs `train preview <arguments>`."""
-    return lambda *arguments: program(["preview", *arguments], capsys)
+def previewed(config: Path, capsys: pytest.CaptureFixture[str]) -> Previewed:
+    """What `train preview` of the config on two ranks with these arguments prints."""
+
+    def preview(*arguments: object) -> str:
+        done = program(["preview", "--config", config, "--world-size", 2, *arguments], capsys)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return preview
 
 
 def fading_source(tmp_path: Path) -> str:
@@ -42,43 +48,32 @@ def fading_source(tmp_path: Path) -> str:
 
 
 def test_the_terminal_shows_sources_pools_and_ledger(config: Path, previewed: Previewed) -> None:
-    shown = previewed("--config", config, "--world-size", 2)
-    assert shown.returncode == 0, shown.stderr
-    assert "tiny: 6 steps of 2 micro-batches on 2 ranks" in shown.stdout
-    for part in ("Sources", "Pools", "Ledger"):
-        assert part in shown.stdout
-    assert "first" in shown.stdout
-    assert "has a point at 20, but the run has 6 steps" in " ".join(shown.stdout.split())
-    assert "\x1b" not in shown.stdout
-    assert max(map(len, shown.stdout.splitlines())) <= 120
+    shown = previewed()
+    assert "tiny: 6 steps of 2 micro-batches on 2 ranks" in shown
+    for part in ("Sources", "Pools", "Ledger", "first"):
+        assert part in shown
+    assert "has a point at 20, but the run has 6 steps" in " ".join(shown.split())
+    assert "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) <= 120
     assert not (config.parent / "runs").exists()
 
 
 def test_drawn_batches_add_up_to_the_run_and_are_told_from_expected_ones(config: Path, previewed: Previewed) -> None:
-    sources = fading_source(config.parent)
-    options = ("--config", config, "--world-size", 2, "--set", sources)
-    first, second = json.loads(previewed(*options, "--json").stdout)["sources"]
-    assert first["drawn_batches"] + second["drawn_batches"] == 12
-    for source in (first, second):
-        assert 2 * source["drawn_batches"] == sum(view["picks"] for view in source["modalities"])
-    shown = previewed(*options).stdout
-    assert "(12 per rank)" in shown
-    assert "as this run's seed draws them, and as expected over all seeds" in " ".join(shown.split())
-    row = next(line for line in shown.splitlines() if line.startswith("│ first"))
-    assert [cell.strip() for cell in row.split("│")[2:4]] == [str(first["drawn_batches"]), f"{first['batches']:.1f}"]
-
-
-def test_json_has_everything(config: Path, previewed: Previewed) -> None:
-    shown = previewed("--config", config, "--world-size", 2, "--json", "--set", fading_source(config.parent))
-    content = json.loads(shown.stdout)
+    options = ("--set", fading_source(config.parent))
+    content = json.loads(previewed(*options, "--json"))
     assert content["schema_version"] == 1
     first, second = content["sources"]
+    assert first["drawn_batches"] + second["drawn_batches"] == 12
     assert first["batches"] + second["batches"] == pytest.approx(12)
     assert first["batches"] == pytest.approx(sum(w / (w + 1) for w in (3.0, 2.5, 2.0, 1.5, 1.0, 0.5)))
+    for source in (first, second):
+        assert 2 * source["drawn_batches"] == sum(view["picks"] for view in source["modalities"])
     assert content["ledger"]["groups_in_flight"] <= content["ledger"]["capacity"]
     assert content["ledger"]["capacity_to_change_ranks"] == 3 * content["ledger"]["groups_in_flight"]
-    picks = sum(view["picks"] for source in content["sources"] for view in source["modalities"])
-    assert picks == 2 * 12
+    shown = previewed(*options)
+    assert "(12 per rank)" in shown
+    row = next(line for line in shown.splitlines() if line.startswith("│ first"))
+    assert [cell.strip() for cell in row.split("│")[2:4]] == [str(first["drawn_batches"]), f"{first['batches']:.1f}"]
 
 
 def test_no_number_is_cut_on_a_narrow_screen(config: Path) -> None:
@@ -98,17 +93,18 @@ def test_no_number_is_cut_on_a_narrow_screen(config: Path) -> None:
             assert f" {view.longest_wait_steps:,} steps " in shown
 
 
-def test_all_warnings_are_shown_once_and_counted(config: Path, previewed: Previewed) -> None:
-    settings = ("--config", config, "--set", "data.source.second.mixing.num_streams_mixed=5")
-    usual = json.loads(previewed("--config", config, "--json").stdout)["warnings"]
-    found = json.loads(previewed(*settings, "--json").stdout)["warnings"]
+def test_all_warnings_are_shown_once_and_counted(
+    config: Path, previewed: Previewed, capsys: pytest.CaptureFixture[str]
+) -> None:
     key = "source second: mixing.num_streams_mixed"
-    assert [each["key"] for each in found].count(key) == [each["key"] for each in usual].count(key) + 1
-    shown = previewed(*settings)
-    assert "5 readers, but the source has 4 streams" not in shown.stderr
-    assert " ".join(shown.stdout.split()).count("warning: source second: mixing.num_streams_mixed: 5 readers") == 1
-    assert shown.stdout.splitlines()[-1] == f"{len(found)} warning{'s' if len(found) > 1 else ''}"
+    setting = ("--set", "data.source.second.mixing.num_streams_mixed=5")
+    found = json.loads(previewed(*setting, "--json"))["warnings"]
+    assert key in [each["key"] for each in found]
+    shown = previewed(*setting)
+    assert " ".join(shown.split()).count(f"warning: {key}: 5 readers") == 1
+    assert shown.splitlines()[-1] == f"{len(found)} warnings"
     (config.parent / "corpus" / "a" / "x.csv").write_text("a,b")
-    beside = previewed(*settings)
+    beside = program(["preview", "--config", config, "--world-size", 2, *setting], capsys)
     assert "does not read 1 file (.csv): a/x.csv" in beside.stderr
+    assert "5 readers" not in beside.stderr
     assert beside.stdout.splitlines()[-1] == f"{len(found) + 1} warnings, 1 of them above the tables"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -15,7 +12,7 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
 class Endless:
     """A source of empty batches."""
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self):
         while True:
             yield {"tokens": (0,)}
 
@@ -36,11 +33,10 @@ SCHEDULES: dict[str, dict[str, WeightSpec]] = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_shares_of_20000_picks_follow_the_weights_all_along(kind: str, seed: int) -> None:
+def test_shares_of_20000_picks_follow_the_weights_all_along(kind):
     """Chi-square over 20 windows of 1,000 picks; within a window the expected counts are sums of the shares."""
     weights = SCHEDULES[kind]
-    blend = BlendDataset([BlendSource(name, Endless(), weight) for name, weight in weights.items()], seed=seed)
+    blend = BlendDataset([BlendSource(name, Endless(), weight) for name, weight in weights.items()], seed=0)
     order = [next(blend)["dataset_labels"][0] for _ in range(20_000)]
     table = np.array([[spec.evaluate(i) for spec in weights.values()] for i in range(20_000)])
     shares = table / table.sum(axis=1, keepdims=True)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.properties.test_data_mixing import PROFILE, settings_of, tokens_read, world
+from tests.properties.test_data_mixing import PROFILE, settings_of, state_of, tokens_read, world
 from tests.support.streams import write_tokens
 from trainer.data.epochs import restart_streams
-from trainer.data.layout import Stream
-from trainer.data.mixing import StreamMixingDataset
 
 Documents = tuple[int, ...]  # their lengths
 corpora = st.dictionaries(
@@ -26,32 +22,18 @@ corpora = st.dictionaries(
 )
 
 
-def write(folder: Path, corpus: dict[str, Documents]) -> list[Stream]:
+def write(folder, corpus):
     """These streams alone."""
     for path in folder.rglob("*.jsonl"):
         path.unlink()
     return write_tokens(folder, corpus)
 
 
-def take(ranks: list[StreamMixingDataset], number: int) -> list[dict[str, Any]]:
-    batches = []
-    for dataset in ranks:
-        batches += list(itertools.islice(dataset, number))
-    return batches
-
-
-def expected(corpus: dict[str, Documents], first_token: int) -> Counter[tuple[str, int]]:
-    return Counter(
-        (f"{name}.jsonl", first_token + token) for name, lengths in corpus.items() for token in range(sum(lengths))
-    )
-
-
-def relabelled(streams: list[Stream], corpus: dict[str, Documents], shift: set[str], folder: Path) -> None:
-    """Replace the files of the streams in `shift`: the same documents' lengths, other tokens."""
-    for name in shift:
-        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        rows = [{"tokens": [token + 500 for token in row["tokens"]]} for row in rows]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def relabelled(names, folder):
+    """Replace the files of these streams: the same documents' lengths, other tokens."""
+    for path in (folder / f"{name}.jsonl" for name in names):
+        rows = [[token + 500 for token in json.loads(line)["tokens"]] for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
 
 
 @PROFILE
@@ -66,46 +48,41 @@ def test_streams_that_did_not_change_go_on_and_the_others_begin_anew(
     tmp_path_factory, before, change, kwargs, worlds, stops
 ):
     folder = tmp_path_factory.mktemp("corpus")
-    streams = write(folder, before)
-    first: Counter[tuple[str, int]] = Counter()
-    states: list[dict[str, Any]] = []
-    for size, batches in zip(worlds[:2], stops, strict=False):  # the epoch may have a reshard point already
-        ranks = world(streams, size, **kwargs)
-        for dataset in ranks:
+
+    def part(streams, size, batches, states):
+        """What a run reads that goes on from `states` on a world of this size, and its states then."""
+        ranks, read = world(streams, size, **kwargs), Counter()
+        for rank in ranks:
             if states:
-                dataset.load_state_dict(states)
-        first += tokens_read(take(ranks, batches))
-        states = [json.loads(json.dumps(dataset.state_dict())) for dataset in ranks]
+                rank.load_state_dict(states)
+            read += tokens_read(itertools.islice(rank, batches))
+        return read, [state_of(rank) for rank in ranks]
+
+    streams = write(folder, before)
+    one, states = part(streams, worlds[0], stops[0], [])
+    two, states = part(streams, worlds[1], stops[1], states)  # the epoch has a reshard point already
 
     changed = {name for name in before if change.draw(st.booleans(), label=f"{name} changed")}
     missing = {name for name in before if name not in changed and change.draw(st.booleans(), label=f"{name} missing")}
     new = change.draw(corpora, label="new")
-    after = {name: lengths for name, lengths in before.items() if name not in missing}
-    after |= {name: lengths for name, lengths in new.items() if name not in before}
+    after = {**new, **{name: lengths for name, lengths in before.items() if name not in missing}}
     after |= {name: change.draw(st.lists(st.integers(1, 20), min_size=1, max_size=5).map(tuple)) for name in changed}
+    after = {name: lengths for name, lengths in after.items() if name not in missing}
     assume(after)
     kept = before.keys() - changed - missing
     streams = write(folder, after)
-    relabelled(streams, after, after.keys() - kept, folder)
+    relabelled(after.keys() - kept, folder)
 
-    paths = [stream.relative_path for stream in sorted_streams(before)]
+    paths = [f"{name}.jsonl" for name in sorted(before)]
     fresh = world(streams, 1, **kwargs)[0]
-    rewritten = restart_streams(states, paths, fresh, {f"{name}.jsonl" for name in changed})
-    second: Counter[tuple[str, int]] = Counter()
-    for number, size in enumerate(worlds[2:]):  # and goes on elsewhere, twice
-        resumed = world(streams, size, **kwargs)
-        for dataset in resumed:
-            dataset.load_state_dict(rewritten)
-        second += tokens_read(take(resumed, stops[2] if number == 0 else 10_000))
-        rewritten = [json.loads(json.dumps(dataset.state_dict())) for dataset in resumed]
+    states = restart_streams(states, paths, fresh, {f"{name}.jsonl" for name in changed})
+    three, states = part(streams, worlds[2], stops[2], states)  # and goes on elsewhere, twice
+    four, states = part(streams, worlds[3], 10_000, states)
 
+    expected = Counter()
+    for name, lengths in after.items():
+        first = 0 if name in kept else 500
+        expected.update((f"{name}.jsonl", first + token) for token in range(sum(lengths)))
     old = {f"{name}.jsonl" for name in kept}
-    of_kept = Counter({key: count for key, count in (first + second).items() if key[0] in old})
-    assert of_kept == expected({name: before[name] for name in kept}, 0)
-    of_others = Counter({key: count for key, count in second.items() if key[0] not in old})
-    assert of_others == expected({name: after[name] for name in after.keys() - kept}, 500)
-
-
-def sorted_streams(corpus: dict[str, Documents]) -> list[Stream]:
-    """The streams of a corpus that is no longer on disk, in the order of their ids."""
-    return [Stream(i, "", f"{name}.jsonl", name[0]) for i, name in enumerate(sorted(corpus))]
+    read = Counter({key: count for key, count in (one + two).items() if key[0] in old}) + three + four
+    assert read == expected

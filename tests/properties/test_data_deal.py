@@ -15,7 +15,7 @@ MAX_GROUP_CELLS = 64
 IMPROBABLE = 1e-9
 
 
-def slices_of(cells: int, world_size: int) -> np.ndarray:
+def slices_of(cells, world_size):
     """Cells of each slice of a stream that is one document."""
     full, rest = divmod(cells, MAX_GROUP_CELLS)
     groups = np.array([MAX_GROUP_CELLS] * full + [rest] * (rest > 0), dtype=np.int64)
@@ -24,7 +24,7 @@ def slices_of(cells: int, world_size: int) -> np.ndarray:
     return found
 
 
-def cells_by_rank(sizes: np.ndarray, world_size: int, key: QueueKey) -> tuple[np.ndarray, float]:
+def cells_by_rank(sizes, world_size, key):
     """Cells that each rank reads in an epoch, and how far from the mean they may be but in one case of 1e9 (Hoeffding)."""
     turns = np.array(key.turns) % world_size
     loads, squares = np.zeros(world_size, dtype=np.int64), 0.0
@@ -38,7 +38,7 @@ def cells_by_rank(sizes: np.ndarray, world_size: int, key: QueueKey) -> tuple[np
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=300), st.integers(1, 64), st.integers(0, 99))
-def test_ranks_are_as_level_as_chance_allows_for_any_sizes(sizes: list[int], world_size: int, seed: int) -> None:
+def test_ranks_are_as_level_as_chance_allows_for_any_sizes(sizes, world_size, seed):
     key = QueueKey("s", seed, len(sizes), shared=True)
     loads, bound = cells_by_rank(np.array(sizes), world_size, key)
     assert loads.sum() == sum(sizes)
@@ -47,9 +47,7 @@ def test_ranks_are_as_level_as_chance_allows_for_any_sizes(sizes: list[int], wor
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(1, 300), st.integers(1, 400), st.integers(1, 64), st.integers(0, 99))
-def test_ranks_differ_by_at_most_one_stream_if_all_are_alike(
-    size: int, num_streams: int, world_size: int, seed: int
-) -> None:
+def test_ranks_differ_by_at_most_one_stream_if_all_are_alike(size, num_streams, world_size, seed):
     key = QueueKey("s", seed, num_streams, shared=True)
     loads, _ = cells_by_rank(np.full(num_streams, size), world_size, key)
     assert loads.max() - loads.min() <= size

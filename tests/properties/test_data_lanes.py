@@ -17,7 +17,7 @@ lengths_of = st.lists(st.integers(1, 12), min_size=0, max_size=30).map(lambda va
 
 @PROFILE
 @given(lengths_of, st.integers(1, 5))
-def test_slices_are_contiguous_cover_all_and_are_as_level_as_groups_allow(cells: np.ndarray, num_slices: int) -> None:
+def test_slices_are_contiguous_cover_all_and_are_as_level_as_groups_allow(cells, num_slices):
     bounds = cut_slices(cells, num_slices)
     assert bounds[0] == 0
     assert bounds[-1] == len(cells)
@@ -32,7 +32,7 @@ def test_slices_are_contiguous_cover_all_and_are_as_level_as_groups_allow(cells:
 
 @PROFILE
 @given(lengths_of, st.integers(1, 5))
-def test_lanes_are_those_of_placing_groups_one_by_one(cells: np.ndarray, num_lanes: int) -> None:
+def test_lanes_are_those_of_placing_groups_one_by_one(cells, num_lanes):
     loads = [0] * num_lanes
     expected = [0] * len(cells)
     for group in sorted(range(len(cells)), key=lambda g: -cells[g]):
@@ -47,7 +47,7 @@ def test_lanes_are_those_of_placing_groups_one_by_one(cells: np.ndarray, num_lan
 
 @PROFILE
 @given(lengths_of, st.integers(1, 5), st.integers(0, 5))
-def test_a_plan_reads_each_cell_once_in_order_on_one_lane(cells: np.ndarray, num_lanes: int, seed: int) -> None:
+def test_a_plan_reads_each_cell_once_in_order_on_one_lane(cells, num_lanes, seed):
     offsets = np.concatenate([[0], np.cumsum(cells)])
     plan = plan_lanes(offsets[:-1], cells, np.random.default_rng(seed).random(len(cells)), num_lanes)
     assert plan.num_batches == plan_length(cells, num_lanes)
@@ -72,7 +72,7 @@ def test_a_plan_reads_each_cell_once_in_order_on_one_lane(cells: np.ndarray, num
 
 @PROFILE
 @given(lengths_of, st.integers(12, 20))
-def test_rows_are_filled_as_best_fit_decreasing_fills_them(lengths: np.ndarray, capacity: int) -> None:
+def test_rows_are_filled_as_best_fit_decreasing_fills_them(lengths, capacity):
     rows = pack_rows(lengths, capacity)
     assert len(rows) == len(lengths)
     fill = np.bincount(rows, weights=lengths) if len(rows) else np.zeros(0)

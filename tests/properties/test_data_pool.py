@@ -7,15 +7,12 @@ import itertools
 import json
 import math
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.streams import mixing_dataset, streams_of
-from trainer.data.mixing import StreamMixingDataset
-from trainer.data.tokenizer import BytesTokenizer
 
 PROFILE = settings(max_examples=40, deadline=None, derandomize=True)
 ACTIVE = "stream_mixing/active/"
@@ -23,7 +20,7 @@ EXHAUST = "stream_mixing/refill/exhaust_events"
 Key = tuple[int, str]  # epoch and stream: one reader
 
 
-def key_of(batch: dict[str, Any]) -> Key:
+def key_of(batch):
     meta = json.loads(batch["instability_meta_json"])
     return meta["epoch"], meta["stream"]
 
@@ -33,36 +30,34 @@ class FromScratch:
 
     Args:
         future: the key and the number of rows of every batch, to the end of the last epoch that is looked at.
-        pick_mode: says how probable each pick was.
-        modalities: of all streams; each is reported.
     """
 
-    def __init__(self, future: list[tuple[Key, int]], pick_mode: str, modalities: set[str]) -> None:
+    def __init__(self, future, pick_mode, modalities):
         self.future, self.pick_mode, self.modalities = future, pick_mode, modalities
         self.remaining = functools.cache(self._remaining)
         self.probability = functools.cache(self._probability)
         self.pools: dict[int, list[Key]] = {}  # who was active at each pick since the beginning
 
-    def _remaining(self, at: int, key: Key) -> int:
+    def _remaining(self, at, key):
         return sum(each == key for each, _ in self.future[at:])
 
-    def fraction(self, at: int, key: Key) -> float:
+    def fraction(self, at, key):
         return sum(n for k, n in self.future[at:] if k == key) / max(sum(n for k, n in self.future if k == key), 1)
 
-    def _probability(self, at: int, key: Key) -> float:
+    def _probability(self, at, key):
         pool = self.pools[at]
         left = sum(self.remaining(at, each) for each in pool)
         return {"weighted": self.remaining(at, key) / left, "uniform": 1 / len(pool), "round_robin": 0.0}[
             self.pick_mode
         ]
 
-    def waiting(self, at: int, key: Key) -> list[int]:
+    def waiting(self, at, key):
         """The picks up to this one for which the reader has been waiting."""
         active = [t for t in sorted(self.pools) if t <= at and key in self.pools[t]]
         picked = [t for t in active if self.future[t][0] == key]
         return [t for t in active if t > picked[-1]] if picked else active
 
-    def expected(self, at: int, drained: int) -> dict[str, float]:
+    def expected(self, at, drained):
         """What the pick `at` has to report if the last drain was just before the pick `drained`."""
         pool = self.pools[at]
         remaining = [self.remaining(at, key) for key in pool]
@@ -102,14 +97,12 @@ settings_of = st.fixed_dictionaries(
 
 @PROFILE
 @given(layouts, settings_of, st.data())
-def test_metrics_equal_a_reference_from_scratch_at_every_pick_through_refills_epochs_and_a_resume(
-    layout: list[list[int]], kwargs: dict[str, Any], data: st.DataObject
-) -> None:
+def test_metrics_equal_a_reference_from_scratch_at_every_pick_through_refills_epochs_and_a_resume(layout, kwargs, data):
     kwargs = {**kwargs, "rank": data.draw(st.integers(0, kwargs["world_size"] - 1))}
     with streams_of(layout, "abc") as streams:
 
-        def fresh() -> StreamMixingDataset:
-            return mixing_dataset(streams, name="s", tokenizer=BytesTokenizer(), seq_len=4, **kwargs)
+        def fresh():
+            return mixing_dataset(streams, **kwargs)
 
         batches = list(itertools.takewhile(lambda batch: key_of(batch)[0] < 2, itertools.islice(fresh(), 400)))
         if len(batches) == 400:
@@ -139,32 +132,20 @@ def test_metrics_equal_a_reference_from_scratch_at_every_pick_through_refills_ep
                 drained = at + 1
 
 
-def sequences(pick_mode: str, epochs: int) -> Counter[str]:
+def sequences(pick_mode, epochs):
     """The order of picks in each of many epochs of a closed pool: streams of 2, 2 and 1 batches."""
-    seen: Counter[str] = Counter()
+    options = {"num_streams_mixed": 3, "batch_size": 2, "pick_mode": pick_mode}
     with streams_of([[4] * 4, [4] * 4, [4] * 2], "abc") as streams:
-        dataset = mixing_dataset(
-            streams,
-            name="s",
-            tokenizer=BytesTokenizer(),
-            seq_len=4,
-            num_streams_mixed=3,
-            batch_size=2,
-            pick_mode=pick_mode,
-        )
-        for _ in range(epochs):
-            seen["".join(next(dataset)["dataset_segments"][0] for _ in range(5))] += 1
-    return seen
+        dataset = mixing_dataset(streams, **options)
+        return Counter("".join(next(dataset)["dataset_segments"][0] for _ in range(5)) for _ in range(epochs))
 
 
-def test_weighted_picks_of_a_closed_pool_are_a_uniform_permutation() -> None:
-    """Chi-square over all 30 orders of a, a, b, b, c, in 1,500 epochs; 29 degrees of freedom, p = 0.001 at 58.3."""
+@pytest.mark.parametrize(("pick_mode", "is_uniform"), [("weighted", True), ("uniform", False)])
+def test_weighted_picks_of_a_closed_pool_are_a_uniform_permutation(pick_mode, is_uniform):
+    """Chi-square over all 30 orders of a, a, b, b, c, in 900 epochs; 29 degrees of freedom, p = 0.001 at 58.3."""
     orders = {"".join(order) for order in itertools.permutations("aabbc")}
-    statistics = {}
-    for pick_mode in ("weighted", "uniform"):
-        seen = sequences(pick_mode, 1500)
-        assert set(seen) <= orders
-        statistics[pick_mode] = sum((seen[order] - 50) ** 2 / 50 for order in orders)
+    seen = sequences(pick_mode, 900)
     assert len(orders) == 30
-    assert statistics["weighted"] < 58.3
-    assert statistics["uniform"] > 150  # another law is told apart
+    assert set(seen) <= orders
+    statistic = sum((seen[order] - 30) ** 2 / 30 for order in orders)
+    assert statistic < 58.3 if is_uniform else statistic > 90  # another law is told apart

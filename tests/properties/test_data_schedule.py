@@ -8,10 +8,10 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, first_all_zero
+from trainer.data.weights import ConstantWeight, ScheduledWeight, first_all_zero
 from trainer.micro_batches import MicroBatches
 
-PROFILE = settings(max_examples=300, deadline=None, derandomize=True)
+PROFILE = settings(max_examples=150, deadline=None, derandomize=True)
 HORIZON = 80  # beyond the last point in batches: constant from there on
 
 values = st.one_of(st.just(0.0), st.floats(1e-3, 100.0))
@@ -26,7 +26,7 @@ schedules = st.builds(
 specs_of = st.lists(st.one_of(schedules, schedules, schedules, constants), min_size=1, max_size=4)
 
 
-def brute_force(spec: ScheduledWeight, x: int) -> Fraction:
+def brute_force(spec, x):
     """The weight in exact arithmetic, by walking along the points one by one."""
     points = sorted((at, Fraction(value)) for at, value in spec.points.items())
     weight = points[0][1]
@@ -40,7 +40,7 @@ def brute_force(spec: ScheduledWeight, x: int) -> Fraction:
 
 @PROFILE
 @given(schedules, st.integers(0, 10**9))
-def test_values_equal_exact_arithmetic_to_one_in_a_million_million(spec: ScheduledWeight, far: int) -> None:
+def test_values_equal_exact_arithmetic_to_one_in_a_million_million(spec, far):
     for x in (*range(30), far):
         exact = brute_force(spec, x)
         assert abs(Fraction(spec.evaluate(x)) - exact) <= exact * Fraction(1, 10**12)
@@ -49,7 +49,7 @@ def test_values_equal_exact_arithmetic_to_one_in_a_million_million(spec: Schedul
 
 @PROFILE
 @given(schedules)
-def test_zero_from_is_the_first_batch_after_which_the_weight_is_always_zero(spec: ScheduledWeight) -> None:
+def test_zero_from_is_the_first_batch_after_which_the_weight_is_always_zero(spec):
     positive = [x for x in range(60) if spec.evaluate(x) > 0]
     expected = None if 59 in positive else max(positive, default=-1) + 1
     assert spec.zero_from() == expected
@@ -57,10 +57,8 @@ def test_zero_from_is_the_first_batch_after_which_the_weight_is_always_zero(spec
 
 @PROFILE
 @given(specs_of, st.integers(1, 3), st.one_of(st.none(), st.integers(1, 50)))
-def test_first_all_zero_equals_trying_every_batch(
-    specs: list[WeightSpec], micro_batches: int, num_batches: int | None
-) -> None:
-    def is_zero(batch: int) -> bool:
+def test_first_all_zero_equals_trying_every_batch(specs, micro_batches, num_batches):
+    def is_zero(batch):
         return all(spec.evaluate(batch if spec.unit == "batch" else batch // micro_batches + 1) == 0 for spec in specs)
 
     limit = HORIZON if num_batches is None else num_batches
@@ -69,10 +67,5 @@ def test_first_all_zero_equals_trying_every_batch(
     if start is None:
         assert found is None
         return
-    assert found is not None
-    assert found[0] == start
     end = next((batch - 1 for batch in range(start, HORIZON) if not is_zero(batch)), None)
-    if end is None:
-        assert found[1] is None
-    else:
-        assert found[1] == end
+    assert found == (start, end)

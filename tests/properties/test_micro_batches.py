@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,21 +15,21 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight, first_all_zero
 from trainer.micro_batches import AutoRule, MicroBatches
 
 PLANS = st.dictionaries(st.integers(0, 40), st.integers(1, 5), min_size=1, max_size=5)
-QUICK = settings(max_examples=150, deadline=None, derandomize=True)
+QUICK = settings(max_examples=80, deadline=None, derandomize=True)
 
 
-def planned(points: dict[int, int], unit: str = "steps", lr: str = "none") -> MicroBatches:
+def planned(points, unit="steps", lr="none"):
     return plan_of(BatchScheduleTable(schedule="step", points=points, unit=unit, lr=lr))  # type: ignore[arg-type]
 
 
-def by_hand(points: dict[int, int], x: int) -> int:
+def by_hand(points, x):
     reached = [at for at in points if at <= x]
     return points[max(reached) if reached else min(points)]
 
 
 @QUICK
 @given(points=PLANS)
-def test_batches_and_steps_of_a_plan_are_those_of_a_loop_that_counts(points: dict[int, int]) -> None:
+def test_batches_and_steps_of_a_plan_are_those_of_a_loop_that_counts(points):
     plan = planned(points)
     steps = [step for step in range(1, 60) for _ in range(by_hand(points, step))]
     assert [plan.at(step, 10**9) for step in range(1, 60)] == [by_hand(points, step) for step in range(1, 60)]
@@ -42,7 +41,7 @@ def test_batches_and_steps_of_a_plan_are_those_of_a_loop_that_counts(points: dic
 
 @QUICK
 @given(points=PLANS, zero=st.dictionaries(st.integers(0, 30), st.sampled_from([0.0, 1.0]), min_size=1, max_size=4))
-def test_a_weight_by_steps_is_zero_in_the_batches_of_its_steps(points: dict[int, int], zero: dict[int, float]) -> None:
+def test_a_weight_by_steps_is_zero_in_the_batches_of_its_steps(points, zero):
     plan, weight = planned(points), ScheduledWeight("step", zero, unit="step")
     batches = range(plan.batches_before(60))
     expected = [batch for batch in batches if weight.evaluate(plan.step_of(batch)) == 0]
@@ -56,7 +55,7 @@ def test_a_weight_by_steps_is_zero_in_the_batches_of_its_steps(points: dict[int,
 @given(
     points=st.dictionaries(st.integers(0, 3000), st.integers(1, 5), min_size=1, max_size=5), micro=st.integers(1, 90)
 )
-def test_a_plan_by_tokens_is_one_by_steps_if_all_batches_are_full(points: dict[int, int], micro: int) -> None:
+def test_a_plan_by_tokens_is_one_by_steps_if_all_batches_are_full(points, micro):
     plan, tokens, found = planned(points, "tokens"), 0, []
     for step in range(1, 80):
         found.append(plan.at(step, tokens))
@@ -75,9 +74,7 @@ def test_a_plan_by_tokens_is_one_by_steps_if_all_batches_are_full(points: dict[i
     multiple=st.floats(0.1, 10),
     lows=st.lists(st.none() | st.floats(0, 200), min_size=60, max_size=60),
 )
-def test_auto_doubles_only_with_permission_and_never_more_often_than_every_n_steps(
-    start: int, room: int, every: int, multiple: float, lows: list[float | None]
-) -> None:
+def test_auto_doubles_only_with_permission_and_never_more_often_than_every_n_steps(start, room, every, multiple, lows):
     rule = AutoRule(max=start * room, multiple=multiple, every=every)
     plan = MicroBatches(((0, start),), auto=rule)
     m, since, fastest, fast_since = start, 1, start, 1
@@ -100,32 +97,27 @@ def test_auto_doubles_only_with_permission_and_never_more_often_than_every_n_ste
 
 
 @pytest.mark.parametrize(("lr", "power"), [("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)])
-def test_the_learning_rate_follows_the_batch_by_the_rule_that_is_named(lr: str, power: float) -> None:
+def test_the_learning_rate_follows_the_batch_by_the_rule_that_is_named(lr, power):
     plan = planned({0: 2, 7: 3, 9: 16}, lr=lr)
     assert [plan.lr_factor(m) for m in (2, 3, 16)] == [math.pow(m / 2, power) for m in (2, 3, 16)]
 
 
-class Asked:
-    """A source that notes for which batches it was asked for the tokens before their cells."""
+def test_every_batch_has_the_tokens_before_where_its_step_is_not_known_ahead():
+    asked = []
 
-    def __init__(self) -> None:
-        self.asked: list[bool] = []
+    class Source:
+        def __iter__(self):
+            return self
 
-    def __iter__(self) -> Asked:
-        return self
+        def __next__(self):
+            return self.next_with_tokens_before(0)
 
-    def __next__(self) -> dict[str, Any]:
-        return self.next_with_tokens_before(0)
+        def next_with_tokens_before(self, tokens_before):
+            asked.append(tokens_before > 0)
+            return {"tokens": np.zeros((1, 2))}
 
-    def next_with_tokens_before(self, tokens_before: int) -> dict[str, Any]:
-        self.asked.append(tokens_before > 0)
-        return {"tokens": np.zeros((1, 2))}
-
-
-def test_every_batch_has_the_tokens_before_where_its_step_is_not_known_ahead() -> None:
-    source = Asked()
     blend = BlendDataset(
-        [BlendSource("x", source, ConstantWeight(1))],
+        [BlendSource("x", Source(), ConstantWeight(1))],
         seed=0,
         micro_batches=planned({0: 1, 1000: 6}, "tokens"),
         history_every=3,
@@ -133,4 +125,4 @@ def test_every_batch_has_the_tokens_before_where_its_step_is_not_known_ahead() -
     )
     for _ in range(5):
         next(blend)
-    assert source.asked == [True] * 5
+    assert asked == [True] * 5

@@ -8,30 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.records import record_of
 from trainer.config.schema import RunConfig
 from trainer.tools.branching.study import Origin
-from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.table import RowTable
-
-
-def run_record(rows):
-    """A run with these training rows, by step."""
-    table = RowTable(merge_same_step=False)
-    for step, values in rows.items():
-        table.add(step, 0, tuple(values), values.values())
-    return RunRecord(Path("run"), table, RowTable(merge_same_step=True))
+from trainer.tools.branching.study import make_study as study_of
 
 
 @pytest.fixture
-def record():
-    return run_record
+def make_study():
+    """Makes a study at step 100 of 1/4, 1 and 4 times a batch of 4 micro-batches, 1,000 tokens and 10 sequences.
 
+    The learning rate is 1e-3. `changes` are of the config, and `fields` of the origin.
+    """
 
-@pytest.fixture
-def make_origin():
-    """Makes an origin at step 100: 4 micro-batches, 1,000 tokens and 10 sequences per step, learning rate 1e-3."""
-
-    def make(changes=None, **fields):
+    def make(changes=None, *, fields=None, **options):
         tables = {
             "train": {"steps": 400, "micro_batches": 4},
             "data": {"source": [{"name": "one", "root": "nowhere"}], "mixing": {"batch_size": 8}},
@@ -40,7 +30,7 @@ def make_origin():
         for table, values in (changes or {}).items():
             tables[table] = {**tables.get(table, {}), **values}
         origin = Origin(
-            run=run_record({}),
+            run=record_of({}),
             path=Path("run/checkpoints/step_00000100"),
             step=100,
             config=RunConfig.model_validate(tables),
@@ -52,17 +42,6 @@ def make_origin():
             sequences_per_step=10.0,
             marker="0",
         )
-        return replace(origin, **fields)
-
-    return make
-
-
-@pytest.fixture
-def make_study(make_origin):
-    """Makes a study of 1/4, 1 and 4 times that batch."""
-    from trainer.tools.branching.study import make_study
-
-    def make(changes=None, *, fields=None, **options):
         given = {
             "factors": [Fraction(1, 4), Fraction(1), Fraction(4)],
             "lr_grid": [0.5, 1.0, 2.0],
@@ -70,6 +49,6 @@ def make_study(make_origin):
             "tokens": None,
             "before": None,
         }
-        return make_study(make_origin(changes, **(fields or {})), Path("cbs"), **{**given, **options})
+        return study_of(replace(origin, **(fields or {})), Path("cbs"), **{**given, **options})
 
     return make

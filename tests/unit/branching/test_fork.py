@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 
 from tests.support.runs import make_corpus
@@ -18,7 +20,7 @@ def corpus(tmp_path_factory):
     return make_corpus(tmp_path_factory.mktemp("corpus") / "c")
 
 
-def blend(corpus, *, rank=0, world_size=1, repeat=True, batching_mode="device_per_stream", batch_size=2):
+def blend(corpus, *, rank=0, world_size=1, repeat=True, batching_mode="device_per_stream"):
     def source(modality):
         dataset = mixing_dataset(
             discover_nested(str(corpus), [modality]),
@@ -27,7 +29,7 @@ def blend(corpus, *, rank=0, world_size=1, repeat=True, batching_mode="device_pe
             seq_len=16,
             num_streams_mixed=2,
             batching_mode=batching_mode,
-            batch_size=batch_size,
+            batch_size=2,
             max_group_cells=4,
             repeat=repeat,
             seed=7,
@@ -40,13 +42,8 @@ def blend(corpus, *, rank=0, world_size=1, repeat=True, batching_mode="device_pe
 
 
 def read(dataset, number):
-    return [
-        [(int(g), int(c)) for g, c in zip(b["group_ids"], b["cell_index"], strict=True)] for b in _some(dataset, number)
-    ]
-
-
-def _some(dataset, number):
-    return [batch for batch, _ in zip(dataset, range(number), strict=False)]
+    batches = islice(dataset, number)
+    return [[(int(g), int(c)) for g, c in zip(b["group_ids"], b["cell_index"], strict=True)] for b in batches]
 
 
 def continued(corpus, state, order, **options):

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.streams import mixing_dataset
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.layout import discover_nested
 from trainer.data.mixing import EXHAUST_EVENTS, pool_metric_keys
-from trainer.data.tokenizer import BytesTokenizer
 from trainer.data.weights import ConstantWeight
 
 A = "stream_mixing/active/"
@@ -22,7 +17,7 @@ KEYS = (*pool_metric_keys(["a", "b"]), EXHAUST_EVENTS)
 SUMS = {A + "modalities/a", A + "modalities/b", EXHAUST_EVENTS}
 
 
-def plain_reduction(key: str, values: list[float]) -> float:
+def plain_reduction(key, values):
     """The operation that a key's name promises."""
     if key in SUMS:
         return sum(values)
@@ -30,36 +25,34 @@ def plain_reduction(key: str, values: list[float]) -> float:
 
 
 class Reporting:
-    """A source that reports what a test puts into `metrics`; ends after `size` batches."""
+    """A source that reports what a test puts into `metrics`."""
 
     metric_keys = KEYS
 
-    def __init__(self, size: int = 10**9) -> None:
-        self.size = size
+    def __init__(self):
         self.metrics: dict[str, float] = {}
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for _ in range(self.size):
+    def __iter__(self):
+        while True:
             yield {"tokens": np.zeros((1, 1))}
 
-    def drain_step_metrics(self) -> dict[str, float]:
+    def drain_step_metrics(self):
         drained = dict(self.metrics)
         if drained:
             self.metrics[EXHAUST_EVENTS] = 0.0
         return drained
 
 
-def blend_of(sources: list[Reporting]) -> BlendDataset:
+def blend_of(sources):
     return BlendDataset([BlendSource(f"s{i}", s, ConstantWeight(1.0)) for i, s in enumerate(sources)], seed=0)
 
 
-def drained_pools(blend: BlendDataset) -> dict[str, float]:
+def drained_pools(blend):
     return {key: value for key, value in blend.drain_step_metrics().items() if key in KEYS}
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_blend_merges_what_its_sources_reported_last_and_counts_events_once(seed: int) -> None:
-    generator = random.Random(seed)
+def test_a_blend_merges_what_its_sources_reported_last_and_counts_events_once():
+    generator = random.Random(0)
     sources = [Reporting() for _ in range(3)]
     blend = blend_of(sources)
     said: dict[int, dict[str, float]] = {}
@@ -76,16 +69,8 @@ def test_a_blend_merges_what_its_sources_reported_last_and_counts_events_once(se
                 each[EXHAUST_EVENTS] = 0.0
 
 
-class Odd:
-    def __float__(self) -> float:
-        raise ZeroDivisionError
-
-
-BAD = [None, 10**400, np.zeros(3), Odd()]
-
-
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: type(bad).__name__)
-def test_a_bad_value_of_one_source_costs_its_key_alone(bad: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("bad", [None, 10**400], ids=lambda bad: type(bad).__name__)
+def test_a_bad_value_of_one_source_costs_its_key_alone(bad, capsys):
     sources = [Reporting(), Reporting()]
     blend = blend_of(sources)
     for _ in range(20):
@@ -97,50 +82,35 @@ def test_a_bad_value_of_one_source_costs_its_key_alone(bad: Any, capsys: pytest.
     expected = {key: plain_reduction(key, [1.0, 1.0]) for key in KEYS}
     assert drained == {**expected, A + "modalities/a": None, A + "remaining_min": None, EXHAUST_EVENTS: 1.0}
     said = capsys.readouterr().err
-    assert (
-        said.count("modalities/a' is left out: must be a number, got ") == said.count("remaining_min' is left out") == 1
-    )
-    assert (
-        said.count("metrics of the source s0: metric 'my/unlisted' is left out: it is not among the metric_keys") == 1
-    )
+    assert said.count("modalities/a' is left out: must be a number") == said.count("'my/unlisted' is left out") == 1
     assert "is off" not in said
 
 
-def test_a_source_whose_drain_raises_is_off_alone_and_its_keys_are_not_known(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_source_whose_metrics_raise_is_off_alone_and_its_keys_are_not_known(capsys):
     class Failing(Reporting):
-        def drain_step_metrics(self) -> dict[str, float]:
+        def drain_step_metrics(self):
             raise ValueError("no metrics")
+
+    class NoList(Reporting):
+        metric_keys = 7
 
     class Other(Reporting):
         metric_keys = ("my/mean", A + "modalities/b")
 
-    blend = blend_of([Failing(), other := Other()])
+    blend = blend_of([Failing(), other := Other(), NoList()])
     other.metrics = dict.fromkeys(other.metric_keys, 3.0)
     for _ in range(20):
         next(blend)
         drained = blend.drain_step_metrics()
-    assert drained.keys() >= set(KEYS)
-    assert {key for key in set(KEYS) - {EXHAUST_EVENTS} if drained[key] is not None} == set()
+    assert all(drained[key] is None for key in set(KEYS) - {EXHAUST_EVENTS})
     assert drained["my/mean"] == 3.0
-    assert capsys.readouterr().err.count("s0 failed and is off from now on: ValueError: no metrics") == 1
+    said = capsys.readouterr().err
+    assert said.count("s0 failed and is off from now on: ValueError: no metrics") == 1
+    assert said.count("s2 failed and is off from now on: TypeError") == 1
 
 
-@pytest.mark.parametrize("keys", ["my/text", 7], ids=repr)
-def test_metric_keys_that_are_no_list_cost_that_source_s_metrics(keys: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    class Odd(Reporting):
-        metric_keys = keys
-
-    assert blend_of([Odd(), Reporting()]).metric_keys == ("blend/max_share_error", "blend/ended_sources", *KEYS)
-    assert capsys.readouterr().err.count("metrics of the source s0 failed and is off from now on: TypeError") == 1
-
-
-def test_a_pool_whose_metrics_fail_does_not_look_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "s.jsonl").write_text('{"text": "abcdefghijklmnop"}\n')
-    options: dict[str, Any] = {"tokenizer": BytesTokenizer(), "seq_len": 4, "batch_size": 1, "rank": 0, "world_size": 1}
-    dataset = mixing_dataset(discover_nested(str(tmp_path)), name="s", **options)
+def test_a_pool_whose_metrics_fail_does_not_look_empty(write_streams, monkeypatch):
+    dataset = mixing_dataset(write_streams({"a": [[16]]}), batch_size=1)
     blend = BlendDataset([BlendSource("s", dataset, ConstantWeight(1.0))], seed=0)
     next(blend)
     assert blend.drain_step_metrics()[A + "modalities/a"] == 1.0
@@ -149,13 +119,3 @@ def test_a_pool_whose_metrics_fail_does_not_look_empty(tmp_path: Path, monkeypat
     drained = blend.drain_step_metrics()
     assert drained[EXHAUST_EVENTS] is not None
     assert all(drained[key] is None for key in dataset.metric_keys if key != EXHAUST_EVENTS)
-
-
-def test_a_data_set_reduces_its_metrics_over_ranks(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "s.jsonl").write_text('{"text": "abcdefghijklmnop"}\n')
-    dataset = mixing_dataset(discover_nested(tmp_path), batch_size=1)
-    next(dataset)
-    local = dataset.drain_step_metrics()
-    assert dataset.aggregate_step_metrics(local, 1, "cpu") == local
-    assert dataset.aggregate_step_metrics({}, 1, "cpu") == {}

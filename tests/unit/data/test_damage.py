@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,13 +22,13 @@ from trainer.tools.inspection.verify import verify
 SIZES, POINTERS, DOCUMENTS = [3, 1, 2], [0, 6, 8], [0, 1, 2, 3]  # three documents of uint16 in 12 bytes
 
 
-def read_all(path: Path, **kwargs: Any) -> int:
+def read_all(path, **kwargs):
     """Read a file as a run would, to its last token."""
     documents = load_documents(path, ReadOptions(BytesTokenizer(), **kwargs))
     return sum(len(chunk) for chunk in token_chunks(documents))
 
 
-def refusal(path: Path, message: str = ".", **kwargs: Any) -> str:
+def refusal(path, message=".", **kwargs):
     with pytest.raises(UserError, match=message) as refused:
         read_all(path, **kwargs)
     assert "\n" not in refused.value.message
@@ -40,9 +38,7 @@ def refusal(path: Path, message: str = ".", **kwargs: Any) -> str:
     return refused.value.message
 
 
-def index(
-    sizes: list[int] = SIZES, pointers: list[int] = POINTERS, documents: list[int] = DOCUMENTS, **kwargs: Any
-) -> bytes:
+def index(sizes=SIZES, pointers=POINTERS, documents=DOCUMENTS, **kwargs):
     return index_bytes(sizes, pointers, documents, **{"code": 8, **kwargs})
 
 
@@ -65,7 +61,7 @@ INDICES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("kind", INDICES)
-def test_a_damaged_megatron_index_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_megatron_index_is_refused(tmp_path, kind):
     content, message = INDICES[kind]
     write_megatron(tmp_path / "a", [[1, 2, 3], [4], [5, 6]])
     assert (tmp_path / "a.idx").read_bytes() == WHOLE
@@ -74,7 +70,7 @@ def test_a_damaged_megatron_index_is_refused(tmp_path: Path, kind: str) -> None:
     assert refusal(tmp_path / "a.bin", message).startswith(str(tmp_path / "a.idx"))
 
 
-def npy(array: Any, **kwargs: Any) -> bytes:
+def npy(array, **kwargs):
     file = io.BytesIO()
     np.save(file, array, **kwargs)
     return file.getvalue()
@@ -83,76 +79,86 @@ def npy(array: Any, **kwargs: Any) -> bytes:
 class Bomb:
     """What unpickling this would do."""
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self):
         return os.mkdir, (os.path.join(tempfile.gettempdir(), f"unpickled-{os.getpid()}"),)
 
 
-def parquet(columns: dict[str, list[Any]], **kwargs: Any) -> bytes:
+def parquet(columns):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet as files
 
     file = io.BytesIO()
-    files.write_table(pyarrow.table(columns, **kwargs), file)
+    files.write_table(pyarrow.table(columns), file)
     return file.getvalue()
 
 
 LONG = np.arange(100, dtype=np.uint16)
-FILES: dict[str, tuple[str, Callable[[], bytes], dict[str, Any], str]] = {
-    "zero bytes, text": ("a.txt", lambda: b"", {}, "the file is empty"),
-    "not UTF-8": ("a.jsonl", lambda: b'{"text": "a"}\n{"text": "\xff"}\n', {}, r"line 2: is not UTF-8 text \(byte 10"),
-    "invalid JSON": ("a.jsonl", lambda: b'{"text": "a"}\n\n{"text": "b"\n', {}, "line 3: is not JSON"),
-    "wrong field type": ("a.jsonl", lambda: b'{"text": ["a"]}\n', {}, "line 1: is not an object with either text"),
-    "ids in a line": (
-        "a.jsonl",
-        lambda: b'{"tokens": [1, 99999999999999999999]}\n',
-        {},
-        "token id 99999999999999999999",
-    ),
-    "odd size": ("a.bin", lambda: b"abcde", {"dtype": "uint16"}, "byte offset 4"),
-    "no dtype": ("a.bin", lambda: b"abcd", {}, "needs an integer dtype"),
-    "ids beyond": ("a.bin", lambda: LONG.tobytes() + b"\x01\x01\x00\x00", {"dtype": "uint16"}, "id 257 at token 100"),
-    "big-endian ids": ("a.npy", lambda: npy(LONG.astype(">u2")), {}, "little-endian, got >u2"),
-    "truncated npy": ("a.npy", lambda: npy(LONG)[:-5], {}, "not a readable .npy array"),
-    "objects": ("a.npy", lambda: npy(np.array([Bomb()], dtype=object), allow_pickle=True), {}, "not a readable .npy"),
-    "negative ids": ("a.npy", lambda: npy(np.array([1, -5])), {}, "token id -5 at token 1"),
-    "parquet without the column": ("a.parquet", lambda: parquet({"body": ["a"]}), {}, r"\(its columns: body"),
-    "parquet of numbers": ("a.parquet", lambda: parquet({"text": [1]}), {}, "a column text of strings"),
-    "parquet null": ("a.parquet", lambda: parquet({"text": ["a", "b", None]}), {}, "row 2: text is null"),
-    "parquet null id": ("a.parquet", lambda: parquet({"tokens": [[1], [2, None]]}), {}, "null token"),
-    "parquet ids": (
-        "a.parquet",
-        lambda: parquet({"tokens": [[1], [], [2, 257]]}),
-        {},
-        "rows 0 to 2: token id 257 at token 2",
-    ),
-    "truncated parquet": ("a.parquet", lambda: parquet({"text": ["a" * 99]})[:-9], {}, "not a readable Parquet file"),
-}
+FILES = [  # a dict holds the columns of a Parquet file; a .bin is read as uint16
+    ("a.txt", b"", "the file is empty"),
+    ("a.xyz", b"abc", "no format is known"),
+    ("a.jsonl", b"\n\n", "no documents"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: is not UTF-8 text \(byte 10"),
+    ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: is not JSON"),
+    ("a.jsonl", b'{"text": ["a"]}\n', "line 1: is not an object with either text"),
+    ("a.jsonl", b'{"text": "\\ud800"}\n', "surrogate"),
+    ("a.jsonl", b'{"tokens": [true]}\n', "list of integers"),
+    ("a.jsonl", b'{"tokens": [1, 99999999999999999999]}\n', "token id 99999999999999999999"),
+    ("a.bin", b"abcde", "byte offset 4"),
+    ("a.bin", LONG.tobytes() + b"\x01\x01\x00\x00", "id 257 at token 100"),
+    ("a.npy", npy(LONG.astype(">u2")), "little-endian, got >u2"),
+    ("a.npy", npy(LONG)[:-5], "not a readable .npy array"),
+    ("a.npy", npy(np.array([Bomb()], dtype=object), allow_pickle=True), "not a readable .npy"),
+    ("a.npy", npy(np.array([1, -5])), "token id -5 at token 1"),
+    ("a.parquet", {"body": ["a"]}, r"\(its columns: body"),
+    ("a.parquet", {"text": [1]}, "a column text of strings"),
+    ("a.parquet", {"text": ["a", "b", None]}, "row 2: text is null"),
+    ("a.parquet", {"tokens": [[1], [2, None]]}, "null token"),
+    ("a.parquet", {"tokens": [[1], [], [2, 257]]}, "rows 0 to 2: token id 257 at token 2"),
+    ("a.parquet", b"PAR1 and so on", "not a readable Parquet file"),
+]
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
-    name, content, kwargs, message = FILES[kind]
+@pytest.mark.parametrize(("name", "content", "message"), FILES, ids=[message for *_, message in FILES])
+def test_a_damaged_file_is_refused(tmp_path, name, content, message):
     path = tmp_path / name
-    path.write_bytes(content())
-    assert refusal(path, message, **kwargs).startswith(str(path))
+    if path.suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    path.write_bytes(parquet(content) if isinstance(content, dict) else content)
+    options = {"dtype": "uint16"} if name == "a.bin" else {}
+    assert refusal(path, message, **options).startswith(str(path))
     assert not list(Path(tempfile.gettempdir()).glob(f"unpickled-{os.getpid()}"))
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs an integer dtype"),
+        ({"dtype": "u17"}, "integer dtype"),
+        ({"format": "xml"}, "must be one of auto, text"),
+        ({"text_split": "page"}, "must be one of file, blank_line"),
+    ],
+)
+def test_what_cannot_be_read_as_asked_is_refused(tmp_path, options, message):
+    (tmp_path / "a.bin").write_bytes(b"abcd")
+    with pytest.raises(UserError, match=message):
+        read_all(tmp_path / "a.bin", **options)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
     (tmp_path / "a.txt").mkdir()
-    assert "is not a regular file" in refusal(tmp_path / "a.txt")
     os.mkfifo(tmp_path / "b.txt")
-    assert "is not a regular file" in refusal(tmp_path / "b.txt")
-    assert "cannot be read (No such file or directory)" in refusal(tmp_path / "c.txt")
     (tmp_path / "d.txt").symlink_to(tmp_path / "nowhere")
-    assert "cannot be read (No such file or directory)" in refusal(tmp_path / "d.txt")
+    for name in ("a.txt", "b.txt"):
+        assert "is not a regular file" in refusal(tmp_path / name)
+    for name in ("c.txt", "d.txt"):
+        assert "cannot be read (No such file or directory)" in refusal(tmp_path / name)
     write_megatron(tmp_path / "m", [[1]])
     (tmp_path / "m.idx").unlink()
     (tmp_path / "m.idx").mkdir()
     assert "m.idx: is missing" in refusal(tmp_path / "m.bin")
 
 
-def test_a_file_that_may_not_be_read_is_refused() -> None:
+def test_a_file_that_may_not_be_read_is_refused():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.npy")
         path.write_bytes(b"abcd")
@@ -168,7 +174,7 @@ def test_a_file_that_may_not_be_read_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["npy", "idx", "parquet", "jsonl"])
-def test_no_byte_that_is_flipped_gives_anything_but_tokens_or_a_refusal(tmp_path: Path, kind: str) -> None:
+def test_no_byte_that_is_flipped_gives_anything_but_tokens_or_a_refusal(tmp_path, kind):
     write_megatron(tmp_path / "a", [[1, 2, 3], [4], [5, 6]])
     whole = {
         "npy": lambda: npy(LONG[:4]),
@@ -176,11 +182,9 @@ def test_no_byte_that_is_flipped_gives_anything_but_tokens_or_a_refusal(tmp_path
         "parquet": lambda: parquet({"text": ["abc", "d"]}),
         "jsonl": lambda: b'{"text": "a\\u00e9b"}\n{"tokens": [1, 2]}\n',
     }[kind]()
-    damaged = tmp_path / f"a.{kind}"
-    generator = np.random.default_rng(0)
-    places = generator.permutation(len(whole))[:150]
-    messages: list[str] = []
-    for place in places.tolist():
+    damaged, generator, messages = tmp_path / f"a.{kind}", np.random.default_rng(0), []
+    places = generator.permutation(len(whole))[:150].tolist()
+    for place in places:
         content = bytearray(whole)
         content[place] ^= 1 << int(generator.integers(8))
         damaged.write_bytes(content)

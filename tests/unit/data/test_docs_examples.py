@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.support.runs import ROOT, make_corpus
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "mixing.md").read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_corpus(tmp_path / "data" / "pytext")
     assert len(BLOCKS) == 2

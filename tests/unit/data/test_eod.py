@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,40 +11,35 @@ from tests.support.streams import mixing_dataset
 from trainer.data.formats import open_documents
 from trainer.data.groups import has_zero_halves
 from trainer.data.layout import discover_direct
-from trainer.data.mixing import StreamMixingDataset
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
 
 
-def dataset(*paths: Path, **settings: Any) -> StreamMixingDataset:
+def dataset(*paths, **settings):
     given = {"tokenizer": IdsTokenizer(500), "seq_len": 4, "repeat": False, **settings}
     return mixing_dataset(discover_direct(paths), name="s", **given)
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 @pytest.mark.parametrize("eod", [-1, 500])
-def test_an_eod_outside_the_vocabulary_is_refused(tmp_path: Path, eod: int) -> None:
+def test_an_eod_outside_the_vocabulary_is_refused(tmp_path, eod):
     np.save(tmp_path / "a.npy", np.array([3, 4]))
     with pytest.raises(UserError, match=rf"eod: {eod} is outside the vocabulary of 500 ids"):
         open_documents(tmp_path / "a.npy", tokenizer=IdsTokenizer(500), eod=eod)
 
 
-def test_an_eod_that_a_file_lacks_is_one_warning_per_source(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_eod_that_a_file_lacks_is_one_warning_per_source(tmp_path, caplog):
     for name in "abc":
         np.save(tmp_path / f"{name}.npy", np.array([1, 7, 2, 3, 7, 4] if name == "a" else [1, 2, 3]))
-    read = dataset(tmp_path / "b.npy", eod=7, num_streams_mixed=1)
-    list(read)
+    list(dataset(*(tmp_path / f"{name}.npy" for name in "abc"), eod=7, num_streams_mixed=1))
     (said,) = warnings(caplog)
     assert said.startswith(f"source s: eod = 7 does not occur in 1 of 1 files, {tmp_path / 'b.npy'} (3 tokens): ")
-    caplog.clear()
-    list(dataset(*(tmp_path / f"{name}.npy" for name in "abc"), eod=7))
-    assert len(warnings(caplog)) == 1
 
 
-def test_files_that_eod_splits_or_ends_are_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_eod_splits_or_ends_are_no_warning(tmp_path, caplog):
     np.save(tmp_path / "a.npy", np.array([1, 7, 2, 3]))
     np.save(tmp_path / "b.npy", np.array([1, 2, 7]))
     np.save(tmp_path / "c.npy", np.array([7]))
@@ -60,9 +53,7 @@ IDS = np.random.default_rng(0).integers(0, 256, 131_072)
 
 
 @pytest.mark.parametrize(("wide", "narrow"), [("uint16", "uint8"), ("int64", "uint16")])
-def test_ids_read_with_less_than_their_width_are_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, wide: str, narrow: str
-) -> None:
+def test_ids_read_with_less_than_their_width_are_a_warning(tmp_path, caplog, wide, narrow):
     IDS.astype(wide).tofile(tmp_path / "a.bin")
     next(dataset(tmp_path / "a.bin", dtype=narrow))
     (said,) = warnings(caplog)
@@ -72,8 +63,8 @@ def test_ids_read_with_less_than_their_width_are_a_warning(
     assert warnings(caplog) == []
 
 
-@pytest.mark.parametrize("size", [63, 65, 100_000])
-def test_other_ids_are_of_no_doubtful_dtype(size: int) -> None:
+@pytest.mark.parametrize("size", [63, 100_000])
+def test_other_ids_are_of_no_doubtful_dtype(size):
     some = IDS[:size].astype(np.uint8)
     sparse = np.where(np.random.default_rng(1).random(size) < 0.005, some, 0)  # mostly 0, at odd and even places
     for ids in (some, sparse, np.zeros(size, np.uint8), np.resize([3, 0, 0], size)):
@@ -86,18 +77,12 @@ def test_other_ids_are_of_no_doubtful_dtype(size: int) -> None:
     assert not has_zero_halves(half)
 
 
-def refusal(read: StreamMixingDataset) -> str:
-    with pytest.raises(UserError) as refused:
-        next(read)
-    return refused.value.message
-
-
-def test_nothing_held_out_of_one_document_says_what_splits_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_held_out_of_one_document_says_what_splits_it(tmp_path, caplog):
     held = {"split": "holdout", "holdout_fraction": 0.001}
     np.save(tmp_path / "a.npy", np.array([1, 2, 3]))
     (tmp_path / "a.jsonl").write_text('{"tokens": [1, 2]}\n' * 2)
-    why = "s: no document is left to read: each file is one document, and documents are held out whole; set eod or text_split"
-    assert refusal(dataset(tmp_path / "a.npy", **held)).startswith(why)
-    assert refusal(dataset(tmp_path / "a.npy", eod=9, **held)).startswith(why)
+    one = "each file is one document, and documents are held out whole; set eod or text_split"
+    for name, eod, why in (("a.npy", None, one), ("a.npy", 9, one), ("a.jsonl", None, "change holdout_fraction")):
+        with pytest.raises(UserError, match=f"s: no document is left to read.*{why}"):
+            next(dataset(tmp_path / name, eod=eod, **held))
     assert warnings(caplog) == []  # the training data of the same source warn
-    assert "s: no document is left to read; change holdout_fraction" in refusal(dataset(tmp_path / "a.jsonl", **held))

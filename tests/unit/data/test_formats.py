@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,66 +17,63 @@ from tests.support.runs import ROOT
 from tests.support.streams import mixing_dataset
 from tests.unit.data.megatron_writer import index_bytes, write_megatron
 from trainer.data import formats as registry
-from trainer.data.documents import Kind, load_npy, write_index
+from trainer.data.documents import load_npy, write_index
 from trainer.data.formats import Format, file_kind, format_name, open_documents
 from trainer.data.layout import discover_direct, discover_nested
-from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer
 from trainer.errors import UserError
 
 BYTES = BytesTokenizer()
 TOKENS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
 
 
-def tokens(path: Path, tokenizer: Tokenizer = BYTES, **kwargs: Any) -> list[list[int]]:
+def tokens(path, tokenizer=BYTES, **kwargs):
     documents = open_documents(path, tokenizer=tokenizer, **kwargs)
     return [documents.read(d, 0, int(n)).tolist() for d, n in enumerate(documents.lengths)]
 
 
-def texts(path: Path, **kwargs: Any) -> list[str]:
+def texts(path, **kwargs):
     return [BYTES.decode(np.array(document, dtype=np.int64)) for document in tokens(path, **kwargs)]
 
 
-def test_a_text_file_is_one_document_or_one_per_block(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document_or_one_per_block(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("\n\none\ntwo\n\n \t\nthree é\n\n", encoding="utf-8")
     assert texts(path) == ["\n\none\ntwo\n\n \t\nthree é\n\n"]
     assert texts(path, text_split="blank_line") == ["\n\none\ntwo\n\n \t\n", "three é\n\n"]
 
 
-def test_json_lines_give_a_document_per_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "né"}\n\n{"tokens": [1, 256, 3], "id": 7}\n{"text": ""}\n', encoding="utf-8")
-    assert tokens(path) == [[110, 195, 169], [1, 256, 3], []]
+def test_json_lines_give_a_document_per_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "né"}\n\n{"tokens": [1, 256, 3], "id": 7}\n{"text": ""}\n')
+    assert tokens(tmp_path / "a.jsonl") == [[110, 195, 169], [1, 256, 3], []]
 
 
-def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path):
     mark = b"\xef\xbb\xbf"
     (tmp_path / "a.txt").write_bytes(mark + "\none\n\ntwo é".encode())
-    (tmp_path / "a.jsonl").write_bytes(mark + b'{"text": "one"}\n' + mark + b'{"text": "two"}\n')  # two files in one
-    (tmp_path / "b.jsonl").write_bytes(mark + b'{"tokens": [2]}\n')
+    (tmp_path / "a.jsonl").write_bytes(mark + b'{"text": "one"}\n' + mark + b'{"tokens": [2]}\n')  # two files in one
     assert texts(tmp_path / "a.txt") == ["\none\n\ntwo é"]
     assert texts(tmp_path / "a.txt", text_split="blank_line") == ["\none\n\n", "two é"]
-    assert texts(tmp_path / "a.jsonl") == ["one", "two"]
-    assert tokens(tmp_path / "b.jsonl") == [[2]]
-    assert file_kind(tmp_path / "b.jsonl", "jsonl") == "ids"
+    assert tokens(tmp_path / "a.jsonl") == [list(b"one"), [2]]
+    assert file_kind(tmp_path / "a.jsonl", "jsonl") == "text"
 
 
 @pytest.mark.parametrize("kind", ["dictionary", "large_string", "string_view", "fixed", "large_list", "list_view"])
-def test_parquet_is_read_however_its_strings_and_lists_are_stored(tmp_path: Path, kind: str) -> None:
+def test_parquet_is_read_however_its_strings_and_lists_are_stored(tmp_path, kind):
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     path, values, ids = tmp_path / "a.parquet", [f"text {i % 3}" for i in range(2000)], [[1, 2], [3, 4], [5, 6]]
-    if kind == "dictionary":
-        columns = {"text": pyarrow.array(values).dictionary_encode()}
-    elif kind.endswith(("string", "string_view")):
-        columns = {"text": pyarrow.array(values, getattr(pyarrow, kind)())}
-    else:
-        width = (2,) if kind == "fixed" else ()
-        columns = {"tokens": pyarrow.array(ids, getattr(pyarrow, "list_" if width else kind)(pyarrow.int32(), *width))}
+    integer = pyarrow.int32()
+    columns = {
+        "dictionary": lambda: {"text": pyarrow.array(values).dictionary_encode()},
+        "fixed": lambda: {"tokens": pyarrow.array(ids, pyarrow.list_(integer, 2))},
+        "large_list": lambda: {"tokens": pyarrow.array(ids, pyarrow.large_list(integer))},
+        "list_view": lambda: {"tokens": pyarrow.array(ids, pyarrow.list_view(integer))},
+    }.get(kind, lambda: {"text": pyarrow.array(values, getattr(pyarrow, kind)())})()
     parquet.write_table(pyarrow.table(columns), path, row_group_size=700 if "text" in columns else 2)
     assert (texts(path) if "text" in columns else tokens(path)) == (values if "text" in columns else ids)
 
 
-def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path, monkeypatch):
     np.save(tmp_path / "a.npy", np.array([5, 0, 6, 7, 0, 0, 8], dtype=np.int32))
     np.array([5, 0, 6, 0], dtype=np.uint16).tofile(tmp_path / "b.bin")
     for chunk in (1 << 22, 3):  # ids scanned at a time
@@ -89,36 +83,16 @@ def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path: Path, monkeyp
     assert tokens(tmp_path / "a.npy") == [[5, 0, 6, 7, 0, 0, 8]]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "kwargs", "message"),
-    [
-        ("a.jsonl", b"\n\n", {}, "no documents"),
-        ("a.jsonl", b'{"tokens": [true]}\n', {}, "list of integers"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', {}, "surrogate"),
-        ("a.bin", b"abcd", {"dtype": "u17"}, "integer dtype"),
-        ("a.xyz", b"abc", {}, "no format is known"),
-        ("a.txt", b"abc", {"format": "xml"}, "must be one of auto, text"),
-        ("a.txt", b"abc", {"text_split": "page"}, "must be one of file, blank_line"),
-    ],
-)
-def test_what_cannot_be_read_as_asked_is_refused(
-    tmp_path: Path, name: str, content: bytes, kwargs: dict[str, Any], message: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        tokens(tmp_path / name, **kwargs)
-
-
 # Megatron-LM's indexed files, written here byte by byte from the published layout.
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16"])
-def test_every_integer_dtype_of_an_indexed_file_is_read_as_it_was_written(tmp_path: Path, dtype: str) -> None:
+def test_every_integer_dtype_of_an_indexed_file_is_read_as_it_was_written(tmp_path, dtype):
     write_megatron(tmp_path / "a", TOKENS, dtype=dtype)
     assert tokens(tmp_path / "a.bin") == TOKENS
 
 
-def test_documents_of_several_sequences_are_joined_and_may_lie_in_any_order(tmp_path: Path) -> None:
+def test_documents_of_several_sequences_are_joined_and_may_lie_in_any_order(tmp_path):
     write_megatron(tmp_path / "a", [*TOKENS, []], documents=[0, 2, 2, 3, 5])
     assert tokens(tmp_path / "a.bin") == [[5, 6, 7, 8], [], [9, 10], [11, 12, 13, 14]]
     write_megatron(tmp_path / "a", TOKENS)
@@ -128,22 +102,22 @@ def test_documents_of_several_sequences_are_joined_and_may_lie_in_any_order(tmp_
     assert tokens(tmp_path / "a.bin") == [TOKENS[i] for i in order]
 
 
-def test_a_bin_is_megatrons_if_it_has_an_idx_and_the_idx_is_no_stream(tmp_path: Path) -> None:
-    (tmp_path / "m").mkdir()
-    write_megatron(tmp_path / "m" / "a", TOKENS)
-    np.array([1, 2, 3], dtype=np.uint16).tofile(tmp_path / "m" / "b.bin")
-    assert [format_name(tmp_path / "m" / name) for name in ("a.bin", "b.bin")] == ["megatron", "bin"]
-    for streams in (discover_nested(tmp_path, format="megatron"), discover_direct([tmp_path / "m" / "*"])):
+def test_a_bin_is_megatrons_if_it_has_an_idx_and_the_idx_is_no_stream(tmp_path):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    write_megatron(folder / "a", TOKENS)
+    np.array([1, 2, 3], dtype=np.uint16).tofile(folder / "b.bin")
+    assert [format_name(folder / name) for name in ("a.bin", "b.bin")] == ["megatron", "bin"]
+    for streams in (discover_nested(tmp_path, format="megatron"), discover_direct([folder / "*"])):
         assert [Path(s.path).name for s in streams] == ["a.bin", "b.bin"]
-    assert tokens(tmp_path / "m" / "b.bin", dtype="uint16") == [[1, 2, 3]]
-    assert tokens(tmp_path / "m" / "a.bin", format="bin", dtype="uint16") == [[t for s in TOKENS for t in s]]
+    assert tokens(folder / "a.bin", format="bin", dtype="uint16") == [[t for s in TOKENS for t in s]]
     with pytest.raises(UserError, match=r"b\.idx: is missing"):
-        tokens(tmp_path / "m" / "b.bin", format="megatron")
+        tokens(folder / "b.bin", format="megatron")
     with pytest.raises(UserError, match="eod and dtype do not apply"):
-        tokens(tmp_path / "m" / "a.bin", eod=0)
+        tokens(folder / "a.bin", eod=0)
 
 
-def test_a_stream_of_ten_million_cells_opens_in_under_a_second_and_is_not_read(tmp_path: Path) -> None:
+def test_a_stream_of_ten_million_cells_opens_in_under_a_second_and_is_not_read(tmp_path):
     """10 million cells of 1,024 tokens (20 GB, sparse), headerless and with an index of 300,000 documents."""
     cells, seq_len, documents = 10_000_000, 1024, 300_000
     for name in ("flat.bin", "indexed.bin"):
@@ -167,7 +141,7 @@ def test_a_stream_of_ten_million_cells_opens_in_under_a_second_and_is_not_read(t
 # Token ids are below `data.vocab_size`, since the next id begins documents.
 
 
-def write_ids(folder: Path, name: str, ids: list[int]) -> Path:
+def write_ids(folder, name, ids):
     """One document of `ids` in a file of the format of `name`."""
     path, array = folder / name, np.array(ids, dtype=np.uint16)
     if name == "a.npy":
@@ -186,41 +160,37 @@ def write_ids(folder: Path, name: str, ids: list[int]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.bin", "a.idx", "a.jsonl", "a.parquet"])
-def test_the_id_that_begins_documents_is_refused_in_files_of_ids(tmp_path: Path, name: str) -> None:
+def test_the_id_that_begins_documents_is_refused_in_files_of_ids(tmp_path, name):
     path = write_ids(tmp_path, name, [3, 499, 500, 7])
     dtype = "uint16" if name == "a.bin" else None
     assert tokens(path, IdsTokenizer(501), dtype=dtype) == [[3, 499, 500, 7]]
-    for size, wrong in ((500, 500), (499, 499)):
-        message = rf"token id {wrong}( at token \d)? is outside the vocabulary of {size} ids"
-        with pytest.raises(UserError, match=message) as caught:
-            tokens(path, IdsTokenizer(size), dtype=dtype)
-        assert "set data.vocab_size" in caught.value.fix
+    with pytest.raises(UserError, match=r"token id 500( at token 2)? is outside the vocabulary of 500 ids") as caught:
+        tokens(path, IdsTokenizer(500), dtype=dtype)
+    assert "set data.vocab_size" in caught.value.fix
 
 
-def test_the_dtype_alone_proves_ids_only_below_the_vocabulary(tmp_path: Path) -> None:
+def test_the_dtype_alone_proves_ids_only_below_the_vocabulary(tmp_path):
     np.save(tmp_path / "a.npy", np.array([3, 255], dtype=np.uint8))
     assert tokens(tmp_path / "a.npy", IdsTokenizer(256)) == [[3, 255]]
     with pytest.raises(UserError, match="token id 255 at token 1"):
         tokens(tmp_path / "a.npy", IdsTokenizer(255))
 
 
-def test_large_files_are_checked_where_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_checked_where_they_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.data.documents.WHOLE", 100)
     monkeypatch.setattr("trainer.data.documents.SAMPLE", 4)
-    path, ids = tmp_path / "a.npy", np.zeros(4000, dtype=np.uint16)
+    path, ids, tokenizer = tmp_path / "a.npy", np.zeros(4000, dtype=np.uint16), IdsTokenizer(500)
     ids[3210] = 500
     np.save(path, ids)
-    documents = open_documents(path, tokenizer=IdsTokenizer(500))
+    documents = open_documents(path, tokenizer=tokenizer)
     assert documents.read(0, 3000, 3210).tolist() == [0] * 210
+    dataset = mixing_dataset(discover_direct([path]), tokenizer=tokenizer, seq_len=16)
     with pytest.raises(UserError, match=r"a\.npy: token id 500 at token 3210 is outside the vocabulary of 500 ids"):
-        documents.read(0, 3000, 3300)
-    dataset = mixing_dataset(discover_direct([path]), tokenizer=IdsTokenizer(500), seq_len=16)
-    with pytest.raises(UserError, match=r"a\.npy: token id 500 at token 3210 is outside"):
         list(itertools.islice(dataset, 100))
-    ids[[3210, 0]] = 0, 600  # where a file begins is looked at when it is opened
+    ids[0] = 600  # where a file begins is looked at when it is opened
     np.save(path, ids)
     with pytest.raises(UserError, match="token id 600 at token 0"):
-        open_documents(path, tokenizer=IdsTokenizer(500))
+        open_documents(path, tokenizer=tokenizer)
 
 
 # Formats by import path: what they give is checked, and reads like any other.
@@ -238,9 +208,7 @@ def of(tokens, starts, lengths):
 
 alien_id = of([1, 2, 999], [0], [3])
 too_long = of([1, 2, 3], [0, 2], [2, 2])
-negative = of([1, 2, 3], [0, 2], [2, -1])
 floats = of([1.0, 2.0], [0], [2])
-uneven = of([1, 2], [0, 1], [2])
 
 def no_table(path, options):
     return [1, 2]
@@ -251,19 +219,18 @@ def crashes(path, options):
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def file(tmp_path, monkeypatch):
     """A file in a modality's directory, next to a module with formats."""
     (tmp_path / "formats_of_mine.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
+    monkeypatch.delitem(sys.modules, "formats_of_mine", raising=False)
     path = tmp_path / "corpus" / "a" / "one.odd"
     path.parent.mkdir(parents=True)
     path.write_text("abc\nde\n", encoding="utf-8")
-    yield path
-    sys.modules.pop("formats_of_mine", None)
+    return path
 
 
-def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(file: Path) -> None:
+def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(file):
     assert texts(file, format="formats_of_mine:reversed_lines") == ["cba", "ed"]
     (stream,) = discover_nested(file.parents[1], format="formats_of_mine:reversed_lines")
     assert stream.relative_path == "a/one.odd"
@@ -274,43 +241,38 @@ def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(
     [
         ("alien_id", "token id 999 at token 2 is outside the vocabulary"),
         ("too_long", r"document 1 is \[2, 4\) of 3 tokens"),
-        ("negative", r"document 1 is \[2, 1\) of 3 tokens"),
         ("floats", r"lengths are float64 \[2\]"),
-        ("uneven", r"lengths are int64 \[2\], int64 \[2\], int64 \[1\]"),
         ("no_table", "returned a list"),
         ("crashes", r"read by formats_of_mine:crashes\): fails: KeyError: 'header' \(.*formats_of_mine.py:\d+\)"),
         ("nothing", "has no function nothing"),
     ],
 )
-def test_what_a_custom_format_must_not_give_is_refused(file: Path, function: str, message: str) -> None:
+def test_what_a_custom_format_must_not_give_is_refused(file, function, message):
     with pytest.raises(UserError, match=message):
         tokens(file, format=f"formats_of_mine:{function}")
 
 
-def test_a_row_of_the_table_is_all_that_a_new_format_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_of_the_table_is_all_that_a_new_format_needs(tmp_path, monkeypatch, capsys):
     row = Format((".ids",), load_npy, kind="ids", options=("eod",))
     monkeypatch.setattr(registry, "FORMATS", {**registry.FORMATS, "ids": row})
-    generator = np.random.default_rng(0)
+    corpus = tmp_path / "corpus"
     for number in range(4):
-        path = tmp_path / "corpus" / "ab"[number % 2] / f"s{number}.ids"
+        path = corpus / "ab"[number % 2] / f"s{number}.ids"
         path.parent.mkdir(parents=True, exist_ok=True)
+        ids = np.random.default_rng(number).integers(1, 200, 4000)
         with path.open("wb") as opened:
-            np.save(opened, np.where(np.arange(4000) % 50, generator.integers(1, 200, 4000), 0).astype(np.uint8))
+            np.save(opened, np.where(np.arange(4000) % 50, ids, 0).astype(np.uint8))
     reading = ["--tokenizer", "ids", "--vocab-size", "200", "--eod", "0"]
-    inspected = json.loads(program(["data", "inspect", tmp_path / "corpus", *reading, "--json"], capsys).stdout)
+    inspected = json.loads(program(["data", "inspect", corpus, *reading, "--json"], capsys).stdout)
     assert inspected["totals"]["tokens"] == 16_000
     assert {stream["format"] for stream in inspected["streams"]} == {"ids"}
-    verified = program(["data", "verify", tmp_path / "corpus", *reading], capsys).stdout
-    assert "4 streams, 324 documents, 16,000 tokens: no damage" in verified
     config = tmp_path / "x.toml"
-    program(["init", tmp_path / "corpus", "--out", config, "--eod", "0", "--minutes", "0"], capsys)
+    program(["init", corpus, "--out", config, "--eod", "0", "--minutes", "0"], capsys)
     lines = {line.partition(" #")[0].strip() for line in config.read_text().split("\n")}
     assert {'tokenizer = "ids"', "vocab_size = 200"} <= lines
 
 
-def test_every_format_has_a_row_in_the_docs() -> None:
+def test_every_format_has_a_row_in_the_docs():
     page = (ROOT / "docs" / "mixing.md").read_text(encoding="utf-8")
     assert [name for name in registry.FORMATS if f"\n| `{name}` | " not in page] == []
 
@@ -326,8 +288,6 @@ def test_every_format_has_a_row_in_the_docs() -> None:
         ("my_package.formats:load", b"", "text"),
     ],
 )
-def test_the_kind_of_a_file_is_its_formats_or_what_its_first_record_holds(
-    tmp_path: Path, name: str, content: bytes, kind: Kind
-) -> None:
+def test_the_kind_of_a_file_is_its_formats_or_what_its_first_record_holds(tmp_path, name, content, kind):
     (tmp_path / "file").write_bytes(content)
     assert file_kind(tmp_path / "file", name) == kind

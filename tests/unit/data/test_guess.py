@@ -14,20 +14,17 @@ from trainer.tools.init.sizing import SEQ_LEN_RANGE, STEPS_RANGE, choose_sizes
 from trainer.tools.init.survey import sample_streams
 from trainer.tools.inspection.survey import guess_dtype
 
-DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
 
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@given(vocabulary=st.integers(300, 65_535), seed=st.integers(0, 1000), count=st.integers(64, 3000))
-def test_the_dtype_of_ids_is_told_from_their_bytes(dtype, vocabulary, seed, count):
-    tokens = np.random.Generator(np.random.Philox(seed)).integers(0, vocabulary, count)
-    data = tokens.astype(DTYPES[dtype]).tobytes()
-    assert guess_dtype(data, len(data)) == dtype
-
-
-def test_a_vocabulary_beyond_16_bits_is_told_too():
-    data = np.random.Generator(np.random.Philox(0)).integers(0, 200_000, 5000).astype("<u4").tobytes()
-    assert guess_dtype(data, len(data)) == "uint32"
+@given(
+    dtype=st.sampled_from([("uint16", "<u2", 65_535), ("uint32", "<u4", 200_000), ("int64", "<i8", 65_535)]),
+    seed=st.integers(0, 1000),
+    count=st.integers(64, 3000),
+)
+def test_the_dtype_of_ids_is_told_from_their_bytes(dtype, seed, count):
+    name, code, most = dtype
+    generator = np.random.Generator(np.random.Philox(seed))
+    data = generator.integers(0, generator.integers(300, most + 1), count).astype(code).tobytes()
+    assert guess_dtype(data, len(data)) == name
     assert guess_dtype(data[:-1], len(data) - 1) == "uint8", "an odd number of bytes"
 
 
@@ -46,11 +43,9 @@ def test_sizes_are_usable_whatever_the_lengths(lengths, share):
     assert min(sizes.max_group_cells, sizes.batch_size, sizes.micro_batches) >= 1
     assert sizes.num_streams_mixed * sizes.batch_size <= 4096, "fits the ledger's default"
     if sizes.holdout_fraction:
-        held = [
-            held_out(stream.relative_path, len(each), sizes.holdout_fraction)
-            for stream, each in zip(streams, arrays, strict=True)
-        ]
-        tokens = sum(int(each[mask].sum()) for each, mask in zip(arrays, held, strict=True))
+        tokens = 0
+        for stream, each in zip(streams, arrays, strict=True):
+            tokens += int(each[held_out(stream.relative_path, len(each), sizes.holdout_fraction)].sum())
         assert 0 < tokens < sum(int(each.sum()) for each in arrays)
 
 
@@ -58,7 +53,7 @@ def test_of_large_data_evenly_spread_streams_are_looked_at(tmp_path):
     streams = []
     for i in range(10):
         path = tmp_path / f"{i}.txt"
-        path.write_bytes(b"x" * 100)
+        path.write_bytes(bytes(100))
         streams.append(Stream(i, str(path), path.name, "m"))
     assert sample_streams(streams) == (streams, 1.0)
     chosen, share = sample_streams(streams, max_bytes=300)
@@ -66,7 +61,7 @@ def test_of_large_data_evenly_spread_streams_are_looked_at(tmp_path):
     assert share == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("size", [1, 3, 1 << 20])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
     ("content", "why"),
     [

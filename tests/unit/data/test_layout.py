@@ -5,12 +5,11 @@ from __future__ import annotations
 import glob
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.groups import CutOptions, build_groups, documents_of, held_out
@@ -21,7 +20,7 @@ PATTERNS = ("**/*.txt", "*/**/*.txt", "a/**", "a/**/b/*", "**/b/**/*.txt", "[ab]
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     for name in ("b/z.txt", "b/deep/a.jsonl", "a/x.md", "a/_hidden.txt", "a/.dot.txt", "a/manifest.json"):
         path = tmp_path / "root" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,13 +29,10 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-def test_nested_streams_are_sorted_and_labelled_by_their_first_directory(root: Path, tmp_path: Path) -> None:
+def test_nested_streams_are_sorted_and_labelled_by_their_first_directory(root, tmp_path):
     streams = discover_nested(root)
-    assert [(s.stream_id, s.relative_path, s.modality) for s in streams] == [
-        (0, "a/x.md", "a"),
-        (1, "b/deep/a.jsonl", "b"),
-        (2, "b/z.txt", "b"),
-    ]
+    found = [(s.stream_id, s.relative_path, s.modality) for s in streams]
+    assert found == [(0, "a/x.md", "a"), (1, "b/deep/a.jsonl", "b"), (2, "b/z.txt", "b")]
     assert all(Path(s.path).is_file() for s in streams)
     assert [s.relative_path for s in discover_nested(root, ["b"])] == ["b/deep/a.jsonl", "b/z.txt"]
     (root / "a" / "x.cpp").touch()
@@ -50,36 +46,33 @@ def test_nested_streams_are_sorted_and_labelled_by_their_first_directory(root: P
     assert names == ["a/part/y.txt", "a/x.md", "b/deep/a.jsonl", "b/z.txt", "c/y.txt"]
 
 
-def test_direct_streams_take_their_parent_directory_as_modality(root: Path) -> None:
+def test_direct_streams_take_their_parent_directory_as_modality(root):
     (root / "a" / "x.cpp").touch()
     streams = discover_direct([str(root / "b" / "**"), str(root / "a" / "x.cpp"), str(root / "b" / "z.txt")])
     assert [(Path(s.path).name, s.modality) for s in streams] == [("x.cpp", "a"), ("a.jsonl", "deep"), ("z.txt", "b")]
 
 
-def test_what_is_not_there_is_refused(root: Path) -> None:
+def test_what_is_not_there_is_refused(root):
     (root / "c").mkdir()
     (root / "c" / "x.csv").write_text("a,b")
-    for root_or_paths, modalities, problem in (
+    for asked, modalities, problem in (
         (root / "absent", None, "no such directory"),
         (root, ["d"], "has no modality 'd'"),
         (root, ["c"], r"root/c: has no stream files \(it does not read 1 file \(.csv\): c/x.csv\)"),
         ([str(root / "*.npy")], None, "has no stream files"),
-        ([str(root / "c" / "*")], None, r"has no stream files \(it does not read 1 file \(.csv\)"),
         ([str(root / "c")], None, "is a directory"),
         ([str(root / "b" / "zz.txt")], None, "no such file or directory; did you mean .*z.txt"),
         ([], None, "is empty"),
     ):
-        find = discover_direct if isinstance(root_or_paths, list) else partial(discover_nested, modalities=modalities)
         with pytest.raises(UserError, match=problem):
-            find(root_or_paths)  # type: ignore[operator]
+            discover_direct(asked) if isinstance(asked, list) else discover_nested(asked, modalities)
 
 
-def test_labels_are_printable_and_name_the_modality_in_a_config(tmp_path: Path) -> None:
+def test_labels_are_printable_and_name_the_modality_in_a_config(tmp_path):
     for name in (b"m\xff", b"m\x1b[31m", b"m\nn", "mödality".encode()):
         folder = os.fsencode(tmp_path) + b"/" + name
         os.makedirs(folder)
-        with open(folder + b"/s\xfe.txt", "wb") as file:
-            file.write(b"text")
+        open(folder + b"/s\xfe.txt", "wb").close()
     labels = ["m\\nn", "m\\x1b[31m", "m\\xff", "mödality"]
     assert sorted(stream.modality for stream in discover_nested(tmp_path)) == labels
     assert len({stream.relative_path for stream in discover_nested(tmp_path, labels)}) == 4
@@ -87,7 +80,7 @@ def test_labels_are_printable_and_name_the_modality_in_a_config(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("layout", ["nested", "direct"])
-def test_files_that_are_not_read_do_not_vanish_silently(root: Path, caplog, layout: str) -> None:
+def test_files_that_are_not_read_do_not_vanish_silently(root, caplog, layout):
     (root / "a" / "_hidden.txt").unlink()
     no_data = ("_part.jsonl.gz", ".x.csv", "README.rst", "LICENSE", "tokenizer.json", "manifest.json", "y.idx", "x.pyc")
     for name in ("x.csv", "y.txt.zst", "z.TXT", "noname", "_part0.txt", *no_data):
@@ -106,19 +99,17 @@ def test_files_that_are_not_read_do_not_vanish_silently(root: Path, caplog, layo
     assert caplog.text == ""
 
 
-def test_a_root_without_modalities_names_what_lies_in_it(tmp_path: Path) -> None:
-    flat = tmp_path / "flat"
-    flat.mkdir()
-    (flat / "x.csv").write_text("a,b")
-    with pytest.raises(UserError, match=r"flat: has no stream files \(it does not read 1 file \(.csv\): x.csv\); put"):
-        discover([str(flat)])
-    (flat / "y.txt").write_text("text")
-    with pytest.raises(UserError, match=r'those that lie in it \(y.txt\) with paths = \[".*flat/\*"\] instead of root'):
-        discover_nested(flat)
-    assert discover([str(flat)]).layout == "direct"
+def test_a_root_without_modalities_names_what_lies_in_it(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b")
+    with pytest.raises(UserError, match=r"has no stream files \(it does not read 1 file \(.csv\): x.csv\); put"):
+        discover([str(tmp_path)])
+    (tmp_path / "y.txt").write_text("text")
+    with pytest.raises(UserError, match=r'those that lie in it \(y.txt\) with paths = \[".*/\*"\] instead of root'):
+        discover_nested(tmp_path)
+    assert discover([str(tmp_path)]).layout == "direct"
 
 
-def test_what_no_source_reads_of_a_root_is_named(root: Path) -> None:
+def test_what_no_source_reads_of_a_root_is_named(root):
     for name in ("es/deep/x.txt", "tab/x.csv", "empty/README.md", "_out/x.txt", "README.md", "x.csv"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("text")
@@ -126,10 +117,7 @@ def test_what_no_source_reads_of_a_root_is_named(root: Path) -> None:
     assert unread_parts(root, None, "auto")[0] == []
 
 
-def by_glob(pattern: str) -> set[str]:
-    return {os.path.normpath(path) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
-
-
+@settings(max_examples=50)
 @given(
     paths=st.sets(
         st.lists(st.sampled_from(["a", "b", ".h", "x[1]", "_u"]), max_size=3).map("/".join), min_size=1, max_size=6
@@ -137,7 +125,7 @@ def by_glob(pattern: str) -> set[str]:
     pattern=st.sampled_from(PATTERNS),
     is_absolute=st.booleans(),
 )
-def test_without_links_the_files_are_those_of_glob(tmp_path_factory, paths, pattern, is_absolute) -> None:
+def test_without_links_the_files_are_those_of_glob(tmp_path_factory, paths, pattern, is_absolute):
     root = tmp_path_factory.mktemp("tree")
     for path in paths:
         (root / path).mkdir(parents=True, exist_ok=True)
@@ -148,11 +136,12 @@ def test_without_links_the_files_are_those_of_glob(tmp_path_factory, paths, patt
         if is_absolute:
             pattern = os.path.join(glob.escape(str(root)), pattern)
         found = find_files(pattern)
-        assert {os.path.normpath(path) for path in found} == by_glob(pattern)
+        by_glob = {os.path.normpath(path) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
+        assert {os.path.normpath(path) for path in found} == by_glob
         assert found == sorted(set(found))
 
 
-def test_a_link_to_an_ancestor_ends_and_one_to_elsewhere_is_followed_once(tmp_path, monkeypatch) -> None:
+def test_a_link_to_an_ancestor_ends_and_one_to_elsewhere_is_followed_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("in/a/deep", "in/b", "elsewhere"):
         Path(path).mkdir(parents=True)
@@ -165,7 +154,7 @@ def test_a_link_to_an_ancestor_ends_and_one_to_elsewhere_is_followed_once(tmp_pa
     assert len(find_files("in/0/**/*.txt")) == 3
 
 
-def test_group_ids_are_63_bit_distinct_and_pinned() -> None:
+def test_group_ids_are_63_bit_distinct_and_pinned():
     table = build_groups(np.full(300, 300), np.arange(300), "a/x.md", CutOptions("source", 1, max_group_cells=1))
     ids = table.ids_of(np.arange(90_000))
     assert len(set(ids.tolist())) == 90_000
@@ -176,7 +165,7 @@ def test_group_ids_are_63_bit_distinct_and_pinned() -> None:
     assert replace(table, namespace="other").ids_of(np.array([0])).tolist() != pinned[:1]
 
 
-def test_the_held_out_share_is_right_stable_and_monotone() -> None:
+def test_the_held_out_share_is_right_stable_and_monotone():
     held = held_out("a/x.md", 100_000, 0.02)
     assert abs(held.mean() - 0.02) < 5 * (0.02 * 0.98 / 100_000) ** 0.5
     assert (held_out("a/x.md", 100, 0.02) == held[:100]).all()
@@ -188,7 +177,7 @@ def test_the_held_out_share_is_right_stable_and_monotone() -> None:
     assert not documents_of("holdout", "a/x.md", 1000, 0.0).any()
 
 
-def test_long_documents_become_runs_and_short_ones_share_rows() -> None:
+def test_long_documents_become_runs_and_short_ones_share_rows():
     lengths, cut = np.array([25, 0, 3, 4, 5, 1, 8]), CutOptions("s", seq_len=4, max_group_cells=3)
     groups = build_groups(lengths, np.arange(7), "p", cut)
     assert groups.documents.tolist() == [0, 0, 0, 2, 3, 4, 5, 6]

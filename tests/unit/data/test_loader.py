@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,23 +11,19 @@ import torch
 
 from trainer.data import groups
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.layout import Stream
 from trainer.data.loader import Loader
-from trainer.data.mixing import StreamMixingDataset
 from trainer.data.weights import ConstantWeight
 
-Write = Callable[..., list[Stream]]
-Make = Callable[..., StreamMixingDataset]
 LAYOUT = {"a": [[40, 9, 3], [30, 30]], "b": [[8] * 9]}
 
 
 class Counting:
     """Batches 0, 1, 2, ...; raises at `fail`."""
 
-    def __init__(self, size: int, fail: int = -1) -> None:
+    def __init__(self, size, fail=-1):
         self.made, self.size, self.fail = 0, size, fail
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self):
         while self.made < self.size:
             if self.made == self.fail:
                 raise ValueError("broken stream")
@@ -38,8 +31,8 @@ class Counting:
             yield {"tokens": np.full((1, 2), self.made - 1), "targets": np.zeros((1, 2), np.int64), "name": "kept"}
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_batches_metrics_and_states_are_those_of_the_dataset(write_streams: Write, mixing: Make, prefetch: int) -> None:
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_batches_metrics_and_states_are_those_of_the_dataset(write_streams, mixing, prefetch):
     streams = write_streams(LAYOUT)
     plain = mixing(streams, pack=True)
     with Loader(mixing(streams, pack=True), device="cpu", prefetch=prefetch) as loader:
@@ -48,7 +41,6 @@ def test_batches_metrics_and_states_are_those_of_the_dataset(write_streams: Writ
             masked = {"stream_mixing/masked_share": float((expected["targets"] == -100).all())}
             assert loaded.metrics == plain.drain_step_metrics() | masked
             assert loaded.state == plain.state_dict()
-            assert loaded.carry is not None
             found = loaded.inputs | loaded.extras | vars(loaded.carry) | {"targets": loaded.targets}
             assert found.keys() == expected.keys()
             for key in ("tokens", "targets", "resets", "token_types"):
@@ -58,43 +50,27 @@ def test_batches_metrics_and_states_are_those_of_the_dataset(write_streams: Writ
             assert found["dataset_labels"] == expected["dataset_labels"]
 
 
-def test_resuming_counts_only_the_batches_that_were_taken(write_streams: Write, mixing: Make) -> None:
-    streams = write_streams(LAYOUT)
-    with Loader(mixing(streams), device="cpu", prefetch=3) as loader:
-        for _ in range(10):
-            loaded = next(loader)
-        following = [next(loader).meta for _ in range(5)]
-    resumed = mixing(streams)
-    assert loaded.state is not None
-    resumed.load_state_dict(json.loads(json.dumps(loaded.state)))
-    assert [next(resumed)["instability_meta_json"] for _ in range(5)] == following
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_dataset_may_be_any_iterable_and_its_end_is_the_loaders(prefetch: int) -> None:
+def test_a_dataset_may_be_any_iterable_and_its_end_is_the_loaders(prefetch):
     loader = Loader(Counting(5), device="cpu", prefetch=prefetch)
     loaded = list(loader)
     assert [int(each.inputs["tokens"][0, 0]) for each in loaded] == [0, 1, 2, 3, 4]
     assert all(each.state is None and each.inputs["name"] == "kept" for each in loaded)
-    assert all(each.metrics == {"stream_mixing/masked_share": 0.0} for each in loaded)
     with pytest.raises(StopIteration):
         next(loader)
     loader.close()
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_error_arrives_after_the_batches_before_it_and_stays(prefetch: int) -> None:
-    loader = Loader(Counting(5, fail=3), device="cpu", prefetch=prefetch)
-    assert [int(next(loader).inputs["tokens"][0, 0]) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(ValueError, match="broken stream"):
-        next(loader)
-    if prefetch:
-        with pytest.raises(ValueError, match="broken stream"):
-            next(loader)
-    loader.close()
+def test_an_error_arrives_after_the_batches_before_it_and_stays(prefetch):
+    with Loader(Counting(5, fail=3), device="cpu", prefetch=prefetch) as loader:
+        assert [int(next(loader).inputs["tokens"][0, 0]) for _ in range(3)] == [0, 1, 2]
+        for _ in range(2 if prefetch else 1):
+            with pytest.raises(ValueError, match="broken stream"):
+                next(loader)
 
 
-def test_closing_ends_the_thread_even_if_nobody_took_its_batches() -> None:
+def test_closing_ends_the_thread_even_if_nobody_took_its_batches():
     before = threading.active_count()
     dataset = Counting(10**9)
     loader = Loader(dataset, device="cpu", prefetch=2)
@@ -110,14 +86,12 @@ def test_closing_ends_the_thread_even_if_nobody_took_its_batches() -> None:
         next(loader)
 
 
-def test_what_is_being_loaded_is_known_down_to_the_file_also_while_it_is_opened(
-    write_streams: Write, mixing: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_being_loaded_is_known_down_to_the_file_also_while_it_is_opened(write_streams, mixing, monkeypatch):
     opened: list[str] = []
     is_stuck, may_go_on = threading.Event(), threading.Event()
     load = groups.load_documents
 
-    def stuck_at_the_third(path: str, *args: Any) -> Any:
+    def stuck_at_the_third(path, *args):
         opened.append(str(path))
         if len(opened) == 3:
             is_stuck.set()
@@ -139,7 +113,7 @@ def test_what_is_being_loaded_is_known_down_to_the_file_also_while_it_is_opened(
         assert loader.reading.partition(" from ")[0] != number
 
 
-def test_closing_does_not_wait_for_a_read_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_a_read_that_never_ends(monkeypatch):
     monkeypatch.setattr("trainer.data.loader.CLOSE_SEC", 0.1)
     may_go_on = threading.Event()
     loader = Loader((may_go_on.wait(600) for _ in range(1)), device="cpu", prefetch=1)

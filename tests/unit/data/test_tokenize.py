@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ import pytest
 from tests.support.launched import children, wait_for_end
 from tests.support.runs import ROOT
 from trainer.data import open_documents
+from trainer.data import tokenize as pool
 from trainer.data.layout import discover
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
@@ -44,85 +45,81 @@ def source(tmp_path):
     return tmp_path
 
 
-def run(source: Path, out: str, **settings: object) -> module.Tokenized:
+def run(source, out, **settings):
     given = {"tokenizer": str(source / "tokenizer.json"), "span_bytes": 3000, "text_split": "blank_line", **settings}
     return tokenize(discover([str(source / "text")]).streams, source / out, **given)
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name != module.RECORD
-    }
+@pytest.fixture
+def in_threads(monkeypatch):
+    """The work in threads: a process takes long to start."""
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", lambda workers, _, **begin: ThreadPoolExecutor(workers, **begin))
+    monkeypatch.setattr(pool, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(pool.signal, "signal", lambda *_: None)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
 
 
-def documents(path: Path, words: object) -> list[list[int]]:
+def contents(directory):
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != module.RECORD)
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def documents(path, words):
     table = open_documents(path, tokenizer=words, text_split="blank_line" if path.suffix in (".txt", ".md") else "file")
-    return [table.read(i, 0, int(table.lengths[i])).tolist() for i in range(table.num_documents)]
+    return [table.read(i, 0, int(length)).tolist() for i, length in enumerate(table.lengths)]
 
 
-def test_tokens_are_those_of_the_text_whatever_the_number_of_processes(source):
-    pytest.importorskip("pyarrow")
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = pyarrow.table({"text": TEXTS})
-    pyarrow.parquet.write_table(rows, source / "text" / "prose" / "b.parquet", row_group_size=40)
-    found = run(source, "out", workers=3)
+def test_tokens_are_those_of_the_text_whatever_the_number_of_processes(source, request):
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    parquet.write_table(pyarrow.table({"text": TEXTS}), source / "text" / "prose" / "b.parquet", row_group_size=40)
+    found = run(source, "out", workers=2)
     assert (found.files, found.documents, found.kept_files) == (4, 651, 0)
     words = load_tokenizer(str(source / "tokenizer.json"))
     names = ["code/a.md", "code/a.txt", "prose/a.jsonl", "prose/b.parquet"]
     assert list(contents(source / "out")) == sorted(f"{name}.{end}" for name in names for end in ("bin", "idx"))
-    num_tokens = 0
-    for name in names:
-        expected = documents(source / "text" / name, words)
-        assert documents(source / "out" / f"{name}.bin", words) == expected
-        num_tokens += sum(map(len, expected))
-    assert found.tokens == num_tokens
+    expected = {name: documents(source / "text" / name, words) for name in names}
+    assert {name: documents(source / "out" / f"{name}.bin", words) for name in names} == expected
+    assert found.tokens == sum(len(each) for tokens in expected.values() for each in tokens)
+    request.getfixturevalue("in_threads")
     run(source, "again", workers=1, span_bytes=100_000)
     assert contents(source / "again") == contents(source / "out")
 
 
-def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source):
-    big = "".join(json.dumps({"text": text * 10}) + "\n" for text in TEXTS * 4)
-    (source / "text" / "prose" / "big.jsonl").write_text(big)
-    run(source, "whole", workers=2, span_bytes=100_000)
-    call = (
-        "import sys; from pathlib import Path\n"
+def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source, in_threads):
+    settings = {"span_bytes": 3000, "text_split": "blank_line", "workers": 1}
+    run(source, "whole", **settings)
+    script = source / "call.py"
+    script.write_text(
+        "import time\n"
+        "from pathlib import Path\n"
+        "from trainer.data import tokenize as pool\n"
         "from trainer.tools.corpus.tokens import tokenize\n"
         "from trainer.data.layout import discover\n"
+        "pool._join = lambda *_: time.sleep(600)\n"  # it is killed in the midst of its work
         "if __name__ == '__main__':\n"
-        "    source = Path(sys.argv[1])\n"
-        "    tokenize(discover([str(source / 'text')]).streams, source / 'out', tokenizer=str(source / 'tokenizer.json'),\n"
-        "             span_bytes=100_000, text_split='blank_line', workers=1)\n"
+        f"    tokenize(discover(['text']).streams, Path('out'), tokenizer='tokenizer.json', **{settings})\n"
     )
-    script = source / "call.py"
-    script.write_text(call)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, str(script), str(source)], env=environment) as process:
+    with subprocess.Popen([sys.executable, script], env=environment, cwd=source) as process:
         parts = source / "out" / module.PARTS
         while process.poll() is None and len(list(parts.glob("*.npy"))) < 3:
             time.sleep(0.01)
         with pytest.raises(UserError, match="is in use by another train data tokenize"):
-            run(source, "out", span_bytes=100_000)
+            run(source, "out", **settings)
         workers = children(process.pid)
         process.kill()
         process.wait()
     wait_for_end(workers)
+    assert workers
+    assert len(list(parts.glob("*.npy"))) >= 3
     (source / "out" / "code").mkdir(exist_ok=True)
     (source / "out" / "code" / ".a.md.bin.1234567.tmp").touch()  # what a kill in the middle of a write leaves behind
-    kept = {path: path.stat().st_mtime_ns for path in parts.glob("*.npy")}
-    assert workers
-    assert len(kept) >= 3, "it ended before it could be killed"
-    seen: list[int] = []
-    again = run(source, "out", workers=1, span_bytes=100_000, report=lambda done, total, what: seen.append(done))
-    assert again.documents == 300 + 50 + 1 + 1200
+    assert run(source, "out", **settings).documents == 300 + 50 + 1
     assert contents(source / "out") == contents(source / "whole")
-    assert run(source, "out", workers=1, span_bytes=100_000).kept_files == 4
+    assert run(source, "out", **settings).kept_files == 3
 
 
-def test_a_file_that_has_changed_is_tokenized_again_and_the_others_are_not(source):
+def test_a_file_that_has_changed_is_tokenized_again_and_the_others_are_not(source, in_threads):
     run(source, "out")
     before = {path: path.stat().st_mtime_ns for path in (source / "out").rglob("*.bin")}
     (source / "text" / "code" / "a.md").write_text("another text")
@@ -135,7 +132,7 @@ def test_a_file_that_has_changed_is_tokenized_again_and_the_others_are_not(sourc
 
 
 @pytest.mark.parametrize("paths", [["text"], ["text/**/*.jsonl", "text/**/*.txt", "text/**/*.md"]])
-def test_an_added_file_is_tokenized_alone_wherever_it_lies(source, monkeypatch, paths):
+def test_an_added_file_is_tokenized_alone_wherever_it_lies(source, in_threads, monkeypatch, paths):
     """Names of outputs do not hang on which files there are: an added one must not move the common directory of all."""
     monkeypatch.chdir(source)
     deep = source / "text" / "prose" / "deep"
@@ -143,34 +140,25 @@ def test_an_added_file_is_tokenized_alone_wherever_it_lies(source, monkeypatch, 
     for path in [*(source / "text" / "code").iterdir(), source / "text" / "prose" / "a.jsonl"]:
         path.rename(deep / path.name)
 
-    def call():
-        return tokenize(discover(paths).streams, source / "out", tokenizer=str(source / "tokenizer.json"))
+    def made():
+        found = tokenize(discover(paths).streams, source / "out", tokenizer="tokenizer.json", workers=1)
+        return found.kept_files, {path: path.stat().st_mtime_ns for path in (source / "out").rglob("*.bin")}
 
-    call()
-    before = {path: path.stat().st_mtime_ns for path in (source / "out").rglob("*.bin")}
+    _, before = made()
     (source / "text" / "code" / "new.txt").write_text("another text")
-    found = call()
-    assert (found.files, found.kept_files) == (4, 3)
-    now = {path: path.stat().st_mtime_ns for path in (source / "out").rglob("*.bin")}
+    kept, now = made()
+    assert (kept, len(now)) == (3, 4)
     assert {path: now.get(path) for path in before} == before
     assert [path.name for path in now.keys() - before.keys()] == ["new.txt.bin"]
-    assert sorted(s.relative_path.removesuffix(".bin") for s in discover([str(source / "out")]).streams) == sorted(
-        ("" if len(paths) == 1 else {"prose": "deep/"}.get(s.relative_path.split("/")[1], ""))
-        + s.relative_path.removeprefix("text/")
-        for s in discover(paths).streams
-    )
 
 
-def test_two_files_never_get_one_name(source, monkeypatch):
+def test_two_files_never_get_one_name(source, in_threads, monkeypatch):
     monkeypatch.chdir(source)
     for name in ("one", "two"):
-        shutil.copytree("text", name)
-    with pytest.raises(UserError, match=r"code/a.md.bin would hold both one/code/a.md and two/code/a.md"):
-        tokenize(discover(["one/code/*.*", "two/code/*.*"]).streams, source / "out", tokenizer="bytes")
+        shutil.copytree("text", f"all/{name}")
+    with pytest.raises(UserError, match=r"code/a.md.bin would hold both all/one/code/a.md and all/two/code/a.md"):
+        tokenize(discover(["all/one/code/*.*", "all/two/code/*.*"]).streams, source / "out", tokenizer="bytes")
     assert not (source / "out").exists()
-    (source / "all").mkdir()
-    for name in ("one", "two"):
-        (source / name).rename(source / "all" / name)
     assert tokenize(discover(["all/*/code/*.md"]).streams, source / "out", tokenizer="bytes").files == 2
 
 
@@ -180,7 +168,7 @@ def test_a_lost_process_is_an_error_that_says_so(source, monkeypatch):
         run(source, "out")
 
 
-def test_what_would_mix_tokens_of_two_kinds_is_refused(source):
+def test_what_would_mix_tokens_of_two_kinds_is_refused(source, in_threads):
     run(source, "out")
     with pytest.raises(UserError, match="holds tokens made with another text_split"):
         run(source, "out", text_split="file")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ tokenizers = pytest.importorskip("tokenizers")
 WORDS = {"a": 0, "b": 1, "[UNK]": 2, "[CLS]": 3, "[SEP]": 4}
 
 
-def make(path: Path, vocabulary: dict[str, int] = WORDS, **settings: Any) -> HuggingFaceTokenizer:
+def make(path, vocabulary=WORDS, **settings):
     """A tokenizer of words; `settings` replace parts of the saved JSON."""
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -56,19 +54,19 @@ POST_PROCESSOR = {
 }
 
 
-@pytest.mark.parametrize("post_processor", [None, POST_PROCESSOR], ids=["plain", "adds special tokens"])
-@pytest.mark.parametrize("truncation", [None, TRUNCATION], ids=["whole", "truncates"])
-@pytest.mark.parametrize("padding", [None, PADDING], ids=["bare", "pads"])
-def test_a_document_is_neither_cut_nor_padded_nor_marked(tmp_path, caplog, truncation, padding, post_processor):
-    tokenizer = make(tmp_path / "tokenizer.json", truncation=truncation, padding=padding, post_processor=post_processor)
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"truncation": TRUNCATION, "post_processor": POST_PROCESSOR}, {"truncation": TRUNCATION, "padding": PADDING}],
+    ids=lambda given: " and ".join(given) or "plain",
+)
+def test_a_document_is_neither_cut_nor_padded_nor_marked(tmp_path, caplog, given):
+    tokenizer = make(tmp_path / "tokenizer.json", **given)
     for words in (1, 4, 120):
         assert tokenizer.encode("b " * words).tolist() == [1] * words
     assert tokenizer.decode(tokenizer.encode("a b a")) == "a b a"
-    said = [name for name, given in (("truncation", truncation), ("padding", padding)) if given]
+    said = " and ".join(name for name in ("truncation", "padding") if name in given)
     assert [record.message for record in caplog.records if "switched off" in record.message] == (
-        [f"{tmp_path / 'tokenizer.json'}: switched off the {' and '.join(said)} saved in it: documents stay whole"]
-        if said
-        else []
+        [f"{tmp_path / 'tokenizer.json'}: switched off the {said} saved in it: documents stay whole"] if said else []
     )
 
 
@@ -87,35 +85,24 @@ def test_ids_with_gaps_come_back_from_a_stream_as_they_are(tmp_path_factory, ids
 @given(
     lengths=st.lists(st.integers(0, 9), max_size=12),
     chunk=st.integers(1, 12),
+    spooled=st.sampled_from([1, 1 << 20]),
     wrong=st.none() | st.tuples(st.integers(0, 99), st.sampled_from([-1, 100, 300])),
 )
-def test_a_table_holds_every_piece_and_names_the_place_of_a_wrong_id(lengths, chunk, wrong):
+def test_a_table_in_memory_or_in_a_file_holds_every_piece_and_names_a_wrong_id(lengths, chunk, spooled, wrong):
     ids = np.arange(sum(lengths)) % 100
     pieces = np.split(ids, np.cumsum(lengths))[:-1] if lengths else []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "CHUNK", chunk)
+        patch.setattr(documents, "SPOOLED", spooled)
         if wrong is None or wrong[0] >= len(ids):
-            table = table_from_pieces(pieces, 100)
+            table = table_from_pieces(iter(pieces), 100)
             read = [table.read(d, 0, int(n)).tolist() for d, n in enumerate(table.lengths)]
             assert read == [piece.tolist() for piece in pieces]
+            assert isinstance(table.tokens.base, np.memmap) == (spooled == 1 and len(ids) > 1)
             return
         ids[wrong[0]] = wrong[1]
         with pytest.raises(UserError, match=f"token id {wrong[1]} at token {wrong[0]} is outside"):
             table_from_pieces(pieces, 100)
-
-
-def test_pieces_may_come_one_by_one_and_beyond_a_size_they_are_in_a_file(monkeypatch):
-    pieces = [np.full(i % 50, i % 90) for i in range(10_000)]
-    whole = table_from_pieces(pieces, 100)
-    monkeypatch.setattr(documents, "SPOOLED", 100_000)
-    spooled = table_from_pieces(iter(pieces), 100)
-    assert not isinstance(whole.tokens.base, np.memmap)
-    assert isinstance(spooled.tokens.base, np.memmap)
-    assert spooled.tokens.dtype == whole.tokens.dtype == np.uint8
-    for one, other in zip(
-        (whole.tokens, whole.starts, whole.lengths), (spooled.tokens, spooled.starts, spooled.lengths), strict=True
-    ):
-        assert np.array_equal(one, other)
 
 
 def test_texts_together_are_encoded_as_each_alone(tmp_path):
@@ -133,7 +120,7 @@ def test_texts_together_are_encoded_as_each_alone(tmp_path):
         encode_all(tokenizer, ["a", "\ud800"])
 
 
-def test_a_timed_tokenizer_is_of_the_same_class_and_counts_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timed_tokenizer_is_of_the_same_class_and_counts_its_seconds(monkeypatch):
     """Formats ask for the class: text of raw bytes is mapped, and need not be UTF-8."""
     timed, clock = TimedTokenizer(BytesTokenizer()), iter((10.0, 12.5, 20.0, 20.25))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))

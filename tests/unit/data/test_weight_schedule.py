@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from trainer.errors import UserError
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, 1e300, True, "3"])
-def test_weights_that_are_no_weights_are_refused(value: Any) -> None:
+def test_weights_that_are_no_weights_are_refused(value):
     with pytest.raises(UserError, match="must be"):
         ConstantWeight(value)
     with pytest.raises(UserError, match=r"points\.5"):
@@ -25,27 +24,26 @@ def test_weights_that_are_no_weights_are_refused(value: Any) -> None:
         ScheduledWeight("linear", {0: 1.0}, scale=value)
 
 
-def test_schedules_that_say_nothing_are_refused() -> None:
-    with pytest.raises(UserError, match="at least one point"):
-        ScheduledWeight("linear", {})
-    with pytest.raises(UserError, match="an integer"):
-        ScheduledWeight("linear", {-1: 1.0})
-    with pytest.raises(UserError, match="linear, step"):
-        ScheduledWeight("cubic", {0: 1.0})  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="batch, step"):
-        ScheduledWeight("step", {0: 1.0}, unit="epoch")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("kind", "points", "unit", "message"),
+    [
+        ("linear", {}, "batch", "at least one point"),
+        ("linear", {-1: 1.0}, "batch", "an integer"),
+        ("cubic", {0: 1.0}, "batch", "linear, step"),
+        ("step", {0: 1.0}, "epoch", "batch, step"),
+    ],
+)
+def test_schedules_that_say_nothing_are_refused(kind, points, unit, message):
+    with pytest.raises(UserError, match=message):
+        ScheduledWeight(kind, points, unit=unit)
 
 
-def test_weights_multiply_down_a_nested_blend() -> None:
+def test_weights_multiply_down_a_nested_blend():
     schedule = ScheduledWeight("linear", {0: 2.0, 10: 4.0}, unit="step")
+    with pytest.raises(UserError, match=r"inner\.weight.*outer\.weight"):
+        compose_weights(schedule, schedule, path_a="outer.weight", path_b="inner.weight")
     assert compose_weights(ConstantWeight(2), ConstantWeight(3), path_a="a", path_b="b") == ConstantWeight(6)
     for pair in ((schedule, ConstantWeight(3)), (ConstantWeight(3), schedule)):
         product = compose_weights(*pair, path_a="a", path_b="b")
         assert product.unit == "step"
         assert [product.evaluate(x) for x in (0, 5, 10)] == [6, 9, 12]
-
-
-def test_schedule_times_schedule_names_both_paths() -> None:
-    schedule = ScheduledWeight("step", {0: 1.0})
-    with pytest.raises(UserError, match=r"inner\.weight.*outer\.weight"):
-        compose_weights(schedule, schedule, path_a="outer.weight", path_b="inner.weight")

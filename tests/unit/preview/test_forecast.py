@@ -12,7 +12,7 @@ from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
 from trainer.data.mixing import EXHAUST_EVENTS
 from trainer.distributed.env import RankInfo
-from trainer.tools.preview.forecast import Forecast, SourceShape, count_run, source_shape
+from trainer.tools.preview.forecast import SourceShape, count_run, source_shape
 from trainer.training.setup.parts import make_blend
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -29,9 +29,8 @@ MODES = [
 
 @dataclass
 class Real:
-    """Counts of the real pipeline over all ranks (picks and batches: per rank)."""
+    """Counts of the real pipeline over all ranks (picks: per rank)."""
 
-    batches: list[int] = field(default_factory=list)
     picks: list[Counter[str]] = field(default_factory=list)
     cells: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
@@ -47,7 +46,6 @@ def real_run(plan: Plan, world_size: int) -> Real:
         blend = make_blend(plan, RankInfo(rank=rank, local_rank=rank, world_size=world_size))
         picks: Counter[str] = Counter()
         last_step: dict[int, int] = {}
-        index = 0
         for index in range(plan.config.train.steps * num_micro):
             batch = next(blend, None)
             if batch is None:
@@ -62,16 +60,12 @@ def real_run(plan: Plan, world_size: int) -> Real:
             real.cells_per_step[step] += rows
             real.tokens[source] += int((batch["targets"] >= 0).sum())
             for group, cell, is_last in zip(batch["group_ids"], batch["cell_index"], batch["is_last"], strict=True):
-                if group < 0:
-                    continue
-                if cell > 0:
-                    real.longest_wait = max(real.longest_wait, step - last_step[group])
-                last_step[group] = step
-                if is_last:
-                    del last_step[group]
-        else:
-            index += 1
-        real.batches.append(index)
+                if group >= 0:
+                    if cell > 0:
+                        real.longest_wait = max(real.longest_wait, step - last_step[group])
+                    last_step[group] = step
+                    if is_last:
+                        del last_step[group]
         real.picks.append(picks)
     return real
 
@@ -85,17 +79,6 @@ def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> tuple[Plan,
     return plan, [source_shape(plan, source, world_size) for source in plan.sources]
 
 
-def totals(forecast: Forecast, source: str) -> tuple[list[int], int, float, int]:
-    """(picks of each counted rank, cells, tokens, exhausts) of a source."""
-    tallies = forecast.tallies[source]
-    return (
-        [sum(tally.picks.values()) for tally in tallies],
-        sum(sum(tally.cells.values()) for tally in tallies),
-        sum(sum(tally.tokens.values()) for tally in tallies),
-        sum(sum(tally.exhausts.values()) for tally in tallies),
-    )
-
-
 @pytest.mark.parametrize("overrides", MODES)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_counts_match_the_real_pipeline(tmp_path: Path, overrides: tuple[str, ...], world_size: int) -> None:
@@ -103,12 +86,14 @@ def test_counts_match_the_real_pipeline(tmp_path: Path, overrides: tuple[str, ..
     forecast = count_run(plan, shapes, world_size)
     real = real_run(plan, world_size)
     for shape in shapes:
-        picks, cells, tokens, exhausts = totals(forecast, shape.name)
+        tallies = forecast.tallies[shape.name]
         ranks = 1 if shape.shared else world_size
-        assert picks == [real.picks[rank][shape.name] for rank in range(ranks)]
-        assert cells == real.cells[shape.name]
+        assert [tally.picks.total() for tally in tallies] == [real.picks[rank][shape.name] for rank in range(ranks)]
+        assert sum(tally.cells.total() for tally in tallies) == real.cells[shape.name]
+        exhausts = sum(tally.exhausts.total() for tally in tallies)
         assert exhausts * (world_size if shape.shared else 1) == real.exhausts[shape.name]
         # The tokens of a slice in progress are estimated in proportion to its cells.
+        tokens = sum(sum(tally.tokens.values()) for tally in tallies)
         assert tokens == pytest.approx(real.tokens[shape.name], rel=0.05)
     assert forecast.cells_per_step.tolist() == [
         real.cells_per_step[step + 1] for step in range(len(forecast.cells_per_step))

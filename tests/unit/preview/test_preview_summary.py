@@ -16,12 +16,7 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.errors import UserError
 from trainer.micro_batches import ONE
 from trainer.tools.limits import wait_bound
-from trainer.tools.preview.forecast import (
-    count_run,
-    expected_batches,
-    group_tokens,
-    source_shape,
-)
+from trainer.tools.preview.forecast import count_run, expected_batches, group_tokens, source_shape
 from trainer.tools.preview.summary import _source_view, make_preview
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -86,20 +81,21 @@ def test_the_step_at_which_data_is_exhausted_is_found(tmp_path: Path) -> None:
 
 
 def test_wait_bound_is_two_k_n_in_steps() -> None:
-    assert wait_bound([50] * 10, 4, 1.0, 1) == 2 * 4 * 50
-    assert wait_bound([50] * 10, 4, 0.5, 2) == 2 * 4 * 50
-    assert wait_bound([50] * 10, 4, 0.25, 1) == 4 * 2 * 4 * 50
-    assert wait_bound([10, 10, 90, 50], 2, 1.0, 1) == 2 * (90 + 50)
-    assert wait_bound([50] * 10, 1, 1.0, 2) == 1  # a single reader waits for its source alone
+    for picks, num_mixed, share, ranks, steps in (
+        ([50] * 10, 4, 1.0, 1, 2 * 4 * 50),
+        ([50] * 10, 4, 0.25, 2, 2 * 2 * 4 * 50),
+        ([10, 10, 90, 50], 2, 1.0, 1, 2 * (90 + 50)),
+        ([50] * 10, 1, 1.0, 2, 1),  # a single reader waits for its source alone
+        ([50] * 10, 1, 0.5, 2, 15),
+        ([], 4, 0.0, 1, 0),
+    ):
+        assert wait_bound(picks, num_mixed, share, ranks) == steps
     assert 0.5 ** wait_bound([50] * 10, 1, 0.5, 1) <= 1e-9 < 0.5 ** (wait_bound([50] * 10, 1, 0.5, 1) - 1)
-    assert wait_bound([50] * 10, 1, 0.5, 2) == 15
-    assert wait_bound([], 4, 0.0, 1) == 0
 
 
 def test_a_source_without_documents_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "corpus" / "a").mkdir(parents=True)
-    (tmp_path / "corpus" / "b").mkdir()
     for modality in "ab":
+        (tmp_path / "corpus" / modality).mkdir(parents=True)
         (tmp_path / "corpus" / modality / "empty.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(UserError, match="source first: has no document to train on"):
         make_preview(plan_of(tmp_path), 2)

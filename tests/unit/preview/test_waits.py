@@ -8,12 +8,12 @@ import pytest
 from trainer.tools.preview.forecast import CountedMixing, SliceShape, SourceShape, StreamShape
 
 
-def waits(num_mixed: int, picks: int, seed: int, *, pick_mode: str = "weighted") -> list[int]:
+def waits(num_mixed: int, picks: int, seed: int) -> list[int]:
     """Waits of a pool of K readers with n picks per slice, refilled from 4 K streams, over 10 K n picks."""
     part = SliceShape(np.full(4, picks), 4 * picks)
     streams = tuple(StreamShape("m", 4, (part,)) for _ in range(4 * num_mixed))
     shape = SourceShape("pool", streams, num_mixed, shared=True)
-    mixing = CountedMixing(shape, pick_mode, seed, 0)  # type: ignore[arg-type]
+    mixing = CountedMixing(shape, "weighted", seed, 0)
     for step in range(1, 10 * num_mixed * picks + 1):
         mixing.step = step
         next(mixing)

@@ -48,24 +48,15 @@ def found_by(url, run_dir, resume="auto"):
     return (None if found is None else found[0]), claimed
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def test_a_newer_one_of_the_store_is_taken(stored, checkpoints, url):
-    shutil.rmtree(checkpoints / "step_00000003")
-    assert found_by(url, checkpoints.parent)[0] == checkpoints / "step_00000003"
-
-
-def test_a_damaged_local_one_is_replaced_by_that_of_the_store(stored, checkpoints, url, caplog):
-    cut(checkpoints / "step_00000003" / "model_000.safetensors")
-    assert found_by(url, checkpoints.parent)[0] == checkpoints / "step_00000003"
+def test_one_that_is_damaged_or_missing_here_is_taken_from_the_store(stored, checkpoints, url, caplog):
+    path = checkpoints / "step_00000003"
+    (path / "model_000.safetensors").write_bytes(b"short")
+    assert found_by(url, checkpoints.parent)[0] == path
     assert "is damaged; taking that of the store" in caplog.text
-    assert checkpoint.verify(checkpoints / "step_00000003") == {}
-
-
-def test_where_both_are_damaged_the_one_before_is_taken(stored, checkpoints, url, caplog):
-    cut(checkpoints / "step_00000003" / "model_000.safetensors")
+    assert checkpoint.verify(path) == {}
+    shutil.rmtree(path)
+    assert found_by(url, checkpoints.parent)[0] == path
+    (path / "model_000.safetensors").write_bytes(b"short")
     stored.storage.write("step_00000003/model_000.safetensors", b"short")
     assert found_by(url, checkpoints.parent)[0] == checkpoints / "step_00000002"
     assert "falling back to the checkpoint before it" in caplog.text

