@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from trainer.cli.main import run
+from trainer.config.load import load_config
+from trainer.training.main import train
+from trainer.training.setup.open_run import Launch
 
 
 @dataclass(frozen=True)
@@ -32,3 +36,8 @@ def program(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> 
         sys.argv = before
     assert isinstance(code, int), code
     return Ended(code, *capsys.readouterr())
+
+
+def train_here(config: Path, run_dir: Path, *sets: str, code: int = 0) -> None:
+    """A run of one rank, with an exit code. It installs signal handlers: see tests/unit/training/conftest.py."""
+    assert train(load_config(config, list(sets)), Launch(config_path=config, run_dir=str(run_dir))) == code

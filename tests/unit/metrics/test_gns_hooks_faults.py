@@ -34,8 +34,7 @@ def test_a_gradient_without_tokens_is_a_fault(model: nn.Module, gns: GradientNoi
     assert gns.step() == {"gns/skipped": 1.0}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("kappa", [0.0, 1.0])
+@pytest.mark.parametrize(("value", "kappa"), [(float("nan"), 0.0), (float("inf"), 1.0)])
 def test_a_gradient_that_is_not_finite_is_a_counted_skip(
     model: nn.Module, gns: GradientNoiseScale, value: float, kappa: float
 ) -> None:

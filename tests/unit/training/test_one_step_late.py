@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.in_process import train_here
 from tests.support.late import events, run_differences
 from tests.support.runs import read_rows, write_tiny_config
-from trainer.config.load import load_config
 from trainer.data.batch import take_apart
 from trainer.distributed.env import RankInfo
 from trainer.training.loop import read_window
-from trainer.training.main import train
-from trainer.training.setup.open_run import Launch
 
 EXTRA = """
 stdout = "off"
@@ -52,8 +50,7 @@ def both(tmp_path, monkeypatch):
         monkeypatch.setenv("FAULT", json.dumps(fault or {}))
         directories = {"every": 1, "late": 8}
         for name, interval in directories.items():
-            config = load_config(path, [*SETTINGS, f"metrics.log_interval={interval}", *settings])
-            assert train(config, Launch(config_path=path, run_dir=str(tmp_path / name))) == code
+            train_here(path, tmp_path / name, *SETTINGS, f"metrics.log_interval={interval}", *settings, code=code)
         return [tmp_path / name for name in directories]
 
     return go
@@ -62,7 +59,6 @@ def both(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "settings",
     [
-        (),
         LRU,
         ("ledger.wipe_mode=full", "ledger.wipe_every=3", "metrics.per_source=true"),
         ("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=2", "ledger.sweep_every=2"),
@@ -81,7 +77,7 @@ def test_a_resumed_run_continues_as_if_it_had_never_stopped(both):
     assert run_differences(*both()) == []
 
 
-@pytest.mark.parametrize(("what", "step"), [("nan", 2), ("nan", 7), ("inf_gradient", 11)])
+@pytest.mark.parametrize(("what", "step"), [("nan", 7), ("inf_gradient", 11)])
 def test_a_bad_step_is_skipped_and_leaves_no_trace_in_weights(both, step, what):
     fault = {"what": what, "step": step, "micro": 1}
     every, late = both("train.on_non_finite=skip", *LRU, fault=fault)
@@ -117,17 +113,15 @@ def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both):
         assert (status["last_step"], "3 steps in a row" in status["reason"]) == (6, True)
 
 
-@pytest.mark.parametrize(("policy", "step"), [("stop", 8), ("skip", 3)])
-def test_a_state_that_is_not_finite_is_dropped_and_the_run_goes_on(both, policy, step):
+def test_a_state_that_is_not_finite_is_dropped_and_the_run_goes_on(both):
     """The state of one row is NaN while the loss is not: the group starts from zero."""
-    fault = {"what": "nan_state", "step": step, "micro": 0}
-    every, late = both(f"train.on_non_finite={policy}", fault=fault)
+    every, late = both(fault={"what": "nan_state", "step": 3, "micro": 0})
     rows = read_rows(late / "metrics.jsonl")
     assert sum(row.get("ledger/refused_rows", 0) for row in rows.values()) == 1
     assert run_differences(every, late) == []
 
 
-@pytest.mark.parametrize(("fault", "last"), [({"step": 2, "micro": 1}, 2), ({"step": 7}, 7), ({"step": 11}, 11)])
+@pytest.mark.parametrize(("fault", "last"), [({"step": 2, "micro": 1}, 2), ({"step": 7}, 7)])
 def test_a_stop_of_a_single_rank_takes_effect_before_it_reads_for_the_next_step(both, fault, last):
     _, late = both(fault={"what": "signal", **fault})
     status = json.loads((late / "status.json").read_text())
@@ -138,11 +132,10 @@ def test_a_stop_of_a_single_rank_takes_effect_before_it_reads_for_the_next_step(
     assert [line for line in run_differences(*resumed) if not line.startswith(("events", "checkpoints"))] == []
 
 
-@pytest.mark.parametrize(("policy", "micro_batches"), [("stop", 2), ("skip", 3)])
-def test_the_data_end_at_the_same_step(both, policy, micro_batches):
+def test_the_data_end_at_the_same_step(both):
     settings = (
-        f"train.on_non_finite={policy}",
-        f"train.micro_batches={micro_batches}",
+        "train.on_non_finite=skip",
+        "train.micro_batches=3",
         "train.steps=9999",
         "data.mixing.repeat=false",
         "data.mixing.batch_size=12",

