@@ -95,6 +95,14 @@ def test_an_underdrawn_modality_alone_is_warned_about(capsys):
     assert "long is" not in found["problem"]
 
 
+@pytest.mark.usefixtures("written")
+def test_a_blend_that_is_meant_to_change_gives_no_warning(capsys):
+    fading = 'data.source.few.weight={schedule="linear",points={0=1.0,50=0.0}}'
+    assert "of what is drawn;" not in " ".join(
+        program(["preview", "--config", "x.toml", "--set", fading], capsys).stdout.split()
+    )
+
+
 def test_paths_that_name_one_modality_each_become_sources_and_others_stay_one(corpus, monkeypatch):
     monkeypatch.chdir(corpus)
     init(["data/long/*", "data/short/0.jsonl", "data/short/1.jsonl"], out="x.toml", force=True, minutes=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import ROOT
-from trainer.files import did_you_mean, remove_leftovers, remove_tree, replace_link, replacing, write_file
+from trainer.files import did_you_mean, is_file_name, remove_leftovers, remove_tree, replace_link, replacing, write_file
 
 HELPER = "trainer/files.py"
 
@@ -103,3 +103,8 @@ def test_a_did_you_mean_differs_in_one_name_and_exists(tmp_path: Path) -> None:
     assert did_you_mean(tmp_path / "corpsu" / "cpp") == ""
     assert did_you_mean(tmp_path / "corpus" / "java") == ""
     assert did_you_mean(tmp_path / "corpus") == ""
+
+
+def test_names_of_files():
+    assert all(map(is_file_name, ("a", ".a", "a b", "ä", "...", "a\nb")))
+    assert not any(map(is_file_name, ("", ".", "..", "a/b", "/a", "a\0", None, 7, ["a"])))
