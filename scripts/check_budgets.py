@@ -29,22 +29,22 @@ AROUND = ("extensions", "contracts", "tools")
 MOST_PARAMETERS = 10
 # Each with its goal, where the project is still above it: such a ceiling is lowered with every step towards the goal.
 CEILINGS = {
-    "core: lines": (24_200, 21_000),
+    "core: lines": (23_350, 21_000),
     "core: files": (125, 125),
-    "trainer: lines": (39_800, 33_000),
+    "trainer: lines": (38_200, 33_000),
     "trainer: files": (210, 210),
-    "tests: lines": (38_600, 30_000),
-    "scripts: lines": (5_220, 5_000),
+    "tests: lines": (35_750, 30_000),
+    "scripts: lines": (5_000, 5_000),
     "words of documentation": (38_000, 38_000),
     "functions with more than 10 parameters": (4, 4),
     "places that make a UserError": (250, 250),
-    "steady step: modules": (30, 24),
-    "steady step: classes": (32, 20),
-    "steady step: functions": (110, 80),
+    "steady step: modules": (24, 24),
+    "steady step: classes": (25, 20),
+    "steady step: functions": (82, 80),
     "steady step: switches": (650, 650),
-    "logged step: modules": (40, 34),
-    "logged step: classes": (49, 30),
-    "logged step: functions": (203, 130),
+    "logged step: modules": (34, 34),
+    "logged step: classes": (43, 30),
+    "logged step: functions": (169, 130),
     "logged step: switches": (950, 950),
 }
 SETTINGS = (
@@ -130,7 +130,9 @@ def count_step(kind: str) -> dict[str, int]:
     import torch  # noqa: F401 - before the counting
 
     from trainer.cli.main import run
+    from trainer.training.run_dir import RunDir
 
+    setattr(RunDir, "keep_status", lambda *_, **__: None)  # noqa: B010 - it goes by the clock
     with tempfile.TemporaryDirectory() as name:
         for modality in ("prose", "python", "cpp"):
             folder = Path(name) / "corpus" / modality
