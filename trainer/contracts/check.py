@@ -265,8 +265,8 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
         try:
             if check in ("gradient", "autocast"):
                 _require_carry(verdicts["carry"], trial)
-            if check == "soak" and any(each.status == "broken" for each in verdicts.values()):
-                raise NotTestable("another check is broken")
+            if check == "soak":
+                _require_unbroken(verdicts)
             verdict = judge(trial)
         except NotTestable as error:
             verdict = untestable(check, error)
@@ -288,6 +288,12 @@ def _require_carry(carry: Verdict, trial: Trial) -> None:
         raise NotTestable("the state is not carried")
     if carry.status == "not testable here" and trial.width:
         raise NotTestable(f"carry is not: {carry.text}")
+
+
+def _require_unbroken(verdicts: dict[str, Verdict]) -> None:
+    """Raise `NotTestable` where the cause of a breach is known already."""
+    if broken := [check for check, verdict in verdicts.items() if verdict.status == "broken"]:
+        raise NotTestable(f"{broken[0]} is broken")
 
 
 def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:

@@ -7,9 +7,10 @@ cells of their documents, cells of the training length, a late cell, several res
 from __future__ import annotations
 
 import math
+import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
@@ -28,6 +29,8 @@ MOST_COLUMNS = 256  # of the logits: those of a large vocabulary would fill the 
 LEAST_SECONDS = 2.0
 SHARES = (0.4, 0.5, 1.0)  # of the time left, a share for each pass
 PHASES = ("reads one document", "ended and began again", "began a document late", "changes documents")
+EXACT = 1e-10  # relative rounding of float64, not of float32
+COARSE = 1e-4  # not of float32, but of bf16, whose root would be too large a change
 CHAOS = 0.1  # of the logits' spread: where one rounding has grown to this, nothing can be compared
 
 
@@ -184,9 +187,12 @@ def _find_size(trial: Trial, way: _Pass, seq_len: int, rows: int, seconds: float
 def _time_call(trial: Trial, way: _Pass, rows: int, length: int) -> float:
     """Seconds of the thread for a forward."""
     tokens, state = trial.tokens(rows, length), way.subject.zeros(rows)
-    started = time.thread_time()
-    way.subject(tokens, state, with_grad=way.with_grad)
-    return time.thread_time() - started
+    times = []
+    for _ in range(2):  # the first call may set something up
+        started = time.thread_time()
+        way.subject(tokens, state, with_grad=way.with_grad)
+        times.append(time.thread_time() - started)
+    return min(times)
 
 
 def make_batch(trial: Trial, *, rows: int, cell: int, compared: int, sample: int) -> _Batch:
@@ -213,73 +219,92 @@ def make_batch(trial: Trial, *, rows: int, cell: int, compared: int, sample: int
     return _Batch(tokens, begins, is_read, resets, lengths, list(dict.fromkeys(first_rows))[:compared])
 
 
+@dataclass(frozen=True)
+class _Alone:
+    """Runs documents of a batch alone."""
+
+    way: _Pass
+    batch: _Batch
+    columns: Tensor
+    padding: Tensor
+    """Tokens that follow a document, [1, 2 * cell]."""
+    is_cut: bool = False
+    """In cells, for a model that takes no longer rows."""
+
+    def __call__(self, document: _Document) -> Tensor:
+        """The logits [T, columns]."""
+        row, begin, end, padded = document
+        tokens = torch.cat([self.batch.tokens[row : row + 1, begin:end], self.padding], dim=1)[:, :padded]
+        pieces = torch.split(tokens, self.batch.lengths[0] if self.is_cut else padded, dim=1)
+        return self.way.read(pieces, self.columns)[: end - begin]
+
+
 def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
     """The batch against each document of the compared rows alone; their gradients too if the pass has them."""
     columns = torch.arange(trial.vocab_size) if trial.varies is None else trial.varies.nonzero().flatten()
     columns = columns[:: -(-len(columns) // MOST_COLUMNS)]
-    rows, cell = len(batch.tokens), batch.lengths[0]
-    tried = f"{way}: {rows} rows, {CELLS} cells of {cell} tokens, {len(batch.compared)} rows alone"
+    cell = batch.lengths[0]
+    tried = f"{way}: {len(batch.tokens)} rows, {CELLS} cells of {cell} tokens, {len(batch.compared)} rows alone"
+    alone = _Alone(way, batch, columns, trial.tokens(1, 2 * cell, sample=900 + sample))
+    longest = max(batch.documents(has_state=trial.width > 0), key=lambda each: each.padded)
     try:
+        alone(longest)
+    except CallFailed:
+        alone = replace(alone, is_cut=True)
+    try:
+        rounding = _measure_rounding(trial, way, alone, longest)
         joined = _read_batch(way, batch, columns)
     except CallFailed as error:
         return Verdict("soak", "warning", f"{error} ({tried})")
     if joined.shape[1] < sum(batch.lengths):
         batch = batch._replace(lengths=batch.lengths[:-1])
-    documents = list(batch.documents(has_state=trial.width > 0))
-    longest = max(documents, key=lambda each: each.padded)
-    padding = trial.tokens(1, 2 * cell, sample=900 + sample)
-    is_cut = False
-
-    def alone(document: _Document) -> Tensor:
-        row, begin, end, padded = document
-        tokens = torch.cat([batch.tokens[row : row + 1, begin:end], padding], 1)[:, :padded]
-        return way.read(tokens.split(cell if is_cut else padded, dim=1), columns)[: end - begin]
-
-    try:
-        alone(longest)
-    except CallFailed:
-        is_cut = True  # the model takes no longer rows
-    noise, horizon, is_exact = _measure_noise(trial, way, alone(longest), lambda: alone(longest), cell)
-    limit, largest = math.sqrt(noise), 0.0
     weights = torch.randn(joined.shape[1:], generator=torch.Generator().manual_seed(sample)).to(joined)
 
-    def weighted(document: _Document, logits: Tensor) -> Tensor:
-        return (logits[:horizon] * weights[document.begin : document.end][:horizon]).sum()
+    def gradient(pairs: Iterable[tuple[_Document, Tensor]]) -> list[Tensor]:
+        """Of a fixed weighted sum of the logits."""
+        within = ((each, logits[: rounding.horizon]) for each, logits in pairs)
+        terms = [(logits * weights[each.begin :][: len(logits)]).sum() for each, logits in within]
+        return _gradient(way.subject, torch.stack(terms).sum())
 
-    terms: list[Tensor] = []
-    for each in documents:
+    largest, total = 0.0, []
+    compared: list[tuple[_Document, Tensor]] = []
+    for each in batch.documents(has_state=trial.width > 0):
         found, wanted = joined[batch.compared.index(each.row), each.begin : each.end], alone(each)
-        errors = _errors(trial, found, wanted, 1 if is_exact else cell)[:horizon]
-        wrong = (errors > limit) | ~wanted[:horizon].isfinite().all(-1)
+        errors = rounding.errors(found, wanted)
+        wrong = (errors > rounding.limit) | ~wanted[: len(errors)].isfinite().all(-1)
         if wrong.any():
-            first = int(wrong.nonzero()[0])
-            size, where = float(errors[first:].max()), bisect_right(batch.edges, each.begin + first)
-            text = (
-                f"row {each.row} of {rows}, which {PHASES[each.row % len(PHASES)]}, differs from the same document run alone "
-                f"by {size:.1e} of the logits' spread from its token {first} on, in cell {where} of {cell} tokens, {way}"
-            )
-            if not wanted[first].isfinite().all():
-                text = f"the logits are not finite from token {first} of a document on, {way}"
-            return Verdict("soak", "broken", text, size, first)
+            return _breach(way, batch, each, errors, wanted, int(wrong.nonzero()[0]))
         largest = max(largest, float(errors.max()))
-        terms.append(weighted(each, found))
-
-    def of_documents() -> list[Tensor]:
-        sums = [_gradient(way.subject, weighted(each, alone(each))) for each in documents]
-        return [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
-
+        compared.append((each, found))
+        if way.backward:
+            total.append(gradient([(each, wanted)]))
     if way.backward:
-        wanted_gradient = of_documents()
-        size = _distance(_gradient(way.subject, torch.stack(terms).sum()), wanted_gradient)
+        wanted_gradient = [torch.stack(parts).sum(0) for parts in zip(*total, strict=True)]
+        size, limit = _distance(gradient(compared), wanted_gradient), rounding.limit
         if size > limit:  # the gradient may be worse conditioned than the logits
             step = math.sqrt(torch.finfo(way.subject.dtype).eps)
             with way.subject.perturbed(step):
-                limit = max(limit, math.sqrt(_distance(of_documents(), wanted_gradient) * step))
+                moved = [gradient([(each, alone(each))]) for each, _ in compared]
+            response = _distance([torch.stack(parts).sum(0) for parts in zip(*moved, strict=True)], wanted_gradient)
+            limit = max(limit, math.sqrt(response * step))
         if size > limit:
             text = f"the gradient of a batch differs from that of its documents run alone by {size:.1e} of its norm, {tried}"
             return Verdict("soak", "broken", text, size)
         largest = max(largest, size)
     return Verdict("soak", "held", f"{tried} (at most {largest:.1e})", largest)
+
+
+def _breach(way: _Pass, batch: _Batch, document: _Document, errors: Tensor, wanted: Tensor, first: int) -> Verdict:
+    """The first wrong token of a document."""
+    row, size = document.row, float(errors[first:].max())
+    where = bisect_right(batch.edges, document.begin + first)
+    text = (
+        f"row {row} of {len(batch.tokens)}, which {PHASES[row % len(PHASES)]}, differs from the same document run alone by "
+        f"{size:.1e} of the logits' spread from its token {first} on, in cell {where} of {batch.lengths[0]} tokens, {way}"
+    )
+    if not wanted[first].isfinite().all():
+        text = f"the logits are not finite from token {first} of a document on, {way}"
+    return Verdict("soak", "broken", text, size, first)
 
 
 def _read_batch(way: _Pass, batch: _Batch, columns: Tensor) -> Tensor:
@@ -306,18 +331,31 @@ def _read_batch(way: _Pass, batch: _Batch, columns: Tensor) -> Tensor:
     return torch.cat(logits, dim=1)
 
 
-def _errors(trial: Trial, found: Tensor, wanted: Tensor, cell: int) -> Tensor:
-    """Relative errors [T]; their median over `cell` tokens where rounding may choose another expert for one of them."""
-    errors = relative(found.detach().double(), wanted.detach().double(), trial.unit)
-    return torch.cat([part.median().expand_as(part) for part in errors.split(cell)]) if cell > 1 else errors
+@dataclass(frozen=True)
+class _Rounding:
+    """What rounding explains.
+
+    Attributes:
+        limit: the relative error above which logits are wrong.
+        horizon: tokens of a document that can be compared.
+        chunk: tokens over which the median of errors is taken, where rounding may choose another expert for one of them.
+    """
+
+    unit: float
+    limit: float = math.inf
+    horizon: int = sys.maxsize
+    chunk: int = 1
+
+    def errors(self, found: Tensor, wanted: Tensor) -> Tensor:
+        """Relative errors, [T]."""
+        errors = relative(found.detach().double(), wanted.detach().double(), self.unit)
+        if self.chunk > 1:
+            errors = torch.cat([part.median().expand_as(part) for part in torch.split(errors, self.chunk)])
+        return errors[: self.horizon]
 
 
-def _measure_noise(
-    trial: Trial, way: _Pass, wanted: Tensor, run: Callable[[], Tensor], cell: int
-) -> tuple[float, int, bool]:
-    """Relative error that rounding makes, the number of tokens that it allows to compare, and whether that is in float64.
-
-    As for `Trial.noise`, for a document as long as the soak's.
+def _measure_rounding(trial: Trial, way: _Pass, alone: _Alone, document: _Document) -> _Rounding:
+    """As `Trial.noise`, of a document as long as the soak's.
 
     Raises:
         NotTestable: rounding hides everything.
@@ -326,17 +364,18 @@ def _measure_noise(
     eps = float(torch.finfo(effective_dtype(replace(trial, subject=subject), trial.tokens(length=trial.cell))).eps)
     if subject.device.type == "cuda" and subject.dtype == torch.float32:
         eps = max(eps, 2.0**-10)  # of TF32, which matrix products and convolutions may use
-    is_exact, step = eps < 1e-10, math.sqrt(eps) if eps < 1e-4 else eps
+    rounding = _Rounding(trial.unit, chunk=1 if eps < EXACT else alone.batch.lengths[0])
+    step = math.sqrt(eps) if eps < COARSE else eps
+    wanted = alone(document)
     with subject.perturbed(step):
-        moved = _errors(trial, run(), wanted, 1 if is_exact else cell).cummax(0).values
+        moved = rounding.errors(alone(document), wanted).cummax(0).values
     horizon = int((moved <= CHAOS).sum())
+    response = float(moved[horizon - 1]) * eps / step if horizon else math.inf
     largest = float(wanted.detach().abs().nan_to_num(0, 0, 0).max()) / trial.unit
-    noise = max(
-        float(moved[:horizon].amax()) * eps / step if horizon else math.inf, 2 * eps * min(max(largest, 1.0), 1e3)
-    )
+    noise = max(response, 2 * eps * min(max(largest, 1.0), 1e3))
     if noise > CHAOS:
         raise NotTestable(f"one rounding moves the logits by {noise:.1e} of their spread")
-    return noise, horizon, is_exact
+    return replace(rounding, limit=math.sqrt(noise), horizon=horizon)
 
 
 def _gradient(subject: Subject, loss: Tensor) -> list[Tensor]:
