@@ -93,7 +93,7 @@ class ModelTable(Table):
     """Further keyword arguments of the family or the target."""
     weights: Text | None = None
     """Initial weights: a .safetensors file, or a directory written by `train export`. Ignored on resume."""
-    trust: list[Literal["forward", "purity", "carry", "causality", "isolation", "resets"]] = []
+    trust: list[Literal["forward", "purity", "carry", "causality", "isolation", "resets", "soak"]] = []
     """Parts of its contract that the model may break (docs/contracts.md)."""
     contract: bool = True
     """Check your own model's contract before a run, by some hundred calls of copies."""

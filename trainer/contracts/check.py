@@ -263,10 +263,7 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
         if request.is_over:
             break
         try:
-            if check in ("gradient", "autocast"):
-                _require_carry(verdicts["carry"], trial)
-            if check == "soak":
-                _require_unbroken(verdicts)
+            _require(check, verdicts, trial)
             verdict = judge(trial)
         except NotTestable as error:
             verdict = untestable(check, error)
@@ -282,17 +279,16 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
     return f"judged in {precision}, rows of {trial.length} tokens in cells of {trial.cell}, on {trial.subject.device}"
 
 
-def _require_carry(carry: Verdict, trial: Trial) -> None:
-    """Raise `NotTestable` where the state is not carried, or nobody knows."""
-    if carry.status == "broken":
-        raise NotTestable("the state is not carried")
-    if carry.status == "not testable here" and trial.width:
-        raise NotTestable(f"carry is not: {carry.text}")
-
-
-def _require_unbroken(verdicts: dict[str, Verdict]) -> None:
-    """Raise `NotTestable` where the cause of a breach is known already."""
-    if broken := [check for check, verdict in verdicts.items() if verdict.status == "broken"]:
+def _require(check: str, verdicts: dict[str, Verdict], trial: Trial) -> None:
+    """Raise `NotTestable` where the verdicts so far leave nothing to check."""
+    carry = verdicts.get("carry")
+    if check in ("gradient", "autocast") and carry is not None:
+        if carry.status == "broken":
+            raise NotTestable("the state is not carried")
+        if carry.status == "not testable here" and trial.width:
+            raise NotTestable(f"carry is not: {carry.text}")
+    broken = [name for name, verdict in verdicts.items() if verdict.status == "broken"]
+    if check == "soak" and broken:
         raise NotTestable(f"{broken[0]} is broken")
 
 
@@ -321,7 +317,7 @@ def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
         with trial.in_mode(training):
             model = subject.fresh()
             results[training], found = _with_writes(trial, tokens, state, model)
-            written = written or found
+            written = written or found or _under_grad(trial, tokens, state, results[training])
             kept, size = _again(trial, tokens, state, model, results[training])
         if kept:
             break
@@ -384,6 +380,17 @@ def _with_writes(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.M
         what = "the incoming state" if is_state else "tokens"
         return result, f"forward writes into {what}, in place; compute a new tensor instead"
     return result, ""
+
+
+def _under_grad(trial: Trial, tokens: Tensor, state: Tensor | None, wanted: Result) -> str:
+    """How a call with gradients enabled differs from one without; empty if it does not."""
+    logits, end = trial.subject(tokens, state, with_grad=True, on=trial.subject.fresh())
+    found = Result(logits.detach().double(), end.detach() if isinstance(end, Tensor) else None)
+    size = _difference(trial, found, wanted)
+    if size <= max(64 * trial.noise, trial.noise**0.5):
+        return ""
+    mode = "train" if trial.subject.training else "eval"
+    return f"in {mode}(), forward gives another answer with gradients enabled than under torch.no_grad(), by {size:.1e}"
 
 
 def _difference(trial: Trial, found: Result, wanted: Result) -> float:

@@ -10,7 +10,8 @@ import math
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
@@ -24,14 +25,15 @@ from trainer.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effec
 LEAST_ROWS = 9  # a fault may begin beyond 2, 4 or 8 rows
 MOST_ROWS = 64
 CELLS = 6  # of the training length; one of another length follows
-COMPARED = (7, 4)  # rows that are also run alone: as many as the time allows
+COMPARED = (7, 4, 2)  # rows that are also run alone: as many as the time allows
 MOST_COLUMNS = 256  # of the logits: those of a large vocabulary would fill the memory
 LEAST_SECONDS = 2.0
+SLOW_CALL = 0.05  # seconds, beside which setting up takes little
 SHARES = (0.4, 0.5, 1.0)  # of the time left, a share for each pass
 PHASES = ("reads one document", "ended and began again", "began a document late", "changes documents")
 EXACT = 1e-10  # relative rounding of float64, not of float32
 COARSE = 1e-4  # not of float32, but of bf16, whose root would be too large a change
-CHAOS = 0.1  # of the logits' spread: where one rounding has grown to this, nothing can be compared
+CHAOS = 0.25  # of the logits' spread: where one rounding has grown to this, nothing can be compared
 
 
 class _Document(NamedTuple):
@@ -65,22 +67,24 @@ class _Batch(NamedTuple):
         return [0, *accumulate(self.lengths)]
 
     def documents(self, *, has_state: bool) -> Iterator[_Document]:
-        """The documents of the compared rows; of a model without state, each cell but for its last quarter.
+        """The documents of the compared rows; of a model without state, those of each cell.
 
-        Run alone, a document is followed by other tokens, up to whole cells: models may need a multiple of a chunk.
+        Run alone, a document is followed by other tokens, up to whole cells: models may need a multiple of a chunk. Of a cell
+        of a model without state, the last quarter is replaced too, so that later tokens always differ.
         """
-        cell, edges = self.lengths[0], self.edges
+        edges, cell = self.edges, self.lengths[0]
         for row in self.compared:
-            if not has_state:
-                yield from (_Document(row, at, end - (end - at) // 4, end - at) for at, end in pairwise(edges))
-                continue
-            starts = {edges[at] for at in range(len(self.lengths)) if self.begins[row, at]}
+            starts = {edges[at] for at in range(len(self.lengths)) if self.begins[row, at] or not has_state}
             if self.resets is not None:
                 starts |= set(self.resets[row, : edges[-1]].nonzero().flatten().tolist())
-            ends = {edges[at] for at in range(len(self.lengths)) if not self.is_read[row, at]}
+            ends = {edges[at] for at in range(len(self.lengths)) if not self.is_read[row, at] and has_state}
             for begin, end in pairwise(sorted(starts | ends | {edges[-1]})):
-                if begin not in ends:
-                    yield _Document(row, begin, end, -(-(end - begin) // cell) * cell)
+                length = end - begin
+                if not has_state:
+                    whole = self.lengths[bisect_right(edges, begin) - 1]
+                    yield _Document(row, begin, min(end, begin + whole - whole // 4), whole)
+                elif begin not in ends:
+                    yield _Document(row, begin, end, -(-length // cell) * cell)
 
 
 @dataclass(frozen=True)
@@ -129,41 +133,52 @@ def check_soak(trial: Trial, working: Subject, *, seq_len: int, rows: int, deadl
         _Pass(trial.subject, training=False),
         _Pass(trial.subject, trains, with_grad=True, backward=trial.facts.get("gradient") == "held"),
     ]
-    held: list[Verdict] = []
+    held: dict[str, list[Verdict]] = {}
     missing: list[str] = []
     for way, share in zip(passes, SHARES, strict=True):
         before, way.subject.training = way.subject.training, way.training
         try:
-            found = _judge(trial, way, seq_len, rows, share * (deadline - time.thread_time()))
+            size = _find_size(trial, way, seq_len, rows, share * (deadline - time.thread_time()))
+            found = _judge(trial, way, size)
         except (NotTestable, CallFailed) as error:
-            missing.append(f"{way}: not testable here: {error}")
+            missing.append(f"; {way}: not testable here: {error}")
             continue
         finally:
             way.subject.training = before
         if found.status != "held":
             return found
-        held.append(found)
+        held.setdefault(str(size), []).append(found)
     if not held:
-        return untestable("soak", missing[0])
-    text = "; ".join([*(each.text for each in held), *missing])
-    size = max(each.size or 0.0 for each in held)
-    return Verdict("soak", "held", f"documents in a batch equal the same run alone, in {text}{trial.mode_note}", size)
+        return untestable("soak", missing[0].removeprefix("; "))
+    tried = "; ".join(f"{', '.join(each.text for each in found)} ({size})" for size, found in held.items())
+    text = f"documents in a batch equal the same run alone, in {tried}{''.join(missing)}{trial.mode_note}"
+    return Verdict("soak", "held", text, max(each.size or 0.0 for found in held.values() for each in found))
 
 
-def _judge(trial: Trial, way: _Pass, seq_len: int, rows: int, seconds: float) -> Verdict:
+def _judge(trial: Trial, way: _Pass, size: _Size) -> Verdict:
     """One pass; a breach must show with every draw of tokens."""
-    rows, cell, compared = _find_size(trial, way, seq_len, rows, seconds)
     breaches = []
     for sample in SAMPLES:
-        found = _compare(trial, way, make_batch(trial, rows=rows, cell=cell, compared=compared, sample=sample), sample)
+        found = _compare(trial, way, make_batch(trial, size, sample), sample)
         if found.status != "broken":
             return found
         breaches.append(found)
     return breaches[0]
 
 
-def _find_size(trial: Trial, way: _Pass, seq_len: int, rows: int, seconds: float) -> tuple[int, int, int]:
-    """Rows, tokens of a cell and rows to compare that fit the time: fewer rows first, then shorter cells.
+class _Size(NamedTuple):
+    """Of a batch: rows, tokens of a cell, rows that are also run alone."""
+
+    rows: int
+    cell: int
+    compared: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows, {self.compared} of them alone, {CELLS} cells of {self.cell} tokens"
+
+
+def _find_size(trial: Trial, way: _Pass, seq_len: int, rows: int, seconds: float) -> _Size:
+    """The first size that fits the time: fewer rows first, then shorter cells.
 
     Raises:
         CallFailed: the model takes none of these shapes.
@@ -175,28 +190,32 @@ def _find_size(trial: Trial, way: _Pass, seq_len: int, rows: int, seconds: float
     rows, reads = min(max(rows, LEAST_ROWS), MOST_ROWS), (CELLS + 1.5) * (3 if way.backward else 1)
     for cell in (seq_len, *shorter):
         one = _time_call(trial, way, 1, cell)
-        if reads * one > seconds:
+        if reads * one * (1 + COMPARED[-1] + 2) > seconds:
             continue
         many = _time_call(trial, way, LEAST_ROWS, cell)
+        with suppress(CallFailed):  # a long row may take longer than its cells
+            one = max(one, _time_call(trial, way, 1, CELLS * cell) / CELLS)
         for count, compared in product(dict.fromkeys((rows, LEAST_ROWS)), COMPARED):
-            if reads * (many * count / LEAST_ROWS + one * compared) <= seconds:
-                return count, cell, compared
-    raise NotTestable(f"it would take more than {seconds:.1f} s")
+            if reads * (many * count / LEAST_ROWS + one * (compared + 2)) <= seconds:  # two more measure rounding
+                return _Size(count, cell, compared)
+    raise NotTestable(f"it would take more than the {max(seconds, 0.0):.1f} s that are left for it")
 
 
 def _time_call(trial: Trial, way: _Pass, rows: int, length: int) -> float:
     """Seconds of the thread for a forward."""
     tokens, state = trial.tokens(rows, length), way.subject.zeros(rows)
-    times = []
     for _ in range(2):  # the first call may set something up
         started = time.thread_time()
         way.subject(tokens, state, with_grad=way.with_grad)
-        times.append(time.thread_time() - started)
-    return min(times)
+        seconds = time.thread_time() - started
+        if seconds > SLOW_CALL:
+            break
+    return seconds
 
 
-def make_batch(trial: Trial, *, rows: int, cell: int, compared: int, sample: int) -> _Batch:
+def make_batch(trial: Trial, size: _Size, sample: int) -> _Batch:
     """A batch in mixed phases: row i is in phase i modulo their number."""
+    rows, cell, compared = size
     lengths = [cell] * CELLS + [cell + cell // 2 - 1] * (trial.takes_cells and cell > 1)
     begins = torch.zeros(rows, len(lengths), dtype=torch.bool)
     is_read = torch.ones_like(begins)
@@ -211,10 +230,11 @@ def make_batch(trial: Trial, *, rows: int, cell: int, compared: int, sample: int
         elif phase == 3 and resets is None:
             begins[row, [1, 5]] = True
         elif resets is not None and phase == 3:
-            # Near the start, two adjacent ones and the last token of a cell; two in a later one; the begin of a third.
-            first = {cell + at for at in (min(1, cell - 1), cell // 3, min(cell // 3 + 1, cell - 1), cell - 1)}
-            resets[row, [*first, 3 * cell + cell // 2, 3 * cell + 3 * cell // 4, 5 * cell]] = True
-    first_rows = [3, 0, 1, 2, rows - 1, *(2**k for k in range(2, 12) if 2**k < rows), *range(rows)]
+            # In the first cell; near each other, and the last token of a cell; two in a later one; the begin of a third.
+            close = {cell + min(at, cell - 1) for at in (1, 3, cell // 3 + 2, cell // 3 + 3, cell - 1)}
+            resets[row, [cell // 2, *close, 3 * cell + cell // 2, 3 * cell + 3 * cell // 4, 5 * cell]] = True
+    last = (rows - 1) // len(PHASES) * len(PHASES)  # of those that read one document
+    first_rows = [3, last, 1, 2, rows - 1, *(2**k for k in range(2, 12) if 2**k < rows), *range(rows)]
     tokens = trial.tokens(rows, sum(lengths), sample=sample)
     return _Batch(tokens, begins, is_read, resets, lengths, list(dict.fromkeys(first_rows))[:compared])
 
@@ -244,18 +264,18 @@ def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
     columns = torch.arange(trial.vocab_size) if trial.varies is None else trial.varies.nonzero().flatten()
     columns = columns[:: -(-len(columns) // MOST_COLUMNS)]
     cell = batch.lengths[0]
-    tried = f"{way}: {len(batch.tokens)} rows, {CELLS} cells of {cell} tokens, {len(batch.compared)} rows alone"
     alone = _Alone(way, batch, columns, trial.tokens(1, 2 * cell, sample=900 + sample))
     longest = max(batch.documents(has_state=trial.width > 0), key=lambda each: each.padded)
     try:
-        alone(longest)
-    except CallFailed:
-        alone = replace(alone, is_cut=True)
-    try:
-        rounding = _measure_rounding(trial, way, alone, longest)
+        try:
+            wanted = alone(longest)
+        except CallFailed:  # the model takes no longer rows
+            alone = replace(alone, is_cut=True)
+            wanted = alone(longest)
+        rounding = _measure_rounding(trial, way, wanted, lambda: alone(longest), cell)
         joined = _read_batch(way, batch, columns)
     except CallFailed as error:
-        return Verdict("soak", "warning", f"{error} ({tried})")
+        return Verdict("soak", "warning", f"{error} ({len(batch.tokens)} rows, {way})")
     if joined.shape[1] < sum(batch.lengths):
         batch = batch._replace(lengths=batch.lengths[:-1])
     weights = torch.randn(joined.shape[1:], generator=torch.Generator().manual_seed(sample)).to(joined)
@@ -288,10 +308,12 @@ def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
             response = _distance([torch.stack(parts).sum(0) for parts in zip(*moved, strict=True)], wanted_gradient)
             limit = max(limit, math.sqrt(response * step))
         if size > limit:
-            text = f"the gradient of a batch differs from that of its documents run alone by {size:.1e} of its norm, {tried}"
+            text = (
+                f"the gradient of a batch differs from that of its documents run alone by {size:.1e} of its norm, {way}"
+            )
             return Verdict("soak", "broken", text, size)
         largest = max(largest, size)
-    return Verdict("soak", "held", f"{tried} (at most {largest:.1e})", largest)
+    return Verdict("soak", "held", f"{way} to {largest:.0e}", largest)
 
 
 def _breach(way: _Pass, batch: _Batch, document: _Document, errors: Tensor, wanted: Tensor, first: int) -> Verdict:
@@ -354,8 +376,8 @@ class _Rounding:
         return errors[: self.horizon]
 
 
-def _measure_rounding(trial: Trial, way: _Pass, alone: _Alone, document: _Document) -> _Rounding:
-    """As `Trial.noise`, of a document as long as the soak's.
+def _measure_rounding(trial: Trial, way: _Pass, wanted: Tensor, run: Callable[[], Tensor], cell: int) -> _Rounding:
+    """As `Trial.noise`, of a document as long as the soak's, whose logits are `wanted` and which `run` runs again.
 
     Raises:
         NotTestable: rounding hides everything.
@@ -364,11 +386,10 @@ def _measure_rounding(trial: Trial, way: _Pass, alone: _Alone, document: _Docume
     eps = float(torch.finfo(effective_dtype(replace(trial, subject=subject), trial.tokens(length=trial.cell))).eps)
     if subject.device.type == "cuda" and subject.dtype == torch.float32:
         eps = max(eps, 2.0**-10)  # of TF32, which matrix products and convolutions may use
-    rounding = _Rounding(trial.unit, chunk=1 if eps < EXACT else alone.batch.lengths[0])
+    rounding = _Rounding(trial.unit, chunk=1 if eps < EXACT else cell)
     step = math.sqrt(eps) if eps < COARSE else eps
-    wanted = alone(document)
     with subject.perturbed(step):
-        moved = rounding.errors(alone(document), wanted).cummax(0).values
+        moved = rounding.errors(run(), wanted).cummax(0).values
     horizon = int((moved <= CHAOS).sum())
     response = float(moved[horizon - 1]) * eps / step if horizon else math.inf
     largest = float(wanted.detach().abs().nan_to_num(0, 0, 0).max()) / trial.unit

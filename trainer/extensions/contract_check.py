@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from trainer.config.rules import largest_batch
 from trainer.config.schema import ModelTable
 from trainer.contracts import Report, check_model
 from trainer.data.batch import accepted_inputs, check_inputs
@@ -28,7 +29,7 @@ MAX_WORK = 20_000_000_000
 MAX_LOGITS = 100_000_000
 MAX_SECONDS = 60.0
 
-REFUSED = ("forward", "purity", "isolation", "causality", "carry", "resets")
+REFUSED = ("forward", "purity", "isolation", "causality", "carry", "resets", "soak")
 """Breaches that a run refuses, unless `[model] trust` names them: each spoils what is trained, in silence. Causes first: a
 state that is hidden in the module, and rows that are mixed, break carry too."""
 
@@ -83,6 +84,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             seq_len=tokens,
             pieces=(tokens - burn_in, burn_in) if burn_in else (),
             autocast=AUTOCAST[plan.config.train.precision],
+            rows=largest_batch(plan.config.data.mixing),
             max_seconds=MAX_SECONDS,
         )
     if is_full:
