@@ -306,6 +306,48 @@ class FusedRecurrentInEval(Ema):
         return out, out[:, -1]
 
 
+class RotaryCounter(Language):
+    """A window of three whose angles come from a counter in the state: only differences matter, so its gradient is 0."""
+
+    def __init__(self) -> None:
+        super().__init__(2 * DIM + 1)
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        before = state[:, :-1].to(x.dtype).reshape(-1, 2, DIM)
+        seen, start = torch.cat([before, x], dim=1), state[:, -1:].to(x.dtype)
+        at = 0.3 * (start + torch.arange(-2, x.shape[1], device=x.device))  # [B, T + 2]
+        phase = torch.polar(torch.ones_like(at), at)
+        turned = seen[..., None, : DIM // 2] * torch.stack([phase.real, phase.imag], dim=-1)[..., None]
+        query = turned[:, 2:]
+        out = sum(
+            (query * turned[:, lag : lag + x.shape[1]]).sum((-1, -2))[..., None] * seen[:, lag : lag + x.shape[1]]
+            for lag in range(3)
+        )
+        return x + out, torch.cat([seen[:, -2:].flatten(1), start + x.shape[1]], dim=1)
+
+
+class EmptyLeaf(NestedLstm):
+    """A leaf of no numbers, as a layer without a state returns it."""
+
+    def forward(self, tokens: Tensor, state: Any = None) -> Any:
+        found = super().forward(tokens, state)
+        found.state["none"] = found.logits.new_zeros(len(tokens), 0)
+        return found
+
+
+class Parity(Language):
+    """A discrete state: whether the number of odd tokens so far is odd."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        start = tokens.new_zeros(len(tokens), 1) if state is None else state.long()
+        parity = (start + tokens.cumsum(1)) % 2  # [B, T]
+        logits = self.head(self.embedding(tokens) + self.embedding(parity))
+        return ModelOutput(logits, parity[:, -1:].to(logits.dtype))
+
+
 def rg_lru(vocab_size: int = VOCAB) -> nn.Module:
     return build(vocab_size, DIM, 2)
 
@@ -331,4 +373,6 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "vocabulary padded with -1e9": lambda: PaddedVocabulary(-1e9),
     "head of zeros": ZeroHead,
     "another kernel in eval": FusedRecurrentInEval,
+    "a counter of relative positions": RotaryCounter,
+    "an empty leaf": EmptyLeaf,
 }

@@ -15,6 +15,7 @@ from trainer.contracts.trial import CELLS, NO_STATE, ROWS, TESTABLE, Trial, Verd
 
 ALLOWED = 8.0
 """Errors of the cut row, in units of those that the uncut row has at this precision."""
+STATE_DRAWS = 8  # one draw of a discrete state may be the zeros that it is compared with
 RETURNS_NONE = (
     "forward takes a state and returns none, so every cell starts from zero: return ModelOutput(..., state=...), or set "
     "state_width = 0 on a model without a state"
@@ -110,11 +111,13 @@ def check_state_used(trial: Trial) -> Verdict:
     """Whether another incoming state changes the logits."""
     if not trial.width:
         return untestable("state_used", NO_STATE)
-    subject, tokens = trial.subject, trial.tokens(length=trial.cell)
-    with_state = subject(tokens, trial.start_state(ROWS)).logits
-    size = float(trial.errors(with_state, subject(tokens, subject.zeros(ROWS)).logits).max())
-    if size > TESTABLE * trial.noise:
-        return Verdict("state_used", "held", f"another state moves the logits by {size:.1e} of their spread", size)
+    subject, size = trial.subject, 0.0
+    for sample in range(STATE_DRAWS):
+        tokens = trial.tokens(length=trial.cell, sample=sample)
+        with_state = subject(tokens, trial.start_state(ROWS, sample=sample)).logits
+        size = float(trial.errors(with_state, subject(tokens, subject.zeros(ROWS)).logits).max())
+        if size > TESTABLE * trial.noise:
+            return Verdict("state_used", "held", f"another state moves the logits by {size:.1e} of their spread", size)
     text = "logits do not depend on the incoming state: the ledger carries it for nothing"
     return Verdict("state_used", "warning", text, size)
 
@@ -232,11 +235,11 @@ def _judge_gradient(trial: Trial) -> Verdict:
     except CallFailed as error:
         text = f"backward through the incoming state fails, which matters with train.tbptt_cells > 1 ({error})"
         return Verdict("gradient", "warning", text)
-    size, noise = _distance(cut, whole), trial.noise
+    size, noise = _distance(cut, whole, trial.noise), trial.noise
     if size > math.sqrt(noise):  # the gradient may be worse conditioned than the logits
         step = math.sqrt(_eps(subject.dtype))
         with subject.perturbed(step):
-            noise = max(_distance(of_whole(), whole) * step, noise)
+            noise = max(_distance(of_whole(), whole, trial.noise) * step, noise)
     if size > math.sqrt(noise):
         text = (
             f"the gradient through a cut differs from the uncut row's by {size:.1e} of its norm (rounding: {noise:.0e})"
@@ -273,14 +276,24 @@ def _gradients(
     return [torch.zeros_like(p) if g is None else g for g, p in zip(found, wanted, strict=True)]
 
 
-def _distance(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """The larger of the relative distances of the leaf's gradient (first) and of all parameters' together."""
+def _distance(found: list[Tensor], wanted: list[Tensor], noise: float) -> float:
+    """The larger of the relative distances of the leaf's gradient (first) and of all parameters' together.
+
+    A leaf's gradient that is 0 but for rounding, such as a counter's, is compared with that of the parameters.
+    """
+    gaps = [a.double() - b.double() for a, b in zip(found, wanted, strict=True)]
+    leaf, parameters = _norm(wanted[:1]), _norm(wanted[1:])
     sizes = []
-    for ours, theirs in ((found[:1], wanted[:1]), (found[1:], wanted[1:])):
-        norm = math.sqrt(sum(float(each.double().square().sum()) for each in theirs))
-        gap = math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in zip(ours, theirs, strict=True)))
+    for gap, norm in (
+        (_norm(gaps[:1]), leaf if leaf > math.sqrt(noise) * parameters else parameters),
+        (_norm(gaps[1:]), parameters),
+    ):
         sizes.append(gap / norm if norm else (0.0 if gap == 0.0 else math.inf))
     return math.inf if any(math.isnan(size) for size in sizes) else max(sizes)
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
 
 
 def check_checkpointing(trial: Trial) -> Verdict:
@@ -305,7 +318,7 @@ def check_checkpointing(trial: Trial) -> Verdict:
         except (NotTestable, CallFailed) as error:
             return untestable("checkpointing", error)
         try:
-            size = _distance(gradients(2), plain)
+            size = _distance(gradients(2), plain, trial.noise)
         except CallFailed as error:
             return Verdict("checkpointing", "broken", f"recomputing the forward fails: {error}")
     if size > math.sqrt(trial.noise):

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from trainer.contracts.carry import check_carry, check_checkpointing, check_gradient, check_precision, check_state_used
 from trainer.contracts.rows import check_causality, check_isolation, check_resets
+from trainer.contracts.soak import LEAST_ROWS, LEAST_SECONDS, check_soak
 from trainer.contracts.subject import (
     CallFailed,
     NotTestable,
@@ -43,6 +44,7 @@ def check_model(
     seq_len: int = 64,
     pieces: Sequence[int] = (),
     autocast: torch.dtype | None = None,
+    rows: int = LEAST_ROWS,
     max_seconds: float = 60.0,
 ) -> Report:
     """Check that a model keeps the contract of `trainer.model.protocol.SequenceModel`.
@@ -57,6 +59,8 @@ def check_model(
         seq_len: tokens of a cell in training. Only `forward` and models that take no other length use rows of it.
         pieces: other lengths of rows that training has (burn-in), for `forward`.
         autocast: dtype of autocast in training; None: none.
+        rows: of a batch in training; the soak takes `LEAST_ROWS` or more. It takes at most as long as the other checks, or two
+            seconds; its verdict says what it tried.
         max_seconds: of the calling thread's own work, however busy the machine is. No further check begins after it; those left
             are `not testable here`.
     """
@@ -65,7 +69,8 @@ def check_model(
     how = "nothing was run"
     with _left_alone(model):
         try:
-            how = _check(model, vocab_size, (seq_len, *pieces), autocast, time.thread_time() + max_seconds, verdicts)
+            request = _Request(vocab_size, (seq_len, *pieces), autocast, rows, time.thread_time(), max_seconds)
+            how = _check(model, request, verdicts)
         except (CallFailed, NotTestable) as error:
             how, why = "nothing else was run" if verdicts else how, str(error)
         else:
@@ -74,15 +79,33 @@ def check_model(
     return Report(ordered, how, time.perf_counter() - started)
 
 
-def _check(
-    model: nn.Module,
-    vocab_size: int,
-    lengths: Sequence[int],
-    autocast: torch.dtype | None,
-    deadline: float,
-    verdicts: dict[str, Verdict],
-) -> str:
+class _Request(NamedTuple):
+    """What `check_model` was asked for, and when, in the calling thread's time."""
+
+    vocab_size: int
+    lengths: Sequence[int]
+    autocast: torch.dtype | None
+    rows: int
+    began: float
+    max_seconds: float
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further check may begin."""
+        return time.thread_time() > self.began + self.max_seconds
+
+    def soak(self, trial: Trial, working: Subject) -> Verdict:
+        """The last check, which may take as long as the others did, or `LEAST_SECONDS`."""
+        now = time.thread_time()
+        deadline = min(self.began + self.max_seconds, now + max(LEAST_SECONDS, now - self.began))
+        return check_soak(
+            trial, working.with_autocast(self.autocast), seq_len=self.lengths[0], rows=self.rows, deadline=deadline
+        )
+
+
+def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) -> str:
     """Fill in the verdicts; returns the circumstances."""
+    vocab_size, lengths, autocast, *_ = request
     model = getattr(model, "_orig_mod", model)  # of torch.compile, where a compilation per shape would take minutes
     with_resets = takes_resets(model)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
@@ -102,7 +125,7 @@ def _check(
         raise NotTestable("a vocabulary of one token says nothing")
     options: dict[str, Any] = {"vocab_size": vocab_size, "seq_len": lengths[0], "takes_resets": with_resets}
     try:
-        return _judge_exactly(working, live, options, deadline, verdicts)
+        return _judge_exactly(working, live, options, request, verdicts)
     except CallFailed as error:
         text = f"{error}, after it ran with tokens {[1, lengths[0]]}"
         verdicts["forward"] = Verdict("forward", "broken", text)
@@ -180,7 +203,7 @@ def takes_resets(model: nn.Module) -> bool:
 
 
 def _judge_exactly(
-    working: Subject, live: Subject, options: dict[str, Any], deadline: float, verdicts: dict[str, Verdict]
+    working: Subject, live: Subject, options: dict[str, Any], request: _Request, verdicts: dict[str, Verdict]
 ) -> str:
     """Judge in float64 if the model runs in it, in its own dtype otherwise; returns the circumstances.
 
@@ -193,7 +216,7 @@ def _judge_exactly(
         trial = make_trial(working, **options)
     before = dict(verdicts)
     try:
-        return _judge(trial, working, live, deadline, verdicts)
+        return _judge(trial, working, live, request, verdicts)
     except CallFailed:
         if trial.subject is working:
             raise
@@ -201,10 +224,10 @@ def _judge_exactly(
     verdicts.clear()
     verdicts.update(before)
     working.is_pure, working.training = False, True
-    return _judge(make_trial(working, **options), working, live, deadline, verdicts)
+    return _judge(make_trial(working, **options), working, live, request, verdicts)
 
 
-def _judge(trial: Trial, working: Subject, live: Subject, deadline: float, verdicts: dict[str, Verdict]) -> str:
+def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, verdicts: dict[str, Verdict]) -> str:
     """Make every check but `forward`; returns the circumstances."""
     for training in (True, False):
         with trial.in_mode(training):
@@ -234,13 +257,16 @@ def _judge(trial: Trial, working: Subject, live: Subject, deadline: float, verdi
         "gradient": check_gradient,
         "checkpointing": check_checkpointing,
         "autocast": check_autocast,
+        "soak": lambda trial: request.soak(trial, working),
     }
     for check, judge in checks.items():
-        if time.thread_time() > deadline:
+        if request.is_over:
             break
         try:
             if check in ("gradient", "autocast"):
                 _require_carry(verdicts["carry"], trial)
+            if check == "soak":
+                _require_unbroken(verdicts)
             verdict = judge(trial)
         except NotTestable as error:
             verdict = untestable(check, error)
@@ -262,6 +288,12 @@ def _require_carry(carry: Verdict, trial: Trial) -> None:
         raise NotTestable("the state is not carried")
     if carry.status == "not testable here" and trial.width:
         raise NotTestable(f"carry is not: {carry.text}")
+
+
+def _require_unbroken(verdicts: dict[str, Verdict]) -> None:
+    """Raise `NotTestable` where the cause of a breach is known already."""
+    if broken := [check for check, verdict in verdicts.items() if verdict.status == "broken"]:
+        raise NotTestable(f"{broken[0]} is broken")
 
 
 def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:

@@ -27,6 +27,7 @@ CHECKS: Final = {
     "purity": "the result depends on the arguments and the weights alone, in train() as in eval()",
     "checkpointing": "recomputation under activation checkpointing gives the same gradient",
     "autocast": "carry, causality and isolation under bf16 autocast",
+    "soak": "a batch in mixed phases, read as training reads it, equals each of its documents run alone",
 }
 """Every check and what it asserts, in the order in which they are reported."""
 

@@ -124,7 +124,10 @@ class StateLayout:
         dtype = torch.float32
         for leaf in leaves:
             dtype = torch.promote_types(dtype, leaf.dtype)
-        return torch.cat([leaf.reshape(leaf.shape[0], -1).to(dtype) for leaf in leaves], dim=1)
+        return torch.cat(
+            [found.reshape(len(found), leaf.size).to(dtype) for leaf, found in zip(self.leaves, leaves, strict=True)],
+            dim=1,
+        )
 
     def unflatten(self, rows: Tensor) -> Any:
         """The state that rows [B, width] stand for, each tensor in the type of its leaf, or in a wider one of `rows`."""
@@ -133,7 +136,7 @@ class StateLayout:
         for leaf, piece in zip(self.leaves, pieces, strict=True):
             # A model that is run in float64 has states of float64.
             dtype = rows.dtype if rows.dtype == torch.float64 else leaf.dtype
-            found.append(piece.reshape(-1, *leaf.shape).to(dtype))
+            found.append(piece.reshape(len(rows), *leaf.shape).to(dtype))
         return pytree.tree_unflatten(found, self._spec)
 
     def to_json(self) -> list[list[Any]]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, NestedLstm, RouterLoss
+from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, NestedLstm, Parity, RouterLoss
 from tests.support.mutant_models import MUTANTS, DropState
 from trainer.contracts import CHECKS, ContractError, check_model
 from trainer.contracts.subject import copy_model
@@ -54,6 +54,12 @@ def test_an_honest_model_is_not_convicted(name, dtype):
     if getattr(model, "state_width", 1):
         assert report["carry"].status == "held", report
         assert report["gradient"].status == "held", report
+
+
+def test_a_discrete_state_counts_as_used_whatever_the_draw():
+    for vocab_size in range(VOCAB - 8, VOCAB + 1):  # each draws other tokens
+        report = check_model(made(Parity), vocab_size=vocab_size, seq_len=16)
+        assert report["state_used"].status == "held", report
 
 
 @pytest.mark.parametrize("name", ["drops the state", "peeks one ahead"])

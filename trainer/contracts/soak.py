@@ -1,0 +1,401 @@
+"""The soak: a batch as training reads it, cell by cell and in mixed phases, against each of its documents run alone and uncut.
+
+The other checks name a cause, and look at two short rows. A fault may need more to show itself: many rows, rows in different
+cells of their documents, cells of the training length, a late cell, several resets in a row, or a graph.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.contracts.subject import CallFailed, NotTestable, Subject, one_line
+from trainer.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effective_dtype, relative, untestable
+
+LEAST_ROWS = 9  # a fault may begin beyond 2, 4 or 8 rows
+MOST_ROWS = 64
+CELLS = 6  # of the training length; one of another length follows
+COMPARED = (7, 4)  # rows that are also run alone: as many as the time allows
+MOST_COLUMNS = 256  # of the logits: those of a large vocabulary would fill the memory
+LEAST_SECONDS = 2.0
+SHARES = (0.4, 0.5, 1.0)  # of the time left, a share for each pass
+PHASES = ("reads one document", "ended and began again", "began a document late", "changes documents")
+EXACT = 1e-10  # relative rounding of float64, not of float32
+COARSE = 1e-4  # not of float32, but of bf16, whose root would be too large a change
+CHAOS = 0.1  # of the logits' spread: where one rounding has grown to this, nothing can be compared
+
+
+class _Document(NamedTuple):
+    """Tokens `begin` to `end` of a row; run alone in a row of `padded` tokens."""
+
+    row: int
+    begin: int
+    end: int
+    padded: int
+
+
+class _Batch(NamedTuple):
+    """Rows in mixed phases."""
+
+    tokens: Tensor
+    """[B, length]"""
+    begins: Tensor
+    """[B, cells], where a row begins a document from zeros with a cell."""
+    is_read: Tensor
+    """[B, cells], False where a row has no document."""
+    resets: Tensor | None
+    """[B, length]; None: the model takes none."""
+    lengths: list[int]
+    """Tokens of each cell."""
+    compared: list[int]
+    """Rows that are also run alone."""
+
+    @property
+    def edges(self) -> list[int]:
+        """Where each cell begins, and where the last one ends."""
+        return [0, *accumulate(self.lengths)]
+
+    def documents(self, *, has_state: bool) -> Iterator[_Document]:
+        """The documents of the compared rows; of a model without state, each cell but for its last quarter.
+
+        Run alone, a document is followed by other tokens, up to whole cells: models may need a multiple of a chunk.
+        """
+        cell, edges = self.lengths[0], self.edges
+        for row in self.compared:
+            if not has_state:
+                yield from (_Document(row, at, end - (end - at) // 4, end - at) for at, end in pairwise(edges))
+                continue
+            starts = {edges[at] for at in range(len(self.lengths)) if self.begins[row, at]}
+            if self.resets is not None:
+                starts |= set(self.resets[row, : edges[-1]].nonzero().flatten().tolist())
+            ends = {edges[at] for at in range(len(self.lengths)) if not self.is_read[row, at]}
+            for begin, end in pairwise(sorted(starts | ends | {edges[-1]})):
+                if begin not in ends:
+                    yield _Document(row, begin, end, -(-(end - begin) // cell) * cell)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One way to run the model."""
+
+    subject: Subject
+    training: bool
+    with_grad: bool = False
+    backward: bool = False
+
+    def __str__(self) -> str:
+        dtype = str(self.subject.autocast or self.subject.dtype).removeprefix("torch.")
+        grad = " and its gradients" if self.backward else " with gradients enabled" if self.with_grad else ""
+        return f"{'train' if self.training else 'eval'}() in {dtype}{grad}"
+
+    def read(self, pieces: Sequence[Tensor], columns: Tensor) -> Tensor:
+        """The logits [T, columns] of a row that is read in `pieces`, from zeros."""
+        state, logits = self.subject.zeros(1), []
+        for piece in pieces:
+            result = self.subject(piece, state, with_grad=self.with_grad)
+            logits.append(result.logits[0][:, columns])
+            state = self.carried(result.state)
+        return torch.cat(logits)
+
+    def carried(self, state: Tensor | None) -> Tensor | None:
+        """The state for the next cell; with its graph if there will be a backward."""
+        if state is None or not self.subject.model.state_width:
+            return None
+        return state.to(self.subject.ledger_dtype) if self.backward else self.subject.carried(state)
+
+
+def check_soak(trial: Trial, working: Subject, *, seq_len: int, rows: int, deadline: float) -> Verdict:
+    """Judge a batch of `rows` rows, `LEAST_ROWS` or more, in cells of `seq_len` tokens; less where the time does not allow it.
+
+    Returned states are judged by what follows from them: the same state may be stored in several ways.
+
+    Args:
+        working: the model at the precision of training.
+        deadline: in seconds of the calling thread's own time.
+    """
+    working.is_pure = trial.subject.is_pure
+    trains = True in trial.modes
+    passes = [
+        _Pass(working, trains, with_grad=True),
+        _Pass(trial.subject, training=False),
+        _Pass(trial.subject, trains, with_grad=True, backward=trial.facts.get("gradient") == "held"),
+    ]
+    held: list[Verdict] = []
+    missing: list[str] = []
+    for way, share in zip(passes, SHARES, strict=True):
+        before, way.subject.training = way.subject.training, way.training
+        try:
+            found = _judge(trial, way, seq_len, rows, share * (deadline - time.thread_time()))
+        except (NotTestable, CallFailed) as error:
+            missing.append(f"{way}: not testable here: {error}")
+            continue
+        finally:
+            way.subject.training = before
+        if found.status != "held":
+            return found
+        held.append(found)
+    if not held:
+        return untestable("soak", missing[0])
+    text = "; ".join([*(each.text for each in held), *missing])
+    size = max(each.size or 0.0 for each in held)
+    return Verdict("soak", "held", f"documents in a batch equal the same run alone, in {text}{trial.mode_note}", size)
+
+
+def _judge(trial: Trial, way: _Pass, seq_len: int, rows: int, seconds: float) -> Verdict:
+    """One pass; a breach must show with every draw of tokens."""
+    rows, cell, compared = _find_size(trial, way, seq_len, rows, seconds)
+    breaches = []
+    for sample in SAMPLES:
+        found = _compare(trial, way, make_batch(trial, rows=rows, cell=cell, compared=compared, sample=sample), sample)
+        if found.status != "broken":
+            return found
+        breaches.append(found)
+    return breaches[0]
+
+
+def _find_size(trial: Trial, way: _Pass, seq_len: int, rows: int, seconds: float) -> tuple[int, int, int]:
+    """Rows, tokens of a cell and rows to compare that fit the time: fewer rows first, then shorter cells.
+
+    Raises:
+        CallFailed: the model takes none of these shapes.
+        NotTestable: nothing fits.
+    """
+    shorter = [
+        each for each in sorted(CELL_LENGTHS, reverse=True) if trial.cell <= each < seq_len and trial.takes_cells
+    ]
+    rows, reads = min(max(rows, LEAST_ROWS), MOST_ROWS), (CELLS + 1.5) * (3 if way.backward else 1)
+    for cell in (seq_len, *shorter):
+        one = _time_call(trial, way, 1, cell)
+        if reads * one > seconds:
+            continue
+        many = _time_call(trial, way, LEAST_ROWS, cell)
+        for count, compared in product(dict.fromkeys((rows, LEAST_ROWS)), COMPARED):
+            if reads * (many * count / LEAST_ROWS + one * compared) <= seconds:
+                return count, cell, compared
+    raise NotTestable(f"it would take more than {seconds:.1f} s")
+
+
+def _time_call(trial: Trial, way: _Pass, rows: int, length: int) -> float:
+    """Seconds of the thread for a forward."""
+    tokens, state = trial.tokens(rows, length), way.subject.zeros(rows)
+    times = []
+    for _ in range(2):  # the first call may set something up
+        started = time.thread_time()
+        way.subject(tokens, state, with_grad=way.with_grad)
+        times.append(time.thread_time() - started)
+    return min(times)
+
+
+def make_batch(trial: Trial, *, rows: int, cell: int, compared: int, sample: int) -> _Batch:
+    """A batch in mixed phases: row i is in phase i modulo their number."""
+    lengths = [cell] * CELLS + [cell + cell // 2 - 1] * (trial.takes_cells and cell > 1)
+    begins = torch.zeros(rows, len(lengths), dtype=torch.bool)
+    is_read = torch.ones_like(begins)
+    resets = torch.zeros(rows, sum(lengths), dtype=torch.bool) if trial.takes_resets else None
+    begins[:, 0] = True
+    for row in range(rows):
+        phase = row % len(PHASES)
+        if phase == 1:
+            is_read[row, 2:4], begins[row, 4] = False, True
+        elif phase == 2:
+            begins[row, 3 - row // len(PHASES) % 2] = True
+        elif phase == 3 and resets is None:
+            begins[row, [1, 5]] = True
+        elif resets is not None and phase == 3:
+            # Near the start, two adjacent ones and the last token of a cell; two in a later one; the begin of a third.
+            first = {cell + at for at in (min(1, cell - 1), cell // 3, min(cell // 3 + 1, cell - 1), cell - 1)}
+            resets[row, [*first, 3 * cell + cell // 2, 3 * cell + 3 * cell // 4, 5 * cell]] = True
+    first_rows = [3, 0, 1, 2, rows - 1, *(2**k for k in range(2, 12) if 2**k < rows), *range(rows)]
+    tokens = trial.tokens(rows, sum(lengths), sample=sample)
+    return _Batch(tokens, begins, is_read, resets, lengths, list(dict.fromkeys(first_rows))[:compared])
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """Runs documents of a batch alone."""
+
+    way: _Pass
+    batch: _Batch
+    columns: Tensor
+    padding: Tensor
+    """Tokens that follow a document, [1, 2 * cell]."""
+    is_cut: bool = False
+    """In cells, for a model that takes no longer rows."""
+
+    def __call__(self, document: _Document) -> Tensor:
+        """The logits [T, columns]."""
+        row, begin, end, padded = document
+        tokens = torch.cat([self.batch.tokens[row : row + 1, begin:end], self.padding], dim=1)[:, :padded]
+        pieces = torch.split(tokens, self.batch.lengths[0] if self.is_cut else padded, dim=1)
+        return self.way.read(pieces, self.columns)[: end - begin]
+
+
+def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
+    """The batch against each document of the compared rows alone; their gradients too if the pass has them."""
+    columns = torch.arange(trial.vocab_size) if trial.varies is None else trial.varies.nonzero().flatten()
+    columns = columns[:: -(-len(columns) // MOST_COLUMNS)]
+    cell = batch.lengths[0]
+    tried = f"{way}: {len(batch.tokens)} rows, {CELLS} cells of {cell} tokens, {len(batch.compared)} rows alone"
+    alone = _Alone(way, batch, columns, trial.tokens(1, 2 * cell, sample=900 + sample))
+    longest = max(batch.documents(has_state=trial.width > 0), key=lambda each: each.padded)
+    try:
+        alone(longest)
+    except CallFailed:
+        alone = replace(alone, is_cut=True)
+    try:
+        rounding = _measure_rounding(trial, way, alone, longest)
+        joined = _read_batch(way, batch, columns)
+    except CallFailed as error:
+        return Verdict("soak", "warning", f"{error} ({tried})")
+    if joined.shape[1] < sum(batch.lengths):
+        batch = batch._replace(lengths=batch.lengths[:-1])
+    weights = torch.randn(joined.shape[1:], generator=torch.Generator().manual_seed(sample)).to(joined)
+
+    def gradient(pairs: Iterable[tuple[_Document, Tensor]]) -> list[Tensor]:
+        """Of a fixed weighted sum of the logits."""
+        within = ((each, logits[: rounding.horizon]) for each, logits in pairs)
+        terms = [(logits * weights[each.begin :][: len(logits)]).sum() for each, logits in within]
+        return _gradient(way.subject, torch.stack(terms).sum())
+
+    largest, total = 0.0, []
+    compared: list[tuple[_Document, Tensor]] = []
+    for each in batch.documents(has_state=trial.width > 0):
+        found, wanted = joined[batch.compared.index(each.row), each.begin : each.end], alone(each)
+        errors = rounding.errors(found, wanted)
+        wrong = (errors > rounding.limit) | ~wanted[: len(errors)].isfinite().all(-1)
+        if wrong.any():
+            return _breach(way, batch, each, errors, wanted, int(wrong.nonzero()[0]))
+        largest = max(largest, float(errors.max()))
+        compared.append((each, found))
+        if way.backward:
+            total.append(gradient([(each, wanted)]))
+    if way.backward:
+        wanted_gradient = [torch.stack(parts).sum(0) for parts in zip(*total, strict=True)]
+        size, limit = _distance(gradient(compared), wanted_gradient), rounding.limit
+        if size > limit:  # the gradient may be worse conditioned than the logits
+            step = math.sqrt(torch.finfo(way.subject.dtype).eps)
+            with way.subject.perturbed(step):
+                moved = [gradient([(each, alone(each))]) for each, _ in compared]
+            response = _distance([torch.stack(parts).sum(0) for parts in zip(*moved, strict=True)], wanted_gradient)
+            limit = max(limit, math.sqrt(response * step))
+        if size > limit:
+            text = f"the gradient of a batch differs from that of its documents run alone by {size:.1e} of its norm, {tried}"
+            return Verdict("soak", "broken", text, size)
+        largest = max(largest, size)
+    return Verdict("soak", "held", f"{tried} (at most {largest:.1e})", largest)
+
+
+def _breach(way: _Pass, batch: _Batch, document: _Document, errors: Tensor, wanted: Tensor, first: int) -> Verdict:
+    """The first wrong token of a document."""
+    row, size = document.row, float(errors[first:].max())
+    where = bisect_right(batch.edges, document.begin + first)
+    text = (
+        f"row {row} of {len(batch.tokens)}, which {PHASES[row % len(PHASES)]}, differs from the same document run alone by "
+        f"{size:.1e} of the logits' spread from its token {first} on, in cell {where} of {batch.lengths[0]} tokens, {way}"
+    )
+    if not wanted[first].isfinite().all():
+        text = f"the logits are not finite from token {first} of a document on, {way}"
+    return Verdict("soak", "broken", text, size, first)
+
+
+def _read_batch(way: _Pass, batch: _Batch, columns: Tensor) -> Tensor:
+    """The logits [compared rows, T, columns] of the batch; without the last cell if the model does not take its length.
+
+    Raises:
+        CallFailed: a forward fails.
+    """
+    subject, zeros = way.subject, way.subject.zeros(len(batch.tokens))
+    state, logits = zeros, []
+    for cell, (begin, end) in enumerate(pairwise(batch.edges)):
+        if state is not None and zeros is not None:
+            keeps = batch.is_read[:, cell] & ~batch.begins[:, cell]
+            state = torch.where(keeps[:, None].to(state.device), state, zeros)
+        resets = None if batch.resets is None else batch.resets[:, begin:end]
+        try:
+            result = subject(batch.tokens[:, begin:end], state, resets, with_grad=way.with_grad)
+        except CallFailed as error:
+            if cell == CELLS:
+                break
+            raise CallFailed(f"cell {cell + 1} of a document: {error}") from error
+        logits.append(result.logits[batch.compared][..., columns])
+        state = way.carried(result.state)
+    return torch.cat(logits, dim=1)
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """What rounding explains.
+
+    Attributes:
+        limit: the relative error above which logits are wrong.
+        horizon: tokens of a document that can be compared.
+        chunk: tokens over which the median of errors is taken, where rounding may choose another expert for one of them.
+    """
+
+    unit: float
+    limit: float = math.inf
+    horizon: int = sys.maxsize
+    chunk: int = 1
+
+    def errors(self, found: Tensor, wanted: Tensor) -> Tensor:
+        """Relative errors, [T]."""
+        errors = relative(found.detach().double(), wanted.detach().double(), self.unit)
+        if self.chunk > 1:
+            errors = torch.cat([part.median().expand_as(part) for part in torch.split(errors, self.chunk)])
+        return errors[: self.horizon]
+
+
+def _measure_rounding(trial: Trial, way: _Pass, alone: _Alone, document: _Document) -> _Rounding:
+    """As `Trial.noise`, of a document as long as the soak's.
+
+    Raises:
+        NotTestable: rounding hides everything.
+    """
+    subject = way.subject
+    eps = float(torch.finfo(effective_dtype(replace(trial, subject=subject), trial.tokens(length=trial.cell))).eps)
+    if subject.device.type == "cuda" and subject.dtype == torch.float32:
+        eps = max(eps, 2.0**-10)  # of TF32, which matrix products and convolutions may use
+    rounding = _Rounding(trial.unit, chunk=1 if eps < EXACT else alone.batch.lengths[0])
+    step = math.sqrt(eps) if eps < COARSE else eps
+    wanted = alone(document)
+    with subject.perturbed(step):
+        moved = rounding.errors(alone(document), wanted).cummax(0).values
+    horizon = int((moved <= CHAOS).sum())
+    response = float(moved[horizon - 1]) * eps / step if horizon else math.inf
+    largest = float(wanted.detach().abs().nan_to_num(0, 0, 0).max()) / trial.unit
+    noise = max(response, 2 * eps * min(max(largest, 1.0), 1e3))
+    if noise > CHAOS:
+        raise NotTestable(f"one rounding moves the logits by {noise:.1e} of their spread")
+    return replace(rounding, limit=math.sqrt(noise), horizon=horizon)
+
+
+def _gradient(subject: Subject, loss: Tensor) -> list[Tensor]:
+    """Of all trained parameters, in double precision.
+
+    Raises:
+        CallFailed: backward raises.
+    """
+    parameters = [each for each in subject.model.parameters() if each.requires_grad]
+    try:
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    except Exception as error:  # autograd functions of the user's own may raise anything
+        raise CallFailed(f"backward: {one_line(error)}") from error
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
+
+
+def _distance(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """Of two gradients, in units of the norm of the second; 0 if both vanish."""
+    gap, norm = (
+        math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
+        for tensors in ([a - b for a, b in zip(found, wanted, strict=True)], wanted)
+    )
+    return gap / norm if norm else (0.0 if gap == 0.0 else math.inf)
