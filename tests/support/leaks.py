@@ -1,4 +1,4 @@
-"""Faults that projects have had with states and packed documents, each as a small model with its honest twin, and more of their kind.
+"""Faults that projects have had with states and packed documents, each a small model with an honest twin, and more of the kind.
 
 Own code in plain torch: what a fault does, not how its project wrote it. `SOURCES` names where each was reported.
 """
@@ -73,7 +73,8 @@ class Mixer(nn.Module):
         put("inside", c.memory[:, :, None] == c.memory[:, None])
         put("sees", torch.ones(c.length, c.length, dtype=torch.bool, device=tokens.device).tril())
         total = c.decay.cumsum(1)
-        weights = (total[:, :, None] - total[:, None]).masked_fill(~(c.inside & c.sees), -math.inf).exp()
+        far = -(total[:, :, None] - total[:, None]).abs()
+        weights = far.masked_fill(~(c.inside & c.sees), -math.inf).exp()
         new = c.mixed * (1 - c.decay.exp())[..., None]
         old = (total.exp() * (c.memory == 0))[..., None] * c.h[:, None]
         put("out", (weights.to(new.dtype) @ new + old).to(c.x.dtype))
@@ -274,7 +275,7 @@ PUBLIC: dict[str, Case] = {
         model(window=lambda c: c.segment + c.at // 8), source="prime-rl#3002", checks=("carry",)
     ),
     "another mode ignores boundaries": Case(
-        model(memory=lambda c: c.segment * c.model.training), source="fla#1184", checks=("resets",)
+        model(memory=lambda c: c.segment * c.model.training), source="fla#1184", checks=("soak",)
     ),
     "left padding enters the convolution": Case(
         model(reach=lambda c: [same | F.pad(padding(c), (lag, 0))[:, : c.length] for lag, same in enumerate(c.reach)]),
@@ -408,10 +409,6 @@ LONGER = {  # What only a batch as in training shows: rows, phases, long and lat
         model(mixed=lambda c: over_time(c.mixed) if c.length >= 64 else c.mixed)
     ),
     "the state is lost after the third cell": Case(lost(lambda c: c.state[:, -1:] > 3 * 60)),
-    "positions end at 128": Case(
-        model(place=lambda c: c.place.clamp(max=128)),
-        twin=model(place=lambda c: c.place % 128),
-    ),
     "the position is kept to 128": Case(model(end=lambda c: with_count(c, lambda count: count.clamp(max=128)))),
     "fp16 overflows late": Case(
         model(end=lambda c: with_count(c, lambda count: (count * 256).half().to(count.dtype) / 256))
@@ -596,6 +593,11 @@ def oscillator(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
     return x, (x + 0.3 * v, v)
 
 
+def scaled(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    s = 0.9 * s + 0.1 * u[0].square()
+    return u[0] / (s + 1e-2).sqrt(), s
+
+
 def automaton(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
     s = (s + (u[0] > 0)) % 5
     return torch.sin(s) * u[1], s
@@ -611,7 +613,8 @@ FURTHER_HONEST: dict[str, Make] = {
     "a convolution longer than a cell": PUBLIC["short rows shift the convolution's gradient"].twin,
     "a backward of its own": PUBLIC["every gradient but the last cell's is off"].twin,
     "a backward of its own for weights": PUBLIC["several rows corrupt the gradient of the taps"].twin,
-    "positions that wrap": LONGER["positions end at 128"].twin,
+    "positions that wrap": model(place=lambda c: c.place % 128),
+    "positions that end at 128": model(place=lambda c: c.place.clamp(max=128)),
     "a convolution of one token": model(1),
     "elman": cells(1, lambda m, u, s: same((u[0] + s @ m.matrix).tanh())),
     "leaky integrator": cells(1, lambda m, u, s: same(0.9 * s + 0.1 * (u[0] + s @ m.matrix).tanh())),
@@ -630,9 +633,7 @@ FURTHER_HONEST: dict[str, Make] = {
     "oscillators": cells(2, oscillator),
     "token shift": cells(1, lambda m, u, s: (u[0] + m.vector * s, u[0])),
     "largest so far": cells(1, lambda m, u, s: same(torch.maximum(s, u[0]))),
-    "running scale": cells(
-        1, lambda m, u, s: (u[0] / (0.9 * s + 0.1 * u[0].square() + 1e-2).sqrt(), 0.9 * s + 0.1 * u[0].square())
-    ),
+    "running scale": cells(1, scaled),
     "a counter alone": cells(0, lambda m, u, s: (u[0] * torch.sin(s), s + 1), extra=1),
     "an automaton": cells(1, automaton),
 }
