@@ -1,6 +1,6 @@
 """Faults that projects have had with states and packed documents, each a small model with an honest twin, and more of the kind.
 
-Own code in plain torch: what a fault does, not how its project wrote it. `SOURCES` names where each was reported.
+Own code in plain torch: what a fault does, not how its project wrote it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.support.honest_models import DIM, HONEST, VOCAB, Language
 from tests.support.mutant_models import MUTANTS
+from trainer.contracts import check_model
 from trainer.model.protocol import ModelOutput
 
 Change = Callable[[Any], Any]
@@ -94,14 +95,13 @@ class Mixer(nn.Module):
 
     def taps_of(self, c: Any, lag: int) -> Tensor:
         """The weights of a lag, [B, T, D]."""
-        weights: Tensor = c.taps[lag] * c.reach[lag][..., None]
-        return weights
+        return c.taps[lag] * c.reach[lag][..., None]
 
 
 class WithoutResets(Mixer):
     """The same, for rows of one document."""
 
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:  # type: ignore[override]
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
         return super().forward(tokens, state)
 
 
@@ -118,8 +118,7 @@ class _Regraded(torch.autograd.Function):
 
 def regraded(x: Tensor, change: Change) -> Tensor:
     """The same numbers; `change` is applied to their gradient: a kernel whose backward is wrong where its forward is exact."""
-    found: Tensor = _Regraded.apply(x, change)  # type: ignore[no-untyped-call]
-    return found
+    return _Regraded.apply(x, change)
 
 
 def model(width: int = 4, **changes: Change) -> Make:
@@ -159,8 +158,7 @@ def with_count(c: Any, change: Change) -> Tensor:
 
 def padding(c: Any) -> Tensor:
     """Some tokens stand for padding."""
-    found: Tensor = c.tokens < VOCAB // 4
-    return found
+    return c.tokens < VOCAB // 4
 
 
 def padded_end(c: Any, *, is_right: bool) -> Tensor:
@@ -212,6 +210,11 @@ def advance_in_place(c: Any) -> Tensor:
     return count
 
 
+def marked(c: Any) -> Tensor:
+    c.resets[:, 1:2] = True
+    return c.resets
+
+
 def tail_detached(c: Any) -> Tensor:
     """The gate's gradient is missing in the tokens after the last full chunk of 4."""
     full = c.length - c.length % 4
@@ -235,125 +238,120 @@ class Case(NamedTuple):
     seq_len: int = 64
 
 
-SOURCES = {
-    "slime": "THUDM/slime",
-    "Automodel": "NVIDIA-NeMo/Automodel",
-    "prime-rl": "PrimeIntellect-ai/prime-rl",
-    "maxtext": "AI-Hypercomputer/maxtext",
-    "torchtitan": "pytorch/torchtitan",
-    "transformers": "huggingface/transformers",
-    "fla": "fla-org/flash-linear-attention",
-    "llama.cpp": "ggml-org/llama.cpp",
-    "mlx-lm": "ml-explore/mlx-lm",
-    "mlx-serve": "ddalcu/mlx-serve",
-    "sglang": "sgl-project/sglang",
-}
-"""Short name -> repository on GitHub."""
-
 PUBLIC: dict[str, Case] = {
-    "boundaries reach the convolution, not the recurrence": Case(
-        model(memory=lambda c: c.segment * 0), source="slime#1686", checks=("resets",)
+    "boundaries reach the convolution but not the recurrence": Case(
+        model(memory=lambda c: c.segment * 0), source="THUDM/slime#1686", checks=("resets",)
     ),
     "boundaries reach neither": Case(
         model(window=lambda c: c.segment * 0, memory=lambda c: c.segment * 0),
-        source="Automodel#2147 torchtitan#3892",
+        source="NVIDIA-NeMo/Automodel#2147 pytorch/torchtitan#3892",
         checks=("resets",),
     ),
-    "boundaries reach the recurrence, not the convolution": Case(
-        model(window=lambda c: c.segment * 0), source="transformers#46588", checks=("resets",)
+    "boundaries reach the recurrence but not the convolution": Case(
+        model(window=lambda c: c.segment * 0), source="huggingface/transformers#46588", checks=("resets",)
     ),
-    "boundaries reach attention, not the recurrence": Case(
+    "boundaries reach attention but not the recurrence": Case(
         model(mixed=attention, memory=lambda c: c.segment * 0),
         twin=model(mixed=attention),
-        source="torchtitan#3984",
+        source="pytorch/torchtitan#3984",
         checks=("resets",),
     ),
     "sharded rows count as one document": Case(
-        model(memory=lambda c: c.segment * (c.length < 16)), source="prime-rl#3003", checks=("resets",)
+        model(memory=lambda c: c.segment * (c.length < 16)),
+        source="PrimeIntellect-ai/prime-rl#3003",
+        checks=("resets",),
     ),
     "the convolution begins anew in each shard": Case(
-        model(window=lambda c: c.segment + c.at // 8), source="prime-rl#3002", checks=("carry",)
+        model(window=lambda c: c.segment + c.at // 8), source="PrimeIntellect-ai/prime-rl#3002", checks=("carry",)
     ),
     "another mode ignores boundaries": Case(
-        model(memory=lambda c: c.segment * c.model.training), source="fla#1184", checks=("soak",)
+        model(memory=lambda c: c.segment * c.model.training),
+        source="fla-org/flash-linear-attention#1184",
+        checks=("soak",),
     ),
     "left padding enters the convolution": Case(
         model(reach=lambda c: [same | F.pad(padding(c), (lag, 0))[:, : c.length] for lag, same in enumerate(c.reach)]),
-        source="maxtext#5295",
+        source="AI-Hypercomputer/maxtext#5295",
         checks=("resets",),
     ),
     "padding of norm 0 has no gradient": Case(
         model(pads=padding, mixed=lambda c: unit(c.mixed * ~c.pads[..., None], 0.0)),
         twin=model(pads=padding, mixed=lambda c: unit(c.mixed * ~c.pads[..., None], 1e-3)),
-        source="maxtext#5295",
+        source="AI-Hypercomputer/maxtext#5295",
         checks=("gradient",),
     ),
     "padding is masked in the first cell alone": Case(
         model(pads=lambda c: padding(c) & ~c.state.any(1, keepdim=True)),
         twin=model(pads=padding),
-        source="transformers#47087",
+        source="huggingface/transformers#47087",
         checks=("carry",),
     ),
     "the state is taken after right padding": Case(
         model(end=partial(padded_end, is_right=False)),
         twin=model(end=partial(padded_end, is_right=True)),
-        source="transformers#48256",
+        source="huggingface/transformers#48256",
         checks=("carry",),
     ),
     "cells of many tokens drop the state": Case(
-        lost(lambda c: c.length > 1), source="transformers#45513", checks=("carry",)
+        lost(lambda c: c.length > 1), source="huggingface/transformers#45513", checks=("carry",)
     ),
     "cells of many tokens drop the recurrence alone": Case(
-        model(h=lambda c: c.h * (c.length == 1)), source="transformers#46741", checks=("carry",)
+        model(h=lambda c: c.h * (c.length == 1)), source="huggingface/transformers#46741", checks=("carry",)
     ),
     "cells that go on step by their first token": Case(
         model(decay=lambda c: torch.where(c.state.any(1, keepdim=True), c.decay[:, :1], c.decay)),
-        source="transformers#46032",
+        source="huggingface/transformers#46032",
         checks=("carry",),
     ),
     "upper layers see the tokens counted too early": Case(
-        model(place=lambda c: c.place + c.length * (c.count > 0)), source="fla#766", checks=("carry",)
+        model(place=lambda c: c.place + c.length * (c.count > 0)),
+        source="fla-org/flash-linear-attention#766",
+        checks=("carry",),
     ),
-    "heads are counted, not tokens": Case(
-        model(end=lambda c: with_count(c, lambda _: c.count + 4)), source="fla#126", checks=("carry",)
+    "heads are counted instead of tokens": Case(
+        model(end=lambda c: with_count(c, lambda _: c.count + 4)),
+        source="fla-org/flash-linear-attention#126",
+        checks=("carry",),
     ),
-    "the offset moves in place": Case(model(count=advance_in_place), source="mlx-lm#1699", checks=("purity",)),
-    "a slot keeps its last user's state": Case(model(state=of_slot, end=to_slot), source="llama.cpp#29092"),
+    "the offset moves in place": Case(
+        model(count=advance_in_place), source="ml-explore/mlx-lm#1699", checks=("purity",)
+    ),
+    "a slot keeps its last user's state": Case(model(state=of_slot, end=to_slot), source="ggml-org/llama.cpp#29092"),
     "the state is rounded to bf16 by each call": Case(
         model(end=lambda c: with_recurrence(c, lambda h: h.bfloat16().to(h.dtype), "end")),
-        source="mlx-lm#988",
+        source="ml-explore/mlx-lm#988",
         checks=("carry",),
     ),
     "single tokens round their gate": Case(
         model(decay=lambda c: (c.decay * 256).round() / 256 if c.length == 1 else c.decay),
-        source="sglang#38975",
+        source="sgl-project/sglang#38975",
         checks=("carry",),
     ),
     "the state saturates late": Case(
-        model(end=lambda c: with_count(c, lambda count: count.clamp(max=255))), source="mlx-serve#415"
+        model(end=lambda c: with_count(c, lambda count: count.clamp(max=255))), source="ddalcu/mlx-serve#415"
     ),
     "the last tokens of long rows are skipped": Case(
-        model(mixed=lambda c: c.mixed * (c.at < 50)[..., None]), source="fla#906"
+        model(mixed=lambda c: c.mixed * (c.at < 50)[..., None]), source="fla-org/flash-linear-attention#906"
     ),
     "short rows shift the convolution's gradient": Case(
         model(9, context=partial(short_end, is_right=False)),
         twin=model(9, context=partial(short_end, is_right=True)),
-        source="fla#1140",
+        source="fla-org/flash-linear-attention#1140",
         checks=("gradient",),
     ),
     "several rows corrupt the gradient of the taps": Case(
         model(taps=lambda c: regraded(c.taps, lambda grad: grad * c.rows)),
         twin=model(taps=lambda c: regraded(c.taps, lambda grad: grad)),
-        source="fla#955",
+        source="fla-org/flash-linear-attention#955",
     ),
     "every gradient but the last cell's is off": Case(
         model(last=lambda c: regraded(c.last, lambda grad: grad * 0.9)),
         twin=model(last=lambda c: regraded(c.last, lambda grad: grad)),
-        source="fla#1115",
+        source="fla-org/flash-linear-attention#1115",
         checks=("gradient",),
     ),
     "a partial chunk drops the gate's gradient": Case(
-        model(decay=tail_detached), source="fla#1142", checks=("gradient",)
+        model(decay=tail_detached), source="fla-org/flash-linear-attention#1142", checks=("gradient",)
     ),
 }
 """Reported faults."""
@@ -477,13 +475,25 @@ OTHERS = {  # More of their kinds.
     "the gradient of the state is clipped": Case(
         model(state=lambda c: regraded(c.state, lambda grad: grad.clamp(-1e-3, 1e-3)))
     ),
+    "every other reset": Case(honours(lambda resets: resets & (number(resets) % 2 == 1))),
+    "resets of even rows alone": Case(model(resets=lambda c: c.resets & ((row(c) % 2 == 0) | (c.rows < 4)))),
+    "the forward writes into the resets": Case(model(resets=marked)),
+    "rows that begin take their neighbour's state": Case(
+        model(state=lambda c: torch.where(c.state.any(1, keepdim=True), c.state, c.state.roll(1, 0)) * (c.rows > 2))
+    ),
+    "states come back sorted": Case(model(end=lambda c: c.end[c.end.sum(1).argsort()] if c.rows > 2 else c.end)),
+    "the state fades by a millionth": Case(model(end=lambda c: with_recurrence(c, lambda h: h * (1 - 1e-6), "end"))),
+    "rows from the fifth on have no gradient through a cut": Case(
+        model(end=lambda c: torch.where(row(c) < 4, c.end, c.end.detach()))
+    ),
+    "64 tokens detach the state": Case(model(end=lambda c: c.end.detach() if c.length >= 64 else c.end)),
     "calls are counted": Case(model(x=lambda c: c.x + 0.1 * called(c.model))),
 }
 
 
 def called(module: nn.Module) -> int:
     """How often, with this call."""
-    module.calls = getattr(module, "calls", 0) + 1  # type: ignore[assignment, operator]
+    module.calls = getattr(module, "calls", 0) + 1
     return int(module.calls)
 
 
@@ -605,14 +615,15 @@ def automaton(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
 
 FURTHER_HONEST: dict[str, Make] = {
     "convolution and recurrence with resets": Mixer,
-    "window of attention with resets": model(mixed=attention),
+    "window of attention with resets": PUBLIC["boundaries reach attention but not the recurrence"].twin,
     "start per row": LONGER["a start that any row decides"].twin,
-    "padding masked in every cell": model(pads=padding),
+    "padding masked in every cell": PUBLIC["padding is masked in the first cell alone"].twin,
     "a norm with a floor at padding": PUBLIC["padding of norm 0 has no gradient"].twin,
     "rows padded to a chunk": PUBLIC["the state is taken after right padding"].twin,
     "a convolution longer than a cell": PUBLIC["short rows shift the convolution's gradient"].twin,
     "a backward of its own": PUBLIC["every gradient but the last cell's is off"].twin,
     "a backward of its own for weights": PUBLIC["several rows corrupt the gradient of the taps"].twin,
+    "documents that begin at a token": model(resets=lambda c: c.resets | (c.tokens == 0)),
     "positions that wrap": model(place=lambda c: c.place % 128),
     "positions that end at 128": model(place=lambda c: c.place.clamp(max=128)),
     "a convolution of one token": model(1),
@@ -645,3 +656,19 @@ BROKEN: dict[str, Case] = {
     **{name: Case(make, checks=(check,)) for name, (make, check, _) in MUTANTS.items()},
 }
 HONEST_MODELS: dict[str, Make] = {**HONEST, **FURTHER_HONEST}
+HEAD = "model,made,verdict,by,reported in\n"
+
+
+def judge(name: str) -> str:
+    """The line of the table for a model."""
+    case = BROKEN.get(name) or Case(HONEST_MODELS[name], seq_len=32)
+    torch.manual_seed(0)
+    report = check_model(case.make(), vocab_size=VOCAB, seq_len=case.seq_len)
+    found = report.breaches or (report.warnings if name in BROKEN else [])
+    made, verdict = "broken" if name in BROKEN else "honest", found[0].status if found else "held"
+    return f"{name},{made},{verdict},{' '.join(each.check for each in found)},{case.source}\n"
+
+
+def render_table() -> str:
+    """What `check_model` says of every model, as CSV."""
+    return HEAD + "".join(judge(name) for name in (*BROKEN, *HONEST_MODELS))
