@@ -32,17 +32,13 @@ def documents() -> dict[str, str]:
 
 def main() -> str | None:
     """Write or compare; returns what is wrong."""
-    stale = []
-    for name, text in documents().items():
-        path = DOCS / name
-        if path.exists() and path.read_text(encoding="utf-8") == text:
-            continue
-        if "--check" in sys.argv:
-            stale.append(name)
-        else:
-            path.write_text(text, encoding="utf-8")
-            print(f"wrote docs/{name}")
-    return f"out of date: {', '.join(stale)}; run make docs" if stale else None
+    stale = {name: text for name, text in documents().items() if (DOCS / name).read_text("utf-8") != text}
+    if "--check" in sys.argv:
+        return f"out of date: {', '.join(stale)}; run make docs" if stale else None
+    for name, text in stale.items():
+        (DOCS / name).write_text(text, encoding="utf-8")
+        print(f"wrote docs/{name}")
+    return None
 
 
 if __name__ == "__main__":
