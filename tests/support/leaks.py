@@ -244,7 +244,7 @@ PUBLIC: dict[str, Case] = {
     ),
     "boundaries reach neither": Case(
         model(window=lambda c: c.segment * 0, memory=lambda c: c.segment * 0),
-        source="NVIDIA-NeMo/Automodel#2147 pytorch/torchtitan#3892",
+        source="NVIDIA-NeMo/Automodel#2147 pytorch/torchtitan#3892 NovaSky-AI/SkyRL#2056",
         checks=("resets",),
     ),
     "boundaries reach the recurrence but not the convolution": Case(
@@ -295,7 +295,7 @@ PUBLIC: dict[str, Case] = {
     "cells of many tokens drop the state": Case(
         lost(lambda c: c.length > 1), source="huggingface/transformers#45513", checks=("carry",)
     ),
-    "cells of many tokens drop the recurrence alone": Case(
+    "kernels for many tokens get no initial state": Case(
         model(h=lambda c: c.h * (c.length == 1)), source="huggingface/transformers#46741", checks=("carry",)
     ),
     "cells that go on step by their first token": Case(
@@ -367,7 +367,7 @@ def coarse(state: Tensor) -> Tensor:
 
 def at_start(c: Any, begins: Tensor) -> Tensor:
     """A start that is not zeros, where rows begin."""
-    return torch.where(begins, c.state + c.model.frequencies.mean(), c.state)
+    return torch.where(begins, with_recurrence(c, lambda h: h + c.model.frequencies), c.state)
 
 
 def is_power(length: int) -> bool:
