@@ -1,0 +1,679 @@
+"""Faults that projects have had with states and packed documents, each a small model with an honest twin, and more of the kind.
+
+Own code in plain torch: what a fault does, not how its project wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.honest_models import DIM, HONEST, VOCAB, Language
+from tests.support.mutant_models import MUTANTS
+from trainer.contracts import check_model
+from trainer.model.protocol import ModelOutput
+
+Change = Callable[[Any], Any]
+Make = Callable[[], nn.Module]
+
+
+class Mixer(nn.Module):
+    """A causal convolution and a gated recurrence, which keep documents of a packed row apart, and positions.
+
+    State: [the last inputs | the recurrence | tokens of the document so far].
+
+    Args:
+        width: of the convolution.
+        changes: what replaces an intermediate of the forward, by its name, computed from all before it.
+    """
+
+    def __init__(self, width: int = 4, **changes: Change) -> None:
+        super().__init__()
+        self.width, self.changes = width, changes
+        self.state_width = width * DIM + 1
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.taps = nn.Parameter(torch.randn(width, DIM) / 2)
+        self.gate = nn.Linear(DIM, 1)
+        self.head = nn.Linear(DIM, VOCAB)
+        self.register_buffer("frequencies", torch.linspace(0.02, 1.0, DIM))
+        self.slot: Tensor | None = None
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
+        c = SimpleNamespace(model=self, tokens=tokens, given=state, rows=tokens.shape[0], length=tokens.shape[1])
+        put = partial(self._put, c)
+        put("x", self.embedding(tokens))
+        put("state", c.x.new_zeros(c.rows, self.state_width) if state is None else state.to(c.x.dtype))
+        put("resets", torch.zeros_like(tokens, dtype=torch.bool) if resets is None else resets)
+        c.segment = c.resets.cumsum(1)  # 0: the document that goes on
+        c.at = torch.arange(c.length, device=tokens.device).expand_as(tokens)
+        put("count", c.state[:, -1:])
+        put("place", torch.where(c.segment > 0, c.at - (c.at * c.resets).cummax(1).values, c.count + c.at))
+        put("x", c.x + torch.sin(c.place[..., None] * self.frequencies))
+        put("pads", torch.zeros_like(c.resets))
+        c.x = c.x * ~c.pads[..., None]
+        put("window", c.segment)  # the convolution's documents
+        put("taps", self.taps)
+        c.context = c.state[:, : (self.width - 1) * DIM].view(c.rows, -1, DIM)
+        put("reach", self._same_document(c))
+        joined = torch.cat([c.context, c.x], 1)
+        lags = [joined[:, self.width - 1 - lag :][:, : c.length] for lag in range(self.width)]  # [B, T, D] each
+        put("mixed", torch.tanh(sum(self.taps_of(c, lag) * each for lag, each in enumerate(lags))))
+        owner = F.pad(c.window, (self.width - 1, 0))
+        kept = owner[:, c.length :] == owner[:, -1:]
+        put("context", joined[:, c.length :] * kept[..., None])
+        put("memory", c.segment)  # the recurrence's documents
+        put("h", c.state[:, (self.width - 1) * DIM : -1])
+        put("decay", F.logsigmoid(self.gate(c.mixed).to(c.x.dtype) + 2)[..., 0] * ~c.pads)
+        put("inside", c.memory[:, :, None] == c.memory[:, None])
+        put("sees", torch.ones(c.length, c.length, dtype=torch.bool, device=tokens.device).tril())
+        total = c.decay.cumsum(1)
+        far = -(total[:, :, None] - total[:, None]).abs()
+        weights = far.masked_fill(~(c.inside & c.sees), -math.inf).exp()
+        new = c.mixed * (1 - c.decay.exp())[..., None]
+        old = (total.exp() * (c.memory == 0))[..., None] * c.h[:, None]
+        put("out", (weights.to(new.dtype) @ new + old).to(c.x.dtype))
+        put("last", c.out[:, -1])
+        put("end", torch.cat([c.context.flatten(1), c.last, c.place[:, -1:].to(c.x.dtype) + 1], 1))
+        return ModelOutput(self.head(c.out + c.mixed), c.end)
+
+    def _put(self, c: Any, name: str, value: Any) -> None:
+        setattr(c, name, value)
+        if name in self.changes:
+            setattr(c, name, self.changes[name](c))
+
+    def _same_document(self, c: Any) -> list[Tensor]:
+        """Of each lag, where the token that far back is of the same document, [B, T]."""
+        owner = F.pad(c.window, (self.width - 1, 0))
+        return [owner[:, self.width - 1 - lag :][:, : c.length] == c.window for lag in range(self.width)]
+
+    def taps_of(self, c: Any, lag: int) -> Tensor:
+        """The weights of a lag, [B, T, D]."""
+        return c.taps[lag] * c.reach[lag][..., None]
+
+
+class WithoutResets(Mixer):
+    """The same, for rows of one document."""
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        return super().forward(tokens, state)
+
+
+class _Regraded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Change) -> Tensor:
+        ctx.change = change
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.change(grads[0]), None
+
+
+def regraded(x: Tensor, change: Change) -> Tensor:
+    """The same numbers; `change` is applied to their gradient: a kernel whose backward is wrong where its forward is exact."""
+    return _Regraded.apply(x, change)
+
+
+def model(width: int = 4, **changes: Change) -> Make:
+    return lambda: Mixer(width, **changes)
+
+
+def lost(where: Change, **changes: Change) -> Make:
+    """The incoming state is zeros in the calls, or rows [B, 1], where this holds."""
+    return model(state=lambda c: c.state.masked_fill(torch.as_tensor(where(c)), 0.0), **changes)
+
+
+def honours(which: Callable[[Tensor], Tensor]) -> Make:
+    """Only some of the resets of each row."""
+    return model(resets=lambda c: which(c.resets))
+
+
+def number(resets: Tensor) -> Tensor:
+    """1 at a row's first reset, 2 at its second ..., 0 elsewhere."""
+    return resets.cumsum(1) * resets
+
+
+def row(c: Any) -> Tensor:
+    return torch.arange(c.rows, device=c.tokens.device)[:, None]
+
+
+def with_recurrence(c: Any, change: Change, name: str = "state") -> Tensor:
+    """A state whose recurrent part is changed."""
+    first = (c.model.width - 1) * DIM
+    state = getattr(c, name)
+    return torch.cat([state[:, :first], change(state[:, first:-1]), state[:, -1:]], 1)
+
+
+def with_count(c: Any, change: Change) -> Tensor:
+    """The returned state with another count."""
+    return torch.cat([c.end[:, :-1], change(c.end[:, -1:])], 1)
+
+
+def padding(c: Any) -> Tensor:
+    """Some tokens stand for padding."""
+    return c.tokens < VOCAB // 4
+
+
+def padded_end(c: Any, *, is_right: bool) -> Tensor:
+    """The state of a row that was padded to a multiple of 8 tokens: after the padding, or where the row ended."""
+    spare = -c.length % 8
+    if is_right or not spare:
+        return c.end
+    context = F.pad(c.context, (0, 0, 0, spare))[:, spare:]
+    return torch.cat([context.flatten(1), c.last * 0.8**spare, c.end[:, -1:]], 1)
+
+
+def unit(x: Tensor, floor: float) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + floor).sqrt().clamp(min=1e-9)
+
+
+def attention(c: Any) -> Tensor:
+    """Over the tokens that the convolution sees, documents kept apart."""
+    width, joined = c.model.width, torch.cat([c.context, c.x], 1)
+    keys = torch.stack([joined[:, width - 1 - lag :][:, : c.length] for lag in range(width)], 2)  # [B, T, W, D]
+    near = torch.stack(c.reach, -1) & (c.place[..., None] >= torch.arange(width, device=c.tokens.device))
+    scores = torch.einsum("btd,btwd->btw", c.x, keys).masked_fill(~near, -math.inf)
+    return torch.einsum("btw,btwd->btd", scores.softmax(-1), keys * c.taps[:, None].mean())
+
+
+def short_end(c: Any, *, is_right: bool) -> Tensor:
+    """The last inputs, whose gradient is shifted in a row shorter than the convolution."""
+    if is_right or c.length >= c.model.width - 1:
+        return c.context
+    return regraded(c.context, lambda grad: grad.roll(-c.length, 1))
+
+
+def of_slot(c: Any) -> Tensor:
+    """A row that begins starts from what the slot's last user left."""
+    held = c.model.slot
+    return c.state if held is None or held.shape != c.state.shape or c.state.any() else held
+
+
+def to_slot(c: Any) -> Tensor:
+    c.model.slot = c.end.detach()
+    return c.end
+
+
+def advance_in_place(c: Any) -> Tensor:
+    """The offset of the positions is bound before the cache is updated, and updated with it."""
+    count = c.state[:, -1:]
+    if c.given is not None:
+        with torch.no_grad():
+            c.given[:, -1:] += c.length
+    return count
+
+
+def marked(c: Any) -> Tensor:
+    c.resets[:, 1:2] = True
+    return c.resets
+
+
+def tail_detached(c: Any) -> Tensor:
+    """The gate's gradient is missing in the tokens after the last full chunk of 4."""
+    full = c.length - c.length % 4
+    return torch.cat([c.decay[:, :full], c.decay[:, full:].detach()], 1)
+
+
+class Case(NamedTuple):
+    """A broken model.
+
+    Attributes:
+        twin: the honest model that differs in the fault alone.
+        source: repository and number of the issue or pull request that reported it; empty: a kind of our own.
+        checks: any of these has to convict it; empty: whichever does.
+        seq_len: of training.
+    """
+
+    make: Make
+    twin: Make = Mixer
+    source: str = ""
+    checks: tuple[str, ...] = ()
+    seq_len: int = 64
+
+
+PUBLIC: dict[str, Case] = {
+    "boundaries reach the convolution but not the recurrence": Case(
+        model(memory=lambda c: c.segment * 0), source="THUDM/slime#1686", checks=("resets",)
+    ),
+    "boundaries reach neither": Case(
+        model(window=lambda c: c.segment * 0, memory=lambda c: c.segment * 0),
+        source="NVIDIA-NeMo/Automodel#2147 pytorch/torchtitan#3892 NovaSky-AI/SkyRL#2056",
+        checks=("resets",),
+    ),
+    "boundaries reach the recurrence but not the convolution": Case(
+        model(window=lambda c: c.segment * 0), source="huggingface/transformers#46588", checks=("resets",)
+    ),
+    "boundaries reach attention but not the recurrence": Case(
+        model(mixed=attention, memory=lambda c: c.segment * 0),
+        twin=model(mixed=attention),
+        source="pytorch/torchtitan#3984",
+        checks=("resets",),
+    ),
+    "sharded rows count as one document": Case(
+        model(memory=lambda c: c.segment * (c.length < 16)),
+        source="PrimeIntellect-ai/prime-rl#3003",
+        checks=("resets",),
+    ),
+    "the convolution begins anew in each shard": Case(
+        model(window=lambda c: c.segment + c.at // 8), source="PrimeIntellect-ai/prime-rl#3002", checks=("carry",)
+    ),
+    "another mode ignores boundaries": Case(
+        model(memory=lambda c: c.segment * c.model.training),
+        source="fla-org/flash-linear-attention#1184",
+        checks=("soak",),
+    ),
+    "left padding enters the convolution": Case(
+        model(reach=lambda c: [same | F.pad(padding(c), (lag, 0))[:, : c.length] for lag, same in enumerate(c.reach)]),
+        source="AI-Hypercomputer/maxtext#5295",
+        checks=("resets",),
+    ),
+    "padding of norm 0 has no gradient": Case(
+        model(pads=padding, mixed=lambda c: unit(c.mixed * ~c.pads[..., None], 0.0)),
+        twin=model(pads=padding, mixed=lambda c: unit(c.mixed * ~c.pads[..., None], 1e-3)),
+        source="AI-Hypercomputer/maxtext#5295",
+        checks=("gradient",),
+    ),
+    "padding is masked in the first cell alone": Case(
+        model(pads=lambda c: padding(c) & ~c.state.any(1, keepdim=True)),
+        twin=model(pads=padding),
+        source="huggingface/transformers#47087",
+        checks=("carry",),
+    ),
+    "the state is taken after right padding": Case(
+        model(end=partial(padded_end, is_right=False)),
+        twin=model(end=partial(padded_end, is_right=True)),
+        source="huggingface/transformers#48256",
+        checks=("carry",),
+    ),
+    "cells of many tokens drop the state": Case(
+        lost(lambda c: c.length > 1), source="huggingface/transformers#45513", checks=("carry",)
+    ),
+    "kernels for many tokens get no initial state": Case(
+        model(h=lambda c: c.h * (c.length == 1)), source="huggingface/transformers#46741", checks=("carry",)
+    ),
+    "cells that go on step by their first token": Case(
+        model(decay=lambda c: torch.where(c.state.any(1, keepdim=True), c.decay[:, :1], c.decay)),
+        source="huggingface/transformers#46032",
+        checks=("carry",),
+    ),
+    "upper layers see the tokens counted too early": Case(
+        model(place=lambda c: c.place + c.length * (c.count > 0)),
+        source="fla-org/flash-linear-attention#766",
+        checks=("carry",),
+    ),
+    "heads are counted instead of tokens": Case(
+        model(end=lambda c: with_count(c, lambda _: c.count + 4)),
+        source="fla-org/flash-linear-attention#126",
+        checks=("carry",),
+    ),
+    "the offset moves in place": Case(
+        model(count=advance_in_place), source="ml-explore/mlx-lm#1699", checks=("purity",)
+    ),
+    "a slot keeps its last user's state": Case(model(state=of_slot, end=to_slot), source="ggml-org/llama.cpp#29092"),
+    "the state is rounded to bf16 by each call": Case(
+        model(end=lambda c: with_recurrence(c, lambda h: h.bfloat16().to(h.dtype), "end")),
+        source="ml-explore/mlx-lm#988",
+        checks=("carry",),
+    ),
+    "single tokens round their gate": Case(
+        model(decay=lambda c: (c.decay * 256).round() / 256 if c.length == 1 else c.decay),
+        source="sgl-project/sglang#38975",
+        checks=("carry",),
+    ),
+    "the state saturates late": Case(
+        model(end=lambda c: with_count(c, lambda count: count.clamp(max=255))), source="ddalcu/mlx-serve#415"
+    ),
+    "the last tokens of long rows are skipped": Case(
+        model(mixed=lambda c: c.mixed * (c.at < 50)[..., None]), source="fla-org/flash-linear-attention#906"
+    ),
+    "short rows shift the convolution's gradient": Case(
+        model(9, context=partial(short_end, is_right=False)),
+        twin=model(9, context=partial(short_end, is_right=True)),
+        source="fla-org/flash-linear-attention#1140",
+        checks=("gradient",),
+    ),
+    "several rows corrupt the gradient of the taps": Case(
+        model(taps=lambda c: regraded(c.taps, lambda grad: grad * c.rows)),
+        twin=model(taps=lambda c: regraded(c.taps, lambda grad: grad)),
+        source="fla-org/flash-linear-attention#955",
+    ),
+    "every gradient but the last cell's is off": Case(
+        model(last=lambda c: regraded(c.last, lambda grad: grad * 0.9)),
+        twin=model(last=lambda c: regraded(c.last, lambda grad: grad)),
+        source="fla-org/flash-linear-attention#1115",
+        checks=("gradient",),
+    ),
+    "a partial chunk drops the gate's gradient": Case(
+        model(decay=tail_detached), source="fla-org/flash-linear-attention#1142", checks=("gradient",)
+    ),
+}
+"""Reported faults."""
+
+
+def shifted(state: Tensor) -> Tensor:
+    return state.roll(1, 1)
+
+
+def coarse(state: Tensor) -> Tensor:
+    return (state * 64).round() / 64
+
+
+def at_start(c: Any, begins: Tensor) -> Tensor:
+    """A start that is not zeros, where rows begin."""
+    return torch.where(begins, with_recurrence(c, lambda h: h + c.model.frequencies), c.state)
+
+
+def is_power(length: int) -> bool:
+    return length & (length - 1) == 0
+
+
+def over_time(x: Tensor) -> Tensor:
+    return x - x.mean(1, keepdim=True)
+
+
+LONGER = {  # What only a batch as in training shows: rows, phases, long and late cells, a graph, several resets.
+    "positions of row 0": Case(model(count=lambda c: c.state[:1, -1:].expand(c.rows, 1))),
+    "a start that any row decides": Case(
+        lambda: WithoutResets(state=lambda c: at_start(c, ~c.state.any())),
+        twin=lambda: WithoutResets(state=lambda c: at_start(c, ~c.state.any(1, keepdim=True))),
+    ),
+    "rows from the third on lose their state": Case(lost(lambda c: row(c) >= 2)),
+    "rows from the fifth on lose their state": Case(lost(lambda c: row(c) >= 4)),
+    "rows from the ninth on lose their state": Case(lost(lambda c: row(c) >= 8)),
+    "a mean over more than four rows": Case(model(x=lambda c: c.x - c.x.mean(0) * (c.rows > 4))),
+    "20 tokens drop the state": Case(lost(lambda c: c.length >= 20)),
+    "20 tokens quantise the state": Case(model(state=lambda c: coarse(c.state) if c.length >= 20 else c.state)),
+    "20 tokens shift the state": Case(
+        model(state=lambda c: with_recurrence(c, shifted) if c.length >= 20 else c.state)
+    ),
+    "64 tokens drop the state": Case(lost(lambda c: c.length >= 64)),
+    "64 tokens quantise the state": Case(
+        model(end=lambda c: with_recurrence(c, coarse, "end") if c.length >= 64 else c.end)
+    ),
+    "64 tokens shift the state": Case(model(h=lambda c: shifted(c.h) if c.length >= 64 else c.h)),
+    "no power of two drops the state": Case(lost(lambda c: c.length >= 20 and not is_power(c.length)), seq_len=48),
+    "no power of two shifts the state": Case(
+        model(h=lambda c: shifted(c.h) if c.length >= 20 and not is_power(c.length) else c.h), seq_len=48
+    ),
+    "no causal mask from 64 tokens on": Case(model(sees=lambda c: c.sees | (c.length >= 64))),
+    "a norm over time from 64 tokens on": Case(
+        model(mixed=lambda c: over_time(c.mixed) if c.length >= 64 else c.mixed)
+    ),
+    "the state is lost after the third cell": Case(lost(lambda c: c.state[:, -1:] > 3 * 60)),
+    "the position is kept to 128": Case(model(end=lambda c: with_count(c, lambda count: count.clamp(max=128)))),
+    "fp16 overflows late": Case(
+        model(end=lambda c: with_count(c, lambda count: (count * 256).half().to(count.dtype) / 256))
+    ),
+    "a graph drops the state": Case(lost(lambda c: torch.is_grad_enabled())),
+    "eval() returns the state unchanged": Case(model(end=lambda c: c.end if c.model.training else c.state)),
+    "only the first reset": Case(honours(lambda resets: number(resets) == 1)),
+    "only the last reset": Case(honours(lambda resets: resets & (number(resets) == resets.sum(1, keepdim=True)))),
+    "only resets side by side": Case(
+        honours(lambda resets: resets & (F.pad(resets, (1, -1)) | F.pad(resets, (-1, 1))))
+    ),
+    "all but the last reset": Case(
+        honours(lambda resets: resets & ((number(resets) < resets.sum(1, keepdim=True)) | (number(resets) == 1)))
+    ),
+}
+
+OTHERS = {  # More of their kinds.
+    "rows trade states in a batch of four or more": Case(
+        model(state=lambda c: c.state.roll(1, 0) if c.rows >= 4 else c.state)
+    ),
+    "the odd last row loses its state": Case(lost(lambda c: (row(c) == c.rows - 1) & (c.rows % 2 == 1) & (c.rows > 1))),
+    "all rows get the first one's state": Case(model(state=lambda c: c.state[:1].expand_as(c.state))),
+    "rows know their number": Case(model(x=lambda c: c.x + 0.1 * row(c)[..., None])),
+    "a softmax over the rows": Case(model(mixed=lambda c: c.mixed * c.mixed.softmax(0))),
+    "one row's end ends all": Case(lost(lambda c: (~c.state.any(1)).any() and c.rows > 2)),
+    "a reset in one row resets all": Case(model(resets=lambda c: c.resets.any(0).expand_as(c.resets))),
+    "the resets of row 0": Case(model(resets=lambda c: c.resets[:1].expand_as(c.resets))),
+    "no reset at the first token": Case(honours(lambda resets: F.pad(resets[:, 1:], (1, 0)))),
+    "no reset at the last token": Case(honours(lambda resets: F.pad(resets[:, :-1], (0, 1)))),
+    "resets in the first 20 tokens alone": Case(
+        honours(lambda resets: F.pad(resets[:, :20], (0, max(resets.shape[1] - 20, 0))))
+    ),
+    "resets a token too early": Case(honours(lambda resets: F.pad(resets[:, 1:], (0, 1)))),
+    "positions go on after a reset": Case(model(place=lambda c: c.count + c.at)),
+    "the state of a row with a reset is lost": Case(model(end=lambda c: c.end * ~c.resets.any(1, keepdim=True))),
+    "the document before a reset stays in the state": Case(
+        model(end=lambda c: with_recurrence(c, lambda h: h + 0.5 * c.h * (c.segment[:, -1:] > 0), "end"))
+    ),
+    "resets count only where a state came in": Case(model(resets=lambda c: c.resets & c.state.any(1, keepdim=True))),
+    "the state fades at each cut": Case(model(end=lambda c: with_recurrence(c, lambda h: h * 0.99, "end"))),
+    "the state loses its sign": Case(model(end=lambda c: with_recurrence(c, torch.abs, "end"))),
+    "the state is clipped": Case(model(end=lambda c: with_recurrence(c, lambda h: h.clamp(-0.1, 0.1), "end"))),
+    "the state is the mean of the cell": Case(model(last=lambda c: c.out.mean(1))),
+    "one channel of the state is lost": Case(model(h=lambda c: F.pad(c.h[:, 1:], (1, 0)))),
+    "the convolution's context is reversed": Case(
+        model(end=lambda c: torch.cat([c.context.flip(1).flatten(1), c.end[:, (c.model.width - 1) * DIM :]], 1))
+    ),
+    "a cell that begins with some tokens begins anew": Case(lost(lambda c: c.tokens[:, :1] < VOCAB // 4)),
+    "odd cells drop their last token": Case(
+        model(last=lambda c: c.out[:, -2] if c.length % 2 and c.length > 1 else c.out[:, -1]), seq_len=63
+    ),
+    "train() alone drops the state": Case(lost(lambda c: c.model.training)),
+    "eval() alone drops the state": Case(lost(lambda c: not c.model.training)),
+    "eval() alone sees the next token": Case(
+        model(mixed=lambda c: c.mixed if c.model.training else c.mixed + F.pad(c.x[:, 1:], (0, 0, 0, 1)))
+    ),
+    "the largest of a row scales it": Case(model(x=lambda c: c.x / c.x.abs().amax((1, 2), keepdim=True))),
+    "tokens are ranked over time": Case(model(x=lambda c: c.x + 0.1 * c.x.argsort(1))),
+    "the row's length is a feature": Case(model(x=lambda c: c.x + c.length / 50)),
+    "the gradient stops every 8 tokens": Case(
+        model(decay=lambda c: torch.where(c.at % 8 == 0, c.decay.detach(), c.decay))
+    ),
+    "only row 0 has a gradient through a cut": Case(
+        model(end=lambda c: torch.where(row(c) == 0, c.end, c.end.detach()))
+    ),
+    "the gradient of the state is clipped": Case(
+        model(state=lambda c: regraded(c.state, lambda grad: grad.clamp(-1e-3, 1e-3)))
+    ),
+    "every other reset": Case(honours(lambda resets: resets & (number(resets) % 2 == 1))),
+    "resets of even rows alone": Case(model(resets=lambda c: c.resets & ((row(c) % 2 == 0) | (c.rows < 4)))),
+    "the forward writes into the resets": Case(model(resets=marked)),
+    "rows that begin take their neighbour's state": Case(
+        model(state=lambda c: torch.where(c.state.any(1, keepdim=True), c.state, c.state.roll(1, 0)) * (c.rows > 2))
+    ),
+    "states come back sorted": Case(model(end=lambda c: c.end[c.end.sum(1).argsort()] if c.rows > 2 else c.end)),
+    "the state fades by a millionth": Case(model(end=lambda c: with_recurrence(c, lambda h: h * (1 - 1e-6), "end"))),
+    "rows from the fifth on have no gradient through a cut": Case(
+        model(end=lambda c: torch.where(row(c) < 4, c.end, c.end.detach()))
+    ),
+    "64 tokens detach the state": Case(model(end=lambda c: c.end.detach() if c.length >= 64 else c.end)),
+    "calls are counted": Case(model(x=lambda c: c.x + 0.1 * called(c.model))),
+}
+
+
+def called(module: nn.Module) -> int:
+    """How often, with this call."""
+    module.calls = getattr(module, "calls", 0) + 1
+    return int(module.calls)
+
+
+class Cells(Language):
+    """Token by token, of four projections of the input each.
+
+    Args:
+        width: of the state.
+        step: `(model, [4 x [B, D]], state [B, width])` to the output [B, D] and the next state.
+    """
+
+    def __init__(self, width: int, step: Callable[..., tuple[Tensor, Any]]) -> None:
+        super().__init__(width)
+        self.step = step
+        self.projections = nn.Linear(DIM, 4 * DIM)
+        self.matrix = nn.Parameter(torch.randn(DIM, DIM) / DIM)
+        self.vector = nn.Parameter(torch.linspace(-1, 1, DIM))
+
+    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        out = []
+        for inputs in self.projections(x).to(state.dtype).unbind(1):
+            y, new = self.step(self, inputs.chunk(4, -1), state)
+            state = torch.cat(new, -1) if isinstance(new, tuple) else new
+            out.append(y)
+        return torch.stack(out, 1).to(x.dtype), state
+
+
+def cells(parts: int, step: Callable[..., tuple[Tensor, Any]], extra: int = 0) -> Make:
+    """A state of `parts` vectors and `extra` numbers."""
+    return lambda: Cells(parts * DIM + extra, step)
+
+
+def same(value: Any) -> tuple[Any, Any]:
+    return value, value
+
+
+def lru(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    re, im = s.chunk(2, -1)
+    cos, sin = 0.95 * m.vector.cos(), 0.95 * m.vector.sin()
+    re, im = cos * re - sin * im + u[0], sin * re + cos * im + u[1]
+    return re * u[2], (re, im)
+
+
+def sru(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    c = u[0].sigmoid() * s + (1 - u[0].sigmoid()) * u[1]
+    return u[2].sigmoid() * c.tanh() + (1 - u[2].sigmoid()) * u[3], c
+
+
+def min_lstm(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    forget, take = u[0].sigmoid(), u[1].sigmoid()
+    return same((forget * s + take * u[2]) / (forget + take))
+
+
+def wkv(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    num, den, top = s.chunk(3, -1)
+    top_out = torch.maximum(top, u[0] + m.vector)
+    old, new = (top - top_out).exp(), (u[0] + m.vector - top_out).exp()
+    y = (old * num + new * u[1]) / (old * den + new)
+    after = torch.maximum(top - 0.1, u[0])
+    old, new = (top - 0.1 - after).exp(), (u[0] - after).exp()
+    return y, (old * num + new * u[1], old * den + new, after)
+
+
+def slstm(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    c, n, top = s.chunk(3, -1)
+    forget = F.logsigmoid(u[0])
+    after = torch.maximum(forget + top, u[1])
+    keep, take = (forget + top - after).exp(), (u[1] - after).exp()
+    c, n = keep * c + take * u[2].tanh(), keep * n + take
+    return u[3].sigmoid() * c / n, (c, n, after)
+
+
+def mlstm(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    memory = 0.9 * s.view(-1, DIM, DIM) + u[0][:, :, None] * u[1][:, None]
+    return (memory @ u[2][..., None])[..., 0], memory.flatten(1)
+
+
+def slots(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    memory, pointer = s[:, :-1].view(-1, 4, DIM), s[:, -1:]
+    at = torch.arange(4, device=s.device) == pointer % 4
+    memory = torch.where(at[..., None], u[0][:, None], memory)
+    return ((memory @ u[1][..., None]).softmax(1) * memory).sum(1), (memory.flatten(1), pointer + 1)
+
+
+def clockwork(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    h, count = s[:, :-1], s[:, -1:]
+    h = torch.where(count % (1 + torch.arange(DIM, device=s.device) % 4) == 0, (u[0] + h @ m.matrix).tanh(), h)
+    return h, (h, count + 1)
+
+
+def centred(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    total, count = s[:, :-1] + u[0], s[:, -1:] + 1
+    return u[0] - total / count, (total, count)
+
+
+def kalman(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    mean, precision = s.chunk(2, -1)
+    sure = u[1].exp()
+    precision = 0.9 * precision + sure
+    mean = mean + sure / precision * (u[0] - mean)
+    return mean, (mean, precision)
+
+
+def oscillator(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    x, v = s.chunk(2, -1)
+    v = v + 0.3 * (u[0] - x - 0.5 * v)
+    return x, (x + 0.3 * v, v)
+
+
+def scaled(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    s = 0.9 * s + 0.1 * u[0].square()
+    return u[0] / (s + 1e-2).sqrt(), s
+
+
+def automaton(m: Any, u: Any, s: Tensor) -> tuple[Tensor, Any]:
+    s = (s + (u[0] > 0)) % 5
+    return torch.sin(s) * u[1], s
+
+
+TWINS: dict[str, Make] = {
+    "convolution and recurrence with resets": Mixer,
+    "window of attention with resets": PUBLIC["boundaries reach attention but not the recurrence"].twin,
+    "start per row": LONGER["a start that any row decides"].twin,
+    "padding masked in every cell": PUBLIC["padding is masked in the first cell alone"].twin,
+    "a norm with a floor at padding": PUBLIC["padding of norm 0 has no gradient"].twin,
+    "rows padded to a chunk": PUBLIC["the state is taken after right padding"].twin,
+    "a convolution longer than a cell": PUBLIC["short rows shift the convolution's gradient"].twin,
+    "a backward of its own": PUBLIC["every gradient but the last cell's is off"].twin,
+    "a backward of its own for weights": PUBLIC["several rows corrupt the gradient of the taps"].twin,
+    "documents that begin at a token": model(resets=lambda c: c.resets | (c.tokens == 0)),
+    "positions that wrap": model(place=lambda c: c.place % 128),
+    "positions that end at 128": model(place=lambda c: c.place.clamp(max=128)),
+    "a convolution of one token": model(1),
+}
+"""Honest models like the broken ones."""
+
+LOOPS: dict[str, Make] = {
+    "elman": cells(1, lambda m, u, s: same((u[0] + s @ m.matrix).tanh())),
+    "leaky integrator": cells(1, lambda m, u, s: same(0.9 * s + 0.1 * (u[0] + s @ m.matrix).tanh())),
+    "independent units": cells(1, lambda m, u, s: same((u[0] + m.vector * s).tanh())),
+    "minimal gru": cells(1, lambda m, u, s: same(u[0].sigmoid() * s + (1 - u[0].sigmoid()) * u[1])),
+    "minimal lstm": cells(1, min_lstm),
+    "simple recurrent unit": cells(1, sru),
+    "complex diagonal": cells(2, lru),
+    "rwkv": cells(3, wkv),
+    "exponential gates": cells(3, slstm),
+    "matrix memory": cells(DIM, mlstm),
+    "slots and a pointer": cells(4, slots, extra=1),
+    "clockwork": cells(1, clockwork, extra=1),
+    "mean of the document so far": cells(1, centred, extra=1),
+    "a filter with precisions": cells(2, kalman),
+    "oscillators": cells(2, oscillator),
+    "token shift": cells(1, lambda m, u, s: (u[0] + m.vector * s, u[0])),
+    "largest so far": cells(1, lambda m, u, s: same(torch.maximum(s, u[0]))),
+    "running scale": cells(1, scaled),
+    "a counter alone": cells(0, lambda m, u, s: (u[0] * torch.sin(s), s + 1), extra=1),
+    "an automaton": cells(1, automaton),
+}
+"""Honest models that step token by token."""
+
+BROKEN: dict[str, Case] = {
+    **PUBLIC,
+    **LONGER,
+    **OTHERS,
+    **{name: Case(make, checks=(check,)) for name, (make, check, _) in MUTANTS.items()},
+}
+HONEST_MODELS: dict[str, Make] = {**TWINS, **LOOPS, **HONEST}
+HEAD = "model,made,verdict,by,reported in\n"
+
+
+def judge(name: str) -> str:
+    """The line of the table for a model."""
+    case = BROKEN.get(name) or Case(HONEST_MODELS[name], seq_len=64 if name in TWINS else 16)
+    torch.manual_seed(0)
+    report = check_model(case.make(), vocab_size=VOCAB, seq_len=case.seq_len)
+    found = report.breaches or (report.warnings if name in BROKEN else [])
+    made, verdict = "broken" if name in BROKEN else "honest", found[0].status if found else "held"
+    return f"{name},{made},{verdict},{' '.join(each.check for each in found)},{case.source}\n"
+
+
+def render_table() -> str:
+    """What `check_model` says of every model, as CSV."""
+    return HEAD + "".join(judge(name) for name in (*BROKEN, *HONEST_MODELS))
