@@ -15,8 +15,6 @@ PAGE = Path(__file__).parents[3] / "docs" / "contract_models.csv"
 LINES = {line.split(",")[0]: line for line in PAGE.read_text(encoding="utf-8").splitlines(keepends=True)[1:]}
 ROWS = {row["model"]: row for row in csv.DictReader(PAGE.read_text(encoding="utf-8").splitlines())}
 NAMES = [*BROKEN, *HONEST_MODELS]
-# Known to pass as honest.
-ESCAPES = {"resets count only where a state came in"}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +29,7 @@ def test_the_table_convicts_every_broken_model_and_no_honest_one():
     assert list(ROWS) == NAMES
     assert len(BROKEN) >= 60
     assert len(HONEST_MODELS) >= 45
-    assert {name for name in BROKEN if ROWS[name]["verdict"] == "held"} == ESCAPES
+    assert {ROWS[name]["verdict"] for name in BROKEN} == {"broken", "warning"}  # of a detached state
     assert {ROWS[name]["verdict"] for name in HONEST_MODELS} == {"held"}
     missed = {name for name, case in BROKEN.items() if case.checks and not {*case.checks} & {*ROWS[name]["by"].split()}}
     assert not missed
