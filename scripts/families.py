@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contracts import Report, check_model
-from trainer.model.hugging_face import HuggingFace, without_attention
+from trainer.extensions.hugging_face import HuggingFace, without_attention
 from trainer.model.protocol import ModelOutput, carry_flat
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"

@@ -164,6 +164,16 @@ def test_packed_rows_are_refused_for_a_model_without_resets(check):
     assert ended.stderr.count("\n") == 1
 
 
+def test_packed_rows_are_refused_for_a_sharded_model_that_runs_each_document_on_its_own(tmp_path, capsys):
+    pytest.importorskip("transformers", reason="extra hf")
+    options = [f"--set={each}" for each in ("data.pack=true", "model.family=bamba", "model.dim=32")]
+    config = write_tiny_config(tmp_path)
+    for strategy, code in (("ddp", 0), ("fsdp", 2)):
+        ended = program(["check", "--config", config, *options, "--nproc", "2", "--strategy", strategy], capsys)
+        assert ended.returncode == code, ended.stderr
+    assert "ranks that shard a model must run it equally often" in ended.stderr
+
+
 def test_the_contract_can_be_left_out_or_trusted_and_that_is_said(check):
     assert "#   contract = not tried: --no-contract" in check(DROPS, options=("--no-contract",)).stdout
     ended = check(DROPS, 'model.trust=["carry"]')
@@ -210,6 +220,48 @@ def test_the_doctor_prints_a_table_and_exits_with_3_on_a_breach(verb):
     assert verdicts["carry"] == verdicts["gradient"] == "held"
     for arguments in (("broken_model:build", "--args", "[1]"), ("mamba",)):
         assert verb(DROPS, "doctor", "--model", *arguments).returncode == 2
+
+
+ANYBODYS = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab_size, 16), nn.Linear(16, vocab_size)
+        self.rnn = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, input_ids, hidden=None):
+        x, hidden = self.rnn(self.embedding(input_ids), hidden)
+        return self.head(x), hidden
+"""
+
+
+def test_the_doctor_takes_anybodys_module(verb):
+    ended = verb(ANYBODYS, "doctor", "--model", "broken_model:Net", "--json")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    told = json.loads(ended.stdout)
+    assert {"carry": "held"}.items() <= {each["check"]: each["status"] for each in told["verdicts"]}.items()
+    assert "a row cut once equals" in told["arguments"]["hidden"]
+
+
+def test_the_doctor_takes_a_class_of_transformers_and_one_on_disk(verb, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="extra hf")
+    ended = verb("", "doctor", "--hf", "MambaForCausalLM")
+    assert ended.returncode == 3, ended.stderr
+    assert "MambaForCausalLM of 75,776 parameters" in ended.stdout
+    assert "breaks carry" in ended.stdout
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    ended = verb("", "doctor", "--hf", tmp_path / "llama", "--json")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "grows with every token" in json.loads(ended.stdout)["arguments"]["past_key_values"]
+    for arguments in (("--hf", "NoSuchClass"), ("--hf", tmp_path), ("--hf", "MambaForCausalLM", "--model", "gru"), ()):
+        ended = verb("", "doctor", *arguments)
+        assert ended.returncode == 2, ended.stdout
+        assert ended.stderr.count("\n") == 1
 
 
 def test_a_size_to_check_is_the_real_one_a_smaller_one_or_none(tmp_path, monkeypatch):

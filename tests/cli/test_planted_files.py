@@ -57,7 +57,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("metrics.jsonl", "link"), ("status.json", "pipe"), ("logs/rank_000.log", "link")],
+    [("metrics.jsonl", "link"), ("status.json", "pipe"), ("logs/rank_000.log", "link"), (".lock", "link")],
 )
 def test_a_resume_refuses_it_by_name_and_writes_nothing(trained, tmp_path, name, kind):
     config, whole = trained

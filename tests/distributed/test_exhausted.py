@@ -64,21 +64,6 @@ def test_a_run_that_had_read_everything_ends_as_it_did_or_continues_with_another
     assert sorted(losses(tmp_path / "more" / "metrics.jsonl")) == list(range(last + 1, last + 5))
 
 
-def test_a_rank_without_documents_runs_masked_from_the_start(uninterrupted, tmp_path):
-    config, _ = uninterrupted
-    one = tmp_path / "corpus" / "a" / "one.txt"
-    one.parent.mkdir(parents=True)
-    one.write_text("abcdefghij" * 30, encoding="utf-8")
-    source = f'data.source=[{{name="only",layout="nested",root="{tmp_path / "corpus"}"}}]'
-    result = run("--config", config, "--run-dir", tmp_path / "run", *ENDLESS, "--set", source, nproc=2)
-    assert result.returncode == 0, result.stderr
-    assert "of 2 has nothing to read, and runs fully masked batches" in result.stderr
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl").values()
-    assert len(rows) == 19  # 300 bytes in cells of 16
-    assert all(row[MASKED] == 1.0 for row in rows)
-    assert status(tmp_path / "run")["reason"] == "data exhausted"
-
-
 def test_a_source_that_ends_is_an_event_with_its_step_and_a_finding(tmp_path):
     config = write_tiny_config(tmp_path)
     for number in (1, 2, 3):

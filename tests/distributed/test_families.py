@@ -40,7 +40,7 @@ def start(tmp_path, name, family, *sets, more=()):
         pytest.param("gated_delta", "false", marks=pytest.mark.slow),
         pytest.param("gru", "false", marks=pytest.mark.slow),
         pytest.param("lstm", "false", marks=pytest.mark.slow),
-        pytest.param("mamba2", "false", marks=[pytest.mark.slow, needs_transformers]),
+        pytest.param("mamba2", "true", marks=[pytest.mark.slow, needs_transformers]),
     ],
 )
 def test_a_run_resumes_bit_for_bit(tmp_path, family, pack):

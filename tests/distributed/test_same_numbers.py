@@ -93,14 +93,6 @@ def test_no_number_depends_on_it(tmp_path, nproc, common, without, with_it):
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
 
 
-def test_with_weights_that_move_truncation_and_burn_in_are_felt(tmp_path):
-    """The equalities above are of the gradient through the cells, and of states that are not stale."""
-    sets = {"plain": (), "tbptt": ("train.tbptt_cells=2",), "burn-in": ("ledger.burn_in=5",)}
-    plain, *others = (losses(start(tmp_path, name, MOVING, *own) / "metrics.jsonl") for name, own in sets.items())
-    for each in others:
-        assert each[12] != pytest.approx(plain[12], rel=1e-5)
-
-
 def test_diagnostics_change_no_number_and_no_weight(tmp_path):
     on = ("metrics.per_layer=true", "metrics.per_source=true", "ledger.probe_every=4", "sample.every=5")
     off = ("gns.enabled=false", "train.spike_sigma=0")

@@ -50,7 +50,7 @@ def fresh(config: Path, name: str, *more: object, nproc: int | None = 2) -> subp
 def test_one_process_tokenizes_for_all_runs_and_says_so(config: Path) -> None:
     first = fresh(config, "first")
     assert first.returncode == 0, first.stderr
-    assert first.stderr.count("tokenizing source first (") == 1, first.stderr
+    assert first.stderr.count("INFO tokenizing source first (") == 1, first.stderr
     assert "tokenizing source second" not in first.stderr  # little text
     # A process of the tests' server may have no others: it reads what is there, or tokenizes what it reads.
     cached = {"XDG_CACHE_HOME": str(config.parent / "cache")}

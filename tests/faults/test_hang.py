@@ -46,30 +46,3 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(tmp_path, what, rank):
         assert ("faulty_model.py" in log.split("stacks of rank")[1]) == (each == rank)
     does = "sleeps for ever" if what == "sleep" else "is stopped (SIGSTOP)"
     keep(5, f"rank {rank} of 3 {does} inside a step", lost=LOST)
-
-
-def test_a_rank_that_is_killed_is_named_by_the_others(tmp_path):
-    run_dir = tmp_path / "run"
-    arguments = ("--config", make_config(tmp_path), "--run-dir", run_dir, *ARGUMENTS, "--steps", 100_000)
-    with Ranks(arguments, logs=tmp_path / "logs", world_size=3) as ranks:
-        ranks.until(lambda: last_logged(run_dir / "metrics.jsonl") >= 3)
-        ranks.signal(signal.SIGKILL, [2])
-        codes = ranks.wait(120)
-        said = ranks.said()
-    assert codes[2] == -signal.SIGKILL
-    assert 0 not in codes
-    assert status(run_dir)["reason"].startswith("rank 2 is gone ("), said
-    keep(5, "SIGKILL of one rank of three", lost=LOST)
-
-
-def test_a_rank_that_raises_is_named_by_the_others(tmp_path):
-    run_dir = tmp_path / "run"
-    fault = {"what": "raise", "rank": 1, "step": 4}
-    with Ranks(
-        ("--config", make_config(tmp_path), "--run-dir", run_dir, *ARGUMENTS), logs=tmp_path / "logs", fault=fault
-    ) as ranks:
-        codes = ranks.wait()
-        said = ranks.said()
-    assert 0 not in codes
-    assert status(run_dir)["reason"] == "rank 1 failed: ArithmeticError: made up", said
-    keep(5, "an exception in one rank of two", lost=LOST)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import signal
 import time
 
 import pytest
 
 from tests.support.fault_runs import LOST, keep, make_config
-from tests.support.launched import FAULTY, Launched, children
+from tests.support.launched import Launched, children
 from tests.support.ranks import last_logged, status
-from tests.support.runs import ROOT, run
-from trainer.metrics.run_status import run_state
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 TIMEOUT_SEC = 12
@@ -23,20 +19,6 @@ TIMEOUT = ("--set", f"distributed.timeout_sec={TIMEOUT_SEC}")
 
 def name_of(is_torchrun: bool) -> str:
     return "torchrun" if is_torchrun else "`train --nproc`"
-
-
-@pytest.mark.parametrize("is_torchrun", [False, True])
-def test_ranks_whose_launcher_is_killed_in_a_step_save_and_end(tmp_path, is_torchrun):
-    run_dir = tmp_path / "run"
-    with Launched(make_config(tmp_path), run_dir, *TIMEOUT, is_torchrun=is_torchrun) as launched:
-        launched.wait_for_step(7)
-        launched.process.kill()
-        launched.wait_for_ranks(GRACE_SEC)
-    ended = status(run_dir)
-    assert ended["state"] == "stopped"
-    assert ended["reason"] in ("stopped by the end of its launcher", "stopped by a signal on another rank")
-    assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
-    keep(3, f"SIGKILL of {name_of(is_torchrun)} alone, two ranks in their steps")
 
 
 @pytest.mark.parametrize("is_torchrun", [False, True])
@@ -51,29 +33,6 @@ def test_ranks_whose_launcher_is_killed_as_they_start_end(tmp_path, is_torchrun)
         launched.wait_for_ranks(GRACE_SEC + TIMEOUT_SEC)
     assert last_logged(run_dir / "metrics.jsonl") == 0
     keep(3, f"SIGKILL of {name_of(is_torchrun)} alone, two ranks starting")
-
-
-def test_a_rank_that_hangs_does_not_outlive_its_launcher(tmp_path):
-    run_dir = tmp_path / "run"
-    fault = {"what": "sleep", "rank": 0, "step": 8}
-    with Launched(make_config(tmp_path), run_dir, *TIMEOUT, fault=fault) as launched:
-        launched.wait_for_step(7)
-        launched.process.kill()
-        launched.wait_for_ranks(GRACE_SEC + TIMEOUT_SEC)
-    keep(3, "SIGKILL of `train --nproc` alone, one of two ranks asleep for ever", lost=LOST)
-
-
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP", "SIGTERM"])
-def test_a_signal_to_the_launcher_alone_stops_all_ranks(tmp_path, name):
-    run_dir = tmp_path / "run"
-    with Launched(make_config(tmp_path), run_dir) as launched:
-        launched.wait_for_step(7)
-        launched.process.send_signal(getattr(signal, name))
-        assert launched.process.wait(GRACE_SEC) == 0
-        launched.wait_for_ranks(0.0)
-    ended = status(run_dir)
-    assert (ended["state"], ended["reason"]) == ("stopped", f"stopped by {name}")
-    keep(3, f"{name} to `train --nproc` alone")
 
 
 @pytest.mark.parametrize("is_torchrun", [False, True])
@@ -96,12 +55,3 @@ def test_code_that_ends_ranks_with_0_fails_the_run(tmp_path, what, rank, is_torc
         f"`{what}(0)` at step 7 on {where} under {name_of(is_torchrun)}".replace("`exit of C(0)`", "C's `_exit(0)`"),
         lost=LOST,
     )
-
-
-def test_c_code_that_ends_a_single_process_is_found_by_the_next_reader(tmp_path):
-    run_dir, fault = tmp_path / "run", {"what": "exit of C", "step": 7}
-    arguments = ("--config", make_config(tmp_path), "--run-dir", run_dir, "--steps", 10, *FAULTY)
-    ended = run(*arguments, extra={"PYTHONPATH": str(ROOT), "FAULT": json.dumps(fault)})
-    assert (ended.returncode, status(run_dir)["state"]) == (0, "running")
-    assert run_state(run_dir)["state"] == "died"
-    keep(10, "C's `_exit(0)` at step 7 of a single process", lost=LOST)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
-from tests.support.checkpoints import model_content
 from tests.support.fault_runs import ARGUMENTS, keep, make_config
 from tests.support.ranks import Ranks, status
 from tests.support.runs import read_rows
@@ -44,37 +42,6 @@ def test_all_ranks_stop_at_the_step(tmp_path, what, rank, micro):
     (event,) = [e for e in map(json.loads, (run_dir / "events.jsonl").open()) if e["event"] == "non_finite"]
     assert [len(batches) for batches in event["batches"]] == [2, 2, 2]
     keep(4, f"{'NaN in the loss' if what == 'nan' else 'inf in a gradient'} on one rank of three, `stop`")
-
-
-@pytest.mark.parametrize(("what", "rank", "micro"), KINDS)
-def test_skip_changes_no_weight_keeps_finite_states_and_goes_on(tmp_path, what, rank, micro):
-    fault = {"what": what, "rank": rank, "step": 5, "steps": 2, "micro": micro}
-    run_dir, codes, said = run_with(tmp_path, fault, "--set", "train.on_non_finite=skip", "--set", "train.max_skips=2")
-    assert codes == [0, 0, 0], said
-    rows = read_rows(run_dir / "metrics.jsonl")
-    assert [step for step in range(1, 13) if rows["train", step]["non_finite_steps"]] == [5, 6]
-    saved = {step: run_dir / "checkpoints" / f"step_{step:08d}" for step in (4, 6, 7)}
-    models = {step: model_content(path) for step, path in saved.items()}
-    assert all(torch.equal(value, models[6]["model"][key]) for key, value in models[4]["model"].items())
-    assert not all(torch.equal(value, models[7]["model"][key]) for key, value in models[4]["model"].items())
-    # The data went on, and so did the states, which valid weights have computed: no group is a cell behind or starts anew.
-    for ledger in ledgers(saved[6]):
-        assert {5, 6} & set(ledger["last_step"].tolist())
-        assert ledger["rows"].isfinite().all()
-    assert [rows["train", step]["ledger/cold_starts"] for step in range(1, 13)] == [0] * 12
-    keep(
-        4, f"{'NaN in the loss' if what == 'nan' else 'inf in a gradient'} on one rank of three, twice, `skip`", times=2
-    )
-
-
-def test_skip_stops_after_its_limit(tmp_path):
-    fault = {"what": "nan", "rank": 1, "step": 5, "steps": 9}
-    run_dir, codes, said = run_with(tmp_path, fault, "--set", "train.on_non_finite=skip", "--set", "train.max_skips=3")
-    assert codes == [1, 1, 1], said
-    ended = status(run_dir)
-    assert ended["last_step"] == 8
-    assert "4 steps in a row were skipped (train.max_skips)" in ended["reason"]
-    keep(4, "NaN in every step on one rank of three, `skip` with `max_skips = 3`")
 
 
 def test_a_loss_spike_is_written_down_with_the_batches_of_every_rank(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 from tests.support.fault_runs import ARGUMENTS, assert_same, end_with, keep, make_config, whole_run
 from tests.support.launched import children
 from tests.support.ranks import Ranks, last_logged
-from tests.support.runs import command, environment
 from trainer.metrics.payload_contract import validate_stream
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
@@ -57,28 +56,6 @@ def test_clock_jumps_change_nothing(tmp_path):
     assert_same(whole, run_dir, 20)
     assert not list(validate_stream((run_dir / "metrics.jsonl").read_bytes().splitlines()))
     keep(6, "a wall clock that jumps by hours, days and 30 years at every reading")
-
-
-def test_a_closed_stdout_ends_nothing(tmp_path):
-    config = make_config(tmp_path)
-    line = command(
-        ["--config", config, "--run-dir", tmp_path / "run", "--stdout", "json", *ARGUMENTS, "--steps", 12], nproc=2
-    )
-    process = subprocess.Popen(
-        line,
-        env=environment({"PYTHONPATH": str(Path(__file__).parents[2])}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    process.stdout.readline()
-    process.stdout.close()
-    stderr = process.stderr.read()
-    assert process.wait(240) == 0, stderr
-    assert "Traceback" not in stderr
-    rows = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert '"global_step":12,' in rows
-    keep(6, "stdout closed after its first line (`| head -1`)")
 
 
 def test_a_wandb_service_that_is_stopped_holds_up_no_step(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -61,42 +60,6 @@ def test_a_malicious_pickle_in_a_checkpoint_does_not_run(untouched, tmp_path, na
     assert "Traceback" not in said
     assert not proof.exists()
     keep(8, f"malicious pickle in {name}, in a plain pickle, with the marker made to agree", lost="–")
-
-
-def test_code_that_a_checkpoint_names_is_not_imported(untouched, tmp_path):
-    _, whole = untouched
-    run_dir, proof = tmp_path / "run", tmp_path / "proof"
-    shutil.copytree(whole, run_dir, symlinks=True)
-    (tmp_path / "planted.py").write_text(f"import pathlib\npathlib.Path({str(proof)!r}).touch()\n")
-    path = run_dir / "checkpoints" / "step_00000005"
-    state = json.loads((path / "state.json").read_text())
-    state["config"]["model"]["target"] = "planted:build"
-    (path / "state.json").write_text(json.dumps(state))
-    sign(path)
-    verbs = (["sample", run_dir], ["eval", run_dir], ["export", run_dir, "--format", "hf", "--out", tmp_path / "out"])
-    for verb in verbs:
-        result = run(*verb, cwd=tmp_path)
-        assert result.returncode == 2, result.stderr
-        assert "names code: planted:build; add --trust-code" in result.stderr
-    assert not proof.exists()
-    run("sample", run_dir, "--trust-code", cwd=tmp_path)
-    assert proof.exists(), "the plant works"
-    keep(8, "code named in a checkpoint's state.json", lost="–", times=3)
-
-
-@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "status.json"])
-def test_a_link_in_the_place_of_a_runs_file_is_not_followed(untouched, tmp_path, name):
-    config, whole = untouched
-    run_dir, victim = tmp_path / "run", tmp_path / "victim"
-    shutil.copytree(whole, run_dir, symlinks=True)
-    victim.write_text("precious, without a newline")
-    (run_dir / name).unlink()
-    (run_dir / name).symlink_to(victim)
-    result = run("--config", config, "--run-dir", run_dir, "--resume", "auto", *ARGUMENTS, "--steps", 8)
-    assert result.returncode == 2, result.stderr
-    assert "a symbolic link, not a plain file" in result.stderr
-    assert victim.read_text() == "precious, without a newline"
-    keep(7, f"a link in the place of {name}")
 
 
 ESCAPES = [

@@ -27,7 +27,6 @@ from trainer.metrics.payload_contract import (
     validate_payload,
     validate_stream,
 )
-from trainer.metrics.tracker import Ema
 
 settings.register_profile("metrics", derandomize=True, max_examples=150, deadline=None)
 profile = settings.get_profile("metrics")
@@ -151,16 +150,3 @@ def test_a_reduction_equals_its_definition_in_any_order_of_ranks(ranks: list[dic
     assert combine(shuffled) == near(reduced)  # type: ignore[arg-type]
     assert combine([*ranks, {}]) == reduced, "a rank with nothing changes nothing"  # type: ignore[list-item]
     assert all(lookup(key) for key in reduced), "whatever comes out is in the catalog"
-
-
-@profile
-@given(st.lists(finite, min_size=1, max_size=30), st.floats(0.01, 1.0))
-def test_an_average_equals_its_closed_form_and_stays_among_its_samples(samples: list[float], alpha: float) -> None:
-    ema = Ema(alpha)
-    for sample in samples:
-        ema.update(sample)
-    n = len(samples)
-    weights = [(1 - alpha) ** (n - 1)] + [alpha * (1 - alpha) ** (n - 1 - i) for i in range(1, n)]
-    value = ema.read()
-    assert value == pytest.approx(math.fsum(w * s for w, s in zip(weights, samples, strict=True)), rel=1e-9, abs=1e-6)
-    assert min(samples) - 1e-6 <= value <= max(samples) + 1e-6

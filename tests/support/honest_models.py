@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,49 @@ class NestedLstm(nn.Module):
         given = None if state is None else tuple(state[name][None].contiguous() for name in ("h", "c"))
         x, (h, c) = self.rnn(self.embedding(tokens), given)
         return SimpleNamespace(logits=self.head(x), state={"h": h[0], "c": c[0]})
+
+
+@dataclass
+class Counted:
+    """A state that counts."""
+
+    hidden: Tensor
+    count: Tensor
+
+
+class Counting(nn.Module):
+    """A GRU that adds an embedding of the position, which it counts in its state."""
+
+    def __init__(self, dtype: torch.dtype = torch.int64, *, forgets: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(VOCAB, DIM), nn.Embedding(4096, DIM)
+        self.rnn, self.head = nn.GRU(DIM, DIM, batch_first=True), nn.Linear(DIM, VOCAB)
+        self.dtype, self.forgets = dtype, forgets
+
+    def forward(self, tokens: Tensor, state: Counted | None = None) -> Any:
+        x = self.embedding(tokens)
+        hidden = x.new_zeros(len(x), DIM) if state is None else state.hidden
+        count = torch.zeros(len(x), dtype=self.dtype) if state is None else state.count
+        x, end = self.rnn(x + self.places(count.long()[:, None] + torch.arange(x.shape[1])), hidden[None].contiguous())
+        count = count if self.forgets else (count + x.shape[1]).to(self.dtype)
+        return SimpleNamespace(logits=self.head(x), state=Counted(end[0], count))
+
+
+class Rotating(nn.Module):
+    """A diagonal recurrence of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(2 * DIM, VOCAB)
+        self.angles = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> Any:
+        x, turn = self.embedding(tokens), torch.polar(torch.full_like(self.angles, 0.9), self.angles)
+        held, found = turn.new_zeros(len(x), DIM) if state is None else state, []
+        for step in x.unbind(1):
+            held = turn * held + step
+            found.append(torch.view_as_real(held).flatten(1))
+        return SimpleNamespace(logits=self.head(torch.stack(found, 1)), state=held)
 
 
 class Convolution(Language):
@@ -355,6 +399,9 @@ def rg_lru(vocab_size: int = VOCAB) -> nn.Module:
 HONEST: dict[str, Callable[[], nn.Module]] = {
     "gru": Gru,
     "lstm with a nest": NestedLstm,
+    "counts in int64": Counting,
+    "counts in int16": lambda: Counting(torch.int16),
+    "complex numbers": Rotating,
     "convolutions": Convolution,
     "sliding window": SlidingWindow,
     "chunked linear attention": lambda: LinearAttention(chunk=16),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.support.honest_models import (
     DIM,
+    Counting,
     DeltaRule,
     Ema,
     Gru,
@@ -334,6 +335,7 @@ class LateReset(Encoder):
 MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     # name: (model, the check meant for it, a word of its verdict)
     "drops the state": (DropState, "carry", "from position 6 on"),
+    "drops a count in its state": (lambda: Counting(forgets=True), "carry", "from position 6 on"),
     "learned start of None alone": (LearnedStartOfNone, "carry", "is never used and never trained"),
     "returns none": (ReturnNone, "carry", "takes a state and returns none"),
     "returns a state in training alone": (lambda: ReturnNone(True), "carry", "takes a state and returns none"),

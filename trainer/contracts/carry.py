@@ -42,7 +42,11 @@ def check_carry(trial: Trial) -> Verdict:
     if not trial.width:
         # `carry_flat` found no state in what forward returned.
         is_lost = hasattr(model, "state_layout") and "state" in inspect.signature(model.forward).parameters
-        return Verdict("carry", "broken", RETURNS_NONE) if is_lost else untestable("carry", NO_STATE)
+        return (
+            Verdict("carry", "broken", RETURNS_NONE)
+            if is_lost
+            else untestable("carry", getattr(model, "why_stateless", NO_STATE))
+        )
     if not trial.takes_cells:
         text = f"the model takes rows of {trial.cell} tokens and no longer ones, which its cells could be compared with"
         return untestable("carry", text)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainer.contracts.anybody import adapt
 from trainer.contracts.carry import check_carry, check_checkpointing, check_gradient, check_precision, check_state_used
 from trainer.contracts.rows import check_causality, check_isolation, check_resets
 from trainer.contracts.soak import LEAST_ROWS, LEAST_SECONDS, check_soak
@@ -22,6 +23,7 @@ from trainer.contracts.subject import (
     NotTestable,
     Result,
     Subject,
+    dtype_name,
     private_copy,
     seed_generators,
     without_dropout,
@@ -30,7 +32,12 @@ from trainer.contracts.trial import CHECKS, ROWS, Report, Trial, Verdict, make_t
 from trainer.errors import UserError
 from trainer.import_path import format_error, shown_path
 
+LOW = (torch.bfloat16, torch.float16)
 KNOWN_INPUTS = frozenset({"tokens", "state", "resets"})
+ALIAS = (
+    "the next call overwrites the state that the last one returned, a buffer of the model's own: the ledger copies it, "
+    "train.tbptt_cells > 1 and code of your own would not; return state.clone()"
+)
 RANDOM = (
     "in eval(), the same call gives another answer each time, by {:.1e} of the logits' spread: something random is active "
     "there, such as a dropout without training=self.training; pass that, or use nn.Dropout"
@@ -107,9 +114,14 @@ def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) ->
     """Fill in the verdicts; returns the circumstances."""
     vocab_size, lengths, autocast, *_ = request
     model = getattr(model, "_orig_mod", model)  # of torch.compile, where a compilation per shape would take minutes
-    with_resets = takes_resets(model)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise NotTestable("the model has no weights (meta device)")
+    try:
+        model = adapt(model)
+    except CallFailed as error:
+        verdicts["forward"] = Verdict("forward", "broken", str(error))
+        raise NotTestable("forward fails") from error
+    with_resets = takes_resets(model)
     drawn = private_copy(model)
     given = next((p.dtype for p in drawn.parameters() if p.is_floating_point()), torch.float32)
     problem = _find_state(drawn, lengths[0])
@@ -162,8 +174,10 @@ def _check_forward(subject: Subject, vocab_size: int, seq_len: int, takes_resets
             output = subject.forward(model, dict(given), with_grad=False)
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
             text = format_error(error, otherwise=_place_of_forward(model))
-            shape = [1, width] if width else "None"
-            return f"its forward fails{where} with tokens {list(tokens.shape)} and state {shape}: {text}"
+            state = [1, width] if width else "None"
+            casts = width and subject.dtype in LOW
+            hint = f"; states are {dtype_name(subject.ledger_dtype)}, which the model has to cast" if casts else ""
+            return f"its forward fails{where} with tokens {list(tokens.shape)} and state {state}: {text}{hint}"
         if problem := _mismatch(output, seq_len, vocab_size, width):
             return f"its forward returns{where} {problem}{_place_of_forward(model)}"
     return ""
@@ -179,7 +193,11 @@ def _mismatch(output: Any, length: int, vocab_size: int, width: int) -> str:
     # More columns than ids do no harm: some pad the vocabulary.
     if isinstance(logits, str) or len(logits) != 3 or logits[:2] != [1, length] or logits[2] < vocab_size:
         return f"logits {logits} for tokens [1, {length}], not {[1, length, vocab_size]}"
-    return f"a state {state} for one row, not [1, {width}], its state_width" if width and state != [1, width] else ""
+    if not width:
+        return ""
+    if state == [1, width] and not output.state.is_floating_point():
+        return f"a state of {dtype_name(output.state.dtype)}: leave out state_width, and it is carried exactly"
+    return f"a state {state} for one row, not [1, {width}], its state_width" if state != [1, width] else ""
 
 
 def _place_of_forward(model: nn.Module) -> str:
@@ -241,7 +259,7 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
     verdicts["purity"], trial = check_purity(trial, live)
     if "random" in trial.facts:
         raise NotTestable("the model is random in eval() too")
-    own, precision = (str(each.dtype).removeprefix("torch.") for each in (working, trial.subject))
+    own, precision = (dtype_name(each.dtype) for each in (working, trial.subject))
     is_exact = trial.subject is not working
 
     def check_autocast(trial: Trial) -> Verdict:
@@ -311,13 +329,19 @@ def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
             if not draws or subject.draws_random_numbers(tokens):
                 trial.facts["random"] = True
         return Verdict("purity", "broken", RANDOM.format(size), size), trial
-    kept, written = "", ""
+    kept, written, is_alias = "", "", False
     results: dict[bool, Result] = {}
     for training in (True, False):
         with trial.in_mode(training):
             model = subject.fresh()
             results[training], found = _with_writes(trial, tokens, state, model)
             written = written or found or _under_grad(trial, tokens, state, results[training])
+            returned = results[training].state  # not a copy
+            copied = None if returned is None else returned.clone()
+            results[training] = results[training]._replace(state=copied)
+            subject(trial.others(tokens), None if state is None else state.flip(0), on=model)
+            # The same call again would write the same numbers.
+            is_alias = is_alias or (returned is not None and copied is not None and not returned.equal(copied))
             kept, size = _again(trial, tokens, state, model, results[training])
         if kept:
             break
@@ -330,6 +354,8 @@ def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
     trial = replace(trial, modes=modes, mode_note=note)
     if kept or written:
         return Verdict("purity", "broken", kept or written, size or None), trial
+    if is_alias:
+        return Verdict("purity", "warning", ALIAS), trial
     if draws:
         text = "the model draws random numbers in eval(), which do not change its answer here"
         return Verdict("purity", "warning", text), trial
@@ -360,8 +386,7 @@ def _repeat_live(trial: Trial, live: Subject, tokens: Tensor, state: Tensor | No
 
 
 def _again(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module, first: Result) -> tuple[str, float]:
-    """Whether the same object gives the same answer to the same call, after another call in between."""
-    trial.subject(trial.others(tokens), None if state is None else state.flip(0), on=model)
+    """Whether the same object, which ran another call in between, gives the same answer to the same call."""
     size = _difference(trial, trial.subject(tokens, state, on=model), first)
     if size <= max(64 * trial.noise, 1e-12):
         return "", size

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.contracts.subject import CallFailed, NotTestable, Subject, one_line
+from trainer.contracts.subject import CallFailed, NotTestable, Subject, dtype_name, one_line
 from trainer.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effective_dtype, relative, untestable
 
 LEAST_ROWS = 9  # a fault may begin beyond 2, 4 or 8 rows
@@ -97,7 +97,7 @@ class _Pass:
     backward: bool = False
 
     def __str__(self) -> str:
-        dtype = str(self.subject.autocast or self.subject.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.subject.autocast or self.subject.dtype)
         grad = " and its gradients" if self.backward else " with gradients enabled" if self.with_grad else ""
         return f"{'train' if self.training else 'eval'}() in {dtype}{grad}"
 

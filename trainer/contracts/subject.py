@@ -41,7 +41,7 @@ class Result(NamedTuple):
     logits: Tensor
     """[B, T, V], float64 and detached, or as the model returned them if gradients were asked for."""
     state: Tensor | None
-    """[B, state_width], as the model returned it, detached unless gradients were asked for."""
+    """[B, state_width], of the dtype that the model returned, detached unless gradients were asked for."""
 
 
 class Subject:
@@ -115,7 +115,8 @@ class Subject:
 
         Args:
             on: call this copy instead.
-            copies: pass copies of the arguments: a forward that writes into them must not spoil the next comparison.
+            copies: pass and return copies: a forward that writes into its arguments, or into what it returned before, must
+                not spoil the next comparison.
             around: a context for the call.
 
         Raises:
@@ -136,7 +137,9 @@ class Subject:
                 raise CallFailed(f"forward fails with tokens {list(tokens.shape)}: {one_line(error)}") from error
         if with_grad:
             return Result(logits, found)
-        return Result(logits.detach().double(), found.detach() if isinstance(found, Tensor) else None)
+        # Copies: the next call may write into a buffer that the model returned.
+        state = found.detach().to(found.dtype, copy=copies) if isinstance(found, Tensor) else None
+        return Result(logits.detach().to(torch.float64, copy=True), state)
 
     def forward(self, model: nn.Module, inputs: dict[str, Any], *, with_grad: bool) -> Any:
         """The output of one of the copies, unwrapped; raises whatever the model raises."""
@@ -281,6 +284,11 @@ def _normal(like: Tensor) -> Tensor:
     """Normal numbers of a generator of our own."""
     generator = torch.Generator().manual_seed(like.numel())
     return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without the `torch.` in front."""
+    return str(dtype).removeprefix("torch.")
 
 
 def one_line(error: Exception) -> str:

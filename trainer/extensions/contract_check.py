@@ -75,7 +75,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             model_and_loss(model, plan.config, device)
         accepted = accepted_inputs(model)
         if accepted is not None and not any(source.table.target is not None for source in plan.sources):
-            refuse_pack(plan, accepted)
+            refuse_pack(plan, model, accepted)
             check_inputs({"tokens"}, accepted)
         burn_in = plan.config.ledger.burn_in
         report = check_model(
@@ -201,16 +201,24 @@ def _count(table: ModelTable, vocab_size: int, tokens: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def refuse_pack(plan: Plan, accepted: Collection[str]) -> None:
+def refuse_pack(plan: Plan, model: nn.Module, accepted: Collection[str]) -> None:
     """Refuse packed rows for a model that would run from one document into the next.
 
     Args:
         accepted: the inputs that the model takes.
 
     Raises:
-        UserError: `data.pack` is on, and the model takes no resets.
+        UserError: `data.pack` is on, and the model takes no resets, or runs so often that ranks which share its parameters
+            would wait for each other.
     """
-    if plan.config.data.pack and "resets" not in accepted:
-        _, name, *_ = resolve_builder(plan.config.model)
+    if not plan.config.data.pack:
+        return
+    _, name, *_ = resolve_builder(plan.config.model)
+    problem, fix = "", "set it to false, or let the model's forward take resets [B, T]"
+    if "resets" not in accepted:
         problem = f"documents share a row, and {name} takes no resets, which keep them apart"
-        raise UserError("data.pack", problem, "set it to false, or let the model's forward take resets [B, T]")
+    elif plan.layout is not None and getattr(model, "runs_documents", False):
+        problem = f"{name} runs each document on its own, and ranks that shard a model must run it equally often"
+        fix = 'set it to false, or distributed.strategy to "ddp"'
+    if problem:
+        raise UserError("data.pack", problem, fix)

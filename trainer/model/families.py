@@ -29,12 +29,13 @@ class Family:
 
 
 def _hugging_face(model_type: str) -> Family:
-    return Family("trainer.model.hugging_face:build", {"model_type": model_type}, is_own=False)
+    return Family("trainer.extensions.hugging_face:build", {"model_type": model_type}, is_own=False)
 
 
 FAMILIES: dict[str, Family] = {
     "rglru": Family("trainer.model.encoder:build"),
     "gated_delta": Family("trainer.model.gated_delta:build"),
+    "fla_gated_delta": Family("trainer.extensions.flash_linear_attention:build_gated_delta", is_own=False),
     "transformer": Family("trainer.model.transformer:build"),
     "gru": Family("trainer.model.families:gru", is_own=False),
     "lstm": Family("trainer.model.families:lstm", is_own=False),

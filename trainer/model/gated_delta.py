@@ -17,6 +17,7 @@ underflow is a correct zero.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ class DeltaMixer(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.dim, self.heads = dim, heads
+        self.rule: Callable[..., tuple[Tensor, Tensor]] = gated_delta_rule
         self.inputs = nn.Linear(dim, 3 * dim, bias=False)  # queries, keys, values
         self.taps = nn.Parameter(torch.empty(TAPS, 3 * dim))
         self.gates = nn.Linear(dim, 2 * heads, bias=False)  # decay, rate
@@ -148,7 +150,7 @@ class DeltaMixer(nn.Module):
         )  # [B, H, T, K]
         decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]
         log_decay = -self.log_a.to(dtype).exp()[:, None] * F.softplus(decay + self.step_bias.to(dtype)[:, None])
-        mixed, memory = gated_delta_rule(
+        mixed, memory = self.rule(
             normalized(queries) * queries.shape[-1] ** -0.5,
             normalized(keys),
             values,

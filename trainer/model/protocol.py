@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -64,7 +64,10 @@ class SequenceModel(Protocol):
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a state: where it is, and its shape without the batch."""
+    """One tensor of a state: where it is, and its shape without the batch.
+
+    A complex number is kept as two numbers, an integer as one for each of its bytes: exact in any dtype of the ledger.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -73,11 +76,31 @@ class Leaf:
     @property
     def size(self) -> int:
         """Numbers per row."""
-        return math.prod(self.shape)
+        parts = 2 if self.dtype.is_complex else 1 if self.dtype.is_floating_point else self.dtype.itemsize
+        return math.prod(self.shape) * parts
+
+    def to_rows(self, found: Tensor) -> Tensor:
+        """A tensor of this leaf as rows of numbers, [B, size]."""
+        if found.is_complex():
+            numbers = torch.view_as_real(found.resolve_conj())
+        else:
+            numbers = found if found.is_floating_point() else found.flatten().view(torch.uint8)
+        return numbers.reshape(len(found), self.size)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """The tensor that rows [B, size] stand for."""
+        # A model that is run in float64 has states of float64.
+        is_double = rows.dtype == torch.float64
+        if self.dtype.is_complex:
+            numbers = rows.to(torch.float64 if is_double else self.dtype.to_real())
+            return torch.complex(*numbers.reshape(len(rows), *self.shape, 2).unbind(-1))
+        if self.dtype.is_floating_point:
+            return rows.reshape(len(rows), *self.shape).to(torch.float64 if is_double else self.dtype)
+        return rows.to(torch.uint8).flatten().view(self.dtype).reshape(len(rows), *self.shape)
 
 
 class StateLayout:
-    """What a model's state is made of: tensors with the batch first, in any nest of tuples, lists and dicts.
+    """What a model's state is made of: tensors with the batch first, in any nest of tuples, lists, dicts and dataclasses.
 
     Rows of the flat form are [leaf 0 | leaf 1 | ...], each in row-major order.
 
@@ -85,18 +108,17 @@ class StateLayout:
         state: as the model returns it, [B, ...] in each tensor.
 
     Raises:
-        ValueError: it holds something else than floating-point tensors of as many rows.
+        ValueError: it holds something else than tensors of as many rows.
     """
 
     def __init__(self, state: Any) -> None:
+        _register_dataclasses(state)
         found, self._spec = pytree.tree_flatten_with_path(state)
         self.leaves: list[Leaf] = []
         for path, leaf in found:
             name = f"state{pytree.keystr(path)}"
             if not isinstance(leaf, Tensor):
                 raise ValueError(f"{name} is a {type(leaf).__name__}, not a tensor")
-            if not leaf.is_floating_point():
-                raise ValueError(f"{name} is of {str(leaf.dtype).removeprefix('torch.')}, not of a floating-point type")
             if leaf.ndim == 0 or leaf.shape[0] != found[0][1].shape[0]:
                 shape = list(leaf.shape)
                 raise ValueError(f"{name} has the shape {shape}: every tensor needs the batch as its first dimension")
@@ -121,22 +143,16 @@ class StateLayout:
         leaves, spec = pytree.tree_flatten(state)
         if spec != self._spec or [tuple(leaf.shape[1:]) for leaf in leaves] != [leaf.shape for leaf in self.leaves]:
             raise ValueError(f"a state of another layout than {self}")
+        rows = [leaf.to_rows(found) for leaf, found in zip(self.leaves, leaves, strict=True)]
         dtype = torch.float32
-        for leaf in leaves:
-            dtype = torch.promote_types(dtype, leaf.dtype)
-        return torch.cat(
-            [found.reshape(len(found), leaf.size).to(dtype) for leaf, found in zip(self.leaves, leaves, strict=True)],
-            dim=1,
-        )
+        for each in rows:
+            dtype = torch.promote_types(dtype, each.dtype)
+        return torch.cat([each.to(dtype) for each in rows], dim=1)
 
     def unflatten(self, rows: Tensor) -> Any:
-        """The state that rows [B, width] stand for, each tensor in the type of its leaf, or in a wider one of `rows`."""
+        """The state that rows [B, width] stand for, each tensor in the type of its leaf, or in the double one if `rows` are."""
         pieces = torch.split(rows, [leaf.size for leaf in self.leaves], dim=1)
-        found = []
-        for leaf, piece in zip(self.leaves, pieces, strict=True):
-            # A model that is run in float64 has states of float64.
-            dtype = rows.dtype if rows.dtype == torch.float64 else leaf.dtype
-            found.append(piece.reshape(len(rows), *leaf.shape).to(dtype))
+        found = [leaf.from_rows(piece) for leaf, piece in zip(self.leaves, pieces, strict=True)]
         return pytree.tree_unflatten(found, self._spec)
 
     def to_json(self) -> list[list[Any]]:
@@ -146,6 +162,15 @@ class StateLayout:
     def __str__(self) -> str:
         shown = ", ".join(f"{leaf.path} {list(leaf.shape)}" for leaf in self.leaves[:4])
         return shown + (f" and {len(self.leaves) - 4} more" if len(self.leaves) > 4 else "")
+
+
+def _register_dataclasses(state: Any) -> None:
+    """Let pytree look into the dataclasses of a nest."""
+    unknown = {type(each) for each in pytree.tree_leaves(state) if is_dataclass(each)}
+    for each in unknown:
+        pytree.register_dataclass(each)
+    if unknown:
+        _register_dataclasses(state)
 
 
 def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
@@ -175,7 +200,7 @@ def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
                 if leaf.shape != again.shape:
                     raise ValueError(f"{leaf.path} has the batch in another dimension than the first")
         except ValueError as error:
-            fix = "return floating-point tensors [B, ...], in any nest of tuples, lists and dicts"
+            fix = "return tensors [B, ...], in any nest of tuples, lists, dicts and dataclasses"
             raise UserError("model.target", f"its state cannot be kept: {error}", fix) from None
         model.register_forward_pre_hook(_take_rows, with_kwargs=True)
         model.register_forward_hook(_return_rows, with_kwargs=True)

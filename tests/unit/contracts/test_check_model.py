@@ -62,6 +62,28 @@ def test_a_discrete_state_counts_as_used_whatever_the_draw():
         assert report["state_used"].status == "held", report
 
 
+class StaticBuffer(Gru):
+    """Returns views of one buffer, as a cache of static shape does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(8, DIM), persistent=False)
+
+    def mix(self, x, state):
+        x, end = super().mix(x, state)
+        with torch.no_grad():
+            self.cache[: len(x)] = end
+        return x, self.cache[: len(x)]
+
+
+def test_a_state_that_the_next_call_overwrites_is_named_as_such_and_convicts_nothing():
+    report = check_model(made(StaticBuffer), vocab_size=VOCAB)
+    assert report.breaches == [], report
+    assert (report["isolation"].status, report["carry"].status) == ("held", "held"), report
+    assert report["purity"].status == "warning", report
+    assert "return state.clone()" in report["purity"].text
+
+
 @pytest.mark.parametrize("name", ["drops the state", "peeks one ahead"])
 def test_a_model_whose_parameters_are_bf16_is_judged_too(name):
     make, check, _ = MUTANTS[name]
@@ -309,3 +331,18 @@ def test_the_package_needs_torch_alone():
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert found.stdout.split() == ["['contracts',", "'errors',", "'import_path',", "'wording']", "False"]
     assert DIM
+
+
+def test_a_state_of_integers_with_a_width_of_its_own_is_refused_with_the_way_to_keep_it():
+    model = made(Gru)
+    model.register_forward_hook(lambda module, args, output: output._replace(state=output.state.long()))
+    assert "leave out state_width" in check_model(model, vocab_size=VOCAB)["forward"].text
+
+
+def test_a_model_in_bf16_that_does_not_cast_its_state_is_told_so():
+    class KeepsItsDtype(Gru):
+        def mix(self, x, state):
+            return self.rnn(x, state[None])
+
+    report = check_model(made(KeepsItsDtype).bfloat16(), vocab_size=VOCAB)
+    assert report["forward"].text.endswith("states are float32, which the model has to cast")

@@ -57,46 +57,11 @@ def test_the_middle_of_some_ranks_does_not_pass_for_that_of_all() -> None:
 
 
 @settings(max_examples=30, derandomize=True, deadline=None)
-@given(seed=st.integers(0, 10_000), world_size=st.sampled_from([1, 2, 4, 8]))
-def test_layout_does_not_change_the_estimate(seed: int, world_size: int) -> None:
-    """Eight ragged micro-batches on 1 rank, or the same eight on 2, 4 or 8."""
-    (micros,) = ragged_window(random.Random(seed), 1, 8)
-    share = 8 // world_size
-    ranks = [micros[r * share : (r + 1) * share] for r in range(world_size)]
-    one, several = window_of([micros]), window_of(ranks)
-    assert several.tr_sigma == pytest.approx(one.tr_sigma, rel=1e-9, abs=1e-9)
-    assert several.grad_sq == pytest.approx(one.grad_sq, rel=1e-9, abs=1e-9)
-    assert (several.small_noise, several.big_noise) == pytest.approx((one.small_noise, one.big_noise))
-
-
-@settings(max_examples=30, derandomize=True, deadline=None)
 @given(seed=st.integers(0, 10_000), factor=st.floats(1e-6, 1e6))
 def test_the_scale_of_the_loss_cancels(seed: int, factor: float) -> None:
     ranks = ragged_window(random.Random(seed), 2, 3)
     scaled = [[(g, kappa * factor, noise) for g, kappa, noise in micros] for micros in ranks]
     assert window_of(scaled).tr_sigma == pytest.approx(window_of(ranks).tr_sigma, rel=1e-6, abs=1e-6)
-
-
-@settings(max_examples=60, derandomize=True, deadline=None)
-@given(seed=st.integers(0, 100_000), world_size=st.integers(1, 4), num_micros=st.integers(1, 4))
-def test_weighting_by_kappa_orders_the_noise_factors(seed: int, world_size: int, num_micros: int) -> None:
-    sums, _ = sums_of(ragged_window(random.Random(seed), world_size, num_micros))
-    kappa = sums[noise_scale.KAPPA]
-    small, big = sums[noise_scale.SMALL_NOISE] / kappa, sums[noise_scale.BIG_NOISE] / kappa**2
-    assert big <= small * (1.0 + 1e-12)
-    if world_size > 1:
-        middle = sums[noise_scale.MIDDLE_NOISE] / sums[noise_scale.MIDDLE_KAPPA]
-        assert big <= middle * (1.0 + 1e-12)
-        assert middle <= small * (1.0 + 1e-12)
-
-
-def test_a_divided_gradient_needs_the_factor_one() -> None:
-    ranks = ragged_window(random.Random(1), 2, 2)
-    sums, grad_sq = sums_of(ranks)
-    factor = sums[noise_scale.KAPPA] / 2.0
-    divided = estimate(sums, grad_sq / factor**2, grad_factor=1.0)
-    assert isinstance(divided, Window)
-    assert divided.tr_sigma == pytest.approx(window_of(ranks).tr_sigma)
 
 
 def test_an_estimate_is_never_clamped() -> None:

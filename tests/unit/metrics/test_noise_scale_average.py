@@ -37,13 +37,6 @@ def test_b_simple_is_the_true_one_within_its_standard_error() -> None:
     assert "gns/b_simple_tokens" not in metrics
 
 
-def test_a_micro_batch_used_again_and_again_has_consistency_at_the_cap() -> None:
-    def reused(rng: random.Random) -> list[list[Micro]]:
-        return [[micro] * 4 for (micro,) in even_window(rng, 2, 1)]
-
-    assert averaged(reused, steps=400)["gns/consistency"] == noise_scale.CONSISTENCY_CAP
-
-
 @pytest.mark.parametrize("draw", [even_window, ragged_window])
 def test_one_rank_compares_half_the_window_with_the_whole(draw: Callable[..., list[list[Micro]]]) -> None:
     metrics = averaged(lambda rng: draw(rng, 1, 6), steps=1500)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from trainer.metrics.payload_contract import (
-    Payload,
     PayloadError,
     Restart,
     build_payload,
@@ -29,12 +28,6 @@ def good(**changes: Any) -> dict[str, Any]:
 
 def without(key: str) -> dict[str, Any]:
     return {name: value for name, value in good().items() if name != key}
-
-
-def test_optional_sections_pass_through() -> None:
-    sections: dict[str, Any] = {"context": {"run": "x"}, "batch_extras": {}, "token_summary": {"n": 3}}
-    payload = build_payload("train", 1, {"a": 1.0}, **sections)
-    assert parse_payload(encode_payload(payload)) == Payload("train", 1, {"a": 1.0}, {}, sections)
 
 
 @pytest.mark.parametrize("value", [True, "1", None, [1], 1j, np.bool_(True)])

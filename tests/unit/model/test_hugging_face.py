@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.schema import ModelTable
+from trainer.contracts import check_model
+from trainer.extensions.hugging_face import references_on_cpu
 from trainer.extensions.samples import Draw, generate
 from trainer.model.families import FAMILIES
 from trainer.training.setup.plan import build_model
@@ -48,6 +50,7 @@ def test_the_reopened_model_computes_and_generates_the_same(tmp_path, family, ar
     model = noisy(family, **args)
     model.save_pretrained(tmp_path)
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    references_on_cpu(opened)
     assert architecture in (None, type(opened).__name__)
     assert sum(p.numel() for p in opened.parameters()) == sum(p.numel() for p in model.parameters())
     tokens = torch.randint(VOCAB, (2, 150))  # more than two chunks
@@ -67,3 +70,34 @@ def test_every_token_of_a_new_model_is_learned(family):
     model(tokens=torch.arange(VOCAB)[None]).logits.square().mean().backward()
     (embedding,) = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     assert embedding.weight.grad.abs().sum(1).min() > 0
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_packed_documents_equal_the_same_alone_in_logits_state_and_gradient(family):
+    model = noisy(family).train()
+    tokens, weights = torch.randint(VOCAB, (3, 20)), torch.randn(3, 20, VOCAB)
+    state = model(tokens=tokens[:, :9], state=None).state.detach()
+    starts = ([1, 2, 19], [0, 7], [])  # documents of one token, a reset at once, and none
+    resets = torch.zeros(3, 20, dtype=torch.bool)
+    for row, places in enumerate(starts):
+        resets[row, places] = True
+    packed = model(tokens=tokens, state=state, resets=resets)
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    found = torch.autograd.grad((packed.logits * weights).sum(), parameters)
+    total = torch.zeros(())
+    for row, places in enumerate(starts):
+        for start, stop in itertools.pairwise(sorted({0, *places, 20})):
+            given = None if resets[row, start] else state[row, None]
+            # A second token, which no logits before it see, where one alone would write into the state.
+            taken = tokens[row, None, start : max(stop, start + 2)]
+            alone = model(tokens=taken[:, : stop - start] if given is None else taken, state=given)
+            total = total + (alone.logits[:, : stop - start] * weights[row, start:stop]).sum()
+        torch.testing.assert_close(alone.state[0], packed.state[row], rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(found, torch.autograd.grad(total, parameters), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()) + 1e-6)
+
+
+def test_the_contract_holds_for_packed_rows():
+    report = check_model(noisy("bamba"), vocab_size=VOCAB)
+    assert report.breaches == [], report
+    assert report["resets"].status == "held", report

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.kernels import DEVICE, triton
+from tests.support.runs import ROOT
 from trainer.model.recurrence import BLOCKS, fused_scan
 
 FLOAT32 = {"decay", "state", "final_state", "grad_final_state", "grad_decay", "grad_state"}
@@ -87,7 +88,8 @@ def test_kernels_compile_for_an_h100_with_loads_ahead_and_without_spills(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    # What was compiled stays for the next time: its names there are hashes of the source, the options and the compiler.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(ROOT / "build" / "triton"))
     kernel = getattr(uninterpreted(), name)
     constants = {key.upper(): value for key, value in BLOCKS._asdict().items() if key != "num_warps"}
     constants["HAS_RESETS"] = resets

@@ -102,7 +102,7 @@ def test_they_report_sum_exchange_and_resume_beside_others_that_fail_on_one_rank
     tables = [table("Counts", scale=2.5), *(table("Breaks", at=at, rank=1) for at in ("window_read", "drain_metrics"))]
     words = [f"extension=[{', '.join(tables)}]", "train.steps=6", "checkpoint.every=4"]
     options = [word for each in words for word in ("--set", each)]
-    ended = run("--nproc", "2", "--config", own, "--run-dir", place, *options, cwd=tmp_path)
+    ended = run("--config", own, "--run-dir", place, *options, nproc=2, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("failed and is off from now on: RuntimeError: broken on purpose") == 2
     rows = read_rows(place / "metrics.jsonl")

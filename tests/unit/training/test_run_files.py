@@ -86,6 +86,12 @@ def flip(path):
     file.write_bytes(data)
 
 
+def unlist(path):
+    """A file that is neither there nor in the marker."""
+    (path / rank_file(0)).unlink()
+    in_marker(lambda marker: marker["files"].pop(rank_file(0)))(path)
+
+
 DAMAGES = {
     "no marker": lambda path: (path / files.MARKER).unlink(),
     "half a marker": lambda path: (path / files.MARKER).write_text("{"),
@@ -97,6 +103,7 @@ DAMAGES = {
     "cut": lambda path: os.truncate(path / model_file(0), (path / model_file(0)).stat().st_size - 1),
     "a flipped bit": flip,
     "a missing file": lambda path: (path / model_file(0)).unlink(),
+    "a missing rank": unlist,
     "another state": lambda path: (path / files.STATE_FILE).write_text("{}"),
 }
 

@@ -41,47 +41,33 @@ def baseline(corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "override",
+    "overrides",
     [
-        "gns.enabled=false",
-        "ledger.ownership=exchange",
-        "ledger.wipe_mode=none",
-        "data.prefetch=0",
-        "checkpoint.background=true",
-        "checkpoint.every=0",
-        "train.on_non_finite=skip",
-        "metrics.per_source=true",
-        "metrics.log_interval=3",
-        "eval.every=0",
-        "objective.token_types=true",
+        ("gns.enabled=false", "ledger.ownership=exchange", "checkpoint.background=true", "metrics.per_source=true"),
+        ("ledger.wipe_mode=none", "data.prefetch=0", "checkpoint.every=0", "objective.token_types=true"),
+        ("train.on_non_finite=skip", "metrics.log_interval=3", "eval.every=0"),
     ],
 )
-def test_a_switch_that_only_watches_or_stores_changes_no_loss(corpus, baseline, tmp_path, override):
-    measured = train_once(corpus, tmp_path / "run", override)
+def test_switches_that_only_watch_or_store_change_no_loss(corpus, baseline, tmp_path, overrides):
+    measured = train_once(corpus, tmp_path / "run", *overrides)
     assert measured
     assert measured == {step: baseline[step] for step in measured}
 
 
+# Of others the golden runs are made.
 @pytest.mark.parametrize(
-    "override",
+    "overrides",
     [
-        "train.precision=bf16",
-        "train.micro_batches=1",
-        "train.clip_grad_norm=0",
-        "data.mixing.pick_mode=uniform",
-        "data.mixing.batching_mode=device_per_stream",
-        "data.pack=true",
-        "data.mixing.repeat=false",
-        "data.seq_len=7",
-        "objective.z_loss=1e-3",
-        "objective.coord={first_token=97, num_bins=20, sigma=1.5}",
-        "model.args={tie_embeddings=true}",
-        "optimizer.group=[{match='embedding.*', lr_scale=2.0}]",
+        ("train.precision=bf16", "train.clip_grad_norm=0", "data.pack=true", "data.seq_len=7"),
+        (
+            "objective.coord={first_token=97, num_bins=20, sigma=1.5}",
+            "model.args={tie_embeddings=true}",
+            "optimizer.group=[{match='embedding.*', lr_scale=2.0}]",
+        ),
     ],
 )
-def test_every_switch_trains(corpus, tmp_path, override):
-    knobs = ["ledger.wipe_every=3", "ledger.stale_threshold=4"]
-    measured = train_once(corpus, tmp_path / "run", override, *knobs)
+def test_switches_train_together(corpus, tmp_path, overrides):
+    measured = train_once(corpus, tmp_path / "run", *overrides, "ledger.wipe_every=3", "ledger.stale_threshold=4")
     assert measured[10] < 0.97 * measured[1]
 
 

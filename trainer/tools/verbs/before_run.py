@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from dataclasses import asdict
@@ -27,8 +28,10 @@ from trainer.wording import counted
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from trainer.contracts import Report
+    from trainer.contracts.anybody import Argument
     from trainer.tools.preview.summary import Preview
     from trainer.training.setup.plan import Plan
 
@@ -275,8 +278,14 @@ def preview(
 
 def doctor(
     model: Annotated[
-        str, typer.Option(help="As model.target, or as model.family.", metavar="PACKAGE.MODULE:FUNCTION|FAMILY")
-    ],
+        str | None, typer.Option(help="As model.target, or as model.family.", metavar="PACKAGE.MODULE:FUNCTION|FAMILY")
+    ] = None,
+    hf: Annotated[
+        str | None,
+        typer.Option(
+            help="A model of transformers on disk, or a class such as MambaForCausalLM.", metavar="PATH|CLASS"
+        ),
+    ] = None,
     args: Annotated[str, typer.Option(help="As model.args, a TOML table: '{ heads = 4 }'.", metavar="TABLE")] = "{}",
     vocab_size: Annotated[int, typer.Option(min=2, help="Number of token ids.")] = 257,
     dim: Annotated[int, typer.Option(min=1, help="As model.dim.")] = 64,
@@ -288,29 +297,66 @@ def doctor(
     """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does, 3: it does not, or
     nothing could be checked."""
     from trainer.config.load import parse_value
-    from trainer.config.schema import ModelTable
     from trainer.contracts import check_model
-    from trainer.training.setup.plan import build_model
+    from trainer.contracts.anybody import Adapted, find_arguments
 
     given: Any = parse_value(args)
     if not isinstance(given, dict):
         raise UserError("--args", f"must be a TOML table, got {args}", "write --args '{ heads = 4 }'")
-    on = pick_device(device)
-    settings: dict[str, Any] = {"target" if ":" in model else "family": model, "args": given}
-    table = ModelTable.model_construct(**settings, dim=dim, num_layers=num_layers)
-    built = build_model(table, vocab_size, seq_len=seq_len).to(on)
+    if (model is None) == (hf is None):
+        raise UserError("train doctor", "needs one model", "name it with --model or with --hf")
+    on, name = pick_device(device), str(hf or model)
+    built: nn.Module
+    if hf is not None:
+        from trainer.tools.hugging_face import load
+
+        built, vocab_size, what = load(hf, vocab_size=vocab_size, dim=dim, num_layers=num_layers, settings=given)
+        name = f"{name} ({what})"
+    else:
+        built = _build(name, given, vocab_size, dim, num_layers, seq_len)
+    built = built.to(on)
+    arguments = find_arguments(built) if isinstance(built, Adapted) else []
     report = check_model(built, vocab_size=vocab_size, seq_len=seq_len)
     # A model without a state is still judged for causality.
     is_unchecked = report["causality"] in report.unchecked
     if as_json:
-        print_json({"model": model, "args": given, **report.to_json()})
+        found = {argument.name: argument.found for argument in arguments}
+        print_json({"model": hf or model, "args": given, "arguments": found, **report.to_json()})
     else:
-        _print_report(model, report, is_unchecked=is_unchecked)
+        _print_report(name, report, arguments, is_unchecked=is_unchecked)
     if report.breaches or is_unchecked:
         raise typer.Exit(EXIT_BREACH)
 
 
-def _print_report(model: str, report: Report, *, is_unchecked: bool) -> None:
+def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layers: int, seq_len: int) -> nn.Module:
+    """The model of `--model`, which may take its arguments as it likes."""
+    from trainer.config.schema import ModelTable
+    from trainer.contracts.anybody import adapt
+    from trainer.contracts.subject import CallFailed
+    from trainer.import_path import resolve_target, users_code
+    from trainer.training.setup.plan import build_model
+
+    sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}
+    if ":" in name:
+        target = resolve_target(name, "--model")
+        with users_code("--model", f"{name} fails"):
+            taken = inspect.signature(target).parameters
+            made = target(**{key: size for key, size in sizes.items() if key in taken}, **args)
+        if hasattr(made, "forward"):
+            try:
+                adapted = adapt(made)
+            except CallFailed as error:
+                raise UserError(
+                    "--model", f"{name}: {error}", "give it token ids [B, T], and let it return logits"
+                ) from None
+            if adapted is not made:
+                return adapted
+    settings: dict[str, Any] = {"target" if ":" in name else "family": name, "args": args}
+    table = ModelTable.model_construct(**settings, dim=dim, num_layers=num_layers)
+    return build_model(table, vocab_size, seq_len=seq_len)
+
+
+def _print_report(model: str, report: Report, arguments: list[Argument], *, is_unchecked: bool) -> None:
     from trainer.tools.fitted_table import Column, fitted_table
 
     verdicts = report.verdicts
@@ -320,6 +366,13 @@ def _print_report(model: str, report: Report, *, is_unchecked: bool) -> None:
         Column("observation", [escape(verdict.text) for verdict in verdicts], wraps=True),
     ]
     console = output()
+    if arguments:
+        taken = [
+            Column("argument", [escape(argument.name) for argument in arguments]),
+            Column("what it does", [escape(argument.found) for argument in arguments], wraps=True),
+        ]
+        console.print(fitted_table(taken, width=console.width, box=None, pad_edge=False))
+        console.print()
     console.print(fitted_table(columns, width=console.width, box=None, pad_edge=False))
     breaches = ", ".join(verdict.check for verdict in report.breaches)
     summary = coloured("healthy", "keeps the contract")
@@ -329,4 +382,5 @@ def _print_report(model: str, report: Report, *, is_unchecked: bool) -> None:
         summary = coloured("findings", "was not checked") + f": {escape(report['causality'].text)}"
     elif report.unchecked:
         summary = coloured("warning", "keeps the contract, except that carry could not be checked")
+        summary += f": {escape(report['carry'].text)}"
     console.print(f"{escape(model)} {summary} ({report.how}; {report.seconds:.1f} s)", highlight=False)

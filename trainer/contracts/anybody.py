@@ -1,0 +1,355 @@
+"""Anybody's causal model, called as its own forward takes it: which argument carries the tokens, the state, and what keeps
+documents and padding apart is found out by calling it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainer.contracts.subject import CallFailed, Plain, Subject, one_line
+from trainer.contracts.trial import relative
+
+TOKENS = ("tokens", "input_ids", "input", "inputs", "ids", "idx", "x")
+STATES = ("state", "states", "past_key_values", "cache_params", "hidden_state", "hidden", "hx", "h", "cache", "mems")
+CACHES = ("past_key_values", "cache_params")  # of transformers, whose forwards take use_cache in their keywords
+PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
+ROW, MORE = 8, 3  # tokens of the rows that are tried, and how many more show what grows
+APART = 1e-5  # of the logits' spread: nothing but rounding, in any precision that is tried here
+APART_WORDS = "keeps documents apart"
+
+
+class Argument(NamedTuple):
+    """An argument of a forward, and what passing it was found to do."""
+
+    name: str
+    found: str
+
+
+class Output(NamedTuple):
+    """What an `Adapted` returns."""
+
+    logits: Tensor  # [B, T, V]
+    state: list[Tensor] | None
+
+
+class Adapted(nn.Module):
+    """A model behind `forward(tokens, state)`, whose state is a list of the tensors with rows that its own cache holds.
+
+    `why_stateless` is the reason where its cache cannot be such a state; `state_width` is then 0.
+
+    Args:
+        model: `forward` takes token ids [B, T] and returns logits [B, T, V]: alone, in a tuple with the state, or as
+            `.logits` of an object.
+        new_cache: makes the cache for a row's start; None: the model starts without one.
+
+    Raises:
+        CallFailed: it takes no rows of token ids, or returns no logits.
+    """
+
+    def __init__(self, model: nn.Module, *, new_cache: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.parameters_taken = {name: each.kind for name, each in inspect.signature(model.forward).parameters.items()}
+        self.tokens_name = str(self._first(TOKENS))
+        self.state_name = self._first(STATES)
+        self.why_stateless = ""
+        self._new_cache = new_cache
+        self._blank: Any = None
+        self._dims: list[int | None] = []
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                self.why_stateless = self._find_state()
+        finally:
+            model.train(was_training)
+        if self.why_stateless:
+            self.state_width = 0
+
+    def _first(self, names: tuple[str, ...]) -> str | None:
+        return next((name for name in names if name in self.parameters_taken), None)
+
+    def takes(self, name: str) -> bool:
+        """Whether `forward` accepts an argument of this name."""
+        return name in self.parameters_taken or inspect.Parameter.VAR_KEYWORD in self.parameters_taken.values()
+
+    def forward(self, tokens: Tensor, state: list[Tensor] | None = None, **inputs: Any) -> Output:
+        """Predict from tokens [B, T]; a state holds tensors [B, ...]."""
+        cache = None
+        if state is not None:
+            rows = iter(state)
+            given = [None if dim is None else next(rows).movedim(0, dim).clone() for dim in self._dims]
+            cache = with_tensors(self._blank, given)
+        logits, cache = self.run(tokens, cache, **inputs)
+        if self.why_stateless:
+            return Output(logits, None)
+        held = zip(tensors_of(cache), self._dims, strict=True)
+        return Output(logits, [each.movedim(dim, 0) for each, dim in held if dim is not None])
+
+    def run(self, tokens: Tensor, cache: Any = None, **inputs: Any) -> tuple[Tensor, Any]:
+        """Logits and the cache after the row, in the model's own form; `cache` is written to.
+
+        Raises:
+            ValueError: no logits [B, T, V] were returned.
+        """
+        given = {self.tokens_name: tokens, **inputs}
+        if self.state_name is not None and not self.why_stateless:
+            cache = self._new_cache() if cache is None and self._new_cache else cache
+            given |= {} if cache is None else {self.state_name: cache}
+        if "use_cache" in self.parameters_taken or (self.state_name in CACHES and self.takes("use_cache")):
+            given["use_cache"] = not self.why_stateless
+        output = self.model(**given)
+        logits, after = _parts(output, self.state_name)
+        if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != tokens.shape:
+            shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise ValueError(f"it returns {shape} for tokens {list(tokens.shape)}, not logits {[*tokens.shape, 'V']}")
+        return logits, cache if after is None else after
+
+    def _find_state(self) -> str:
+        """Learn the layout of the cache from rows of other numbers and lengths; why it is no state, if it is none."""
+        if self.state_name is None:
+            self.why_stateless = "."  # `run` passes none
+            self._try(2, ROW)
+            return "forward takes no state"
+        name = self.state_name
+        try:
+            (cache, rows, longer) = (self._try(*shape)[1] for shape in ((2, ROW), (3, ROW), (2, ROW + MORE)))
+        except CallFailed as error:
+            self.why_stateless = "."
+            self._try(2, ROW)
+            return f"{name} cannot be used: {error}"
+        held, of_rows, of_longer = (list(tensors_of(each)) for each in (cache, rows, longer))
+        if not held:
+            places = ((where, vars(module)) for where, module in self.model.named_modules())
+            kept = [f"{where}.{key}" for where, own in places for key, each in own.items() if isinstance(each, Tensor)]
+            hint = f": the module keeps {kept[0]}, which no row can take along" if kept else ""
+            return f"{name} is returned without a tensor{hint}"
+        if [each.shape for each in held] != [each.shape for each in of_longer]:
+            return f"{name} grows with every token: a context, not a state of a fixed size"
+        for one, other in zip(held, of_rows, strict=True):
+            differing = [dim for dim in range(one.ndim) if one.shape[dim] != other.shape[dim]]
+            self._dims.append(differing[0] if differing else None)
+        if not any(dim is not None for dim in self._dims):
+            return f"{name} holds no tensor with one row for each row of tokens"
+        # The tensors with rows must be all that it needs: put them into the cache of a longer row, and go on from there.
+        self._blank = with_tensors(longer, [each.detach().clone() for each in of_longer])
+        more = self._tokens(2, MORE)
+        given = [each.clone() if dim is not None else None for each, dim in zip(held, self._dims, strict=True)]
+        found = self.run(more, with_tensors(self._blank, given))[0]
+        wanted = self.run(more, cache)[0]
+        if distance(found, wanted) > APART:
+            return f"{name} counts tokens for all rows together, so that rows of different lengths cannot share it"
+        return ""
+
+    def _try(self, rows: int, length: int) -> tuple[Tensor, Any]:
+        try:
+            return self.run(self._tokens(rows, length))
+        except Exception as error:  # what a user's model raises can be anything
+            raise CallFailed(f"forward fails with {self.tokens_name} {[rows, length]}: {one_line(error)}") from error
+
+    def _tokens(self, rows: int, length: int) -> Tensor:
+        parameter = next(self.model.parameters(), None)
+        device = None if parameter is None else parameter.device
+        return (torch.arange(rows * length, device=device) % 2).view(rows, length)
+
+
+class Packing(Adapted):
+    """An `Adapted` whose `seq_idx` was seen to keep documents apart: it takes resets."""
+
+    def forward(
+        self, tokens: Tensor, state: list[Tensor] | None = None, resets: Tensor | None = None, **inputs: Any
+    ) -> Output:
+        """Predict from tokens [B, T]; `resets` (bool [B, T]) is where a document begins."""
+        given = {} if resets is None else {"seq_idx": resets.cumsum(1).int()}
+        return super().forward(tokens, state, **inputs, **given)
+
+
+def adapt(model: nn.Module, *, new_cache: Callable[[], Any] | None = None) -> nn.Module:
+    """The model as it is, if its forward takes `tokens` by name or no token ids that are known; else behind an `Adapted`.
+
+    Raises:
+        CallFailed: see there.
+    """
+    names = inspect.signature(model.forward).parameters
+    if "tokens" in names or not set(TOKENS) & set(names):
+        return model
+    adapted = Adapted(model, new_cache=new_cache)
+    was_training = model.training
+    with torch.no_grad():
+        is_apart = "seq_idx" in names and _packs(adapted.eval(), "seq_idx").startswith(APART_WORDS)
+    adapted.train(was_training)
+    if is_apart:
+        adapted.__class__ = Packing
+    return adapted
+
+
+def find_arguments(adapted: Adapted) -> list[Argument]:
+    """What can be passed through which argument, each found by calling the model in `eval()`, in float64 if it runs there."""
+    subject = Subject(adapted, dtype=torch.float32)
+    try:
+        subject = subject.in_float64()
+        with torch.no_grad(), Plain(lift=True):
+            subject.model.eval()(adapted._tokens(1, ROW))
+    except Exception:  # noqa: BLE001 - a model's operators may lack it
+        subject = Subject(copy.deepcopy(adapted), dtype=torch.float32)
+    probed: Any = subject.model.eval()
+    found = [Argument(adapted.tokens_name, "token ids [B, T]")]
+    with torch.no_grad(), Plain(lift=subject.dtype == torch.float64):
+        if adapted.state_name is not None:
+            found.append(Argument(adapted.state_name, _answer(_state, probed)))
+        for name, ask in (("position_ids", _positions), ("attention_mask", _padding)):
+            if name in adapted.parameters_taken:
+                found.append(Argument(name, _answer(ask, probed)))
+        packed: dict[str, list[str]] = {}
+        for name in PACKED:
+            if adapted.takes(name):
+                packed.setdefault(_packs(probed, name), []).append(name)
+    return [*found, *(Argument(", ".join(names), text) for text, names in packed.items())]
+
+
+def _answer(ask: Callable[[Adapted], str], model: Adapted) -> str:
+    try:
+        return ask(model)
+    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
+        return f"refused: {one_line(error)}"
+
+
+def _rows(model: Adapted, *, rows: int = 1) -> Tensor:
+    """Token ids [rows, 2 ROW] below the vocabulary."""
+    vocab = model.run(model._tokens(1, ROW))[0].shape[-1]
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(vocab, (rows, 2 * ROW), generator=generator).to(model._tokens(1, 1).device)
+
+
+def _state(model: Adapted) -> str:
+    """A row cut once, by the model's own cache, against the uncut one."""
+    why = model.why_stateless
+    if "cannot be used" in why or "takes no state" in why:
+        return why
+    kept, model.why_stateless = why, ""
+    try:
+        tokens = _rows(model)
+        whole = model.run(tokens)[0]
+        cache = model.run(tokens[:, :ROW])[1]
+        size = distance(model.run(tokens[:, ROW:], cache)[0], whole[:, ROW:])
+    finally:
+        model.why_stateless = kept
+    text = f"equals the uncut row to {size:.0e}" if size < APART else f"differs from the uncut row by {size:.0e}"
+    return f"{why or 'a state of a fixed size, which is carried'}; a row cut once {text}"
+
+
+def _positions(model: Adapted) -> str:
+    tokens = _rows(model)
+    count = torch.arange(2 * ROW, device=tokens.device)[None]
+    plain, given = model(tokens).logits, model(tokens, position_ids=count).logits
+    same = "counted from 0 where it is not given" if distance(given, plain) < APART else "not from 0 by default"
+    if distance(model(tokens, position_ids=5 * count).logits, given) < APART:
+        return "ignored: other positions give the same logits"
+    return f"{same}; starting again in a row, it {_apart(model, tokens, position_ids=count % ROW)}"
+
+
+def _padding(model: Adapted) -> str:
+    """A row behind three tokens of left padding, beside a full one, against the row alone."""
+    tokens = _rows(model, rows=2)
+    mask = torch.ones_like(tokens)
+    mask[0, :MORE] = 0
+    alone = model(tokens[:1, MORE:])
+    texts = []
+    counted = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if "position_ids" in model.parameters_taken else {}
+    for words, more in (("", {}), (" with position_ids from the first token on", counted)):
+        if words and not more:
+            continue
+        padded = model(tokens, attention_mask=mask, **more)
+        size = distance(padded.logits[:1, MORE:], alone.logits)
+        for ours, theirs in zip(padded.state or [], alone.state or [], strict=True):
+            size = max(size, distance(ours[:1].flatten(1)[None], theirs.flatten(1)[None]))
+        if size < APART:
+            return f"left padding changes nothing{words}, to {size:.0e}"
+        texts.append(f"by {size:.0e}{words}")
+    return f"left padding changes the logits or the state of a row, {' and '.join(texts)}"
+
+
+def _packs(model: Adapted, name: str) -> str:
+    """Two documents in one row, marked by the argument, against the second one alone."""
+    try:
+        tokens = _rows(model)
+        if name == "seq_idx":
+            marks = {name: (torch.arange(2 * ROW, device=tokens.device) // ROW).int()[None]}
+        else:
+            bounds = torch.tensor([0, ROW, 2 * ROW], dtype=torch.int32, device=tokens.device)
+            marks = {name: bounds}
+            if name == "cu_seq_lens_q":  # transformers' own names, which come together
+                marks |= {"cu_seq_lens_k": bounds, "max_length_q": ROW, "max_length_k": ROW}  # type: ignore[dict-item]
+        if distance(model(tokens, **marks).logits, model(tokens).logits) < APART:
+            return "ignored: the logits are the same without it, and documents of a row see each other"
+        return _apart(model, tokens, **marks)
+    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
+        return f"refused: {one_line(error)}"
+
+
+def _apart(model: Adapted, tokens: Tensor, **marks: Any) -> str:
+    size = distance(model(tokens, **marks).logits[:, ROW:], model(tokens[:, ROW:]).logits)
+    return f"{APART_WORDS}, to {size:.0e}" if size < APART else f"lets documents see each other, by {size:.0e}"
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference of logits [B, T, V] in units of their spread over positions."""
+    flat = wanted.double().flatten(0, 1)
+    unit = float((flat - flat.mean(0)).square().mean().sqrt()) or float(flat.square().mean().sqrt()) or 1.0
+    return float(relative(found.double(), wanted.double(), unit).max())
+
+
+def _parts(output: Any, state_name: str | None) -> tuple[Any, Any]:
+    """(logits, state) of what a forward returned."""
+    if isinstance(output, Tensor):
+        return output, None
+    if hasattr(output, "logits"):
+        names = [name for name in (state_name, "state", *STATES) if name and getattr(output, name, None) is not None]
+        return output.logits, getattr(output, names[0]) if names else None
+    if isinstance(output, tuple) and output:
+        return output[0], output[1] if len(output) > 1 else None
+    return output, None
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors in a nest of tuples, lists, dicts and objects with attributes, in the order of `with_tensors`."""
+    found: list[Tensor] = []
+    _replaced(value, lambda each: found.append(each) or each, {})  # type: ignore[func-returns-value]
+    return iter(found)
+
+
+def with_tensors(value: Any, given: list[Tensor | None]) -> Any:
+    """A copy of the nest with other tensors in it; None: a copy of the one that was there."""
+    rest = iter(given)
+
+    def change(each: Tensor) -> Tensor:
+        new = next(rest)
+        return each.clone() if new is None else new
+
+    return _replaced(value, change, {})
+
+
+def _replaced(value: Any, change: Callable[[Tensor], Tensor], seen: dict[int, Any]) -> Any:
+    if id(value) in seen:
+        return seen[id(value)]
+    made: Any = value
+    if isinstance(value, Tensor):
+        made = change(value)
+    elif isinstance(value, dict):
+        made = seen[id(value)] = copy.copy(value)
+        for key, each in value.items():
+            made[key] = _replaced(each, change, seen)
+    elif isinstance(value, (list, tuple)):
+        parts = [_replaced(each, change, seen) for each in value]
+        made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
+        made = seen[id(value)] = copy.copy(value)
+        for key, each in vars(value).items():
+            made.__dict__[key] = _replaced(each, change, seen)
+    seen[id(value)] = made
+    return made

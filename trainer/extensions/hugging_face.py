@@ -1,0 +1,253 @@
+"""Causal language models of `transformers` whose cache is a recurrent state of a fixed size.
+
+Which families train exactly was measured (docs/families.md). Layers of full attention are left out, since their cache grows.
+`from` names a local directory of `save_pretrained`; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.import_path import format_error
+from trainer.model.hugging_face import package, quiet, save
+from trainer.model.protocol import ModelOutput
+
+HEAD_DIM = 32
+
+
+def _sizes(model_type: str, dim: int, num_layers: int) -> dict[str, Any]:
+    """What a config needs beside its width and depth, in proportion to them; `[model] args` goes before."""
+    heads, linear = max(dim // HEAD_DIM, 1), ["linear_attention"] * num_layers
+    mlp = {"intermediate_size": 2 * dim, "num_attention_heads": heads, "num_key_value_heads": 1}
+    mamba = {"n_heads": 2 * dim // HEAD_DIM, "d_head": HEAD_DIM, "n_groups": 1, "d_state": 64, "chunk_size": 64}
+    heads_of_qwen = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
+    widths_of_qwen = {"linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM}
+    dense = {"num_experts": 0, "mlp_only_layers": list(range(num_layers))}
+    sizes: dict[str, dict[str, Any]] = {
+        "mamba2": {
+            "head_dim": HEAD_DIM, "num_heads": 2 * dim // HEAD_DIM, "n_groups": 1, "state_size": 64, "chunk_size": 64,
+        },
+        "bamba": {"attn_layer_indices": [], **{f"mamba_{name}": size for name, size in mamba.items()}, **mlp},
+        "lfm2": {"layer_types": ["conv"] * num_layers, "block_multiple_of": 8, **mlp},
+        "qwen3_next": {"layer_types": linear, **heads_of_qwen, **widths_of_qwen, **dense, **mlp},
+        "kimi_linear": {
+            "layer_types": linear, "mlp_layer_types": ["dense"] * num_layers, "linear_head_dim": HEAD_DIM,
+            "linear_num_heads": heads, **mlp,
+        },
+    }  # fmt: skip
+    return sizes[model_type]
+
+
+class HuggingFace(nn.Module):
+    """A causal language model of `transformers`; its recurrent cache is the state, a list of tensors [B, ...].
+
+    Args:
+        model: of `AutoModelForCausalLM`.
+        assigns: replace the cache's in-place copies of recurrent states by assignments, through which gradients flow.
+    """
+
+    runs_documents = True
+    """With resets, how often the parts of the model run depends on the rows."""
+
+    def __init__(self, model: nn.Module, *, assigns: bool = True) -> None:
+        super().__init__()
+        references_on_cpu(model)
+        self.model = model
+        self._assigns = assigns
+        taken = inspect.signature(model.forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in taken else "past_key_values"
+        self._places: list[tuple[int, str, int]] | None = None
+
+    def forward(self, tokens: Tensor, state: list[Tensor] | None = None, resets: Tensor | None = None) -> ModelOutput:
+        """Predict from tokens [B, T], starting from the tensors of the cache (None: an empty one).
+
+        With `resets` (bool [B, T]) every document runs on its own: without their CUDA kernels these families refuse or
+        ignore `seq_idx` and `cu_seqlens`, and with them none returns the state of a row's last document.
+        """
+        if resets is None or not resets.any():
+            return self._run(tokens, state)
+        rows = [
+            self._run_documents(
+                tokens[row, None], None if state is None else [each[row, None] for each in state], marks
+            )
+            for row, marks in enumerate(resets)
+        ]
+        ends = [torch.cat(each) for each in zip(*(row.state for row in rows), strict=True)]
+        return ModelOutput(torch.cat([row.logits for row in rows]), ends)  # type: ignore[arg-type]
+
+    def _run_documents(self, tokens: Tensor, state: list[Tensor] | None, resets: Tensor) -> ModelOutput:
+        """One row, tokens [1, T] and resets [T], whose documents begin from no state."""
+        length, logits = len(resets), []
+        for start, stop in itertools.pairwise(sorted({0, *resets.nonzero().flatten().tolist(), length})):
+            piece, given = tokens[:, start:stop], None if resets[start] else state
+            if given is not None and stop - start == 1 < length:
+                # One token after a state takes another path, which writes into the state; here nobody reads the new one.
+                piece = piece.expand(1, 2)
+            found = self._run(piece, given)
+            logits.append(found.logits[:, : stop - start])
+        return ModelOutput(torch.cat(logits, dim=1), found.state)
+
+    def _run(self, tokens: Tensor, state: list[Tensor] | None) -> ModelOutput:
+        cache = self._new_cache()
+        if state is not None:
+            assert self._places is not None, "a state before the first forward"
+            for (layer, name, index), value in zip(self._places, state, strict=True):
+                _put(cache.layers[layer], name, index, value)
+        logits = self.model(input_ids=tokens, use_cache=True, **{self._cache_name: cache}).logits
+        held = list(_held(cache))
+        self._places = [place for place, _ in held]
+        return ModelOutput(logits, [value for _, value in held])  # type: ignore[arg-type]
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer."""
+        model: Any = self.model
+        return model.get_output_embeddings()  # type: ignore[no-any-return]
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write weights and config as `from_pretrained` reads them."""
+        save(self.model, directory)
+
+    def _new_cache(self) -> Any:
+        config: Any = self.model.config
+        cache = without_attention(package().DynamicCache(config=config))
+        for layer in cache.layers if self._assigns else []:
+            layer.update_recurrent_state = _assigning(layer)
+        return cache
+
+
+def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **settings: Any) -> HuggingFace:
+    """Build a model of a `transformers` family.
+
+    Args:
+        vocab_size: number of token ids. A model that is read from a directory gets more rows if it has fewer.
+        dim, num_layers: `hidden_size` and `num_hidden_layers`, unless a directory is read.
+        model_type: the family's name in `transformers`.
+        settings: keys of the family's config; or `from`, a directory written by `save_pretrained`.
+
+    Raises:
+        UserError: the package is missing, a setting is unknown, or the directory is no such model.
+    """
+    transformers = package()
+    folder = settings.pop("from", None)
+    with quiet(transformers):
+        if folder is not None:
+            model = _read(transformers, str(folder), model_type, settings)
+            if model.config.vocab_size < vocab_size:
+                model.resize_token_embeddings(vocab_size)
+        else:
+            model = _new(transformers, model_type, vocab_size, dim, num_layers, settings)
+    return HuggingFace(model)
+
+
+def _new(
+    transformers: Any, model_type: str, vocab_size: int, dim: int, num_layers: int, settings: Mapping[str, Any]
+) -> Any:
+    known = transformers.AutoConfig.for_model(model_type)
+    if unknown := sorted(name for name in settings if not hasattr(known, name)):
+        close = [match for name in unknown for match in difflib.get_close_matches(name, known.to_dict(), n=1)]
+        fix = f"did you mean {' and '.join(close)}?" if close else f"see {type(known).__name__}"
+        raise UserError("model.args", f"{model_type} has no {', '.join(unknown)}", fix)
+    sizes = {"vocab_size": vocab_size, "hidden_size": dim, "num_hidden_layers": num_layers}
+    special = {"pad_token_id": None, "bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
+    given = {**sizes, **special, **_sizes(model_type, dim, num_layers), **settings}
+    try:
+        config = transformers.AutoConfig.for_model(model_type, **given)
+        return transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # a family checks its own sizes, each in its own way
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # config classes wrap what a validator says
+            cause = cause.__cause__
+        problem = f"{model_type} cannot be built: {str(cause).rstrip('.')}"
+        fix = f"set model.dim to a multiple of {HEAD_DIM}, or see {type(known).__name__}"
+        raise UserError("model.args" if settings else "model.dim", problem, fix) from error
+
+
+def _read(transformers: Any, folder: str, model_type: str, settings: Mapping[str, Any]) -> Any:
+    fix = f"name a directory of save_pretrained with a {model_type}, and no other args"
+    try:
+        if settings or not (Path(folder) / "config.json").is_file():
+            raise ValueError(f"{', '.join(sorted(settings))} beside from" if settings else "it has no config.json")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        if (found := model.config.model_type) != model_type:
+            raise ValueError(f"it has a {found}")
+    except Exception as error:  # of a damaged directory anything
+        raise UserError("model.args.from", f"{folder} cannot be read: {format_error(error)}", fix) from error
+    return model
+
+
+def without_attention(cache: Any) -> Any:
+    """A cache that answers what only layers of attention need, positions and mask sizes; without such layers it refuses."""
+    cache.get_seq_length = lambda *_, **__: 0
+    cache.get_mask_sizes = lambda query_length, *_, **__: (query_length, 0)
+    return cache
+
+
+def _held(cache: Any) -> Iterator[tuple[tuple[int, str, int], Tensor]]:
+    """((layer, kind, index), tensor) of all states that a cache holds.
+
+    Raises:
+        UserError: a layer keeps keys and values, which grow.
+    """
+    for number, layer in enumerate(cache.layers):
+        if not hasattr(layer, "recurrent_states"):
+            problem = f"layer {number} is one of attention, whose cache grows with every token"
+            raise UserError("model.args", problem, "name layers with a state of a fixed size alone")
+        for name in ("conv", "recurrent"):
+            for index, tensor in getattr(layer, f"{name}_states").items():
+                if tensor is not None:
+                    yield (number, name, index), tensor
+
+
+def _put(layer: Any, name: str, index: int, value: Tensor) -> None:
+    """Put a state into a layer of a cache; a copy, which the model may write to."""
+    getattr(layer, f"{name}_states")[index] = value.clone()
+    getattr(layer, f"is_{name}_states_initialized")[index] = True
+    layer.has_previous_state[index] = True
+    if name == "conv":
+        layer.conv_kernel_size[index] = value.shape[-1]
+
+
+def _assigning(layer: Any) -> Callable[..., Tensor]:
+    """What replaces a layer's `update_recurrent_state`."""
+
+    def update(recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+        layer.recurrent_states[state_idx] = recurrent_states
+        layer.is_recurrent_states_initialized[state_idx] = True
+        return recurrent_states
+
+    return update
+
+
+def references_on_cpu(model: nn.Module) -> None:
+    """Let functions of the model's module take the kernels of an installed package, which need CUDA, for what these take alone.
+
+    `transformers` 5.23 takes them for all tensors, also for those by which a state's layout is found on the CPU.
+    """
+    module = sys.modules[type(model).__module__]
+    for name, function in list(vars(module).items()):
+        if "torch_function" in getattr(getattr(function, "__code__", None), "co_freevars", ()):
+            setattr(module, name, _by_device(function, function.__wrapped__))
+
+
+def _by_device(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    taken = inspect.signature(reference).parameters
+
+    @functools.wraps(kernel)
+    def run(*args: Any, **given: Any) -> Any:
+        first = next(iter((*args, *given.values())))
+        if first.is_cuda and first.dtype != torch.float64:
+            return kernel(*args, **given)
+        return reference(*args, **{name: each for name, each in given.items() if name in taken})
+
+    return run
