@@ -33,7 +33,7 @@ CEILINGS = {
     "core: files": (125, 125),
     "trainer: lines": (39_425, 33_000),
     "trainer: files": (210, 210),
-    "tests: lines": (36_500, 30_000),
+    "tests: lines": (36_530, 30_000),
     "scripts: lines": (5_000, 5_000),
     "words of documentation": (38_110, 38_000),
     "functions with more than 10 parameters": (4, 4),

@@ -232,9 +232,6 @@ def _judge_gradient(trial: Trial) -> Verdict:
     try:
         whole = of_whole()
         first = subject(tokens[:, :n], start, with_grad=True)
-        if first.state is not None and not first.state.requires_grad:
-            text = "the returned state is detached, which matters with train.tbptt_cells > 1"
-            return Verdict("gradient", "warning", text)
         cut = _gradients(trial, subject(tokens[:, n:], first.state, with_grad=True).logits, targets, start)
     except CallFailed as error:
         text = f"backward through the incoming state fails, which matters with train.tbptt_cells > 1 ({error})"
@@ -244,6 +241,10 @@ def _judge_gradient(trial: Trial) -> Verdict:
         step = math.sqrt(_eps(subject.dtype))
         with subject.perturbed(step):
             noise = max(_distance(of_whole(), whole, trial.noise) * step, noise)
+    if size > math.sqrt(noise) and first.state is not None and not first.state.requires_grad:
+        return Verdict(
+            "gradient", "warning", "the returned state is detached, which matters with train.tbptt_cells > 1"
+        )
     if size > math.sqrt(noise):
         text = (
             f"the gradient through a cut differs from the uncut row's by {size:.1e} of its norm (rounding: {noise:.0e})"

@@ -178,6 +178,8 @@ def timed(starter: Starter, minutes: float) -> Starter:
         seconds = _seconds_per_step(starter)
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
+        if isinstance(error, subprocess.TimeoutExpired):  # it names the whole command, and what it captured is bytes
+            said = f"{TRIED_STEPS} steps took longer than {TIMEOUT_SEC:g} s"
         last = said.strip().splitlines()[-1] if said.strip() else type(error).__name__
         return replace(starter, notes=[*starter.notes, f"the time of a step could not be measured: {last}"])
     sizes = starter.sizes
