@@ -131,6 +131,12 @@ def lost(where: Change, **changes: Change) -> Make:
     return model(state=lambda c: c.state.masked_fill(torch.as_tensor(where(c)), 0.0), **changes)
 
 
+def in_float32(c: Any) -> Tensor:
+    """The embeddings of a model that takes no other precision."""
+    assert c.x.dtype == torch.float32
+    return c.x
+
+
 def honours(which: Callable[[Tensor], Tensor]) -> Make:
     """Only some of the resets of each row."""
     return model(resets=lambda c: which(c.resets))
@@ -388,6 +394,7 @@ LONGER = {  # What only a batch as in training shows: rows, phases, long and lat
     "rows from the third on lose their state": Case(lost(lambda c: row(c) >= 2)),
     "rows from the fifth on lose their state": Case(lost(lambda c: row(c) >= 4)),
     "rows from the ninth on lose their state": Case(lost(lambda c: row(c) >= 8)),
+    "the seventh and eighth row lose their state": Case(lost(lambda c: (row(c) == 6) | (row(c) == 7))),
     "a mean over more than four rows": Case(model(x=lambda c: c.x - c.x.mean(0) * (c.rows > 4))),
     "20 tokens drop the state": Case(lost(lambda c: c.length >= 20)),
     "20 tokens quantise the state": Case(model(state=lambda c: coarse(c.state) if c.length >= 20 else c.state)),
@@ -395,6 +402,15 @@ LONGER = {  # What only a batch as in training shows: rows, phases, long and lat
         model(state=lambda c: with_recurrence(c, shifted) if c.length >= 20 else c.state)
     ),
     "64 tokens drop the state": Case(lost(lambda c: c.length >= 64)),
+    "64 tokens drop a state that fades": Case(
+        model(
+            x=in_float32,
+            state=lambda c: c.state * (c.length < 64),
+            decay=lambda c: c.decay - 0.4,
+            place=lambda c: c.place * 0,
+            end=lambda c: c.end.detach(),
+        )
+    ),
     "64 tokens quantise the state": Case(
         model(end=lambda c: with_recurrence(c, coarse, "end") if c.length >= 64 else c.end)
     ),
@@ -419,6 +435,8 @@ LONGER = {  # What only a batch as in training shows: rows, phases, long and lat
     "only resets side by side": Case(
         honours(lambda resets: resets & (F.pad(resets, (1, -1)) | F.pad(resets, (-1, 1))))
     ),
+    "resets of the first four rows alone": Case(model(resets=lambda c: c.resets & (row(c) < 4))),
+    "no resets in the eighth row": Case(model(resets=lambda c: c.resets & (row(c) != 7))),
     "all but the last reset": Case(
         honours(lambda resets: resets & ((number(resets) < resets.sum(1, keepdim=True)) | (number(resets) == 1)))
     ),

@@ -257,6 +257,7 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
             verdicts["carry"] = Verdict("carry", "broken", text)
             raise NotTestable("the state is NaN")
     verdicts["purity"], trial = check_purity(trial, live)
+    trial.facts["purity"] = verdicts["purity"].status
     if "random" in trial.facts:
         raise NotTestable("the model is random in eval() too")
     own, precision = (dtype_name(each.dtype) for each in (working, trial.subject))

@@ -25,11 +25,12 @@ from trainer.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effec
 LEAST_ROWS = 9  # a fault may begin beyond 2, 4 or 8 rows
 MOST_ROWS = 64
 CELLS = 6  # of the training length; one of another length follows
-COMPARED = (7, 4, 2)  # rows that are also run alone: as many as the time allows
-MOST_COLUMNS = 256  # of the logits: those of a large vocabulary would fill the memory
-LEAST_SECONDS = 2.0
+COMPARED = (4, 2)  # phases whose documents are also run alone: as many as the time allows
+MOST_COLUMNS = 256  # of the logits of `LEAST_ROWS` rows: those of a large vocabulary would fill the memory
+LEAST_SECONDS = 3.0
 SLOW_CALL = 0.05  # seconds, beside which setting up takes little
-SHARES = (0.4, 0.5, 1.0)  # of the time left, a share for each pass
+SHARES = (0.6, 0.7, 1.0)  # of the time left, a share for each pass
+FLIPPED = 16  # tokens of which rounding in bf16 may send the half to other experts
 PHASES = ("reads one document", "ended and began again", "began a document late", "changes documents")
 EXACT = 1e-10  # relative rounding of float64, not of float32
 COARSE = 1e-4  # not of float32, but of bf16, whose root would be too large a change
@@ -46,7 +47,7 @@ class _Document(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Rows in mixed phases."""
+    """Rows in mixed phases. Those of a phase are the same, so that a document that is run alone judges all of them."""
 
     tokens: Tensor
     """[B, length]"""
@@ -58,8 +59,13 @@ class _Batch(NamedTuple):
     """[B, length]; None: the model takes none."""
     lengths: list[int]
     """Tokens of each cell."""
-    compared: list[int]
-    """Rows that are also run alone."""
+    copies: dict[int, list[int]]
+    """By the first row of each phase that is also run alone, the rows of the phase."""
+
+    @property
+    def compared(self) -> list[int]:
+        """The rows that are judged."""
+        return sorted(row for rows in self.copies.values() for row in rows)
 
     @property
     def edges(self) -> list[int]:
@@ -67,13 +73,13 @@ class _Batch(NamedTuple):
         return [0, *accumulate(self.lengths)]
 
     def documents(self, *, has_state: bool) -> Iterator[_Document]:
-        """The documents of the compared rows; of a model without state, those of each cell.
+        """The documents of the rows that are run alone; of a model without state, those of each cell.
 
         Run alone, a document is followed by other tokens, up to whole cells: models may need a multiple of a chunk. Of a cell
         of a model without state, the last quarter is replaced too, so that later tokens always differ.
         """
         edges, cell = self.edges, self.lengths[0]
-        for row in self.compared:
+        for row in self.copies:
             starts = {edges[at] for at in range(len(self.lengths)) if self.begins[row, at] or not has_state}
             if self.resets is not None:
                 starts |= set(self.resets[row, : edges[-1]].nonzero().flatten().tolist())
@@ -127,24 +133,26 @@ def check_soak(trial: Trial, working: Subject, *, seq_len: int, rows: int, deadl
         deadline: in seconds of the calling thread's own time.
     """
     working.is_pure = trial.subject.is_pure
-    trains = True in trial.modes
+    subjects, trains = (working, trial.subject), True in trial.modes
     passes = [
-        _Pass(working, trains, with_grad=True),
-        _Pass(trial.subject, training=False),
-        _Pass(trial.subject, trains, with_grad=True, backward=trial.facts.get("gradient") == "held"),
+        [_Pass(working, trains, with_grad=True)],
+        [_Pass(trial.subject, training=False), _Pass(working, training=False)],
+        [_Pass(trial.subject, trains, with_grad=True, backward=trial.facts.get("gradient") == "held")],
     ]
     held: dict[str, list[Verdict]] = {}
     missing: list[str] = []
-    for way, share in zip(passes, SHARES, strict=True):
-        before, way.subject.training = way.subject.training, way.training
+    before = [each.training for each in subjects]
+    for ways, share in zip(passes, SHARES, strict=True):
+        for each in subjects:
+            each.training = ways[0].training
         try:
-            size = _find_size(trial, way, seq_len, rows, share * (deadline - time.thread_time()))
+            way, size = _find_way(trial, ways, seq_len, rows, share * (deadline - time.thread_time()))
             found = _judge(trial, way, size)
         except (NotTestable, CallFailed) as error:
-            missing.append(f"; {way}: not testable here: {error}")
+            missing.append(f"; {ways[-1]}: not testable here: {error}")
             continue
         finally:
-            way.subject.training = before
+            working.training, trial.subject.training = before
         if found.status != "held":
             return found
         held.setdefault(str(size), []).append(found)
@@ -152,7 +160,8 @@ def check_soak(trial: Trial, working: Subject, *, seq_len: int, rows: int, deadl
         return untestable("soak", missing[0].removeprefix("; "))
     tried = "; ".join(f"{', '.join(each.text for each in found)} ({size})" for size, found in held.items())
     text = f"documents in a batch equal the same run alone, in {tried}{''.join(missing)}{trial.mode_note}"
-    return Verdict("soak", "held", text, max(each.size or 0.0 for found in held.values() for each in found))
+    largest = max(each.size or 0.0 for found in held.values() for each in found)
+    return Verdict("soak", "held", text, largest, scope=" and of ".join(held))
 
 
 def _judge(trial: Trial, way: _Pass, size: _Size) -> Verdict:
@@ -167,14 +176,29 @@ def _judge(trial: Trial, way: _Pass, size: _Size) -> Verdict:
 
 
 class _Size(NamedTuple):
-    """Of a batch: rows, tokens of a cell, rows that are also run alone."""
+    """Of a batch: rows, tokens of a cell, phases whose documents are also run alone."""
 
     rows: int
     cell: int
     compared: int
 
     def __str__(self) -> str:
-        return f"{self.rows} rows, {self.compared} of them alone, {CELLS} cells of {self.cell} tokens"
+        judged = "" if self.compared == len(PHASES) else f" in {len(PHASES)} phases, {self.compared} of them judged"
+        return f"{self.rows} rows{judged}, {CELLS} cells of {self.cell} tokens"
+
+
+def _find_way(trial: Trial, ways: Sequence[_Pass], seq_len: int, rows: int, seconds: float) -> tuple[_Pass, _Size]:
+    """The first way for which the time allows cells of `seq_len` tokens, otherwise the last; with its size.
+
+    Raises:
+        CallFailed, NotTestable: see `_find_size`, of the last.
+    """
+    for way in ways[:-1]:
+        with suppress(NotTestable, CallFailed):
+            size = _find_size(trial, way, seq_len, rows, seconds)
+            if size.cell == seq_len:
+                return way, size
+    return ways[-1], _find_size(trial, ways[-1], seq_len, rows, seconds)
 
 
 def _find_size(trial: Trial, way: _Pass, seq_len: int, rows: int, seconds: float) -> _Size:
@@ -214,29 +238,30 @@ def _time_call(trial: Trial, way: _Pass, rows: int, length: int) -> float:
 
 
 def make_batch(trial: Trial, size: _Size, sample: int) -> _Batch:
-    """A batch in mixed phases: row i is in phase i modulo their number."""
+    """A batch in mixed phases: that of a row is the digit sum of its number in base 4, so that no two rows that are 1, 2, 4, 8,
+    16 or 32 apart are the same."""
     rows, cell, compared = size
     lengths = [cell] * CELLS + [cell + cell // 2 - 1] * (trial.takes_cells and cell > 1)
-    begins = torch.zeros(rows, len(lengths), dtype=torch.bool)
+    phases = torch.tensor([sum(row // 4**digit % 4 for digit in range(4)) % len(PHASES) for row in range(rows)])
+    begins = torch.zeros(len(PHASES), len(lengths), dtype=torch.bool)
     is_read = torch.ones_like(begins)
-    resets = torch.zeros(rows, sum(lengths), dtype=torch.bool) if trial.takes_resets else None
-    begins[:, 0] = True
-    for row in range(rows):
-        phase = row % len(PHASES)
-        if phase == 1:
-            is_read[row, 2:4], begins[row, 4] = False, True
-        elif phase == 2:
-            begins[row, 3 - row // len(PHASES) % 2] = True
-        elif phase == 3 and resets is None:
-            begins[row, [1, 5]] = True
-        elif resets is not None and phase == 3:
-            # In the first cell; near each other, and the last token of a cell; two in a later one; the begin of a third.
-            close = {cell + min(at, cell - 1) for at in (1, 3, cell // 3 + 2, cell // 3 + 3, cell - 1)}
-            resets[row, [cell // 2, *close, 3 * cell + cell // 2, 3 * cell + 3 * cell // 4, 5 * cell]] = True
-    last = (rows - 1) // len(PHASES) * len(PHASES)  # of those that read one document
-    first_rows = [3, last, 1, 2, rows - 1, *(2**k for k in range(2, 12) if 2**k < rows), *range(rows)]
-    tokens = trial.tokens(rows, sum(lengths), sample=sample)
-    return _Batch(tokens, begins, is_read, resets, lengths, list(dict.fromkeys(first_rows))[:compared])
+    begins[:, 0] = begins[1, 4] = begins[2, 3] = True
+    is_read[1, 2:4] = False
+    resets = None
+    if trial.takes_resets:
+        # In the first cell; near each other, and the last token of a cell; two in a later one; the begin of a third. The other
+        # phases have one: a reset may be lost in some rows alone.
+        resets = torch.zeros(len(PHASES), sum(lengths), dtype=torch.bool)
+        close = {cell + min(at, cell - 1) for at in (1, 3, cell // 3 + 2, cell // 3 + 3, cell - 1)}
+        resets[3, [cell // 2, *close, 3 * cell + cell // 2, 3 * cell + 3 * cell // 4, 5 * cell]] = True
+        resets[:3, 5 * cell + cell // 3] = True
+    else:
+        begins[3, [1, 5]] = True
+    tokens = trial.tokens(len(PHASES), sum(lengths), sample=sample)
+    judged = [3, 0, 1, 2][:compared]
+    copies = {judged_phase: (phases == judged_phase).nonzero().flatten().tolist() for judged_phase in judged}
+    resets = None if resets is None else resets[phases]
+    return _Batch(tokens[phases], begins[phases], is_read[phases], resets, lengths, copies)
 
 
 @dataclass(frozen=True)
@@ -262,7 +287,7 @@ class _Alone:
 def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
     """The batch against each document of the compared rows alone; their gradients too if the pass has them."""
     columns = torch.arange(trial.vocab_size) if trial.varies is None else trial.varies.nonzero().flatten()
-    columns = columns[:: -(-len(columns) // MOST_COLUMNS)]
+    columns = columns[:: -(-len(columns) * len(batch.tokens) // (MOST_COLUMNS * LEAST_ROWS))]
     cell = batch.lengths[0]
     alone = _Alone(way, batch, columns, trial.tokens(1, 2 * cell, sample=900 + sample))
     longest = max(batch.documents(has_state=trial.width > 0), key=lambda each: each.padded)
@@ -281,30 +306,32 @@ def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
     weights = torch.randn(joined.shape[1:], generator=torch.Generator().manual_seed(sample)).to(joined)
 
     def gradient(pairs: Iterable[tuple[_Document, Tensor]]) -> list[Tensor]:
-        """Of a fixed weighted sum of the logits."""
-        within = ((each, logits[: rounding.horizon]) for each, logits in pairs)
-        terms = [(logits * weights[each.begin :][: len(logits)]).sum() for each, logits in within]
+        """Of a fixed weighted sum of the logits, over all rows of a document."""
+        within = ((each, logits[..., : rounding.horizon, :]) for each, logits in pairs)
+        terms = [(logits * weights[each.begin :][: logits.shape[-2]]).sum() for each, logits in within]
         return _gradient(way.subject, torch.stack(terms).sum())
 
     largest, total = 0.0, []
     compared: list[tuple[_Document, Tensor]] = []
     for each in batch.documents(has_state=trial.width > 0):
-        found, wanted = joined[batch.compared.index(each.row), each.begin : each.end], alone(each)
-        errors = rounding.errors(found, wanted)
-        wrong = (errors > rounding.limit) | ~wanted[: len(errors)].isfinite().all(-1)
-        if wrong.any():
-            return _breach(way, batch, each, errors, wanted, int(wrong.nonzero()[0]))
-        largest = max(largest, float(errors.max()))
+        rows, wanted = batch.copies[each.row], alone(each)
+        found = joined[[batch.compared.index(row) for row in rows], each.begin : each.end]
+        for row, logits in zip(rows, found, strict=True):
+            errors = rounding.errors(logits, wanted)
+            wrong = (errors > rounding.limit) | ~wanted[: len(errors)].isfinite().all(-1)
+            if wrong.any():
+                return _breach(way, batch, each, row, errors, wanted, int(wrong.nonzero()[0]))
+            largest = max(largest, float(errors.max()))
         compared.append((each, found))
         if way.backward:
-            total.append(gradient([(each, wanted)]))
+            total.append(gradient([(each, wanted.expand_as(found))]))
     if way.backward:
         wanted_gradient = [torch.stack(parts).sum(0) for parts in zip(*total, strict=True)]
         size, limit = _distance(gradient(compared), wanted_gradient), rounding.limit
         if size > limit:  # the gradient may be worse conditioned than the logits
             step = math.sqrt(torch.finfo(way.subject.dtype).eps)
             with way.subject.perturbed(step):
-                moved = [gradient([(each, alone(each))]) for each, _ in compared]
+                moved = [gradient([(each, alone(each).expand_as(found))]) for each, found in compared]
             response = _distance([torch.stack(parts).sum(0) for parts in zip(*moved, strict=True)], wanted_gradient)
             limit = max(limit, math.sqrt(response * step))
         if size > limit:
@@ -316,12 +343,14 @@ def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
     return Verdict("soak", "held", f"{way} to {largest:.0e}", largest)
 
 
-def _breach(way: _Pass, batch: _Batch, document: _Document, errors: Tensor, wanted: Tensor, first: int) -> Verdict:
-    """The first wrong token of a document."""
-    row, size = document.row, float(errors[first:].max())
+def _breach(
+    way: _Pass, batch: _Batch, document: _Document, row: int, errors: Tensor, wanted: Tensor, first: int
+) -> Verdict:
+    """The first wrong token of a document in a row."""
+    size = float(errors[first:].max())
     where = bisect_right(batch.edges, document.begin + first)
     text = (
-        f"row {row} of {len(batch.tokens)}, which {PHASES[row % len(PHASES)]}, differs from the same document run alone by "
+        f"row {row} of {len(batch.tokens)}, which {PHASES[document.row]}, differs from the same document run alone by "
         f"{size:.1e} of the logits' spread from its token {first} on, in cell {where} of {batch.lengths[0]} tokens, {way}"
     )
     if not wanted[first].isfinite().all():
@@ -360,7 +389,7 @@ class _Rounding:
     Attributes:
         limit: the relative error above which logits are wrong.
         horizon: tokens of a document that can be compared.
-        chunk: tokens over which the median of errors is taken, where rounding may choose another expert for one of them.
+        chunk: tokens over which the median of errors is taken, as rounding in bf16 chooses another expert for some.
     """
 
     unit: float
@@ -371,9 +400,13 @@ class _Rounding:
     def errors(self, found: Tensor, wanted: Tensor) -> Tensor:
         """Relative errors, [T]."""
         errors = relative(found.detach().double(), wanted.detach().double(), self.unit)
-        if self.chunk > 1:
-            errors = torch.cat([part.median().expand_as(part) for part in torch.split(errors, self.chunk)])
-        return errors[: self.horizon]
+        return _medians(errors, self.chunk)[: self.horizon]
+
+
+def _medians(errors: Tensor, chunk: int) -> Tensor:
+    if chunk == 1:
+        return errors
+    return torch.cat([part.median().expand_as(part) for part in torch.split(errors, chunk)])
 
 
 def _measure_rounding(trial: Trial, way: _Pass, wanted: Tensor, run: Callable[[], Tensor], cell: int) -> _Rounding:
@@ -386,10 +419,12 @@ def _measure_rounding(trial: Trial, way: _Pass, wanted: Tensor, run: Callable[[]
     eps = float(torch.finfo(effective_dtype(replace(trial, subject=subject), trial.tokens(length=trial.cell))).eps)
     if subject.device.type == "cuda" and subject.dtype == torch.float32:
         eps = max(eps, 2.0**-10)  # of TF32, which matrix products and convolutions may use
-    rounding = _Rounding(trial.unit, chunk=1 if eps < EXACT else cell)
+    rounding = _Rounding(trial.unit, chunk=1 if eps < COARSE else FLIPPED)
     step = math.sqrt(eps) if eps < COARSE else eps
     with subject.perturbed(step):
-        moved = rounding.errors(run(), wanted).cummax(0).values
+        moved = rounding.errors(run(), wanted)
+    # A change far above rounding, as that in float32 is, sends some tokens to other experts.
+    moved = (moved if eps < EXACT or eps >= COARSE else _medians(moved, cell)).cummax(0).values
     horizon = int((moved <= CHAOS).sum())
     response = float(moved[horizon - 1]) * eps / step if horizon else math.inf
     largest = float(wanted.detach().abs().nan_to_num(0, 0, 0).max()) / trial.unit

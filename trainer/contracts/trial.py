@@ -55,6 +55,7 @@ class Verdict:
         text: what was found, or why nothing could be.
         size: largest deviation, as a fraction of the spread of the logits over positions; None where nothing was compared.
         position: first wrong position of the row, from 0; None if there is none.
+        scope: how far the check looked, where that depends on the model.
     """
 
     check: str
@@ -62,6 +63,7 @@ class Verdict:
     text: str
     size: float | None = None
     position: int | None = None
+    scope: str = ""
 
 
 def untestable(check: str, why: object) -> Verdict:
@@ -114,7 +116,8 @@ class Report:
         """The checks by status, on one line."""
         by_status: dict[str, list[str]] = {}
         for verdict in self.verdicts:
-            by_status.setdefault(verdict.status, []).append(verdict.check)
+            name = f"{verdict.check} of {verdict.scope}" if verdict.scope else verdict.check
+            by_status.setdefault(verdict.status, []).append(name)
         listed = "; ".join(f"{status}: {', '.join(checks)}" for status, checks in by_status.items())
         return f"{listed} ({self.how})"
 

@@ -54,7 +54,7 @@ def fitted_table(columns: Sequence[Column], *, width: int, hint: str = "", **opt
     """A table that fits into `width` characters.
 
     Columns are dropped, highest `leave_out` first, until the others fit, and the caption names them. If the rest is still
-    too wide, the first column is folded.
+    too wide, the first column and those that wrap are folded.
 
     Args:
         hint: appended to that caption, such as where to find the rest.
@@ -69,7 +69,7 @@ def fitted_table(columns: Sequence[Column], *, width: int, hint: str = "", **opt
     is_too_wide = needed_width(kept) > width
     table = Table(**options)
     for position, column in enumerate(kept):
-        folds = is_too_wide and position == 0
+        folds = is_too_wide and (position == 0 or column.wraps)
         table.add_column(
             column.heading,
             justify=column.justify,

@@ -15,6 +15,7 @@ from trainer.errors import UserError
 from trainer.extensions.hugging_face import references_on_cpu, without_attention
 from trainer.import_path import format_error
 from trainer.model.hugging_face import package, quiet
+from trainer.wording import few
 
 HEADS = 4
 # Keys of configs that say how large a model is, as far as its config has them; `--args` goes before.
@@ -51,29 +52,35 @@ def load(
             if model is None:
                 sizes = {"vocab_size": vocab_size, "hidden_size": dim, "num_hidden_layers": num_layers}
                 model = _small(transformers, where, sizes, settings)
-            adapted = _adapted(transformers, model)
+            adapted, note = _adapted(transformers, model)
         except UserError:
             raise
         except Exception as error:  # of a damaged directory, and from a family's own rules for sizes, anything
             cause: BaseException = error
             while cause.__cause__ is not None and not isinstance(error, CallFailed):
                 cause = cause.__cause__
-            fix = (
-                "name another directory"
-                if is_folder
-                else "choose --dim and --num-layers, or set keys of its config with --args '{ key = value }'"
-            )
+            fix = "set keys of its config with --args '{ key = value }', such as layer_types for --num-layers"
+            if is_folder:
+                fix = "name another directory"
+            elif isinstance(error, CallFailed):
+                fix = "name a causal model with an output layer, such as MambaForCausalLM"
             said = str(error) if isinstance(error, CallFailed) else format_error(cause)
             raise UserError("--hf", f"{where} cannot be checked: {said[:600]}", fix) from error
     config = model.config.get_text_config()
     parameters = sum(each.numel() for each in model.parameters())
-    return adapted, config.vocab_size, f"{type(model).__name__} of {parameters:,} parameters, in {model.dtype}"
+    return adapted, config.vocab_size, f"{type(model).__name__} of {parameters:,} parameters, in {model.dtype}{note}"
 
 
 def _read(transformers: Any, folder: str) -> Any:
     if not (Path(folder) / "config.json").is_file():
         raise UserError("--hf", f"{folder} has no config.json", "name a directory that save_pretrained wrote")
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, output_loading_info=True
+    )
+    if missing := sorted(found["missing_keys"]):
+        problem = f"{folder} has no weights for {few(missing)}, which would be drawn at random"
+        raise UserError("--hf", problem, "save the whole model, with the class that its config names")
+    return model
 
 
 def _small(transformers: Any, name: str, sizes: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
@@ -87,14 +94,18 @@ def _small(transformers: Any, name: str, sizes: Mapping[str, Any], settings: Map
     head = sizes["hidden_size"] // HEADS
     # Heads of a mixer share twice the width, those of attention the width itself.
     heads = {"head_dim": head, "attention_head_dim": head, "mamba_d_head": head, "mamba_n_heads": 2 * HEADS}
+    depth = getattr(known, "num_hidden_layers", 0)
+    by_layer = {key: each for key, each in known.to_dict().items() if isinstance(each, list) and len(each) == depth > 2}
+    heads |= {key: each[: sizes["num_hidden_layers"]] for key, each in by_layer.items()}
     if hasattr(known, "state_size") and hasattr(known, "num_heads"):
         heads |= {"num_heads": 2 * HEADS}
     given = {key: value for key, value in {**SIZES, **wide, **heads, **sizes}.items() if hasattr(known, key)}
     return kind(make(**{**given, **settings}))
 
 
-def _adapted(transformers: Any, model: Any) -> Adapted:
-    """With a cache that answers what only layers of attention can, where the model's own refuses for lack of such layers."""
+def _adapted(transformers: Any, model: Any) -> tuple[Adapted, str]:
+    """With a cache that answers what only layers of attention can, where the model's own refuses for lack of such layers; and
+    a note of that."""
     references_on_cpu(model)
     adapted = Adapted(model)
     if adapted.state_name == "past_key_values" and "get_seq_length" in adapted.why_stateless:
@@ -103,5 +114,6 @@ def _adapted(transformers: Any, model: Any) -> Adapted:
             return without_attention(transformers.DynamicCache(config=model.config))
 
         again = Adapted(model, new_cache=new_cache)
-        return adapted if "cannot be used" in again.why_stateless else again
-    return adapted
+        if "cannot be used" not in again.why_stateless:
+            return again, "; its own cache refuses a second cell for lack of attention layers, and was completed"
+    return adapted, ""

@@ -295,7 +295,7 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does, 3: it does not, or
-    nothing could be checked."""
+    that could not be checked."""
     from trainer.config.load import parse_value
     from trainer.contracts import check_model
     from trainer.contracts.anybody import Adapted, find_arguments
@@ -317,14 +317,12 @@ def doctor(
     built = built.to(on)
     arguments = find_arguments(built) if isinstance(built, Adapted) else []
     report = check_model(built, vocab_size=vocab_size, seq_len=seq_len)
-    # A model without a state is still judged for causality.
-    is_unchecked = report["causality"] in report.unchecked
     if as_json:
         found = {argument.name: argument.found for argument in arguments}
         print_json({"model": hf or model, "args": given, "arguments": found, **report.to_json()})
     else:
-        _print_report(name, report, arguments, is_unchecked=is_unchecked)
-    if report.breaches or is_unchecked:
+        _print_report(name, report, arguments)
+    if report.breaches or report.unchecked:
         raise typer.Exit(EXIT_BREACH)
 
 
@@ -356,7 +354,7 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
     return build_model(table, vocab_size, seq_len=seq_len)
 
 
-def _print_report(model: str, report: Report, arguments: list[Argument], *, is_unchecked: bool) -> None:
+def _print_report(model: str, report: Report, arguments: list[Argument]) -> None:
     from trainer.tools.fitted_table import Column, fitted_table
 
     verdicts = report.verdicts
@@ -378,9 +376,7 @@ def _print_report(model: str, report: Report, arguments: list[Argument], *, is_u
     summary = coloured("healthy", "keeps the contract")
     if breaches:
         summary = coloured("findings", f"breaks {breaches}")
-    elif is_unchecked:
-        summary = coloured("findings", "was not checked") + f": {escape(report['causality'].text)}"
     elif report.unchecked:
-        summary = coloured("warning", "keeps the contract, except that carry could not be checked")
-        summary += f": {escape(report['carry'].text)}"
+        first = report.unchecked[0]
+        summary = coloured("findings", f"was not checked for {first.check}") + f": {escape(first.text)}"
     console.print(f"{escape(model)} {summary} ({report.how}; {report.seconds:.1f} s)", highlight=False)
