@@ -14,11 +14,11 @@ from rich.markup import escape
 
 from trainer.cli.options import (
     ConfigOption,
+    DeviceOption,
     JsonOption,
     ReplicasOption,
     SetOption,
     StrategyOption,
-    pick_device,
     require_config,
     uncollected,
 )
@@ -291,7 +291,7 @@ def doctor(
     dim: Annotated[int, typer.Option(min=1, help="As model.dim.")] = 64,
     num_layers: Annotated[int, typer.Option(min=1, help="As model.num_layers.")] = 2,
     seq_len: Annotated[int, typer.Option(min=1, help="As data.seq_len.")] = 64,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="DEVICE")] = "cpu",
+    device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
     """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does, 3: it does not, or
@@ -299,6 +299,7 @@ def doctor(
     from trainer.config.load import parse_value
     from trainer.contracts import check_model
     from trainer.contracts.anybody import Adapted, find_arguments
+    from trainer.distributed.env import pick_device
 
     given: Any = parse_value(args)
     if not isinstance(given, dict):
