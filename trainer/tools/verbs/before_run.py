@@ -258,14 +258,14 @@ def preview(
     """Forecast sampling, memory and wait times, and warn about harmful settings. Nothing is trained."""
     config_path = require_config(config, "train preview")
     from trainer.config.load import load_config, located
-    from trainer.metrics.logger import counted_warnings
+    from trainer.metrics.logger import collected_warnings
     from trainer.tools.preview.config_warnings import find_warnings
     from trainer.tools.preview.show import print_preview
     from trainer.tools.preview.summary import make_preview
     from trainer.training.setup.plan import make_plan
 
     resolved = load_config(config_path, overrides or [])
-    with counted_warnings() as logged, located(config_path, overrides or []):
+    with collected_warnings() as logged, located(config_path, overrides or []):
         plan = make_plan(resolved, Path(config_path), world_size, logs_doubts=False)
         forecast = make_preview(plan, world_size)
     warnings = find_warnings(plan, forecast)
@@ -273,7 +273,7 @@ def preview(
         found = [{**asdict(each), "message": each.message} for each in warnings]
         print_json({"schema_version": 1, "config": config_path, **asdict(forecast), "warnings": found})
         return
-    print_preview(forecast, warnings, output(), num_logged=logged.count)
+    print_preview(forecast, warnings, output(), num_logged=len(logged))
 
 
 def doctor(
