@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-from trainer.metrics.payload_contract import json_schema
 from trainer.tools.diagnostics.diagnose import render_diagnosis_markdown
 from trainer.tools.reference_docs import render_catalog_markdown, render_config_markdown, render_config_schema
 
@@ -26,7 +25,6 @@ def documents() -> dict[str, str]:
         "training/METRICS_LOSSES.md": render_catalog_markdown(),
         "config.md": render_config_markdown(),
         "config.schema.json": render_config_schema(),
-        "payload.v1.schema.json": json.dumps(json_schema(), indent=1) + "\n",
     }
 
 

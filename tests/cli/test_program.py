@@ -14,16 +14,13 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from tests.support.forks import Forked
 from tests.support.in_process import program
 from tests.support.runs import (
     ROOT,
-    TIMEOUT_SEC,
     command,
     environment,
     losses,
     overrides,
-    read_rows,
     run,
     write_tiny_config,
 )
@@ -222,18 +219,6 @@ def test_a_mistake_that_the_ranks_find_is_one_line_and_something_is_said_before_
     assert "has no modality 'a'" in refused
     code = "import sys; from trainer.cli import launch; sys.exit('torch' in sys.modules)"
     assert call([sys.executable, "-c", code], ROOT).returncode == 0
-
-
-def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path):
-    pipe, err = tmp_path / "pipe", tmp_path / "err"
-    os.mkfifo(pipe)
-    arguments = ["--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run", "--steps", "8"]
-    process = Forked(arguments, environment(), cwd=tmp_path, out=pipe, err=err)
-    with pipe.open() as reader:
-        reader.readline()
-    assert process.wait(TIMEOUT_SEC) == 0, err.read_text()
-    assert "Traceback" not in err.read_text()
-    assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 8
 
 
 def test_a_finished_run_is_not_overwritten_and_goes_on_with_its_settings_by_the_command_that_is_offered(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.checkpoints import file_content
 from tests.support.fault_runs import make_config
-from tests.support.late import events, run_differences
+from tests.support.late import run_differences
 from tests.support.ranks import status
 from tests.support.runs import read_rows, train
 
@@ -41,13 +41,6 @@ def both(tmp_path):
         return [tmp_path / name for name in directories]
 
     return go
-
-
-def test_a_bad_step_of_one_rank_is_skipped_by_both(both):
-    every, late = both("train.on_non_finite=skip", fault={"what": "nan", "rank": 1, "step": 4, "micro": 1})
-    assert run_differences(every, late) == []
-    (found,) = [event for event in events(late) if event["event"] == "non_finite"]
-    assert (found["global_step"], len(found["batches"])) == (4, 2)
 
 
 def test_a_state_of_one_rank_that_is_not_finite_is_dropped(both):

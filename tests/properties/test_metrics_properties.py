@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.runs import ROOT
+from trainer.files import read_json
 from trainer.metrics.aggregate import Value, _combine, _pack, rank_operations
 from trainer.metrics.catalog.lookup import CATALOG, lookup
 from trainer.metrics.payload_contract import (
@@ -21,7 +23,6 @@ from trainer.metrics.payload_contract import (
     build_payload,
     build_restart,
     encode_payload,
-    json_schema,
     parse_line,
     parse_payload,
     validate_payload,
@@ -73,7 +74,7 @@ def test_no_line_breaks_the_parser(line: str | bytes) -> None:
         parse_line(line)
 
 
-SCHEMA = jsonschema.Draft202012Validator(json_schema())
+SCHEMA = jsonschema.Draft202012Validator(read_json(ROOT / "docs" / "payload.v1.schema.json"))
 mostly_good = st.fixed_dictionaries(
     {},
     optional={

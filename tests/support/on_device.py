@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import in_process
 from tests.support.runs import overrides, run, write_tiny_config
-from trainer.config.load import load_config
 from trainer.training import loop
-from trainer.training.main import train
 from trainer.training.run import Run, StepInFlight
-from trainer.training.setup.open_run import Launch
 
 
 def settings(device: torch.device, *sets: str) -> list[str]:
@@ -25,9 +23,7 @@ def settings(device: torch.device, *sets: str) -> list[str]:
 def train_here(folder: Path, device: torch.device, *sets: str, extra: str = "") -> Path:
     """Train in this process; gives the run's directory."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = write_tiny_config(folder, extra)
-    config = load_config(path, settings(device, *sets))
-    assert train(config, Launch(config_path=path, run_dir=str(folder / "run"))) == 0
+    in_process.train_here(write_tiny_config(folder, extra), folder / "run", *settings(device, *sets))
     return folder / "run"
 
 

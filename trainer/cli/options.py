@@ -6,15 +6,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from trainer.errors import UserError
 from trainer.files import did_you_mean
-
-if TYPE_CHECKING:
-    import torch
 
 ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="TOML config of the run.", metavar="X.TOML")]
 SetOption = Annotated[
@@ -38,7 +35,7 @@ RunsArgument = Annotated[
     list[str], typer.Argument(help="Run directories, or metrics.jsonl files.", metavar="RUN_DIR...")
 ]
 StepOption = Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the latest.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model is.")]
 TokenizerOption = Annotated[
     str | None, typer.Option("--tokenizer", help="Path of the tokenizer.json if it moved.", metavar="PATH")
 ]
@@ -62,21 +59,6 @@ def uncollected() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of `--device`.
-
-    Raises:
-        UserError: there is none of this name, or none here.
-    """
-    import torch
-
-    if name not in ("auto", "cpu", "cuda"):
-        raise UserError("--device", f"must be one of auto, cpu, cuda; got {name!r}", "use auto")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device", "there is no CUDA device", "use cpu or auto")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def require_run(run_dir: str) -> Path:

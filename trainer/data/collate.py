@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class Collator:
         """
         source = reader.source
         if rows is None:
-            return self.masked(source.stream.modality, reader.name_json, epoch, position, num_before)
+            return self.masked(source.stream.modality, source.stream.relative_path, epoch, position, num_before)
         batch: Batch = {"group_ids": rows.group_ids, "cell_index": rows.cell_index, "is_last": rows.is_last}
         if self._pack or source.windows is None:
             self._fill_row_by_row(batch, source, rows)
@@ -55,10 +56,9 @@ class Collator:
             self._fill_together(batch, source, source.windows, rows)
         if num_before:
             self._fill_before(batch, source, rows, num_before)
-        meta = f'{reader.name_json}, "epoch": {epoch}, "position": {position}'
-        return self._complete(batch, source.stream.modality, meta)
+        return self._complete(batch, source.stream.modality, source.stream.relative_path, epoch, position)
 
-    def masked(self, modality: str, name_json: str, epoch: int, position: int, num_before: int = 0) -> Batch:
+    def masked(self, modality: str, stream: str | None, epoch: int, position: int, num_before: int = 0) -> Batch:
         """One row without targets, for a rank that has nothing to read while others do."""
         batch: Batch = {
             **self._blank(1),
@@ -71,16 +71,17 @@ class Collator:
             batch["tokens_before"] = np.zeros((1, num_before), dtype=np.int64)
             if self._pack:
                 batch["resets_before"] = np.zeros((1, num_before), dtype=np.bool_)
-        return self._complete(batch, modality, f'{name_json}, "epoch": {epoch}, "position": {position}')
+        return self._complete(batch, modality, stream, epoch, position)
 
-    def _complete(self, batch: Batch, modality: str, meta: str) -> Batch:
+    def _complete(self, batch: Batch, modality: str, stream: str | None, epoch: int, position: int) -> Batch:
         rows = len(batch["group_ids"])
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
         batch["dataset_labels"] = [self._name] * rows
         batch["dataset_segments"] = [modality] * rows
-        ids, cells = batch["group_ids"].tolist(), batch["cell_index"].tolist()
-        batch["instability_meta_json"] = f'{{{meta}, "group_ids": {ids}, "cell_indices": {cells}}}'
+        origin = {"source": self._name, "stream": stream, "epoch": epoch, "position": position}
+        rows_of = {"group_ids": batch["group_ids"].tolist(), "cell_indices": batch["cell_index"].tolist()}
+        batch["instability_meta_json"] = json.dumps(origin | rows_of)
         return batch
 
     def _blank(self, rows: int) -> Batch:

@@ -127,10 +127,7 @@ class Loader:
         targets = batch.get("targets")
         # Not of a tensor on a device, which must not be waited for.
         if targets is not None and not (isinstance(targets, torch.Tensor) and targets.device.type != "cpu"):
-            array = np.asarray(targets)
-            # Nearly every batch has a target at its very first position: look there before comparing all.
-            has_first = array.size and array.flat[0] != IGNORED
-            metrics = {**metrics, MASKED_SHARE: float(not has_first and (array == IGNORED).all())}
+            metrics = {**metrics, MASKED_SHARE: float((np.asarray(targets) == IGNORED).all())}
         for key in TENSOR_KEYS:
             if key in batch:
                 batch[key] = to_device(batch[key], self._device)

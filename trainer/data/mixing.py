@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -265,7 +264,6 @@ class StreamMixingDataset:
             "batch_size_by_modality": dict(mix.batch_size_by_modality),
         }
         self._uniforms = KeyedUniforms("pick", name, mix.seed, "all" if self._shared else rank)
-        self._no_stream = f'"source": {json.dumps(name)}, "stream": null'
         self._collator = Collator(name=name, tokenizer=read.tokenizer, seq_len=cut.seq_len, pack=cut.pack)
         # What is held out is read from the files that the training data have, which warn of themselves.
         self._opener = StreamOpener(options, cut, warns=cut.split != "holdout")
@@ -300,7 +298,7 @@ class StreamMixingDataset:
         pool, queue = self._pool, self._queue
         if not pool.readers and not self._fill():
             self._batch_index += 1
-            return self._collator.masked(self.modalities[0], self._no_stream, queue.epoch, 0, num_before)
+            return self._collator.masked(self.modalities[0], None, queue.epoch, 0, num_before)
         slot = pool.pick(self._uniforms(self._batch_index) if len(pool.readers) > 1 else 0.0)
         reader: StreamReader = pool.readers[slot]
         position = reader.position

@@ -7,7 +7,6 @@ other rank's plan without communication.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -329,8 +328,6 @@ class StreamReader:
         self.source = source
         self.stream = source.stream
         self.stream_id = source.stream.stream_id
-        namespace, path = json.dumps(source.groups.namespace), json.dumps(source.stream.relative_path)
-        self.name_json = f'"source": {namespace}, "stream": {path}'  # members of a JSON object
         bounds = cut_slices(remainder.num_cells, num_slices).tolist()
         self._plan = plan = remainder.plan(bounds[slice_index], bounds[slice_index + 1], bs)
         self._groups = remainder.groups[bounds[slice_index] : bounds[slice_index + 1]]

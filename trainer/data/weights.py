@@ -1,4 +1,4 @@
-"""Weights of a blend over time: constants and schedules, pure functions of the batch index or the optimizer step."""
+"""Weights of a blend over time, pure functions of the batch index or the optimizer step; a constant has a single point."""
 
 from __future__ import annotations
 
@@ -25,30 +25,6 @@ def _checked(value: Any, path: str) -> float:
     if not is_number or not (value == 0 or SMALLEST_WEIGHT <= value <= LARGEST_WEIGHT):
         raise UserError(path, f"must be 0 or a number within [1e-100, 1e100], got {value!r}")
     return float(value)
-
-
-@dataclass(frozen=True)
-class ConstantWeight:
-    """The same weight at every batch. Raises UserError unless finite and not negative."""
-
-    value: float
-    path: str = field(default="weight", compare=False)
-    unit: Literal["batch"] = field(default="batch", init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "value", _checked(self.value, self.path))
-
-    def evaluate(self, x: int) -> float:
-        """The weight at x."""
-        return self.value
-
-    def evaluate_many(self, xs: Ints) -> npt.NDArray[np.float64]:
-        """The weight at each x."""
-        return np.full(len(xs), self.value)
-
-    def zero_from(self) -> int | None:
-        """The first x from which the weight stays zero, None if there is none."""
-        return 0 if self.value == 0 else None
 
 
 @dataclass(frozen=True)
@@ -111,7 +87,14 @@ class ScheduledWeight:
         return None if not zeros else zeros[0] if last >= 0 else 0
 
 
-WeightSpec: TypeAlias = ConstantWeight | ScheduledWeight
+WeightSpec: TypeAlias = ScheduledWeight
+
+
+class ConstantWeight(ScheduledWeight):
+    """The same weight at every batch. Raises UserError unless finite and not negative."""
+
+    def __init__(self, value: float, path: str = "weight") -> None:
+        super().__init__("step", {0: _checked(value, path)}, path=path)
 
 
 def compose_weights(a: WeightSpec, b: WeightSpec, *, path_a: str, path_b: str) -> WeightSpec:
@@ -120,15 +103,13 @@ def compose_weights(a: WeightSpec, b: WeightSpec, *, path_a: str, path_b: str) -
     Raises:
         UserError: both are schedules; the message names both paths.
     """
-    if isinstance(a, ScheduledWeight) and isinstance(b, ScheduledWeight):
+    if len(a.points) > 1 and len(b.points) > 1:
         problem = f"is a schedule, and so is {path_a} above it; the two cannot be multiplied"
         raise UserError(path_b, problem, "make one of them a constant")
-    if isinstance(a, ScheduledWeight):
-        a, b = b, a
-    assert isinstance(a, ConstantWeight)
-    if isinstance(b, ScheduledWeight):
-        return replace(b, scale=a.value * b.scale)
-    return ConstantWeight(a.value * b.value, path_b)
+    constant, other = (a, b) if len(a.points) == 1 else (b, a)
+    if len(other.points) == 1:
+        return ConstantWeight(constant.evaluate(0) * other.evaluate(0), path_b)
+    return replace(other, scale=constant.evaluate(0) * other.scale)
 
 
 Batches = TypeVar("Batches", int, Ints)
@@ -163,7 +144,7 @@ def first_all_zero(
     """
     edges = {0}
     for spec in specs:
-        for x in spec.points if isinstance(spec, ScheduledWeight) else ():
+        for x in spec.points:
             near = (x, x + 1) if spec.unit == "batch" else map(micro_batches.batches_before, (max(x, 1), x + 1))
             edges |= {at + shift for at in near for shift in (-1, 0)}
     batches = np.array(sorted(edge for edge in edges if edge >= 0))

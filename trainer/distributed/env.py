@@ -59,8 +59,8 @@ def num_nodes(info: RankInfo, environ: Mapping[str, str] = os.environ) -> int:
     return max(info.world_size // int(local), 1) if local.isascii() and local.isdigit() and int(local) else 1
 
 
-def pick_device(wanted: str, info: RankInfo) -> torch.device:
-    """The device of this rank: `auto` is CUDA if available.
+def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--device") -> torch.device:
+    """The device of this rank: `auto` is CUDA if available. Messages name the `key`.
 
     Raises:
         UserError: CUDA is requested but absent, or the node has fewer devices than ranks.
@@ -68,10 +68,10 @@ def pick_device(wanted: str, info: RankInfo) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UserError("train.device", 'is "cuda", but torch finds no CUDA device', 'use "auto" or "cpu"')
+        raise UserError(key, 'is "cuda", but torch finds no CUDA device', 'use "auto" or "cpu"')
     if info.local_rank >= torch.cuda.device_count():
         problem = f"local rank {info.local_rank} has no device; this node has {torch.cuda.device_count()}"
-        raise UserError("train.device", problem, "start fewer ranks on it")
+        raise UserError(key, problem, "start fewer ranks on it")
     device = torch.device("cuda", info.local_rank)
     torch.cuda.set_device(device)
     return device

@@ -64,9 +64,6 @@ class GroupIndex:
         # The next slots to be evicted, as `_keys` of when they were found: one that was stored since has another.
         self._queue = _EMPTY
         self._counts = counts
-        # The answer to the last `find`, until a group comes or goes.
-        self._found_for: bytes | None = None
-        self._found = _EMPTY
 
     def find(self, group_ids: Ints) -> Ints:
         """The slots of the groups, [n]; `capacity` for a group that is not held.
@@ -74,13 +71,8 @@ class GroupIndex:
         Raises:
             ValueError: a group (not -1) appears twice.
         """
-        # A store asks for the groups of the look-up before it, mostly with nothing moved in between.
-        asked = group_ids.tobytes()
-        if asked != self._found_for:
-            groups = distinct(group_ids)
-            self._found = np.fromiter(map(self._slot_of.get, groups, repeat(self.capacity)), np.int64, len(groups))
-            self._found_for = asked
-        return self._found.copy()
+        groups = distinct(group_ids)
+        return np.fromiter(map(self._slot_of.get, groups, repeat(self.capacity)), np.int64, len(groups))
 
     def place(self, group_ids: Ints, cell_index: Ints, is_kept: Flags, step: int) -> Ints:
         """Assign slots for a store at `step`: free the groups that are not kept, then make room, then place the others.
@@ -139,7 +131,6 @@ class GroupIndex:
         self, groups: Ints, slots: Ints, last_step: Ints, free_slots: Ints, evicted: Iterable[tuple[int, Evicted]]
     ) -> None:
         """Replace everything; `evicted` oldest first, none of them held."""
-        self._found_for = None
         self._slot_of = dict(zip(groups.tolist(), slots.tolist(), strict=True))
         self.num_live = slots.size
         self._group_of[slots] = groups
@@ -188,7 +179,6 @@ class GroupIndex:
 
     def _occupy(self, groups: Ints) -> Ints:
         """Give each of the groups, none of them held, a free slot; there must be enough."""
-        self._found_for = None
         num_free = self.capacity - self.num_live
         slots = self._free[num_free - groups.size : num_free][::-1]
         self.num_live += groups.size
@@ -198,7 +188,6 @@ class GroupIndex:
 
     def _vacate(self, slots: Ints) -> list[int]:
         """Free the slots, all in use; returns their groups."""
-        self._found_for = None
         groups: list[int] = self._group_of[slots].tolist()
         for group in groups:
             del self._slot_of[group]

@@ -31,7 +31,7 @@ from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
 from trainer.hashing import splitmix64
 from trainer.ledger.index import EVICTION_MODES, WIPE_MODES, Evicted, GroupIndex, WipeMode, distinct, is_due
-from trainer.ledger.slab import HostSlab, InvalidCount, Native, Slab
+from trainer.ledger.slab import HostSlab, Native, Slab
 from trainer.ledger.snapshot import Owners, load_shards, save_rows, save_shard
 from trainer.on_device import to_device
 
@@ -162,9 +162,8 @@ class Ledger:
         slab = HostSlab if placement == "host" and device.type == "cuda" else Slab
         self._slab = slab(width=state_width, capacity=capacity, device=device, dtype=dtype)
         self._given_dtype = torch.promote_types(dtype, torch.float32)
-        self._counts = dict.fromkeys(COUNTER_KEYS, 0)
-        # Counted on the device, which alone knows them; added to `_counts` where metrics are read.
-        self._cold_starts, self._refused = InvalidCount(self._slab), InvalidCount(self._slab)
+        # Numbers, or tensors of the device where it alone knows them.
+        self._counts: dict[str, Native] = dict.fromkeys(COUNTER_KEYS, 0)
         self._index = GroupIndex(capacity=capacity, wipe_mode=wipe_mode, counts=self._counts)
         # Computed where it is asked for, which is on few steps.
         self._stored_steps: Callable[[], Tensor] | None = None
@@ -225,7 +224,7 @@ class Ledger:
         else:
             distinct(group_ids)
             states, is_valid = self._fetch(self._exchange, group_ids, np.flatnonzero(~is_fresh))
-        self._cold_starts.add(is_valid, ~is_fresh)
+        self._counts["ledger/cold_starts"] += np.count_nonzero(~is_fresh) - self._slab.library.count_nonzero(is_valid)
         return states.to(self._given_dtype)
 
     def lookup_age(self) -> Tensor:
@@ -282,7 +281,7 @@ class Ledger:
         if is_kept.any():
             self._stored_at = self._step
         slots[~is_kept] = self._slab.waste_slot
-        self._refused.add(self._slab.write(slots, states), is_kept)
+        self._counts["ledger/refused_rows"] += self._slab.write(slots, states)
 
     @property
     def metric_keys(self) -> tuple[str, ...]:
@@ -294,7 +293,7 @@ class Ledger:
         """The counters since the last drain, and the gauges. All keys, always. Waits for the device."""
         num_live = self._index.num_live
         gauges = {"ledger/live_groups": float(num_live), "ledger/fill_fraction": num_live / self._slab.capacity}
-        return {**{key: float(count) for key, count in self.undrained().items()}, **gauges}
+        return {**{key: float(count) for key, count in self._counts.items()}, **gauges}
 
     def drain_metrics(self) -> dict[str, float]:
         """`last_extra_metrics`; the counters restart at zero."""
@@ -307,16 +306,11 @@ class Ledger:
 
         Waits for the device.
         """
-        counts = dict(self._counts)
-        counts["ledger/cold_starts"] += self._cold_starts.read()
-        counts["ledger/refused_rows"] += self._refused.read()
-        return counts
+        return {key: int(count) for key, count in self._counts.items()}
 
     def load_undrained(self, counts: Mapping[str, int]) -> None:
         """Restore the counters from `undrained`, after `load_state_dict`."""
         self._counts.update({key: counts.get(key, 0) for key in COUNTER_KEYS})
-        self._cold_starts.reset()
-        self._refused.reset()
 
     @property
     def recently_evicted(self) -> Mapping[int, Evicted]:

@@ -73,11 +73,11 @@ class Slab:
             rows: [n, width], of the slab's device and dtype, without a gradient.
 
         Returns:
-            Which rows are valid, bool [n].
+            How many rows, without those of `waste_slot`, are not valid: a number, or a tensor [] of the device.
         """
-        is_valid = self._flag(slots, rows)
+        refused = self._flag(slots, rows)
         self._rows[self.native(slots)] = self.native(rows)
-        return is_valid
+        return refused
 
     def restore(self, slots: Ints, rows: Tensor, is_valid: Tensor) -> None:
         """Copy rows and flags of a checkpoint in; tensors of any device."""
@@ -105,13 +105,14 @@ class Slab:
         return torch.from_numpy(zeros).view(self.dtype)
 
     def _flag(self, slots: Ints, rows: Tensor) -> Native:
-        """Note which rows are finite, bool [n]."""
+        """Note which rows are finite; returns what `write` does."""
         if self.library is np and rows.nbytes > LARGE_BYTES:
             is_valid: Native = _are_finite(rows)
         else:
             is_valid = self.library.isfinite(self.native(rows)).all(1)
-        self._is_valid[self.native(slots)] = is_valid
-        return is_valid
+        index = self.native(slots)
+        self._is_valid[index] = is_valid
+        return self.library.count_nonzero(~is_valid & (index != self.waste_slot))
 
 
 class HostSlab(Slab):
@@ -148,7 +149,7 @@ class HostSlab(Slab):
 
     def write(self, slots: Ints, rows: Tensor) -> Native:
         """As `Slab.write`: the rows are copied once the current stream has computed them."""
-        is_valid = self._flag(slots, rows)
+        refused = self._flag(slots, rows)
         ended = [slot for slot, written in self._written.items() if written.query()]  # type: ignore[no-untyped-call]
         for slot in ended:
             del self._written[slot]
@@ -160,43 +161,10 @@ class HostSlab(Slab):
                 self._rows[slot].copy_(row, non_blocking=True)
         rows.record_stream(self._writing)
         self._written.update(dict.fromkeys((slot for slot, _ in kept), self._writing.record_event()))
-        return is_valid
+        return refused
 
     def _allocate(self) -> Tensor:
         return torch.zeros(self.capacity, self.width, dtype=self.dtype, pin_memory=True)
-
-
-class InvalidCount:
-    """Counts rows that are not valid, on the device. `read` waits for it, `add` does not."""
-
-    def __init__(self, slab: Slab) -> None:
-        self._slab = slab
-        self._sum: Native = 0
-        self._batches: list[tuple[Native, Flags]] = []
-
-    def add(self, is_valid: Native, is_counted: Flags) -> None:
-        """Count the rows that are not valid, bool [n], of those that are to be counted, bool [n]."""
-        self._batches.append((is_valid, is_counted))
-        # Many at once: an operation on a few flags takes as long as one on many.
-        if len(self._batches) == 256:
-            self._fold()
-
-    def read(self) -> int:
-        """The count so far."""
-        self._fold()
-        return int(self._sum)
-
-    def reset(self) -> None:
-        """Start again from zero."""
-        self._batches.clear()
-        self._sum = 0
-
-    def _fold(self) -> None:
-        if self._batches:
-            is_valid, is_counted = zip(*self._batches, strict=True)
-            all_counted = self._slab.native(np.concatenate(is_counted))
-            self._sum += (~self._slab.library.concatenate(is_valid) & all_counted).sum()
-            self._batches.clear()
 
 
 def _are_finite(rows: Tensor) -> Flags:

@@ -129,13 +129,10 @@ class Recorder:
     A key that some micro-batches lack is combined over those that reported it. A key that is not in the catalog is a gauge.
 
     Args:
-        metric_keys: the keys that may be recorded; empty: any.
         leave_out: told of a value that cannot be taken, which then counts as one that could not be given; None: it raises.
     """
 
-    def __init__(self, metric_keys: Iterable[str] = (), *, leave_out: LeaveOut | None = None) -> None:
-        self.metric_keys = tuple(metric_keys)
-        self._known = frozenset(self.metric_keys)
+    def __init__(self, *, leave_out: LeaveOut | None = None) -> None:
         self._leave_out = leave_out
         self._rules: dict[str, WindowReduction] = {}  # looked up once
         self._entries: dict[str, _Entry] = {}
@@ -149,14 +146,11 @@ class Recorder:
         """Take in the values of one micro-batch; a pair is (sum, count), None a value that could not be given.
 
         Raises:
-            KeyError: a key is not among `metric_keys`, where those were given.
             TypeError: a value is no number, or there is no mapping.
             ValueError: a pair for a key whose mean is not weighted.
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"must be a mapping of names to numbers, got {short_repr(values)}")
-        if self._known and not self._known.issuperset(values):
-            raise KeyError(f"not among the metric_keys: {', '.join(sorted(values.keys() - self._known))}")
         for key, value in values.items():
             if key not in self._rules:
                 if self._leave_out is not None and not is_name(key, self._leave_out):

@@ -141,25 +141,16 @@ def remove_log_file(handler: logging.Handler) -> None:
     root.addHandler(_Early())
 
 
-class WarningCount(logging.Handler):
-    """How many warnings were logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.count = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Count it."""
-        self.count += 1
-
-
 @contextmanager
-def counted_warnings() -> Iterator[WarningCount]:
-    """Count the warnings that are logged within the block."""
-    handler = WarningCount()
+def collected_warnings() -> Iterator[list[logging.LogRecord]]:
+    """The warnings that are logged within the block."""
+    from logging.handlers import BufferingHandler  # which imports sockets and more
+
+    handler = BufferingHandler(sys.maxsize)
+    handler.setLevel(logging.WARNING)
     logging.getLogger(ROOT).addHandler(handler)
     try:
-        yield handler
+        yield handler.buffer
     finally:
         logging.getLogger(ROOT).removeHandler(handler)
 

@@ -58,7 +58,7 @@ def train(config: RunConfig, launch: Launch) -> int:
             stack.callback(stop.uninstall)
         launch = replace(launch, stdout=stdout)
         info = rank_info()
-        device = pick_device(config.train.device, info)
+        device = pick_device(config.train.device, info, key="train.device")
         plan = make_plan(config, launch.config_path or Path(), info.world_size)
         try:
             plan = tokenize_once(plan, info, lambda: stop.requested)

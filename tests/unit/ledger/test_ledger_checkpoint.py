@@ -29,15 +29,6 @@ def test_same_world_size_takes_the_own_shard_only() -> None:
     assert lookup(ledger, [1, 2, 3]) == [0.0, 0.0, 2.0]
 
 
-def test_other_world_size_keeps_everything_or_what_is_owned() -> None:
-    shards = [saved_by(0, [1, 2], 1.0), saved_by(1, [3], 2.0)]
-    everything, owned = new_ledger("lru"), new_ledger("lru")
-    everything.load_state_dict(shards)
-    assert lookup(everything, [1, 2, 3]) == [1.0, 1.0, 2.0]
-    owned.load_state_dict(shards, owned=lambda groups: groups % 2 == 1)
-    assert lookup(owned, [1, 2, 3]) == [1.0, 0.0, 2.0]
-
-
 def test_of_a_group_in_several_shards_the_newest_state_counts() -> None:
     shards = [saved_by(0, [1, 2], 9.0, step=7), saved_by(1, [1, 3], 1.0, step=5)]
     for order in (shards, shards[::-1]):

@@ -72,11 +72,6 @@ def test_the_numbers_are_those_of_steps_read_at_once(both, settings):
     assert any(key.startswith("stream_mixing/") for key in read_rows(late / "metrics.jsonl")["train", STEPS])
 
 
-def test_a_resumed_run_continues_as_if_it_had_never_stopped(both):
-    assert run_differences(*both("train.steps=9")) == []
-    assert run_differences(*both()) == []
-
-
 @pytest.mark.parametrize(("what", "step"), [("nan", 7), ("inf_gradient", 11)])
 def test_a_bad_step_is_skipped_and_leaves_no_trace_in_weights(both, step, what):
     fault = {"what": what, "step": step, "micro": 1}

@@ -7,17 +7,16 @@ from functools import partial
 from trainer.metrics.catalog.spec import MetricSpec
 
 _MixingRow = partial(MetricSpec, group="Stream mixing", window="last")
-_MixingCount = partial(_MixingRow, precision=0)
 _BlendRow = partial(MetricSpec, group="Blend", window="last")
 _TokenMean = partial(_BlendRow, unit="nats/token", window="weighted_mean", ranks="weighted_mean")
 _LedgerRow = partial(MetricSpec, group="Ledger")
-_Counter = partial(_LedgerRow, kind="counter", window="sum", ranks="sum_and_worst", precision=0)
+_Counter = partial(_LedgerRow, kind="counter", window="sum", ranks="sum_and_worst")
 _MustBeZero = partial(_Counter, band=(0.0, 0.0), healthy="0.")
 
 _Probed = partial(_LedgerRow, window="last", ranks="mean_and_error")
 
 ROWS: tuple[MetricSpec, ...] = (
-    _MixingCount(
+    _MixingRow(
         name="stream_mixing/active/remaining_min",
         unit="picks",
         ranks="min",
@@ -26,7 +25,7 @@ ROWS: tuple[MetricSpec, ...] = (
         healthy="Often 1 or 0 with refill: readers drain together.",
         pathological="Never low while others drain: a reader is not picked.",
     ),
-    _MixingCount(
+    _MixingRow(
         name="stream_mixing/active/remaining_max",
         unit="picks",
         ranks="max",
@@ -53,7 +52,7 @@ ROWS: tuple[MetricSpec, ...] = (
         healthy="About 0.6 above the minimum with refill.",
         pathological="1 for long: that reader is never picked.",
     ),
-    _MixingCount(
+    _MixingRow(
         name="stream_mixing/active/modalities/<modality>",
         unit="readers",
         ranks="sum",
@@ -62,7 +61,7 @@ ROWS: tuple[MetricSpec, ...] = (
         healthy="Close to its share of the streams.",
         pathological="0 for long: that modality starves.",
     ),
-    _MixingCount(
+    _MixingRow(
         name="stream_mixing/active/steps_since_pick_max",
         unit="picks",
         ranks="max",
@@ -75,13 +74,12 @@ ROWS: tuple[MetricSpec, ...] = (
         name="stream_mixing/active/pick_surprise_max",
         unit="nats",
         ranks="max",
-        precision=2,
         title="Pick surprise",
         description="Largest sum of -ln(1 - p) since a reader was last picked; exponential with mean 1.",
         healthy="Below ln(steps / alpha): about 12 for 200 steps, 21 for a million.",
         pathological="Above: a reader is picked too rarely.",
     ),
-    _MixingCount(
+    _MixingRow(
         name="stream_mixing/refill/exhaust_events",
         unit="events",
         kind="counter",
@@ -115,7 +113,6 @@ ROWS: tuple[MetricSpec, ...] = (
         name="blend/ended_sources",
         unit="sources",
         ranks="max",
-        precision=0,
         title="Exhausted sources",
         description="Sources without data left, on the worst rank.",
         healthy="0 with data.mixing.repeat.",
@@ -191,7 +188,6 @@ ROWS: tuple[MetricSpec, ...] = (
     _Probed(
         name="ledger/state_age",
         unit="steps",
-        precision=1,
         title="Age of the states",
         description="Steps since the probed cells' states were stored.",
         healthy="About the streams in flight per micro-batch.",
@@ -236,7 +232,6 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="groups",
         window="last",
         ranks="sum",
-        precision=0,
         title="Live groups",
         description="Groups with a stored state, over all ranks.",
         healthy="Close to the groups in flight.",

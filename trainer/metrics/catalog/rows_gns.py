@@ -12,9 +12,8 @@ ONE_BATCH_SIZE: Final = "one micro-batch per step on one rank has a single batch
 
 _Row = partial(MetricSpec, group="Gradient noise scale", window="last")
 _Sequences = partial(_Row, unit="sequences")
-_Scale = partial(_Sequences, precision=1)
 _AsBSimple = partial(_Row, healthy="As gns/b_simple.", pathological="As gns/b_simple.")
-_Ratio = partial(_Row, unit="ratio", precision=3)
+_Ratio = partial(_Row, unit="ratio")
 _DEPENDENT = "Far from gns/b_now: rows share streams or documents."
 _NOISE_SCALES = (
     (
@@ -52,14 +51,14 @@ ROWS: tuple[MetricSpec, ...] = (
         row
         for name, title, description, healthy, pathological in _NOISE_SCALES
         for row in (
-            _Scale(
+            _Sequences(
                 name=f"gns/{name}",
                 title=title,
                 description=description,
                 healthy=healthy,
                 pathological=pathological,
             ),
-            _Scale(
+            _Sequences(
                 name=f"gns/{name}_low",
                 title=f"{title}, lower bound",
                 description="Its lower bound (97.5 %).",
@@ -68,7 +67,7 @@ ROWS: tuple[MetricSpec, ...] = (
                 if name == "b_simple"
                 else "As gns/b_simple_low.",
             ),
-            _Scale(
+            _Sequences(
                 name=f"gns/{name}_high",
                 title=f"{title}, upper bound",
                 description="Its upper bound (99.99 %).",
@@ -77,7 +76,7 @@ ROWS: tuple[MetricSpec, ...] = (
             ),
         )
     ),
-    _Scale(
+    _Sequences(
         name="gns/b_simple_se",
         title="Standard error of B_simple",
         description="Standard error of gns/b_simple on its larger side.",
@@ -88,7 +87,6 @@ ROWS: tuple[MetricSpec, ...] = (
         name="gns/b_now_steps",
         unit="steps",
         title="Steps behind B now",
-        precision=0,
         description="Steps that gns/b_now comes from: half of those without visible curvature.",
         healthy="Grows with the run.",
         pathological="Small late in the run: noise or signal changes quickly.",
@@ -111,7 +109,6 @@ ROWS: tuple[MetricSpec, ...] = (
         name="gns/b_simple_tokens",
         unit="tokens",
         title="Noise scale in tokens",
-        precision=0,
         description="gns/b_simple times the target tokens per sequence.",
     ),
     _Row(
@@ -124,7 +121,6 @@ ROWS: tuple[MetricSpec, ...] = (
     _Row(
         name="gns/grad_sq",
         title="Gradient signal |G|^2",
-        precision=6,
         description="Squared norm of the true gradient, without noise, averaged.",
         healthy="Falls during training.",
         pathological="Negative for long: batch far below the noise scale.",
@@ -147,7 +143,6 @@ ROWS: tuple[MetricSpec, ...] = (
     _Sequences(
         name="gns/b_small",
         title="Small batch",
-        precision=2,
         description="Effective sequences of a micro-batch on one rank.",
         healthy="Constant.",
         pathological="Far below the rows of a micro-batch: uneven weights.",
@@ -155,7 +150,6 @@ ROWS: tuple[MetricSpec, ...] = (
     _Sequences(
         name="gns/b_big",
         title="Big batch",
-        precision=2,
         description="Effective sequences of the whole step.",
         healthy="Constant.",
         pathological="Far below the rows of a step: uneven weights.",
@@ -174,7 +168,6 @@ ROWS: tuple[MetricSpec, ...] = (
         kind="counter",
         window="sum",
         ranks="max",
-        precision=0,
         title="Skipped windows",
         description="Steps without a usable estimate.",
         band=(0.0, 0.0),
@@ -185,13 +178,11 @@ ROWS: tuple[MetricSpec, ...] = (
         name="gns/gns_mu",
         unit="micro-batches",
         title="Noise scale in micro-batches",
-        precision=3,
         description="gns/b_simple over the sequences of a micro-batch on all ranks.",
     ),
     _Sequences(
         name="gns/Bsimple_from_mu",
         title="B_simple from mu",
-        precision=1,
         description="gns/b_simple by the name of an older recipe.",
         healthy="Equals gns/b_simple.",
         pathological="As gns/b_simple.",
@@ -216,7 +207,6 @@ LAYER_ROWS: tuple[MetricSpec, ...] = tuple(
         _LayerRow(
             name=f"{prefix}update_ratio",
             unit="ratio",
-            precision=8,
             title=f"Update over weight by {of}",
             description=f"L2 norm of the weight update of one {of} over that of its weights.",
             healthy="1e-4 to 1e-2 at the peak learning rate; follows the schedule."
@@ -229,7 +219,6 @@ LAYER_ROWS: tuple[MetricSpec, ...] = tuple(
         _LayerRow(
             name=f"{prefix}b_simple",
             unit="sequences",
-            precision=1,
             title=f"Noise scale by {of}",
             description=f"B_simple of one {of}, over logged steps.",
             healthy="Within a factor of ten of gns/b_simple.",

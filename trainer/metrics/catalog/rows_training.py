@@ -11,10 +11,10 @@ _Row = partial(MetricSpec, group="Training")
 _TokenMean = partial(_Row, window="weighted_mean", ranks="weighted_mean")
 _TokenTypeMean = partial(_TokenMean, group="Token types")
 _SafetyRow = partial(MetricSpec, group="Safety")
-_MustBeZero = partial(_SafetyRow, precision=0, band=(0.0, 0.0), healthy="0.")
+_MustBeZero = partial(_SafetyRow, band=(0.0, 0.0), healthy="0.")
 _SpeedRow = partial(MetricSpec, group="Speed", ranks="max")
 _TimeRow = partial(MetricSpec, group="Time in a step", ranks="max")
-_MemoryRow = partial(MetricSpec, group="Device memory", unit="GB", window="max", ranks="max", precision=2)
+_MemoryRow = partial(MetricSpec, group="Device memory", unit="GB", window="max", ranks="max")
 
 _RANK_TIMES: tuple[tuple[str, RankReduction, str], ...] = (
     ("slowest", "max", "Far above the fastest in most steps."),
@@ -43,7 +43,6 @@ _OF_A_SET: tuple[MetricSpec, ...] = (
         window="last",
         ranks="max",
         title="Perplexity",
-        precision=3,
         description="exp of the cross-entropy per token.",
         healthy="Falls towards a floor set by the data.",
         pathological="At or above the vocabulary size.",
@@ -88,7 +87,6 @@ ROWS: tuple[MetricSpec, ...] = (
         name="train/micro_batches",
         window="last",
         ranks="max",
-        precision=0,
         title="Micro-batches per step",
         description="Micro-batches per step and rank, if not constant.",
         healthy="As scheduled, or doubling with the noise scale.",
@@ -106,7 +104,6 @@ ROWS: tuple[MetricSpec, ...] = (
         window="last",
         ranks="max",
         title="Learning rate",
-        precision=8,
         description="Learning rate of the step.",
         healthy="Follows the configured schedule.",
         pathological="Deviates from the schedule after a resume.",
@@ -117,7 +114,6 @@ ROWS: tuple[MetricSpec, ...] = (
         window="sum",
         ranks="sum",
         title="Tokens in the step",
-        precision=0,
         description="Target tokens of the step, even if skipped.",
         healthy="Close to batch size times sequence length; lower with padding.",
         pathological="Far lower: padding, or ranks without data.",
@@ -128,7 +124,6 @@ ROWS: tuple[MetricSpec, ...] = (
         window="last",
         ranks="max",
         title="Tokens seen",
-        precision=0,
         description="Target tokens trained on so far, without skipped steps.",
         healthy="Grows linearly.",
         pathological="Restarts at zero after a resume.",
@@ -182,7 +177,6 @@ ROWS: tuple[MetricSpec, ...] = (
         window="last",
         ranks="min",
         title="Loss scale",
-        precision=0,
         description="Factor of dynamic loss scaling (fp16 only).",
         healthy="Powers of two, rarely halved.",
         pathological="Falls towards 1: gradients overflow.",
@@ -193,7 +187,6 @@ ROWS: tuple[MetricSpec, ...] = (
         window="sum",
         ranks="max",
         title="Checkpoint time",
-        precision=3,
         description="Time in which saves block training, slowest rank.",
         healthy="Far below the checkpoint interval.",
         pathological="Grows: disk full or slow.",
@@ -203,7 +196,6 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="tokens/s",
         window="last",
         title="Tokens per second",
-        precision=0,
         description="Target tokens of the step over its time.",
         healthy="Flat after the first steps.",
         pathological="Falls over time (leak, throttling) or oscillates (data).",
@@ -274,7 +266,6 @@ ROWS: tuple[MetricSpec, ...] = (
             name=f"time/{part}_share",
             unit="fraction",
             window="last",
-            precision=3,
             title=f"Share: {words}",
             description=f"time/{part}_sec divided by step_time_sec.",
             band=band,
@@ -349,16 +340,15 @@ ROWS: tuple[MetricSpec, ...] = (
             window="last",
             group="Smoothed",
             title=f"{title} (EMA)",
-            precision=precision,
             description=f"Exponential average of {source} over all steps.",
             healthy="Follows the raw curve.",
             pathological="As the raw curve.",
         )
-        for name, source, unit, title, precision in (
-            ("loss", "loss", "nats/token", "Loss", 4),
-            ("tokens_per_sec", "tokens_per_sec", "tokens/s", "Tokens per second", 0),
-            ("mfu", "mfu", "fraction", "Model FLOPs utilization", 4),
-            ("step_time", "step_time_sec", "s", "Step time", 4),
+        for name, source, unit, title in (
+            ("loss", "loss", "nats/token", "Loss"),
+            ("tokens_per_sec", "tokens_per_sec", "tokens/s", "Tokens per second"),
+            ("mfu", "mfu", "fraction", "Model FLOPs utilization"),
+            ("step_time", "step_time_sec", "s", "Step time"),
         )
     ),
 )

@@ -28,7 +28,6 @@ class MetricSpec:
         pathological: what a bad run shows, and the likely cause.
         group: heading in documents and charts.
         title: label of the chart.
-        precision: digits after the decimal point in text.
         band: the healthy range, if it is the same for every run; charts shade it.
     """
 
@@ -42,7 +41,6 @@ class MetricSpec:
     pathological: str
     group: str
     title: str
-    precision: int = 4
     band: Band | None = None
 
     @property

@@ -26,7 +26,7 @@ from trainer.data.epochs import QueueKey
 from trainer.data.groups import CutOptions, GroupTable, OpenStream, StreamOpener
 from trainer.data.mixing import ActivePool, PickMode
 from trainer.data.reader import assign_lanes, cut_slices
-from trainer.data.weights import ScheduledWeight, WeightSpec, positions
+from trainer.data.weights import WeightSpec, positions
 from trainer.hashing import KeyedUniforms
 from trainer.micro_batches import MicroBatches
 from trainer.training.setup.plan import Plan
@@ -391,8 +391,7 @@ def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batc
     """
     edges = {0, num_batches}
     for spec in weights:
-        points = spec.points if isinstance(spec, ScheduledWeight) else ()
-        edges |= {x if spec.unit == "batch" else micro_batches.batches_before(max(x, 1)) for x in points}
+        edges |= {x if spec.unit == "batch" else micro_batches.batches_before(max(x, 1)) for x in spec.points}
     sums = np.zeros(len(weights))
     for start, end in itertools.pairwise(sorted(edge for edge in edges if edge <= num_batches)):
         count = min(end - start, SAMPLED)

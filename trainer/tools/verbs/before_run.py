@@ -14,11 +14,11 @@ from rich.markup import escape
 
 from trainer.cli.options import (
     ConfigOption,
+    DeviceOption,
     JsonOption,
     ReplicasOption,
     SetOption,
     StrategyOption,
-    pick_device,
     require_config,
     uncollected,
 )
@@ -258,14 +258,14 @@ def preview(
     """Forecast sampling, memory and wait times, and warn about harmful settings. Nothing is trained."""
     config_path = require_config(config, "train preview")
     from trainer.config.load import load_config, located
-    from trainer.metrics.logger import counted_warnings
+    from trainer.metrics.logger import collected_warnings
     from trainer.tools.preview.config_warnings import find_warnings
     from trainer.tools.preview.show import print_preview
     from trainer.tools.preview.summary import make_preview
     from trainer.training.setup.plan import make_plan
 
     resolved = load_config(config_path, overrides or [])
-    with counted_warnings() as logged, located(config_path, overrides or []):
+    with collected_warnings() as logged, located(config_path, overrides or []):
         plan = make_plan(resolved, Path(config_path), world_size, logs_doubts=False)
         forecast = make_preview(plan, world_size)
     warnings = find_warnings(plan, forecast)
@@ -273,7 +273,7 @@ def preview(
         found = [{**asdict(each), "message": each.message} for each in warnings]
         print_json({"schema_version": 1, "config": config_path, **asdict(forecast), "warnings": found})
         return
-    print_preview(forecast, warnings, output(), num_logged=logged.count)
+    print_preview(forecast, warnings, output(), num_logged=len(logged))
 
 
 def doctor(
@@ -291,7 +291,7 @@ def doctor(
     dim: Annotated[int, typer.Option(min=1, help="As model.dim.")] = 64,
     num_layers: Annotated[int, typer.Option(min=1, help="As model.num_layers.")] = 2,
     seq_len: Annotated[int, typer.Option(min=1, help="As data.seq_len.")] = 64,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="DEVICE")] = "cpu",
+    device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
     """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does, 3: it does not, or
@@ -299,6 +299,7 @@ def doctor(
     from trainer.config.load import parse_value
     from trainer.contracts import check_model
     from trainer.contracts.anybody import Adapted, find_arguments
+    from trainer.distributed.env import pick_device
 
     given: Any = parse_value(args)
     if not isinstance(given, dict):

@@ -17,7 +17,6 @@ from trainer.cli.options import (
     StepOption,
     TokenizerOption,
     TrustOption,
-    pick_device,
     require_run,
     uncollected,
 )
@@ -53,6 +52,7 @@ def sample(
     require_run(run_dir)
     with uncollected():
         from trainer.data.tokenizer import TextStream, prompt_ids
+        from trainer.distributed.env import pick_device
         from trainer.extensions.samples import Draw, GenerationError, generate
         from trainer.tools.trained.saved_model import load_model
 
@@ -109,6 +109,7 @@ def evaluate(
     require_run(run_dir)
     sources = [_parse_source(text) for text in source or []]
     with uncollected():
+        from trainer.distributed.env import pick_device
         from trainer.tools.trained.offline import evaluate_checkpoint
 
     at, metrics = evaluate_checkpoint(
