@@ -77,7 +77,7 @@ def test_the_estimate_has_no_bias_and_its_error_covers(num, spread):
     draws = [estimate(losses, tokens, draw_by_size(tokens, num, generator)) for _ in range(1000)]
     found, errors = np.array(draws).T
     assert abs(found.mean() - truth) < 4 * found.std() / math.sqrt(len(draws))
-    assert 0.92 <= np.mean(np.abs(found - truth) <= 1.96 * errors) <= 0.97
+    assert (0.9 if num < 30 else 0.93) <= np.mean(np.abs(found - truth) <= 1.96 * errors) <= 0.97
     assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(found.std(), rel=0.06)
 
 
