@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +52,7 @@ class Sample:
     files: Ints | None = None
     file_chances: NDArray[np.float64] | float = 1.0
 
-    @property
+    @cached_property
     def weights(self) -> NDArray[np.float64]:
         """What the sums of each document are multiplied by, [n]."""
         return 1 / (self.chances * self.file_chances)

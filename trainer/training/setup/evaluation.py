@@ -109,22 +109,22 @@ class _Documents(NamedTuple):
     """Index of `files`, ascending, [n]."""
     group: Ints
     """Of the file, without packing, [n]."""
-    document: Ints
-    """Of the file, [n]."""
     tokens: Ints
     """[n]."""
 
 
-def _count(datasets: Sequence[StreamMixingDataset], files: list[tuple[int, Stream]]) -> _Documents:
-    """All documents of these files."""
-    found: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 4]
+def _count(datasets: Sequence[StreamMixingDataset], files: list[tuple[int, Stream]]) -> tuple[_Documents, int]:
+    """All documents of these files, and their number, whatever their parts."""
+    found: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 3]
+    num_whole = 0
     for at, (index, stream) in enumerate(files):
         opened = datasets[index].open(stream)
         groups = opened.groups
         left = opened.documents.lengths[groups.documents] - groups.first_cells * opened.seq_len
         tokens = np.minimum(left, groups.num_cells * opened.seq_len)
-        found.append((np.full(groups.num_groups, at), np.arange(groups.num_groups), groups.documents, tokens))
-    return _Documents(files, *map(np.concatenate, zip(*found, strict=True)))
+        found.append((np.full(groups.num_groups, at), np.arange(groups.num_groups), tokens))
+        num_whole += int(np.count_nonzero(groups.first_cells == 0))
+    return _Documents(files, *map(np.concatenate, zip(*found, strict=True))), num_whole
 
 
 def _draw(
@@ -140,15 +140,15 @@ def _draw(
     files = [(index, stream) for index, dataset in enumerate(datasets) for stream in dataset.streams]
     sizes = np.array([max(file_bytes(stream), 1) for _, stream in files], dtype=np.int64)
     drawn = draw_by_size(sizes, max(LEAST, int(len(files) * COUNTED_BYTES / sizes.sum())), generator)
-    documents = _count(datasets, [files[at] for at in drawn.chosen])
+    documents, num_whole = _count(datasets, [files[at] for at in drawn.chosen])
     cells, num_all = -(-documents.tokens // seq_len), len(documents.tokens)
-    total, num_documents = int(documents.tokens.sum()), len(np.unique(np.stack(documents[1:4:2]), axis=1)[0])
+    total = int(documents.tokens.sum())
     is_counted = len(drawn.chosen) == len(files)
-    is_missed = len({documents.files[at][0] for at in documents.of_file}) < len(
+    is_missed = len({documents.files[at][0] for at in np.unique(documents.of_file)}) < len(
         datasets
-    )  # which reading all of it says
+    )  # all of it says which
     is_cheap = (total / seq_len if is_packed else cells.sum()) <= budget or num_all <= LEAST
-    what = counted(num_documents, "document")
+    what = counted(num_whole, "document")
     if num_all == 0 or (is_counted and (is_cheap or is_missed)):
         return f"all {what}, {counted(total, 'token')}", None
     file_chances = drawn.chances[documents.of_file]
@@ -160,7 +160,7 @@ def _draw(
     num = min(max(LEAST, bisect_right(range(num_all + 1), budget, key=cost, lo=1) - 1), num_all)
     chosen, chances, spread = draw_by_size(represented, num, generator)
     taken = _Documents(documents.files, *(column[chosen] for column in documents[1:]))
-    parts = what if num_documents == num_all else f"{num_all:,} parts of {what}"
+    parts = what if num_whole == num_all else f"{num_all:,} parts of {what}"
     read = f"{num:,} of {parts}, {int(taken.tokens.sum()):,} of {total:,} tokens"
     if is_counted:
         return read, (taken, Sample({}, taken.tokens, chances, spread))
@@ -205,10 +205,11 @@ def _copy(
     for file, of_file in groupby(those, key=lambda at: int(documents.of_file[at])):
         opened = dataset.open(documents.files[file][1])
         for at in of_file:
-            first_cells.append(int(opened.groups.first_cells[documents.group[at]]))
+            group = documents.group[at]
+            first_cells.append(int(opened.groups.first_cells[group]))
             start = first_cells[-1] * seq_len
             stop = start + int(documents.tokens[at])
-            pieces.append(opened.documents.read(int(documents.document[at]), max(start - 1, 0), stop))
+            pieces.append(opened.documents.read(int(opened.groups.documents[group]), max(start - 1, 0), stop))
     tokens, first = documents.tokens[those], np.array(first_cells)
     table = table_from_pieces(pieces, plan.tokenizer.vocab_size, where=stream.path)
     # Where a document would begin whose cell `first` is the copied one.
