@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.config.base import SOURCE_NAME, Amount, Args, Count, ImportPath, Size, Table, Text, Weight, WholeNumber
+from trainer.config.base import SOURCE_NAME, Amount, Args, ImportPath, Size, Table, Text, Weight, WholeNumber
 
 PickMode = Literal["weighted", "uniform", "round_robin"]
 BatchingMode = Literal["per_stream", "device_per_stream"]
@@ -132,7 +132,7 @@ class EvalSourceTable(FilesTable):
     """`[[eval.source]]`: a validation set of your own, with the keys of `[[data.source]]` from name to text_split."""
 
     batches: WholeNumber = 0
-    """Micro-batches per rank and evaluation, from the beginning; 0: all."""
+    """Micro-batches per rank and evaluation, about: so many are filled by documents drawn at random; 0: the whole set."""
 
     def as_source(self) -> SourceTable:
         """As a source that is read once."""
@@ -144,8 +144,9 @@ class EvalTable(Table):
 
     every: WholeNumber = 0
     """Steps between evaluations, and one after the last step; 0: none."""
-    batches: Count = 8
-    """Held-out micro-batches per rank and evaluation."""
+    batches: WholeNumber = 0
+    """Held-out micro-batches per rank and evaluation, about: so many are filled by documents drawn at random. 0: all held-out
+    documents, or as many as cost about 5 % of the time (docs/evaluation.md)."""
     holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of each stream's documents to hold out, by a hash of their id."""
     target: ImportPath | None = None

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeAlias
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +52,47 @@ def documents_of(split: Split, relative_path: str, num_documents: int, fraction:
         return np.ones(num_documents, dtype=np.bool_)
     held = held_out(relative_path, num_documents, fraction)
     return held if split == "holdout" else ~held
+
+
+class Drawn(NamedTuple):
+    """Some of a population of N, drawn without replacement."""
+
+    chosen: Ints
+    """Ascending, int64 [n]."""
+    chances: npt.NDArray[np.float64]
+    """The probability that each was drawn, [n]."""
+    spread: float
+    """Sum of the squared probabilities below 1, over the population."""
+
+
+def chances_of(sizes: npt.NDArray[Any], num: int) -> npt.NDArray[np.float64]:
+    """Of each in a population, the probability of being among `num` drawn in proportion to these sizes, all > 0; float64 [N].
+
+    Those that are too large for that are always drawn: 1.
+    """
+    certain = np.full(len(sizes), num >= len(sizes))
+    while not certain.all():
+        left = num - np.count_nonzero(certain)
+        chances = np.where(certain, 1.0, left * sizes / sizes[~certain].sum())
+        if ((chances >= 1) == certain).all():
+            return chances
+        certain = chances >= 1
+    return np.ones(len(sizes))
+
+
+def draw_by_size(sizes: npt.NDArray[Any], num: int, generator: np.random.Generator) -> Drawn:
+    """Draw `num` in proportion to their sizes: systematically, along a random order (Hartley and Rao 1962)."""
+    chances = chances_of(sizes, num)
+    order = generator.permutation(len(sizes))
+    is_open = chances < 1
+    ends = np.cumsum(np.where(is_open, chances, 0.0)[order])
+    left = round(float(ends[-1]))
+    hits = generator.random() + np.arange(left)
+    places = np.searchsorted(
+        ends * (left / max(float(ends[-1]), 1e-9)), np.minimum(hits, left * (1 - 1e-12)), side="right"
+    )
+    chosen = np.sort(np.concatenate([np.flatnonzero(~is_open), order[places]]))
+    return Drawn(chosen, chances[chosen], float(np.square(chances[is_open]).sum()))
 
 
 def pack_rows(lengths: Ints, capacity: int) -> Ints:
@@ -223,13 +266,18 @@ class OpenStream:
         return sliding_window_view(tokens, self.seq_len + 1) if len(tokens) > self.seq_len else None
 
 
+def file_bytes(stream: Stream) -> int:
+    """The size of the file that is read; 0 if there is none."""
+    path = stream.tokens or stream.path
+    return os.stat(path).st_size if os.path.exists(path) else 0
+
+
 def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions) -> OpenStream:
     """Read a stream's file and cut it into groups; a UserError if it is unreadable or damaged."""
-    path = stream.tokens or stream.path
     if stream.tokens:
         options = ReadOptions(options.tokenizer, format="megatron")
-    num_bytes = os.stat(path).st_size if os.path.exists(path) else 0  # before it is read, so that nothing is cut unseen
-    documents = load_documents(path, options)
+    num_bytes = file_bytes(stream)  # before it is read, so that nothing is cut unseen
+    documents = load_documents(stream.tokens or stream.path, options)
     kept = documents_of(cut.split, stream.relative_path, documents.num_documents, cut.holdout_fraction)
     groups = build_groups(documents.lengths, np.flatnonzero(kept), stream.relative_path, cut)
     return OpenStream(stream, documents, groups, cut.seq_len, num_bytes)
@@ -251,11 +299,19 @@ def has_zero_halves(tokens: TokenArray) -> bool:
 class StreamOpener:
     """Opens the streams of a source, counts their documents, and warns of files that `eod` or `dtype` do not fit.
 
-    With `warns` false, `warn` reports all that were opened, otherwise the first of either kind is warned of.
+    With `warns` false, `warn` reports all that were opened, otherwise the first of either kind is warned of. `in_memory` has,
+    by relative path, streams that are no files.
     """
 
-    def __init__(self, options: ReadOptions, cut: CutOptions, *, warns: bool = True) -> None:
-        self._options, self._cut, self._warns = options, cut, warns
+    def __init__(
+        self,
+        options: ReadOptions,
+        cut: CutOptions,
+        *,
+        warns: bool = True,
+        in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
+    ) -> None:
+        self._options, self._cut, self._warns, self._in_memory = options, cut, warns, in_memory
         self.current: Stream | None = None  # being opened, or read from
         self._num_documents: dict[Stream, int] = {}
         # Option -> names of the streams that it does not fit, with their tokens.
@@ -265,6 +321,8 @@ class StreamOpener:
     def __call__(self, stream: Stream) -> OpenStream:
         """The stream, opened; see `open_stream`."""
         self.current = stream
+        if stream.relative_path in self._in_memory:
+            return self._in_memory[stream.relative_path]
         try:
             opened = open_stream(stream, self._options, self._cut)
         except UserError as error:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
@@ -27,7 +28,7 @@ from trainer.data.epochs import (
     reshard,
 )
 from trainer.data.formats import is_import_path
-from trainer.data.groups import CutOptions, StreamOpener
+from trainer.data.groups import CutOptions, OpenStream, StreamOpener
 from trainer.data.layout import Stream
 from trainer.data.reader import StreamReader
 from trainer.data.tokenizer import TimedTokenizer, Tokenizer
@@ -220,7 +221,7 @@ class StreamMixingDataset:
     the state is cursors (and the pool's observations, for its metrics), and resuming on the same world gives bitwise
     identical samples.
 
-    The namespace of `cut`, the source's name, must be unique in a blend.
+    The namespace of `cut`, the source's name, must be unique in a blend. `in_memory`: see `StreamOpener`.
 
     Raises:
         UserError: no streams, or one twice; while iterating: a damaged file, or a split without documents.
@@ -235,6 +236,7 @@ class StreamMixingDataset:
         *,
         rank: int = 0,
         world_size: int = 1,
+        in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
     ) -> None:
         mix = mix or MixOptions()
         assert 0 <= rank < world_size, (rank, world_size)
@@ -266,7 +268,7 @@ class StreamMixingDataset:
         self._uniforms = KeyedUniforms("pick", name, mix.seed, "all" if self._shared else rank)
         self._collator = Collator(name=name, tokenizer=read.tokenizer, seq_len=cut.seq_len, pack=cut.pack)
         # What is held out is read from the files that the training data have, which warn of themselves.
-        self._opener = StreamOpener(options, cut, warns=cut.split != "holdout")
+        self._opener = StreamOpener(options, cut, warns=cut.split != "holdout", in_memory=in_memory)
         self._queue = ReaderQueue(
             self.streams,
             # Readers keep their streams open themselves; the cache serves those of the next epoch.
@@ -311,6 +313,14 @@ class StreamMixingDataset:
             self._exhaust_events += 1
             pool.replace(slot, self._next_reader())
         return batch
+
+    def open(self, stream: Stream) -> OpenStream:
+        """One of its streams, with its groups.
+
+        Raises:
+            UserError: the file is unreadable or damaged.
+        """
+        return self._opener(stream)
 
     @property
     def now_reading(self) -> str:

@@ -31,7 +31,7 @@ from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sources import Stopped, tokenize_once
 from trainer.training.signals import exits_as_errors
-from trainer.wording import counted, error_text
+from trainer.wording import error_text
 
 logger = get_logger(__name__)
 every_rank_logger = get_logger(f"{__name__}.failure", rank_zero_only=False)
@@ -166,7 +166,8 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
         losses = [f"{loss:.4f} at step {step}" for step, loss in (first, last)]
         lines.append(f"loss {losses[0]}, {losses[1]} ({last[1] / first[1]:.0%})")
     if position.last_eval is not None:
-        lines += _evaluated(*position.last_eval, run.config.eval.batches)
+        sets = [] if run.evaluator is None else run.evaluator.sets
+        lines += _evaluated(*position.last_eval, {each.name: each.read for each in sets})
     lines.append(f"the run is in {run_dir.path}")
     lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):
@@ -181,14 +182,14 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     sys.stderr.flush()
 
 
-def _evaluated(step: int, metrics: Mapping[str, float], batches: int) -> list[str]:
-    """The losses of the last evaluation, which reads at most so many micro-batches a rank of the held-out documents."""
+def _evaluated(step: int, metrics: Mapping[str, float], read: Mapping[str, str]) -> list[str]:
+    """The losses of the last evaluation, with their standard errors, and how much of each set was read."""
     losses = []
-    if "eval_loss" in metrics:
-        losses.append(f"held out {metrics['eval_loss']:.4f} (the first {counted(batches, 'micro-batch')} a rank)")
-    for key, value in metrics.items():
-        if key.startswith("eval/") and key.endswith("/loss"):
-            losses.append(f"{key.removeprefix('eval/').removesuffix('/loss')} {value:.4f}")
+    for name, text in read.items():
+        key = f"eval/{name}/loss" if name else "eval_loss"
+        if key in metrics:
+            error = f" +- {metrics[f'{key}_se']:.4f}" if f"{key}_se" in metrics else ""
+            losses.append(f"{name or 'held out'} {metrics[key]:.4f}{error} ({text})")
     return [f"evaluated at step {step}: {', '.join(losses)}"] if losses else []
 
 

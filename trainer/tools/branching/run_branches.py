@@ -44,6 +44,7 @@ STUDY_FILE, RESULT_FILE, ANSWER_FILE, OUTPUT_FILE = "study.json", "result.json",
 LAST_PART = 4  # the last quarter of the steps counts, without held-out documents
 LOGGED_ROWS = 20  # of a branch at least, if its training loss is not what counts
 NEVER = 10**9  # steps between evaluations: there is one after the last step
+EVAL_BATCHES = 64  # unless the run's config says: the same documents for every batch
 EPOCHS, BATCHES = 2**20, 2**32  # farther than any run gets: every order has epochs and batches of its own
 POLL_SEC = 0.1
 SHOWN_OUTPUT = 300
@@ -250,7 +251,7 @@ def training_config(study: Study, branch: Branch) -> RunConfig:
         "train": {"steps": study.origin.step + branch.steps, "tokens": 0, "micro_batches": branch.micro_batches},
         "optimizer": {"lr": branch.lr},
         "ledger": _ledger(config, branch.factor, branch.seed),
-        "eval": {"every": NEVER if study.is_held_out else 0},
+        "eval": {"every": NEVER if study.is_held_out else 0, "batches": config.eval.batches or EVAL_BATCHES},
         "metrics": {"profile": 0, "stdout": "off", "tensorboard": False},
         "gns": {"enabled": False},
         "sample": {"every": 0},

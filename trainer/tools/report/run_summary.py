@@ -173,8 +173,8 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
     state, step, reason = (run.status.get(key) for key in ("state", "last_step", "reason"))
     reached = [f"step {step:,}" if isinstance(step, int) else "", str(reason or "")]
-    evals, batches = _finite(run, "eval_loss"), run.setting("eval.batches")
-    part = f", the first {counted(batches, 'micro-batch')} a rank" if isinstance(batches, int) else ""
+    evals, errors = _finite(run, "eval_loss"), _finite(run, "eval_loss_se")
+    part = f", standard error {number_text(list(errors.values())[-1])}" if errors else ""
     best = min(evals, key=evals.__getitem__, default=0)
     speeds = _finite(run, "tokens_per_sec")
     speed_note = ("median of " if len(speeds) > 1 else "") + rows_text(list(speeds)) if speeds else ""

@@ -20,7 +20,7 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.tools.trained.saved_model import load_model, refuse_code
 from trainer.training.evaluator import EvalSet
-from trainer.training.setup.evaluation import eval_sets, make_evaluator
+from trainer.training.setup.evaluation import ALL, eval_sets, make_evaluator
 from trainer.training.setup.parts import model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.plausible import trained_on
@@ -28,7 +28,6 @@ from trainer.training.setup.sources import resolve_eval_sources, resolve_sources
 from trainer.wording import counted, few
 
 logger = get_logger(__name__)
-ALL = 2**62  # micro-batches
 PROGRESS_SEC = 10.0
 
 
@@ -151,4 +150,4 @@ def _announced(each: EvalSet) -> EvalSet:
                 said = time.monotonic()
                 logger.info("%s: %s read", each.name or "held-out documents", counted(number, "micro-batch"))
 
-    return EvalSet(each.name, batches)
+    return each._replace(batches=batches)

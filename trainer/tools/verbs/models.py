@@ -94,7 +94,9 @@ def evaluate(
     ] = None,
     batches: Annotated[
         int | None,
-        typer.Option(min=1, help="Micro-batches of each set at most; default: all of --source and held-out."),
+        typer.Option(
+            min=1, help="Draw about so many micro-batches of each set; default: all of --source and held-out."
+        ),
     ] = None,
     held_out: Annotated[
         bool, typer.Option("--held-out", help="Evaluate on all held-out documents, not on the sets of its config.")

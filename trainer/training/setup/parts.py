@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from trainer.config.rules import check_state_rules, largest_batch, mixing_of
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.documents import ReadOptions
-from trainer.data.groups import CutOptions
+from trainer.data.groups import CutOptions, OpenStream
 from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.own_batches import OwnBatches
 from trainer.distributed.env import RankInfo
@@ -170,16 +171,23 @@ def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
 
 
 def make_dataset(
-    plan: Plan, source: Source, info: RankInfo, *, is_holdout: bool, is_whole: bool = False
+    plan: Plan,
+    source: Source,
+    info: RankInfo,
+    *,
+    is_holdout: bool,
+    is_whole: bool = False,
+    pack: bool | None = None,
+    in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
 ) -> StreamMixingDataset:
     """One source's data set: the training part, or (`is_holdout`) what is evaluated on, read once from its beginning: the
-    held-out documents, or (`is_whole`) all."""
+    held-out documents, or (`is_whole`) all. `pack`: None: `data.pack`. `in_memory`: see `StreamOpener`."""
     config, mixing = plan.config, mixing_of(plan.config, source.table)
     cut = CutOptions(
         namespace=source.name,
         seq_len=config.data.seq_len if is_holdout else config.row_tokens,
         max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
-        pack=config.data.pack,
+        pack=config.data.pack if pack is None else pack,
         split="holdout" if is_holdout and not is_whole else "train",
         holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,
     )
@@ -196,7 +204,8 @@ def make_dataset(
         tokens_before=0 if is_holdout else config.ledger.burn_in,
         seed=config.run.seed,
     )
-    return StreamMixingDataset(source.streams, cut, read, mix, rank=info.rank, world_size=info.world_size)
+    ranks = {"rank": info.rank, "world_size": info.world_size}
+    return StreamMixingDataset(source.streams, cut, read, mix, **ranks, in_memory=in_memory)
 
 
 def make_blend(plan: Plan, info: RankInfo) -> BlendDataset:

@@ -5,6 +5,7 @@ All are sums and counts on the device, over this rank's micro-batches; on other 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ class StepDetails:
         token_types: names of the token types; empty: no losses by token type.
         sources, modalities: labels whose losses are reported; other labels, which a data set of one's own may make up, are
             left out.
+        bytes_of: bytes of text that each token id stands for, integers [V], on the device; None: no bits per byte.
         diagnostics: guards losses by token type and by label: a failure there costs that diagnostic alone.
     """
 
@@ -40,28 +42,36 @@ class StepDetails:
         token_types: Sequence[str] = (),
         sources: Collection[str] = (),
         modalities: Collection[str] = (),
+        bytes_of: Tensor | None = None,
         diagnostics: Diagnostics | None = None,
     ) -> None:
         diagnostics = diagnostics or Diagnostics()
-        self._token_types = token_types
+        self._token_types, self._bytes_of = token_types, bytes_of
         self._labels = {"source": ("dataset_labels", sources), "modality": ("dataset_segments", modalities)}
         self._token_type_guard = diagnostics.best_effort("token_type")
         self._label_guard = diagnostics.best_effort("per_source")
         self._sums: dict[str, SumCount] = {}
+        self._weight = 1.0
         self.metric_keys: tuple[str, ...] = (
             "loss",
             "accuracy",
+            *(("bits_per_byte",) if bytes_of is not None else ()),
             *(f"objective/{name}" for name in components),
             *(f"token_type/{name}/{what}" for name in token_types for what in ("loss", "accuracy")),
             *(f"{kind}/{name}/loss" for kind, (_, names) in self._labels.items() for name in names),
         )
 
-    def add(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Take in one micro-batch."""
+    def add(self, micro: MicroBatch, result: ObjectiveOutput, weight: float = 1.0) -> None:
+        """Take in one micro-batch, or rows that stand for `weight` times as many."""
+        self._weight = weight
         self._put("loss", result.loss_sum.detach(), result.num_tokens)
         for name, (total, count) in result.parts.items():
             self._put(f"objective/{name}", total, count)
         self._put("accuracy", result.num_correct, result.num_tokens)
+        if self._bytes_of is not None:
+            num_bytes = self._bytes_of[micro.targets.clamp(min=0)].masked_fill(micro.targets == IGNORED, 0)
+            nats = result.token_loss.masked_fill(num_bytes == 0, 0.0).sum().double()  # marks are no text
+            self._put("bits_per_byte", nats / math.log(2), num_bytes.sum())
         if self._token_types and "token_types" in micro.extras:
             self._token_type_guard.run(self._add_token_types, micro, result)
         for kind, (extra, names) in self._labels.items():
@@ -74,6 +84,8 @@ class StepDetails:
         return drained
 
     def _put(self, key: str, total: Tensor, count: Tensor) -> None:
+        if self._weight != 1.0:
+            total, count = total.double() * self._weight, count.double() * self._weight
         before = self._sums.get(key)
         if before is not None:
             total, count = before.total + total, before.weight + count

@@ -1,0 +1,301 @@
+"""What an evaluation reads: all documents or drawn ones, the same numbers in expectation, and a standard error that holds."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.runs import write_tiny_config
+from trainer.config.load import load_config
+from trainer.data.groups import Drawn, chances_of, draw_by_size, held_out
+from trainer.distributed.env import RankInfo
+from trainer.metrics.best_effort import Diagnostics
+from trainer.training.evaluator import Sample
+from trainer.training.setup import evaluation
+from trainer.training.setup.evaluation import eval_sets, make_evaluator
+from trainer.training.setup.parts import make_model, model_and_loss
+from trainer.training.setup.plan import Plan, make_plan
+
+CPU, FRACTION = torch.device("cpu"), 0.5
+HOLDOUT = (f"eval.holdout_fraction={FRACTION}", "eval.every=1", "ledger.capacity=4096")
+
+
+def population(num: int, seed: int, spread: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """(losses, tokens) of documents whose lengths have a long tail, and whose loss per token falls with length."""
+    generator = np.random.default_rng(seed)
+    tokens = np.ceil(generator.lognormal(5, spread, num)).astype(np.int64)
+    return tokens * (3 - 0.3 * np.log(tokens) + generator.normal(0, 0.5, num)), tokens
+
+
+def estimate(losses: np.ndarray, tokens: np.ndarray, drawn: Drawn) -> tuple[float, float]:
+    """(mean loss per token, standard error) of the population, from drawn documents."""
+    own, sizes = losses[drawn.chosen], tokens[drawn.chosen]
+    sample = Sample({}, sizes, drawn.chances, drawn.spread)
+    error = sample.error(own)
+    assert error is not None
+    return float(sample.weights @ own / (sample.weights @ sizes)), error
+
+
+@given(
+    sizes=st.lists(st.integers(1, 1000), min_size=3, max_size=30).map(np.array),
+    num=st.integers(2, 30),
+    seed=st.integers(0, 2**32),
+)
+def test_probabilities_follow_sizes_and_the_sample_represents_all_tokens(sizes, num, seed):
+    num = min(num, len(sizes))
+    chances = chances_of(sizes, num)
+    assert chances.sum() == pytest.approx(num)
+    open_ones = chances < 1
+    if open_ones.any():
+        rate = chances[open_ones] / sizes[open_ones]
+        assert rate.max() == pytest.approx(rate.min())
+        assert (sizes[~open_ones] * rate.max() >= 1 - 1e-9).all()  # too large to be drawn at this rate
+    drawn = draw_by_size(sizes, num, np.random.default_rng(seed))
+    assert len(set(drawn.chosen.tolist())) == num
+    assert (sizes[drawn.chosen] / drawn.chances).sum() == pytest.approx(sizes.sum())
+
+
+def test_each_document_is_drawn_as_often_as_its_probability_says():
+    sizes, generator, counts = np.array([1, 2, 3, 5, 40, 9]), np.random.default_rng(0), np.zeros(6)
+    for _ in range(3_000):
+        counts[draw_by_size(sizes, 3, generator).chosen] += 1
+    assert counts / 3_000 == pytest.approx(chances_of(sizes, 3), abs=0.04)
+
+
+@pytest.mark.parametrize(("num", "spread"), [(16, 1.0), (100, 0.0), (100, 1.5), (300, 1.0)])
+def test_the_estimate_has_no_bias_and_its_error_covers(num, spread):
+    losses, tokens = population(400, 1, spread)
+    truth, generator = losses.sum() / tokens.sum(), np.random.default_rng(2)
+    draws = [estimate(losses, tokens, draw_by_size(tokens, num, generator)) for _ in range(1000)]
+    found, errors = np.array(draws).T
+    assert abs(found.mean() - truth) < 4 * found.std() / math.sqrt(len(draws))
+    assert (0.9 if num < 30 else 0.93) <= np.mean(np.abs(found - truth) <= 1.96 * errors) <= 0.97
+    assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(found.std(), rel=0.06)
+
+
+def test_the_error_over_drawn_files_covers_where_files_differ():
+    generator = np.random.default_rng(3)
+    tokens = np.ceil(generator.lognormal(5, 1, 4000)).astype(np.int64)
+    files = np.sort(generator.integers(0, 100, 4000))
+    losses = tokens * (2 + generator.normal(0, 0.5, 100)[files] + generator.normal(0, 0.3, 4000))
+    truth, sizes, covered = losses.sum() / tokens.sum(), np.bincount(files, tokens), []
+    for _ in range(1000):
+        few = draw_by_size(sizes, 25, generator)
+        those = np.flatnonzero(np.isin(files, few.chosen))
+        by_file = dict(zip(few.chosen.tolist(), few.chances.tolist(), strict=True))
+        chances = np.array([by_file[file] for file in files[those].tolist()])
+        drawn = draw_by_size(tokens[those] / chances, 200, generator)
+        those, chances = those[drawn.chosen], chances[drawn.chosen]
+        sample = Sample({}, tokens[those], drawn.chances, drawn.spread, files[those], chances)
+        found = sample.weights @ losses[those] / (sample.weights @ tokens[those])
+        error = sample.error(losses[those])
+        assert error is not None
+        covered.append(abs(found - truth) <= 1.96 * error)
+    assert 0.91 <= np.mean(covered) <= 0.985, np.mean(covered)
+
+
+def test_one_document_says_nothing_of_the_others():
+    assert Sample({}, np.array([2]), np.array([0.1]), 0.01).error(np.array([3.0])) is None
+
+
+def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
+    config = write_tiny_config(directory)
+    return make_plan(load_config(config, [*HOLDOUT, *overrides]), config, ranks)
+
+
+def evaluated(plan: Plan, model: torch.nn.Module) -> tuple[dict[str, float], str]:
+    cell_model, loss = model_and_loss(model, plan.config, None)
+    sets = eval_sets(plan, RankInfo(), CPU)
+    made = make_evaluator(plan, model, cell_model, loss, RankInfo(), CPU, Diagnostics(), sets, most=int)
+    found = made.run(1)
+    assert found
+    return found, sets[0].read
+
+
+def every_document(directory: Path) -> list[str]:
+    write_tiny_config(directory)
+    files = sorted((directory / "corpus").rglob("*.jsonl"))
+    return [json.loads(line)["text"] for file in files for line in file.read_text().splitlines()]
+
+
+def documents(directory: Path) -> list[bytes]:
+    """The held-out documents, from the files."""
+    found = []
+    for file in sorted((directory / "corpus").rglob("*.jsonl")):
+        lines = file.read_text().splitlines()
+        mask = held_out(str(file.relative_to(directory / "corpus")), len(lines), FRACTION)
+        found += [json.loads(line)["text"].encode() for line, is_held in zip(lines, mask, strict=True) if is_held]
+    return found
+
+
+def parts_of(plan: Plan, model: torch.nn.Module, text: bytes) -> list[tuple[int, float]]:
+    """(tokens, loss) of a document's parts of `max_group_cells` cells, each from a zero state and in one forward."""
+    targets = torch.tensor(list(text))
+    inputs = torch.cat([torch.tensor([plan.tokenizer.bos_id]), targets])[:-1]
+    size = plan.config.data.seq_len * plan.config.data.max_group_cells
+    assert model.state_width > 0
+    parts = []
+    for tokens, wanted in zip(inputs.split(size), targets.split(size), strict=True):
+        with torch.no_grad():
+            logits = model(tokens[None], state=torch.zeros(1, model.state_width)).logits[0]
+        z = plan.config.objective.z_loss * logits.logsumexp(-1).square().sum()
+        parts.append((len(tokens), float(F.cross_entropy(logits, wanted, reduction="sum") + z)))
+    return parts
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("data.max_group_cells=2",),
+        ("data.seq_len=64", "data.pack=true"),
+        ("data.seq_len=64", "data.pack=true", "objective.z_loss=0.01"),
+        ("objective.z_loss=0.01", "objective.chunk_tokens=16"),
+    ],
+    ids=["plain", "cut", "packed", "packed_z", "chunked_z"],
+)
+def test_the_error_is_that_of_the_drawn_documents_own_losses(tmp_path, overrides):
+    plan = plan_of(tmp_path, "eval.batches=16", "data.max_group_cells=64", *overrides)
+    torch.manual_seed(0)
+    model = make_model(plan.config, plan.config.model, plan.vocab_size)
+    seen = []
+    original = Sample.error
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sample, "error", lambda self, totals: seen.append((self, totals)) or original(self, totals))
+        found, read = evaluated(plan, model)
+    ((sample, losses),) = seen
+    texts = documents(tmp_path)
+    known = [part for text in texts for part in parts_of(plan, model.eval(), text)]
+    num_all, num = sum(map(len, texts)), len(sample.tokens)
+    of = f"{len(texts)} documents" if len(known) == len(texts) else f"{len(known)} parts of {len(texts)} documents"
+    assert read == f"{num} of {of}, {sample.tokens.sum():,} of {num_all:,} tokens"
+    assert found["eval_loss"] == pytest.approx(sample.weights @ losses / num_all, rel=1e-6)
+    # Each unit is one of the documents, none twice.
+    left = list(known)
+    for length, loss in sorted(zip(sample.tokens.tolist(), losses.tolist(), strict=True)):
+        match = min(left, key=lambda each: (each[0] != length, abs(each[1] - loss)))
+        assert match == (length, pytest.approx(loss, rel=1e-5))
+        left.remove(match)
+    # Hartley and Rao's variance, pair by pair.
+    lengths = np.array([length for length, _ in known])
+    chances, ratios = num * sample.tokens / num_all, losses / sample.tokens
+    assert (num * lengths / num_all < 1).all(), "none is always drawn, as this formula has it"
+    spread = np.square(num * lengths / num_all).sum()
+    pairs = sum(
+        (1 - chances[i] - chances[j] + spread / num) * (ratios[i] - ratios[j]) ** 2
+        for j in range(num)
+        for i in range(j)
+    )
+    assert found["eval_loss_se"] == pytest.approx(math.sqrt(pairs / (num * num * (num - 1))), rel=1e-6)
+
+
+def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path):
+    torch.manual_seed(0)
+    plan = plan_of(tmp_path, "eval.batches=1000000")
+    model = make_model(plan.config, plan.config.model, plan.vocab_size)
+    whole, read = evaluated(plan, model)
+    assert read.startswith("all ")
+    assert "eval_loss_se" not in whole
+    plans = [plan_of(tmp_path, "eval.batches=16", f"run.seed={seed}") for seed in range(16)]
+    rows = [evaluated(plan, model)[0] for plan in plans]
+    deviations = np.array([row["eval_loss"] - whole["eval_loss"] for row in rows])
+    errors = np.array([row["eval_loss_se"] for row in rows])
+    assert abs(deviations.mean()) < 3 * deviations.std() / math.sqrt(len(rows))
+    assert (np.abs(deviations) <= 2.5 * errors).mean() >= 0.8
+    assert deviations.std() == pytest.approx(math.sqrt(np.mean(np.square(errors))), rel=0.5)
+    assert evaluated(plans[0], model)[0] == rows[0]  # the same documents at every start
+
+
+def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for_any_number_of_ranks(tmp_path):
+    long = "train.steps=2000"
+    cheap, dear = plan_of(tmp_path, "eval.every=1000", long), plan_of(tmp_path, "eval.every=80", long)
+    (everything,) = eval_sets(cheap, RankInfo(), CPU)
+    assert everything.sample is None
+    assert everything.read.startswith("all ")
+    (alone,) = eval_sets(dear, RankInfo(), CPU)
+    wide = plan_of(tmp_path, "eval.every=80", long, ranks=3)
+    ranks = [eval_sets(wide, RankInfo(rank, rank, 3), CPU)[0] for rank in range(3)]
+    assert {each.read for each in ranks} == {alone.read}
+    batches = [list(each.batches(None)) for each in ranks]
+    assert len({len(each) for each in batches}) == 1  # or ranks that hold shards would wait for ever
+    read = [int((micro.targets != -100).sum()) for each in batches for micro in each]
+    assert sum(read) == sum(int((micro.targets != -100).sum()) for micro in alone.batches(None))
+    # Cells: 15 % of those that 80 steps of two micro-batches of four rows train on.
+    cells = sum(int((micro.targets != -100).any(1).sum()) for micro in alone.batches(None))
+    assert 0.5 * 96 < cells < 1.5 * 96
+
+
+def test_of_too_many_bytes_only_drawn_files_are_counted_and_the_error_is_over_files(tmp_path, monkeypatch):
+    plan = plan_of(tmp_path, "eval.every=1000")
+    sizes = [file.stat().st_size for file in (tmp_path / "corpus").rglob("*.jsonl")]
+    monkeypatch.setattr(evaluation, "COUNTED_BYTES", sum(sizes) / 2)
+    opened: set[str] = set()
+    original = evaluation.StreamMixingDataset.open
+    monkeypatch.setattr(
+        evaluation.StreamMixingDataset,
+        "open",
+        lambda self, stream: opened.add(stream.relative_path) or original(self, stream),
+    )
+    (found,) = eval_sets(plan, RankInfo(), CPU)
+    files = {name for name in opened if name.endswith(".jsonl")}
+    assert len(files) == len(sizes) // 2
+    assert found.read.endswith(f"in {len(files)} of {len(sizes)} files")
+    assert found.sample is not None
+    assert found.sample.files is not None
+    assert set(found.sample.files.tolist()) <= set(range(len(files)))
+
+
+END = "<|end|>"
+
+
+def test_bits_per_byte_are_those_of_the_text_also_where_files_hold_ids(tmp_path):
+    """Of a byte-level BPE; the file of ids ends each document with a mark, which is no text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    texts = [*every_document(tmp_path), "ünïcödé 漢字 🙂 " * 9]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        texts, tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=[END], initial_alphabet=alphabet)
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    ids = [made.encode(text).ids for text in texts]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    np.save(tmp_path / "ids.npy", np.concatenate([[*each, made.token_to_id(END)] for each in ids]).astype(np.uint16))
+    assert made.token_to_id(END) == 0
+    text, ids_file = (
+        f'{{name="text",paths=["{tmp_path}/text.jsonl"]}}',
+        f'{{name="ids",paths=["{tmp_path}/ids.npy"],eod=0}}',
+    )
+    sets = [f'data.tokenizer="{tmp_path}/tokenizer.json"', f"eval.source=[{text},{ids_file}]"]
+    plan = plan_of(tmp_path, "eval.holdout_fraction=0", *sets)
+    torch.manual_seed(0)
+    model = make_model(plan.config, plan.config.model, plan.vocab_size).eval()
+    found, _ = evaluated(plan, model)
+    nats = num_bytes = 0.0
+    size = plan.config.data.seq_len * plan.config.data.max_group_cells
+    for each, text in zip(ids, texts, strict=True):
+        inputs, targets = torch.tensor([plan.tokenizer.bos_id, *each[:-1]]), torch.tensor(each)
+        for tokens, wanted in zip(inputs.split(size), targets.split(size), strict=True):
+            with torch.no_grad():
+                logits = model(tokens[None], state=torch.zeros(1, model.state_width)).logits[0]
+            nats += float(F.cross_entropy(logits, wanted, reduction="sum"))
+        num_bytes += len(text.encode())
+    assert found["eval/text/bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-6)
+    assert found["eval/ids/bits_per_byte"] == pytest.approx(found["eval/text/bits_per_byte"], rel=1e-6)
+    assert found["eval/ids/loss"] != pytest.approx(found["eval/text/loss"], rel=1e-6)
+
+
+def test_bits_per_byte_of_bytes_are_the_cross_entropy(tmp_path):
+    plan = plan_of(tmp_path, "eval.batches=8", "objective.z_loss=0.01")
+    found, _ = evaluated(plan, make_model(plan.config, plan.config.model, plan.vocab_size))
+    assert found["eval_bits_per_byte"] == pytest.approx(found["eval_objective/token_ce"] / math.log(2), rel=1e-12)
+    assert found["eval_loss"] > found["eval_objective/token_ce"]
