@@ -20,9 +20,7 @@ from trainer.tools.fitted_table import Column, fitted_table
 from trainer.tools.runs.noise_scale import noise_scale_of
 from trainer.wording import counted, duration_text, number_text
 
-BAR_QUANTILE = (
-    2.1  # normal quantile of an error bar: 96.4 %, of which comparing with the luckiest batch takes up to 3 %
-)
+BAR_QUANTILE = 2.1  # normal one of an error bar: 96.4 %, of which comparing with the luckiest batch takes up to 3 %
 Losses = Mapping[int, float]
 """Of a batch at its best learning rate, by seed; empty: no branch of it ended with a loss."""
 
@@ -43,14 +41,9 @@ class Compared:
         return self.excess <= self.tolerated
 
     @property
-    def can_be_within(self) -> bool:
-        """Whether the error bar reaches down to the tolerance."""
-        return self.excess - (self.bar or 0.0) <= self.tolerated
-
-    @property
-    def must_be_within(self) -> bool:
-        """Whether all of the error bar is tolerated."""
-        return self.excess + (self.bar or 0.0) <= self.tolerated
+    def is_open(self) -> bool:
+        """Whether the error bar reaches across the tolerance."""
+        return abs(self.excess - self.tolerated) < (self.bar or 0.0)
 
 
 @dataclass(frozen=True)
@@ -121,8 +114,8 @@ def decide(measured: Mapping[Fraction, Losses], *, tolerance: float) -> Verdict 
         compared=compared,
         largest=within[-1],
         next_larger=next(iter(upward[len(within) :]), None),
-        lowest=chain(lambda each: each.must_be_within)[-1],
-        highest=chain(lambda each: each.can_be_within)[-1],
+        lowest=chain(lambda each: each.is_within and not each.is_open)[-1],
+        highest=chain(lambda each: each.is_within or each.is_open)[-1],
     )
 
 
@@ -160,7 +153,7 @@ def make_answer(study: Study, results: Mapping[Branch, BranchResult], *, toleran
             "excess_error": compared and compared.error,
             "error_bar": compared and compared.bar,
             "is_within": compared is not None and compared.is_within,
-            "is_open": compared is not None and compared.can_be_within > compared.must_be_within,
+            "is_open": compared is not None and compared.is_open,
         }
     noise = noise_scale_of(origin.run, by=origin.step)
     answer: Answer = {
