@@ -28,7 +28,8 @@ from trainer.wording import counted
 
 REPORT_FOLDER = "TRAINER_REPORT_FOLDER"
 EXIT_CODE, RUN_DIR = "exit_code", "run_dir"
-M_MMAP_THRESHOLD, MMAP_BYTES = -3, 4 * 2**20  # below 4 MiB, a new mapping for each block costs time
+# Mapping each smaller block anew would cost time, and so would returning the end of the heap after each step.
+MALLOC_OPTIONS = {"M_MMAP_THRESHOLD": (-3, 4 * 2**20), "M_TRIM_THRESHOLD": (-1, 64 * 2**20)}
 
 
 def run_training(
@@ -100,7 +101,8 @@ def give_back_freed_blocks(environ: Mapping[str, str] = os.environ) -> None:
     """
     if "MALLOC_MMAP_THRESHOLD_" not in environ and "mmap_threshold" not in environ.get("GLIBC_TUNABLES", ""):
         with suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
+            for option in MALLOC_OPTIONS.values():
+                ctypes.CDLL(None).mallopt(*option)
 
 
 def _say(text: str) -> None:
