@@ -19,7 +19,7 @@ from tests.support.ranks import last_logged
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
 
 STEP = 8
-OPTIONS = ("--at", STEP, "--factors", "1/2,2", "--lr-grid", "1", "--tokens", 2_500, "--parallel", 2)
+OPTIONS = ("--at", STEP, "--seeds", 2, "--factors", "1/2,2", "--lr-grid", "1", "--tokens", 2_500, "--parallel", 2)
 
 
 @pytest.fixture(scope="module")

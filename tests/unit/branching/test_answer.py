@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.records import record_of
 from trainer.errors import UserError
-from trainer.tools.branching.answer import cost_lines, decide, make_answer
+from trainer.tools.branching.answer import cost_lines, decide, error_and_bar, make_answer
 from trainer.tools.branching.run_branches import BranchResult, last_training_loss
 
 
@@ -91,27 +92,42 @@ def measured(*losses):
 def test_the_largest_batch_within_the_tolerance_of_the_best_is_critical():
     verdict = decide(measured(2.0, 2.0, 2.01, 2.1, 2.4), tolerance=0.01)
     assert (verdict.reference, verdict.largest, verdict.next_larger) == (Fraction(1, 4), 1, 2)
-    assert (verdict.is_unresolved, verdict.compared[1].excess) == (False, pytest.approx(0.01))
+    assert (verdict.lowest, verdict.highest, verdict.compared[1].excess) == (1, 1, pytest.approx(0.01))
     assert [each.is_within for each in verdict.compared.values()] == [True, True, True, False, False]
     # A batch without a loss is outside.
     verdict = decide(measured(2.0, 2.0, [], 2.0), tolerance=0.01)
     assert (verdict.largest, verdict.next_larger, len(verdict.compared)) == (Fraction(1, 2), 1, 3)
 
 
-def test_an_error_bar_wider_than_the_tolerance_decides_and_is_named():
-    # Differences of 0.05 and 0.25: 0.15 on average, with a standard error of 0.1.
-    noisy = measured([2.0, 2.0], [2.05, 2.25])
+def test_batches_that_the_error_bars_leave_open_are_named(make_study):
+    noisy = measured([1.98, 2.02], [2.02, 1.98], [2.02, 2.06], [2.48, 2.52])
     verdict = decide(noisy, tolerance=0.01)
-    assert verdict.compared[FACTORS[1]].error == pytest.approx(0.1)
-    assert verdict.compared[FACTORS[1]].allowed == pytest.approx(0.2)
-    assert verdict.largest == Fraction(1, 2)
-    assert verdict.is_unresolved
-    assert not decide(noisy, tolerance=0.11).is_unresolved
+    assert (verdict.largest, verdict.lowest, verdict.highest) == (Fraction(1, 2), Fraction(1, 4), 1)
+    sure = decide(noisy, tolerance=0.1)
+    assert (sure.largest, sure.lowest, sure.highest) == (1, 1, 1)
+    losses = {Fraction(1, 4): [1.98, 2.02], Fraction(1): [2.03, 2.05], Fraction(4): [2.5, 2.5]}
+    found = answered(make_study(), lambda factor, scale, seed: losses[factor][seed] + abs(scale - 1))
+    assert "; the error bars leave 1/4 x to 1 x open: add seeds or tokens" in found["sentence"]
+    assert [row["is_open"] for row in found["batches"]] == [False, True, False]
+    single = answered(make_study(num_seeds=1), lambda factor, scale, seed: 2.0 + (factor == 4) + abs(scale - 1))
+    assert "; a single seed has no error bars" in single["sentence"]
+
+
+def test_the_variance_is_pooled_over_batches_without_what_seeds_share():
+    """The residual mean square of the two-way layout, by a least-squares fit."""
+    losses = np.random.default_rng(0).normal(2.0, 0.1, (4, 3))
+    seeds, batches = np.eye(3)[np.tile(range(3), 4)], np.eye(4)[np.repeat(range(4), 3)]
+    design = np.hstack([seeds, batches])
+    residuals = losses.ravel() - design @ np.linalg.lstsq(design, losses.ravel(), rcond=None)[0]
+    error, bar = error_and_bar(measured(*losses.tolist()))
+    assert error == pytest.approx((2 * residuals @ residuals / 6 / 3) ** 0.5)
+    assert bar / error == pytest.approx(2.699, rel=0.005)  # Student's t at 6 degrees, 98.2 %
 
 
 def test_what_seeds_have_in_common_is_no_error():
     """Branches of one seed read the same data: the spread between seeds cancels in their difference."""
     verdict = decide(measured([2.0, 2.5, 3.0], [2.1, 2.6, 3.1]), tolerance=0.01)
+    assert verdict.compared[FACTORS[1]].excess == pytest.approx(0.1)
     assert verdict.compared[FACTORS[1]].error == pytest.approx(0.0, abs=1e-12)
     assert verdict.largest == Fraction(1, 4)
 
@@ -124,3 +140,4 @@ def test_a_wider_tolerance_never_gives_a_smaller_batch(losses, tolerance):
     strict, wide = (decide(measured(*losses), tolerance=each) for each in (tolerance, 2 * tolerance))
     assert strict.reference <= strict.largest <= wide.largest
     assert strict.next_larger is None or strict.next_larger > strict.largest
+    assert strict.lowest <= strict.largest <= strict.highest <= wide.highest

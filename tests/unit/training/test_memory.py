@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -121,23 +122,56 @@ def test_the_generators_and_the_gradient_mode_are_left_as_they_were(tmp_path):
     assert torch.is_grad_enabled()
 
 
+CHECKPOINTED = "train.activation_checkpointing=block"
+FREED = """
+import ctypes
+from pathlib import Path
+from trainer.cli.launch import give_back_freed_blocks
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+give_back_freed_blocks()
+libc.free(libc.malloc(16 * 2**20))
+before, blocks = resident(), []
+for _ in range(20):
+    blocks.append(libc.malloc(6 * 2**20))
+    ctypes.memset(blocks[-1], 1, 6 * 2**20)
+    libc.malloc(500_000)  # stays behind it, so that none is at the end of the heap
+for block in blocks:
+    libc.free(block)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.parametrize("kept", [False, True])
+def test_freed_blocks_are_given_back_unless_the_user_wants_otherwise(kept):
+    environment = {**os.environ, **({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432"} if kept else {})}
+    found = subprocess.run([sys.executable, "-c", FREED], env=environment, capture_output=True, check=True, cwd=ROOT)
+    assert (int(found.stdout) > 100 * MB) == kept
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "sets"),
     [
-        (2, ("objective.chunk_tokens=256", "train.activation_checkpointing=block")),
+        (2, ("objective.chunk_tokens=256", CHECKPOINTED)),
         (1, ("train.precision=bf16", "model.family=transformer", "optimizer.name=muon")),
         (4, ("distributed.strategy=hsdp", "distributed.replicas=2", "train.micro_batches=2", *MOSTLY_WEIGHTS)),
     ],
 )
 def test_a_process_takes_what_was_predicted(tmp_path, nproc, sets):
-    """Resident memory of the run's ranks. Small blocks that glibc keeps for itself are given back at once."""
+    """Resident memory of the run's ranks; where small tensors prevail, with all blocks that glibc keeps given back at once."""
     config = write_ids_config(tmp_path)
     words = [word for each in sets for word in ("--set", each)]
     predicted = predict_memory(make_plan(load_config(config, list(sets)), config, nproc)).peak
     command = [sys.executable, "-m", "trainer", "--config", str(config), *words]
     command += ["--nproc", str(nproc)] if nproc > 1 else []
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    small_blocks = {} if CHECKPOINTED in sets else {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = {**os.environ, **small_blocks, "OMP_NUM_THREADS": "1"}
     tiny = ["--set", "data.seq_len=8", "--set", "model.dim=8"]
     small = most_resident([*command, *tiny, "--run-dir", str(tmp_path / "small")], environment, nproc)
     found = most_resident([*command, "--run-dir", str(tmp_path / "run")], environment, nproc)

@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from itertools import takewhile
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
+from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.tools.branching.run_branches import BranchResult
 from trainer.tools.branching.study import Branch, Study
 from trainer.tools.fitted_table import Column, fitted_table
 from trainer.tools.runs.noise_scale import noise_scale_of
 from trainer.wording import counted, duration_text, number_text
 
-ERRORS_WIDE = 2.0  # half-width of an error bar, in standard errors
+BAR_QUANTILE = 2.1  # normal one of an error bar: 96.4 %, of which comparing with the luckiest batch takes up to 3 %
 Losses = Mapping[int, float]
 """Of a batch at its best learning rate, by seed; empty: no branch of it ended with a loss."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A batch against the reference: mean excess of its loss, the standard error of that (None with a single seed), and what is
-    allowed, the larger of the tolerance and the error bar."""
+    """A batch against the reference: mean excess of its loss, standard error and error bar of that (None for the reference, and
+    with a single seed), and the excess that is tolerated."""
 
     excess: float
     error: float | None
-    allowed: float
+    bar: float | None
+    tolerated: float
 
     @property
     def is_within(self) -> bool:
-        """Whether the excess is allowed."""
-        return self.excess <= self.allowed
+        """Whether the excess is tolerated."""
+        return self.excess <= self.tolerated
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the error bar reaches across the tolerance."""
+        return abs(self.excess - self.tolerated) < (self.bar or 0.0)
 
 
 @dataclass(frozen=True)
@@ -46,14 +55,15 @@ class Verdict:
         compared: the batches that have a loss, ascending.
         largest: the largest batch up to which every one from the reference on is within.
         next_larger: the smallest batch that is not; None: the largest measured batch is within.
-        is_unresolved: an error bar, not the tolerance, decided for a batch up to `largest`.
+        lowest, highest: `largest`, as far as the error bars leave it open.
     """
 
     reference: Fraction
     compared: Mapping[Fraction, Compared]
     largest: Fraction
     next_larger: Fraction | None
-    is_unresolved: bool
+    lowest: Fraction
+    highest: Fraction
 
 
 def standard_error(losses: Losses) -> float | None:
@@ -61,31 +71,52 @@ def standard_error(losses: Losses) -> float | None:
     return stdev(losses.values()) / math.sqrt(len(losses)) if len(losses) > 1 else None
 
 
-def decide(measured: Mapping[Fraction, Losses], *, tolerance: float) -> Verdict | None:
-    """Compare every batch with the one of the lowest mean loss; None if no batch has a loss.
+def error_and_bar(measured: Mapping[Fraction, Losses]) -> tuple[float, float] | tuple[None, None]:
+    """Standard error and error bar of the difference between the mean losses of two batches; None with a single seed or batch.
 
-    Differences are taken seed by seed, since branches of one seed read the same data. A batch without a loss is not within.
+    Branches of one seed read the same data, so what its losses share is no error. The variance is that of the residuals of
+    batches plus seeds (a randomized block design), pooled over all batches; the bar uses Student's t with their degrees of
+    freedom.
+    """
+    losses = np.array([[each[seed] for seed in sorted(each)] for each in measured.values()])
+    freedom = (losses.shape[0] - 1) * (losses.shape[1] - 1)
+    if freedom == 0:
+        return None, None
+    residuals = losses - losses.mean(0) - losses.mean(1, keepdims=True) + losses.mean()
+    error = math.sqrt(2.0 * float(np.square(residuals).sum()) / freedom / losses.shape[1])
+    return error, error * t_quantile(BAR_QUANTILE, freedom)
+
+
+def decide(measured: Mapping[Fraction, Losses], *, tolerance: float) -> Verdict | None:
+    """Compare every batch with the one of the lowest mean loss; None if no batch has a loss. A batch without one is not within.
 
     Args:
+        measured: all batches with a loss have the same seeds.
         tolerance: relative to the loss of the reference.
     """
-    means = {factor: fmean(losses.values()) for factor, losses in sorted(measured.items()) if losses}
-    if not means:
+    found = {factor: losses for factor, losses in sorted(measured.items()) if losses}
+    if not found:
         return None
+    means = {factor: fmean(losses.values()) for factor, losses in found.items()}
     reference = min(means, key=lambda factor: means[factor])
-    tolerated = tolerance * abs(means[reference])
-    compared = {}
-    for factor in means:
-        differences = {seed: loss - measured[reference][seed] for seed, loss in measured[factor].items()}
-        error = standard_error(differences)
-        allowed = max(tolerated, ERRORS_WIDE * (error or 0.0))
-        compared[factor] = Compared(fmean(differences.values()), error, allowed)
+    lowest, tolerated = means[reference], tolerance * abs(means[reference])
+    error, bar = error_and_bar(found)
+    compared = {factor: Compared(mean - lowest, error, bar, tolerated) for factor, mean in means.items()}
+    compared[reference] = Compared(0.0, None, None, tolerated)
     upward = [factor for factor in sorted(measured) if factor >= reference]
-    outside = (factor for factor in upward if factor not in compared or not compared[factor].is_within)
-    next_larger = next(outside, None)
-    chain = [factor for factor in upward if next_larger is None or factor < next_larger]
-    is_unresolved = any(compared[factor].excess > tolerated for factor in chain)
-    return Verdict(reference, compared, chain[-1], next_larger, is_unresolved)
+
+    def chain(holds: Callable[[Compared], bool]) -> list[Fraction]:
+        return list(takewhile(lambda factor: factor in compared and holds(compared[factor]), upward))
+
+    within = chain(lambda each: each.is_within)
+    return Verdict(
+        reference=reference,
+        compared=compared,
+        largest=within[-1],
+        next_larger=next(iter(upward[len(within) :]), None),
+        lowest=chain(lambda each: each.is_within and not each.is_open)[-1],
+        highest=chain(lambda each: each.is_within or each.is_open)[-1],
+    )
 
 
 Answer = dict[str, Any]
@@ -120,8 +151,9 @@ def make_answer(study: Study, results: Mapping[Branch, BranchResult], *, toleran
             "error": standard_error(losses),
             "excess": compared and compared.excess,
             "excess_error": compared and compared.error,
-            "allowed": compared and compared.allowed,
+            "error_bar": compared and compared.bar,
             "is_within": compared is not None and compared.is_within,
+            "is_open": compared is not None and compared.is_open,
         }
     noise = noise_scale_of(origin.run, by=origin.step)
     answer: Answer = {
@@ -148,7 +180,9 @@ def make_answer(study: Study, results: Mapping[Branch, BranchResult], *, toleran
     answer["critical"] = {
         **{key: rows[verdict.largest][key] for key in ("factor", "sequences", "tokens")},
         "next_larger": None if verdict.next_larger is None else str(verdict.next_larger),
-        "is_unresolved": verdict.is_unresolved,
+        "lowest": str(verdict.lowest),
+        "highest": str(verdict.highest),
+        "is_unresolved": verdict.lowest < verdict.highest,
     }
     answer["sentence"] = f"At step {origin.step:,} {_finding(answer)}. The noise scale {scale}."
     return answer
@@ -170,14 +204,18 @@ def _finding(answer: Answer) -> str:
     critical = answer["critical"]
     name = f"{number_text(critical['sequences'], 3)} sequences"
     size = f"{name} ({critical['tokens']:,.0f} tokens, {critical['factor']} x today's)"
-    best = f"the lowest, that of {answer['reference']} x"
-    rule = f"within {answer['tolerance']:.2%}" + (" or the error bars" if answer["seeds"] > 1 else "")
+    rule = f"within {answer['tolerance']:.2%} of the lowest, that of {answer['reference']} x"
     if critical["next_larger"] is None:
-        text = f"the critical batch is at least {size}, the largest measured: its loss is {rule} of {best}"
+        text = f"the critical batch is at least {size}, the largest measured: its loss is {rule}"
     else:
-        text = f"the critical batch is {size}: its loss is {rule} of {best}, that of {critical['next_larger']} x is not"
+        text = f"the critical batch is {size}: its loss is {rule}, that of {critical['next_larger']} x is not"
     if critical["is_unresolved"]:
-        text += "; the error bars, not the tolerance, decided: more seeds or tokens may lower it"
+        more = " or more" if critical["highest"] == answer["batches"][-1]["factor"] else ""
+        text += (
+            f"; the error bars leave {critical['lowest']} x to {critical['highest']} x{more} open: add seeds or tokens"
+        )
+    elif answer["seeds"] == 1:
+        text += "; a single seed has no error bars"
     if edges := ", ".join(f"{row['factor']} x" for row in answer["batches"] if row["is_edge"]):
         text += f". The best learning rate of {edges} is at the edge of the grid: widen --lr-grid"
     return text
@@ -224,7 +262,7 @@ def print_answer(answer: Answer, console: Console) -> None:
         column("best lr", "lr", ".3g"),
         column(f"{answer['loss']} loss", "loss", ".4f", "error"),
         column("above\nthe best", "excess", "+.2%", "excess_error", scale=lowest),
-        Column("within", ["yes" if row["is_within"] else "no" for row in rows]),
+        Column("within", ["open" if row["is_open"] else "yes" if row["is_within"] else "no" for row in rows]),
     ]
     title = f"Loss after {answer['tokens']:,} tokens from step {answer['step']:,}; +- one standard error"
     table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")

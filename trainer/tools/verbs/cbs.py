@@ -23,7 +23,7 @@ def cbs(
     lr_grid: Annotated[
         str, typer.Option(help="Learning rates, as multiples of the scaled one; the best counts.")
     ] = "0.5,1,2",
-    seeds: Annotated[int, typer.Option(min=1, help="Orders of the data per batch and rate.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="Orders of the data per batch and rate.")] = 3,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a branch; default: 20 % of those trained so far.")
     ] = None,
