@@ -31,6 +31,7 @@ from trainer.contracts.subject import (
 from trainer.contracts.trial import CHECKS, ROWS, Report, Trial, Verdict, make_trial, relative, untestable
 from trainer.errors import UserError
 from trainer.import_path import format_error, shown_path
+from trainer.objective.auxiliary import declared_losses, loss_problem
 
 LOW = (torch.bfloat16, torch.float16)
 KNOWN_INPUTS = frozenset({"tokens", "state", "resets"})
@@ -178,7 +179,9 @@ def _check_forward(subject: Subject, vocab_size: int, seq_len: int, takes_resets
             casts = width and subject.dtype in LOW
             hint = f"; states are {dtype_name(subject.ledger_dtype)}, which the model has to cast" if casts else ""
             return f"its forward fails{where} with tokens {list(tokens.shape)} and state {state}: {text}{hint}"
-        if problem := _mismatch(output, seq_len, vocab_size, width):
+        problem = _mismatch(output, seq_len, vocab_size, width)
+        declared = declared_losses(subject.model)
+        if problem := problem or loss_problem(output, declared, (1, seq_len), needs_all=training):
             return f"its forward returns{where} {problem}{_place_of_forward(model)}"
     return ""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import UserError
+from trainer.metrics.aggregate import Recorder
+from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
-from trainer.model.protocol import ModelOutput
+from trainer.model.protocol import ModelOutput, extras_of
 
 logger = get_logger(__name__)
 
@@ -52,6 +55,7 @@ class Cellwise(nn.Module):
         self._stores_at = self._row - burn_in
         self._bounds = sorted({*range(0, self._row, cell), self._stores_at, self._row})
         self._recompute = recompute
+        self._guard = BestEffort("model")
 
     def forward(
         self,
@@ -82,7 +86,7 @@ class Cellwise(nn.Module):
             raise UserError("data", problem, "build rows of the seq_len that the source's target is given")
         if self._burn_in:
             state = self._burn(state, tokens_before, resets_before, continues, inputs)
-        logits, stored = [], state
+        logits, extras, stored = [], [], state
         for start, stop in itertools.pairwise(self._bounds):
             piece = {name: _cut(value, tokens.shape, start, stop) for name, value in inputs.items()}
             output = self._run(tokens[:, start:stop], state, piece, is_last=stop == self._row)
@@ -90,7 +94,42 @@ class Cellwise(nn.Module):
             if stop == self._stores_at:
                 stored = state
             logits.append(output.logits)
-        return ModelOutput(torch.cat(logits, dim=1), stored)
+            extras.append(extras_of(output))
+        losses, metrics = zip(*extras, strict=True)
+        return ModelOutput(
+            torch.cat(logits, dim=1), stored, self._join_losses(losses, tokens.shape), self._join_metrics(metrics)
+        )
+
+    def _join_losses(
+        self, pieces: Sequence[Mapping[str, Tensor] | None], shape: torch.Size
+    ) -> dict[str, Tensor] | None:
+        """The losses of rows: [B, T], where [] counts for each token of its piece; [B], the mean over the tokens of a row."""
+        if not any(pieces):
+            return None
+        found, names = {}, (pieces[0] or {}).keys()
+        if any((each or {}).keys() != names for each in pieces):
+            problem = "the losses of its output are not the same in all cells of a row"
+            raise UserError("model.target", problem, "return each of them in every call")
+        lengths = [stop - start for start, stop in itertools.pairwise(self._bounds)]
+        for name in names:
+            values = [(each or {})[name] for each in pieces]
+            if values[0].ndim == 1:
+                found[name] = torch.stack(
+                    [value * (n / self._row) for value, n in zip(values, lengths, strict=True)]
+                ).sum(0)
+            else:
+                expanded = [value.expand(shape[0], n) for value, n in zip(values, lengths, strict=True)]
+                found[name] = torch.cat(expanded, dim=1)
+        return found
+
+    def _join_metrics(self, pieces: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        """As of so many micro-batches."""
+        if not any(pieces):
+            return None
+        recorder = Recorder(leave_out=self._guard.leave_out)
+        for each in pieces:
+            recorder.add(each or {})
+        return recorder.drain_metrics()
 
     def _run(self, tokens: Tensor, state: Tensor | None, inputs: dict[str, Any], *, is_last: bool) -> Any:
         # The row's last piece is the first one that the backward needs: recomputing it would save nothing.

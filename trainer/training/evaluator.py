@@ -19,6 +19,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import BestEffort, as_number, checked
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
+from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
 from trainer.training.step.details import StepDetails
 
@@ -91,6 +92,7 @@ class Evaluator:
     accepted: frozenset[str] | None
     """The inputs that it takes; None: any."""
     objective: Loss
+    auxiliary: Auxiliary
     sets: Sequence[EvalSet]
     task: OwnTask | None = None
     make_ledger: Callable[[], Ledger] | None
@@ -168,6 +170,7 @@ class Evaluator:
         with self.autocast():
             output = self.model(**micro.inputs, state=state)
             result = self.objective(output.logits, micro.targets, meta=micro.meta)
+            result = self.auxiliary(result, output, micro)
         if ledger is not None and micro.carry is not None and output.state is not None:
             carry = micro.carry
             ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
@@ -177,6 +180,7 @@ class Evaluator:
         cross_entropy = reduced.get("objective/token_ce")
         if cross_entropy is None:
             return {}
+        reduced["loss"] += sum(reduced.get(key, 0.0) for key in self.auxiliary.by_rows)
         # Beyond 700 exp overflows a float64, and such a model has learnt nothing anyway.
         if cross_entropy < 700:
             reduced["perplexity"] = math.exp(cross_entropy)

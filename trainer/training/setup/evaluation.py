@@ -14,10 +14,11 @@ from trainer.data.mixing import StreamMixingDataset
 from trainer.distributed.env import RankInfo
 from trainer.import_path import resolve_target
 from trainer.metrics.best_effort import Diagnostics
+from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
 from trainer.training.evaluator import EvalSet, Evaluator, OwnTask
 from trainer.training.setup.parts import autocast_context, make_dataset, make_eval_ledger, make_objective
-from trainer.training.setup.plan import Plan
+from trainer.training.setup.plan import Plan, make_auxiliary
 from trainer.training.step.details import StepDetails
 
 
@@ -55,13 +56,16 @@ def _eval_set(name: str, datasets: list[StreamMixingDataset], limit: int | None,
     return EvalSet(name, batches)
 
 
-def make_details(plan: Plan, diagnostics: Diagnostics) -> StepDetails:
+def make_details(
+    plan: Plan, diagnostics: Diagnostics, auxiliary: Auxiliary, *, model_metrics: Sequence[str] = ()
+) -> StepDetails:
     """What is collected beside the loss, of logged steps and of evaluations."""
     objective, is_by_source = plan.config.objective, plan.config.metrics.per_source
     modalities = {stream.modality for source in plan.sources for stream in source.streams}
     return StepDetails(
-        make_objective(objective).components,
+        [*make_objective(objective).components, *auxiliary.losses],
         token_types=plan.tokenizer.token_type_names if objective.token_types else (),
+        model_metrics=model_metrics,
         sources=[source.name for source in plan.sources] if is_by_source else (),
         modalities=sorted(modalities) if is_by_source else (),
         diagnostics=diagnostics,
@@ -83,6 +87,7 @@ def make_evaluator(
     """The evaluator of a run. A task of the user's own gets `model`; a row is run through `cell_model`, which with
     `chunk_tokens` has no output layer."""
     table, autocast = plan.config.eval, autocast_context(plan.config, device)
+    auxiliary = make_auxiliary(plan.config.objective, model)
     task = None
     if table.target is not None:
         task = OwnTask(
@@ -99,10 +104,11 @@ def make_evaluator(
         model=cell_model,
         accepted=accepted_inputs(model),
         objective=loss,
+        auxiliary=auxiliary,
         sets=sets,
         task=task,
         make_ledger=make_eval_ledger(plan, model, device),
-        details=make_details(plan, diagnostics),
+        details=make_details(plan, diagnostics, auxiliary, model_metrics=auxiliary.metric_keys),
         guard=diagnostics.best_effort("evaluation"),
         autocast=autocast,
         is_bytes=plan.config.data.tokenizer == "bytes",
