@@ -136,9 +136,7 @@ def one_step(rank: int, world: int, micros: int, kind: str, poison: float = 1.0)
     )
     tokens, targets = rows()
     share = len(LENGTHS) // (world * micros)
-    parts = [
-        slice(first, first + share) for first in range(rank * micros * share, (rank + 1) * micros * share, share)
-    ]
+    parts = [slice(first, first + share) for first in range(rank * micros * share, (rank + 1) * micros * share, share)]
     before = {name: whole(value) for name, value in model.named_parameters()}
     step.accumulate(1, [MicroBatch({"tokens": tokens[part]}, targets[part], None, {}) for part in parts])
     outcome = step.finish(step.launch(lr=1.0, stop=False, saved=False))

@@ -60,9 +60,9 @@ def loss_problem(output: Any, declared: Mapping[str, By], shape: Sequence[int], 
     """
     found: Mapping[str, Any] = getattr(output, "losses", None) or {}
     if unknown := sorted(found.keys() - declared.keys()):
-        return f"the loss {few(unknown)}, which the model's loss_keys do not name"
+        return f'the loss {few(unknown)}, which is not in its loss_keys: {{"{unknown[0]}": "tokens"}}, or "rows"'
     if missing := sorted(declared.keys() - found.keys() if needs_all else ()):
-        return f"no loss {few(missing)}, which its loss_keys name"
+        return f"no loss {few(missing)} in train(), which its loss_keys name"
     problems = (shape_problem(name, value, declared[name], shape) for name, value in found.items())
     return next(filter(None, problems), "")
 
@@ -93,7 +93,6 @@ class Auxiliary:
         self.is_on = bool(self.losses or self.metric_keys)
         self._declared = {name: each.by for name, each in self.losses.items() if each.function is None}
         self._guard = BestEffort("model")
-        self._tokens_per_row: Tensor | None = None
 
     def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
         """Find what a loss by rows is multiplied by, since the step divides by tokens. Every rank must call it.
@@ -110,16 +109,15 @@ class Auxiliary:
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
         """The loss of a micro-batch (`trainer.data.batch.MicroBatch`) with all its parts.
 
-        Losses by rows are among the parts alone where no window has begun, as in an evaluation, whose rows nobody has counted.
+        In an evaluation, without gradient, losses by rows are among the parts alone: nobody has counted its rows.
 
         Raises:
             UserError: the output has other losses than the model declares; a function of the user's own fails.
             ObjectiveError: one of the user's own has another shape.
         """
-        shape = micro.targets.shape
-        if problem := loss_problem(output, self._declared, shape, needs_all=result.loss_sum.requires_grad):
-            fix = 'set loss_keys = {"<name>": "tokens"} or "rows" on the model, and return all of them in train()'
-            raise UserError("model.target", f"its output has {problem}", fix)
+        shape, trains = micro.targets.shape, result.loss_sum.requires_grad
+        if problem := loss_problem(output, self._declared, shape, needs_all=trains):
+            raise UserError("model.target", f"it returns {problem}", "see docs/models.md#losses-and-metrics")
         mask = micro.targets != IGNORED  # [B, T]
         total, parts = result.loss_sum, dict(result.parts)
         found = {**(getattr(output, "losses", None) or {}), **self._of_functions(output, micro)}
@@ -131,7 +129,7 @@ class Auxiliary:
             term = each.weight * value.masked_fill(~applies, 0.0).sum()
             if each.by == "tokens":
                 total = total + term
-            elif self._tokens_per_row is not None:
+            elif trains:
                 total = total + term * self._tokens_per_row.to(term)
             parts[name] = Term(term.detach(), applies.sum())
         return replace(result, loss_sum=total, parts=parts, metrics=self._metrics(output))

@@ -18,7 +18,7 @@ from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
 from trainer.training.evaluator import EvalSet, Evaluator, OwnTask
 from trainer.training.setup.parts import autocast_context, make_dataset, make_eval_ledger, make_objective
-from trainer.training.setup.plan import Plan, make_auxiliary
+from trainer.training.setup.plan import Plan
 from trainer.training.step.details import StepDetails
 
 
@@ -77,6 +77,7 @@ def make_evaluator(
     model: nn.Module,
     cell_model: nn.Module,
     loss: Loss,
+    auxiliary: Auxiliary,
     info: RankInfo,
     device: torch.device,
     diagnostics: Diagnostics,
@@ -87,7 +88,6 @@ def make_evaluator(
     """The evaluator of a run. A task of the user's own gets `model`; a row is run through `cell_model`, which with
     `chunk_tokens` has no output layer."""
     table, autocast = plan.config.eval, autocast_context(plan.config, device)
-    auxiliary = make_auxiliary(plan.config.objective, model)
     task = None
     if table.target is not None:
         task = OwnTask(

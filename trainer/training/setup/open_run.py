@@ -192,7 +192,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
     run.schedule = make_schedule(config, plan.length)
     if config.eval.every:
         run.evaluator = make_evaluator(
-            plan, state.model, cell_model, run.loss, info, device, diagnostics, sets, most=run.strategy.most
+            plan, state.model, cell_model, run.loss, auxiliary, info, device, diagnostics, sets, most=run.strategy.most
         )
     if not config.micro_batches.is_constant:
         run.growth = importlib.import_module("trainer.extensions.batch_growth").BatchGrowth(
