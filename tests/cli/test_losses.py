@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,16 @@ def test_what_the_first_step_shows_ends_the_run(config, sets, message):
     code = 1 if "component" in message else 2
     _, said = trained(config, *sets, "model.contract=false", code=code)
     assert message in said, said
+
+
+def test_an_evaluation_of_a_checkpoint_has_the_losses_but_imports_no_code_unasked(config, capsys, monkeypatch):
+    own = "objective.losses={penalty={target='own_losses:penalty'}}"
+    run_dir = config.parent / "run"
+    train(config, run_dir, own, "eval.batches=1000", extra={"PYTHONPATH": str(config.parent)})
+    monkeypatch.chdir(config.parent)
+    refused = program(("eval", run_dir), capsys)
+    assert "objective.losses.penalty.target: the config in" in refused.stderr, refused.stderr
+    found = json.loads(program(("eval", run_dir, "--trust-code", "--json"), capsys).stdout)
+    logged = read_rows(run_dir / "metrics.jsonl")["eval", 6]
+    assert adds_up(logged, ("token_ce", "penalty"), prefix="eval_")
+    assert {key: found["metrics"][key] for key in logged} == pytest.approx(logged, rel=1e-5)

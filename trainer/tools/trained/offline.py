@@ -61,7 +61,7 @@ def evaluate_checkpoint(
     directory = Path(directory).absolute()
     with chdir(os.curdir):  # which the model's code may leave, and its config's paths are relative to
         saved = load_model(directory, step=step, device=device, tokenizer=tokenizer, trust_code=trust_code)
-    refuse_code(saved.config, directory, "data", "eval", trusted=trust_code)
+    refuse_code(saved.config, directory, "data", "eval", "objective", trusted=trust_code)
     if held_out:
         if sources:
             raise UserError("--held-out", "cannot be combined with --source", "evaluate the two one after the other")
