@@ -26,6 +26,8 @@ class Regular(nn.Module):
     def __init__(self, returned, **sizes):
         super().__init__()
         self.inner, self.returned = build(**sizes), returned
+        if returned == "metrics":
+            self.metric_keys = ["loss"]
         self.state_width, self.blocks, self.head = self.inner.state_width, self.inner.blocks, self.inner.head
     def forward(self, tokens, state=None, resets=None):
         output = self.inner(tokens, state, resets)
@@ -96,6 +98,7 @@ def test_losses_are_trained_on_and_reported_whatever_the_step_does(config, sets)
     pieces = 3 if "ledger.burn_in=4" in sets else 1
     assert [rows["train", step]["my/calls"] for step in (1, 3, 6)] == [2 * n * pieces for n in (1, 2, 3)]
     assert said.count("'my/unknown' is left out") == 1
+    assert "cross-entropy: energy with weight 0.5, size with weight 3, norm with weight 1" in said
     assert rows["train", 6]["objective/norm"] == pytest.approx(1.0, abs=0.1)  # weight 1 without an entry
 
 
@@ -135,6 +138,10 @@ def test_own_components_train_and_ranks_that_shard_the_model_report_the_same_num
         (
             ("objective.losses.own={target='own_losses:penalty'}", "objective.chunk_tokens=8"),
             "objective: losses.own may need logits",
+        ),
+        (
+            ("model.args.returned=metrics",),
+            "model.target: Regular.metric_keys is ['loss']; make it a tuple of names that",
         ),
         (("objective.losses.energy=-1",), "objective.losses.energy.weight: must be >= 0"),
         (("objective.losses.energy={by='rows'}",), "objective.losses.energy: args and by are those of a target"),

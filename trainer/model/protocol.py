@@ -39,9 +39,9 @@ class ModelOutput(NamedTuple):
     """Numbers to report, as `Run.record` takes them: those that `metric_keys` lists."""
 
 
-def extras_of(output: Any) -> tuple[Mapping[str, Tensor] | None, Mapping[str, Any] | None]:
+def extras_of(output: Any) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
     """Losses and metrics of an output, which need not have the fields."""
-    return getattr(output, "losses", None), getattr(output, "metrics", None)
+    return getattr(output, "losses", None) or {}, getattr(output, "metrics", None) or {}
 
 
 class SequenceModel(Protocol):

@@ -55,7 +55,7 @@ class Cellwise(nn.Module):
         self._stores_at = self._row - burn_in
         self._bounds = sorted({*range(0, self._row, cell), self._stores_at, self._row})
         self._recompute = recompute
-        self._guard = BestEffort("model")
+        self._leave_out = BestEffort("model").leave_out
 
     def forward(
         self,
@@ -86,7 +86,8 @@ class Cellwise(nn.Module):
             raise UserError("data", problem, "build rows of the seq_len that the source's target is given")
         if self._burn_in:
             state = self._burn(state, tokens_before, resets_before, continues, inputs)
-        logits, extras, stored = [], [], state
+        logits, losses, stored = [], [], state
+        metrics = Recorder(leave_out=self._leave_out)  # pieces count as so many micro-batches
         for start, stop in itertools.pairwise(self._bounds):
             piece = {name: _cut(value, tokens.shape, start, stop) for name, value in inputs.items()}
             output = self._run(tokens[:, start:stop], state, piece, is_last=stop == self._row)
@@ -94,42 +95,25 @@ class Cellwise(nn.Module):
             if stop == self._stores_at:
                 stored = state
             logits.append(output.logits)
-            extras.append(extras_of(output))
-        losses, metrics = zip(*extras, strict=True)
-        return ModelOutput(
-            torch.cat(logits, dim=1), stored, self._join_losses(losses, tokens.shape), self._join_metrics(metrics)
-        )
+            own, numbers = extras_of(output)
+            losses.append(own)
+            metrics.add(numbers)
+        joined = self._join(losses, len(tokens))
+        return ModelOutput(torch.cat(logits, dim=1), stored, joined, metrics.drain_metrics())
 
-    def _join_losses(
-        self, pieces: Sequence[Mapping[str, Tensor] | None], shape: torch.Size
-    ) -> dict[str, Tensor] | None:
-        """The losses of rows: [B, T], where [] counts for each token of its piece; [B], the mean over the tokens of a row."""
-        if not any(pieces):
-            return None
-        found, names = {}, (pieces[0] or {}).keys()
-        if any((each or {}).keys() != names for each in pieces):
+    def _join(self, pieces: Sequence[Mapping[str, Tensor]], rows: int) -> dict[str, Tensor]:
+        """The losses of whole rows: [B, T], where [] counts for each token of its piece; [B], the mean over a row's tokens."""
+        if any(each.keys() != pieces[0].keys() for each in pieces):
             problem = "the losses of its output are not the same in all cells of a row"
             raise UserError("model.target", problem, "return each of them in every call")
-        lengths = [stop - start for start, stop in itertools.pairwise(self._bounds)]
-        for name in names:
-            values = [(each or {})[name] for each in pieces]
-            if values[0].ndim == 1:
-                found[name] = torch.stack(
-                    [value * (n / self._row) for value, n in zip(values, lengths, strict=True)]
-                ).sum(0)
+        found, lengths = {}, [stop - start for start, stop in itertools.pairwise(self._bounds)]
+        for name, first in pieces[0].items():
+            values = [(each[name], length) for each, length in zip(pieces, lengths, strict=True)]
+            if first.ndim == 1:
+                found[name] = torch.stack([value * (length / self._row) for value, length in values]).sum(0)
             else:
-                expanded = [value.expand(shape[0], n) for value, n in zip(values, lengths, strict=True)]
-                found[name] = torch.cat(expanded, dim=1)
+                found[name] = torch.cat([value.expand(rows, length) for value, length in values], dim=1)
         return found
-
-    def _join_metrics(self, pieces: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-        """As of so many micro-batches."""
-        if not any(pieces):
-            return None
-        recorder = Recorder(leave_out=self._guard.leave_out)
-        for each in pieces:
-            recorder.add(each or {})
-        return recorder.drain_metrics()
 
     def _run(self, tokens: Tensor, state: Tensor | None, inputs: dict[str, Any], *, is_last: bool) -> Any:
         # The row's last piece is the first one that the backward needs: recomputing it would save nothing.

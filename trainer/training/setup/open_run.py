@@ -202,6 +202,9 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
             guard=diagnostics.best_effort("gns"),
             world_size=info.world_size,
         )
+    if auxiliary.losses:
+        weights = ", ".join(f"{name} with weight {each.weight:g}" for name, each in auxiliary.losses.items())
+        logger.info("losses beside the cross-entropy: %s", weights)
     run.extensions = _load_extensions(run, auxiliary)
     stack.callback(run.extensions.close)
     decides_every = config.micro_batches.auto.every if config.micro_batches.auto is not None else 0

@@ -20,6 +20,7 @@ from trainer.distributed.shards import Layout
 from trainer.distributed.strategy import layout_for, shard_units
 from trainer.errors import UserError
 from trainer.import_path import refuse_arguments, resolve_target, users_code
+from trainer.metrics.catalog.lookup import is_built_in
 from trainer.metrics.logger import get_logger
 from trainer.micro_batches import MicroBatches
 from trainer.model.families import DEFAULT, FAMILIES, Family
@@ -291,7 +292,11 @@ def make_auxiliary(table: ObjectiveTable, model: nn.Module) -> Auxiliary:
         function = resolve_target(each.target or "", key)
         refuse_arguments(function, each.target or "", {"output": 0, "micro": 0, **each.args}, key=key)
         found[name] = AuxiliaryLoss(each.by, each.weight, partial(function, **each.args))
-    return Auxiliary(found, getattr(model, "metric_keys", ()))
+    keys = getattr(model, "metric_keys", ())
+    if isinstance(keys, str) or any(map(is_built_in, keys)):
+        problem = f"{type(model).__name__}.metric_keys is {keys!r}"
+        raise UserError("model.target", problem, "make it a tuple of names that the trainer has no metric of")
+    return Auxiliary(found, keys)
 
 
 def family_of(table: ModelTable) -> Family:
