@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.examples import EXAMPLES, run_example
@@ -94,6 +95,28 @@ def test_own_parts_train_by_import_path(tmp_path):
     assert spoken.returncode == 0, spoken.stderr
     assert spoken.stdout.startswith("Iron, ")
     assert not list(own.glob("runs*")), "a run must not leave files among the examples"
+
+
+def test_a_balance_loss_keeps_the_experts_of_the_mixture_busy(tmp_path):
+    rows = {}
+    for weight in (0, 0.02):
+        config = [
+            "--config",
+            "experts.toml",
+            "--run-dir",
+            tmp_path / str(weight),
+            "--set",
+            f"objective.losses.balance={weight}",
+        ]
+        result = run(*config, "--steps", "60", cwd=EXAMPLES / "own_parts")
+        assert result.returncode == 0, result.stderr
+        rows[weight] = read_rows(tmp_path / str(weight) / "metrics.jsonl")
+    assert 0 < rows[0.02]["train", 60]["moe/router_entropy"] < 1.39
+    held_out = rows[0.02]["eval", 60]
+    assert held_out["eval_loss"] == pytest.approx(
+        held_out["eval_objective/token_ce"] + held_out["eval_objective/balance"]
+    )
+    assert held_out["eval_moe/max_share"] < 0.75 < rows[0]["eval", 60]["eval_moe/max_share"]
 
 
 def test_the_format_of_one_s_own_gives_the_column(monkeypatch):

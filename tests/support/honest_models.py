@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -284,6 +284,20 @@ class RouterLoss(Experts):
         return x, end
 
 
+class Losses(Experts):
+    """Returns losses and metrics, of which some mix all rows of the batch: that is no leak into logits or state."""
+
+    loss_keys: ClassVar = {"balance": "tokens", "spread": "rows", "each": "tokens"}
+    metric_keys = ("my/spread",)
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        output = super().forward(tokens, state)
+        p = self.router(self.embedding(tokens)).softmax(-1)  # [B, T, E]
+        shares = p.mean((0, 1))
+        losses = {"balance": shares.square().sum(), "spread": (p.mean(1) - shares).square().sum(1)}
+        return output._replace(losses={**losses, "each": (shares * p).sum(-1)}, metrics={"my/spread": p.std()})
+
+
 class RoundedLogits(Gru):
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
         output = super().forward(tokens, state)
@@ -426,6 +440,7 @@ HONEST: dict[str, Callable[[], nn.Module]] = {
     "dropout everywhere": DropoutGru,
     "experts": Experts,
     "experts whose router keeps its loss": RouterLoss,
+    "losses that mix rows": Losses,
     "logits in bf16": RoundedLogits,
     "state in bf16": RoundedState,
     "scan in log space": LogSpaceScan,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from trainer.config.base import (
     PLAIN_NAME,
+    SOURCE_NAME,
     WEB_ADDRESS,
     Amount,
     Args,
@@ -153,6 +154,34 @@ class CoordTable(Table):
     """Factor of this component in the loss."""
 
 
+class LossTable(Table):
+    """`[objective] losses`: one loss beside the cross-entropy (docs/models.md#losses-and-metrics); a number is its weight."""
+
+    weight: Factor = 1.0
+    """Factor in the objective; 0: computed and not trained on."""
+    target: ImportPath | None = None
+    """Import path of your own `(*, output, micro, **args)`; absent: a loss of the model's output."""
+    by: Literal["tokens", "rows"] = "tokens"
+    """With target: the mean over target tokens, or over rows."""
+    args: Args = {}
+    """Keyword arguments of target."""
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> LossTable:
+        if self.target is None and (self.args or self.by != "tokens"):
+            raise ValueError("args and by are those of a target; a model says the latter in its loss_keys")
+        return self
+
+
+def _weight_alone(value: Any) -> Any:
+    """A number is short for a table."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return {"weight": float(value)} if is_number else value
+
+
+Loss = Annotated[LossTable, BeforeValidator(_weight_alone, json_schema_input_type=Factor | LossTable)]
+
+
 class ObjectiveTable(Table):
     """`[objective]`: the loss."""
 
@@ -163,6 +192,15 @@ class ObjectiveTable(Table):
     coord: CoordTable | None = None
     chunk_tokens: WholeNumber = 0
     """Compute the loss in chunks of this many tokens to save memory; 0: at once."""
+    losses: dict[Annotated[str, Field(pattern=SOURCE_NAME)], Loss] = {}
+    """Name -> weight of a loss of the model's output (1 without an entry), or the table of one of your own."""
+
+    @model_validator(mode="after")
+    def _has_what_losses_need(self) -> ObjectiveTable:
+        own = [name for name, each in self.losses.items() if each.target is not None]
+        if own and self.chunk_tokens:
+            raise ValueError(f"losses.{own[0]} may need logits, which never exist together: set chunk_tokens to 0")
+        return self
 
 
 class OptimizerGroupTable(Table):

@@ -42,11 +42,11 @@ def check_carry(trial: Trial) -> Verdict:
     if not trial.width:
         # `carry_flat` found no state in what forward returned.
         is_lost = hasattr(model, "state_layout") and "state" in inspect.signature(model.forward).parameters
-        return (
-            Verdict("carry", "broken", RETURNS_NONE)
-            if is_lost
-            else untestable("carry", getattr(model, "why_stateless", NO_STATE))
-        )
+        if is_lost:
+            return Verdict("carry", "broken", RETURNS_NONE)
+        why = getattr(model, "why_stateless", "")  # a context, or no argument: there is nothing to carry
+        has_none = not why or "grows with every token" in why or "takes no state" in why
+        return untestable("carry", ": ".join(filter(None, [NO_STATE * has_none, why])))
     if not trial.takes_cells:
         text = f"the model takes rows of {trial.cell} tokens and no longer ones, which its cells could be compared with"
         return untestable("carry", text)

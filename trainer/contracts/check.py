@@ -178,7 +178,7 @@ def _check_forward(subject: Subject, vocab_size: int, seq_len: int, takes_resets
             casts = width and subject.dtype in LOW
             hint = f"; states are {dtype_name(subject.ledger_dtype)}, which the model has to cast" if casts else ""
             return f"its forward fails{where} with tokens {list(tokens.shape)} and state {state}: {text}{hint}"
-        if problem := _mismatch(output, seq_len, vocab_size, width):
+        if problem := _mismatch(output, seq_len, vocab_size, width) or _loss_mismatch(model, output, seq_len):
             return f"its forward returns{where} {problem}{_place_of_forward(model)}"
     return ""
 
@@ -198,6 +198,15 @@ def _mismatch(output: Any, length: int, vocab_size: int, width: int) -> str:
     if state == [1, width] and not output.state.is_floating_point():
         return f"a state of {dtype_name(output.state.dtype)}: leave out state_width, and it is carried exactly"
     return f"a state {state} for one row, not [1, {width}], its state_width" if state != [1, width] else ""
+
+
+def _loss_mismatch(model: nn.Module, output: Any, length: int) -> str:
+    """What is wrong with the losses for one row. What they depend on is not judged: a balance loss may mix rows."""
+    if not hasattr(model, "loss_keys") and not getattr(output, "losses", None):
+        return ""
+    from trainer.objective.auxiliary import declared_losses, loss_problem  # of models that are written like this alone
+
+    return loss_problem(output, declared_losses(model), (1, length), needs_all=model.training)
 
 
 def _place_of_forward(model: nn.Module) -> str:

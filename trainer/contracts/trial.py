@@ -98,7 +98,7 @@ class Report:
     def unchecked(self) -> list[Verdict]:
         """`causality` and, of a model with a state, `carry`, where they could not be judged."""
         main = (self["causality"], self["carry"])
-        return [v for v in main if v.status == "not testable here" and v.text != NO_STATE]
+        return [v for v in main if v.status == "not testable here" and not v.text.startswith(NO_STATE)]
 
     def __getitem__(self, check: str) -> Verdict:
         return next(verdict for verdict in self.verdicts if verdict.check == check)

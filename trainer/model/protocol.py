@@ -6,7 +6,7 @@ A model's own nest of tensors becomes the one row of numbers per group that the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -32,6 +32,17 @@ class ModelOutput(NamedTuple):
     """The state after each row's last position, [B, state_width]; None from a model without state. A model without
     `state_width` may return any nest of tensors [B, ...], see `carry_flat`."""
 
+    losses: Mapping[str, Tensor] | None = None
+    """Auxiliary losses, which are trained on too: those that `loss_keys` declares."""
+
+    metrics: Mapping[str, Any] | None = None
+    """Numbers to report, as `Run.record` takes them: those that `metric_keys` lists."""
+
+
+def extras_of(output: Any) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """Losses and metrics of an output, which need not have the fields."""
+    return getattr(output, "losses", None) or {}, getattr(output, "metrics", None) or {}
+
 
 class SequenceModel(Protocol):
     """A `torch.nn.Module` that predicts the next token and may carry a state from one cell of a group to the next.
@@ -42,8 +53,8 @@ class SequenceModel(Protocol):
     Required: a `torch.nn.Module` with `state_width` and a `forward` that takes `tokens` and `state` by name and returns
     an object with `.logits` and `.state`. Without `state_width`, `carry_flat` finds it and lets a state
     be any nest of tensors; `[model] target` and `family` do. Optional: `flops_per_token` (without it no MFU is
-    logged), `resets`, which is passed only with `data.pack = true`, and `shard_units()`, the modules that FSDP gathers one by
-    one. `train check` runs one forward pass.
+    logged), `resets`, which is passed only with `data.pack = true`, `shard_units()`, the modules that FSDP gathers one by one,
+    and `loss_keys` and `metric_keys`, the names of the output's losses and metrics. `train check` runs one forward pass.
     """
 
     state_width: int
@@ -239,4 +250,4 @@ def _return_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         given = args[1] if len(args) > 1 else kwargs.get("state")
         when = f"in {'train' if model.training else 'eval'}(), {'from no' if given is None else 'when given a'} state"
         raise ValueError(f"it returns no state {when}; in eval(), from none, it returns {layout}")
-    return ModelOutput(output.logits, layout.flatten(output.state))
+    return ModelOutput(output.logits, layout.flatten(output.state), *extras_of(output))

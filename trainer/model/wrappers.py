@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import UserError
+from trainer.metrics.aggregate import Recorder
+from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
-from trainer.model.protocol import ModelOutput
+from trainer.model.protocol import ModelOutput, extras_of
 
 logger = get_logger(__name__)
 
@@ -52,6 +55,7 @@ class Cellwise(nn.Module):
         self._stores_at = self._row - burn_in
         self._bounds = sorted({*range(0, self._row, cell), self._stores_at, self._row})
         self._recompute = recompute
+        self._leave_out = BestEffort("model").leave_out
 
     def forward(
         self,
@@ -82,7 +86,8 @@ class Cellwise(nn.Module):
             raise UserError("data", problem, "build rows of the seq_len that the source's target is given")
         if self._burn_in:
             state = self._burn(state, tokens_before, resets_before, continues, inputs)
-        logits, stored = [], state
+        logits, losses, stored = [], [], state
+        metrics = Recorder(leave_out=self._leave_out)  # pieces count as so many micro-batches
         for start, stop in itertools.pairwise(self._bounds):
             piece = {name: _cut(value, tokens.shape, start, stop) for name, value in inputs.items()}
             output = self._run(tokens[:, start:stop], state, piece, is_last=stop == self._row)
@@ -90,7 +95,25 @@ class Cellwise(nn.Module):
             if stop == self._stores_at:
                 stored = state
             logits.append(output.logits)
-        return ModelOutput(torch.cat(logits, dim=1), stored)
+            own, numbers = extras_of(output)
+            losses.append(own)
+            metrics.add(numbers)
+        joined = self._join(losses, len(tokens))
+        return ModelOutput(torch.cat(logits, dim=1), stored, joined, metrics.drain_metrics())
+
+    def _join(self, pieces: Sequence[Mapping[str, Tensor]], rows: int) -> dict[str, Tensor]:
+        """The losses of whole rows: [B, T], where [] counts for each token of its piece; [B], the mean over a row's tokens."""
+        if any(each.keys() != pieces[0].keys() for each in pieces):
+            problem = "the losses of its output are not the same in all cells of a row"
+            raise UserError("model.target", problem, "return each of them in every call")
+        found, lengths = {}, [stop - start for start, stop in itertools.pairwise(self._bounds)]
+        for name, first in pieces[0].items():
+            values = [(each[name], length) for each, length in zip(pieces, lengths, strict=True)]
+            if first.ndim == 1:
+                found[name] = torch.stack([value * (length / self._row) for value, length in values]).sum(0)
+            else:
+                found[name] = torch.cat([value.expand(rows, length) for value, length in values], dim=1)
+        return found
 
     def _run(self, tokens: Tensor, state: Tensor | None, inputs: dict[str, Any], *, is_last: bool) -> Any:
         # The row's last piece is the first one that the backward needs: recomputing it would save nothing.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from trainer.arrays import IGNORED
 from trainer.errors import UserError
+
+COMPONENTS = ("token_ce", "z_loss", "coord")
+"""Names of all components."""
 
 
 class ObjectiveError(RuntimeError):
@@ -37,7 +41,7 @@ class Term(NamedTuple):
     """Summand of the loss sum: a scalar, float32 or wider, the component's weight included."""
 
     num_tokens: Tensor
-    """Number of tokens that it applies to: a scalar, int64."""
+    """Number of tokens (of a loss by rows, of rows) that it applies to: a scalar, int64."""
 
 
 class Prepared(NamedTuple):
@@ -157,6 +161,9 @@ class ObjectiveOutput:
 
     is_correct: Tensor
     """Whether the most likely token is the target, bool [B, T], False where masked."""
+
+    metrics: Mapping[str, Any] | None = None
+    """Those of the model's output."""
 
     @property
     def num_correct(self) -> Tensor:

@@ -44,7 +44,7 @@ from trainer.training.setup.parts import (
     model_and_loss,
     shard_model,
 )
-from trainer.training.setup.plan import Plan, width_of
+from trainer.training.setup.plan import Plan, make_auxiliary, width_of
 from trainer.training.setup.plausible import ledger_bytes
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import TrainStep
@@ -294,6 +294,7 @@ def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
         model=strategy.wrap(row_model, model),
         ledger=None,  # its states are counted by their number; a model without one makes as many zeros as are looked up
         objective=loss,
+        auxiliary=make_auxiliary(config.objective, model),
         optimizer=build_optimizer(model, config.optimizer),
         gns=gns,
         scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of

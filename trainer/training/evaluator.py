@@ -23,6 +23,8 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import Moments, reduce_over_ranks
 from trainer.metrics.best_effort import BestEffort, as_number, checked
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
+from trainer.model.protocol import ModelOutput, extras_of
+from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
 from trainer.training.step.details import StepDetails
 
@@ -98,6 +100,13 @@ class EvalSet(NamedTuple):
     """None: all of it."""
 
 
+def row_of(output: Any, row: int) -> ModelOutput:
+    """One row's logits, losses and metrics, [1, ...]. A loss or metric [] is of all rows."""
+    losses, metrics = extras_of(output)
+    own = {name: value[row : row + 1] if value.ndim else value for name, value in (losses or {}).items()}
+    return ModelOutput(output.logits[row : row + 1], None, own, metrics)
+
+
 def _by_document(sums: Sequence[tuple[int, Tensor]], num: int) -> NDArray[np.float64]:
     """The sum of each document's rows on this rank, [num]. Waits for the device."""
     values = torch.stack([value for _, value in sums]).cpu().numpy() if sums else np.zeros(0)
@@ -161,6 +170,7 @@ class Evaluator:
     accepted: frozenset[str] | None
     """The inputs that it takes; None: any."""
     objective: Loss
+    auxiliary: Auxiliary
     sets: Sequence[EvalSet]
     task: OwnTask | None = None
     make_ledger: Callable[[], Ledger] | None
@@ -244,14 +254,16 @@ class Evaluator:
         with self.autocast():
             output = self.model(**micro.inputs, state=state)
             if sample is None:
-                self.guard.run(self.details.add, micro, self.objective(output.logits, micro.targets, meta=micro.meta))
+                result = self.objective(output.logits, micro.targets, meta=micro.meta)
+                self.guard.run(self.details.add, micro, self.auxiliary(result, output, micro))
             else:
                 assert carry is not None
                 for row, group in enumerate(carry.group_ids.tolist()):
                     if (document := sample.groups.get(group)) is None:  # a masked row
                         continue
-                    part = micro.rows(slice(row, row + 1))
-                    result = self.objective(output.logits[row : row + 1], part.targets, meta=micro.meta)
+                    part, own = micro.rows(slice(row, row + 1)), row_of(output, row)
+                    result = self.objective(own.logits, part.targets, meta=micro.meta)
+                    result = self.auxiliary(result, own, part)
                     self.guard.run(self.details.add, part, result, float(sample.weights[document]))
                     sums.append((document, result.loss_sum.double()))
         if ledger is not None and carry is not None and output.state is not None:
@@ -261,6 +273,7 @@ class Evaluator:
         cross_entropy = reduced.get("objective/token_ce")
         if cross_entropy is None:
             return {}
+        reduced["loss"] += sum(reduced.get(key, 0.0) for key in self.auxiliary.by_rows)
         # Beyond 700 exp overflows a float64, and such a model has learnt nothing anyway.
         if cross_entropy < 700:
             reduced["perplexity"] = math.exp(cross_entropy)

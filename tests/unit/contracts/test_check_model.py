@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, NestedLstm, Parity, RouterLoss
+from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, Losses, NestedLstm, Parity, RouterLoss
 from tests.support.mutant_models import MUTANTS, DropState
 from trainer.contracts import CHECKS, ContractError, check_model
 from trainer.contracts.subject import copy_model
@@ -54,6 +54,21 @@ def test_an_honest_model_is_not_convicted(name, dtype):
     if getattr(model, "state_width", 1):
         assert report["carry"].status == "held", report
         assert report["gradient"].status == "held", report
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"balance": "tokens", "spread": "rows"}, 'the loss each, which is not in its loss_keys: {"each": "tokens"}'),
+        (Losses.loss_keys | {"other": "rows"}, "no loss other in train(), which its loss_keys name"),
+        (Losses.loss_keys | {"each": "rows"}, "the loss each by rows with the shape [1, 64], not [1]"),
+        (Losses.loss_keys | {"spread": "tokens"}, "the loss spread by tokens with the shape [1], not [1, 64] or []"),
+    ],
+)
+def test_losses_that_are_not_as_the_model_declares_them_break_its_forward(keys, said):
+    model = made(Losses)
+    model.loss_keys = keys
+    assert said in check_model(model, vocab_size=VOCAB)["forward"].text
 
 
 def test_a_discrete_state_counts_as_used_whatever_the_draw():

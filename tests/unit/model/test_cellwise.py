@@ -123,6 +123,51 @@ def test_recomputing_keeps_the_activations_of_one_cell():
     assert saved_bytes(Cellwise(model, cell=CELL, cells=8, recompute=True), rows) < 2 * of_a_cell
 
 
+class Penalized(nn.Module):
+    """Has a loss of each shape, of the state too, and a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build(VOCAB, dim=8, num_layers=2).double()
+        self.state_width = self.inner.state_width
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
+        output = self.inner(tokens, state)
+        squares = output.logits.square().mean(-1)  # [B, T]
+        losses = {"tokens": squares, "rows": squares.mean(1), "all": self.inner.norm.weight.square().mean()}
+        return output._replace(losses=losses, metrics={"my/tokens": tokens.shape[1]})
+
+
+@pytest.mark.parametrize("burn_in", [0, 3])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_losses_of_a_row_are_those_of_its_pieces_together(burn_in, recompute):
+    torch.manual_seed(0)
+    model, (tokens, *_) = Penalized(), make_rows(3 * CELL, 3 * CELL, has_resets=False)
+    cut = Cellwise(model, cell=CELL, cells=3, burn_in=burn_in, recompute=recompute)
+    before = {"tokens_before": tokens[:, :CELL], "continues": torch.zeros(ROWS, dtype=torch.bool)} if burn_in else {}
+    outputs = [model(tokens, torch.zeros(ROWS, model.state_width).double()), cut(tokens, **before)]
+    assert [set(output.losses) for output in outputs] == [{"tokens", "rows", "all"}] * 2
+    assert outputs[1].metrics == {"my/tokens": 3 * CELL / (4 if burn_in else 3)}  # a gauge: the mean over the pieces
+    weights = torch.rand(ROWS, 3 * CELL).double()
+    found = []
+    for output in outputs:
+        shaped = output.losses | {"all": output.losses["all"].expand(weights.shape)}
+        loss = torch.stack([(each * (weights if each.ndim == 2 else weights[:, 0])).sum() for each in shaped.values()])
+        found.append([loss.detach(), *torch.autograd.grad(loss.sum(), list(model.parameters()), allow_unused=True)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+
+
+def test_losses_that_only_some_cells_have_are_refused():
+    class Own(nn.Module):
+        def forward(self, tokens, state):
+            losses = {"first": torch.ones(())} if not tokens[0, 0] else None
+            return ModelOutput(tokens[..., None].float(), torch.zeros(len(tokens), 1), losses)
+
+    with pytest.raises(UserError, match="not the same in all cells of a row"):
+        Cellwise(Own(), cell=2, cells=2)(torch.arange(4)[None])
+
+
 def test_inputs_over_time_are_cut_and_others_are_not():
     seen = []
 

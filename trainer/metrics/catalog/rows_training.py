@@ -143,7 +143,7 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="nats/token",
         group="Objective",
         title="Objective component",
-        description="One component of the loss, with its weight, per token that it applies to.",
+        description="One component of the loss, with its weight, per token (or row) that it applies to.",
         healthy="Falls, or stays relatively small.",
         pathological="A regularizer outgrows the cross-entropy.",
     ),

@@ -22,7 +22,7 @@ from trainer.tools.trained.saved_model import load_model, refuse_code
 from trainer.training.evaluator import EvalSet
 from trainer.training.setup.evaluation import ALL, eval_sets, make_evaluator
 from trainer.training.setup.parts import model_and_loss
-from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.setup.plan import Plan, make_auxiliary, make_plan
 from trainer.training.setup.plausible import trained_on
 from trainer.training.setup.sources import resolve_eval_sources, resolve_sources
 from trainer.wording import counted, few
@@ -60,7 +60,7 @@ def evaluate_checkpoint(
     directory = Path(directory).absolute()
     with chdir(os.curdir):  # which the model's code may leave, and its config's paths are relative to
         saved = load_model(directory, step=step, device=device, tokenizer=tokenizer, trust_code=trust_code)
-    refuse_code(saved.config, directory, "data", "eval", trusted=trust_code)
+    refuse_code(saved.config, directory, "data", "eval", "objective", trusted=trust_code)
     if held_out:
         if sources:
             raise UserError("--held-out", "cannot be combined with --source", "evaluate the two one after the other")
@@ -74,7 +74,10 @@ def evaluate_checkpoint(
     info, diagnostics = RankInfo(), Diagnostics()
     cell_model, loss = model_and_loss(saved.model, plan.config, device)
     announced = [_announced(each) for each in eval_sets(plan, info, device)]
-    evaluator = make_evaluator(plan, saved.model, cell_model, loss, info, device, diagnostics, announced, most=int)
+    auxiliary = make_auxiliary(plan.config.objective, saved.model)
+    evaluator = make_evaluator(
+        plan, saved.model, cell_model, loss, auxiliary, info, device, diagnostics, announced, most=int
+    )
     found = evaluator.run(saved.step or 0)
     if not found:
         raise UserError(str(directory), "gave no number", "; ".join(diagnostics.summary()) or "look at the data")

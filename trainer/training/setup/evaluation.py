@@ -28,6 +28,7 @@ from trainer.hashing import keyed_generator
 from trainer.import_path import resolve_target
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
+from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
 from trainer.training.evaluator import EvalSet, Evaluator, OwnTask, Sample
 from trainer.training.setup.parts import autocast_context, make_dataset, make_eval_ledger, make_objective
@@ -222,13 +223,21 @@ def _copy(
     return OpenStream(stream, TokenTable(table.tokens, begins, first * seq_len + tokens), groups, seq_len, 0)
 
 
-def make_details(plan: Plan, diagnostics: Diagnostics, *, bytes_of: torch.Tensor | None = None) -> StepDetails:
+def make_details(
+    plan: Plan,
+    diagnostics: Diagnostics,
+    auxiliary: Auxiliary,
+    *,
+    model_metrics: Sequence[str] = (),
+    bytes_of: torch.Tensor | None = None,
+) -> StepDetails:
     """What is collected beside the loss, of logged steps and of evaluations."""
     objective, is_by_source = plan.config.objective, plan.config.metrics.per_source
     modalities = {stream.modality for source in plan.sources for stream in source.streams}
     return StepDetails(
-        make_objective(objective).components,
+        [*make_objective(objective).components, *auxiliary.losses],
         token_types=plan.tokenizer.token_type_names if objective.token_types else (),
+        model_metrics=model_metrics,
         sources=[source.name for source in plan.sources] if is_by_source else (),
         modalities=sorted(modalities) if is_by_source else (),
         diagnostics=diagnostics,
@@ -241,6 +250,7 @@ def make_evaluator(
     model: nn.Module,
     cell_model: nn.Module,
     loss: Loss,
+    auxiliary: Auxiliary,
     info: RankInfo,
     device: torch.device,
     diagnostics: Diagnostics,
@@ -270,10 +280,17 @@ def make_evaluator(
         model=cell_model,
         accepted=accepted_inputs(model),
         objective=loss,
+        auxiliary=auxiliary,
         sets=sets,
         task=task,
         make_ledger=make_eval_ledger(plan, model, device),
-        details=make_details(plan, diagnostics, bytes_of=None if sizes is None else torch.from_numpy(sizes).to(device)),
+        details=make_details(
+            plan,
+            diagnostics,
+            auxiliary,
+            model_metrics=auxiliary.metric_keys,
+            bytes_of=None if sizes is None else torch.from_numpy(sizes).to(device),
+        ),
         guard=diagnostics.best_effort("evaluation"),
         autocast=autocast,
         most=most,

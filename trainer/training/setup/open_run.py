@@ -29,6 +29,7 @@ from trainer.metrics.catalog.spec import RankReduction
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
+from trainer.objective.auxiliary import Auxiliary
 from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
 from trainer.training.checkpointing.saver import Saver
@@ -48,10 +49,10 @@ from trainer.training.setup.parts import (
     model_and_loss,
     refuse_bypassed_units,
 )
-from trainer.training.setup.plan import Plan, begin_from_weights
+from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
 from trainer.training.setup.record import begin_record, open_record, place_run, say_rate_change
 from trainer.training.signals import StopRequest, say_stopping
-from trainer.training.step.details import LoggedDetails
+from trainer.training.step.details import LoggedDetails, ModelMetrics
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.training.step.step import TrainStep
 from trainer.wording import few
@@ -91,6 +92,7 @@ def open_run(
     state = _open_state(plan, info, device, strategy, stack)
     with raise_on_all_ranks(world_size=info.world_size):
         sets = eval_sets(plan, info, device)
+        auxiliary = make_auxiliary(plan.config.objective, state.model)
         if found is None:
             begin_from_weights(plan, state.model)
             position = Position.of(state)
@@ -106,7 +108,7 @@ def open_run(
     run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop, found is not None)
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
     open_record(run, found, data.change, stack, config_path=launch.config_path, stdout=launch.stdout)
-    _open_parts(run, sets, stack)
+    _open_parts(run, sets, auxiliary, stack)
     if found is not None:
         with loading(found[0], "extensions"):
             run.extensions.load_state_dict(found[1]["extensions"])
@@ -154,7 +156,7 @@ def _start_mirror(claimed: Any, run: Run, after_group: ExitStack) -> Callable[[P
     return retain
 
 
-def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack) -> None:
+def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: ExitStack) -> None:
     """Start reading and the watchdog, and make what steps, measures and evaluates. Every rank must call it."""
     plan, config, state, position = run.plan, run.config, run.state, run.position
     info, device, diagnostics = run.info, run.device, run.diagnostics
@@ -190,7 +192,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack) -> None:
     run.schedule = make_schedule(config, plan.length)
     if config.eval.every:
         run.evaluator = make_evaluator(
-            plan, state.model, cell_model, run.loss, info, device, diagnostics, sets, most=run.strategy.most
+            plan, state.model, cell_model, run.loss, auxiliary, info, device, diagnostics, sets, most=run.strategy.most
         )
     if not config.micro_batches.is_constant:
         run.growth = importlib.import_module("trainer.extensions.batch_growth").BatchGrowth(
@@ -200,7 +202,10 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack) -> None:
             guard=diagnostics.best_effort("gns"),
             world_size=info.world_size,
         )
-    run.extensions = _load_extensions(run)
+    if auxiliary.losses:
+        weights = ", ".join(f"{name} with weight {each.weight:g}" for name, each in auxiliary.losses.items())
+        logger.info("losses beside the cross-entropy: %s", weights)
+    run.extensions = _load_extensions(run, auxiliary)
     stack.callback(run.extensions.close)
     decides_every = config.micro_batches.auto.every if config.micro_batches.auto is not None else 0
     run.periods = (run.extensions.periods | {config.eval.every, config.checkpoint.every, decides_every}) - {0}
@@ -208,6 +213,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack) -> None:
         model=step_model,
         ledger=state.ledger,
         objective=run.loss,
+        auxiliary=auxiliary,
         optimizer=state.optimizer,
         gns=state.gns,
         scaler=state.scaler,
@@ -227,7 +233,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], stack: ExitStack) -> None:
     run.operations = agreed_operations(keys, info)
 
 
-def _load_extensions(run: Run) -> Extensions:
+def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
     """The extensions that the config asks for. One that is off is not imported."""
     config = run.config
     shows_bar = run.info.is_main and sys.stderr.isatty()
@@ -240,7 +246,10 @@ def _load_extensions(run: Run) -> Extensions:
         "profile": (run.info.is_main and config.metrics.profile, "profile:StepProfile"),
         "progress": (shows_bar, "progress:ProgressBar"),
     }
-    found: dict[str, Extension] = {"step_details": LoggedDetails(run, make_details(run.plan, run.diagnostics))}
+    details = make_details(run.plan, run.diagnostics, auxiliary)
+    found: dict[str, Extension] = {"step_details": LoggedDetails(run, details)}
+    if auxiliary.metric_keys:
+        found["model metrics"] = ModelMetrics(run, auxiliary.metric_keys)
     for name, (is_on, target) in asked.items():
         if is_on:
             try:

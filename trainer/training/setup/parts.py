@@ -28,7 +28,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.ledger.snapshot import Owners
 from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
-from trainer.model.protocol import ModelOutput
+from trainer.model.protocol import ModelOutput, extras_of
 from trainer.model.wrappers import (
     Cellwise,
     Headless,
@@ -309,7 +309,7 @@ def _prepared_units(model: nn.Module, config: RunConfig) -> Sequence[nn.Module]:
 
 def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """FSDP looks for tensors in tuples, lists and dicts alone; a model may return any object with the fields."""
-    return output if isinstance(output, tuple) else ModelOutput(output.logits, output.state)
+    return output if isinstance(output, tuple) else ModelOutput(output.logits, output.state, *extras_of(output))
 
 
 def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.device, *, seq_len: int) -> None:

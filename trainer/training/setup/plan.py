@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,28 @@ import torch
 from torch import nn
 
 from trainer.config.rules import Facts, check_rules
-from trainer.config.schema import ModelTable, RunConfig
+from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import Layout
 from trainer.distributed.strategy import layout_for, shard_units
 from trainer.errors import UserError
 from trainer.import_path import refuse_arguments, resolve_target, users_code
+from trainer.metrics.catalog.lookup import is_built_in
 from trainer.metrics.logger import get_logger
 from trainer.micro_batches import MicroBatches
 from trainer.model.families import DEFAULT, FAMILIES, Family
 from trainer.model.protocol import carry_flat
 from trainer.model.weights import check_fit, load_weights, read_weights
 from trainer.model.wrappers import output_layer, recompute_blocks
+from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss, declared_losses
+from trainer.objective.loss import COMPONENTS
 from trainer.storage import is_url
 from trainer.training.setup.plausible import doubts, unmet_needs
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.optimizer import check_optimizer
 from trainer.training.step.schedule import Length, make_schedule
+from trainer.wording import few
 
 logger = get_logger(__name__)
 
@@ -126,6 +130,7 @@ class Plan:
         check_optimizer(model, self.config.optimizer)
         if self.config.objective.chunk_tokens:
             output_layer(model)
+        make_auxiliary(self.config.objective, model)
         if self.config.train.activation_checkpointing == "block":
             recompute_blocks(model)
         if self.layout is not None:
@@ -265,6 +270,33 @@ def build_model(table: ModelTable, vocab_size: int, *, seq_len: int | None = Non
             carry_flat(model, lengths=() if seq_len is None else (seq_len,))
     built: nn.Module = model
     return built
+
+
+def make_auxiliary(table: ObjectiveTable, model: nn.Module) -> Auxiliary:
+    """The losses and metrics of a model's output, and the losses of `[objective.losses]`.
+
+    Raises:
+        UserError: a loss that is named does not exist, or a name is taken.
+    """
+    declared, losses = declared_losses(model), table.losses
+    own = [name for name, each in losses.items() if each.target is not None]
+    if taken := sorted({*own, *declared} & set(COMPONENTS) | set(own) & declared.keys()):
+        raise UserError(f"objective.losses.{taken[0]}", "another loss has this name", "choose another one")
+    if unknown := sorted(losses.keys() - declared.keys() - set(own)):
+        problem = f"the model has no such loss; its loss_keys are {few(sorted(declared)) or 'empty'}"
+        fix = "name one of them, or set loss_keys on the model (docs/models.md#losses-and-metrics), or a target here"
+        raise UserError(f"objective.losses.{unknown[0]}", problem, fix)
+    found = {name: AuxiliaryLoss(by, losses[name].weight if name in losses else 1.0) for name, by in declared.items()}
+    for name in own:
+        each, key = losses[name], f"objective.losses.{name}"
+        function = resolve_target(each.target or "", key)
+        refuse_arguments(function, each.target or "", {"output": 0, "micro": 0, **each.args}, key=key)
+        found[name] = AuxiliaryLoss(each.by, each.weight, partial(function, **each.args))
+    keys = getattr(model, "metric_keys", ())
+    if isinstance(keys, str) or any(map(is_built_in, keys)):
+        problem = f"{type(model).__name__}.metric_keys is {keys!r}"
+        raise UserError("model.target", problem, "make it a tuple of names that the trainer has no metric of")
+    return Auxiliary(found, keys)
 
 
 def family_of(table: ModelTable) -> Family:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.arrays import IGNORED
 from trainer.data.batch import MicroBatch
-from trainer.metrics.aggregate import SumCount
+from trainer.metrics.aggregate import Recorder, Reported, SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
 from trainer.objective.loss import ObjectiveOutput, TokenTypeMismatch, token_type_sums
 from trainer.training.extension import Extension
@@ -29,6 +29,7 @@ class StepDetails:
     Args:
         components: names of the loss's components.
         token_types: names of the token types; empty: no losses by token type.
+        model_metrics: names of the metrics of the model's output.
         sources, modalities: labels whose losses are reported; other labels, which a data set of one's own may make up, are
             left out.
         bytes_of: bytes of text that each token id stands for, integers [V], on the device; None: no bits per byte.
@@ -40,6 +41,7 @@ class StepDetails:
         components: Iterable[str],
         *,
         token_types: Sequence[str] = (),
+        model_metrics: Sequence[str] = (),
         sources: Collection[str] = (),
         modalities: Collection[str] = (),
         bytes_of: Tensor | None = None,
@@ -52,10 +54,13 @@ class StepDetails:
         self._label_guard = diagnostics.best_effort("per_source")
         self._sums: dict[str, SumCount] = {}
         self._weight = 1.0
+        self._has_model_metrics = bool(model_metrics)
+        self._model_metrics = Recorder(leave_out=diagnostics.best_effort("model").leave_out)
         self.metric_keys: tuple[str, ...] = (
             "loss",
             "accuracy",
             *(("bits_per_byte",) if bytes_of is not None else ()),
+            *model_metrics,
             *(f"objective/{name}" for name in components),
             *(f"token_type/{name}/{what}" for name in token_types for what in ("loss", "accuracy")),
             *(f"{kind}/{name}/loss" for kind, (_, names) in self._labels.items() for name in names),
@@ -72,16 +77,18 @@ class StepDetails:
             num_bytes = self._bytes_of[micro.targets.clamp(min=0)].masked_fill(micro.targets == IGNORED, 0)
             nats = result.token_loss.masked_fill(num_bytes == 0, 0.0).sum().double()  # marks are no text
             self._put("bits_per_byte", nats / math.log(2), num_bytes.sum())
+        if self._has_model_metrics:
+            self._model_metrics.add(result.metrics or {})
         if self._token_types and "token_types" in micro.extras:
             self._token_type_guard.run(self._add_token_types, micro, result)
         for kind, (extra, names) in self._labels.items():
             if names and (labels := micro.extras.get(extra)):
                 self._label_guard.run(self._add_labels, kind, names, labels, micro, result)
 
-    def drain_metrics(self) -> dict[str, SumCount]:
+    def drain_metrics(self) -> dict[str, Reported]:
         """The sums since the last drain, by catalog key."""
         drained, self._sums = self._sums, {}
-        return drained
+        return {**drained, **self._model_metrics.drain_metrics()}
 
     def _put(self, key: str, total: Tensor, count: Tensor) -> None:
         if self._weight != 1.0:
@@ -127,6 +134,20 @@ class LoggedDetails(Extension):
         """Take in one micro-batch."""
         self._details.add(micro, result)
 
-    def drain_metrics(self) -> Mapping[str, SumCount]:
+    def drain_metrics(self) -> Mapping[str, Reported]:
         """The step's sums."""
         return self._details.drain_metrics()
+
+
+class ModelMetrics(Extension):
+    """The metrics of the model's output, of every step: counters add up between two logged ones."""
+
+    every_step = True
+
+    def __init__(self, run: Run, metric_keys: Sequence[str]) -> None:
+        super().__init__(run)
+        self.metric_keys = metric_keys
+
+    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
+        """Take in one micro-batch."""
+        self.run.recorder.add(result.metrics or {})

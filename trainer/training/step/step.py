@@ -37,6 +37,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norms
+from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
 from trainer.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
 from trainer.training.extension import Extensions, Measured
@@ -113,6 +114,8 @@ class TrainStep:
     device: torch.device
     autocast: Callable[[], AbstractContextManager[None]]
     """Makes the context in which forward and loss run."""
+    auxiliary: Auxiliary = field(default_factory=Auxiliary)
+    """Adds the losses and metrics of the model's output."""
     strategy: Strategy = field(default_factory=Strategy)
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     """Guards of the noise scale, whose failure never costs the step."""
@@ -153,7 +156,9 @@ class TrainStep:
         # The same on all ranks, whatever the halves of a window are.
         self._kappa = 1.0 / (len(window) * self.max_tokens_per_micro)
         window = self.extensions.begin_step(step, window, is_logged=is_logged)
-        extensions, kept = self.extensions, self.extensions.kept
+        extensions, kept, auxiliary = self.extensions, self.extensions.kept, self.auxiliary
+        if auxiliary.by_rows:
+            auxiliary.begin_window(window, world_size=self.world_size)
         if self.gns is not None:
             pairs, by_parameter = "pairs" in kept, "by_parameter" in kept
             self._gns_guard.run(self.gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
@@ -175,6 +180,8 @@ class TrainStep:
                 with self.autocast():
                     output = self.model(**micro.inputs, state=state)
                     result = self.objective(output.logits, micro.targets, meta=micro.meta)
+                    has_more = auxiliary.is_on or getattr(output, "losses", None) or getattr(output, "metrics", None)
+                    result = auxiliary(result, output, micro) if has_more else result
                 if is_last:
                     exchanged = 0.0 if self.ledger is None else self.ledger.exchange_sec
                     self._ready_at = time.perf_counter() - (exchanged - exchanged_before)

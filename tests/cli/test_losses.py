@@ -1,0 +1,188 @@
+"""Losses and metrics of a user's own model and code, through the program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.in_process import program
+from tests.support.runs import overrides, read_rows, train, write_tiny_config
+
+MODULE = """
+import torch
+from torch import nn
+from trainer.metrics import MetricSpec, register
+from trainer.model.encoder import build
+from trainer.model.protocol import ModelOutput
+
+texts = dict(unit="", description="x", healthy="x", pathological="x", group="x", title="x")
+register(MetricSpec(name="my/calls", window="sum", ranks="sum", **texts))
+
+class Regular(nn.Module):
+    loss_keys, metric_keys = {"energy": "tokens", "size": "rows", "norm": "tokens"}, ("my/calls", "my/last")
+    def __init__(self, returned, **sizes):
+        super().__init__()
+        self.inner, self.returned = build(**sizes), returned
+        if returned == "metrics":
+            self.metric_keys = ["loss"]
+        self.state_width, self.blocks, self.head = self.inner.state_width, self.inner.blocks, self.inner.head
+    def forward(self, tokens, state=None, resets=None):
+        output = self.inner(tokens, state, resets)
+        state, embedded = output.state, self.inner.embedding(tokens)
+        losses = {"energy": embedded.square().mean(-1), "size": embedded.abs().mean((1, 2)),
+                  "norm": self.inner.norm.weight.square().mean(), "other": tokens.float().mean()}
+        if self.returned == "energy in one shape":
+            losses["energy"] = losses["energy"].flatten()
+        kept = [name for name in losses if self.returned == name or self.returned != "no norm" and name != "other"
+                or name in ("energy", "size")]
+        metrics = {"my/calls": 1.0, "my/last": tokens.float().mean(), "my/unknown": 1.0}
+        return ModelOutput(output.logits, output.state, {name: losses[name] for name in kept}, metrics)
+
+def build_model(vocab_size, dim, num_layers, *, returned="all"):
+    return Regular(returned, vocab_size=vocab_size, dim=dim, num_layers=num_layers)
+
+def bad_keys(vocab_size, dim, num_layers):
+    model = build_model(vocab_size, dim, num_layers)
+    model.loss_keys = ["energy"]
+    return model
+
+def penalty(*, output, micro, power=1):
+    return output.logits.float().softmax(-1).amax(-1) ** power
+
+def scalars(*, output, micro):
+    return output.logits.mean(1)
+"""
+MODEL = ("model.target=own_losses:build_model", "model.dim=16", "model.num_layers=1", "ledger.probe_every=0")
+LOSSES = ("token_ce", "energy", "size", "norm")
+EVALUATED = "\n[eval]\nevery = 4\nbatches = 2\nholdout_fraction = 0.2\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_losses.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    return write_tiny_config(tmp_path, EVALUATED)
+
+
+def trained(config: Path, *sets: str, **options: Any) -> tuple[dict[tuple[str, int], dict[str, float]], str]:
+    run_dir = config.parent / f"run{len(list(config.parent.glob('run*')))}"
+    said = train(config, run_dir, *MODEL, *sets, extra={"PYTHONPATH": str(config.parent)}, **options)
+    return read_rows(run_dir / "metrics.jsonl"), said
+
+
+def adds_up(row: dict[str, float], names: tuple[str, ...], *, prefix: str = "") -> bool:
+    return row[f"{prefix}loss"] == pytest.approx(sum(row[f"{prefix}objective/{name}"] for name in names), rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        (),
+        ("objective.chunk_tokens=8", "train.activation_checkpointing=block", "data.pack=true"),
+        ("train.tbptt_cells=2", "ledger.burn_in=4", "train.activation_checkpointing=cell"),
+        ("train.precision=bf16", "train.on_non_finite=skip"),
+    ],
+    ids=lambda sets: " ".join(sets) or "plain",
+)
+def test_losses_are_trained_on_and_reported_whatever_the_step_does(config, sets):
+    rows, said = trained(config, *sets, "objective.losses={energy=0.5, size=3}", "metrics.log_interval=3")
+    for at in (("train", 1), ("train", 3), ("train", 6)):
+        assert adds_up(rows[at], LOSSES), rows[at]
+    for step in (4, 6):
+        assert adds_up(rows["eval", step], LOSSES, prefix="eval_"), rows["eval", step]
+        assert "eval_my/last" in rows["eval", step]
+    # 2 micro-batches of each of the steps since the last logged one, in as many calls as a row has pieces.
+    pieces = 3 if "ledger.burn_in=4" in sets else 1
+    assert [rows["train", step]["my/calls"] for step in (1, 3, 6)] == [2 * n * pieces for n in (1, 2, 3)]
+    assert said.count("'my/unknown' is left out") == 1
+    assert "cross-entropy: energy with weight 0.5, size with weight 3, norm with weight 1" in said
+    assert rows["train", 6]["objective/norm"] == pytest.approx(1.0, abs=0.1)  # weight 1 without an entry
+
+
+def test_the_weight_decides_how_much_of_a_loss_is_trained_on(config):
+    fast = ("optimizer.lr=1e-2", "objective.losses.size=0", "objective.losses.norm=0")
+    final = [
+        trained(config, *fast, f"objective.losses.energy={weight}")[0]["train", 6]["objective/energy"] / max(weight, 1)
+        for weight in (1, 1000)
+    ]
+    assert final[1] < 0.95 * final[0]
+
+
+@pytest.mark.distributed
+def test_own_components_train_and_ranks_that_shard_the_model_report_the_same_numbers(config):
+    own = "{penalty={target='own_losses:penalty', weight=0.3, by='tokens', args={power=2}}}"
+    found = [
+        trained(config, f"objective.losses={own}", f"distributed.strategy={strategy}", nproc=2)[0]
+        for strategy in ("ddp", "fsdp")
+    ]
+    for at, row in found[0].items():
+        prefix = "eval_" if at[0] == "eval" else ""
+        assert adds_up(row, (*LOSSES, "penalty"), prefix=prefix)
+        keys = [key for key in row if "objective/" in key or "my/" in key or key in ("loss", "gns/tr_sigma")]
+        assert {key: found[1][at][key] for key in keys} == pytest.approx({key: row[key] for key in keys}, rel=1e-6)
+    assert found[0]["train", 6]["my/calls"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (("objective.losses.enrgy=1",), "objective.losses.enrgy: the model has no such loss; its loss_keys are energy"),
+        (("model.target=own_losses:bad_keys",), "model.target: Regular.loss_keys is ['energy']; make it a dict"),
+        (("objective.losses.energy={target='own_losses:penalty'}",), "objective.losses.energy: another loss has this"),
+        (("objective.losses.z_loss={target='own_losses:penalty'}",), "objective.losses.z_loss: another loss has this"),
+        (("objective.losses.own={target='own_losses:nothing'}",), "has no function nothing"),
+        (("objective.losses.own={target='own_losses:penalty', args={no=1}}",), "cannot call own_losses:penalty with"),
+        (
+            ("objective.losses.own={target='own_losses:penalty'}", "objective.chunk_tokens=8"),
+            "objective: losses.own may need logits",
+        ),
+        (
+            ("model.args.returned=metrics",),
+            "model.target: Regular.metric_keys is ['loss']; make it a tuple of names that",
+        ),
+        (("objective.losses.energy=-1",), "objective.losses.energy.weight: must be >= 0"),
+        (("objective.losses.energy={by='rows'}",), "objective.losses.energy: args and by are those of a target"),
+        (("model.args.returned=other",), 'returns the loss other, which is not in its loss_keys: {"other": "tokens"}'),
+        (("model.args.returned=no norm",), "returns no loss norm in train(), which its loss_keys name"),
+        (
+            ("model.args.returned=energy in one shape",),
+            "returns the loss energy by tokens with the shape [16], not [1, 16] or []",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_run(config, capsys, sets, message):
+    ended = program(("check", "--config", config, *overrides(*MODEL, *sets)), capsys)
+    assert (ended.returncode, message in ended.stderr) == (2, True), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (("model.args.returned=other",), "model.target: it returns the loss other, which is not in its loss_keys"),
+        (("model.args.returned=no norm",), "model.target: it returns no loss norm in train()"),
+        (
+            ("objective.losses.own={target='own_losses:scalars'}",),
+            "component own: returned the loss own by tokens with the shape [4, 257], not [4, 16] or []",
+        ),
+    ],
+)
+def test_what_the_first_step_shows_ends_the_run(config, sets, message):
+    code = 1 if "component" in message else 2
+    _, said = trained(config, *sets, "model.contract=false", code=code)
+    assert message in said, said
+
+
+def test_an_evaluation_of_a_checkpoint_has_the_losses_but_imports_no_code_unasked(config, capsys, monkeypatch):
+    own = "objective.losses={penalty={target='own_losses:penalty'}}"
+    run_dir = config.parent / "run"
+    train(config, run_dir, own, "eval.batches=1000", extra={"PYTHONPATH": str(config.parent)})
+    monkeypatch.chdir(config.parent)
+    refused = program(("eval", run_dir), capsys)
+    assert "objective.losses.penalty.target: the config in" in refused.stderr, refused.stderr
+    found = json.loads(program(("eval", run_dir, "--trust-code", "--json"), capsys).stdout)
+    logged = read_rows(run_dir / "metrics.jsonl")["eval", 6]
+    assert adds_up(logged, ("token_ce", "penalty"), prefix="eval_")
+    assert {key: found["metrics"][key] for key in logged} == pytest.approx(logged, rel=1e-5)

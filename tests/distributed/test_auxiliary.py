@@ -1,0 +1,205 @@
+"""Losses of a model's output and of the user's own: any layout is one big batch, and the noise scale is that of all of them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.gloo import run_on_ranks
+from trainer.data.batch import MicroBatch
+from trainer.distributed.shards import Layout
+from trainer.distributed.strategy import Replicated, Sharded, Strategy, shard_units
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.model.protocol import ModelOutput
+from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
+from trainer.objective.loss import Objective
+from trainer.training.step.step import StepOutcome, TrainStep
+
+CPU = torch.device("cpu")
+VOCABULARY, LENGTH, EXPERTS = 11, 12, 3
+LENGTHS = (12, 1, 7, 3, 12, 0, 5, 9)  # of the rows: uneven, and one has nothing to predict
+WEIGHTS = {"balance": 0.5, "spread": 0.3, "router": 0.1, "confident": 0.2, "peak": 0.4}
+Numbers = tuple[StepOutcome, dict[str, Tensor], dict[str, float]]
+
+
+class Experts(nn.Module):
+    """Has a loss of each shape."""
+
+    state_width = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.router = nn.Linear(8, EXPERTS)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(EXPERTS))
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor, state: None = None) -> ModelOutput:
+        x = self.embedding(tokens)
+        p = self.router(x).softmax(-1)  # [B, T, E]
+        shares = nn.functional.one_hot(p.argmax(-1), EXPERTS).to(p).mean(1, keepdim=True)  # [B, 1, E]
+        x = x + torch.stack([p[..., [i]] * block(x) for i, block in enumerate(self.blocks)]).sum(0)
+        losses = {
+            "balance": EXPERTS * (shares * p).sum(-1),  # [B, T]
+            "spread": p.mean(1).square().sum(-1),  # [B]
+            "router": self.router.weight.square().mean(),  # []
+        }
+        return ModelOutput(self.head(x), None, losses, {"moe/max_share": shares.max()})
+
+
+def confident(*, output: Any, micro: MicroBatch, power: int) -> Tensor:
+    return output.logits.softmax(-1).pow(power).sum(-1)  # [B, T]
+
+
+def peak(*, output: Any, micro: MicroBatch) -> Tensor:
+    return output.logits.amax((1, 2)).square()  # [B]
+
+
+def auxiliary(poison: float = 1.0) -> Auxiliary:
+    by_rows = ("spread", "peak")
+    own = {"confident": lambda **given: confident(**given, power=2) * poison, "peak": peak}
+    losses = {
+        name: AuxiliaryLoss("rows" if name in by_rows else "tokens", weight, own.get(name))
+        for name, weight in WEIGHTS.items()
+    }
+    return Auxiliary(losses, ("moe/max_share",))
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tokens, targets = torch.randint(0, VOCABULARY, (2, len(LENGTHS), LENGTH), generator=generator)
+    for row, length in enumerate(LENGTHS):
+        targets[row, length:] = -100
+    return tokens, targets
+
+
+def sums(model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Each part of the loss summed over tokens or rows, written down plainly."""
+    output, mask = model(tokens), targets != -100
+    of_rows = mask.any(1)
+    micro = MicroBatch({}, targets, None, {})
+    return {
+        "token_ce": nn.functional.cross_entropy(output.logits[mask], targets[mask], reduction="sum"),
+        "balance": output.losses["balance"][mask].sum(),
+        "spread": output.losses["spread"][of_rows].sum(),
+        "router": output.losses["router"] * mask.sum(),
+        "confident": confident(output=output, micro=micro, power=2)[mask].sum(),
+        "peak": peak(output=output, micro=micro)[of_rows].sum(),
+    }
+
+
+def mean(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parts of the whole loss, of sums over all rows or some."""
+    counts = {name: sum(map(bool, LENGTHS)) if name in ("spread", "peak") else sum(LENGTHS) for name in parts}
+    return {name: WEIGHTS.get(name, 1.0) * value / counts[name] for name, value in parts.items()}
+
+
+def reference() -> tuple[dict[str, float], dict[str, Tensor]]:
+    """One big batch."""
+    torch.manual_seed(0)
+    model = Experts().double()
+    parts = mean(sums(model, *rows()))
+    torch.stack(list(parts.values())).sum().backward()
+    return {name: value.item() for name, value in parts.items()}, {
+        name: parameter.grad for name, parameter in model.named_parameters()
+    }
+
+
+def one_step(rank: int, world: int, micros: int, kind: str, poison: float = 1.0) -> Numbers:
+    """The outcome, the gradient and the parts of the loss on this rank."""
+    torch.manual_seed(0)
+    model = Experts().double()
+    strategy: Strategy = Strategy()
+    if world > 1:
+        is_sharded = kind == "fsdp"
+        strategy = Sharded(Layout(1, world), device=CPU) if is_sharded else Replicated(world_size=world, device=CPU)
+    strategy.shard(model, lambda: shard_units(model))
+    group = torch.distributed.group.WORLD if world > 1 else None
+    step = TrainStep(
+        model=strategy.wrap(model, model),
+        ledger=None,
+        objective=Objective(),
+        auxiliary=auxiliary(poison),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        gns=GradientNoiseScale(model, process_group=group),
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        max_tokens_per_micro=50,
+        clip_grad_norm=0.0,
+        world_size=world,
+        device=CPU,
+        autocast=nullcontext,
+        strategy=strategy,
+    )
+    tokens, targets = rows()
+    share = len(LENGTHS) // (world * micros)
+    parts = [slice(first, first + share) for first in range(rank * micros * share, (rank + 1) * micros * share, share)]
+    before = {name: whole(value) for name, value in model.named_parameters()}
+    step.accumulate(1, [MicroBatch({"tokens": tokens[part]}, targets[part], None, {}) for part in parts])
+    outcome = step.finish(step.launch(lr=1.0, stop=False, saved=False))
+    change = {name: before[name] - whole(value) for name, value in model.named_parameters()}
+    return outcome, change, step.gns.metrics()
+
+
+def whole(parameter: Any) -> Tensor:
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
+
+
+def all_layouts(rank: int, world: int) -> list[Numbers]:
+    """Last, steps with a bad number on rank 1."""
+    kinds = ("ddp", "fsdp") if world > 1 else ("ddp",)
+    found = [one_step(rank, world, micros, kind) for kind in kinds for micros in (1, 2)]
+    return found + [one_step(rank, world, 2, kind, torch.nan if rank == 1 else 1.0) for kind in kinds if world > 1]
+
+
+@pytest.fixture(scope="module", params=[1, *(pytest.param(n, marks=pytest.mark.distributed) for n in (2, 4))])
+def layouts(request) -> list[list[Numbers]]:
+    """Of each rank."""
+    world = request.param
+    return [all_layouts(0, 1)] if world == 1 else run_on_ranks(all_layouts, world, torch_keeps_group=True)
+
+
+def test_any_layout_is_one_big_batch(layouts):
+    parts, gradient = reference()
+    for steps in layouts:
+        for outcome, change, _ in steps[: 4 if len(layouts) > 1 else 2]:
+            assert outcome.tokens == sum(LENGTHS)
+            assert outcome.loss == pytest.approx(sum(parts.values()), rel=1e-12)
+            for name, expected in gradient.items():
+                torch.testing.assert_close(change[name], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_bad_number_in_one_of_them_skips_the_step_on_all_ranks(layouts):
+    for steps in layouts if len(layouts) > 1 else ():
+        for outcome, change, _ in steps[4:]:
+            assert not outcome.is_finite
+            assert all(not value.any() for value in change.values())
+
+
+def test_the_noise_scale_is_that_of_the_whole_loss(layouts):
+    """Its two unknowns from the gradients of micro-batches and of the step, by the estimator's own two equations."""
+    torch.manual_seed(0)
+    model, world = Experts().double(), len(layouts)
+    tokens, targets = rows()
+    share, num = len(LENGTHS) // (2 * world), torch.tensor(LENGTHS, dtype=torch.float64)
+    kappas, squares, noises, total = [], [], [], 0.0
+    for first in range(0, len(LENGTHS), share):
+        part = slice(first, first + share)
+        parts = mean(sums(model, tokens[part], targets[part]))
+        found = torch.autograd.grad(torch.stack(list(parts.values())).sum(), list(model.parameters()))
+        flat = torch.cat([each.flatten() for each in found])
+        total = total + flat
+        if (weight := num[part].sum() / num.sum()) > 0:
+            kappas.append(weight)
+            squares.append((flat / weight).square().sum())
+            noises.append(num[part].square().sum() / num[part].sum().square())
+    kappa, square, noise = map(torch.stack, (kappas, squares, noises))
+    small, v_small = (kappa * square).sum(), (kappa * noise).sum()
+    big, v_big = total.square().sum(), (kappa.square() * noise).sum()
+    tr_sigma = float((small - big) / (v_small - v_big))
+    for steps in layouts:
+        for index in (1, 3) if world > 1 else (1,):
+            assert steps[index][2]["gns/tr_sigma"] == pytest.approx(tr_sigma, rel=1e-9)
