@@ -21,7 +21,6 @@ per group: their products over windows are the autocorrelation of what groups de
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ Vector = NDArray[np.float64]
 MEAN, STREAM, ROW, GROUP = range(4)
 NUM_TERMS = 4
 NUM_EQUATIONS = NUM_TERMS * NUM_TERMS + NUM_TERMS
-NUM_SIGNS = 16
+NUM_SIGNS = 64  # fewer leave the autocorrelation of a few long documents too uncertain
 NUM_SUMS = NUM_EQUATIONS + NUM_SIGNS
 WINDOW_LENGTH = NUM_SUMS + 3  # and |gradient|^2 of the step, its rows, and the coincidence
 METRIC_KEYS = tuple(
@@ -58,8 +57,8 @@ METRIC_KEYS = tuple(
 ) + tuple(f"gns/noise_from_{part}" for part in ("stream", "row", "group"))
 KEPT = 100  # windows
 LAGS = 3  # least number of windows after which they count as independent
-UNRELATED = 0.1  # autocorrelation of groups below which later ones count as 0
-MIN_GENERATIONS = 5.0  # independent sets of groups in the windows, for bounds
+UNRELATED = 0.2  # autocorrelation of groups up to which they count as new
+MIN_GENERATIONS = 5  # sets of groups in the windows, for bounds
 MIN_KEPT = 8  # fewer do not give a usable standard error
 _ODD = np.random.default_rng(0).integers(-(2**63), 2**63, size=NUM_SIGNS) | 1  # times a group's id: a random sign
 DEPENDENT = 1e-6  # share of a column that those before it leave unexplained, below which it counts as their combination
@@ -198,10 +197,10 @@ class NoiseComponents:
         big, big_moved = float(grad_sq.mean()), (grad_sq - grad_sq.mean()) / count
         names = {STREAM: "stream", ROW: "row", GROUP: "group"}
         parts = {name: float(to_noise[k] * found[k] / noise) for k, name in names.items() if k in kept and noise > 0.0}
-        span = windows_as_one(windows[:, NUM_EQUATIONS:NUM_SUMS])
+        span = lag_of_new_groups(windows[:, NUM_EQUATIONS:NUM_SUMS])
         if count < MIN_GENERATIONS * span:  # what groups deviate by cannot be told from the mean
             return Components(drawn=Ratio(None), independent=Ratio(None), shares=parts)
-        lags = max(LAGS, math.ceil(2.0 * span))
+        lags = max(LAGS, 2 * span)
         return Components(
             drawn=_ratio(num_rows * (big - mean), mean, num_rows * (big_moved - mean_moved), mean_moved, lags),
             independent=_ratio(noise, mean, noise_moved, mean_moved, lags),
@@ -227,18 +226,15 @@ class NoiseComponents:
         self._windows = deque(np.array(state, dtype=np.float64).reshape(-1, WINDOW_LENGTH), maxlen=KEPT)
 
 
-def windows_as_one(signs: Vector) -> float:
-    """How many windows count as one, since they continue the same groups: 1 + twice the sum of the autocorrelations.
+def lag_of_new_groups(signs: Vector) -> int:
+    """The number of windows after which hardly any group is continued.
 
     Args:
         signs: [windows, NUM_SIGNS].
     """
     count, products = len(signs), signs @ signs.T
-    means = np.array([np.trace(products, lag) / (count - lag) for lag in range(count)])
-    if means[0] <= 0.0:
-        return 1.0
-    lags = np.arange(1, np.argmax(np.append(means, -math.inf) < UNRELATED * means[0]))
-    return 1.0 + 2.0 * float((1.0 - lags / count) @ means[lags]) / float(means[0])
+    related = [np.trace(products, lag) / (count - lag) > UNRELATED * np.trace(products) / count for lag in range(count)]
+    return [*related, False].index(False)
 
 
 def _ratio(x: float, y: float, x_moved: Vector, y_moved: Vector, lags: int) -> Ratio:
