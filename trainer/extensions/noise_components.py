@@ -58,7 +58,7 @@ METRIC_KEYS = tuple(
 KEPT = 100  # windows
 LAGS = 3  # least number of windows after which they count as independent
 UNRELATED = 0.2  # autocorrelation of groups up to which they count as new
-MIN_GENERATIONS = 5  # sets of groups in the windows, for bounds
+MIN_GENERATIONS = 6  # sets of groups in the windows, for bounds
 MIN_KEPT = 8  # fewer do not give a usable standard error
 _ODD = np.random.default_rng(0).integers(-(2**63), 2**63, size=NUM_SIGNS) | 1  # times a group's id: a random sign
 DEPENDENT = 1e-6  # share of a column that those before it leave unexplained, below which it counts as their combination
@@ -200,7 +200,7 @@ class NoiseComponents:
         span = lag_of_new_groups(windows[:, NUM_EQUATIONS:NUM_SUMS])
         if count < MIN_GENERATIONS * span:  # what groups deviate by cannot be told from the mean
             return Components(drawn=Ratio(None), independent=Ratio(None), shares=parts)
-        lags = max(LAGS, 2 * span)
+        lags = max(LAGS, 3 * span)
         return Components(
             drawn=_ratio(num_rows * (big - mean), mean, num_rows * (big_moved - mean_moved), mean_moved, lags),
             independent=_ratio(noise, mean, noise_moved, mean_moved, lags),
