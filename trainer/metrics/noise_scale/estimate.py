@@ -139,7 +139,7 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
         between=between,
         within=within,
         small_noise=sums[SMALL_NOISE] / kappa,
-        big_noise=sums[BIG_NOISE] / whole,
+        big_noise=sums[BIG_NOISE] / kappa / kappa,
         num_tokens=sums[TOKENS],
         world_size=round(sums[RANKS]),
     )
