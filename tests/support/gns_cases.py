@@ -119,19 +119,11 @@ def loss_sum(case: Case, model: nn.Module, tokens: Tensor, weights: Tensor) -> T
 
 @dataclass(frozen=True)
 class Norms:
-    """Q1, V1, Q2, V2, Q3, V3 of a window."""
+    """The sums of a window over the square of its sum of kappa, with that of the big gradient."""
 
     values: tuple[float, ...]
-
-    @property
-    def tr_sigma(self) -> float:
-        q1, v1, _, _, q3, v3 = self.values
-        return (q1 - q3) / (v1 - v3)
-
-    @property
-    def grad_sq(self) -> float:
-        q1, v1, _, _, q3, v3 = self.values
-        return (v1 * q3 - v3 * q1) / (v1 - v3)
+    tr_sigma: float = math.nan
+    grad_sq: float = math.nan
 
 
 def separate_backwards(case: Case, world_size: int, m: int) -> Norms:
@@ -153,28 +145,26 @@ def separate_backwards(case: Case, world_size: int, m: int) -> Norms:
 def norms_of(g: Tensor, kappas: Sequence[float], noises: Sequence[float], world_size: int) -> Norms:
     """By their definitions from the mean gradients g [W * m, P], rank after rank."""
     kappa, v = torch.tensor(kappas, dtype=torch.float64), torch.tensor(noises, dtype=torch.float64)
+    h = kappa[:, None] * g / kappa.sum()  # [W * m, P]
     share = kappa / kappa.sum()
     m = len(kappas) // world_size
     # The middle groups: each rank's window; on one rank the first half of the window.
     groups = [slice(r * m, r * m + m) for r in range(world_size)] if world_size > 1 else [slice(0, (m + 1) // 2)]
-    q_middle = v_middle = weight = 0.0
-    for group in groups:
-        total = float(kappa[group].sum())
-        if total > 0.0:
-            part = kappa[group] / total
-            q_middle += total * float((part[:, None] * g[group]).sum(0).square().sum())
-            v_middle += total * float((part.square() * v[group]).sum())
-            weight += total
-    return Norms(
-        (
-            float((share * g.square().sum(1)).sum()),
-            float((share * v).sum()),
-            q_middle / weight,
-            v_middle / weight,
-            float((share[:, None] * g).sum(0).square().sum()),
-            float((share.square() * v).sum()),
-        )
-    )
+    values = [
+        share.square().sum(),
+        h.square().sum(),
+        (share * v).sum(),
+        (share.square() * v).sum(),
+        sum(share[group].square().sum() for group in groups),
+        sum(h[group].square().sum() for group in groups),
+        sum(share[group].sum().square() for group in groups),
+        sum(h[group].sum(0).square().sum() for group in groups),
+        h.sum(0).square().sum(),
+    ]
+    pairs = ~torch.eye(len(kappas), dtype=torch.bool)
+    grad_sq = (h @ h.T)[pairs].sum() / torch.outer(share, share)[pairs].sum()
+    tr_sigma = (h.square().sum() - grad_sq * share.square().sum()) / values[3]
+    return Norms(tuple(map(float, values)), float(tr_sigma), float(grad_sq))
 
 
 def differences(norms: Norms, window: Window | Absent, expected: Norms, num_micros: int) -> list[str]:
@@ -184,11 +174,11 @@ def differences(norms: Norms, window: Window | Absent, expected: Norms, num_micr
         wrong.append(f"{norms.values} is not {expected.values}")
     if num_micros == 1:
         return wrong if isinstance(window, Absent) else [*wrong, f"an estimate from one batch size: {window}"]
-    q1, v1, _, _, q3, v3 = expected.values
+    own, small, _, noise, *_, big = expected.values
     is_close = (
         isinstance(window, Window)
-        and window.tr_sigma == pytest.approx(expected.tr_sigma, abs=2e-5 * q1 / (v1 - v3))
-        and window.grad_sq == pytest.approx(expected.grad_sq, abs=2e-5 * (v1 * q3 + v3 * q1) / (v1 - v3))
+        and window.tr_sigma == pytest.approx(expected.tr_sigma, abs=2e-5 * (small + own * big) / noise / (1.0 - own))
+        and window.grad_sq == pytest.approx(expected.grad_sq, abs=2e-5 * (big + small) / (1.0 - own))
     )
     return wrong if is_close else [*wrong, f"{window} does not follow from {expected}"]
 
@@ -233,15 +223,11 @@ def measured(gns: GradientNoiseScale, factor_left: float, *, is_sharded: bool = 
     if is_sharded:
         dist.all_reduce(square)
     grad_sq = float(square)
-    kappa, middle = float(sums[noise_scale.KAPPA]), float(sums[noise_scale.MIDDLE_KAPPA])
+    kappa = float(sums[noise_scale.KAPPA])
     factor = kappa / dist.get_world_size() / factor_left
-    values = (
-        float(sums[noise_scale.SMALL_SQUARE]) / kappa,
-        float(sums[noise_scale.SMALL_NOISE]) / kappa,
-        float(sums[noise_scale.MIDDLE_SQUARE]) / middle if middle else math.nan,
-        float(sums[noise_scale.MIDDLE_NOISE]) / middle if middle else math.nan,
-        grad_sq / factor**2,
-        float(sums[noise_scale.BIG_NOISE]) / kappa**2,
-    )
+    own, small, small_noise, *others = sums[noise_scale.KAPPA_SQUARE : noise_scale.TOKENS].tolist()
+    if others[1] == 0.0:
+        others[1:] = [math.nan] * 4
+    values = (own / kappa**2, small / kappa**2, small_noise / kappa, *(each / kappa**2 for each in others))
     assert float(sums[noise_scale.FAULTS]) == 0.0
-    return Norms(values), gns.finish(sums.tolist(), grad_sq, grad_factor=factor)
+    return Norms((*values, grad_sq / factor**2)), gns.finish(sums.tolist(), grad_sq, grad_factor=factor)

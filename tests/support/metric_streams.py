@@ -268,14 +268,16 @@ def _noise_window(rng: np.random.Generator, scenario: Scenario, scale: float) ->
     sums = [0.0] * noise_scale.NUM_SUMS
     kappa = 1.0 / micros
     sums[noise_scale.KAPPA] = float(ranks)
-    sums[noise_scale.SMALL_SQUARE] = kappa * float((grads**2).sum())
+    sums[noise_scale.KAPPA_SQUARE] = kappa**2 * ranks * micros
+    sums[noise_scale.SMALL_SQUARE] = kappa**2 * float((grads**2).sum())
     sums[noise_scale.SMALL_NOISE] = kappa * ranks * micros / rows
     sums[noise_scale.BIG_NOISE] = kappa**2 * ranks * micros / rows
     sums[noise_scale.RANKS] = float(ranks)
     if ranks > 1:
+        sums[noise_scale.MIDDLE_OWN_KAPPA] = sums[noise_scale.KAPPA_SQUARE]
+        sums[noise_scale.MIDDLE_OWN_SQUARE] = sums[noise_scale.SMALL_SQUARE]
         sums[noise_scale.MIDDLE_KAPPA] = float(ranks)
         sums[noise_scale.MIDDLE_SQUARE] = float((grads.mean(axis=1) ** 2).sum())
-        sums[noise_scale.MIDDLE_NOISE] = ranks / rows / micros
     big = grads.mean(axis=(0, 1))
     window = estimate(sums, float(big @ big))
     assert isinstance(window, noise_scale.Window), window

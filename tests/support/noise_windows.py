@@ -41,15 +41,16 @@ def sums_of(ranks: Sequence[Sequence[Micro]], tokens: float = 0.0) -> tuple[list
     for micros in ranks:
         for gradient, kappa, noise in micros:
             sums[noise_scale.KAPPA] += kappa
-            sums[noise_scale.SMALL_SQUARE] += kappa * dot(gradient, gradient)
+            sums[noise_scale.KAPPA_SQUARE] += kappa**2
+            sums[noise_scale.SMALL_SQUARE] += kappa**2 * dot(gradient, gradient)
             sums[noise_scale.SMALL_NOISE] += kappa * noise
             sums[noise_scale.BIG_NOISE] += kappa**2 * noise
         middle = micros if len(ranks) > 1 else micros[: (len(micros) + 1) // 2]
-        total = sum(kappa for _, kappa, _ in middle)
         own = weighted_sum([g for g, _, _ in middle], [kappa for _, kappa, _ in middle])
-        sums[noise_scale.MIDDLE_KAPPA] += total
-        sums[noise_scale.MIDDLE_SQUARE] += dot(own, own) / total
-        sums[noise_scale.MIDDLE_NOISE] += sum(kappa**2 * noise for _, kappa, noise in middle) / total
+        sums[noise_scale.MIDDLE_OWN_KAPPA] += sum(kappa**2 for _, kappa, _ in middle)
+        sums[noise_scale.MIDDLE_OWN_SQUARE] += sum(kappa**2 * dot(gradient, gradient) for gradient, kappa, _ in middle)
+        sums[noise_scale.MIDDLE_KAPPA] += sum(kappa for _, kappa, _ in middle) ** 2
+        sums[noise_scale.MIDDLE_SQUARE] += dot(own, own)
         sums[noise_scale.RANKS] += 1.0
         accumulated.append(weighted_sum([g for g, _, _ in micros], [kappa for _, kappa, _ in micros]))
     sums[noise_scale.TOKENS] = tokens
@@ -83,10 +84,10 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
 
 
-def assert_mean_is(values: Sequence[float], expected: float) -> None:
+def assert_mean_is(values: Sequence[float], expected: float, *, power: float | None = None) -> None:
     mean, error = mean_and_error(values)
     assert abs(mean - expected) < 5.0 * error, f"{mean} +- {error}, expected {expected}"
-    assert error < 0.1 * abs(expected), "the test has no power"
+    assert error < (0.1 * abs(expected) if power is None else power), "the test has no power"
 
 
 def constant_window(tr_sigma: float = 40.0, grad_sq: float = 5.0, **changes: float) -> Window:

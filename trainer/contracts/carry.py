@@ -44,9 +44,10 @@ def check_carry(trial: Trial) -> Verdict:
         is_lost = hasattr(model, "state_layout") and "state" in inspect.signature(model.forward).parameters
         if is_lost:
             return Verdict("carry", "broken", RETURNS_NONE)
-        why = getattr(model, "why_stateless", "")  # a context, or no argument: there is nothing to carry
-        has_none = not why or "grows with every token" in why or "takes no state" in why
-        return untestable("carry", ": ".join(filter(None, [NO_STATE * has_none, why])))
+        why = getattr(model, "why_stateless", "")
+        # A context that grows needs no state, and without an argument there is none.
+        needs_none = "grows with every token" in why or "takes no state" in why
+        return untestable("carry", NO_STATE if not why else f"{NO_STATE}: {why}" if needs_none else why)
     if not trial.takes_cells:
         text = f"the model takes rows of {trial.cell} tokens and no longer ones, which its cells could be compared with"
         return untestable("carry", text)

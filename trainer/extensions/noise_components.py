@@ -13,6 +13,9 @@ gradients h of two pieces of a batch, with the share p of each group and row in 
 the last term for j = k alone. A window of pieces gives the square norm of every piece and, from the norms of the running sum
 A, its inner products with the pieces before it: 2 <A_(k-1), h_k> = |A_k|^2 - |A_(k-1)|^2 - |h_k|^2. Least squares over
 windows gives the four unknowns, whatever the picks were.
+
+Windows that continue the same groups are not independent of each other. How long they do is seen in sums of random signs, one
+per group: their products over windows are the autocorrelation of what groups deviate by.
 """
 
 from __future__ import annotations
@@ -45,14 +48,19 @@ Vector = NDArray[np.float64]
 # its part is counted with theirs. So a group that never comes back is counted with its rows.
 MEAN, STREAM, ROW, GROUP = range(4)
 NUM_TERMS = 4
-NUM_SUMS = NUM_TERMS * NUM_TERMS + NUM_TERMS
+NUM_EQUATIONS = NUM_TERMS * NUM_TERMS + NUM_TERMS
+NUM_SIGNS = 64  # fewer leave the autocorrelation of a few long documents too uncertain
+NUM_SUMS = NUM_EQUATIONS + NUM_SIGNS
 WINDOW_LENGTH = NUM_SUMS + 3  # and |gradient|^2 of the step, its rows, and the coincidence
 METRIC_KEYS = tuple(
     f"gns/{name}" for part in ("b_drawn", "b_independent") for name in (part, f"{part}_low", f"{part}_high")
 ) + tuple(f"gns/noise_from_{part}" for part in ("stream", "row", "group"))
 KEPT = 100  # windows
-LAGS = 3  # windows after which they count as independent
+LAGS = 3  # least number of windows after which they count as independent
+UNRELATED = 0.2  # autocorrelation of groups up to which they count as new
+MIN_GENERATIONS = 6  # sets of groups in the windows, for bounds
 MIN_KEPT = 8  # fewer do not give a usable standard error
+_ODD = np.random.default_rng(0).integers(-(2**63), 2**63, size=NUM_SIGNS) | 1  # times a group's id: a random sign
 DEPENDENT = 1e-6  # share of a column that those before it leave unexplained, below which it counts as their combination
 
 
@@ -71,7 +79,7 @@ class Piece:
 def normal_equations(
     pieces: Sequence[Piece], kappas: Sequence[float], squares: Sequence[float], sums: Sequence[float]
 ) -> Vector:
-    """[NUM_SUMS] the least-squares problem of a window on one rank; those of ranks and windows add up.
+    """[NUM_SUMS] the least-squares problem of a window on one rank, and its groups' signs; those of ranks add up.
 
     Args:
         pieces: K of them, in the order of their backward passes.
@@ -99,7 +107,10 @@ def normal_equations(
         weight = total / kappa  # about the number of pairs
         matrix += weight * np.outer(design, design)
         right += weight * design * product
-    return np.concatenate([matrix.ravel(), right])
+    ids = np.array([group for _, groups in shares for group in groups], dtype=np.int64)
+    sizes = [kappa * size for kappa, (_, groups) in zip(kappas, shares, strict=True) for size in groups.values()]
+    signs = np.array(sizes, dtype=np.float64) @ np.where(ids[:, None] * _ODD < 0, -1.0, 1.0)
+    return np.concatenate([matrix.ravel(), right, signs])
 
 
 def _shares(piece: Piece) -> tuple[float, Mapping[int, float]]:
@@ -133,7 +144,7 @@ class Components:
     drawn: Ratio
     """The noise scale of the batch as it is drawn, in rows: its noise over |G|^2, times its rows."""
     independent: Ratio
-    """The noise scale of rows drawn independently of each other."""
+    """The noise scale of rows drawn independently of each other. Neither has bounds while groups outlast the windows."""
     shares: Mapping[str, float]
     """Part of a row's noise by where it comes from: "stream", "group", "row"; only what can be told apart."""
 
@@ -167,7 +178,7 @@ class NoiseComponents:
             return None
         windows = np.array(self._windows)
         matrices = windows[:, : NUM_TERMS**2].reshape(count, NUM_TERMS, NUM_TERMS)
-        rights = windows[:, NUM_TERMS**2 : NUM_SUMS]
+        rights = windows[:, NUM_TERMS**2 : NUM_EQUATIONS]
         grad_sq = windows[:, NUM_SUMS]
         num_rows, coincidence = windows[:, NUM_SUMS + 1 :].mean(axis=0).tolist()
         kept = independent_columns(matrices.sum(axis=0))
@@ -186,9 +197,13 @@ class NoiseComponents:
         big, big_moved = float(grad_sq.mean()), (grad_sq - grad_sq.mean()) / count
         names = {STREAM: "stream", ROW: "row", GROUP: "group"}
         parts = {name: float(to_noise[k] * found[k] / noise) for k, name in names.items() if k in kept and noise > 0.0}
+        span = lag_of_new_groups(windows[:, NUM_EQUATIONS:NUM_SUMS])
+        if count < MIN_GENERATIONS * span:  # what groups deviate by cannot be told from the mean
+            return Components(drawn=Ratio(None), independent=Ratio(None), shares=parts)
+        lags = max(LAGS, 3 * span)
         return Components(
-            drawn=_ratio(num_rows * (big - mean), mean, num_rows * (big_moved - mean_moved), mean_moved),
-            independent=_ratio(noise, mean, noise_moved, mean_moved),
+            drawn=_ratio(num_rows * (big - mean), mean, num_rows * (big_moved - mean_moved), mean_moved, lags),
+            independent=_ratio(noise, mean, noise_moved, mean_moved, lags),
             shares=parts,
         )
 
@@ -211,16 +226,28 @@ class NoiseComponents:
         self._windows = deque(np.array(state, dtype=np.float64).reshape(-1, WINDOW_LENGTH), maxlen=KEPT)
 
 
-def _ratio(x: float, y: float, x_moved: Vector, y_moved: Vector) -> Ratio:
+def lag_of_new_groups(signs: Vector) -> int:
+    """The number of windows after which hardly any group is continued.
+
+    Args:
+        signs: [windows, NUM_SIGNS].
+    """
+    count, products = len(signs), signs @ signs.T
+    related = [np.trace(products, lag) / (count - lag) > UNRELATED * np.trace(products) / count for lag in range(count)]
+    return [*related, False].index(False)
+
+
+def _ratio(x: float, y: float, x_moved: Vector, y_moved: Vector, lags: int) -> Ratio:
     """x / y, given what each window moves them by, with the covariance of Newey and West (1987): steps that read on in the same
-    documents are not independent of each other."""
+    documents are not independent of each other. So few degrees of freedom are about the quantiles of Kiefer and Vogelsang
+    (2005), which allow for what so many lags leave unknown."""
     moved, count = np.stack([x_moved, y_moved]), len(x_moved)
     covariance = moved @ moved.T
-    for lag in range(1, LAGS + 1):
+    for lag in range(1, lags + 1):
         product = moved[:, lag:] @ moved[:, :-lag].T
-        covariance += (1.0 - lag / (LAGS + 1)) * (product + product.T)
+        covariance += (1.0 - lag / (lags + 1)) * (product + product.T)
     (var_x, cov), (_, var_y) = (covariance * count / (count - 1)).tolist()
-    return bounded_ratio(x, y, var_x, var_y, cov, freedom=max((count - 1.0) / (1 + LAGS), 2.0))
+    return bounded_ratio(x, y, var_x, var_y, cov, freedom=max((count - 1.0) / (1 + lags), 2.0))
 
 
 def independent_columns(matrix: Vector) -> list[int]:

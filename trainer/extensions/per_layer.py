@@ -29,7 +29,7 @@ from trainer.distributed.shards import layout_of, own_entries, own_part
 from trainer.errors import UserError
 from trainer.metrics.noise_scale.estimate import (
     KAPPA,
-    MIDDLE_KAPPA,
+    MIDDLE_OWN_KAPPA,
     NUM_SUMS,
     RANKS,
     SMALL_SQUARE,
@@ -166,7 +166,7 @@ class PerLayer:
             if has_noise:
                 own = list(sums)
                 # Without the middle, which is measured for the whole gradient alone.
-                own[SMALL_SQUARE], own[MIDDLE_KAPPA] = small, 0.0
+                own[SMALL_SQUARE], own[MIDDLE_OWN_KAPPA] = small, 0.0
                 window = estimate(own, big, grad_factor=factor)
                 if isinstance(window, Window):
                     self._noise[key].update(window.tr_sigma, window.grad_sq)

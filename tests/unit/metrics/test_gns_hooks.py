@@ -36,16 +36,16 @@ def test_sums_equal_separate_backwards(model: nn.Module, gns: GradientNoiseScale
     v = torch.stack([w.square().sum() / w.sum() ** 2 for w in weights]).double()
     half = (num_micros + 1) // 2
     middle = (kappa[:half, None] * g[:half]).sum(0)
-    total = float(kappa[:half].sum())
     assert sums[noise_scale.KAPPA] == pytest.approx(float(kappa.sum()), rel=1e-6)
-    assert sums[noise_scale.SMALL_SQUARE] == pytest.approx(float((kappa * g.square().sum(1)).sum()), rel=1e-5)
+    squares = kappa.square() * g.square().sum(1)
+    assert sums[noise_scale.KAPPA_SQUARE] == pytest.approx(float(kappa.square().sum()), rel=1e-6)
+    assert sums[noise_scale.SMALL_SQUARE] == pytest.approx(float(squares.sum()), rel=1e-5)
     assert sums[noise_scale.SMALL_NOISE] == pytest.approx(float((kappa * v).sum()), rel=1e-6)
     assert sums[noise_scale.BIG_NOISE] == pytest.approx(float((kappa.square() * v).sum()), rel=1e-6)
-    assert sums[noise_scale.MIDDLE_KAPPA] == pytest.approx(total, rel=1e-6)
-    assert sums[noise_scale.MIDDLE_SQUARE] == pytest.approx(float(middle.square().sum()) / total, rel=1e-5)
-    assert sums[noise_scale.MIDDLE_NOISE] == pytest.approx(
-        float((kappa[:half].square() * v[:half]).sum()) / total, rel=1e-6
-    )
+    assert sums[noise_scale.MIDDLE_OWN_KAPPA] == pytest.approx(float(kappa[:half].square().sum()), rel=1e-6)
+    assert sums[noise_scale.MIDDLE_OWN_SQUARE] == pytest.approx(float(squares[:half].sum()), rel=1e-5)
+    assert sums[noise_scale.MIDDLE_KAPPA] == pytest.approx(float(kappa[:half].sum()) ** 2, rel=1e-6)
+    assert sums[noise_scale.MIDDLE_SQUARE] == pytest.approx(float(middle.square().sum()), rel=1e-5)
     assert sums[noise_scale.TOKENS] == pytest.approx(float(sum(w.sum() for w in weights)))
     assert float(gns.grad_sq()) == pytest.approx(float((kappa[:, None] * g).sum(0).square().sum()), rel=1e-5)
 

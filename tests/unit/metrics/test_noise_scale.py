@@ -49,7 +49,7 @@ def test_the_middle_of_some_ranks_does_not_pass_for_that_of_all() -> None:
     ranks = even_window(random.Random(3), 2, 4)
     sums, grad_sq = sums_of(ranks)
     alone, _ = sums_of(ranks[:1] * 2)
-    for index in (noise_scale.MIDDLE_KAPPA, noise_scale.MIDDLE_SQUARE, noise_scale.MIDDLE_NOISE):
+    for index in range(noise_scale.MIDDLE_OWN_KAPPA, noise_scale.MIDDLE_SQUARE + 1):
         sums[index] = alone[index] / 2
     window = estimate(sums, grad_sq)
     assert isinstance(window, noise_scale.Window)

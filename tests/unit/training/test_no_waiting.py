@@ -28,6 +28,7 @@ from trainer.distributed.env import RankInfo
 from trainer.extensions.per_layer import LayerNumbers
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
+from trainer.metrics.noise_scale.estimate import NUM_SUMS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.objective.loss import CoordSettings, Objective
@@ -154,7 +155,7 @@ def test_a_step_reads_nothing_but_the_step_before(numbers_of_a_good_step, wipe_m
             if previous is not None and not is_logged:
                 assert step.finish(previous).loss == 2.0
     if not is_logged:
-        assert [values.shape for values in numbers_of_a_good_step] == [(HEAD + 10 + 1,)] * 7
+        assert [values.shape for values in numbers_of_a_good_step] == [(HEAD + NUM_SUMS + 1,)] * 7
 
 
 READINGS = ("item", "tolist", "cpu", "nonzero", "__float__", "__int__", "__bool__", "__index__")

@@ -1,17 +1,17 @@
 """Arithmetic of the gradient noise scale: floats in, floats out, no torch.
 
 `B_simple = tr(Sigma) / |G|^2` (McCandlish et al. 2018, appendix A.1) is the batch size at which the noise of the
-gradient equals its signal. Three square norms per window are enough, each with its noise factor V (the square norm's
-expectation is `|G|^2 + tr(Sigma) * V`):
+gradient equals its signal. A window's micro-batches have gradients h that are independent, each with mean `kappa * G`: kappa is
+the factor by which the micro-batch's *mean* loss was multiplied before the backward. So the inner product of two of them
+averages `kappa_j kappa_k |G|^2`, and all pairs together are `|sum of h|^2 - sum of |h|^2`; the rest of `sum of |h|^2` is noise.
+That holds whatever the noise of a row depends on, be it of each token or of the row as a whole.
 
-- small: the gradients of single micro-batches, `Q1`, `V1`;
-- middle: each rank's sum over its window (on one rank: over the first half of the window), `Q2`, `V2`;
-- big: the gradient that the optimizer gets, `Q3`, `V3`.
+Only the unit, the effective number of examples, comes from the examples' weights w: that of a micro-batch is 1 / v with
+`v = sum(w^2) / sum(w)^2` (Kish 1965), that of the window 1 / V with `V = sum(kappa^2 v) / sum(kappa)^2`, and `tr(Sigma)` is the
+noise of the window's mean gradient over V. So B over the window's effective examples is its noise over its signal.
 
-A micro-batch enters with its factor kappa, by which its *mean* loss was multiplied before the backward, and with
-`v = sum(w^2) / sum(w)^2` over its examples' weights w: the inverse of Kish's effective sample size. `Q1` and `Q2` are
-means weighted by kappa. With even kappas that is the plain mean; with uneven ones both are unbiased, but only the
-weighted one keeps `V1 >= V2 >= V3`, so that no window divides by a difference near zero or of the wrong sign.
+A middle group between the micro-batches and the window (each rank's sum; on one rank that of the first half) separates pairs
+within groups from other pairs. Noise by the one and by the other agree if micro-batches are independent.
 
 The bounds of `bounded_ratio` hold however badly the denominator is known. `History` reads S and |G|^2 off at the last step:
 an average over past steps lags behind a process that drifts, and its standard error does not show it; a straight line fitted
@@ -32,18 +32,20 @@ from trainer.errors import UserError
 
 # Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the window's vector.
 KAPPA = 0  # sum of kappa over micro-batches
-SMALL_SQUARE = 1  # sum of kappa * |h / kappa|^2, h the gradient of one micro-batch as the leaf's hook sees it
-SMALL_NOISE = 2  # sum of kappa * v
-BIG_NOISE = 3  # sum of kappa^2 * v
-MIDDLE_KAPPA = 4  # K, the sum of kappa over the micro-batches of this rank's middle group
-MIDDLE_SQUARE = 5  # K * |A / K|^2, A the gradient accumulated over the middle group, before any reduction
-MIDDLE_NOISE = 6  # K * sum of (kappa / K)^2 * v over the middle group
-TOKENS = 7  # sum of the examples' weights if those are token counts, else 0
-RANKS = 8  # 1 from every rank
-FAULTS = 9  # micro-batches whose norm cannot be trusted (see `trainer.metrics.noise_scale.hooks`)
-NUM_SUMS = 10
+KAPPA_SQUARE = 1  # sum of kappa^2
+SMALL_SQUARE = 2  # sum of |h|^2, h the gradient of one micro-batch as the leaf's hook sees it
+SMALL_NOISE = 3  # sum of kappa * v
+BIG_NOISE = 4  # sum of kappa^2 * v
+MIDDLE_OWN_KAPPA = 5  # `KAPPA_SQUARE` of the micro-batches of this rank's middle group
+MIDDLE_OWN_SQUARE = 6  # `SMALL_SQUARE` of those
+MIDDLE_KAPPA = 7  # square of their sum of kappa
+MIDDLE_SQUARE = 8  # |A|^2, A the gradient accumulated over them, before any reduction
+TOKENS = 9  # sum of the examples' weights if those are token counts, else 0
+RANKS = 10  # 1 from every rank
+FAULTS = 11  # micro-batches whose norm cannot be trusted (see `trainer.metrics.noise_scale.hooks`)
+NUM_SUMS = 12
 
-MIN_SPREAD = 1e-3  # 1 - V_big / V_small below which the two batch sizes count as one
+MIN_SPREAD = 1e-3  # share of pairs in the square of the sum of kappa below which the window counts as one micro-batch
 MIN_PAIRS = 5  # fewer pairs do not give a usable standard error
 CONSISTENCY_CAP = 1000.0  # stands for infinity, which JSON cannot represent
 # Normal quantiles of the two bounds of a ratio. The upper one is strict because a point is reported only where it exists: a
@@ -69,13 +71,13 @@ class Window:
     grad_sq: float
     """Estimate of |G|^2."""
     between: float | None
-    """tr(Sigma) from the middle groups against the big batch; None if the layout has no middle."""
+    """tr(Sigma) from pairs that are not within one middle group; None if the layout has no middle."""
     within: float | None
-    """tr(Sigma) from the micro-batches against their middle groups."""
+    """tr(Sigma) from pairs within the middle groups."""
     small_noise: float
-    """V1; 1 / V1 is the effective number of examples of a micro-batch."""
+    """v, averaged by kappa; 1 / v is the effective number of examples of a micro-batch."""
     big_noise: float
-    """V3; 1 / V3 is the effective number of examples of the whole step."""
+    """V; 1 / V is the effective number of examples of the whole step."""
     num_tokens: float
     """Tokens of the step over all ranks, 0 if unknown."""
     world_size: int
@@ -99,7 +101,7 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
             over the number of ranks, which is what DDP's average leaves. 1.0 if the loop has divided by it, as
             `GradScaler.unscale_` does with kappa = scale / m.
 
-    S = (Q1 - Q3) / (V1 - V3) and G2 = (V1 Q3 - V3 Q1) / (V1 - V3) solve the two equations E[Q] = G2 + S V.
+    Both are means over pairs, and over micro-batches, with the weights that kappa gives them: unbiased, given every kappa.
     """
     assert len(sums) == NUM_SUMS, f"expected {NUM_SUMS} sums, got {len(sums)}"
     if sums[FAULTS] > 0.0:
@@ -110,32 +112,34 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
     factor = kappa / sums[RANKS] if grad_factor is None else grad_factor
     if kappa <= 0.0 or factor <= 0.0 or sums[BIG_NOISE] <= 0.0:
         return Absent("no micro-batch of the window had a target token", is_fault=True)
-    q_small, v_small = sums[SMALL_SQUARE] / kappa, sums[SMALL_NOISE] / kappa
-    q_big, v_big = grad_sq / factor / factor, sums[BIG_NOISE] / kappa / kappa
-    if 1.0 - v_big / v_small < MIN_SPREAD:
+    whole, own = kappa * kappa, sums[KAPPA_SQUARE]
+    big, small = grad_sq / factor / factor * whole, sums[SMALL_SQUARE]
+    if whole - own < MIN_SPREAD * whole:
         return Absent(
             "the step has a single micro-batch, so there is only one batch size to compare; "
             "halve the micro-batch and accumulate two",
             is_fault=False,
         )
-    spread = v_small - v_big
+    mean_sq = (big - small) / (whole - own)
     between = within = None
     # On several ranks the middle groups are whole windows, and all of them must be there: a rank has none where a parameter is
     # not used in its last micro-batch, and what the others measured would pass for all.
-    has_middle = sums[MIDDLE_KAPPA] > (0.0 if sums[RANKS] == 1.0 else kappa * (1.0 - 1e-9))
-    if has_middle:
-        q_middle, v_middle = sums[MIDDLE_SQUARE] / sums[MIDDLE_KAPPA], sums[MIDDLE_NOISE] / sums[MIDDLE_KAPPA]
-        # The middle must differ from both ends, or one of the two differences below is rounding.
-        if 1.0 - v_middle / v_small >= MIN_SPREAD and 1.0 - v_big / v_middle >= MIN_SPREAD:
-            between = (q_middle - q_big) / (v_middle - v_big)
-            within = (q_small - q_middle) / (v_small - v_middle)
+    own_middle, small_middle, whole_middle, square_middle = sums[MIDDLE_OWN_KAPPA : MIDDLE_SQUARE + 1]
+    has_middle = own_middle > (0.0 if sums[RANKS] == 1.0 else own * (1.0 - 1e-9))
+    pairs = whole_middle - own_middle
+    others = whole - own - pairs
+    # Both kinds of pairs must be there, or what is divided by is rounding.
+    if has_middle and pairs >= MIN_SPREAD * whole_middle and others >= MIN_SPREAD * whole:
+        unit = own / sums[BIG_NOISE] / own_middle
+        between = unit * (square_middle - whole_middle * (big - small - square_middle + small_middle) / others)
+        within = unit * (small_middle - own_middle * (square_middle - small_middle) / pairs)
     return Window(
-        tr_sigma=(q_small - q_big) / spread,
-        grad_sq=(v_small * q_big - v_big * q_small) / spread,
+        tr_sigma=(small - own * mean_sq) / sums[BIG_NOISE],
+        grad_sq=mean_sq,
         between=between,
         within=within,
-        small_noise=v_small,
-        big_noise=v_big,
+        small_noise=sums[SMALL_NOISE] / kappa,
+        big_noise=sums[BIG_NOISE] / kappa / kappa,
         num_tokens=sums[TOKENS],
         world_size=round(sums[RANKS]),
     )

@@ -149,9 +149,6 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._is_middle = last if self._world_size > 1 else in_window == self._middle_at
         self._is_first = in_window == 1
         self._sums_up = self._is_middle or self._pairs is not None
-        if self.parameter_squares is not None:
-            # [P], filled in place: a small block per gradient, kept until the backward ends, would scatter the heap.
-            self._own_squares = torch.zeros_like(self.parameter_squares)
         self._micro_square = self._sums.new_zeros(())
         self._sum_square = self._sums.new_zeros(())  # of the running sum
         self._sum_fires = self._repeats = 0
@@ -185,7 +182,6 @@ class GradientNoiseScale(NoiseScaleAverage):
             noise = weights.square().sum() / total.square()
             tokens = total if self._weights_are_tokens else zero
         has_weight = factor > 0.0
-        small = torch.where(has_weight, self._micro_square / torch.where(has_weight, factor, 1.0), 0.0)
         noise = torch.where(has_weight, noise, 0.0)
         fault = (~has_weight & (self._micro_square > 0.0)).double()
         if self._repeats > 0:
@@ -194,11 +190,9 @@ class GradientNoiseScale(NoiseScaleAverage):
                 self._has_warned = True
                 text = "gns: %d gradient hooks ran more than once in one backward (reentrant checkpointing?), and such steps "
                 log.warning(text + "are skipped; pass use_reentrant=False", self._repeats)
-        update = [factor, small, factor * noise, factor.square() * noise, zero, zero, zero, tokens, zero, fault]
-        self._sums += torch.stack(update)
-        if self.parameter_squares is not None:
-            own_small = self._own_squares / torch.where(has_weight, factor, 1.0)
-            self.parameter_squares += torch.where(has_weight, own_small, 0.0)
+        squared = factor.square()
+        update = [factor, squared, self._micro_square, factor * noise, squared * noise]
+        self._sums += torch.stack([*update, zero, zero, zero, zero, tokens, zero, fault])
         # The middle, and pairs, need `.grad` to be the sum over its group for every parameter. It is not if a parameter with
         # an older gradient was not used in this micro-batch, if FSDP2 keeps the sum elsewhere (it reduces in another type
         # than it accumulates in), or if the loop reduces after every micro-batch. A group of one micro-batch has that one's
@@ -208,11 +202,10 @@ class GradientNoiseScale(NoiseScaleAverage):
         if self._pairs is not None:
             self._pairs.append(torch.stack([factor, self._micro_square, square if is_whole else square * math.nan]))
         if self._is_middle and is_whole:
-            kappas = self._sums[noise_scale.KAPPA]
-            safe = torch.where(kappas > 0.0, kappas, 1.0)
-            self._sums[noise_scale.MIDDLE_KAPPA] = kappas
-            self._sums[noise_scale.MIDDLE_SQUARE] = torch.where(kappas > 0.0, square / safe, 0.0)
-            self._sums[noise_scale.MIDDLE_NOISE] = self._sums[noise_scale.BIG_NOISE] / safe
+            own, middle = noise_scale.KAPPA_SQUARE, noise_scale.MIDDLE_OWN_KAPPA
+            self._sums[middle : middle + 2] = self._sums[own : own + 2]
+            self._sums[noise_scale.MIDDLE_KAPPA] = self._sums[noise_scale.KAPPA].square()
+            self._sums[noise_scale.MIDDLE_SQUARE] = square
 
     def local_sums(self) -> Tensor:
         """[NUM_SUMS] float64 on the device: this rank's sums of the window, to be SUM-reduced over ranks."""
@@ -292,7 +285,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         square = square_norm(grad).to(self._sums.device)
         self._micro_square += square
         if self.parameter_squares is not None:
-            self._own_squares[index] = square
+            self.parameter_squares[index] += square  # in place: a small block per gradient would scatter the heap
 
     def _accumulated(self, parameter: Tensor) -> None:
         """The hook after accumulation, which measures the running sum."""
