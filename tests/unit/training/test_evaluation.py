@@ -18,6 +18,7 @@ from trainer.config.load import load_config
 from trainer.data.groups import Drawn, chances_of, draw_by_size, held_out
 from trainer.distributed.env import RankInfo
 from trainer.metrics.best_effort import Diagnostics
+from trainer.objective.auxiliary import Auxiliary
 from trainer.training.evaluator import Sample
 from trainer.training.setup import evaluation
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
@@ -114,7 +115,7 @@ def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
 def evaluated(plan: Plan, model: torch.nn.Module) -> tuple[dict[str, float], str]:
     cell_model, loss = model_and_loss(model, plan.config, None)
     sets = eval_sets(plan, RankInfo(), CPU)
-    made = make_evaluator(plan, model, cell_model, loss, RankInfo(), CPU, Diagnostics(), sets, most=int)
+    made = make_evaluator(plan, model, cell_model, loss, Auxiliary(), RankInfo(), CPU, Diagnostics(), sets, most=int)
     found = made.run(1)
     assert found
     return found, sets[0].read
