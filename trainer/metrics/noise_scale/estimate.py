@@ -15,12 +15,14 @@ weighted one keeps `V1 >= V2 >= V3`, so that no window divides by a difference n
 
 The bounds of `bounded_ratio` hold however badly the denominator is known. `History` reads S and |G|^2 off at the last step:
 an average over past steps lags behind a process that drifts, and its standard error does not show it; a straight line fitted
-to the past does not lag, as long as the window is short enough for a line, which the data decide.
+to the past does not lag, as long as the window is short enough for a line, which the data decide. They cannot rule out that
+either has just jumped, so the bounds also include those of the last few steps alone.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.errors import UserError
+from trainer.wording import number_text
 
 # Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the window's vector.
 KAPPA = 0  # sum of kappa over micro-batches
@@ -51,8 +54,12 @@ CONSISTENCY_CAP = 1000.0  # stands for infinity, which JSON cannot represent
 # excludes the truth.
 LOW_QUANTILE = 1.96  # the ratio is below the lower bound in 2.5 % of all windows
 HIGH_QUANTILE = 3.72  # the ratio is above the upper bound in 0.01 % of all windows
+QUANTILES = LOW_QUANTILE, HIGH_QUANTILE
 BLOCKS = 32  # of one length, before two of them become one of twice that length
 MIN_WINDOWS = 8  # a line has two parameters, and the scatter about it has to be known
+RECENT = 3  # steps after which bounds hold again if S or |G|^2 jumps
+LARGEST_JUMP = 4.0  # of B that the bounds allow for before the steps show one
+AGREEING = 0.67  # normal quantile of each of two windows' recent steps, where both have to agree
 GROWTH = 1.4  # of the window from one candidate to the next
 TOLERANCE = 2.0  # normal quantile by which the fits over all shorter windows must agree with a window's
 ROUNDING = 1e-9  # relative difference that says nothing
@@ -153,7 +160,9 @@ class Ratio(NamedTuple):
     known well, more where it is not, where that method is too small."""
 
 
-def bounded_ratio(x: float, y: float, var_x: float, var_y: float, cov: float, *, freedom: float) -> Ratio:
+def bounded_ratio(
+    x: float, y: float, var_x: float, var_y: float, cov: float, *, freedom: float, z: tuple[float, float] = QUANTILES
+) -> Ratio:
     """x / y with bounds by Fieller (1954), "Some problems in interval estimation".
 
     The bounds are the ratios r for which `x - r y` is t_low above or t_high below zero, in its own standard errors: no division
@@ -164,28 +173,29 @@ def bounded_ratio(x: float, y: float, var_x: float, var_y: float, cov: float, *,
         x, y: unbiased and about normal.
         var_x, var_y, cov: their estimated variances and covariance.
         freedom: degrees of freedom of these.
+        z: normal quantiles of the two bounds.
     """
     # The roots of a r^2 - 2 b r + k are the r at which `x - r y` is t of its errors away from zero; b^2 - a k is written
     # without cancellation.
     spread = x * x * var_y - 2.0 * x * y * cov + y * y * var_x
     product = var_x * var_y - cov * cov
-    t = t_quantile(LOW_QUANTILE, freedom)
+    t = t_quantile(z[0], freedom)
     low: float | None = 0.0
     k = x * x - t * t * var_x
     if x > 0.0 and k > 0.0:
         divisor = x * y - t * t * cov + t * math.sqrt(max(spread - t * t * product, 0.0))
         low = k / divisor if divisor > 0.0 else None
-    if not is_positive(y, var_y, freedom):
+    if not is_positive(y, var_y, freedom, z[1]):
         return Ratio(low)
-    t = t_quantile(HIGH_QUANTILE, freedom)
+    t = t_quantile(z[1], freedom)
     root = t * math.sqrt(max(spread - t * t * product, 0.0))
     high = (x * y - t * t * cov + root) / (y * y - t * t * var_y)
     return Ratio(low, high, x / y, (high - x / y) / t)
 
 
-def is_positive(value: float, variance: float, freedom: float) -> bool:
-    """Whether an estimate with this variance is above zero, by the strict test that the upper bound needs."""
-    t = t_quantile(HIGH_QUANTILE, freedom)
+def is_positive(value: float, variance: float, freedom: float, z: float = HIGH_QUANTILE) -> bool:
+    """Whether an estimate with this variance is above zero, by the test that the upper bound needs."""
+    t = t_quantile(z, freedom)
     return value > 0.0 and value * value > t * t * variance
 
 
@@ -200,13 +210,14 @@ class Current(NamedTuple):
     """The noise scale at the last step."""
 
     ratio: Ratio
+    """`error` aside, which is that of the `steps` alone."""
     steps: int
     """Windows that it was computed from: the last ones with an estimate."""
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """x and y at the last step by a line over the last `steps` windows."""
+    """x and y at the last step by the last `steps` windows."""
 
     steps: int
     now: NDArray[np.float64]
@@ -214,6 +225,11 @@ class _Fit:
     covariance: NDArray[np.float64]
     """[2, 2] of `now`."""
     freedom: float
+
+    def ratio(self, z: tuple[float, float] = QUANTILES) -> Ratio:
+        """x / y with its bounds."""
+        (x, y), ((var_x, cov), (_, var_y)) = self.now.tolist(), self.covariance.tolist()
+        return bounded_ratio(x, y, var_x, var_y, cov, freedom=self.freedom, z=z)
 
 
 class History:
@@ -236,21 +252,57 @@ class History:
             block = (x0 + x1, y0 + y1)
         self._levels.append([block])
 
-    def current(self) -> Current | None:
-        """x / y at the last step with its bounds; None before `MIN_WINDOWS` pairs."""
-        fits = list(self._fits())
+    def current(self, *, before: int = 0, recent_z: float = LOW_QUANTILE) -> Current | None:
+        """x / y at the last step with its bounds; None before `MIN_WINDOWS` pairs.
+
+        Args:
+            before: leave out so many of the latest steps, at most `RECENT`.
+            recent_z: normal quantile of the recent steps' bounds.
+        """
+        if (fits := self._used(before)) is None:
+            return None
+        recent, _, fit = fits
+        ratio, alone = fit.ratio(), recent.ratio((recent_z, recent_z))
+        low, high = ratio.low, ratio.high
+        if low is not None:
+            low = min(low, max(alone.low or 0.0, low / LARGEST_JUMP))
+        if high is not None:
+            high = max(high, min(math.inf if alone.high is None else alone.high, high * LARGEST_JUMP))
+        return Current(ratio._replace(low=low, high=high), fit.steps)
+
+    def shortage(self) -> tuple[float, float, bool] | None:
+        """What gives x / y an upper bound if both stay as they are: so many more steps, or so many times less variance of y per
+        step; and whether y is above its error, without which both are too small. None: see `current`."""
+        if (fits := self._used()) is None:
+            return None
+        _, longest, fit = fits
+        signal, noise = float(longest.now[1]), math.sqrt(longest.covariance[1, 1])
+        relative = math.sqrt(fit.covariance[1, 1]) / max(signal, noise, sys.float_info.min)
+        more, fewer = ((t_quantile(HIGH_QUANTILE, freedom) * relative) ** 2 for freedom in (BLOCKS, fit.freedom))
+        return fit.steps / SHORTENED * max(more - 1.0, 0.1), max(fewer, 1.1), signal > noise
+
+    def _used(self, before: int = 0) -> tuple[_Fit, _Fit, _Fit] | None:
+        """By the recent steps, by the longest window without visible curvature, and by the part of it that is used."""
+        fits = list(self._fits(before))
         if not fits:
             return None
         longest = longest_straight(fits)
-        enough = max(SHORTENED * longest.steps, fits[0].steps)
         # Half of it: curvature that is just not visible would still shift the line's end by about its standard error. It grows
         # with the square of the window.
-        fit = max((fit for fit in fits if fit.steps <= enough), key=lambda fit: fit.steps)
-        (x, y), ((var_x, cov), (_, var_y)) = fit.now.tolist(), fit.covariance.tolist()
-        return Current(bounded_ratio(x, y, var_x, var_y, cov, freedom=fit.freedom), fit.steps)
+        enough = max(SHORTENED * longest.steps, min(MIN_WINDOWS, longest.steps))
+        return fits[0], longest, max((fit for fit in fits if fit.steps <= enough), key=lambda fit: fit.steps)
 
-    def _fits(self) -> Iterator[_Fit]:
-        """Fits over longer and longer windows that end at the last step.
+    def agreed(self) -> Ratio | None:
+        """x / y at the last step, with the lower bound that two windows without a common step agree on: the `RECENT` steps, and
+        all before them. None before there are both."""
+        now, before = (self.current(before=steps, recent_z=AGREEING) for steps in (0, RECENT))
+        if now is None or before is None:
+            return None
+        lows = [found.ratio.low for found in (now, before) if found.ratio.low is not None]
+        return now.ratio._replace(low=min(lows) if len(lows) == 2 else None)
+
+    def _fits(self, before: int) -> Iterator[_Fit]:
+        """Fits over longer and longer windows that end `before` steps before the last: `_recent_mean`, then lines.
 
         Weighted least squares, and the heteroscedasticity-consistent covariance HC3 (MacKinnon and White 1985): the noise of
         both series changes with their size. The degrees of freedom are Satterthwaite's, for equal noise in every step.
@@ -259,18 +311,17 @@ class History:
         for level, sums in enumerate(self._levels):
             for x, y in reversed(sums):
                 blocks.append((1 << level, x, y))
-        if not blocks:
+        if len(blocks) < MIN_WINDOWS + before:
             return
-        size, *totals = np.array(blocks, dtype=np.float64).T  # newest first
+        size, *totals = np.array(blocks[before:], dtype=np.float64).T  # newest first
         ends = np.cumsum(size)
         age = ends - 0.5 * (size + 1.0)  # of a block's middle; the last step's is 0
         means = np.stack(totals, axis=1) / size[:, None]  # [blocks, 2]
+        yield _recent_mean(means[size == 1.0])
         wanted = float(MIN_WINDOWS)
         while wanted < GROWTH * ends[-1]:
             k = min(int(np.searchsorted(ends, wanted)) + 1, len(ends))
             wanted *= GROWTH
-            if ends[k - 1] < MIN_WINDOWS:
-                continue
             w, a, z = size[:k], age[:k], means[:k]
             share = w / w.sum()
             centre = a - share @ a
@@ -291,6 +342,19 @@ class History:
     def load_state_dict(self, state: Sequence[Sequence[Sequence[float]]]) -> None:
         """Restore a saved state exactly."""
         self._levels = [[(float(x), float(y)) for x, y in level] for level in state] or [[]]
+
+
+def _recent_mean(pairs: NDArray[np.float64]) -> _Fit:
+    """The mean of the last steps, and its covariance from the differences of successive pairs (von Neumann 1941), in which a
+    jump enters once. Noise is taken to grow with the level, since it may have grown with it in these steps.
+
+    Args:
+        pairs: [n, 2] single steps, newest first.
+    """
+    steps, now, mean = np.diff(pairs, axis=0), pairs[:RECENT].mean(axis=0), pairs.mean(axis=0)
+    growth = np.divide(now, mean, out=np.ones(2), where=mean != 0.0).max()
+    covariance = steps.T @ steps / (2 * len(steps) * RECENT) * max(growth, 1.0) ** 2
+    return _Fit(RECENT, now, covariance, len(steps) / 1.5)
 
 
 def longest_straight(fits: Sequence[_Fit]) -> _Fit:
@@ -388,7 +452,7 @@ class NoiseScaleAverage:
         self._history = History()  # of the same pairs
         self._consistency = PairAverage(ema)  # x = between, y = within
         self.drawn: Ratio | None = None
-        """B of the batch as it is drawn, if something measures it and it has an upper bound."""
+        """B of the batch as it is drawn for `reading`, if something measures it and it has an upper bound."""
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
         self.token_sum = self.token_weight = 0.0  # average of tokens per effective example
         self.skipped = 0.0  # since the start
@@ -418,11 +482,24 @@ class NoiseScaleAverage:
         return self._history.current()
 
     def reading(self) -> tuple[str, Ratio] | None:
-        """What decisions go by, with its key: B of the batch as it is drawn, where it has an upper bound, otherwise B now."""
+        """What decisions go by, with its key: B of the batch as it is drawn, where it has an upper bound, otherwise B now; with the
+        lower bound that two windows without a common step agree on."""
         if self.drawn is not None:
             return "gns/b_drawn", self.drawn
-        current = self.current()
-        return None if current is None else ("gns/b_now", current.ratio)
+        agreed = self._history.agreed()
+        return None if agreed is None else ("gns/b_now", agreed)
+
+    def outlook(self) -> str:
+        """What would give `gns/b_now` a value; empty where it has one, and before it has a bound."""
+        current, shortage = self.current(), self._history.shortage()
+        if current is None or shortage is None or current.ratio.value is not None:
+            return ""
+        steps, times, is_sure = shortage
+        rows = [number_text(factor / self.big_noise, 2) for factor in (1.0, math.sqrt(times), times)]
+        known = "" if not current.ratio.low else f", it is at least {number_text(current.ratio.low, 3)} sequences"
+        takes = f"{'about' if is_sure else 'more than'} {number_text(steps, 2)} more steps"
+        more_rows = f"{rows[1]} to {rows[2]}" if is_sure else f"more than {rows[1]}"
+        return f"gns/b_now has no value yet{known}: it takes {takes}, or {more_rows} sequences per step instead of {rows[0]}"
 
     @property
     def reason(self) -> str | None:
@@ -445,9 +522,9 @@ class NoiseScaleAverage:
             if (ratio := self._noise.ratio()) is not None:
                 values |= self._values_of_ratio(ratio)
             if (current := self._history.current()) is not None:
-                (low, high, value, _), steps = current
+                low, high, value, _ = current.ratio
                 values |= {"gns/b_now": value, "gns/b_now_low": low, "gns/b_now_high": high}
-                values["gns/b_now_steps"] = float(steps)
+                values["gns/b_now_steps"] = float(current.steps)
         return {key: value for key, value in values.items() if value is not None}
 
     def drain_metrics(self) -> dict[str, float]:
