@@ -154,7 +154,7 @@ def test_after_a_resume_with_another_interval_m_still_stays_as_long_as_that(tmp_
     checkpoint = whole_dir / "checkpoints" / "step_00000013"
     # Step 15 comes three steps after the change, step 16 is the first at which 4 steps have passed.
     for every, expected in ((4, [(17, 16)]), (5, [])):
-        rule = f'train.micro_batches={{ schedule = "auto", start = 4, max = 16, multiple = 1e-6, every = {every}, lr = "sqrt" }}'
+        rule = "train.micro_batches=" + KINDS["auto"].replace("every = 3", f"every = {every}")
         resumed = start(tmp_path, f"every {every}", "auto", rule, nproc=None, more=("--resume", checkpoint))
         assert [(event["global_step"], event["to"]) for event in changes(resumed)] == expected
 

@@ -6,7 +6,6 @@ The table of docs/gns.md, "After a jump", comes from `python -m tests.science.te
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 

@@ -159,8 +159,8 @@ class NoiseComponents:
             self._windows.append(window)
 
     def components(self, part: slice = slice(None)) -> Components | None:
-        """The estimate over the last windows, or a part of them; None for fewer than `MIN_KEPT`, or if all micro-batches of each
-        rank's step come from one stream.
+        """The estimate over the last windows, or a part of them; None for fewer than `MIN_KEPT`, or if all micro-batches of
+        each rank's step come from one stream.
         """
         windows = np.array(list(self._windows)[part])
         count = len(windows)
@@ -193,8 +193,8 @@ class NoiseComponents:
         )
 
     def agreed(self) -> Ratio | None:
-        """B of the batch as it is drawn, where it has an upper bound, with the lower bound that both halves of the windows agree
-        on."""
+        """B of the batch as it is drawn, where it has an upper bound. Its lower bound is one that both halves of the windows
+        agree on."""
         middle = len(self._windows) // 2
         parts = [self.components(part) for part in (slice(None), slice(middle), slice(middle, None))]
         drawn = [part.drawn for part in parts if part is not None]

@@ -167,8 +167,6 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
         lines.append(f"loss {losses[0]}, {losses[1]} ({last[1] / first[1]:.0%})")
     if position.last_eval is not None:
         lines += _evaluated(*position.last_eval, run.config.eval.batches)
-    if run.gns is not None and (outlook := run.gns.outlook()):
-        lines.append(outlook)
     lines.append(f"the run is in {run_dir.path}")
     lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):

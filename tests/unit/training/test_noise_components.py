@@ -149,7 +149,10 @@ def test_decisions_go_by_the_lower_bound_of_both_halves() -> None:
     components = found_by(LAYOUTS["1 rank"], 0)
     middle = WINDOWS // 2
     found = [components.components(part) for part in (slice(middle), slice(middle, None))]
-    agreed, lows = components.agreed(), [one.drawn.low for one in found if one is not None and one.drawn.low is not None]
+    agreed, lows = (
+        components.agreed(),
+        [one.drawn.low for one in found if one is not None and one.drawn.low is not None],
+    )
     assert agreed is not None
     assert len(lows) == 2
     assert agreed.low == min(lows)

@@ -22,7 +22,6 @@ either has just jumped, so the bounds also include those of the last few steps a
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.errors import UserError
-from trainer.wording import number_text
 
 # Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the window's vector.
 KAPPA = 0  # sum of kappa over micro-batches
@@ -206,17 +204,8 @@ def t_quantile(z: float, freedom: float) -> float:
     return math.sqrt(freedom * math.expm1(min(exponent, 700.0)))  # a tiny `ema` would overflow
 
 
-class Current(NamedTuple):
-    """The noise scale at the last step."""
-
-    ratio: Ratio
-    """`error` aside, which is that of the `steps` alone."""
-    steps: int
-    """Windows that it was computed from: the last ones with an estimate."""
-
-
 @dataclass(frozen=True)
-class _Fit:
+class Fit:
     """x and y at the last step by the last `steps` windows."""
 
     steps: int
@@ -230,6 +219,17 @@ class _Fit:
         """x / y with its bounds."""
         (x, y), ((var_x, cov), (_, var_y)) = self.now.tolist(), self.covariance.tolist()
         return bounded_ratio(x, y, var_x, var_y, cov, freedom=self.freedom, z=z)
+
+
+class Current(NamedTuple):
+    """The noise scale at the last step."""
+
+    ratio: Ratio
+    """The value is that of `used`; the bounds allow for a jump."""
+    used: Fit
+    """By the windows that the value comes from: the last ones with an estimate."""
+    longest: Fit
+    """By all that show no curvature."""
 
 
 class History:
@@ -259,30 +259,6 @@ class History:
             before: leave out so many of the latest steps, at most `RECENT`.
             recent_z: normal quantile of the recent steps' bounds.
         """
-        if (fits := self._used(before)) is None:
-            return None
-        recent, _, fit = fits
-        ratio, alone = fit.ratio(), recent.ratio((recent_z, recent_z))
-        low, high = ratio.low, ratio.high
-        if low is not None:
-            low = min(low, max(alone.low or 0.0, low / LARGEST_JUMP))
-        if high is not None:
-            high = max(high, min(math.inf if alone.high is None else alone.high, high * LARGEST_JUMP))
-        return Current(ratio._replace(low=low, high=high), fit.steps)
-
-    def shortage(self) -> tuple[float, float, bool] | None:
-        """What gives x / y an upper bound if both stay as they are: so many more steps, or so many times less variance of y per
-        step; and whether y is above its error, without which both are too small. None: see `current`."""
-        if (fits := self._used()) is None:
-            return None
-        _, longest, fit = fits
-        signal, noise = float(longest.now[1]), math.sqrt(longest.covariance[1, 1])
-        relative = math.sqrt(fit.covariance[1, 1]) / max(signal, noise, sys.float_info.min)
-        more, fewer = ((t_quantile(HIGH_QUANTILE, freedom) * relative) ** 2 for freedom in (BLOCKS, fit.freedom))
-        return fit.steps / SHORTENED * max(more - 1.0, 0.1), max(fewer, 1.1), signal > noise
-
-    def _used(self, before: int = 0) -> tuple[_Fit, _Fit, _Fit] | None:
-        """By the recent steps, by the longest window without visible curvature, and by the part of it that is used."""
         fits = list(self._fits(before))
         if not fits:
             return None
@@ -290,18 +266,23 @@ class History:
         # Half of it: curvature that is just not visible would still shift the line's end by about its standard error. It grows
         # with the square of the window.
         enough = max(SHORTENED * longest.steps, min(MIN_WINDOWS, longest.steps))
-        return fits[0], longest, max((fit for fit in fits if fit.steps <= enough), key=lambda fit: fit.steps)
+        used = max((fit for fit in fits if fit.steps <= enough), key=lambda fit: fit.steps)
+        ratio, recent = used.ratio(), fits[0].ratio((recent_z, recent_z))
+        low, high = ratio.low, ratio.high
+        if low is not None:
+            low = min(low, max(recent.low or 0.0, low / LARGEST_JUMP))
+        if high is not None:
+            high = max(high, min(recent.high or math.inf, high * LARGEST_JUMP))
+        return Current(ratio._replace(low=low, high=high), used, longest)
 
     def agreed(self) -> Ratio | None:
-        """x / y at the last step, with the lower bound that two windows without a common step agree on: the `RECENT` steps, and
-        all before them. None before there are both."""
-        now, before = (self.current(before=steps, recent_z=AGREEING) for steps in (0, RECENT))
-        if now is None or before is None:
-            return None
-        lows = [found.ratio.low for found in (now, before) if found.ratio.low is not None]
-        return now.ratio._replace(low=min(lows) if len(lows) == 2 else None)
+        """x / y at the last step, with the lower bound that the `RECENT` steps and all before agree on; None before enough."""
+        found = [self.current(before=steps, recent_z=AGREEING) for steps in (0, RECENT)]
+        ratios = [current.ratio for current in found if current is not None]
+        lows = [ratio.low for ratio in ratios if ratio.low is not None]
+        return ratios[0]._replace(low=min(lows) if len(lows) == 2 else None) if len(ratios) == 2 else None
 
-    def _fits(self, before: int) -> Iterator[_Fit]:
+    def _fits(self, before: int) -> Iterator[Fit]:
         """Fits over longer and longer windows that end `before` steps before the last: `_recent_mean`, then lines.
 
         Weighted least squares, and the heteroscedasticity-consistent covariance HC3 (MacKinnon and White 1985): the noise of
@@ -333,7 +314,7 @@ class History:
             residual = weight[:, None] * (z - now - a[:, None] * slope) / (1.0 - leverage)[:, None]
             parts = weight**2 / w
             freedom = max(parts.sum() ** 2 / (parts @ parts) - 2.0, 1.0)
-            yield _Fit(int(ends[k - 1]), now, residual.T @ residual, float(freedom))
+            yield Fit(int(ends[k - 1]), now, residual.T @ residual, float(freedom))
 
     def state_dict(self) -> list[list[list[float]]]:
         """All sums, as plain floats."""
@@ -344,7 +325,7 @@ class History:
         self._levels = [[(float(x), float(y)) for x, y in level] for level in state] or [[]]
 
 
-def _recent_mean(pairs: NDArray[np.float64]) -> _Fit:
+def _recent_mean(pairs: NDArray[np.float64]) -> Fit:
     """The mean of the last steps, and its covariance from the differences of successive pairs (von Neumann 1941), in which a
     jump enters once. Noise is taken to grow with the level, since it may have grown with it in these steps.
 
@@ -354,10 +335,10 @@ def _recent_mean(pairs: NDArray[np.float64]) -> _Fit:
     steps, now, mean = np.diff(pairs, axis=0), pairs[:RECENT].mean(axis=0), pairs.mean(axis=0)
     growth = np.divide(now, mean, out=np.ones(2), where=mean != 0.0).max()
     covariance = steps.T @ steps / (2 * len(steps) * RECENT) * max(growth, 1.0) ** 2
-    return _Fit(RECENT, now, covariance, len(steps) / 1.5)
+    return Fit(RECENT, now, covariance, len(steps) / 1.5)
 
 
-def longest_straight(fits: Sequence[_Fit]) -> _Fit:
+def longest_straight(fits: Sequence[Fit]) -> Fit:
     """The longest window whose fit agrees with those over all shorter ones, in x and in y.
 
     By the intersection of confidence intervals (Goldenshluger and Nemirovski 1997, "On spatially adaptive estimation of
@@ -482,24 +463,12 @@ class NoiseScaleAverage:
         return self._history.current()
 
     def reading(self) -> tuple[str, Ratio] | None:
-        """What decisions go by, with its key: B of the batch as it is drawn, where it has an upper bound, otherwise B now; with the
-        lower bound that two windows without a common step agree on."""
+        """What decisions go by, with its key: B of the batch as it is drawn, where it has an upper bound, otherwise B now. Two
+        windows without a common step agree on its lower bound."""
         if self.drawn is not None:
             return "gns/b_drawn", self.drawn
         agreed = self._history.agreed()
         return None if agreed is None else ("gns/b_now", agreed)
-
-    def outlook(self) -> str:
-        """What would give `gns/b_now` a value; empty where it has one, and before it has a bound."""
-        current, shortage = self.current(), self._history.shortage()
-        if current is None or shortage is None or current.ratio.value is not None:
-            return ""
-        steps, times, is_sure = shortage
-        rows = [number_text(factor / self.big_noise, 2) for factor in (1.0, math.sqrt(times), times)]
-        known = "" if not current.ratio.low else f", it is at least {number_text(current.ratio.low, 3)} sequences"
-        takes = f"{'about' if is_sure else 'more than'} {number_text(steps, 2)} more steps"
-        more_rows = f"{rows[1]} to {rows[2]}" if is_sure else f"more than {rows[1]}"
-        return f"gns/b_now has no value yet{known}: it takes {takes}, or {more_rows} sequences per step instead of {rows[0]}"
 
     @property
     def reason(self) -> str | None:
@@ -524,7 +493,7 @@ class NoiseScaleAverage:
             if (current := self._history.current()) is not None:
                 low, high, value, _ = current.ratio
                 values |= {"gns/b_now": value, "gns/b_now_low": low, "gns/b_now_high": high}
-                values["gns/b_now_steps"] = float(current.steps)
+                values["gns/b_now_steps"] = float(current.used.steps)
         return {key: value for key, value in values.items() if value is not None}
 
     def drain_metrics(self) -> dict[str, float]:
