@@ -6,6 +6,7 @@ The table of docs/gns.md, "After a jump", comes from `python -m tests.science.te
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.noise_processes import Process, constant, covers, histories
+from trainer.extensions.noise_outlook import outlook
 from trainer.metrics.noise_scale.estimate import Current, History, NoiseScaleAverage
 from trainer.micro_batches import AutoRule
 
@@ -47,11 +49,17 @@ def test_at_most_one_bound_in_twenty_is_wrong_from_the_third_step_on() -> None:
     assert not {cell: share for cell, each in wrong.items() if (share := np.mean(each)) > WRONG}
 
 
-def may_double(history: History) -> bool:
-    """Whether `auto` doubles the batch of size 1 by such a history."""
+def average_of(history: History) -> NoiseScaleAverage:
+    """As of a run whose batch is 1."""
     average = NoiseScaleAverage()
     average.load_state_dict({**average.state_dict(), "history": history.state_dict()})
-    reading = average.reading()
+    average.big_noise = 1.0
+    return average
+
+
+def may_double(history: History) -> bool:
+    """Whether `auto` doubles the batch by such a history."""
+    reading = average_of(history).reading()
     return AutoRule(16, 2.0, 100).permits(low=reading and reading[1].low, batch=1.0)
 
 
@@ -72,3 +80,19 @@ def test_the_batch_doubles_within_a_few_decisions_where_the_noise_scale_is_far_a
         process = Process(constant(6.0), constant(1.0))
         ((_, found),) = histories(process, [200], runs=100, dim=dim, micros=4, seed=35)
         assert np.mean([may_double(history) for history in found]) > at_least
+
+
+def test_the_outlook_says_about_when_half_of_the_runs_have_a_value() -> None:
+    (_, now), (_, later) = histories(
+        Process(constant(5.0), constant(1.0)), [200, 660], runs=60, dim=20, micros=4, seed=36
+    )
+    sentences = [outlook(average_of(history)) for history in now]
+    has_value = [current.ratio.value is not None for history in now if (current := history.current()) is not None]
+    assert [not sentence for sentence in sentences] == has_value
+    found = [re.search("about ([0-9,]+) more steps, or ([0-9.]+) to ([0-9.]+) sequences", each) for each in sentences]
+    steps, least, most = np.median(
+        [[float(x.replace(",", "")) for x in each.groups()] for each in found if each], axis=0
+    )
+    assert 230 < steps < 920
+    assert least < 2.5 < most  # times the batch has a value in half of the runs
+    assert 0.25 < np.mean([bool(c and c.ratio.value) for c in (history.current() for history in later)]) < 0.75

@@ -37,12 +37,11 @@ def outlook(noise: NoiseScaleAverage) -> str:
     relative = math.sqrt(used.covariance[1, 1]) / max(signal, error, sys.float_info.min)
     # What the variance is too large by: with a scatter known from many steps, and from as few as now.
     later, now = ((t_quantile(HIGH_QUANTILE, freedom) * relative) ** 2 for freedom in (BLOCKS, used.freedom))
-    steps = number_text(used.steps / SHORTENED * max(later - 1.0, 0.1), 2)
-    batch, least, most = (
-        number_text(factor / noise.big_noise, 2) for factor in (1.0, max(now, 1.1) ** 0.5, max(now, 1.1))
-    )
+    batch, times = 1.0 / noise.big_noise, max(now, 1.1)
+    numbers = math.ceil(used.steps / SHORTENED * max(later - 1.0, 0.1)), batch * math.sqrt(times), batch * times, batch
+    steps, least, most, today = (number_text(float(f"{number:.2g}")) for number in numbers)
     known = f", it is at least {number_text(current.ratio.low, 3)} sequences" if current.ratio.low else ""
     takes = f"about {steps} more steps, or {least} to {most}"
     if signal <= error:
         takes = f"more than {steps} more steps, or more than {least}"
-    return f"gns/b_now has no value yet{known}: it takes {takes} sequences per step instead of {batch}"
+    return f"gns/b_now has no value yet{known}: it takes {takes} sequences per step instead of {today}"
