@@ -272,7 +272,8 @@ class History:
         if low is not None:
             low = min(low, max(recent.low or 0.0, low / LARGEST_JUMP))
         if high is not None:
-            high = max(high, min(recent.high or math.inf, high * LARGEST_JUMP))
+            likely = used.ratio((LOW_QUANTILE, LOW_QUANTILE)).high or high
+            high = max(high, min(recent.high or math.inf, likely * LARGEST_JUMP))
         return Current(ratio._replace(low=low, high=high), used, longest)
 
     def agreed(self) -> Ratio | None:
