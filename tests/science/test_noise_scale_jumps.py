@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.noise_processes import Process, constant, covers, histories
+from trainer.extensions.batch_growth import evidence_of
 from trainer.extensions.noise_outlook import outlook
 from trainer.metrics.noise_scale.estimate import Current, History, NoiseScaleAverage
 from trainer.micro_batches import AutoRule
@@ -59,8 +60,7 @@ def average_of(history: History) -> NoiseScaleAverage:
 
 def may_double(history: History) -> bool:
     """Whether `auto` doubles the batch by such a history."""
-    reading = average_of(history).reading()
-    return AutoRule(16, 2.0, 100).permits(low=reading and reading[1].low, batch=1.0)
+    return AutoRule(16, 2.0, 100).permits(low=evidence_of(average_of(history)).low, batch=1.0)
 
 
 @pytest.mark.parametrize("dim", [20, 200])

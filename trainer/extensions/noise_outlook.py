@@ -29,7 +29,7 @@ def outlook(noise: NoiseScaleAverage) -> str:
     The variance of |G|^2 falls with the number of steps, and with the sequences per step or their square: the signal's part and
     the noise's. Where |G|^2 is below its own error, that error stands for it.
     """
-    current = noise.current()
+    current = noise.history.current()
     if current is None or current.ratio.value is not None:
         return ""
     _, used, longest = current

@@ -15,8 +15,8 @@ weighted one keeps `V1 >= V2 >= V3`, so that no window divides by a difference n
 
 The bounds of `bounded_ratio` hold however badly the denominator is known. `History` reads S and |G|^2 off at the last step:
 an average over past steps lags behind a process that drifts, and its standard error does not show it; a straight line fitted
-to the past does not lag, as long as the window is short enough for a line, which the data decide. They cannot rule out that
-either has just jumped, so the bounds also include those of the last few steps alone.
+to the past does not lag, as long as the window is short enough for a line, which the data decide. They cannot rule out a jump
+in the last steps, so the bounds include those of these steps alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ BLOCKS = 32  # of one length, before two of them become one of twice that length
 MIN_WINDOWS = 8  # a line has two parameters, and the scatter about it has to be known
 RECENT = 3  # steps after which bounds hold again if S or |G|^2 jumps
 LARGEST_JUMP = 4.0  # of B that the bounds allow for before the steps show one
-AGREEING = 0.67  # normal quantile of each of two windows' recent steps, where both have to agree
 GROWTH = 1.4  # of the window from one candidate to the next
 TOLERANCE = 2.0  # normal quantile by which the fits over all shorter windows must agree with a window's
 ROUNDING = 1e-9  # relative difference that says nothing
@@ -276,13 +275,6 @@ class History:
             high = max(high, min(recent.high or math.inf, likely * LARGEST_JUMP))
         return Current(ratio._replace(low=low, high=high), used, longest)
 
-    def agreed(self) -> Ratio | None:
-        """x / y at the last step, with the lower bound that the `RECENT` steps and all before agree on; None before enough."""
-        found = [self.current(before=steps, recent_z=AGREEING) for steps in (0, RECENT)]
-        ratios = [current.ratio for current in found if current is not None]
-        lows = [ratio.low for ratio in ratios if ratio.low is not None]
-        return ratios[0]._replace(low=min(lows) if len(lows) == 2 else None) if len(ratios) == 2 else None
-
     def _fits(self, before: int) -> Iterator[Fit]:
         """Fits over longer and longer windows that end `before` steps before the last: `_recent_mean`, then lines.
 
@@ -431,10 +423,11 @@ class NoiseScaleAverage:
             raise UserError("gns.ema", f"must be between 0 and 1, got {ema}", "0.95 averages about 40 steps")
         self._ema = ema
         self._noise = PairAverage(ema)  # x = tr(Sigma), y = |G|^2
-        self._history = History()  # of the same pairs
+        self.history = History()
+        """Of the same pairs."""
         self._consistency = PairAverage(ema)  # x = between, y = within
         self.drawn: Ratio | None = None
-        """B of the batch as it is drawn for `reading`, if something measures it and it has an upper bound."""
+        """B of the batch as it is drawn, for decisions, if something measures it and it has an upper bound."""
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
         self.token_sum = self.token_weight = 0.0  # average of tokens per effective example
         self.skipped = 0.0  # since the start
@@ -449,7 +442,7 @@ class NoiseScaleAverage:
             return
         self._absent = None
         self._noise.update(window.tr_sigma, window.grad_sq)
-        self._history.add(window.tr_sigma, window.grad_sq)
+        self.history.add(window.tr_sigma, window.grad_sq)
         if window.between is not None and window.within is not None:
             self._consistency.update(window.between, window.within)
         self.small_noise, self.big_noise = window.small_noise, window.big_noise
@@ -458,18 +451,6 @@ class NoiseScaleAverage:
             fresh = 1.0 - self._ema
             self.token_sum = self._ema * self.token_sum + fresh * window.num_tokens * window.big_noise
             self.token_weight = self._ema * self.token_weight + fresh
-
-    def current(self) -> Current | None:
-        """B as it is now, without the averages' lag; None before there are enough windows."""
-        return self._history.current()
-
-    def reading(self) -> tuple[str, Ratio] | None:
-        """What decisions go by, with its key: B of the batch as it is drawn, where it has an upper bound, otherwise B now. Two
-        windows without a common step agree on its lower bound."""
-        if self.drawn is not None:
-            return "gns/b_drawn", self.drawn
-        agreed = self._history.agreed()
-        return None if agreed is None else ("gns/b_now", agreed)
 
     @property
     def reason(self) -> str | None:
@@ -491,7 +472,7 @@ class NoiseScaleAverage:
             values |= self._consistency_values()
             if (ratio := self._noise.ratio()) is not None:
                 values |= self._values_of_ratio(ratio)
-            if (current := self._history.current()) is not None:
+            if (current := self.history.current()) is not None:
                 low, high, value, _ = current.ratio
                 values |= {"gns/b_now": value, "gns/b_now_low": low, "gns/b_now_high": high}
                 values["gns/b_now_steps"] = float(current.used.steps)
@@ -532,14 +513,14 @@ class NoiseScaleAverage:
         """The averages, the history and the gauges as plain floats; taken between windows."""
         return {
             "noise": self._noise.state_dict(),
-            "history": self._history.state_dict(),
+            "history": self.history.state_dict(),
             "consistency": self._consistency.state_dict(),
             "gauges": {name: float(getattr(self, name)) for name in self.GAUGES},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state exactly."""
-        self._history.load_state_dict(state["history"])
+        self.history.load_state_dict(state["history"])
         self._noise.load_state_dict(state["noise"])
         self._consistency.load_state_dict(state["consistency"])
         for name in self.GAUGES:
