@@ -1,6 +1,6 @@
 """What the noise scale *now* says after |G|^2 or the noise has jumped by 2 or 4, and how often the batch grows by mistake.
 
-The table of docs/gns.md, "After a jump", comes from `python -m tests.science.test_noise_scale_jumps`, in three minutes.
+docs/gns_jumps.csv has the same cells by jump and B over the batch, before and after the bounds allowed for a jump.
 """
 
 from __future__ import annotations
