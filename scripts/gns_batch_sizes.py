@@ -142,7 +142,7 @@ def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
             for span, average in zip(SPANS, averages, strict=True):
                 torch._foreach_lerp_(average, parameters, 1.0 / (1.0 + span * (step - 1)))
         if step % every == 0:
-            now = gns.current()
+            now = gns.history.current()
             curve.steps.append(step)
             curve.b_now.append(now.ratio.value if now is not None else None)
             curve.held_out.append([loss_with(model, average, fixed) for average in averages])

@@ -7,16 +7,18 @@ from typing import Any, NamedTuple
 
 from trainer.distributed.agree import gather_from_ranks
 from trainer.metrics.best_effort import BestEffort
-from trainer.metrics.noise_scale.estimate import NoiseScaleAverage
+from trainer.metrics.noise_scale.estimate import RECENT, NoiseScaleAverage
 from trainer.micro_batches import AutoRule, MicroBatches
 from trainer.wording import number_text
+
+AGREEING_Z = 0.67  # normal quantile of the recent steps' bound, of which there are two
 
 
 class Evidence(NamedTuple):
     """What a decision went by, in sequences."""
 
     low: float | None
-    """Lower bound of the noise scale; None: not known."""
+    """Lower bound of the noise scale that two windows without a common step agree on; None: not known."""
     value: float | None
     """The noise scale itself; None: it has no upper bound yet."""
     batch: float
@@ -99,19 +101,23 @@ class BatchGrowth:
         """
         if not rule.may_double(m, after=last_step, steps_with_m=steps_with_m):
             return m, None
-        evidence = self._guard.run(self._evidence)
+        assert self._noise is not None
+        evidence = self._guard.run(evidence_of, self._noise)
         own = evidence is not None and rule.permits(low=evidence.low, batch=evidence.batch)
         is_agreed = all(gather_from_ranks(own, world_size=self._world_size))
         return (2 * m, evidence) if is_agreed else (m, None)
 
-    def _evidence(self) -> Evidence:
-        assert self._noise is not None
-        reading = self._noise.reading()
-        batch = 1.0 / self._noise.big_noise if self._noise.big_noise > 0.0 else 0.0
-        if reading is None:
-            return Evidence(None, None, batch, "")
-        key, ratio = reading
-        return Evidence(ratio.low, ratio.value, batch, key)
+
+def evidence_of(noise: NoiseScaleAverage) -> Evidence:
+    """The noise scale of the batch as it is drawn, where it has an upper bound, otherwise B now. Its lower bound is the lower
+    one of two, at the last step and before the recent ones: a doubling cannot be undone, and one bound may be luck."""
+    batch = 1.0 / noise.big_noise if noise.big_noise > 0.0 else 0.0
+    if noise.drawn is not None:
+        return Evidence(noise.drawn.low, noise.drawn.value, batch, "gns/b_drawn")
+    found = [noise.history.current(before=steps, recent_z=AGREEING_Z) for steps in (0, RECENT)]
+    lows = [current.ratio.low for current in found if current is not None and current.ratio.low is not None]
+    value = None if found[0] is None else found[0].ratio.value
+    return Evidence(min(lows) if len(lows) == len(found) else None, value, batch, "gns/b_now")
 
 
 def _permission(rule: AutoRule, evidence: Evidence) -> str:

@@ -169,14 +169,14 @@ class NoiseComponents:
         if np.isfinite(window).all():
             self._windows.append(window)
 
-    def components(self) -> Components | None:
-        """The estimate over the last windows; None before `MIN_KEPT` of them, or if all micro-batches of each rank's step
-        come from one stream.
+    def components(self, part: slice = slice(None)) -> Components | None:
+        """The estimate over the last windows, or a part of them; None for fewer than `MIN_KEPT`, or if all micro-batches of
+        each rank's step come from one stream.
         """
-        count = len(self._windows)
+        windows = np.array(list(self._windows)[part])
+        count = len(windows)
         if count < MIN_KEPT:
             return None
-        windows = np.array(self._windows)
         matrices = windows[:, : NUM_TERMS**2].reshape(count, NUM_TERMS, NUM_TERMS)
         rights = windows[:, NUM_TERMS**2 : NUM_EQUATIONS]
         grad_sq = windows[:, NUM_SUMS]
@@ -206,6 +206,15 @@ class NoiseComponents:
             independent=_ratio(noise, mean, noise_moved, mean_moved, lags),
             shares=parts,
         )
+
+    def agreed(self) -> Ratio | None:
+        """B of the batch as it is drawn, where it has an upper bound. Its lower bound is one that both halves of the windows
+        agree on."""
+        middle = len(self._windows) // 2
+        parts = [self.components(part) for part in (slice(None), slice(middle), slice(middle, None))]
+        drawn = [part.drawn for part in parts if part is not None]
+        lows = [ratio.low for ratio in drawn if ratio.low is not None]
+        return drawn[0]._replace(low=min(lows)) if len(lows) == len(parts) and drawn[0].high is not None else None
 
     def metrics(self) -> dict[str, float]:
         """The known values by catalog key."""
@@ -311,9 +320,8 @@ class NoiseSources(Extension):
 
     def _tell_drawn(self) -> None:
         """Have decisions on the batch go by the noise scale of the batch as it is drawn, where it is known."""
-        found = self.components.components()
         if self.run.gns is not None:
-            self.run.gns.drawn = found.drawn if found is not None and found.drawn.high is not None else None
+            self.run.gns.drawn = self.components.agreed()
 
     def drain_metrics(self) -> Mapping[str, Reported]:
         """The same on all ranks."""

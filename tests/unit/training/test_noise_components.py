@@ -145,6 +145,23 @@ def test_the_batch_as_drawn_has_the_noise_of_its_gradient(name: str) -> None:
     assert np.median(values) == pytest.approx(truth, rel=0.1)
 
 
+def test_decisions_go_by_the_lower_bound_of_both_halves() -> None:
+    components = found_by(LAYOUTS["1 rank"], 0)
+    middle = WINDOWS // 2
+    found = [components.components(part) for part in (slice(middle), slice(middle, None))]
+    agreed, lows = (
+        components.agreed(),
+        [one.drawn.low for one in found if one is not None and one.drawn.low is not None],
+    )
+    assert agreed is not None
+    assert len(lows) == 2
+    assert agreed.low == min(lows)
+    few = NoiseComponents()
+    few.load_state_dict(components.state_dict()[:15])
+    assert few.components() is not None
+    assert few.agreed() is None
+
+
 def test_one_stream_per_step_cannot_be_told_from_the_mean() -> None:
     components = found_by(Layout(2, 1, 8, 4, ranks_share_streams=True), 0)
     assert components.components() is None

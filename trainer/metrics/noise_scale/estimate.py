@@ -15,7 +15,8 @@ within groups from other pairs. Noise by the one and by the other agree if micro
 
 The bounds of `bounded_ratio` hold however badly the denominator is known. `History` reads S and |G|^2 off at the last step:
 an average over past steps lags behind a process that drifts, and its standard error does not show it; a straight line fitted
-to the past does not lag, as long as the window is short enough for a line, which the data decide.
+to the past does not lag, as long as the window is short enough for a line, which the data decide. They cannot rule out a jump
+in the last steps, so the bounds include those of these steps alone.
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ CONSISTENCY_CAP = 1000.0  # stands for infinity, which JSON cannot represent
 # excludes the truth.
 LOW_QUANTILE = 1.96  # the ratio is below the lower bound in 2.5 % of all windows
 HIGH_QUANTILE = 3.72  # the ratio is above the upper bound in 0.01 % of all windows
+QUANTILES = LOW_QUANTILE, HIGH_QUANTILE
 BLOCKS = 32  # of one length, before two of them become one of twice that length
 MIN_WINDOWS = 8  # a line has two parameters, and the scatter about it has to be known
+RECENT = 3  # steps after which bounds hold again if S or |G|^2 jumps
+LARGEST_JUMP = 4.0  # of B that the bounds allow for before the steps show one
 GROWTH = 1.4  # of the window from one candidate to the next
 TOLERANCE = 2.0  # normal quantile by which the fits over all shorter windows must agree with a window's
 ROUNDING = 1e-9  # relative difference that says nothing
@@ -157,7 +161,9 @@ class Ratio(NamedTuple):
     known well, more where it is not, where that method is too small."""
 
 
-def bounded_ratio(x: float, y: float, var_x: float, var_y: float, cov: float, *, freedom: float) -> Ratio:
+def bounded_ratio(
+    x: float, y: float, var_x: float, var_y: float, cov: float, *, freedom: float, z: tuple[float, float] = QUANTILES
+) -> Ratio:
     """x / y with bounds by Fieller (1954), "Some problems in interval estimation".
 
     The bounds are the ratios r for which `x - r y` is t_low above or t_high below zero, in its own standard errors: no division
@@ -168,28 +174,29 @@ def bounded_ratio(x: float, y: float, var_x: float, var_y: float, cov: float, *,
         x, y: unbiased and about normal.
         var_x, var_y, cov: their estimated variances and covariance.
         freedom: degrees of freedom of these.
+        z: normal quantiles of the two bounds.
     """
     # The roots of a r^2 - 2 b r + k are the r at which `x - r y` is t of its errors away from zero; b^2 - a k is written
     # without cancellation.
     spread = x * x * var_y - 2.0 * x * y * cov + y * y * var_x
     product = var_x * var_y - cov * cov
-    t = t_quantile(LOW_QUANTILE, freedom)
+    t = t_quantile(z[0], freedom)
     low: float | None = 0.0
     k = x * x - t * t * var_x
     if x > 0.0 and k > 0.0:
         divisor = x * y - t * t * cov + t * math.sqrt(max(spread - t * t * product, 0.0))
         low = k / divisor if divisor > 0.0 else None
-    if not is_positive(y, var_y, freedom):
+    if not is_positive(y, var_y, freedom, z[1]):
         return Ratio(low)
-    t = t_quantile(HIGH_QUANTILE, freedom)
+    t = t_quantile(z[1], freedom)
     root = t * math.sqrt(max(spread - t * t * product, 0.0))
     high = (x * y - t * t * cov + root) / (y * y - t * t * var_y)
     return Ratio(low, high, x / y, (high - x / y) / t)
 
 
-def is_positive(value: float, variance: float, freedom: float) -> bool:
-    """Whether an estimate with this variance is above zero, by the strict test that the upper bound needs."""
-    t = t_quantile(HIGH_QUANTILE, freedom)
+def is_positive(value: float, variance: float, freedom: float, z: float = HIGH_QUANTILE) -> bool:
+    """Whether an estimate with this variance is above zero, by the test that the upper bound needs."""
+    t = t_quantile(z, freedom)
     return value > 0.0 and value * value > t * t * variance
 
 
@@ -200,17 +207,9 @@ def t_quantile(z: float, freedom: float) -> float:
     return math.sqrt(freedom * math.expm1(min(exponent, 700.0)))  # a tiny `ema` would overflow
 
 
-class Current(NamedTuple):
-    """The noise scale at the last step."""
-
-    ratio: Ratio
-    steps: int
-    """Windows that it was computed from: the last ones with an estimate."""
-
-
 @dataclass(frozen=True)
-class _Fit:
-    """x and y at the last step by a line over the last `steps` windows."""
+class Fit:
+    """x and y at the last step by the last `steps` windows."""
 
     steps: int
     now: NDArray[np.float64]
@@ -218,6 +217,22 @@ class _Fit:
     covariance: NDArray[np.float64]
     """[2, 2] of `now`."""
     freedom: float
+
+    def ratio(self, z: tuple[float, float] = QUANTILES) -> Ratio:
+        """x / y with its bounds."""
+        (x, y), ((var_x, cov), (_, var_y)) = self.now.tolist(), self.covariance.tolist()
+        return bounded_ratio(x, y, var_x, var_y, cov, freedom=self.freedom, z=z)
+
+
+class Current(NamedTuple):
+    """The noise scale at the last step."""
+
+    ratio: Ratio
+    """The value is that of `used`; the bounds allow for a jump."""
+    used: Fit
+    """By the windows that the value comes from: the last ones with an estimate."""
+    longest: Fit
+    """By all that show no curvature."""
 
 
 class History:
@@ -240,21 +255,32 @@ class History:
             block = (x0 + x1, y0 + y1)
         self._levels.append([block])
 
-    def current(self) -> Current | None:
-        """x / y at the last step with its bounds; None before `MIN_WINDOWS` pairs."""
-        fits = list(self._fits())
+    def current(self, *, before: int = 0, recent_z: float = LOW_QUANTILE) -> Current | None:
+        """x / y at the last step with its bounds; None before `MIN_WINDOWS` pairs.
+
+        Args:
+            before: leave out so many of the latest steps, at most `RECENT`.
+            recent_z: normal quantile of the recent steps' bounds.
+        """
+        fits = list(self._fits(before))
         if not fits:
             return None
         longest = longest_straight(fits)
-        enough = max(SHORTENED * longest.steps, fits[0].steps)
         # Half of it: curvature that is just not visible would still shift the line's end by about its standard error. It grows
         # with the square of the window.
-        fit = max((fit for fit in fits if fit.steps <= enough), key=lambda fit: fit.steps)
-        (x, y), ((var_x, cov), (_, var_y)) = fit.now.tolist(), fit.covariance.tolist()
-        return Current(bounded_ratio(x, y, var_x, var_y, cov, freedom=fit.freedom), fit.steps)
+        enough = max(SHORTENED * longest.steps, min(MIN_WINDOWS, longest.steps))
+        used = max((fit for fit in fits if fit.steps <= enough), key=lambda fit: fit.steps)
+        ratio, recent = used.ratio(), fits[0].ratio((recent_z, recent_z))
+        low, high = ratio.low, ratio.high
+        if low is not None:
+            low = min(low, max(recent.low or 0.0, low / LARGEST_JUMP))
+        if high is not None:
+            likely = used.ratio((LOW_QUANTILE, LOW_QUANTILE)).high or high
+            high = max(high, min(recent.high or math.inf, likely * LARGEST_JUMP))
+        return Current(ratio._replace(low=low, high=high), used, longest)
 
-    def _fits(self) -> Iterator[_Fit]:
-        """Fits over longer and longer windows that end at the last step.
+    def _fits(self, before: int) -> Iterator[Fit]:
+        """Fits over longer and longer windows that end `before` steps before the last: `_recent_mean`, then lines.
 
         Weighted least squares, and the heteroscedasticity-consistent covariance HC3 (MacKinnon and White 1985): the noise of
         both series changes with their size. The degrees of freedom are Satterthwaite's, for equal noise in every step.
@@ -263,18 +289,17 @@ class History:
         for level, sums in enumerate(self._levels):
             for x, y in reversed(sums):
                 blocks.append((1 << level, x, y))
-        if not blocks:
+        if len(blocks) < MIN_WINDOWS + before:
             return
-        size, *totals = np.array(blocks, dtype=np.float64).T  # newest first
+        size, *totals = np.array(blocks[before:], dtype=np.float64).T  # newest first
         ends = np.cumsum(size)
         age = ends - 0.5 * (size + 1.0)  # of a block's middle; the last step's is 0
         means = np.stack(totals, axis=1) / size[:, None]  # [blocks, 2]
+        yield _recent_mean(means[size == 1.0])
         wanted = float(MIN_WINDOWS)
         while wanted < GROWTH * ends[-1]:
             k = min(int(np.searchsorted(ends, wanted)) + 1, len(ends))
             wanted *= GROWTH
-            if ends[k - 1] < MIN_WINDOWS:
-                continue
             w, a, z = size[:k], age[:k], means[:k]
             share = w / w.sum()
             centre = a - share @ a
@@ -286,7 +311,7 @@ class History:
             residual = weight[:, None] * (z - now - a[:, None] * slope) / (1.0 - leverage)[:, None]
             parts = weight**2 / w
             freedom = max(parts.sum() ** 2 / (parts @ parts) - 2.0, 1.0)
-            yield _Fit(int(ends[k - 1]), now, residual.T @ residual, float(freedom))
+            yield Fit(int(ends[k - 1]), now, residual.T @ residual, float(freedom))
 
     def state_dict(self) -> list[list[list[float]]]:
         """All sums, as plain floats."""
@@ -297,7 +322,20 @@ class History:
         self._levels = [[(float(x), float(y)) for x, y in level] for level in state] or [[]]
 
 
-def longest_straight(fits: Sequence[_Fit]) -> _Fit:
+def _recent_mean(pairs: NDArray[np.float64]) -> Fit:
+    """The mean of the last steps, and its covariance from the differences of successive pairs (von Neumann 1941), in which a
+    jump enters once. Noise is taken to grow with the level, since it may have grown with it in these steps.
+
+    Args:
+        pairs: [n, 2] single steps, newest first.
+    """
+    steps, now, mean = np.diff(pairs, axis=0), pairs[:RECENT].mean(axis=0), pairs.mean(axis=0)
+    growth = np.divide(now, mean, out=np.ones(2), where=mean != 0.0).max()
+    covariance = steps.T @ steps / (2 * len(steps) * RECENT) * max(growth, 1.0) ** 2
+    return Fit(RECENT, now, covariance, len(steps) / 1.5)
+
+
+def longest_straight(fits: Sequence[Fit]) -> Fit:
     """The longest window whose fit agrees with those over all shorter ones, in x and in y.
 
     By the intersection of confidence intervals (Goldenshluger and Nemirovski 1997, "On spatially adaptive estimation of
@@ -389,10 +427,11 @@ class NoiseScaleAverage:
             raise UserError("gns.ema", f"must be between 0 and 1, got {ema}", "0.95 averages about 40 steps")
         self._ema = ema
         self._noise = PairAverage(ema)  # x = tr(Sigma), y = |G|^2
-        self._history = History()  # of the same pairs
+        self.history = History()
+        """Of the same pairs."""
         self._consistency = PairAverage(ema)  # x = between, y = within
         self.drawn: Ratio | None = None
-        """B of the batch as it is drawn, if something measures it and it has an upper bound."""
+        """B of the batch as it is drawn, for decisions, if something measures it and it has an upper bound."""
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
         self.token_sum = self.token_weight = 0.0  # average of tokens per effective example
         self.skipped = 0.0  # since the start
@@ -407,7 +446,7 @@ class NoiseScaleAverage:
             return
         self._absent = None
         self._noise.update(window.tr_sigma, window.grad_sq)
-        self._history.add(window.tr_sigma, window.grad_sq)
+        self.history.add(window.tr_sigma, window.grad_sq)
         if window.between is not None and window.within is not None:
             self._consistency.update(window.between, window.within)
         self.small_noise, self.big_noise = window.small_noise, window.big_noise
@@ -416,17 +455,6 @@ class NoiseScaleAverage:
             fresh = 1.0 - self._ema
             self.token_sum = self._ema * self.token_sum + fresh * window.num_tokens * window.big_noise
             self.token_weight = self._ema * self.token_weight + fresh
-
-    def current(self) -> Current | None:
-        """B as it is now, without the averages' lag; None before there are enough windows."""
-        return self._history.current()
-
-    def reading(self) -> tuple[str, Ratio] | None:
-        """What decisions go by, with its key: B of the batch as it is drawn, where it has an upper bound, otherwise B now."""
-        if self.drawn is not None:
-            return "gns/b_drawn", self.drawn
-        current = self.current()
-        return None if current is None else ("gns/b_now", current.ratio)
 
     @property
     def reason(self) -> str | None:
@@ -448,10 +476,10 @@ class NoiseScaleAverage:
             values |= self._consistency_values()
             if (ratio := self._noise.ratio()) is not None:
                 values |= self._values_of_ratio(ratio)
-            if (current := self._history.current()) is not None:
-                (low, high, value, _), steps = current
+            if (current := self.history.current()) is not None:
+                low, high, value, _ = current.ratio
                 values |= {"gns/b_now": value, "gns/b_now_low": low, "gns/b_now_high": high}
-                values["gns/b_now_steps"] = float(steps)
+                values["gns/b_now_steps"] = float(current.used.steps)
         return {key: value for key, value in values.items() if value is not None}
 
     def drain_metrics(self) -> dict[str, float]:
@@ -489,14 +517,14 @@ class NoiseScaleAverage:
         """The averages, the history and the gauges as plain floats; taken between windows."""
         return {
             "noise": self._noise.state_dict(),
-            "history": self._history.state_dict(),
+            "history": self.history.state_dict(),
             "consistency": self._consistency.state_dict(),
             "gauges": {name: float(getattr(self, name)) for name in self.GAUGES},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state exactly."""
-        self._history.load_state_dict(state["history"])
+        self.history.load_state_dict(state["history"])
         self._noise.load_state_dict(state["noise"])
         self._consistency.load_state_dict(state["consistency"])
         for name in self.GAUGES:

@@ -1,0 +1,98 @@
+"""What the noise scale *now* says after |G|^2 or the noise has jumped by 2 or 4, and how often the batch grows by mistake.
+
+docs/gns_jumps.csv has the same cells by jump and B over the batch, before and after the bounds allowed for a jump.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.support.noise_processes import Process, constant, covers, histories
+from trainer.extensions.batch_growth import evidence_of
+from trainer.extensions.noise_outlook import outlook
+from trainer.metrics.noise_scale.estimate import Current, History, NoiseScaleAverage
+from trainer.micro_batches import AutoRule
+
+AT = 200  # the step of the jump
+DELAYS = (3, 10, 20, 54, 100)
+RATIOS = (0.25, 1.0, 2.0)  # B over the batch before
+JUMPS = [(grad_sq, noise) for f in (2.0, 4.0) for grad_sq, noise in ((f, 1.0), (1 / f, 1.0), (1.0, f), (1.0, 1 / f))]
+SHAPES = ((20, 4), (200, 2))  # dimensions, micro-batches
+WRONG = 0.05
+Cell = tuple[float, float, float, int]
+
+
+def jump(ratio: float, grad_sq: float, noise: float, at: int = AT) -> Process:
+    """B is `ratio` up to step `at`."""
+    return Process(lambda t: ratio * noise / grad_sq if t > at else ratio, lambda t: grad_sq if t > at else 1.0)
+
+
+def after_jumps(runs: int, seed: int) -> Iterator[tuple[Cell, int, float, list[Current]]]:
+    """Of each cell (ratio, jump of |G|^2, of the noise, dimensions): the delay, B and what each run shows."""
+    steps = [AT + delay for delay in DELAYS]
+    for ratio, (grad_sq, noise), (dim, micros) in itertools.product(RATIOS, JUMPS, SHAPES):
+        process = jump(ratio, grad_sq, noise)
+        for step, found in histories(process, steps, runs=runs, dim=dim, micros=micros, seed=seed):
+            shown = [current for history in found if (current := history.current()) is not None]
+            yield (ratio, grad_sq, noise, dim), step - AT, process.ratio(step), shown
+
+
+def test_at_most_one_bound_in_twenty_is_wrong_from_the_third_step_on() -> None:
+    wrong = defaultdict(list)
+    for (_, grad_sq, noise, _), delay, truth, shown in after_jumps(runs=20, seed=33):
+        wrong[grad_sq, noise, delay] += [not covers(current, truth) for current in shown]
+    assert not {cell: share for cell, each in wrong.items() if (share := np.mean(each)) > WRONG}
+
+
+def average_of(history: History) -> NoiseScaleAverage:
+    """As of a run whose batch is 1."""
+    average = NoiseScaleAverage()
+    average.load_state_dict({**average.state_dict(), "history": history.state_dict()})
+    average.big_noise = 1.0
+    return average
+
+
+def may_double(history: History) -> bool:
+    """Whether `auto` doubles the batch by such a history."""
+    return AutoRule(16, 2.0, 100).permits(low=evidence_of(average_of(history)).low, batch=1.0)
+
+
+@pytest.mark.parametrize("dim", [20, 200])
+def test_the_batch_does_not_double_on_a_noise_scale_that_has_just_fallen_below_twice_it(dim: int) -> None:
+    for delay in (3, 10):
+        doubles = []
+        for ratio, grad_sq, noise in ((3.0, 2.0, 1.0), (6.0, 4.0, 1.0), (3.0, 1.0, 0.5), (6.0, 1.0, 0.25)):
+            process = jump(ratio, grad_sq, noise, at=200 - delay)
+            ((_, found),) = histories(process, [200], runs=60, dim=dim, micros=4, seed=34)
+            doubles += map(may_double, found)
+        assert np.mean(doubles) <= WRONG, delay
+
+
+def test_the_batch_doubles_within_a_few_decisions_where_the_noise_scale_is_far_above() -> None:
+    """The opposite error. A decision is taken every 100 steps."""
+    for dim, at_least in ((20, 0.15), (200, 0.7)):
+        process = Process(constant(6.0), constant(1.0))
+        ((_, found),) = histories(process, [200], runs=100, dim=dim, micros=4, seed=35)
+        assert np.mean([may_double(history) for history in found]) > at_least
+
+
+def test_the_outlook_says_about_when_half_of_the_runs_have_a_value() -> None:
+    (_, now), (_, later) = histories(
+        Process(constant(5.0), constant(1.0)), [200, 660], runs=60, dim=20, micros=4, seed=36
+    )
+    sentences = [outlook(average_of(history)) for history in now]
+    has_value = [current.ratio.value is not None for history in now if (current := history.current()) is not None]
+    assert [not sentence for sentence in sentences] == has_value
+    found = [re.search("about ([0-9,]+) more steps, or ([0-9.]+) to ([0-9.]+) sequences", each) for each in sentences]
+    steps, least, most = np.median(
+        [[float(x.replace(",", "")) for x in each.groups()] for each in found if each], axis=0
+    )
+    assert 230 < steps < 920
+    assert least < 2.5 < most  # times the batch has a value in half of the runs
+    assert 0.25 < np.mean([bool(c and c.ratio.value) for c in (history.current() for history in later)]) < 0.75
