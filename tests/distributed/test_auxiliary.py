@@ -180,7 +180,7 @@ def test_a_bad_number_in_one_of_them_skips_the_step_on_all_ranks(layouts):
 
 
 def test_the_noise_scale_is_that_of_the_whole_loss(layouts):
-    """Its two unknowns from the gradients of micro-batches and of the step, by the estimator's own two equations."""
+    """Its two unknowns from the inner products of micro-batches and from their squares."""
     torch.manual_seed(0)
     model, world = Experts().double(), len(layouts)
     tokens, targets = rows()
@@ -197,9 +197,9 @@ def test_the_noise_scale_is_that_of_the_whole_loss(layouts):
             squares.append((flat / weight).square().sum())
             noises.append(num[part].square().sum() / num[part].sum().square())
     kappa, square, noise = map(torch.stack, (kappas, squares, noises))
-    small, v_small = (kappa * square).sum(), (kappa * noise).sum()
-    big, v_big = total.square().sum(), (kappa.square() * noise).sum()
-    tr_sigma = float((small - big) / (v_small - v_big))
+    own, pairs = (kappa.square() * square).sum(), 1 - kappa.square().sum()
+    grad_sq = (total.square().sum() - own) / pairs
+    tr_sigma = float((own - grad_sq * kappa.square().sum()) / (kappa.square() * noise).sum())
     for steps in layouts:
         for index in (1, 3) if world > 1 else (1,):
             assert steps[index][2]["gns/tr_sigma"] == pytest.approx(tr_sigma, rel=1e-9)

@@ -163,12 +163,12 @@ def test_auto_that_resumes_a_constant_batch_begins_at_its_start(tmp_path):
     whole_dir = start(tmp_path, "whole", "auto", "train.micro_batches=3", nproc=None)
     assert changes(whole_dir) == []
     assert all("train/micro_batches" not in row for row in rows_of(whole_dir).values())
-    auto = 'train.micro_batches={ schedule = "auto", multiple = 1e-6, every = 6, start = 4 }'
+    auto = 'train.micro_batches={ schedule = "auto", multiple = 1e-6, every = 6, start = 6 }'
     checkpoint = whole_dir / "checkpoints" / "step_00000005"
     resumed = start(tmp_path, "resumed", "auto", auto, nproc=None, more=("--resume", checkpoint))
     rows = rows_of(resumed)
     # Step 6 is the first with this batch, and had it alone: 12 is the first after which it may change.
-    sizes = {**dict.fromkeys(range(6, 13), 4), **dict.fromkeys(range(13, STEPS + 1), 8)}
+    sizes = {**dict.fromkeys(range(6, 13), 6), **dict.fromkeys(range(13, STEPS + 1), 12)}
     assert {step: row["train/micro_batches"] for step, row in rows.items()} == sizes
 
 
