@@ -131,6 +131,9 @@ def make_evaluator(
             device=device,
             guard=diagnostics.best_effort("eval.target"),
         )
+    if table.depth:
+        make, guard = _extension("depth").Depth, diagnostics.best_effort("eval.depth")
+        sets = [each._replace(riders=[*each.riders, make(each.sample, guard)]) for each in sets]
     sizes, problem = _extension("token_bytes").token_bytes(plan.tokenizer)
     if sizes is None:
         logger.info("evaluations report no bits per byte: %s", problem)
