@@ -87,7 +87,11 @@ def loss_of(run_dir: Path, files: list[Path]) -> tuple[float, float]:
 def test_a_set_has_its_own_keys_and_its_loss_is_that_of_its_documents(finished, capsys):
     logged = {step: row for (mode, step), row in read_rows(finished / "metrics.jsonl").items() if mode == "eval"}
     assert logged.keys() == {3, 6}
-    rows = {step: {key: row[key] for key in row if key.startswith("eval/")} for step, row in logged.items()}
+    rows = {
+        step: {key: row[key] for key in row if key.startswith("eval/") and "depth/" not in key}
+        for step, row in logged.items()
+    }
+    assert {f"eval/{name}depth/carry_gain" for name in ("", "near/", "far/")} <= logged[6].keys()
     of_each = ("loss", "accuracy", "perplexity", "bits_per_byte")
     assert rows[6].keys() == {f"eval/{name}/{key}" for name in ("near", "far") for key in of_each} | {
         "eval/far/loss_se"
@@ -121,8 +125,13 @@ def test_two_ranks_share_drawn_documents(config, capsys):
     sets = ("eval.holdout_fraction=0.3", "eval.batches=2", "objective.token_types=true")
     run_dir, said = trained(config, *sets, nproc=2)
     row = read_rows(run_dir / "metrics.jsonl")["eval", 6]
-    logged = {key: value for key, value in row.items() if key.startswith("eval_")}
-    assert {"eval_loss_se", "eval_bits_per_byte", "eval_token_type/space/loss"} <= logged.keys()
+    logged = {key: value for key, value in row.items() if key.startswith(("eval_", "eval/depth/"))}
+    assert {
+        "eval_loss_se",
+        "eval/depth/carry_gain_se",
+        "eval_bits_per_byte",
+        "eval_token_type/space/loss",
+    } <= logged.keys()
     assert f"held out {logged['eval_loss']:.4f} +- {logged['eval_loss_se']:.4f} (" in said
     # Of one rank, twice as many micro-batches are as many documents.
     assert evaluated(run_dir, capsys, "--held-out", "--batches", 4) == pytest.approx(logged, rel=1e-6)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -52,47 +52,6 @@ def documents_of(split: Split, relative_path: str, num_documents: int, fraction:
         return np.ones(num_documents, dtype=np.bool_)
     held = held_out(relative_path, num_documents, fraction)
     return held if split == "holdout" else ~held
-
-
-class Drawn(NamedTuple):
-    """Some of a population of N, drawn without replacement."""
-
-    chosen: Ints
-    """Ascending, int64 [n]."""
-    chances: npt.NDArray[np.float64]
-    """The probability that each was drawn, [n]."""
-    spread: float
-    """Sum of the squared probabilities below 1, over the population."""
-
-
-def chances_of(sizes: npt.NDArray[Any], num: int) -> npt.NDArray[np.float64]:
-    """Of each in a population, the probability of being among `num` drawn in proportion to these sizes, all > 0; float64 [N].
-
-    Those that are too large for that are always drawn: 1.
-    """
-    certain = np.full(len(sizes), num >= len(sizes))
-    while not certain.all():
-        left = num - np.count_nonzero(certain)
-        chances = np.where(certain, 1.0, left * sizes / sizes[~certain].sum())
-        if ((chances >= 1) == certain).all():
-            return chances
-        certain = chances >= 1
-    return np.ones(len(sizes))
-
-
-def draw_by_size(sizes: npt.NDArray[Any], num: int, generator: np.random.Generator) -> Drawn:
-    """Draw `num` in proportion to their sizes: systematically, along a random order (Hartley and Rao 1962)."""
-    chances = chances_of(sizes, num)
-    order = generator.permutation(len(sizes))
-    is_open = chances < 1
-    ends = np.cumsum(np.where(is_open, chances, 0.0)[order])
-    left = round(float(ends[-1]))
-    hits = generator.random() + np.arange(left)
-    places = np.searchsorted(
-        ends * (left / max(float(ends[-1]), 1e-9)), np.minimum(hits, left * (1 - 1e-12)), side="right"
-    )
-    chosen = np.sort(np.concatenate([np.flatnonzero(~is_open), order[places]]))
-    return Drawn(chosen, chances[chosen], float(np.square(chances[is_open]).sum()))
 
 
 def pack_rows(lengths: Ints, capacity: int) -> Ints:

@@ -335,7 +335,8 @@ def render_line(payload: Mapping[str, Any]) -> str:
     if payload["mode"] == "train":
         return format_train_line(step, values)
     # Parts of the held-out loss (`eval_token_type/digit/loss`) are for programs; a set or task of one's own is not a part.
-    return format_metrics(step, {key: v for key, v in values.items() if "/" not in key or key.startswith("eval/")})
+    shown = {key: v for key, v in values.items() if "/" not in key or key.startswith("eval/")}
+    return format_metrics(step, {key: value for key, value in shown.items() if "/depth/" not in key})
 
 
 class StdoutSink:

@@ -6,84 +6,44 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trainer.arrays import Ints
 from trainer.data.batch import MicroBatch
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.agree import gather_from_ranks
 from trainer.distributed.env import RankInfo
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.aggregate import Moments, reduce_over_ranks
+from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import BestEffort, as_number, checked
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
 from trainer.model.protocol import ModelOutput, extras_of
 from trainer.objective.auxiliary import Auxiliary
-from trainer.objective.loss import Loss
+from trainer.objective.loss import Loss, ObjectiveOutput
 from trainer.training.step.details import StepDetails
 
 OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")  # what is logged of an [[eval.source]]
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The documents that were drawn of a set, n of them, with probabilities in proportion to their tokens; of a document that
-    `max_group_cells` cuts, each part counts as one.
+class EvalRider:
+    """Measures more of a set in the pass of its evaluation; the extensions that do so are loaded by name."""
 
-    Their sums are weighted by 1 / probability, so that those of all metrics have the sums over the whole set as expectations.
+    def begin(self, evaluator: Evaluator) -> None:
+        """An evaluation of the set begins."""
 
-    Args:
-        groups: group id -> number of the document, from 0.
-        tokens: of each, int64 [n].
-        chances: of each to be drawn, float64 [n]; 1: always.
-        spread: see `Drawn`.
-        files: the file of each, numbers from 0, int64 [n], if documents were drawn from some of the files alone.
-        file_chances: the probability that its file was drawn, float64 [n].
-    """
+    def micro_done(
+        self, micro: MicroBatch, state: Tensor | None, results: Sequence[tuple[slice, ObjectiveOutput]]
+    ) -> None:
+        """After a micro-batch that began from `state`, with the losses of its rows. A forward must be run on all ranks."""
 
-    groups: Mapping[int, int]
-    tokens: Ints
-    chances: NDArray[np.float64]
-    spread: float
-    files: Ints | None = None
-    file_chances: NDArray[np.float64] | float = 1.0
+    def part(self) -> Any:
+        """What all ranks get of this one."""
 
-    @cached_property
-    def weights(self) -> NDArray[np.float64]:
-        """What the sums of each document are multiplied by, [n]."""
-        return 1 / (self.chances * self.file_chances)
-
-    def error(self, losses: NDArray[np.float64]) -> float | None:
-        """The standard error of the mean loss per token over the whole set; None if it is not known.
-
-        Of documents, Hartley and Rao's (1962): 0 for those that are always drawn. Of documents in drawn files, that of a ratio
-        of sums over the files (see `Moments`).
-
-        Args:
-            losses: the sum over each document's tokens, [n].
-        """
-        means, parts = losses / self.tokens, self.tokens * self.weights
-        if self.files is not None:
-            totals = [torch.from_numpy(np.bincount(self.files, weights)) for weights in (parts * means, parts)]
-            error = Moments.of(*totals).error()
-            return None if math.isnan(error) else error
-        is_open = self.chances < 1
-        means, chances, num = means[is_open], self.chances[is_open], np.count_nonzero(is_open)
-        if num < 2:
-            return None
-        means = means - means.mean()
-        squares = means @ means
-        # Over pairs i < j: (1 - chance_i - chance_j + spread / n) (mean_i - mean_j)^2.
-        pairs = (1 + self.spread / num) * num * squares
-        pairs -= num * (chances @ np.square(means)) + chances.sum() * squares
-        share = parts[is_open].sum() / parts.sum()
-        return float(share * np.sqrt(np.maximum(pairs, 0.0) / (num * num * (num - 1))))
+    def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
+        """The set's further numbers, from the parts of all ranks; the same on every rank."""
+        return {}
 
 
 class EvalSet(NamedTuple):
@@ -96,23 +56,16 @@ class EvalSet(NamedTuple):
     many on every rank, since `per_stream` batching masks the rows of a rank whose part has ended."""
     read: str = "all documents"
     """How much of the set is read, in words."""
-    sample: Sample | None = None
-    """None: all of it."""
+    sample: Any = None
+    """An `evaluation_sample.Sample` if only a part is read."""
+    riders: Sequence[EvalRider] = ()
 
 
-def row_of(output: Any, row: int) -> ModelOutput:
-    """One row's logits, losses and metrics, [1, ...]. A loss or metric [] is of all rows."""
+def rows_of(output: Any, rows: slice) -> ModelOutput:
+    """Some rows' logits, losses and metrics. A loss or metric [] is of all rows."""
     losses, metrics = extras_of(output)
-    own = {name: value[row : row + 1] if value.ndim else value for name, value in (losses or {}).items()}
-    return ModelOutput(output.logits[row : row + 1], None, own, metrics)
-
-
-def _by_document(sums: Sequence[tuple[int, Tensor]], num: int) -> NDArray[np.float64]:
-    """The sum of each document's rows on this rank, [num]. Waits for the device."""
-    values = torch.stack([value for _, value in sums]).cpu().numpy() if sums else np.zeros(0)
-    totals = np.zeros(num)
-    np.add.at(totals, np.array([document for document, _ in sums], dtype=np.int64), values)
-    return totals
+    own = {name: value[rows] if value.ndim else value for name, value in (losses or {}).items()}
+    return ModelOutput(output.logits[rows], None, own, metrics)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -207,7 +160,7 @@ class Evaluator:
                     return None
                 found |= values
             if self.task is not None:
-                taken = {f"eval/{each.name}/{key}" for each in self.sets for key in OF_A_SET}
+                taken = found.keys() | {f"eval/{each.name}/{key}" for each in self.sets for key in OF_A_SET}
                 found |= self.task.run(step, taken)
         finally:
             self.model.train(was_training)
@@ -220,14 +173,15 @@ class Evaluator:
             return {}
         guard.run(details.drain_metrics)
         ledger = self.make_ledger() if self.make_ledger is not None else None
-        sums: list[tuple[int, Tensor]] = []
+        for rider in each.riders:
+            rider.begin(self)
         for number, micro in enumerate(each.batches(self.accepted), start=1):
             if self.most(int(should_stop())):  # before the next micro-batch, of which every rank has as many
                 break
-            self._evaluate(number, micro, ledger, each.sample, sums)
+            self._evaluate(number, micro, ledger, each)
         local = guard.run(details.drain_metrics) or {}
-        losses = None if each.sample is None else guard.run(_by_document, sums, len(each.sample.tokens))
-        told = gather_from_ranks((should_stop(), guard.enabled, losses), world_size=self.world_size)
+        parts = [rider.part() for rider in each.riders]
+        told = gather_from_ranks((should_stop(), guard.enabled, parts), world_size=self.world_size)
         if any(stops for stops, _, _ in told):
             return None
         self.is_off = not all(works for _, works, _ in told)
@@ -236,36 +190,34 @@ class Evaluator:
         reduced = self._with_perplexity(
             reduce_over_ranks(local, details.metric_keys, device=self.device, world_size=self.world_size, guard=guard)
         )
-        if each.sample is not None and reduced:
-            error = each.sample.error(np.sum([found for _, _, found in told if found is not None], axis=0))
-            reduced |= {} if error is None else {"loss_se": error}
-        if not each.name:
-            return {f"{EVAL_PREFIX}{key}": value for key, value in reduced.items()}
-        return {f"eval/{each.name}/{key}": reduced[key] for key in OF_A_SET if key in reduced}
+        found: dict[str, float] = {}
+        for index, rider in enumerate(each.riders if reduced else ()):
+            found |= rider.metrics([told_of[index] for _, _, told_of in told])
+        if each.name:
+            reduced = {key: reduced[key] for key in OF_A_SET if key in reduced}
+        flat, own = EVAL_PREFIX, "eval/"
+        if each.name:
+            flat = own = f"eval/{each.name}/"
+        return {
+            f"{own if '/' in key and key in found else flat}{key}": value for key, value in (reduced | found).items()
+        }
 
-    def _evaluate(
-        self, step: int, micro: MicroBatch, ledger: Ledger | None, sample: Sample | None, sums: list[tuple[int, Tensor]]
-    ) -> None:
-        """Add the sums of a micro-batch to the details, and of a sample each row's document and loss to `sums`."""
+    def _evaluate(self, step: int, micro: MicroBatch, ledger: Ledger | None, each: EvalSet) -> None:
+        """Add the sums of a micro-batch to the details, and show its losses to the set's riders."""
         state, carry = None, micro.carry
         if ledger is not None and carry is not None:
             ledger.begin_step(step)
             state = ledger.lookup(carry.group_ids, carry.cell_index)
         with self.autocast():
             output = self.model(**micro.inputs, state=state)
-            if sample is None:
-                result = self.objective(output.logits, micro.targets, meta=micro.meta)
-                self.guard.run(self.details.add, micro, self.auxiliary(result, output, micro))
-            else:
-                assert carry is not None
-                for row, group in enumerate(carry.group_ids.tolist()):
-                    if (document := sample.groups.get(group)) is None:  # a masked row
-                        continue
-                    part, own = micro.rows(slice(row, row + 1)), row_of(output, row)
-                    result = self.objective(own.logits, part.targets, meta=micro.meta)
-                    result = self.auxiliary(result, own, part)
-                    self.guard.run(self.details.add, part, result, float(sample.weights[document]))
-                    sums.append((document, result.loss_sum.double()))
+            results = []
+            for rows, part, weight in [(slice(None), micro, 1.0)] if each.sample is None else each.sample.parts(micro):
+                own = output if each.sample is None else rows_of(output, rows)
+                result = self.objective(own.logits, part.targets, meta=micro.meta)
+                self.guard.run(self.details.add, part, self.auxiliary(result, own, part), weight)
+                results.append((rows, result))
+            for rider in each.riders:
+                rider.micro_done(micro, state, results)
         if ledger is not None and carry is not None and output.state is not None:
             ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
 

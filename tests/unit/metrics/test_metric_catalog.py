@@ -51,7 +51,7 @@ def test_kinds_and_reductions_fit_together() -> None:
         if spec.ranks == "mean_and_error":
             assert spec.kind == "gauge", spec.name
             assert spec.name + "_se" not in {other.name for other in CATALOG}
-            assert family(f"{spec.name}_se") == (spec.name, "")
+            assert family(f"{spec.name}_se") == family(spec.name)
             assert "standard error" in lookup(f"{spec.name}_se").title
         if spec.ranks == "weighted_mean":
             assert spec.window == "weighted_mean", spec.name

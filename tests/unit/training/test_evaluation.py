@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
-from trainer.data.groups import Drawn, chances_of, draw_by_size, held_out
+from trainer.data.groups import held_out
 from trainer.distributed.env import RankInfo
+from trainer.extensions import evaluation_sample
+from trainer.extensions.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
 from trainer.metrics.best_effort import Diagnostics
 from trainer.objective.auxiliary import Auxiliary
-from trainer.training.evaluator import Sample
-from trainer.training.setup import evaluation
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
 from trainer.training.setup.parts import make_model, model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
@@ -237,11 +237,11 @@ def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for
 def test_of_too_many_bytes_only_drawn_files_are_counted_and_the_error_is_over_files(tmp_path, monkeypatch):
     plan = plan_of(tmp_path, "eval.every=1000")
     sizes = [file.stat().st_size for file in (tmp_path / "corpus").rglob("*.jsonl")]
-    monkeypatch.setattr(evaluation, "COUNTED_BYTES", sum(sizes) / 2)
+    monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
     opened: set[str] = set()
-    original = evaluation.StreamMixingDataset.open
+    original = evaluation_sample.StreamMixingDataset.open
     monkeypatch.setattr(
-        evaluation.StreamMixingDataset,
+        evaluation_sample.StreamMixingDataset,
         "open",
         lambda self, stream: opened.add(stream.relative_path) or original(self, stream),
     )

@@ -21,6 +21,40 @@ _RANK_TIMES: tuple[tuple[str, RankReduction, str], ...] = (
     ("fastest", "min", "Far below the slowest in most steps."),
 )
 
+_DEPTH = (
+    (
+        "/<bucket>",
+        "loss",
+        "Loss at a depth",
+        "Cross-entropy of held-out targets with <bucket> to 2 <bucket> - 1 tokens read before.",
+        "Falls with depth.",
+        "Rises: the states were never trained that long.",
+    ),
+    (
+        "/<bucket>",
+        "loss_from_zero",
+        "Loss at a depth, from zero",
+        "The same with the state reset at each cell.",
+        "Above the carried loss.",
+        "Equal: the carried state is not used.",
+    ),
+    (
+        "/<bucket>",
+        "carry_gain",
+        "Gain of carrying at a depth",
+        "Loss from zero minus carried loss, paired by document.",
+        "Positive, not falling with depth.",
+        "0: context is not used; falling: the states were never trained that long.",
+    ),
+    (
+        "",
+        "carry_gain",
+        "Gain of carrying beyond a cell",
+        "Loss from zero minus carried loss of all targets beyond a document's first cell.",
+        "Positive by several errors.",
+        "0: carrying is not worth its cost.",
+    ),
+)
 _OF_A_SET: tuple[MetricSpec, ...] = (
     _TokenMean(
         name="loss",
@@ -81,6 +115,21 @@ ROWS: tuple[MetricSpec, ...] = (
             pathological="Worse while training improves: overfitting.",
         )
         for row in _OF_A_SET
+    ),
+    *(
+        MetricSpec(
+            name=f"eval/{where}/{name}",
+            unit="nats/token",
+            ranks="mean_and_error",
+            group="Evaluation",
+            title=f"{title}{' of a set' if '<name>' in where else ''}",
+            description=text,
+            healthy=good,
+            pathological=bad,
+        )
+        for depth in ("depth", "<name>/depth")
+        for part, name, title, text, good, bad in _DEPTH
+        for where in (f"{depth}{part}",)
     ),
     *(
         MetricSpec(

@@ -1,0 +1,128 @@
+"""Do models that were trained on short cells hold up on long documents? The table of docs/evaluation.md.
+
+Trains each family at 256 tokens, with the state reset at each cell and with carried states, and reads documents of 65,536 bytes
+that were not trained on: files of Python's standard library. Keeps what was measured in a JSON file.
+
+    python scripts/loss_depth.py
+
+All twelve runs take less than ten minutes of one core.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments import Results, Setting, rows_of, study_parser, train
+
+BYTES, LEAST, READ = 65_536, 4_096, 6
+FAMILIES = ("rglru", "gated_delta")
+# A state that is wiped before each step is a state that is reset at each cell.
+TRAINED = {"reset at each cell": "full", "carried": "lru"}
+RESET = next(iter(TRAINED))
+DEPTHS = {"256 to 511": 256, "8,192 to 16,383": 8_192, "32,768 to 65,535": 32_768}
+CONFIG = """
+[train]
+steps = 200
+micro_batches = 1
+device = "cpu"
+[data]
+seq_len = 256
+max_group_cells = 256
+[data.mixing]
+num_streams_mixed = 1
+batch_size = 8
+[[data.source]]
+name = "documents"
+paths = ["{folder}/train.jsonl"]
+[model]
+dim = 48
+num_layers = 2
+[ledger]
+wipe_every = 1
+probe_every = 0
+[optimizer]
+lr = 5e-3
+[scheduler]
+warmup_steps = 20
+[gns]
+enabled = false
+[metrics]
+log_interval = 50
+stdout = "off"
+[eval]
+every = 100000
+[[eval.source]]
+name = "long"
+paths = ["{folder}/read.jsonl"]
+[checkpoint]
+every = 0
+"""
+
+
+def write_corpus(folder: Path) -> None:
+    """Files of the standard library, cut at `BYTES`: `READ` of the longest to read, and all others to train on."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts]
+    texts = [text for path in files if len(text := path.read_bytes()) >= LEAST and text.isascii()]
+    long = [text for text in texts if len(text) >= BYTES]
+    read = long[:: len(long) // READ][:READ]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, chosen in (("train", [text for text in texts if text not in read]), ("read", read)):
+        lines = [json.dumps({"text": text[:BYTES].decode()}) + "\n" for text in chosen]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+def run(setting: Setting, seed: int, work: Path) -> dict[str, Any]:
+    """Train once, and return the numbers by depth of the evaluation after the last step."""
+    sets = {**dict(setting.overrides), "run.seed": seed}
+    run_dir, _ = train(f"{setting.name} {seed}", CONFIG.format(folder=(work / "corpus").absolute()), sets, work)
+    (row,) = rows_of(run_dir, "eval")
+    prefix = "eval/long/depth/"
+    return {"depth": {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}}
+
+
+def setting_of(family: str, how: str) -> Setting:
+    """A family, and how it is trained."""
+    return Setting("stdlib", (("model.family", family), ("ledger.wipe_mode", TRAINED[how])))
+
+
+def table(results: Results, seeds: int) -> Iterator[str]:
+    """Rows in markdown: means over the seeds, +- the standard error over them."""
+    yield "| family, trained | tokens before | carried | reset | reset - carried | carried, against training with resets |"
+    yield "|---|---|---|---|---|---|"
+    for family in FAMILIES:
+        for how in TRAINED:
+            runs = [results.of(setting_of(family, how), seed)["depth"] for seed in range(seeds)]
+            others = [results.of(setting_of(family, RESET), seed)["depth"] for seed in range(seeds)]
+            for words, start in DEPTHS.items():
+                cells = [_mean([each[f"{start}/{name}"] for each in runs])[0] for name in ("loss", "loss_from_zero")]
+                gain = _mean([each[f"{start}/carry_gain"] for each in runs])
+                pairs = [
+                    each[f"{start}/loss"] - other[f"{start}/loss"] for each, other in zip(runs, others, strict=True)
+                ]
+                change = "" if others == runs else "{:+.3f} +- {:.3f}".format(*_mean(pairs))
+                losses = " | ".join(f"{cell:.3f}" for cell in cells)
+                yield f"| {family}, {how} | {words} | {losses} | {gain[0]:+.3f} +- {gain[1]:.3f} | {change} |"
+
+
+def _mean(values: list[float]) -> tuple[float, float]:
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+
+
+def main() -> None:
+    """Run what is missing, and print the table."""
+    args = study_parser(__doc__, "loss_depth").parse_args()
+    write_corpus(args.work / "corpus")
+    settings, results = [setting_of(family, how) for family in FAMILIES for how in TRAINED], Results(args.out)
+    results.complete(settings, args.seeds, lambda setting, seed: run(setting, seed, args.work), args.jobs)
+    print("\n".join(table(results, args.seeds)))
+
+
+if __name__ == "__main__":
+    main()

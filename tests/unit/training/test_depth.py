@@ -1,0 +1,214 @@
+"""Loss against depth: that of uncut documents, and of cells from zero by brute force, in float64; on two ranks as on one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.gloo import run_on_ranks
+from tests.support.runs import write_tiny_config
+from trainer.config.load import load_config
+from trainer.data.groups import held_out
+from trainer.distributed.env import RankInfo
+from trainer.extensions.depth import bucket_start, depths
+from trainer.extensions.evaluation_sample import Sample
+from trainer.metrics.best_effort import Diagnostics
+from trainer.metrics.catalog.lookup import is_known, lookup
+from trainer.training.setup.evaluation import eval_sets, make_evaluator
+from trainer.training.setup.parts import make_model, model_and_loss
+from trainer.training.setup.plan import Plan, make_plan
+
+CPU, FRACTION, CELL = torch.device("cpu"), 0.5, 16
+SETTINGS = (
+    f"eval.holdout_fraction={FRACTION}",
+    "eval.every=1",
+    "eval.batches=100000",
+    "data.max_group_cells=64",
+    "ledger.capacity=4096",
+)
+PACKED = ("data.seq_len=128", "data.pack=true", "data.max_group_cells=4")
+
+
+def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
+    config = directory / "tiny.toml"
+    if not config.exists():  # several ranks read it
+        write_tiny_config(directory)
+    return make_plan(load_config(config, [*SETTINGS, *overrides]), config, ranks)
+
+
+def model_of(plan: Plan) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return make_model(plan.config, plan.config.model, plan.vocab_size).double().eval()
+
+
+def evaluated(plan: Plan, model: torch.nn.Module, info: RankInfo = RankInfo(), diagnostics=None):  # noqa: B008
+    cell_model, loss = model_and_loss(model, plan.config, None)
+    sets = eval_sets(plan, info, CPU)
+    diagnostics = diagnostics or Diagnostics()
+    found = make_evaluator(plan, model, cell_model, loss, info, CPU, diagnostics, sets, most=int).run(1)
+    assert found
+    return found
+
+
+def by_depth(found: dict[str, float], prefix: str = "eval/depth/") -> dict[str, float]:
+    return {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
+
+
+def texts_of(directory: Path, fraction: float = FRACTION) -> list[bytes]:
+    found = []
+    for file in sorted((directory / "corpus").rglob("*.jsonl")):
+        lines = file.read_text().splitlines()
+        mask = held_out(str(file.relative_to(directory / "corpus")), len(lines), fraction)
+        found += [json.loads(line)["text"].encode() for line, is_held in zip(lines, mask, strict=True) if is_held]
+    return found
+
+
+def token_losses(plan: Plan, model: torch.nn.Module, text: bytes, size: int) -> np.ndarray:
+    """Of each byte of a document, in pieces of so many, each from a zero state."""
+    targets = torch.tensor(list(text))
+    inputs = torch.cat([torch.tensor([plan.tokenizer.bos_id]), targets])[:-1]
+    found = []
+    with torch.no_grad():
+        for tokens, wanted in zip(inputs.split(size), targets.split(size), strict=True):
+            state = torch.zeros(1, model.state_width, dtype=torch.float64)
+            found.append(F.cross_entropy(model(tokens[None], state=state).logits[0], wanted, reduction="none"))
+    return torch.cat(found).numpy()
+
+
+def expected(documents: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray, cell: int) -> dict[str, float]:
+    """What must come out, from (uncut losses, losses by cell) of each document."""
+    found = {}
+
+    def put(key: str, low: int, high: float, pick) -> None:
+        units = [
+            (weight * pick(*(part[low : int(min(high, len(part)))] for part in each)).sum(), weight * count)
+            for each, weight in zip(documents, weights, strict=True)
+            if (count := min(high, len(each[0])) - low) > 0
+        ]
+        sums, counts = np.array(units).T
+        ratio = sums.sum() / counts.sum()
+        found[key] = ratio
+        if len(units) > 1:
+            squares = np.square(sums - ratio * counts).sum() * len(units) / (len(units) - 1)
+            found[f"{key}_se"] = math.sqrt(squares) / counts.sum()
+
+    kinds = {"loss": lambda c, z: c, "loss_from_zero": lambda c, z: z, "carry_gain": lambda c, z: z - c}
+    longest = max(len(carried) for carried, _ in documents)
+    for low, high in ((0, 1), *((2**k, 2 ** (k + 1)) for k in range(20))):
+        for name, pick in kinds.items():
+            if low < longest and (name == "loss" or high > cell):
+                put(f"{low}/{name}", low, high, pick)
+    put("carry_gain", cell, math.inf, kinds["carry_gain"])
+    return found
+
+
+def documents_of(plan: Plan, model: torch.nn.Module, texts: list[bytes], cell: int):
+    return [(token_losses(plan, model, text, 10**6), token_losses(plan, model, text, cell)) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("cell", "overrides"),
+    [(16, ()), (16, ("objective.z_loss=0.1", "objective.chunk_tokens=16")), (24, ("data.seq_len=24",)), (128, PACKED)],
+    ids=["plain", "chunked_z", "not_a_power", "packed"],
+)
+def test_every_number_is_that_of_uncut_documents_and_of_cells_from_zero(tmp_path, cell, overrides):
+    plan = plan_of(tmp_path, *overrides)
+    model = model_of(plan)
+    found = by_depth(evaluated(plan, model))
+    texts = texts_of(tmp_path)
+    assert max(map(len, texts)) > 16 * CELL
+    wanted = expected(documents_of(plan, model, texts, cell), np.ones(len(texts)), cell)
+    if "data.pack=true" in overrides:  # documents that share a row count as one: their error is another
+        found, wanted = ({k: v for k, v in each.items() if not k.endswith("_se")} for each in (found, wanted))
+    assert found == pytest.approx(wanted, abs=1e-6)
+    assert all(is_known(f"eval/depth/{key}") and is_known(f"eval/books/depth/{key}") for key in found)
+    assert lookup("eval/depth/64/loss_se").ranks == "max"
+
+
+def test_a_sample_is_weighted_by_its_probabilities(tmp_path, monkeypatch):
+    plan = plan_of(tmp_path, "eval.batches=60", "objective.z_loss=0")
+    model, seen, original = model_of(plan), [], Sample.error
+    monkeypatch.setattr(Sample, "error", lambda self, totals: seen.append((self, totals)) or original(self, totals))
+    found = by_depth(evaluated(plan, model))
+    ((sample, losses),) = seen
+    left = documents_of(plan, model, texts_of(tmp_path), CELL)
+    assert 8 < len(sample.tokens) < len(left)
+    assert np.ptp(sample.weights) > 0.5
+    chosen = []
+    for length, loss in zip(sample.tokens.tolist(), losses.tolist(), strict=True):
+        at = min(range(len(left)), key=lambda i: (len(left[i][0]) != length, abs(left[i][0].sum() - loss)))
+        chosen.append(left.pop(at))
+        assert chosen[-1][0].sum() == pytest.approx(loss, abs=1e-5)
+    assert found == pytest.approx(expected(chosen, sample.weights, CELL), abs=1e-6)
+
+
+def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
+    from trainer.extensions import evaluation_sample
+
+    sizes = [file.stat().st_size for file in (write_tiny_config(tmp_path).parent / "corpus").rglob("*.jsonl")]
+    monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
+    plan = plan_of(tmp_path, "eval.batches=16")
+    one = by_depth(evaluated(plan, model_of(plan)))
+    (drawn,) = eval_sets(plan, RankInfo(), CPU)
+    drawn.sample.files[:] = 0  # all of one file: nothing is known of the error
+    (rider,) = make_evaluator(
+        plan, model_of(plan), *model_and_loss(model_of(plan), plan.config, None), RankInfo(), CPU, Diagnostics(), [drawn],
+        most=int,
+    ).sets[0].riders[1:]  # fmt: skip
+    assert rider._sample is drawn.sample
+    assert one["carry_gain_se"] > 0
+    wide = make_evaluator(
+        plan, model_of(plan), *model_and_loss(model_of(plan), plan.config, None), RankInfo(), CPU, Diagnostics(), [drawn],
+        most=int,
+    ).run(1)  # fmt: skip
+    assert wide is not None
+    assert "eval/depth/carry_gain_se" not in wide
+    assert wide["eval/depth/carry_gain"] == pytest.approx(one["carry_gain"], abs=1e-9)
+
+
+def on_rank(rank: int, world: int, directory: str, overrides: tuple[str, ...]) -> dict[str, float]:
+    plan = plan_of(Path(directory), *overrides, ranks=world)
+    return by_depth(evaluated(plan, model_of(plan), RankInfo(rank, rank, world)), "eval/")
+
+
+@pytest.mark.distributed
+def test_two_ranks_report_what_one_does(tmp_path):
+    source = f'eval.source=[{{name="books",paths=["{tmp_path}/corpus/a/*.jsonl"]}}]'
+    plan = plan_of(tmp_path, source)
+    alone = by_depth(evaluated(plan, model_of(plan)), "eval/")
+    first, second = run_on_ranks(on_rank, 2, str(tmp_path), (source,))
+    assert first == second
+    assert first == pytest.approx(alone, abs=1e-9)
+    assert alone["books/depth/carry_gain"] != pytest.approx(alone["depth/carry_gain"], abs=1e-6)
+
+
+def test_nothing_is_reported_of_documents_within_a_cell_or_if_it_is_off(tmp_path):
+    short = plan_of(tmp_path, "data.seq_len=1024")
+    assert by_depth(evaluated(short, model_of(short))) == {}
+    off = plan_of(tmp_path, "eval.depth=false")
+    assert by_depth(evaluated(off, model_of(off))) == {}
+    on = plan_of(tmp_path)
+    same = evaluated(on, model_of(on))
+    assert {key: value for key, value in same.items() if "depth" not in key} == evaluated(off, model_of(off))
+
+
+def test_a_failure_costs_the_depth_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.extensions.depth.depths", lambda *_: 1 / 0)
+    plan, diagnostics = plan_of(tmp_path), Diagnostics()
+    found = evaluated(plan, model_of(plan), diagnostics=diagnostics)
+    assert by_depth(found) == {}
+    assert found["eval_loss"] > 0
+    assert diagnostics.disabled == ["eval.depth"]
+
+
+def test_depth_counts_from_the_last_reset():
+    resets = torch.tensor([[False, False, True, False], [True, False, False, True]])
+    assert depths(torch.tensor([3, 0]), 4, None).tolist() == [[12, 13, 14, 15], [0, 1, 2, 3]]
+    assert depths(torch.tensor([3, 0]), 4, resets).tolist() == [[12, 13, 0, 1], [0, 1, 2, 0]]
+    assert [bucket_start(index) for index in range(5)] == [0, 1, 2, 4, 8]

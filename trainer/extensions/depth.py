@@ -1,0 +1,184 @@
+"""Loss against depth: what the carried state is worth, by the number of tokens that a document's state has seen.
+
+The depth of a target is the number of tokens of its document before it, counted from where the state was zero: the beginning of
+the document, or of its part where `max_group_cells` cuts it. Each cell that continues a document is run a second time, from a
+zero state: the target at place t of the cell then has a context of t tokens, as if the state were reset at each cell. Those of
+a first cell have the same loss in both.
+
+Losses are cross-entropies. Their standard errors, and those of the paired difference, take documents (or such parts) as
+independent draws: the root of n / (n - 1) sum (w_i e_i)^2 / (sum w_i n_i)^2, with the residuals e_i of a ratio and the weights
+w_i = 1 / probability of sampled documents (1 where the set is read whole). Documents of drawn files are added up by file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.arrays import IGNORED
+from trainer.data.batch import MicroBatch
+from trainer.metrics.aggregate import Moments
+from trainer.metrics.best_effort import BestEffort
+from trainer.objective.loss import ObjectiveOutput
+from trainer.training.evaluator import EvalRider, Evaluator
+
+NUM_BUCKETS = 40
+"""[0, 1), [1, 2), [2, 4), ...: more than any document has."""
+HELD_ON_DEVICE = 64  # micro-batches whose sums are fetched together
+Floats = NDArray[np.float64]
+
+
+def bucket_start(index: int) -> int:
+    """The first depth of a bucket."""
+    return 1 << (index - 1) if index else 0
+
+
+def depths(cell_index: Tensor, num_tokens: int, resets: Tensor | None) -> Tensor:
+    """The depth of each target of rows at these cells [B] of their groups; int64 [B, num_tokens]. `resets`: bool, or None."""
+    places = torch.arange(num_tokens, device=cell_index.device)
+    found = cell_index[:, None] * num_tokens + places
+    if resets is None:
+        return found
+    last = torch.where(resets, places, -1).cummax(1).values  # -1: none so far
+    return torch.where(last < 0, found, places - last)
+
+
+class Depth(EvalRider):
+    """Measures one set.
+
+    Args:
+        sample: an `evaluation_sample.Sample`; None: the set is read whole.
+        guard: of the sums; a failure on any rank turns it off on all.
+    """
+
+    def __init__(self, sample: Any, guard: BestEffort) -> None:
+        self._sample, self._guard = sample, guard
+        self._is_off = False  # the same on all ranks
+
+    def begin(self, evaluator: Evaluator) -> None:
+        """Forget the last evaluation."""
+        self._evaluator = evaluator
+        self._cell = 0
+        self._by_group: dict[int, Floats] = {}
+        self._waiting: list[tuple[list[int], Tensor]] = []
+
+    def micro_done(
+        self, micro: MicroBatch, state: Tensor | None, results: Sequence[tuple[slice, ObjectiveOutput]]
+    ) -> None:
+        """Run the rows from zero if any continues a document, and note the sums of each."""
+        if self._is_off or state is None or micro.carry is None:
+            return
+        continues = (micro.carry.cell_index > 0) & (micro.carry.group_ids >= 0)
+        from_zero = None
+        if self._evaluator.most(int(continues.any())):  # shards of a model: on all ranks or on none
+            output = self._evaluator.model(**micro.inputs, state=torch.zeros_like(state))
+            from_zero = self._evaluator.objective(output.logits, micro.targets, meta=micro.meta).token_loss
+        self._guard.run(self._add, micro, results, from_zero, continues)
+
+    def _add(
+        self,
+        micro: MicroBatch,
+        results: Sequence[tuple[slice, ObjectiveOutput]],
+        from_zero: Tensor | None,
+        continues: NDArray[np.bool_],
+    ) -> None:
+        assert micro.carry is not None
+        targets = micro.targets
+        losses = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
+        for rows, result in results:
+            losses[rows] = result.token_loss.double()
+        is_continued = torch.from_numpy(continues).to(targets.device)[:, None]
+        zero = losses if from_zero is None else torch.where(is_continued, from_zero.double(), losses)
+        columns = torch.stack([(targets != IGNORED).double(), losses, zero], dim=-1)  # [B, T, 3]
+        cells = torch.from_numpy(micro.carry.cell_index).to(targets.device)
+        depth = depths(cells, targets.shape[1], micro.inputs.get("resets"))
+        edges = torch.tensor([bucket_start(index) for index in range(1, NUM_BUCKETS)], device=targets.device)
+        bucket = torch.bucketize(depth, edges, right=True)[:, :, None].expand(-1, -1, 3)
+        sums = columns.new_zeros(len(targets), NUM_BUCKETS, 3).scatter_add_(1, bucket, columns)
+        beyond = columns.sum(1) * is_continued  # [B, 3]
+        self._waiting.append((micro.carry.group_ids.tolist(), torch.cat([sums, beyond[:, None]], dim=1)))
+        self._cell = targets.shape[1]
+        if len(self._waiting) == HELD_ON_DEVICE:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        """Add what waits on the device to the sums of its groups, float64 [NUM_BUCKETS + 1, 3]; the last row: beyond a cell."""
+        for groups, sums in self._waiting:
+            for group, own in zip(groups, sums.cpu().numpy(), strict=True):
+                if group >= 0:
+                    self._by_group[group] = self._by_group.get(group, 0.0) + own
+        self._waiting.clear()
+
+    def part(self) -> tuple[int, dict[int, Floats] | Floats] | None:
+        """Cell length, and the moments of this rank's documents; of documents in drawn files, the sums of each file."""
+        return self._guard.run(self._part)
+
+    def _part(self) -> tuple[int, dict[int, Floats] | Floats]:
+        self._fetch()
+        sample = self._sample
+        if sample is None:
+            return self._cell, _moments(list(self._by_group.values()))
+        # A row that fills up a batch has no document.
+        weighted = {at: sums * sample.weights[at] for at, sums in self._by_document(sample.groups).items()}
+        if sample.files is None:
+            return self._cell, _moments(list(weighted.values()))
+        by_file: dict[int, Floats] = {}
+        for at, sums in weighted.items():
+            file = int(sample.files[at])
+            by_file[file] = by_file.get(file, 0.0) + sums
+        return self._cell, by_file
+
+    def _by_document(self, groups: Mapping[int, int]) -> dict[int, Floats]:
+        return {groups[group]: sums for group, sums in self._by_group.items() if group in groups}
+
+    def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
+        """`depth/<first depth of a bucket>/...`; empty if no document is longer than a cell."""
+        self._is_off = self._is_off or any(part is None for part in by_rank)
+        if self._is_off:
+            return {}
+        cell = max(length for length, _ in by_rank)
+        parts = [part for _, part in by_rank]
+        if isinstance(parts[0], dict):
+            files = sorted({file for part in parts for file in part})
+            total = _moments([sum(part[file] for part in parts if file in part) for file in files])
+        else:
+            total = np.sum(parts, axis=0)
+        beyond = total[NUM_BUCKETS]
+        if not beyond[0, 0]:
+            return {}
+        found = _numbers("depth", beyond[2:], ["carry_gain"])
+        for index in range(NUM_BUCKETS):
+            if total[index, 0, 0]:
+                start = bucket_start(index)
+                # In a bucket of first cells alone, nothing is carried.
+                kinds = ["loss", "loss_from_zero", "carry_gain"] if 2 * start > cell else ["loss"]
+                found |= _numbers(f"depth/{start}", total[index], kinds)
+        return found
+
+
+def _moments(units: Sequence[Any]) -> Floats:
+    """The `Moments` of each bucket: carried, from zero and their difference; float64 [NUM_BUCKETS + 1, 3, 6]."""
+    table = np.array(units, dtype=np.float64).reshape(
+        -1, NUM_BUCKETS + 1, 3
+    )  # [units, buckets, (tokens, carried, from zero)]
+    tokens = table[:, :, :1]
+    totals = np.concatenate([table[:, :, 1:], table[:, :, 2:] - table[:, :, 1:2]], axis=2)
+    tokens = np.broadcast_to(tokens, totals.shape)
+    moments = np.stack([tokens > 0, totals, tokens, totals**2, totals * tokens, tokens**2], axis=-1)
+    return np.asarray(moments.sum(0), dtype=np.float64)
+
+
+def _numbers(prefix: str, moments: Floats, names: Sequence[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, each in zip(names, moments, strict=False):
+        one = Moments(*each.tolist())
+        found[f"{prefix}/{name}"] = one.mean()
+        if not math.isnan(error := one.error()):
+            found[f"{prefix}/{name}_se"] = error
+    return found

@@ -1,0 +1,308 @@
+"""Evaluation on an unbiased sample of a set that is too large to be read whole.
+
+Documents are drawn in proportion to their tokens, copied, and weighted by 1 / probability.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from math import ceil
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trainer.arrays import Ints
+from trainer.data.batch import MicroBatch
+from trainer.data.documents import TokenTable, table_from_pieces
+from trainer.data.groups import GroupTable, OpenStream, file_bytes
+from trainer.data.layout import Stream
+from trainer.data.mixing import StreamMixingDataset
+from trainer.distributed.env import RankInfo
+from trainer.metrics.aggregate import Moments
+from trainer.objective.loss import ObjectiveOutput
+from trainer.training.evaluator import EvalRider, Evaluator
+from trainer.training.setup.parts import make_dataset
+from trainer.training.setup.plan import Plan
+from trainer.training.setup.sources import Source
+from trainer.wording import counted
+
+COUNTED_BYTES = 2_000_000_000
+"""Of a set's files whose documents are counted when a run starts."""
+LEAST = 4
+"""Documents that are drawn, and files if they are: fewer say nothing of the error."""
+
+
+class Drawn(NamedTuple):
+    """Some of a population of N, drawn without replacement."""
+
+    chosen: Ints
+    """Ascending, int64 [n]."""
+    chances: npt.NDArray[np.float64]
+    """The probability that each was drawn, [n]."""
+    spread: float
+    """Sum of the squared probabilities below 1, over the population."""
+
+
+def chances_of(sizes: npt.NDArray[Any], num: int) -> npt.NDArray[np.float64]:
+    """Of each in a population, the probability of being among `num` drawn in proportion to these sizes, all > 0; float64 [N].
+
+    Those that are too large for that are always drawn: 1.
+    """
+    certain = np.full(len(sizes), num >= len(sizes))
+    while not certain.all():
+        left = num - np.count_nonzero(certain)
+        chances = np.where(certain, 1.0, left * sizes / sizes[~certain].sum())
+        if ((chances >= 1) == certain).all():
+            return chances
+        certain = chances >= 1
+    return np.ones(len(sizes))
+
+
+def draw_by_size(sizes: npt.NDArray[Any], num: int, generator: np.random.Generator) -> Drawn:
+    """Draw `num` in proportion to their sizes: systematically, along a random order (Hartley and Rao 1962)."""
+    chances = chances_of(sizes, num)
+    order = generator.permutation(len(sizes))
+    is_open = chances < 1
+    ends = np.cumsum(np.where(is_open, chances, 0.0)[order])
+    left = round(float(ends[-1]))
+    hits = generator.random() + np.arange(left)
+    places = np.searchsorted(
+        ends * (left / max(float(ends[-1]), 1e-9)), np.minimum(hits, left * (1 - 1e-12)), side="right"
+    )
+    chosen = np.sort(np.concatenate([np.flatnonzero(~is_open), order[places]]))
+    return Drawn(chosen, chances[chosen], float(np.square(chances[is_open]).sum()))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The documents that were drawn of a set, n of them, with probabilities in proportion to their tokens; of a document that
+    `max_group_cells` cuts, each part counts as one.
+
+    Their sums are weighted by 1 / probability, so that those of all metrics have the sums over the whole set as expectations.
+
+    Args:
+        groups: group id -> number of the document, from 0.
+        tokens: of each, int64 [n].
+        chances: of each to be drawn, float64 [n]; 1: always.
+        spread: see `Drawn`.
+        files: the file of each, numbers from 0, int64 [n], if documents were drawn from some of the files alone.
+        file_chances: the probability that its file was drawn, float64 [n].
+    """
+
+    groups: Mapping[int, int]
+    tokens: Ints
+    chances: npt.NDArray[np.float64]
+    spread: float
+    files: Ints | None = None
+    file_chances: npt.NDArray[np.float64] | float = 1.0
+
+    def parts(self, micro: MicroBatch) -> Iterator[tuple[slice, MicroBatch, float]]:
+        """The rows of a micro-batch one by one, each with its weight, without masked ones."""
+        assert micro.carry is not None
+        for row, group in enumerate(micro.carry.group_ids.tolist()):
+            if (document := self.groups.get(group)) is not None:
+                rows = slice(row, row + 1)
+                yield rows, micro.rows(rows), float(self.weights[document])
+
+    @cached_property
+    def weights(self) -> npt.NDArray[np.float64]:
+        """What the sums of each document are multiplied by, [n]."""
+        return 1 / (self.chances * self.file_chances)
+
+    def error(self, losses: npt.NDArray[np.float64]) -> float | None:
+        """The standard error of the mean loss per token over the whole set; None if it is not known.
+
+        Of documents, Hartley and Rao's (1962): 0 for those that are always drawn. Of documents in drawn files, that of a ratio
+        of sums over the files (see `Moments`).
+
+        Args:
+            losses: the sum over each document's tokens, [n].
+        """
+        means, parts = losses / self.tokens, self.tokens * self.weights
+        if self.files is not None:
+            totals = [torch.from_numpy(np.bincount(self.files, weights)) for weights in (parts * means, parts)]
+            error = Moments.of(*totals).error()
+            return None if math.isnan(error) else error
+        is_open = self.chances < 1
+        means, chances, num = means[is_open], self.chances[is_open], np.count_nonzero(is_open)
+        if num < 2:
+            return None
+        means = means - means.mean()
+        squares = means @ means
+        # Over pairs i < j: (1 - chance_i - chance_j + spread / n) (mean_i - mean_j)^2.
+        pairs = (1 + self.spread / num) * num * squares
+        pairs -= num * (chances @ np.square(means)) + chances.sum() * squares
+        share = parts[is_open].sum() / parts.sum()
+        return float(share * np.sqrt(np.maximum(pairs, 0.0) / (num * num * (num - 1))))
+
+
+class SampledLosses(EvalRider):
+    """The standard error of the loss of a sample."""
+
+    def __init__(self, sample: Sample) -> None:
+        self.sample = sample
+
+    def begin(self, evaluator: Evaluator) -> None:
+        """Forget the last evaluation."""
+        self._guard = evaluator.guard
+        self._sums: list[tuple[int, Tensor]] = []
+
+    def micro_done(
+        self, micro: MicroBatch, state: Tensor | None, results: Sequence[tuple[slice, ObjectiveOutput]]
+    ) -> None:
+        """Note each row's document and loss."""
+        assert micro.carry is not None
+        groups = micro.carry.group_ids.tolist()
+        self._sums += [(self.sample.groups[groups[rows.start]], each.loss_sum.double()) for rows, each in results]
+
+    def part(self) -> npt.NDArray[np.float64] | None:
+        """The loss of each document's rows on this rank, [n]. Waits for the device."""
+        return self._guard.run(self._by_document)
+
+    def _by_document(self) -> npt.NDArray[np.float64]:
+        values = torch.stack([value for _, value in self._sums]).cpu().numpy() if self._sums else np.zeros(0)
+        documents = np.array([document for document, _ in self._sums], dtype=np.int64)
+        return np.bincount(documents, values, minlength=len(self.sample.tokens)).astype(np.float64)
+
+    def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
+        """The error, if it is known."""
+        error = self.sample.error(np.sum([part for part in by_rank if part is not None], axis=0))
+        return {} if error is None else {"loss_se": error}
+
+
+class _Documents(NamedTuple):
+    """Documents, n of them, or parts of at most `max_group_cells` cells, as they are read."""
+
+    files: list[tuple[int, Stream]]
+    """The index of a data set, and a stream of it."""
+    of_file: Ints
+    """Index of `files`, ascending, [n]."""
+    group: Ints
+    """Of the file, without packing, [n]."""
+    tokens: Ints
+    """[n]."""
+
+
+def _count(datasets: Sequence[StreamMixingDataset], files: list[tuple[int, Stream]]) -> tuple[_Documents, int]:
+    """All documents of these files, and their number, whatever their parts."""
+    found: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 3]
+    num_whole = 0
+    for at, (index, stream) in enumerate(files):
+        opened = datasets[index].open(stream)
+        groups = opened.groups
+        left = opened.documents.lengths[groups.documents] - groups.first_cells * opened.seq_len
+        tokens = np.minimum(left, groups.num_cells * opened.seq_len)
+        found.append((np.full(groups.num_groups, at), np.arange(groups.num_groups), tokens))
+        num_whole += int(np.count_nonzero(groups.first_cells == 0))
+    return _Documents(files, *map(np.concatenate, zip(*found, strict=True))), num_whole
+
+
+def draw_sample(
+    plan: Plan,
+    sources: Sequence[Source],
+    datasets: Sequence[StreamMixingDataset],
+    budget: int,
+    info: RankInfo,
+    generator: np.random.Generator,
+) -> tuple[str, tuple[list[StreamMixingDataset], SampledLosses] | None]:
+    """How much of a set is read, in words, and what was drawn; None: all. Equal on all ranks and at every resume.
+
+    Documents are counted by opening their files; of more than `COUNTED_BYTES` of files, only of some that are drawn first.
+
+    Args:
+        datasets: of the sources, without packing.
+        budget: cells that an evaluation may read, in expectation; but `LEAST` documents are read.
+    """
+    seq_len, is_packed = plan.config.data.seq_len, plan.config.data.pack
+    files = [(index, stream) for index, dataset in enumerate(datasets) for stream in dataset.streams]
+    sizes = np.array([max(file_bytes(stream), 1) for _, stream in files], dtype=np.int64)
+    drawn = draw_by_size(sizes, max(LEAST, int(len(files) * COUNTED_BYTES / sizes.sum())), generator)
+    documents, num_whole = _count(datasets, [files[at] for at in drawn.chosen])
+    cells, num_all = -(-documents.tokens // seq_len), len(documents.tokens)
+    total = int(documents.tokens.sum())
+    is_counted = len(drawn.chosen) == len(files)
+    covered = {documents.files[at][0] for at in np.unique(documents.of_file)}
+    is_missed = len(covered) < len(datasets)  # all of it says which
+    is_cheap = (total / seq_len if is_packed else cells.sum()) <= budget or num_all <= LEAST
+    what = counted(num_whole, "document")
+    if num_all == 0 or (is_counted and (is_cheap or is_missed)):
+        return f"all {what}, {counted(total, 'token')}", None
+    file_chances = drawn.chances[documents.of_file]
+    represented = documents.tokens / file_chances
+
+    def cost(num: int) -> int:
+        return ceil(chances_of(represented, num) @ cells)
+
+    num = min(max(LEAST, bisect_right(range(num_all + 1), budget, key=cost, lo=1) - 1), num_all)
+    chosen, chances, spread = draw_by_size(represented, num, generator)
+    taken = _Documents(documents.files, *(column[chosen] for column in documents[1:]))
+    parts = what if num_whole == num_all else f"{num_all:,} parts of {what}"
+    read = f"{num:,} of {parts}, {int(taken.tokens.sum()):,} of {total:,} tokens"
+    copied, groups = _copied(plan, sources, info, datasets, taken)
+    sample = Sample(groups, taken.tokens, chances, spread)
+    if not is_counted:
+        read += f", in {len(drawn.chosen):,} of {len(files):,} files"
+        sample = replace(sample, files=taken.of_file, file_chances=file_chances[chosen])
+    return read, (copied, SampledLosses(sample))
+
+
+def _copied(
+    plan: Plan,
+    sources: Sequence[Source],
+    info: RankInfo,
+    datasets: Sequence[StreamMixingDataset],
+    documents: _Documents,
+) -> tuple[list[StreamMixingDataset], dict[int, int]]:
+    """Data sets of copies of the documents, which fill batches whatever files they are from; group id -> document."""
+    made: list[StreamMixingDataset] = []
+    numbers: dict[int, int] = {}
+    for index, source in enumerate(sources):
+        by_modality: dict[str, list[int]] = {}
+        for at, file in enumerate(documents.of_file.tolist()):
+            dataset, stream = documents.files[file]
+            if dataset == index:
+                by_modality.setdefault(stream.modality, []).append(at)
+        in_memory = {}
+        for modality, those in by_modality.items():
+            path = f"documents drawn of {modality}"
+            copy = _copy(datasets[index], documents, those, Stream(0, path, path, modality), plan)
+            in_memory[path] = copy
+            ids = copy.groups.ids_of(np.arange(len(those))).tolist()
+            numbers |= dict(zip(ids, those, strict=True))
+        if in_memory:
+            part = replace(source, streams=[each.stream for each in in_memory.values()])
+            made.append(make_dataset(plan, part, info, is_holdout=True, is_whole=True, pack=False, in_memory=in_memory))
+    return made, numbers
+
+
+def _copy(
+    dataset: StreamMixingDataset, documents: _Documents, those: Sequence[int], stream: Stream, plan: Plan
+) -> OpenStream:
+    """A stream of those documents in memory, each a group: its tokens, and the one before, which is its first input."""
+    pieces, first_cells, seq_len = [], [], plan.config.data.seq_len
+    for file, of_file in groupby(those, key=lambda at: int(documents.of_file[at])):
+        opened = dataset.open(documents.files[file][1])
+        for at in of_file:
+            group = documents.group[at]
+            first_cells.append(int(opened.groups.first_cells[group]))
+            start = first_cells[-1] * seq_len
+            stop = start + int(documents.tokens[at])
+            pieces.append(opened.documents.read(int(opened.groups.documents[group]), max(start - 1, 0), stop))
+    tokens, first = documents.tokens[those], np.array(first_cells)
+    table = table_from_pieces(pieces, plan.tokenizer.vocab_size, where=stream.path)
+    # Where a document would begin whose cell `first` is the copied one.
+    begins = table.starts + (first > 0) - first * seq_len
+    num_cells = -(-tokens // seq_len)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_cells)])
+    no_segments = np.zeros(len(tokens) + 1, np.int64), np.zeros(0, np.int64)
+    numbers = np.arange(len(tokens))
+    groups = GroupTable(dataset.name, stream.relative_path, numbers, first, num_cells, offsets, *no_segments)
+    return OpenStream(stream, TokenTable(table.tokens, begins, first * seq_len + tokens), groups, seq_len, 0)
