@@ -50,6 +50,8 @@ NOT_DIAGNOSTIC = {
     "trainer.extensions.remote": "has faults of its own",
     "trainer.extensions.contract_check": "refuses a model",
     "trainer.extensions.batch_growth": "decides on the batch",
+    "trainer.extensions.evaluation_sample": "draws what is evaluated",
+    "trainer.extensions.starts": "begins groups",
 }
 SHOWN = (
     "trainer.tools.verbs.records",

@@ -279,7 +279,7 @@ def _copied(
             numbers |= dict(zip(ids, those, strict=True))
         if in_memory:
             part = replace(source, streams=[each.stream for each in in_memory.values()])
-            made.append(make_dataset(plan, part, info, is_holdout=True, is_whole=True, pack=False, in_memory=in_memory))
+            made.append(make_dataset(plan, part, info, is_holdout=True, pack=False, in_memory=in_memory))
     return made, numbers
 
 
