@@ -66,6 +66,12 @@ def curves_of(metrics: Mapping[str, float]) -> dict[str, DepthCurve]:
     }
 
 
+def is_by_depth(key: str) -> bool:
+    """Whether it is a number of one depth, or its error."""
+    match = _KEY.fullmatch(key.removesuffix("_se"))
+    return match is not None and match.group(2) is not None
+
+
 def lines_of(metrics: Mapping[str, float], config: Any) -> list[str]:
     """What carrying is worth in each set of an evaluation, for the end of a run."""
     cell = config.data.seq_len

@@ -632,7 +632,7 @@ def test_rules_of_depth_are_calibrated_on_noisy_gains(rule: str, end: float) -> 
     rng = random.Random(rule)
     false = found = 0
     for _ in range(300):
-        error = rng.uniform(0.0005, 0.002) if end == 0.0 else rng.uniform(0.002, 0.008)
+        error = rng.uniform(0.0005, 0.001) if end == 0.0 else rng.uniform(0.002, 0.008)
         healthy = [0.06 * (1 - 2.0 ** -(index + 1)) for index in range(8)]
         lost = [*healthy[:4], *[end] * 4]
         runs = (make_run(depths(*(rng.gauss(gain, error) for gain in gains), error=error)) for gains in (healthy, lost))
