@@ -161,7 +161,7 @@ def _by_depth(*gains: float) -> Callable[[random.Random, Rows], None]:
         for step in list(rows)[:: max(len(rows) // 20, 1)]:
             row, error = rows[step], 1e-3
             for index, gain in enumerate((gains[0], *gains)):
-                key = f"eval/depth/{64 << index}" if index else "eval/depth"
+                key = f"eval/depth/{64 << index}" if index else "eval/depth/beyond_cell"
                 row |= {f"{key}/loss": 2.0} if index else {}
                 row |= {f"{key}/carry_gain": rng.gauss(gain, error), f"{key}/carry_gain_se": error}
 

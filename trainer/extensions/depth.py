@@ -152,7 +152,7 @@ class Depth(EvalRider):
         beyond = total[NUM_BUCKETS]
         if not beyond[0, 0]:
             return {}
-        found = _numbers("depth", beyond[2:], ["carry_gain"])
+        found = _numbers("depth/beyond_cell", beyond[2:], ["carry_gain"])
         for index in range(NUM_BUCKETS):
             if total[index, 0, 0]:
                 start = bucket_start(index)

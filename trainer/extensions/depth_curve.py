@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-_KEY = re.compile(r"eval/(?:([^/]+)/)?depth/(?:(\d+)/)?(loss|loss_from_zero|carry_gain)")
+_KEY = re.compile(r"eval/(?:([^/]+)/)?depth/(?:(\d+)|beyond_cell)/(loss|loss_from_zero|carry_gain)")
 NEAR_ERRORS = 2.0
 
 
@@ -67,9 +67,8 @@ def curves_of(metrics: Mapping[str, float]) -> dict[str, DepthCurve]:
 
 
 def is_by_depth(key: str) -> bool:
-    """Whether it is a number of one depth, or its error."""
-    match = _KEY.fullmatch(key.removesuffix("_se"))
-    return match is not None and match.group(2) is not None
+    """Whether it is one of these numbers, or its error."""
+    return _KEY.fullmatch(key.removesuffix("_se")) is not None
 
 
 def lines_of(metrics: Mapping[str, float], config: Any) -> list[str]:

@@ -111,7 +111,7 @@ def probes(*, gain: float, gap: float, error: float = 0.01, count: int = 20) -> 
 def depths(*gains: float, error: float = 0.001, count: int = 3, name: str = "") -> dict[str, dict[int, float]]:
     """Gains of carrying from 64, 128, ... tokens on, in so many evaluations."""
     front, steps = f"eval/{name}depth", range(10, 10 * count + 1, 10)
-    values = {f"{front}/carry_gain": gains[0]}
+    values = {f"{front}/beyond_cell/carry_gain": gains[0]}
     for index, gain in enumerate(gains):
         key = f"{front}/{64 << index}"
         values |= {f"{key}/loss": 2.0, f"{key}/loss_from_zero": 2.0 + gain, f"{key}/carry_gain": gain}

@@ -16,12 +16,13 @@ from trainer.tools.report.depth_chart import HEIGHT, WIDTH, depth_figures
 from trainer.tools.report.page import DEPTH, render_parts
 
 LOSSES = [(1, 3.5), (2, 3.1), (4, 2.9), (8, 2.6), (16, 2.5), (32, 2.4), (64, 2.3)]
+DRAWN = LOSSES[3:]
 
 
 def numbers(gains=(0.0, 0.1, 0.2), error=0.02, name="") -> dict[str, float]:
     """An evaluation with cells of 16 tokens."""
     front = f"eval/{name}depth"
-    found = {f"{front}/carry_gain": max(gains), f"{front}/0/loss": 5.0}
+    found = {f"{front}/beyond_cell/carry_gain": max(gains), f"{front}/0/loss": 5.0}
     for start, loss in LOSSES:
         found[f"{front}/{start}/loss"] = loss
         if start >= 16:
@@ -52,16 +53,16 @@ def test_each_set_is_drawn_within_its_picture_and_where_its_numbers_are(make_run
     assert words.startswith("carrying lowers the loss by 0.2000")
     root = ElementTree.fromstring(drawn)
     places = [pair for each in root for pair in re.findall(r"([-\d.]+),([-\d.]+)", each.get("points", ""))]
-    assert len(places) == 3 * (len(LOSSES) + 3)
+    assert len(places) == 3 * (len(DRAWN) + 3)
     assert all(0 <= float(x) <= WIDTH and 0 <= float(y) <= HEIGHT for x, y in places)
     titles = ["".join(each.itertext()) for each in root if each.tag == "circle"]
-    assert titles[0] == "carried, 1 tokens on: 3.5000 +- 0.0200"
+    assert titles[0] == "carried, 8 tokens on: 2.6000 +- 0.0200"
     assert titles[-1] == "from zero at each cell, 64 tokens on: 2.5000 +- 0.0200"
-    carried = [(float(each.get("cx")), float(each.get("cy"))) for each in root if each.tag == "circle"][: len(LOSSES)]
+    carried = [(float(each.get("cx")), float(each.get("cy"))) for each in root if each.tag == "circle"][: len(DRAWN)]
     steps = {round(b[0] - a[0], 0) for a, b in pairwise(carried)}
     assert len(steps) <= 2, "equal steps of the logarithm"
     rates = [
-        (b[1] - a[1]) / (y - x) for a, b, (_, x), (_, y) in zip(carried, carried[1:], LOSSES, LOSSES[1:], strict=False)
+        (b[1] - a[1]) / (y - x) for a, b, (_, x), (_, y) in zip(carried, carried[1:], DRAWN, DRAWN[1:], strict=False)
     ]
     assert max(rates) - min(rates) < 0.02 * abs(rates[0]), "linear in the loss"
     assert "of books" in other

@@ -14,6 +14,7 @@ from trainer.wording import number_text
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 40
 MOST_TICKS = 7
+FIRST = 8  # of fewer tokens a document has too few
 BAND_ERRORS = 2.0
 Place = tuple[float, float]
 
@@ -26,12 +27,18 @@ def depth_figures(run: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def drawing(curve: DepthCurve, name: str = "") -> str:
-    """Both losses over the depth on a logarithmic axis, in bands of two errors; from zero where the two differ."""
-    points = [point for point in curve.points if point.start > 0]
-    lines = [
-        ("carried", "c0", [(point.start, point.loss) for point in points]),
-        ("from zero at each cell", "c1", [(point.start, point.from_zero) for point in points if point.from_zero]),
+    """Both losses over the depth on a logarithmic axis, from zero where the two differ.
+
+    Bands are two errors: of the carried loss, and, around the loss from zero, of the difference, which is paired by document.
+    """
+    points = [point for point in curve.points if point.start >= min(FIRST, curve.points[-1].start)]
+    from_zero = [
+        (point.start, point.from_zero._replace(error=point.gain.error))
+        for point in points
+        if point.from_zero and point.gain
     ]
+    carried = [(point.start, point.loss) for point in points]
+    lines = [("carried", "c0", carried), ("from zero at each cell (band: of the difference)", "c1", from_zero)]
     ends = [end for _, _, line in lines for _, number in line for end in _band(number)]
     low, high = min(ends), max(ends)
     first, last = points[0].start, 2 * points[-1].start
@@ -52,7 +59,7 @@ def drawing(curve: DepthCurve, name: str = "") -> str:
         parts.append(f'<polyline points="{path}" style="fill: none; stroke: var(--{color}); stroke-width: 2{dash}" />')
         for depth, value in middles:
             x, y = at(depth, value.value)
-            words = f"{label}, {round(depth / math.sqrt(2)):,} tokens on: {value}"
+            words = f"{label.partition(' (')[0]}, {round(depth / math.sqrt(2)):,} tokens on: {value}"
             parts.append(
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill: var(--{color})"><title>{words}</title></circle>'
             )
