@@ -87,13 +87,12 @@ def loss_of(run_dir: Path, files: list[Path]) -> tuple[float, float]:
 def test_a_set_has_its_own_keys_and_its_loss_is_that_of_its_documents(finished, capsys):
     logged = {step: row for (mode, step), row in read_rows(finished / "metrics.jsonl").items() if mode == "eval"}
     assert logged.keys() == {3, 6}
-    rows = {
-        step: {key: row[key] for key in row if key.startswith("eval/") and "depth/" not in key}
-        for step, row in logged.items()
-    }
-    assert {f"eval/{name}depth/carry_gain" for name in ("", "near/", "far/")} <= logged[6].keys()
+    own = ("eval_", "eval/depth/")
+    rows = {step: {key: row[key] for key in row if not key.startswith(own)} for step, row in logged.items()}
+    depth = {key for key in logged[6] if "depth/" in key}
+    assert {f"eval/{name}depth/beyond_cell/carry_gain" for name in ("", "near/", "far/")} <= depth
     of_each = ("loss", "accuracy", "perplexity", "bits_per_byte")
-    assert rows[6].keys() == {f"eval/{name}/{key}" for name in ("near", "far") for key in of_each} | {
+    assert rows[6].keys() - depth == {f"eval/{name}/{key}" for name in ("near", "far") for key in of_each} | {
         "eval/far/loss_se"
     }
     loss, accuracy = loss_of(finished, sorted((finished.parent / "near").iterdir()))
@@ -104,7 +103,7 @@ def test_a_set_has_its_own_keys_and_its_loss_is_that_of_its_documents(finished, 
     assert rows[6]["eval/far/loss"] != pytest.approx(rows[6]["eval/near/loss"], rel=1e-4)  # a part of it
     for step in (3, 6):
         assert evaluated(finished, capsys, "--step", step) == pytest.approx(rows[step], rel=1e-6)
-    held_out = {key: value for key, value in logged[6].items() if key.startswith("eval_")}
+    held_out = {key: value for key, value in logged[6].items() if key.startswith(own)}
     found = evaluated(finished, capsys, "--held-out")
     assert found == pytest.approx(held_out, rel=1e-6)
     assert evaluated(finished, capsys, "--held-out", "--batches", 1)["eval_loss"] != found["eval_loss"]
@@ -128,7 +127,7 @@ def test_two_ranks_share_drawn_documents(config, capsys):
     logged = {key: value for key, value in row.items() if key.startswith(("eval_", "eval/depth/"))}
     assert {
         "eval_loss_se",
-        "eval/depth/carry_gain_se",
+        "eval/depth/beyond_cell/carry_gain_se",
         "eval_bits_per_byte",
         "eval_token_type/space/loss",
     } <= logged.keys()

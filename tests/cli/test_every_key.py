@@ -24,11 +24,12 @@ coord = { first_token = 97, num_bins = 20, sigma = 1.0, weight = 0.5 }
 
 [eval]
 every = 12
-batches = 2
+batches = 1
 holdout_fraction = 0.2
 target = "slow_saves:evaluate"
 
 [[eval.source]]
+batches = 1
 name = "mine"
 paths = ["mine.jsonl"]
 
@@ -85,8 +86,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """Two ranks until the data are exhausted, on one of them before the other."""
     directory = tmp_path_factory.mktemp("every_key")
     (directory / "slow_saves.py").write_text(SLOW_SAVES)
-    (directory / "mine.jsonl").write_text('{"text": "to be or not to be"}\n' * 3)
-    make_corpus(directory / "corpus", documents=3)
+    (directory / "mine.jsonl").write_text('{"text": "to be or not to be"}\n' * 40)
+    make_corpus(directory / "corpus", documents=8)
     sets = (
         "data.mixing.repeat=false",
         "model.target=slow_saves:build",
@@ -120,7 +121,7 @@ def test_the_parts_of_the_loss_add_up_to_it_with_their_weights(rows: Rows) -> No
     for (mode, _), row in rows.items():
         prefix = "eval_" if mode == "eval" else ""
         ce, z_loss, coord = (row[f"{prefix}objective/{name}"] for name in ("token_ce", "z_loss", "coord"))
-        assert ce + z_loss < row[f"{prefix}loss"] < ce + z_loss + coord
+        assert ce + z_loss < row[f"{prefix}loss"] < (ce + z_loss + coord) * (1 + 1e-6)  # all may be bins
 
 
 def test_save_sec_sums_the_saves_since_the_last_row(rows: Rows) -> None:

@@ -51,6 +51,10 @@ NOT_DIAGNOSTIC = {
     "trainer.extensions.contract_check": "refuses a model",
     "trainer.extensions.batch_growth": "decides on the batch",
     "trainer.extensions.evaluation_sample": "draws what is evaluated",
+    **dict.fromkeys(
+        (f"trainer.extensions.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
+        "run the model on all ranks, and hold a guard",
+    ),
     "trainer.extensions.starts": "begins groups",
 }
 SHOWN = (

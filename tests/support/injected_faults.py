@@ -154,6 +154,20 @@ def _ignore_state(rng: random.Random, rows: Rows) -> None:
                 row[key], row[f"{key}_se"] = rng.gauss(0, error), error
 
 
+def _by_depth(*gains: float) -> Callable[[random.Random, Rows], None]:
+    """Evaluations with these gains of carrying from 128, 256, ... tokens on."""
+
+    def add(rng: random.Random, rows: Rows) -> None:
+        for step in list(rows)[:: max(len(rows) // 20, 1)]:
+            row, error = rows[step], 1e-3
+            for index, gain in enumerate((gains[0], *gains)):
+                key = f"eval/depth/{64 << index}" if index else "eval/depth/beyond_cell"
+                row |= {f"{key}/loss": 2.0} if index else {}
+                row |= {f"{key}/carry_gain": rng.gauss(gain, error), f"{key}/carry_gain_se": error}
+
+    return add
+
+
 def _grow_stale(rng: random.Random, rows: Rows) -> None:
     share = rng.uniform(0.3, 0.8)
     for step in _late(rows):
@@ -278,6 +292,16 @@ FAULTS = (
     Fault("refused_rows", "states that are NaN in one step", _scenario(on_states=_spoil_states), ONSET, 5),
     Fault("carry_worthless", "a model that ignores its state", _rows(_ignore_state), 0, 100),
     Fault("stale_states", "a gap of 30 to 80 % of the gain", _rows(_grow_stale), ONSET, 150),
+    Fault(
+        "context_unused", "a gain of carrying that ends at 512 tokens", _rows(_by_depth(0.05, 0.06, 0.0, 0.0)), 0, 100
+    ),
+    Fault(
+        "loss_rises_with_depth",
+        "a gain of carrying below 0 from 512 tokens on",
+        _rows(_by_depth(0.05, 0.06, -0.05)),
+        0,
+        100,
+    ),
     Fault("model_contract", "a trusted model that drops its state", _break_contract, 0, 5),
     Fault(
         "stuck_reader",

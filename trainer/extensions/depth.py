@@ -140,8 +140,9 @@ class Depth(EvalRider):
     def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         """`depth/<first depth of a bucket>/...`; empty if no document is longer than a cell."""
         self._is_off = self._is_off or any(part is None for part in by_rank)
-        if self._is_off:
-            return {}
+        return {} if self._is_off else self._guard.run(self._metrics, by_rank) or {}
+
+    def _metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         cell = max(length for length, _ in by_rank)
         parts = [part for _, part in by_rank]
         if isinstance(parts[0], dict):
@@ -152,7 +153,7 @@ class Depth(EvalRider):
         beyond = total[NUM_BUCKETS]
         if not beyond[0, 0]:
             return {}
-        found = _numbers("depth", beyond[2:], ["carry_gain"])
+        found = _numbers("depth/beyond_cell", beyond[2:], ["carry_gain"])
         for index in range(NUM_BUCKETS):
             if total[index, 0, 0]:
                 start = bucket_start(index)

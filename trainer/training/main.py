@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import logging
 import os
 import shutil
@@ -168,6 +169,7 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     if position.last_eval is not None:
         sets = [] if run.evaluator is None else run.evaluator.sets
         lines += _evaluated(*position.last_eval, {each.name: each.read for each in sets})
+        lines += importlib.import_module("trainer.extensions.depth_curve").lines_of(position.last_eval[1], run.config)
     lines.append(f"the run is in {run_dir.path}")
     lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):

@@ -104,7 +104,7 @@ def expected(documents: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray
         for name, pick in kinds.items():
             if low < longest and (name == "loss" or high > cell):
                 put(f"{low}/{name}", low, high, pick)
-    put("carry_gain", cell, math.inf, kinds["carry_gain"])
+    put("beyond_cell/carry_gain", cell, math.inf, kinds["carry_gain"])
     return found
 
 
@@ -162,14 +162,14 @@ def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
         most=int,
     ).sets[0].riders[1:]  # fmt: skip
     assert rider._sample is drawn.sample
-    assert one["carry_gain_se"] > 0
+    assert one["beyond_cell/carry_gain_se"] > 0
     wide = make_evaluator(
         plan, model_of(plan), *model_and_loss(model_of(plan), plan.config, None), RankInfo(), CPU, Diagnostics(), [drawn],
         most=int,
     ).run(1)  # fmt: skip
     assert wide is not None
-    assert "eval/depth/carry_gain_se" not in wide
-    assert wide["eval/depth/carry_gain"] == pytest.approx(one["carry_gain"], abs=1e-9)
+    assert "eval/depth/beyond_cell/carry_gain_se" not in wide
+    assert wide["eval/depth/beyond_cell/carry_gain"] == pytest.approx(one["beyond_cell/carry_gain"], abs=1e-9)
 
 
 def on_rank(rank: int, world: int, directory: str, overrides: tuple[str, ...]) -> dict[str, float]:
@@ -185,7 +185,7 @@ def test_two_ranks_report_what_one_does(tmp_path):
     first, second = run_on_ranks(on_rank, 2, str(tmp_path), (source,))
     assert first == second
     assert first == pytest.approx(alone, abs=1e-9)
-    assert alone["books/depth/carry_gain"] != pytest.approx(alone["depth/carry_gain"], abs=1e-6)
+    assert alone["books/depth/beyond_cell/carry_gain"] != pytest.approx(alone["depth/beyond_cell/carry_gain"], abs=1e-6)
 
 
 def test_nothing_is_reported_of_documents_within_a_cell_or_if_it_is_off(tmp_path):

@@ -23,7 +23,6 @@ _RANK_TIMES: tuple[tuple[str, RankReduction, str], ...] = (
 
 _DEPTH = (
     (
-        "/<bucket>",
         "loss",
         "Loss at a depth",
         "Cross-entropy of held-out targets with <bucket> to 2 <bucket> - 1 tokens read before.",
@@ -31,7 +30,6 @@ _DEPTH = (
         "Rises: the states were never trained that long.",
     ),
     (
-        "/<bucket>",
         "loss_from_zero",
         "Loss at a depth, from zero",
         "The same with the state reset at each cell.",
@@ -39,20 +37,11 @@ _DEPTH = (
         "Equal: the carried state is not used.",
     ),
     (
-        "/<bucket>",
         "carry_gain",
         "Gain of carrying at a depth",
-        "Loss from zero minus carried loss, paired by document.",
+        "Loss from zero minus carried loss, paired by document; `beyond_cell`: of all targets beyond a first cell.",
         "Positive, not falling with depth.",
         "0: context is not used; falling: the states were never trained that long.",
-    ),
-    (
-        "",
-        "carry_gain",
-        "Gain of carrying beyond a cell",
-        "Loss from zero minus carried loss of all targets beyond a document's first cell.",
-        "Positive by several errors.",
-        "0: carrying is not worth its cost.",
     ),
 )
 _OF_A_SET: tuple[MetricSpec, ...] = (
@@ -127,9 +116,8 @@ ROWS: tuple[MetricSpec, ...] = (
             healthy=good,
             pathological=bad,
         )
-        for depth in ("depth", "<name>/depth")
-        for part, name, title, text, good, bad in _DEPTH
-        for where in (f"{depth}{part}",)
+        for where in ("depth/<bucket>", "<name>/depth/<bucket>")
+        for name, title, text, good, bad in _DEPTH
     ),
     *(
         MetricSpec(

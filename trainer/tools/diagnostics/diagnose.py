@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from trainer.tools.diagnostics import gradients, loss, mixing, run, state
+from trainer.tools.diagnostics import depth, gradients, loss, mixing, run, state
 from trainer.tools.diagnostics.rule import Outcome, Rule, Severity, not_measured
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted
@@ -17,6 +17,7 @@ DiagnosisVerdict = Literal["healthy", "no_findings", "findings"]
 
 RULES: Final[tuple[Rule, ...]] = (
     *state.RULES,
+    *depth.RULES,
     run.model_contract,
     *mixing.RULES,
     *gradients.RULES,

@@ -11,6 +11,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from trainer.extensions.depth_curve import is_by_depth
 from trainer.metrics.catalog.lookup import (
     CATALOG,
     ERROR_SUFFIX,
@@ -343,14 +344,15 @@ def points_per_curve(runs: Sequence[RunRecord]) -> int:
 
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Charts with every key of every run, sorted by the headings of the catalog; in each group the views come first.
+    """Charts with every other key of every run, sorted by the headings of the catalog; in each group the views come first.
 
     Evaluation and worst rank are drawn with the training curve. For a single run the keys of a pattern share a chart too, one
     for each variant; for several runs, colors stand for runs, so each key needs its own. Standard errors are drawn with their
     means.
     """
     columns = Columns(runs, points_per_curve(runs))
-    keys = list(dict.fromkeys(key for run in runs for key in run.keys))
+    # The loss against depth has a drawing of its own.
+    keys = list(dict.fromkeys(key for run in runs for key in run.keys if not is_by_depth(key)))
     charts: list[Chart] = []
     used: set[str] = set()
     for view in _views(runs):

@@ -14,6 +14,7 @@ from trainer.config.load import flatten
 from trainer.errors import UserError
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.tools.report.charts import Chart, make_charts
+from trainer.tools.report.depth_chart import depth_figures
 from trainer.tools.report.figures import NUM_COLORS, encode_charts
 from trainer.tools.report.run_summary import SummaryRow, config_differences, rows_text, summarize, value_text
 from trainer.tools.runs.load import RunRecord, settings_by_step
@@ -21,6 +22,7 @@ from trainer.wording import counted, few, number_text
 
 _MOST_STEP_BUTTONS: Final = 6
 _MOST_EVENTS: Final = 200
+DEPTH: Final = "Is context worth its cost?"
 _EVENT_COLUMNS: Final = ("Event", "Run", "Step", "Details")
 
 
@@ -232,6 +234,16 @@ def _small_print(chart: Chart) -> Html:
     return _optional("p", " · ".join(notes), "small")
 
 
+def _depth(runs: Sequence[RunRecord]) -> Html:
+    """The loss against depth in each set of each run."""
+    parts = []
+    for run in runs:
+        for name, words, drawn in depth_figures(run):
+            title = name if len(runs) == 1 else f"{run.name}, {name}"
+            parts.append(element("article", element("h3", title), element("p", words), Html(drawn), class_="card wide"))
+    return _section(DEPTH, element("div", *parts, class_="grid views")) if parts else Html("")
+
+
 # ---- Events, settings
 
 
@@ -273,7 +285,14 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
     charts = make_charts(runs)
     cards = [_verdict_card(number, diagnosis, is_single=is_single) for number, diagnosis in enumerate(diagnoses)]
     events = _events(runs)
-    names = ["Verdict", "Outcome", *dict.fromkeys(chart.group for chart in charts), *(["Events"] if events else [])]
+    depth = _depth(runs)
+    names = [
+        "Verdict",
+        "Outcome",
+        *([DEPTH] if depth else []),
+        *dict.fromkeys(chart.group for chart in charts),
+        *(["Events"] if events else []),
+    ]
     links = [element("a", name, href=f"#{_slug(name)}") for name in [*names, "Config", "Environment"]]
     details = [
         chart_groups(charts),
@@ -284,7 +303,7 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
     outcome = _tiles(runs[0]) if is_single else _outcome_tables(diagnoses)
     return {
         "contents": element("ul", *(element("li", link) for link in links)),
-        "overview": join([_section("Verdict", *cards), _notes(runs), outcome]),
+        "overview": join([_section("Verdict", *cards), _notes(runs), outcome, depth]),
         "details": join(details),
         "data": encode_charts(charts, runs),
     }

@@ -205,6 +205,7 @@
   /* ---- A page that is served: new parts for old ones. Elements that stay keep their plot, focus, place and open sections ---- */
   const nameOf = (element) => element.id || element.dataset?.name || "";
   function morph(old, next) {
+    if (old.matches("svg")) return next;  // drawn as a whole
     for (const { name, value } of next.attributes) if (name !== "class" && name !== "open") old.setAttribute(name, value);
     if (old.matches(".plot")) return old;
     const pool = [...old.children];
