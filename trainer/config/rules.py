@@ -129,7 +129,7 @@ def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iter
     if config.scheduler.warmup_tokens and not train.tokens:
         fix = "set train.tokens, or warmup_steps instead"
         yield "scheduler.warmup_tokens", "needs a run whose length is in tokens", fix
-    if train.tbptt_cells > data.max_group_cells:
+    if 0 < data.max_group_cells < train.tbptt_cells:
         problem = f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {data.max_group_cells})"
         yield "train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"
     if burn_in >= data.seq_len:

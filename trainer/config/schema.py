@@ -386,5 +386,5 @@ class RunConfig(Table):
 
     @property
     def max_group_rows(self) -> int:
-        """Rows per group at most."""
+        """Rows per group at most; 0: see `data.max_group_cells`."""
         return self.data.max_group_cells // self.train.tbptt_cells

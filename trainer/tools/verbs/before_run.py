@@ -196,6 +196,7 @@ def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
             found = sources[view.name]
             found["corpus_share"] = {each.name: each.corpus_share for each in view.modalities}
             found["drawn_share"] = {each.name: each.drawn_share for each in view.modalities}
+            found["behind_cuts_share"] = view.behind_cuts_share
             if plan.facts.world_size > 1:
                 found["rank_token_shares"] = list(view.rank_token_shares)
                 found["masked_share"] = dict(view.masked_share)
@@ -242,6 +243,10 @@ def _print_facts(facts: dict[str, Any]) -> None:
         echo(f"#   source {name}: {what if found['streams'] else 'a data set of your own'}")
         for modality, share in found.get("corpus_share", {}).items():
             echo(f"#     {modality}: {share:.1%} of the corpus, {found['drawn_share'][modality]:.1%} of what is drawn")
+        if found.get("behind_cuts_share"):
+            echo(
+                f"#     {found['behind_cuts_share']:.1%} of the tokens are read without the state of the text before them"
+            )
         if tokens := found.get("rank_token_shares"):
             by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in found["masked_share"].items())
             echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}; without rows, at worst: {by_mode}")

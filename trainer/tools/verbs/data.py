@@ -179,7 +179,7 @@ def verify(
 def inspect(
     paths: PathsArgument,
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens per cell, as data.seq_len.")] = 256,
-    max_group_cells: Annotated[int, typer.Option(min=1, help="As data.max_group_cells.")] = 64,
+    max_group_cells: Annotated[int, typer.Option(min=0, help="As data.max_group_cells.")] = 0,
     tokenizer: TokenizerOption = "bytes",
     vocab_size: VocabOption = 0,
     format: FormatOption = "auto",
@@ -224,7 +224,8 @@ def _read_options(
 
 def _print_tables(content: dict[str, Any]) -> None:
     console = output()
-    cells = f"cells of {content['seq_len']} tokens, at most {content['max_group_cells']} a group"
+    most = f"at most {content['max_group_cells']} per group" if content["max_group_cells"] else "documents uncut"
+    cells = f"cells of {content['seq_len']} tokens, {most}"
     console.print(f"layout {content['layout']}; {cells}", highlight=False)
     table = Table("modality")
     names = ("streams", "documents", "tokens", "groups", "cells")
