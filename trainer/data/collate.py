@@ -20,7 +20,7 @@ class Collator:
 
     Keys (B rows of T tokens): `tokens`, `targets` int64 [B, T]; `resets` bool [B, T] (only with `pack`); `group_ids`,
     `cell_index` int64 [B]; `is_last` bool [B]; `token_types` int8 [B, T] (only if the tokenizer has types);
-    `dataset_labels`, `dataset_segments` lists of B names; `pack_num_samples` int64 [B]; `instability_meta_json`.
+    `dataset_labels`, `dataset_segments` lists of B names; `pack_num_samples` int64 [B]; `epoch`; `instability_meta_json`.
 
     Where n tokens before each cell are asked for: `tokens_before` int64 [B, n], the inputs of the row's earlier cells in
     its group, right-aligned, 0 where the group begins less than n tokens before the cell; with `pack` also
@@ -55,8 +55,7 @@ class Collator:
             self._fill_together(batch, source, source.windows, rows)
         if num_before:
             self._fill_before(batch, source, rows, num_before)
-        meta = f'{reader.name_json}, "epoch": {epoch}, "position": {position}'
-        return self._complete(batch, source.stream.modality, meta)
+        return self._complete(batch, source.stream.modality, reader.name_json, epoch, position)
 
     def masked(self, modality: str, name_json: str, epoch: int, position: int, num_before: int = 0) -> Batch:
         """One row without targets, for a rank that has nothing to read while others do."""
@@ -71,15 +70,17 @@ class Collator:
             batch["tokens_before"] = np.zeros((1, num_before), dtype=np.int64)
             if self._pack:
                 batch["resets_before"] = np.zeros((1, num_before), dtype=np.bool_)
-        return self._complete(batch, modality, f'{name_json}, "epoch": {epoch}, "position": {position}')
+        return self._complete(batch, modality, name_json, epoch, position)
 
-    def _complete(self, batch: Batch, modality: str, meta: str) -> Batch:
+    def _complete(self, batch: Batch, modality: str, name_json: str, epoch: int, position: int) -> Batch:
         rows = len(batch["group_ids"])
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
         batch["dataset_labels"] = [self._name] * rows
         batch["dataset_segments"] = [modality] * rows
         ids, cells = batch["group_ids"].tolist(), batch["cell_index"].tolist()
+        batch["epoch"] = epoch
+        meta = f'{name_json}, "epoch": {epoch}, "position": {position}'
         batch["instability_meta_json"] = f'{{{meta}, "group_ids": {ids}, "cell_indices": {cells}}}'
         return batch
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trainer.config.rules import check_state_rules
 from trainer.data.mixing import BATCHING_MODES, BatchingMode
 from trainer.micro_batches import MicroBatches
 from trainer.tools.limits import wait_bound
@@ -145,7 +144,7 @@ def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Pre
             needs.
     """
     steps, by_steps, num_batches = plan.config.train.steps, plan.batches_by_steps, plan.num_batches
-    check_state_rules(plan.config, plan.state_width())
+    plan.state_width()  # or an error
     shapes = [source_shape(plan, source, world_size) for source in plan.sources]
     forecast = count_run(plan, shapes, world_size, most=most)
     expected = expected_batches([source.weight for source in plan.sources], num_batches, by_steps)

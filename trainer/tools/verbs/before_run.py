@@ -166,7 +166,7 @@ def _derived(plan: Plan) -> dict[str, Any]:
     Raises:
         UserError: the model lacks the state that a setting needs.
     """
-    from trainer.config.rules import check_state_rules, why_no_noise_scale
+    from trainer.config.rules import why_no_noise_scale
     from trainer.training.setup.plausible import ledger_bytes
 
     config, batches = plan.config, plan.config.micro_batches
@@ -178,7 +178,6 @@ def _derived(plan: Plan) -> dict[str, Any]:
         facts["micro_batches"] = words
     if (reason := why_no_noise_scale(config, plan.facts.world_size)) is not None:
         facts["noise_scale"] = f"not measured: {reason}"
-    check_state_rules(config, plan.state_width())
     if plan.state_width():
         facts["state_width"] = plan.state_width()
         facts["ledger_megabytes"] = round(ledger_bytes(config.ledger, plan.state_width()) / 1e6, 1)

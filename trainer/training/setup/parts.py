@@ -7,6 +7,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from trainer.errors import UserError, raise_found
 from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.snapshot import Owners
+from trainer.ledger.starts import StartingLedger
 from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import ModelOutput
@@ -62,7 +64,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     model = make_model(config, config.model, plan.vocab_size)
     shard_model(strategy or Strategy(), model, config)
     model = model.to(device)
-    check_state_rules(config, width_of(model))
+    check_state_rules(config, model)
     if not plan.has_built_in_model:  # whose needs were not known before
         raise_found(plan.unmet_needs(device, model=model))
     torch.manual_seed(zlib.crc32(f"{config.run.seed}:{info.rank}".encode()))  # but dropout of its own
@@ -102,7 +104,10 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
     table, width = plan.config.ledger, width_of(model)
     if width == 0:
         return None
-    return Ledger(
+    make: Callable[..., Ledger] = Ledger
+    if table.start != "zero":
+        make = partial(StartingLedger, start=table.start, share=table.start_share, seed=plan.config.run.seed)
+    return make(
         state_width=width,
         capacity=table.capacity,
         wipe_mode=table.wipe_mode,
