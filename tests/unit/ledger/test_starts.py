@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from trainer.config.rules import check_state_rules
 from trainer.config.schema import LedgerTable
 from trainer.errors import UserError
+from trainer.extensions.starts import MOST_SAMPLED, ZERO_KEY, Start, StartingLedger
 from trainer.ledger import COUNTER_KEYS, Ledger
-from trainer.ledger.starts import MOST_SAMPLED, ZERO_KEY, Start, StartingLedger
 from trainer.model.protocol import StateLayout
 
 WIDTH = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
 import zlib
@@ -26,7 +27,6 @@ from trainer.errors import UserError, raise_found
 from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.snapshot import Owners
-from trainer.ledger.starts import StartingLedger
 from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import ModelOutput
@@ -106,7 +106,8 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
         return None
     make: Callable[..., Ledger] = Ledger
     if table.start != "zero":
-        make = partial(StartingLedger, start=table.start, share=table.start_share, seed=plan.config.run.seed)
+        make = importlib.import_module("trainer.extensions.starts").StartingLedger
+        make = partial(make, start=table.start, share=table.start_share, seed=plan.config.run.seed)
     return make(
         state_width=width,
         capacity=table.capacity,
