@@ -143,7 +143,10 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None, *, bur
     if 0 < len(missing) < len(CARRY_KEYS):
         problem = f"a micro-batch has not all of {', '.join(CARRY_KEYS)}: it has no {', '.join(sorted(missing))}"
         raise UserError("data", problem, "give all or none")
-    carry = None if missing else Carry(**{key: inputs.pop(key) for key in CARRY_KEYS}, epoch=extras.get("epoch", 0))
+    carry = None
+    if not missing:
+        group_ids, cell_index, is_last = map(inputs.pop, CARRY_KEYS)
+        carry = Carry(group_ids, cell_index, is_last, extras.get("epoch", 0))
     if accepted is not None and not inputs.keys() <= accepted:
         check_inputs(inputs, accepted)
     if burns_in:
