@@ -440,6 +440,8 @@ class StreamMixingDataset:
         self._queue.begin_epoch(own["epoch"], points_of(own), own["queue_index"])
         for stream_id, picks in own["pool"]:
             self._pool.add(self._queue.reader(stream_id, picks))
+        if own["pool"]:
+            self._opener.say_cuts()
         self._pool.turn = own["turn"]
         self._pool.restore(own["observed"])
         self._has_no_cells = own["is_barren"]

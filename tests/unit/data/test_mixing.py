@@ -95,6 +95,9 @@ def test_documents_are_cut_for_the_ranks_that_began_and_it_is_said(write_streams
     behind = 100 * (1200 - 128 * 4) / 2400
     text = "source source: of the tokens of 1 stream opened first, %.1f %% are read without the state"
     assert text % behind in caplog.text
+    caplog.clear()
+    mixing(streams, world_size=2, max_group_cells=0, repeat=False).load_state_dict(began[0].state_dict())
+    assert text % behind in caplog.text
     alone = mixing(streams, max_group_cells=0, repeat=False)
     alone.load_state_dict([rank.state_dict() for rank in began])
     assert "source source: documents stay cut as for 2 ranks" in caplog.text
