@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.data.deal import cut_slices
 from trainer.data.epochs import QueueKey
-from trainer.data.reader import cut_slices
 
 MAX_GROUP_CELLS = 64
 IMPROBABLE = 1e-9

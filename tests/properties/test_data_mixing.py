@@ -25,11 +25,18 @@ settings_of = st.fixed_dictionaries(
         "num_streams_mixed": st.integers(1, 4),
         "batch_size": st.integers(1, 4),
         "seq_len": st.integers(1, 5),
-        "max_group_cells": st.integers(1, 4),
+        "max_group_cells": st.integers(0, 4),
         "pack": st.booleans(),
         "seed": st.integers(0, 3),
     }
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_documents_are_cut_for_ranks_too():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.data.deal.FEWEST_CELLS", 2)
+        yield
 
 
 def dataset(streams, *, rank=0, world_size=1, **kwargs):

@@ -21,7 +21,8 @@ def mixing_dataset(
     streams: Sequence[Stream], *, rank: int = 0, world_size: int = 1, **settings: Any
 ) -> StreamMixingDataset:
     """A data set, its settings by name; cells of 4 bytes unless they say otherwise."""
-    settings = {"namespace": settings.pop("name", "source"), "seq_len": 4, "tokenizer": BytesTokenizer(), **settings}
+    settings = {"namespace": settings.pop("name", "source"), "tokenizer": BytesTokenizer(), **settings}
+    settings = {"seq_len": 4, "max_group_cells": 64, **settings}
     parts = []
     for kind in (CutOptions, ReadOptions, MixOptions):
         names = {each.name for each in fields(kind)}

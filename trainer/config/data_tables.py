@@ -114,8 +114,8 @@ class DataTable(Table):
     """`bytes`; the path of a Hugging Face tokenizer.json; or `ids`, for files of token ids."""
     vocab_size: WholeNumber = 0
     """Number of token ids, with tokenizer `ids`; 0 with any other."""
-    max_group_cells: Size = 64
-    """Most cells per group; longer documents become several groups."""
+    max_group_cells: WholeNumber = 0
+    """Most cells per group; longer documents become several groups. 0: only where ranks would wait (docs/mixing.md)."""
     pack: bool = False
     """Pack documents shorter than a cell into shared rows, without carried state."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig
@@ -129,7 +130,7 @@ def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iter
     if config.scheduler.warmup_tokens and not train.tokens:
         fix = "set train.tokens, or warmup_steps instead"
         yield "scheduler.warmup_tokens", "needs a run whose length is in tokens", fix
-    if train.tbptt_cells > data.max_group_cells:
+    if 0 < data.max_group_cells < train.tbptt_cells:
         problem = f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {data.max_group_cells})"
         yield "train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"
     if burn_in >= data.seq_len:
@@ -190,18 +191,25 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
         yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"
 
 
-def check_state_rules(config: RunConfig, state_width: int) -> None:
-    """Refuse what needs a recurrent state when the model has none.
+def check_state_rules(config: RunConfig, model: Any) -> None:
+    """Refuse what needs a recurrent state when the model has none, or has another kind of state.
 
     Raises:
-        UserError: `tbptt_cells` or `burn_in` is set for such a model.
+        UserError: `tbptt_cells`, `burn_in` or `start` is set for such a model.
     """
-    if state_width:
+    ledger, leaves = config.ledger, getattr(getattr(model, "state_layout", None), "leaves", ())
+    whole = next((leaf for leaf in leaves if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)), None)
+    if ledger.start == "noise" and whole is not None:
+        problem = f'"noise" makes no sense for {whole.path}, which is {whole.dtype}, such as a position'
+        raise UserError("ledger.start", problem, 'use "carried"')
+    if model.state_width:
         return
+    if ledger.start != "zero":
+        raise UserError("ledger.start", "the model has no state to begin from", 'set it to "zero"')
     if config.train.tbptt_cells > 1:
         problem = "the model has no state, through which the gradient could flow from cell to cell"
         raise UserError("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead")
-    if config.ledger.burn_in:
+    if ledger.burn_in:
         raise UserError("ledger.burn_in", "the model has no state that could be stale", "set it to 0")
 
 

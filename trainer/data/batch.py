@@ -24,6 +24,7 @@ BATCH_EXTRAS: Final[Mapping[str, str]] = {
     "token_types": "type of each target token, small integers [B, T], -1 where masked",
     "tokens_before": "inputs of the row's earlier cells in its group, the last n of them, right-aligned, integers [B, n]",
     "resets_before": "resets of the row's earlier cells, booleans [B, n]",
+    "epoch": "pass over the data that the batch is of, an integer",
     "instability_meta_json": "JSON text that locates the batch: stream, slice position, group ids",
 }
 """The keys of a data set's dict that the model never gets. A new one is registered here."""
@@ -31,11 +32,12 @@ BATCH_EXTRAS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Carry:
-    """Which group each row continues: int64 [B], int64 [B], bool [B]; group -1 carries nothing."""
+    """Which group each row continues: int64 [B], int64 [B], bool [B]; group -1 carries nothing. `epoch` is the batch's."""
 
     group_ids: np.ndarray
     cell_index: np.ndarray
     is_last: np.ndarray
+    epoch: int = 0
 
     @classmethod
     def of_no_group(cls, num_rows: int) -> Self:
@@ -74,7 +76,7 @@ class MicroBatch:
             }
             return {key: value[part] if is_by_row[key] else value for key, value in values.items()}
 
-        carry = self.carry and Carry(*(getattr(self.carry, key)[part] for key in CARRY_KEYS))
+        carry = self.carry and replace(self.carry, **{key: getattr(self.carry, key)[part] for key in CARRY_KEYS})
         return replace(self, inputs=cut(self.inputs), targets=self.targets[part], carry=carry, extras=cut(self.extras))
 
     def masked(self) -> MicroBatch:
@@ -141,7 +143,10 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None, *, bur
     if 0 < len(missing) < len(CARRY_KEYS):
         problem = f"a micro-batch has not all of {', '.join(CARRY_KEYS)}: it has no {', '.join(sorted(missing))}"
         raise UserError("data", problem, "give all or none")
-    carry = None if missing else Carry(*map(inputs.pop, CARRY_KEYS))
+    carry = None
+    if not missing:
+        group_ids, cell_index, is_last = map(inputs.pop, CARRY_KEYS)
+        carry = Carry(group_ids, cell_index, is_last, extras.get("epoch", 0))
     if accepted is not None and not inputs.keys() <= accepted:
         check_inputs(inputs, accepted)
     if burns_in:

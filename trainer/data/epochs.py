@@ -21,7 +21,7 @@ import numpy as np
 
 from trainer.arrays import Flags, Ints
 from trainer.data.documents import ReadOptions
-from trainer.data.groups import CutOptions, OpenStream
+from trainer.data.groups import CutOptions, OpenStream, lanes_of
 from trainer.data.layout import Stream
 from trainer.data.reader import PastReads, StreamReader, remaining_stream
 from trainer.errors import UserError
@@ -40,12 +40,6 @@ class ReshardPoint(TypedDict):
     batch_size: int
     batch_size_by_modality: Mapping[str, int]
     cursors: list[list[Any]]
-
-
-def lanes_of(stream: Stream, sizes: Mapping[str, Any]) -> int:
-    """The lanes of a reader of this stream, by the batch sizes of a reshard point or a saved state."""
-    lanes: int = sizes["batch_size_by_modality"].get(stream.modality, sizes["batch_size"])
-    return lanes
 
 
 def active_streams(point: ReshardPoint) -> list[int]:
@@ -205,7 +199,7 @@ class ReaderQueue:
         )
 
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 State = Mapping[str, Any]
 
 

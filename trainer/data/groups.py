@@ -1,8 +1,8 @@
 """Opening a stream: its documents, those of the split, and the groups of cells that they are cut into.
 
-A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a run of at most `max_group_cells`
-cells of one document, or, with packing, one row of several documents that are shorter than a cell. Which documents are held out
-from training is a pure function of a stable hash.
+A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a document, a run of cells of one
+that is cut, or, with packing, one row of several documents that are shorter than a cell. Which documents are held out from
+training is a pure function of a stable hash.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from trainer.arrays import Ints
+from trainer.data.deal import most_cells
 from trainer.data.documents import ReadOptions, TokenArray, TokenTable
 from trainer.data.formats import format_name, load_documents, takes_option
 from trainer.data.layout import Stream
@@ -115,6 +116,15 @@ class GroupTable:
         """G."""
         return len(self.documents)
 
+    def num_tokens(self, lengths: Ints, seq_len: int) -> Ints:
+        """Target tokens of each group, int64 [G]; `lengths`: those of the stream's documents."""
+        left = lengths[self.documents] - self.first_cells * seq_len
+        packed = _offsets(lengths[self.segment_documents])[self.segment_offsets]
+        found: Ints = np.where(
+            np.diff(self.segment_offsets) > 0, np.diff(packed), np.minimum(left, self.num_cells * seq_len)
+        )
+        return found
+
     def ids_of(self, groups: Ints) -> Ints:
         """Ids in [0, 2^63) of some groups, in their shape: of the source's name, the stream's path, document and first cell.
 
@@ -133,7 +143,7 @@ class CutOptions:
     Args:
         namespace: the source's name, part of every group id: two sources that read the same file do not share groups.
         seq_len: target tokens per cell, T.
-        max_group_cells: most cells per group.
+        max_group_cells: most cells per group; 0: documents are cut only where ranks would wait (`most_cells`).
         pack: put several documents shorter than a cell into one row.
         split, holdout_fraction: which documents are used.
 
@@ -143,7 +153,7 @@ class CutOptions:
 
     namespace: str
     seq_len: int
-    max_group_cells: int = 64
+    max_group_cells: int = 0
     pack: bool = False
     split: Split = "train"
     holdout_fraction: float = 0.0
@@ -151,7 +161,7 @@ class CutOptions:
     def __post_init__(self) -> None:
         for key, is_right, rule in (
             ("seq_len", type(self.seq_len) is int and self.seq_len >= 1, "an integer >= 1"),
-            ("max_group_cells", type(self.max_group_cells) is int and self.max_group_cells >= 1, "an integer >= 1"),
+            ("max_group_cells", type(self.max_group_cells) is int and self.max_group_cells >= 0, "an integer >= 0"),
             ("split", self.split in SPLITS, f"one of {', '.join(SPLITS)}"),
             ("holdout_fraction", 0.0 <= self.holdout_fraction < 1.0, "at least 0 and less than 1"),
         ):
@@ -168,7 +178,7 @@ def _offsets(counts: Ints) -> Ints:
 def _runs(documents: Ints, lengths: Ints, cut: CutOptions) -> tuple[Ints, Ints, Ints]:
     """(document, first cell, number of cells) of each run of the documents' cells."""
     cells = -(-lengths // cut.seq_len)
-    if cells.max(initial=0) <= cut.max_group_cells:
+    if not cut.max_group_cells or cells.max(initial=0) <= cut.max_group_cells:
         return documents, np.zeros(len(documents), np.int64), cells
     counts = -(-cells // cut.max_group_cells)
     owner = np.repeat(np.arange(len(documents)), counts)
@@ -218,6 +228,12 @@ class OpenStream:
     seq_len: int
     num_bytes: int
 
+    @property
+    def tokens_behind_cuts(self) -> tuple[int, int]:
+        """(target tokens that are read without the state of the text before them, all target tokens)."""
+        tokens = self.groups.num_tokens(self.documents.lengths, self.seq_len)
+        return int(tokens[self.groups.first_cells > 0].sum()), int(tokens.sum())
+
     @cached_property
     def windows(self) -> TokenArray | None:
         """All windows of seq_len + 1 tokens, a view [N - seq_len, seq_len + 1]; None if the file has fewer tokens."""
@@ -231,14 +247,47 @@ def file_bytes(stream: Stream) -> int:
     return os.stat(path).st_size if os.path.exists(path) else 0
 
 
-def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions) -> OpenStream:
-    """Read a stream's file and cut it into groups; a UserError if it is unreadable or damaged."""
+CutFor: TypeAlias = Mapping[str, Any]
+"""The `world_size`, `batch_size` and `batch_size_by_modality` that documents are cut for: those with which a run began, so that
+groups stay the same when it continues with others."""
+
+
+def cut_for(
+    batch_size: int, batch_size_by_modality: Mapping[str, int], *, world_size: int, num_streams: int, shared: bool
+) -> CutFor:
+    """What the documents of a source are cut for in a run that begins.
+
+    Ranks that pick alone wait for nobody, and only with fewer streams than ranks would some have nothing to read.
+    """
+    num_ranks = world_size if shared or num_streams < world_size else 1
+    by_modality = dict(batch_size_by_modality)
+    return {"world_size": num_ranks, "batch_size": batch_size, "batch_size_by_modality": by_modality}
+
+
+def lanes_of(stream: Stream, sizes: Mapping[str, Any]) -> int:
+    """The lanes of a reader of this stream, by the batch sizes of a reshard point, a saved state or a `CutFor`."""
+    lanes: int = sizes["batch_size_by_modality"].get(stream.modality, sizes["batch_size"])
+    return lanes
+
+
+def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions, cut_for: CutFor | None = None) -> OpenStream:
+    """Read a stream's file and cut it into groups; a UserError if it is unreadable or damaged.
+
+    Args:
+        cut_for: None: nobody shares the stream.
+    """
     if stream.tokens:
         options = ReadOptions(options.tokenizer, format="megatron")
     num_bytes = file_bytes(stream)  # before it is read, so that nothing is cut unseen
     documents = load_documents(stream.tokens or stream.path, options)
-    kept = documents_of(cut.split, stream.relative_path, documents.num_documents, cut.holdout_fraction)
-    groups = build_groups(documents.lengths, np.flatnonzero(kept), stream.relative_path, cut)
+    is_kept = documents_of(cut.split, stream.relative_path, documents.num_documents, cut.holdout_fraction)
+    kept = np.flatnonzero(is_kept)
+    groups = build_groups(documents.lengths, kept, stream.relative_path, cut)
+    if cut_for is not None and not cut.max_group_cells:
+        most = most_cells(groups.num_cells, cut_for["world_size"], lanes_of(stream, cut_for))
+        if most < groups.num_cells.max(initial=0):
+            shorter = replace(cut, max_group_cells=most)
+            groups = build_groups(documents.lengths, kept, stream.relative_path, shorter)
     return OpenStream(stream, documents, groups, cut.seq_len, num_bytes)
 
 
@@ -258,8 +307,8 @@ def has_zero_halves(tokens: TokenArray) -> bool:
 class StreamOpener:
     """Opens the streams of a source, counts their documents, and warns of files that `eod` or `dtype` do not fit.
 
-    With `warns` false, `warn` reports all that were opened, otherwise the first of either kind is warned of. `in_memory` has,
-    by relative path, streams that are no files.
+    With `warns` false, `warn` reports all that were opened, otherwise the first of either kind is warned of. For `cut_for` see
+    `open_stream`; `in_memory` has, by relative path, streams that are no files.
     """
 
     def __init__(
@@ -267,10 +316,13 @@ class StreamOpener:
         options: ReadOptions,
         cut: CutOptions,
         *,
+        cut_for: CutFor | None = None,
         warns: bool = True,
         in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
     ) -> None:
         self._options, self._cut, self._warns, self._in_memory = options, cut, warns, in_memory
+        self.cut_for = cut_for
+        self._behind_cuts: list[tuple[int, int]] | None = []  # of each stream that was opened; None: it was said
         self.current: Stream | None = None  # being opened, or read from
         self._num_documents: dict[Stream, int] = {}
         # Option -> names of the streams that it does not fit, with their tokens.
@@ -283,7 +335,7 @@ class StreamOpener:
         if stream.relative_path in self._in_memory:
             return self._in_memory[stream.relative_path]
         try:
-            opened = open_stream(stream, self._options, self._cut)
+            opened = open_stream(stream, self._options, self._cut, self.cut_for)
         except UserError as error:
             error.where = f"source {self._cut.namespace}"
             raise
@@ -295,9 +347,20 @@ class StreamOpener:
             self._doubtful["eod"][stream.relative_path] = len(documents.tokens)
         if takes_option(name, "dtype") and has_zero_halves(documents.tokens):
             self._doubtful["dtype"][stream.relative_path] = len(documents.tokens)
+        if self._behind_cuts is not None:
+            self._behind_cuts.append(opened.tokens_behind_cuts)
         if self._warns:
             self.warn()
         return opened
+
+    def say_cuts(self) -> None:
+        """Say, once, which share of the tokens of the streams opened so far lies behind a cut."""
+        found, self._behind_cuts = self._behind_cuts, None
+        if found and self._warns and any(behind for behind, _ in found):
+            behind, tokens = map(sum, zip(*found, strict=True))
+            text = "source %s: of the tokens of %s opened first, %.1f %% are read without the state of the text before them, "
+            text += "since documents are cut (data.max_group_cells)"
+            logger.info(text, self._cut.namespace, counted(len(found), "stream"), 100 * behind / tokens)
 
     def warn(self) -> None:
         """Warn of the opened files that `eod` does not occur in, and of those of a doubtful `dtype`; once of either."""

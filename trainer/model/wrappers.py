@@ -76,7 +76,7 @@ class Cellwise(nn.Module):
             state: with burn-in, of `burn_in` tokens before the row.
             tokens_before: int64 [B, n], n >= burn_in: the tokens that precede the row in its group, right-aligned.
             resets_before: bool [B, n]: where the state resets among them.
-            continues: bool [B]: False for a group's first row, and for rows without a group: they start from zero.
+            continues: bool [B]: False for a group's first row, and for rows without a group: they start from `state` itself.
 
         Raises:
             UserError: rows have another length, the model returned no state, or burn-in lacks what it needs.
@@ -130,7 +130,7 @@ class Cellwise(nn.Module):
         continues: Tensor | None,
         inputs: dict[str, Any],
     ) -> Tensor:
-        """The state before the row, from the stored one of `burn_in` tokens earlier; zeros where nothing precedes it."""
+        """The state before the row, from that of `burn_in` tokens earlier; the given one where nothing precedes it."""
         problem = ""
         if tokens is None or continues is None:
             missing = [name for name, value in (("tokens_before", tokens), ("group_ids", continues)) if value is None]
@@ -149,7 +149,7 @@ class Cellwise(nn.Module):
         is_on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         with torch.autocast(device, dtype, enabled=is_on, cache_enabled=False):
             output = self.model(tokens=tokens[:, last], state=state, **given)
-        return torch.where(continues[:, None], _returned(output.state, state), 0.0)
+        return torch.where(continues[:, None], _returned(output.state, state), 0.0 if state is None else state)
 
 
 def _cut(value: Any, shape: torch.Size, start: int, stop: int) -> Any:

@@ -199,3 +199,13 @@ def test_what_burn_in_lacks_is_named_in_one_line():
         cellwise(tokens, state, tokens_before=torch.zeros(1, 3).long(), continues=yes)
     with pytest.raises(UserError, match="the input styles, which is not known for the tokens before"):
         cellwise(tokens, state, tokens_before=torch.zeros(1, 4).long(), continues=yes, styles=torch.zeros(1))
+
+
+def test_a_row_that_nothing_precedes_begins_from_the_state_it_is_given() -> None:
+    model, (tokens, resets) = make_model(), documents()
+    batch = batch_of(1, tokens, resets, CELL)
+    batch["continues"][:2] = False
+    state = torch.randn(len(LENGTHS), model.state_width, dtype=torch.float64)
+    found = Cellwise(model, cell=CELL, burn_in=BURN_IN)(**batch, state=state)
+    expected = model(batch["tokens"], state, batch["resets"])
+    assert torch.allclose(found.logits[:2], expected.logits[:2], rtol=0, atol=1e-10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.errors import UserError
 from trainer.micro_batches import ONE
 from trainer.tools.limits import wait_bound
-from trainer.tools.preview.forecast import count_run, expected_batches, group_tokens, source_shape
+from trainer.tools.preview.forecast import count_run, expected_batches, source_shape
 from trainer.tools.preview.summary import _source_view, make_preview
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -40,7 +41,7 @@ def test_every_token_of_the_documents_belongs_to_one_group(
 ) -> None:
     sizes, kept = np.array(lengths), np.arange(0, len(lengths), every)
     groups = build_groups(sizes, kept, "s", CutOptions("", 6, max_cells, pack))
-    tokens = group_tokens(groups, sizes, 6)
+    tokens = groups.num_tokens(sizes, 6)
     assert tokens.sum() == sizes[kept].sum()
     assert (tokens > 0).all()
     assert (tokens <= groups.num_cells * 6).all()
@@ -91,6 +92,16 @@ def test_wait_bound_is_two_k_n_in_steps() -> None:
     ):
         assert wait_bound(picks, num_mixed, share, ranks) == steps
     assert 0.5 ** wait_bound([50] * 10, 1, 0.5, 1) <= 1e-9 < 0.5 ** (wait_bound([50] * 10, 1, 0.5, 1) - 1)
+
+
+def test_the_share_of_tokens_behind_cuts_is_that_of_the_documents(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "data.max_group_cells=2")
+    lines = [line for path in (tmp_path / "corpus" / "a").iterdir() for line in path.read_text().splitlines()]
+    sizes = [len(json.loads(line)["text"].encode()) for line in lines]
+    share = sum(max(size - 2 * plan.config.data.seq_len, 0) for size in sizes) / sum(sizes)
+    assert make_preview(plan, 2).sources[0].behind_cuts_share == pytest.approx(share)
+    assert 0 < share < 1
+    assert make_preview(plan_of(tmp_path, "data.max_group_cells=0"), 1).sources[0].behind_cuts_share == 0
 
 
 def test_a_source_without_documents_is_refused(tmp_path: Path) -> None:

@@ -97,10 +97,11 @@ def test_resumed_runs_count_what_an_unbroken_run_counts(corpus, tmp_path):
         "optimizer={name='muon', lr=0.01}",
         "optimizer={target='torch.optim:RMSprop', lr=0.01}",
         "model.target=tests.support.models:dropout",
+        "ledger.start=noise",
     ],
 )
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(corpus, tmp_path, own):
-    """Moments of the optimizer; random numbers that the model draws."""
+    """Moments of the optimizer; random numbers that the model draws; states that groups begin from."""
     sets = [own, "scheduler.name=constant"]
     whole = train_once(corpus, tmp_path / "whole", *sets)
     train_once(corpus, tmp_path / "broken", *sets, "train.steps=5")
@@ -113,6 +114,6 @@ def test_evaluation_carries_state_so_that_its_loss_does_not_depend_on_the_cells(
     for length in (8, 64):
         still = [f"data.seq_len={length}", "optimizer.lr=1e-12", "train.steps=2", "eval.every=2", "eval.batches=9999"]
         run_dir = tmp_path / str(length)
-        train_once(corpus, run_dir, *still, "data.max_group_cells=9999")
+        train_once(corpus, run_dir, *still, "data.max_group_cells=0")
         found.append(read_rows(run_dir / "metrics.jsonl")["eval", 2]["eval_loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-6)

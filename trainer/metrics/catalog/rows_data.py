@@ -185,6 +185,17 @@ ROWS: tuple[MetricSpec, ...] = (
         healthy="As configured; 0 in the other modes.",
         pathological="More than configured.",
     ),
+    *(
+        _Counter(
+            name=f"ledger/starts/{kind}",
+            unit="groups",
+            title=f"Starts ({kind})",
+            description=f"Groups that began from {what} (ledger.start).",
+            healthy="In the configured share.",
+            pathological="Only starts from zero: no state is held yet.",
+        )
+        for kind, what in (("zero", "zero"), ("carried", "another group's state"), ("noise", "noise"))
+    ),
     _Probed(
         name="ledger/state_age",
         unit="steps",

@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 
 from trainer.arrays import Ints
+from trainer.data.deal import plan_length
 from trainer.data.groups import CutOptions, build_groups, documents_of, held_out
 from trainer.data.layout import Stream
-from trainer.data.reader import plan_length
 
 CELLS_PER_DOCUMENT = 8  # enough for carried state to matter
 SEQ_LEN_RANGE = (16, 256)

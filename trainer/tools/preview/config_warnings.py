@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from trainer.config.base import ScheduleTable
+from trainer.config.data_tables import DataTable
 from trainer.config.schema import RunConfig
 from trainer.tools import limits
 from trainer.tools.preview.summary import LedgerView, Preview, SourceView
@@ -83,10 +84,10 @@ def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
 
 
 def rank_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
-    """About ranks that get no rows of a source, or far fewer tokens than others."""
+    """About batches and ranks that get no rows of a source, and ranks with far fewer tokens than others."""
     for view in preview.sources:
         if view.rank_token_shares:
-            yield from _rank_warnings(view, plan.config.data.max_group_cells)
+            yield from _rank_warnings(view, plan.config.data)
 
 
 def growth_warnings(plan: Plan) -> Iterator[ConfigWarning]:
@@ -129,11 +130,7 @@ def _slice_warnings(config: RunConfig, view: SourceView, world_size: int, median
         fix = "make streams longer (merge files), or use fewer ranks"
         fix = fix if churn.better is None else f"set it to {churn.better}"
         yield ConfigWarning(key, f"{largest}: {churn.words}, so opening streams takes most of the time", fix)
-    if view.lane_fill < LANE_FILL:
-        rows = view.lane_fill * largest
-        problem = f"{largest} exceeds the number of groups in the slices: the average batch has {rows:.1f} rows"
-        yield ConfigWarning(key, problem, f"set it to {max(int(rows), 1)}, or lower data.max_group_cells")
-    yield from _rank_warnings(view, config.data.max_group_cells)
+    yield from _rank_warnings(view, config.data)
     if view.padding_share > PADDING and not config.data.pack:
         cut = "" if config.train.tbptt_cells == 1 else f" (rows of {config.row_tokens}, with train.tbptt_cells)"
         problem = f"{config.data.seq_len}{cut} pads {view.padding_share:.0%} of the tokens of source {view.name}"
@@ -141,11 +138,24 @@ def _slice_warnings(config: RunConfig, view: SourceView, world_size: int, median
         yield ConfigWarning("data.seq_len", problem, str(shorter), settable=True)
 
 
-def _rank_warnings(view: SourceView, max_group_cells: int) -> Iterator[ConfigWarning]:
-    """Ranks without rows, and ranks with far fewer tokens than others."""
+def _shorter_groups(data: DataTable) -> str:
+    """How to cut documents into shorter groups, which lose the state of what is before them."""
+    return (
+        f"lower data.max_group_cells ({data.max_group_cells})" if data.max_group_cells else "set data.max_group_cells"
+    )
+
+
+def _rank_warnings(view: SourceView, data: DataTable) -> Iterator[ConfigWarning]:
+    """Batches and ranks without rows, and ranks with far fewer tokens than others."""
+    if view.lane_fill < LANE_FILL:
+        largest = max(modality.batch_size for modality in view.modalities)
+        rows = view.lane_fill * largest
+        problem = f"{largest} exceeds the number of groups in the slices: the average batch has {rows:.1f} rows"
+        fix = f"set it to {max(int(rows), 1)}, or {_shorter_groups(data)}"
+        yield ConfigWarning(f"source {view.name}: mixing.batch_size", problem, fix)
     key, tokens = f"source {view.name}: mixing.batching_mode", view.rank_token_shares
     is_even = max(tokens) <= UNEVEN_RANKS * min(tokens)
-    smaller = f"lower data.max_group_cells ({max_group_cells}), " if max_group_cells > 1 else ""
+    smaller = f"{_shorter_groups(data)}, " if data.max_group_cells != 1 else ""
     fix = f"{smaller}merge files into longer streams, or use fewer ranks"
     num_idle = sum(not share for share in tokens)
     if view.idle_share > limits.IDLE or num_idle:

@@ -21,11 +21,11 @@ import numpy.typing as npt
 from trainer.arrays import Ints
 from trainer.config.rules import mixing_of
 from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.deal import assign_lanes, cut_slices
 from trainer.data.documents import ReadOptions
 from trainer.data.epochs import QueueKey
-from trainer.data.groups import CutOptions, GroupTable, OpenStream, StreamOpener
+from trainer.data.groups import CutOptions, OpenStream, StreamOpener, cut_for
 from trainer.data.mixing import ActivePool, PickMode
-from trainer.data.reader import assign_lanes, cut_slices
 from trainer.data.weights import WeightSpec, positions
 from trainer.hashing import KeyedUniforms
 from trainer.micro_batches import MicroBatches
@@ -63,11 +63,12 @@ class SliceShape:
 
 @dataclass(frozen=True)
 class StreamShape:
-    """One stream, cut into one slice per rank, in rank order."""
+    """One stream, cut into one slice per rank, in rank order. `behind_cuts`: tokens that follow a cut of their document."""
 
     modality: str
     batch_size: int
     slices: tuple[SliceShape, ...]
+    behind_cuts: int = 0
 
     @property
     def shared_picks(self) -> int:
@@ -121,27 +122,17 @@ class SourceShape:
         return zip(*(stream.slices for stream in self.streams), strict=True)
 
 
-def group_tokens(groups: GroupTable, lengths: Ints, seq_len: int) -> Ints:
-    """Number of target tokens of each group of a stream, int64 [G], whose documents have `lengths` tokens [documents]."""
-    left = lengths[groups.documents] - groups.first_cells * seq_len
-    tokens = np.minimum(left, groups.num_cells * seq_len)
-    segments = np.concatenate([[0], np.cumsum(lengths[groups.segment_documents])])
-    packed = segments[groups.segment_offsets[1:]] - segments[groups.segment_offsets[:-1]]
-    found: Ints = np.where(np.diff(groups.segment_offsets) > 0, packed, tokens)
-    return found
-
-
 def stream_shape(source: OpenStream, *, batch_size: int, world_size: int, turn: int) -> StreamShape:
     """The slices of an open stream on `world_size` ranks, with `batch_size` lanes each; rank `turn` has the first."""
     groups = source.groups
-    tokens = group_tokens(groups, source.documents.lengths, source.seq_len)
+    tokens = groups.num_tokens(source.documents.lengths, source.seq_len)
     slices = []
     for start, stop in itertools.pairwise(cut_slices(groups.num_cells, world_size).tolist()):
         loads = assign_lanes(groups.num_cells[start:stop], batch_size)[1] if stop > start else np.zeros(0, np.int64)
         slices.append(SliceShape(loads[loads > 0], int(tokens[start:stop].sum())))
     first = -turn % world_size  # the slice of rank 0
     own = (*slices[first:], *slices[:first])
-    return StreamShape(source.stream.modality, batch_size, own)
+    return StreamShape(source.stream.modality, batch_size, own, source.tokens_behind_cuts[0])
 
 
 def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
@@ -156,7 +147,9 @@ def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
     cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, data.pack, "train", holdout)
     shared = mixing.batching_mode == "per_stream"
     turns = QueueKey(source.name, config.run.seed, len(source.streams), shared).turns
-    shapes, opener = [], StreamOpener(options, cut, warns=False)
+    sizes = mixing.batch_size, mixing.batch_size_by_modality
+    shape = cut_for(*sizes, world_size=world_size, num_streams=len(source.streams), shared=shared)
+    shapes, opener = [], StreamOpener(options, cut, cut_for=shape, warns=False)
     for stream, turn in zip(source.streams, turns, strict=True) if not source.is_off else ():
         batch_size = mixing.batch_size_by_modality.get(stream.modality, mixing.batch_size)
         shapes.append(stream_shape(opener(stream), batch_size=batch_size, world_size=world_size, turn=turn))

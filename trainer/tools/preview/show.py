@@ -64,6 +64,7 @@ def _source_columns(preview: Preview) -> tuple[str, list[Column]]:
         Column("tokens", ["unknown" if each.tokens is None else f"{each.tokens:,.0f}" for each in sources], "right"),
         Column("epochs", ["" if each.epochs is None else f"{each.epochs:.2f}" for each in sources], "right"),
         Column("K", [str(each.num_mixed or "") for each in sources], "right", leave_out=2),
+        Column("behind\ncuts", [f"{each.behind_cuts_share:.1%}" for each in sources], "right", leave_out=3),
         Column("picks\nper slice", [_picks(each) for each in sources], "right", leave_out=4),
     ]
     drawn_here = "as this run's seed draws them, and " if is_counted else ""

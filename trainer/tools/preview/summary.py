@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trainer.config.rules import check_state_rules
 from trainer.data.mixing import BATCHING_MODES, BatchingMode
 from trainer.micro_batches import MicroBatches
 from trainer.tools.limits import wait_bound
@@ -63,6 +62,7 @@ class SourceView:
         rank_token_shares: of the source's tokens that each rank reads in an epoch, in both batching modes.
         masked_share: of fully masked micro-batches on the worst rank, by batching mode.
         lane_fill: rows of the average batch over the configured batch size.
+        behind_cuts_share: of its tokens, those that are read without the state of the text before them in their document.
     """
 
     name: str
@@ -80,6 +80,7 @@ class SourceView:
     masked_share: Mapping[BatchingMode, float] = field(default_factory=dict)
     padding_share: float = 0.0
     lane_fill: float = 1.0
+    behind_cuts_share: float = 0.0
     wait_bound_steps: int = 0
     modalities: tuple[ModalityView, ...] = ()
 
@@ -143,7 +144,7 @@ def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Pre
             needs.
     """
     steps, by_steps, num_batches = plan.config.train.steps, plan.batches_by_steps, plan.num_batches
-    check_state_rules(plan.config, plan.state_width())
+    plan.state_width()  # or an error
     shapes = [source_shape(plan, source, world_size) for source in plan.sources]
     forecast = count_run(plan, shapes, world_size, most=most)
     expected = expected_batches([source.weight for source in plan.sources], num_batches, by_steps)
@@ -212,6 +213,7 @@ def _source_view(plan: Plan, shape: SourceShape, batches: float, forecast: Forec
         masked_share=worst,
         padding_share=1 - epoch_tokens / (epoch_cells * plan.config.row_tokens),
         lane_fill=rows / sum(stream.batch_size * part.num_picks for stream, part in slices),
+        behind_cuts_share=sum(stream.behind_cuts for stream in shape.streams) / epoch_tokens,
         wait_bound_steps=wait_bound(picks, num_mixed, share, plan.batches_by_steps.least),
         modalities=modalities,
     )

@@ -166,7 +166,7 @@ def _derived(plan: Plan) -> dict[str, Any]:
     Raises:
         UserError: the model lacks the state that a setting needs.
     """
-    from trainer.config.rules import check_state_rules, why_no_noise_scale
+    from trainer.config.rules import why_no_noise_scale
     from trainer.training.setup.plausible import ledger_bytes
 
     config, batches = plan.config, plan.config.micro_batches
@@ -178,7 +178,6 @@ def _derived(plan: Plan) -> dict[str, Any]:
         facts["micro_batches"] = words
     if (reason := why_no_noise_scale(config, plan.facts.world_size)) is not None:
         facts["noise_scale"] = f"not measured: {reason}"
-    check_state_rules(config, plan.state_width())
     if plan.state_width():
         facts["state_width"] = plan.state_width()
         facts["ledger_megabytes"] = round(ledger_bytes(config.ledger, plan.state_width()) / 1e6, 1)
@@ -196,6 +195,7 @@ def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
             found = sources[view.name]
             found["corpus_share"] = {each.name: each.corpus_share for each in view.modalities}
             found["drawn_share"] = {each.name: each.drawn_share for each in view.modalities}
+            found["behind_cuts_share"] = view.behind_cuts_share
             if plan.facts.world_size > 1:
                 found["rank_token_shares"] = list(view.rank_token_shares)
                 found["masked_share"] = dict(view.masked_share)
@@ -242,6 +242,10 @@ def _print_facts(facts: dict[str, Any]) -> None:
         echo(f"#   source {name}: {what if found['streams'] else 'a data set of your own'}")
         for modality, share in found.get("corpus_share", {}).items():
             echo(f"#     {modality}: {share:.1%} of the corpus, {found['drawn_share'][modality]:.1%} of what is drawn")
+        if found.get("behind_cuts_share"):
+            echo(
+                f"#     {found['behind_cuts_share']:.1%} of the tokens are read without the state of the text before them"
+            )
         if tokens := found.get("rank_token_shares"):
             by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in found["masked_share"].items())
             echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}; without rows, at worst: {by_mode}")

@@ -145,6 +145,29 @@ def key_recall(
     echo(f"wrote the corpus to {out}; train with data.seq_len = {seq_len}", err=True)
 
 
+@synth_app.command("deep-recall")
+def deep_recall(
+    out: OutOption,
+    documents: Annotated[int, typer.Option(min=1, help="Documents over all streams.")] = 64,
+    asks: Annotated[int, typer.Option(min=1, help="Answers per key and document.")] = 16,
+    keys: Annotated[int, typer.Option(min=1, help="Symbols to keep at once.")] = 8,
+    shortest: Annotated[int, typer.Option(min=1, help="Shortest distance to an answer, in bytes.")] = 64,
+    longest: Annotated[int, typer.Option(min=1, help="Longest distance, a multiple of the shortest.")] = 16384,
+    streams: Annotated[int, typer.Option(min=1, help="Number of files.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of symbols and distances.")] = 0,
+    force: ForceOption = False,
+) -> None:
+    """Generate documents that ask for symbols from log-uniform distances, with the best loss for each length of memory."""
+    from trainer.tools.corpus.builders import build_deep_recall
+
+    sizes = {"documents": documents, "asks": asks, "keys": keys, "shortest": shortest, "longest": longest}
+    with writing(out):
+        manifest = build_deep_recall(Path(out), **sizes, streams=streams, seed=seed, force=force)
+    for rule in manifest.rules.values():
+        echo(rule, err=True)
+    echo(f"wrote the corpus to {out}; train with data.tokenizer = bytes, objective.token_types = true", err=True)
+
+
 @app.command()
 def verify(
     paths: PathsArgument,
@@ -179,7 +202,7 @@ def verify(
 def inspect(
     paths: PathsArgument,
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens per cell, as data.seq_len.")] = 256,
-    max_group_cells: Annotated[int, typer.Option(min=1, help="As data.max_group_cells.")] = 64,
+    max_group_cells: Annotated[int, typer.Option(min=0, help="As data.max_group_cells.")] = 0,
     tokenizer: TokenizerOption = "bytes",
     vocab_size: VocabOption = 0,
     format: FormatOption = "auto",
@@ -224,7 +247,8 @@ def _read_options(
 
 def _print_tables(content: dict[str, Any]) -> None:
     console = output()
-    cells = f"cells of {content['seq_len']} tokens, at most {content['max_group_cells']} a group"
+    most = f"at most {content['max_group_cells']} per group" if content["max_group_cells"] else "documents uncut"
+    cells = f"cells of {content['seq_len']} tokens, {most}"
     console.print(f"layout {content['layout']}; {cells}", highlight=False)
     table = Table("modality")
     names = ("streams", "documents", "tokens", "groups", "cells")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -45,6 +47,7 @@ from trainer.training.setup.sources import Source
 from trainer.training.step.optimizer import build_optimizer
 
 STATE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+UNCUT = 2**62  # cells
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -62,7 +65,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     model = make_model(config, config.model, plan.vocab_size)
     shard_model(strategy or Strategy(), model, config)
     model = model.to(device)
-    check_state_rules(config, width_of(model))
+    check_state_rules(config, model)
     if not plan.has_built_in_model:  # whose needs were not known before
         raise_found(plan.unmet_needs(device, model=model))
     torch.manual_seed(zlib.crc32(f"{config.run.seed}:{info.rank}".encode()))  # but dropout of its own
@@ -102,7 +105,11 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
     table, width = plan.config.ledger, width_of(model)
     if width == 0:
         return None
-    return Ledger(
+    make: Callable[..., Ledger] = Ledger
+    if table.start != "zero":
+        make = importlib.import_module("trainer.extensions.starts").StartingLedger
+        make = partial(make, start=table.start, share=table.start_share, seed=plan.config.run.seed)
+    return make(
         state_width=width,
         capacity=table.capacity,
         wipe_mode=table.wipe_mode,
@@ -186,7 +193,8 @@ def make_dataset(
     cut = CutOptions(
         namespace=source.name,
         seq_len=config.data.seq_len if is_holdout else config.row_tokens,
-        max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
+        # What is evaluated on is not cut for ranks, so that losses do not depend on their number.
+        max_group_cells=(config.data.max_group_cells or UNCUT) if is_holdout else config.max_group_rows,
         pack=config.data.pack if pack is None else pack,
         split="holdout" if is_holdout and not is_whole else "train",
         holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.rules import Facts, check_rules
+from trainer.config.rules import Facts, check_rules, check_state_rules
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
@@ -100,13 +100,15 @@ class Plan:
         return self._model_size[0]
 
     def state_width(self) -> int:
-        """Numbers in one group's recurrent state; 0 for a model without."""
+        """Numbers in one group's recurrent state; 0 for a model without. A UserError if a setting needs another state."""
         return self._model_size[1]
 
     @cached_property
     def _model_size(self) -> tuple[int, int]:
         """(trained parameters, state width); of a model of many layers, building it again would take long."""
-        return size_of(self._weightless_model())
+        model = self._weightless_model()
+        check_state_rules(self.config, model)
+        return size_of(model)
 
     def unmet_needs(
         self, device: torch.device, *, model: nn.Module | None = None, counts_model: bool = True

@@ -173,7 +173,7 @@ class TrainStep:
                 carry = Carry.of_no_group(len(micro.targets))
             state = None
             if self.ledger is not None and carry is not None:
-                state = self.ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
+                state = self.ledger.lookup(carry.group_ids, carry.cell_index, carry.epoch)  # [B, state_width]
                 for look in extensions.on_state:
                     look(micro, carry, state)
             with nullcontext() if is_last else self.strategy.no_sync():
