@@ -111,7 +111,10 @@ def _broken_rules(
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield "data.source", f"two sources are named {name}", "give each a unique name"
     if ledger.capacity < in_flight:
-        problem = f"must hold the groups in flight: {in_flight} (K x batch size of each source), got {ledger.capacity}"
+        problem = (
+            f"must hold the states of all documents in flight: {in_flight} (open streams x batch size of each source)"
+        )
+        problem += f", got {ledger.capacity}"
         yield "ledger.capacity", problem, f"set it to {in_flight} or more"
     if ledger.ownership == "reader" and (foreign := _foreign(sources)) and world_size > 1:
         problem = f'"reader" needs every group to stay on one rank, which source {foreign} (a target) does not promise'
@@ -228,7 +231,7 @@ def _ownership(config: RunConfig, sources: list[SourceTable], world_size: int) -
         return "exchange", "as configured"
     foreign = _foreign(sources)
     if foreign is None or world_size == 1:
-        return "reader", "slices are cut at group boundaries: the rank that reads a group owns it"
+        return "reader", "a document, up to max_group_cells, is read by one rank, which keeps its state"
     return "exchange", f"source {foreign} is a target, which may move groups between ranks"
 
 
