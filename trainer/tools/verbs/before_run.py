@@ -184,6 +184,7 @@ def _derived(plan: Plan) -> dict[str, Any]:
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
     if plan.facts.world_size > 1:
         facts["sharding"] = "none: each rank holds the whole model" if plan.layout is None else str(plan.layout)
+    facts["micro_batches"] = batches.first
     if not batches.is_constant:
         words = f"{batches.least} to {batches.most}; cells_per_step and tokens_per_step are those of {batches.most}"
         facts["micro_batches"] = words

@@ -77,7 +77,13 @@ def ls(
     columns = _columns(entries, diagnoses=diagnose)
     # Names are there to be copied: a pipe gets all columns without a line break in them.
     console = output(needed_width=needed_width(columns))
-    console.print(fitted_table(columns, width=console.width, hint="; --json has all"))
+    options = {}
+    folder, *others = {Path(entry.run).parent for entry in entries}
+    if needed_width(columns) > console.width and not others and folder.name:
+        # Before any column is left out: what all names begin with.
+        options = {"title": f"in {escape(str(folder))}/", "title_justify": "left"}
+        columns = _columns([replace(entry, run=Path(entry.run).name) for entry in entries], diagnoses=diagnose)
+    console.print(fitted_table(columns, width=console.width, hint="; --json has all", **options))
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
