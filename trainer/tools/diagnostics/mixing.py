@@ -75,20 +75,18 @@ def stuck_reader(run: RunRecord) -> Outcome:
     limit = math.log(max(batches_through(run, surprise.steps[-1]) * pools, 2) / ALPHA)
     hits = surprise.where(lambda value: value > limit)
     if not hits:
-        chances = f"{_odds(max(surprise.values))} by chance, an alarm begins at {_odds(limit)}"
-        return healthy(f"every open stream is read in turn (the longest wait happens {chances})")
-    words = (
-        f"an open stream is no longer read: its wait for the next batch happens {_odds(max(surprise.values))} by chance"
-    )
-    words += f", first beyond {_odds(limit)} at step {surprise.steps[hits[0]]}"
+        chances = f"the least likely wait has a chance of {_odds(max(surprise.values))}, the alarm is at {_odds(limit)}"
+        return healthy(f"no open stream waits for longer than chance explains ({chances})")
+    words = f"an open stream is no longer read: so long a wait has a chance of {_odds(max(surprise.values))}"
+    words += f"; first beyond {_odds(limit)} at step {surprise.steps[hits[0]]}"
     both = [column.evidence(hits) for column in (surprise, waits) if column.steps == surprise.steps]
     return finding(words, *both, knob=Knob("data.mixing.pick_mode", mode, "round_robin"))
 
 
 def _odds(nats: float) -> str:
-    """The probability exp(-nats)."""
+    """The probability exp(-nats) in words."""
     digits = max(nats, 0.0) / math.log(10)
-    return f"once in {10**digits:,.0f}" if digits < 6 else f"once in 10^{digits:.0f}"
+    return f"1 in {10**digits:,.0f}" if digits < 6 else f"1 in 10^{digits:.0f}"
 
 
 def _batch_sizes(run: RunRecord) -> list[int]:
