@@ -164,9 +164,6 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     if position.first_losses:
         parts = (position.first_losses, position.last_losses)
         lines.append(f"training loss {', then '.join(dict.fromkeys(map(_mean_loss, parts)))}")
-    if position.last_eval is not None:
-        sets = [] if run.evaluator is None else run.evaluator.sets
-        lines += _evaluated(*position.last_eval, {each.name: each.read for each in sets})
     lines.append(f"the run is in {run_dir.path}")
     lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):
@@ -176,6 +173,10 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     if any((run_dir.path / "wandb").glob("offline-run-*")):
         lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
     lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
+    if position.last_eval is not None:  # the result: last
+        sets = [] if run.evaluator is None else run.evaluator.sets
+        more = f"; on all of it: train eval {run_dir.path}" if any(each.sample is not None for each in sets) else ""
+        lines += [line + more for line in _evaluated(*position.last_eval, {each.name: each.read for each in sets})]
     for number, line in enumerate(lines):
         logger.log(logging.ERROR if state == "failed" and number == 0 else logging.INFO, "%s", line)
     sys.stderr.flush()
