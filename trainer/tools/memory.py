@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self.steps = False
-        """An optimizer is at work: the numbers that it reads have no part in the size of its state, and are 1 (a flag: False)."""
+        """An optimizer is at work: the numbers it reads do not change the size of its state, and are 1 (a flag: False)."""
         self._until = time.process_time() + most_seconds
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
