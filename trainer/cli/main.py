@@ -149,7 +149,7 @@ def run() -> None:
             # Paths may hold bytes that are not UTF-8, in Python lone surrogates: shown as escapes, not a traceback.
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = app(_with_settings(sys.argv[1:]), prog_name="train", standalone_mode=False)
+        code = app(args=_with_settings(sys.argv[1:]), prog_name="train", standalone_mode=False)
     except UserError as error:
         refuse(error.message)
     except OSError as error:
