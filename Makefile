@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 EXTRAS := dev,tensorboard,tokenizers,parquet,report,hf,lightning,remote
 CORPUS := data/pytext
 MATRIX := data/smoke_matrix
-MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json)
+MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json) $(MATRIX)/mixed/cpp
 # Tests wait for processes and pipes much of the time: 3 on two cores.
 WORKERS ?= 3
 BENCHES := loop gns recurrence ledger data metrics startup growth tbptt probe head tokenize
@@ -81,6 +81,11 @@ $(MATRIX)/long/manifest.json: GROUPS := --groups 4096 --cells 2 --streams 8
 $(MATRIX)/%/manifest.json: $(RUN_STAMP)
 	@$(BIN)/train data synth key-recall --out $(@D) $(GROUPS) --force >&2
 	@touch $@
+
+$(MATRIX)/mixed/cpp: $(MATRIX)/recall/manifest.json $(CORPUS)/manifest.json
+	@mkdir -p $(@D)/recall $@
+	@cp $(MATRIX)/recall/recall/* $(@D)/recall
+	@cp $(CORPUS)/cpp/c10* $@
 
 test: setup
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not faults"

@@ -54,6 +54,7 @@ def main() -> int:
     console.print(verdict_table(judgements, damages(options.out)))
     program("report", *(options.out / case.name for case in CASES), "--out", options.out / "report.html", "--force")
     print(f"the report is in {options.out / 'report.html'}", file=sys.stderr)
+    print(f"to wandb: wandb sync {options.out}/*/wandb/offline-run-*", file=sys.stderr)
     green = is_green(judgements)
     console.print(
         f"{'green' if green else 'RED'}: {len(CASES)} runs in {time.monotonic() - begin:.0f} s", highlight=False
@@ -66,7 +67,8 @@ def train(case: Case, run_dir: Path, *, nproc: int) -> None:
     print(f"training {case.name}", file=sys.stderr, flush=True)
     overrides = [argument for override in case.overrides for argument in ("--set", override)]
     config = CONFIGS / f"{case.config_name}.toml"
-    done = program("--nproc", nproc, "--config", config, "--run-dir", run_dir, *overrides)
+    recorded = ("--set", "metrics.wandb.mode=offline")
+    done = program("--nproc", nproc, "--config", config, "--run-dir", run_dir, *recorded, *overrides)
     run_dir.with_suffix(".log").write_text(done.stderr, encoding="utf-8")
 
 

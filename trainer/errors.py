@@ -14,7 +14,7 @@ from typing import Any
 from trainer.wording import printable
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """A user's mistake: the problem and its fix.
 
     Args:

@@ -79,7 +79,7 @@ def test_tokens_of_the_run_are_an_upper_bound_beside_the_forecast(config, capsys
 
 
 def test_ranks_that_never_read_a_source_are_a_warning(config, capsys):
-    warning = "ranks never read it), because streams have too few groups for 64 slices"
+    warning = "ranks never read it), because streams have too few documents for 64 ranks"
     assert "never read it" not in program(["check", "--config", config], capsys).stderr
     ended = program(["check", "--config", config, "--nproc", 64], capsys)
     assert ended.returncode == 0, ended.stderr

@@ -76,7 +76,7 @@ def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, dia
     assert done.returncode == 3
     assert "1 damaged line, the first at line 41" in done.stdout
     assert "cut off" in done.stdout
-    assert "error false_evictions_stale: 80 groups " in done.stdout
+    assert "error false_evictions_stale: 80 evicted states " in done.stdout
     assert "ledger/false_evictions/stale: step 1: 2" in done.stdout
     assert "four times as long" in done.stdout
     (tmp_path / "config.resolved.toml").write_text("[ledger]\nstale_threshold = 5\n", encoding="utf-8")

@@ -50,7 +50,7 @@ def fading_source(tmp_path: Path) -> str:
 def test_the_terminal_shows_sources_pools_and_ledger(config: Path, previewed: Previewed) -> None:
     shown = previewed()
     assert "tiny: 6 steps of 2 micro-batches on 2 ranks" in shown
-    for part in ("Sources", "Pools", "Ledger", "first"):
+    for part in ("Sources", "Modalities", "Ledger", "first"):
         assert part in shown
     assert "has a point at 20, but the run has 6 steps" in " ".join(shown.split())
     assert "\x1b" not in shown

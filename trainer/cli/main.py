@@ -149,7 +149,7 @@ def run() -> None:
             # Paths may hold bytes that are not UTF-8, in Python lone surrogates: shown as escapes, not a traceback.
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = app(prog_name="train", standalone_mode=False)
+        code = app(args=_with_settings(sys.argv[1:]), prog_name="train", standalone_mode=False)
     except UserError as error:
         refuse(error.message)
     except OSError as error:
@@ -175,6 +175,25 @@ def run() -> None:
             raise
         refuse(_usage_message(error))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _with_settings(arguments: list[str]) -> list[str]:
+    """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`.
+
+    Raises:
+        UserError: a key without a value.
+    """
+    found: list[str] = []
+    given = iter(arguments)
+    for argument in given:
+        key, is_whole, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not re.fullmatch(r"\w+(\.[\w-]+)+", key):
+            found += [argument]
+            continue
+        if not is_whole and (value := next(given, "--")).startswith("--"):
+            raise UserError(argument, "has no value", f"write {argument} VALUE")
+        found += ["--set", f"{key}={value}"]
+    return found
 
 
 def _open_closed_streams() -> None:

@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from trainer.config.data_tables import DatasetFile
-from trainer.config.messages import KeyPath, user_errors
+from trainer.config.messages import SAME_KEYS, KeyPath, user_errors
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors, raise_found
 from trainer.files import did_you_mean
@@ -89,6 +89,7 @@ class _Source:
         self._path = str(path)
         self._text = _read(path)
         self.raw = _parse(self._text, path)
+        self._written = _read_other_names(self.raw, self._path)
         self._overrides = {apply_override(self.raw, override): f"--set {override}" for override in overrides}
 
     def where(self, key: KeyPath) -> str:
@@ -97,7 +98,7 @@ class _Source:
         for changed, origin in reversed(self._overrides.items()):
             if key and (key[: len(changed)] == changed or changed[: len(key)] == key):
                 return origin
-        line = line_of(self._text, key)
+        line = line_of(self._text, self._written.get(key, key))
         return self._path if line is None else f"{self._path}:{line}"
 
     def path_of(self, key: str) -> KeyPath:
@@ -109,6 +110,32 @@ class _Source:
         names = [source.get("name") for source in self.raw.get(table, {}).get("source", [])]
         index = (names.index(named[2]),) if named[2] in names else ()
         return (table, "source", *index, *named[3].split("."))
+
+
+def _read_other_names(raw: dict[str, Any], path: str) -> dict[KeyPath, KeyPath]:
+    """Move what stands under a name in `SAME_KEYS` to the key itself. Returns key -> the name that was written.
+
+    Raises:
+        UserError: both are there.
+    """
+    written: dict[KeyPath, KeyPath] = {}
+    for name, key in SAME_KEYS.items():
+        (*outer, last), (*tables, own) = name.split("."), key.split(".")
+        table: Any = raw
+        for part in outer:
+            table = table.get(part) if isinstance(table, dict) else None
+        if not isinstance(table, dict) or last not in table:
+            continue
+        target: Any = raw
+        for part in tables:
+            target = target.setdefault(part, {}) if isinstance(target, dict) else None
+        if not isinstance(target, dict):  # refused as what it is
+            continue
+        if own in target:
+            raise UserError(name, f"is {key} by another name, and that is set too", "keep one", where=path)
+        target[own] = table.pop(last)
+        written[(*tables, own)] = (*outer, last)
+    return written
 
 
 def line_of(text: str, key: KeyPath) -> int | None:
@@ -182,7 +209,7 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
         UserError: `text` is not of the form `key=value`, or the path leads through a value that is not a table.
     """
     name, separator, value = text.partition("=")
-    parts = [part.strip() for part in name.split(".")]
+    parts = [part.strip() for part in SAME_KEYS.get(name.strip(), name).split(".")]
     if not separator or not all(parts):
         raise UserError(f"--set {text}", "is not of the form table.key=value", "write --set data.mixing.batch_size=8")
     node: Any = raw

@@ -69,6 +69,19 @@ OTHER_NAMES = {
     "train.precision": "mixed_precision amp dtype bf16 fp16",
     "train.steps": "max_steps num_steps total_steps train_steps max_iters",
 }
+# Name elsewhere -> key here, of the same meaning: read as that key, under which the resolved config has it.
+SAME_KEYS = {
+    "data.batch_size": "data.mixing.batch_size",
+    "train.max_steps": "train.steps",
+    "train.gradient_accumulation_steps": "train.micro_batches",
+    "train.max_grad_norm": "train.clip_grad_norm",
+    "optimizer.learning_rate": "optimizer.lr",
+    "metrics.every": "metrics.log_interval",
+    "eval.interval": "eval.every",
+    "checkpoint.interval": "checkpoint.every",
+    "sample.interval": "sample.every",
+    "ledger.probe_interval": "ledger.probe_every",
+}
 _WANDB = 'set metrics.wandb.mode to "auto", "online", "offline" or "disabled"'
 _LAUNCHER = "the launcher sets the number of processes: torchrun --nproc_per_node=N"
 _EPOCHS = "set train.steps, or data.mixing.repeat = false to stop after one epoch"
@@ -80,7 +93,7 @@ EXPLAINED = {
     "num_gpus": _LAUNCHER,
     "world_size": _LAUNCHER,
     "num_workers": "there are no worker processes; data.prefetch sets how many micro-batches a thread prepares ahead",
-    "global_batch_size": "set data.mixing.batch_size (cells per micro-batch and rank) and train.micro_batches",
+    "global_batch_size": "set train.global_batch (rows over all ranks) or train.global_batch_tokens",
     "epochs": _EPOCHS,
     "num_epochs": _EPOCHS,
     "debug_log_active_every_n_batches": "remove it: every logged step reports the open streams as stream_mixing/*",

@@ -53,6 +53,33 @@ def largest_batch(mixing: MixingTable) -> int:
     return max([mixing.batch_size, *mixing.batch_size_by_modality.values()])
 
 
+def divide_batch(config: RunConfig, sources: Iterable[SourceTable], world_size: int) -> RunConfig:
+    """The config with the `train.micro_batches` that follow from a batch over all ranks, where that was given.
+
+    Raises:
+        UserError: the micro-batches of all ranks do not divide it.
+    """
+    train, unit = config.train, 1 if config.train.global_batch else config.row_tokens
+    if not (wanted := train.global_batch or train.global_batch_tokens):
+        return config
+    key = "train.global_batch" if unit == 1 else "train.global_batch_tokens"
+    mixings = [mixing_of(config, source) for source in sources if source.target is None]
+    sizes = sorted({size for each in mixings for size in (each.batch_size, *each.batch_size_by_modality.values())})
+    if len(sizes) != 1:
+        problem = f"needs one batch size for all sources, and there are {', '.join(map(str, sizes)) or 'none'}"
+        raise UserError(key, problem, "set train.micro_batches instead")
+    one = sizes[0] * world_size * unit
+    count, rest = divmod(wanted, one)
+    if rest or not count:
+        rows = f"data.batch_size = {sizes[0]} on {counted(world_size, 'rank')}"
+        others = " or ".join(f"{each * one:,}" for each in (count, count + 1) if each)
+        raise UserError(
+            key, f"{wanted:,} is no multiple of {one:,} ({rows})", f"set it to {others}, or change data.batch_size"
+        )
+    found = {"micro_batches": count, "global_batch": 0, "global_batch_tokens": 0}
+    return config.model_copy(update={"train": train.model_copy(update=found)})
+
+
 def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) -> Facts:
     """Refuse a config, with the sources of its included files, that cannot work; derive numbers from one that can.
 
@@ -112,7 +139,10 @@ def _broken_rules(
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield "data.source", f"two sources are named {name}", "give each a unique name"
     if ledger.capacity < in_flight:
-        problem = f"must hold the groups in flight: {in_flight} (K x batch size of each source), got {ledger.capacity}"
+        problem = (
+            f"must hold the states of all documents in flight: {in_flight} (open streams x batch size of each source)"
+        )
+        problem += f", got {ledger.capacity}"
         yield "ledger.capacity", problem, f"set it to {in_flight} or more"
     if ledger.ownership == "reader" and (foreign := _foreign(sources)) and world_size > 1:
         problem = f'"reader" needs every group to stay on one rank, which source {foreign} (a target) does not promise'
@@ -236,7 +266,7 @@ def _ownership(config: RunConfig, sources: list[SourceTable], world_size: int) -
         return "exchange", "as configured"
     foreign = _foreign(sources)
     if foreign is None or world_size == 1:
-        return "reader", "slices are cut at group boundaries: the rank that reads a group owns it"
+        return "reader", "a document, up to max_group_cells, is read by one rank, which keeps its state"
     return "exchange", f"source {foreign} is a target, which may move groups between ranks"
 
 

@@ -147,6 +147,7 @@ class MetricsTracker:
             raise ValueError(f"log_interval must be >= 1, got {log_interval}")
         self._log_interval = log_interval
         self._device = torch.device(device)
+        self._num_devices = num_devices
         peak = resolve_peak_tflops(self._device, peak_tflops)
         self._mfu_per_speed: Any = compute_mfu(
             tokens_per_sec=1.0, flops_per_token=flops_per_token, num_devices=num_devices, peak_tflops=peak
@@ -280,6 +281,7 @@ class MetricsTracker:
         for name, value in vars(metrics).items():
             values[f"gpu/{name}" if name in _OF_MEMORY else name] = value
         values |= {"tokens_in_step": float(tokens_in_step), "tokens_seen": float(self._tokens_seen)}
+        values["tokens_per_sec_per_device"] = None if speed is None else speed / self._num_devices
         self._add_averages(values)
         for part, seconds in ended.parts.items():
             values[f"time/{part}_sec"] = seconds

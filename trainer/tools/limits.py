@@ -37,7 +37,8 @@ def exhaust_churn(picks_per_slice: float, world_size: int, batch_size: int | Non
     """Slices of `CHURN_PICKS` picks or fewer: most of the work is opening streams and starting groups. Without any exhausted
     reader `picks_per_slice` is infinity."""
     each, rate = number_text(picks_per_slice), number_text(world_size / picks_per_slice)
-    words = f"a reader lasts {each} picks: {rate} are exhausted per micro-batch on {counted(world_size, 'rank')}"
+    words = f"a stream gives a rank {each} batches before it ends: {rate} are opened per micro-batch"
+    words += f" on {counted(world_size, 'rank')}" if world_size > 1 else ""
     better = max(batch_size // 4, 1) if batch_size is not None and batch_size >= 2 else None
     return Assessment(picks_per_slice <= CHURN_PICKS, words, better)
 
@@ -47,7 +48,8 @@ def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: fl
     unknown size)."""
     spare = (capacity - used) * row_bytes
     is_beyond = used < OVERSIZE_FILL * capacity and spare > (OVERSIZE_DEVICE_SHARE * device_bytes or OVERSIZE_BYTES)
-    words = f"at most {used / max(capacity, 1):.1%} of {capacity:,} rows are used; the rest takes {spare / 1e9:.2g} GB per rank"
+    share = f"at most {used / max(capacity, 1):.1%} of its room for {capacity:,} states"
+    words = f"the ledger uses {share}; the rest takes {spare / 1e9:.2g} GB per rank"
     return Assessment(is_beyond, words, 2 ** math.ceil(math.log2(max(2 * used, 1))))
 
 

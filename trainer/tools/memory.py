@@ -66,6 +66,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, most_seconds: float = math.inf) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        self.steps = False
+        """An optimizer is at work: the numbers it reads do not change the size of its state, and are 1 (a flag: False)."""
         self._until = time.process_time() + most_seconds
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
@@ -105,6 +107,8 @@ class LiveBytes(TorchDispatchMode):
             raise TimeoutError("it would take long")
         if any(map(_is_sharded, types)):
             return NotImplemented  # it then runs the operations on its shards, which come here
+        if self.steps and func is torch.ops.aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         returned = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(returned):
             if isinstance(leaf, Tensor):
@@ -199,7 +203,9 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
         sizes.append(live.now)
         step = _make_step(plan, model, strategy)
         _fill_gradients(model)
+        live.steps = True
         step.launch(lr=config.optimizer.lr, stop=False, saved=False)  # makes the optimizer's state
+        live.steps = False
         sizes.append(live.now)
         window = [_micro_batch(plan)]
         if config.micro_batches.most > 1:  # the last of them is the worst: the gradients of the others are there
@@ -210,6 +216,7 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
         live.peak = live.now
         step.accumulate(1, window)
         gradients = 0 if has_buckets else _gradient_bytes(model)
+        live.steps = True
         step.launch(lr=config.optimizer.lr, stop=False, saved=False)
     weights, buckets, optimizer = (after - before for before, after in itertools.pairwise([0, *sizes]))
     table = config.ledger

@@ -23,6 +23,7 @@ from trainer.distributed.watchdog import DATA
 from trainer.errors import UserError
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.logger import get_logger
+from trainer.training.checkpointing.train_state import SHOWN_LOSSES
 from trainer.training.run import Run, StepInFlight
 from trainer.training.signals import StopNow
 from trainer.training.step.step import StepOutcome
@@ -227,8 +228,9 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
         reject(run, taken, outcome)
     elif outcome.tokens:
         position.skipped_in_a_row = 0
-        position.last_loss = step, outcome.loss
-        position.first_loss = position.first_loss or position.last_loss
+        position.last_losses.append((step, outcome.loss))
+        if len(position.first_losses) < SHOWN_LOSSES:
+            position.first_losses.append((step, outcome.loss))
     if outcome.wants_exchange:
         run.extensions.exchange()
     end_step(run, taken, outcome, is_logged=logs(run, step))

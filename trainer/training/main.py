@@ -9,10 +9,11 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, pstdev
 from textwrap import shorten
 
 import torch
@@ -161,15 +162,9 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     grows = run.length.is_in_tokens and run.config.micro_batches.auto is not None
     of = "" if grows else f" of {run.config.train.steps}"
     lines = [f"{state} at step {position.step}{of}: {reason}"]
-    first, last = position.first_loss, position.last_loss
-    if first is not None and last is not None:
-        # Of single steps, which a change of source or a schedule moves: the report has means.
-        losses = [f"{loss:.4f} at step {step}" for step, loss in (first, last)]
-        lines.append(f"loss {losses[0]}, {losses[1]} ({last[1] / first[1]:.0%})")
-    if position.last_eval is not None:
-        sets = [] if run.evaluator is None else run.evaluator.sets
-        lines += _evaluated(*position.last_eval, {each.name: each.read for each in sets})
-        lines += importlib.import_module("trainer.extensions.depth_curve").lines_of(position.last_eval[1], run.config)
+    if position.first_losses:
+        parts = (position.first_losses, position.last_losses)
+        lines.append(f"training loss {', then '.join(dict.fromkeys(map(_mean_loss, parts)))}")
     lines.append(f"the run is in {run_dir.path}")
     lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):
@@ -179,9 +174,21 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     if any((run_dir.path / "wandb").glob("offline-run-*")):
         lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
     lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
+    if position.last_eval is not None:  # the result: last
+        lines += importlib.import_module("trainer.extensions.depth_curve").lines_of(position.last_eval[1], run.config)
+        sets = [] if run.evaluator is None else run.evaluator.sets
+        more = f"; on all of it: train eval {run_dir.path}" if any(each.sample is not None for each in sets) else ""
+        lines += [line + more for line in _evaluated(*position.last_eval, {each.name: each.read for each in sets})]
     for number, line in enumerate(lines):
         logger.log(logging.ERROR if state == "failed" and number == 0 else logging.INFO, "%s", line)
     sys.stderr.flush()
+
+
+def _mean_loss(losses: Iterable[tuple[int, float]]) -> str:
+    """Of some steps, with their standard deviation: single ones differ by it."""
+    steps, values = zip(*losses, strict=True)
+    at = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    return f"{fmean(values):.4f} (spread {pstdev(values):.4f}) over {at}"
 
 
 def _evaluated(step: int, metrics: Mapping[str, float], read: Mapping[str, str]) -> list[str]:

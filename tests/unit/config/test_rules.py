@@ -34,7 +34,7 @@ def test_a_source_s_own_mixing_counts_in_flight(tmp_path):
 
 def test_the_capacity_must_hold_the_groups_in_flight(tmp_path):
     assert facts(tmp_path, "ledger.capacity=16").ledger_capacity == 16
-    with pytest.raises(UserError, match=r"ledger\.capacity: .* groups in flight: 16 .* set it to 16 or more"):
+    with pytest.raises(UserError, match=r"ledger\.capacity: .* documents in flight: 16 .* set it to 16 or more"):
         facts(tmp_path, "ledger.capacity=15")
 
 

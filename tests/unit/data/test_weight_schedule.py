@@ -42,6 +42,7 @@ def test_weights_multiply_down_a_nested_blend():
     schedule = ScheduledWeight("linear", {0: 2.0, 10: 4.0}, unit="step")
     with pytest.raises(UserError, match=r"inner\.weight.*outer\.weight"):
         compose_weights(schedule, schedule, path_a="outer.weight", path_b="inner.weight")
+    assert issubclass(UserError, ValueError), "what a caller that knows no UserError catches"
     assert compose_weights(ConstantWeight(2), ConstantWeight(3), path_a="a", path_b="b") == ConstantWeight(6)
     for pair in ((schedule, ConstantWeight(3)), (ConstantWeight(3), schedule)):
         product = compose_weights(*pair, path_a="a", path_b="b")

@@ -40,7 +40,7 @@ def test_a_run_that_ends_above_its_first_loss_diverged(losses: list[float], end:
     found = diagnose(record(losses))
     ruling = next(each for each in found.findings if each.rule.name == "loss_spikes")
     assert ruling.severity == "error"
-    assert f"the loss is {end} at the end" in ruling.outcome.sentence
+    assert f"and is {end} +- " in ruling.outcome.sentence
     assert {1, 5 * len(losses) - 4} <= set(ruling.steps)
     assert ruling.fix == "try optimizer.lr = 0.25 (now 0.5)"
 
@@ -57,7 +57,9 @@ def test_a_run_that_rose_far_above_its_first_loss_and_came_back_is_a_warning(los
     outcome = judged(losses)
     assert (outcome.verdict, outcome.severity) == ("finding", "warning")
     highest = max(losses)
-    assert f"rose to {highest:g} at step {1 + 5 * losses.index(highest)}, {losses[0]:g} at step 1" in outcome.sentence
+    assert (
+        f"{losses[0]:g} at step 1, rose to {highest:g} at step {1 + 5 * losses.index(highest)}, and" in outcome.sentence
+    )
 
 
 def test_losses_of_zero_or_less_have_no_multiples() -> None:

@@ -93,7 +93,7 @@ def test_the_payload_holds_the_documented_keys() -> None:
     run.step(1)
     plain = {"loss", "grad_norm", "lr", "tokens_per_sec", "mfu", "step_time_sec", "tokens_in_step", "tokens_seen"}
     smoothed = {f"smoothed/{name}" for name in ("loss", "tokens_per_sec", "mfu", "step_time")}
-    assert set(run.metrics()) == plain | smoothed
+    assert set(run.metrics()) == plain | smoothed | {"tokens_per_sec_per_device"}
     assert run.sink.payloads[0]["mode"] == "train"
 
 

@@ -78,12 +78,12 @@ def test_a_good_config_has_no_warnings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "world_size", "key", "problem"),
     [
-        (FEW_PICKS, 2, "mixing.batch_size", "a reader lasts"),
+        (FEW_PICKS, 2, "mixing.batch_size", "before it ends"),
         (
             (ONE, "train.steps=200", "data.mixing.num_streams_mixed=1"),
             2,
             "num_streams_mixed",
-            "without an active reader",
+            "open streams at a time leave",
         ),
         ((LATE, "ledger.capacity=64"), 2, "source one: weight.points", "a point at 500, but the run has 6 steps"),
         ((TINY,), 2, "source two: weight", "hardly ever read"),
@@ -109,8 +109,11 @@ def test_what_the_forecast_makes_doubtful_is_named(
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (("data.mixing.batch_size=4", "data.max_group_cells=1"), "a reader lasts"),
-        ((ONE, "train.steps=200", "data.mixing.num_streams_mixed=8", "ledger.capacity=64"), "without an active reader"),
+        (("data.mixing.batch_size=4", "data.max_group_cells=1"), "before it ends"),
+        (
+            (ONE, "train.steps=200", "data.mixing.num_streams_mixed=8", "ledger.capacity=64"),
+            "open streams at a time leave",
+        ),
         ((ONE, GROWN % "{0=1,6=2}"), "a point at"),
     ],
 )
@@ -129,7 +132,7 @@ def test_uneven_batch_sizes_in_one_pool_name_the_modality_that_waits(tmp_path: P
     ]
     preview, warnings = preview_of(tmp_path, *overrides)
     found = next(each for each in warnings if each.key == "data.mixing.batch_size_by_modality")
-    assert found.problem.startswith("b has 16 and a 1 in one pool: b has few picks and waits")
+    assert found.problem.startswith("b has 16 and a 1: b has fewer batches, so that its documents wait")
     waits = {view.name: view.longest_wait_steps for view in preview.sources[0].modalities}
     assert waits["b"] > 2 * waits["a"]  # it is the large batch that waits
     assert found.value == "{ a = 8 }"

@@ -49,6 +49,15 @@ def test_a_line_is_broken_where_its_key_was_absent_for_long(make_run):
     assert (trace["x"][gap - 1], trace["x"][gap + 1]) == (12, 42)
 
 
+@pytest.mark.parametrize(
+    ("losses", "skips"),
+    [([90.0, 3.0, 2.9, 3.1], True), ([6.0, 3.0, 2.0, 1.0], False), ([1.0, 0.0, 0.0, 0.0], False), ([90.0, 3.0], False)],
+)
+def test_a_first_value_that_would_flatten_the_others_is_shown_on_zooming_only(make_run, losses, skips):
+    (figure,) = figures(make_run("a", {"loss": losses})).values()
+    assert figure["skipsFirst"] is skips
+
+
 def test_a_far_level_is_not_drawn_and_the_band_and_a_near_level_are(make_run):
     rows = {"ledger/live_groups": [5.0, 6.0], "ledger/fill_fraction": [0.1, 0.2]}
     for capacity, levels in ((8, [8.0]), (800, [])):

@@ -113,6 +113,15 @@ def test_what_makes_a_step_smaller_or_larger_shows(tmp_path):
     assert peak("data.max_group_cells=8", "train.tbptt_cells=2") > 1.7 * plain
 
 
+@pytest.mark.parametrize(
+    ("target", "moments"), [("torch.optim:Adamax", 2), ("torch.optim:Adagrad", 1), ("torch.optim:SGD", 0)]
+)
+def test_the_state_of_an_optimizer_of_one_s_own_is_counted(tmp_path, target, moments):
+    """These read numbers of the host, which the step without numbers does not have."""
+    memory = predict_memory(plan_of(tmp_path, f"optimizer.target={target}"))
+    assert memory.optimizer == pytest.approx(moments * memory.weights, rel=0.01, abs=1000)
+
+
 def test_the_generators_and_the_gradient_mode_are_left_as_they_were(tmp_path):
     torch.manual_seed(3)
     expected = torch.rand(3)

@@ -39,7 +39,7 @@ ROWS: tuple[MetricSpec, ...] = (
         unit="fraction",
         ranks="min",
         title="Remaining fraction, minimum",
-        description="Smallest fraction of a slice left to an active reader.",
+        description="Smallest fraction of a slice left to an active reader; 0 once a rank has read its part of an open one.",
         healthy="Mostly low with refill.",
         pathological="Outside 0 to 1: a cursor is wrong.",
     ),

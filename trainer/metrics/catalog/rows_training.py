@@ -248,6 +248,15 @@ ROWS: tuple[MetricSpec, ...] = (
         pathological="Falls over time (leak, throttling) or oscillates (data).",
     ),
     _SpeedRow(
+        name="tokens_per_sec_per_device",
+        unit="tokens/s",
+        window="last",
+        title="Tokens per second and device",
+        description="tokens_per_sec over the number of ranks.",
+        healthy="The same for any number of ranks.",
+        pathological="Falls as ranks are added: communication, or ranks that wait for each other.",
+    ),
+    _SpeedRow(
         name="mfu",
         unit="fraction",
         window="last",

@@ -79,10 +79,12 @@ def repeated_data(run: RunRecord) -> Outcome:
         judged = not_yet if last < MIN_STEPS else not_measured  # sharded ranks and burn-in never have it
         return judged(f"ranks of several micro-batches need {CONSISTENCY}")
     value, within, evidence = ratio.values[-1], SIGMAS * error.values[-1], ratio.evidence([len(ratio) - 1])
-    parts = "the two halves of each step" if run.world_size == 1 else "ranks"
-    words = f"the noise between {parts} is {number_text(max(value, 0.0), 3)} of that within them"
+    parts = "the two halves of a step" if run.world_size == 1 else "ranks"
+    times = f"{number_text(max(value, 0.0), 3)} times as much as independent data explains"
+    words = f"the gradients of {parts} differ {times}"
     if value + within < SAME_DATA:
-        return finding(f"{words}: they read the same data, which counts as new in each mean", evidence, knob=other_data)
+        words += ": they read the same data, so the batch is smaller than it seems"
+        return finding(words, evidence, knob=other_data)
     if value - within > TOO_DIFFERENT and not run.config:  # the trainer measures before it clips, and repeats nothing
         words += ": gradients were clipped or scaled before they were measured, or ranks read data of different kinds"
         return finding(words, evidence, severity="warning")
@@ -99,7 +101,7 @@ def batch_size(run: RunRecord) -> Outcome:
     Change: `train.micro_batches` (or `data.mixing.batch_size`): move the batch towards the noise scale
     """
     if all(run.column(key)[0] for key in (TR_SIGMA, GRAD_SQ)) and repeated_data.check(run).verdict == "finding":
-        return explained("what is the same data on several ranks has no noise scale: see repeated_data")
+        return explained("ranks read the same data, so the noise scale is unknown: see repeated_data")
     scale = noise_scale_of(run)
     if scale is None or not scale.is_known:
         return not_yet(f"the noise scale is {why_unknown(run)}")
@@ -179,15 +181,18 @@ def still_layer(run: RunRecord) -> Outcome:
     middles = {name: median(column.values) for name, column in columns.items()}
     typical = median(middles.values())
     if typical <= 0.0:
-        return not_measured("most layers do not move: the learning rate is 0, or nothing reaches them")
+        return not_measured("most layers do not move: the learning rate is 0, or no gradient reaches them")
     still = {name: value / typical for name, value in middles.items() if value < STANDS_STILL * typical}
     if not still:
         name = min(middles, key=middles.__getitem__)
-        return healthy(f"the slowest layer, {name}, has {number_text(middles[name] / typical)} of the median update")
-    names = ", ".join(f"{name} ({number_text(share)} of the median)" for name, share in still.items())
+        times = f"{number_text(middles[name] / typical)} times as fast as the median layer"
+        return healthy(f"every layer learns: the slowest, {name}, {times}")
+    names = ", ".join(
+        f"{name} ({number_text(share)} times as fast as the median layer)" for name, share in still.items()
+    )
     cut_off = [name for name in still if not any(series(run, f"layer/{name}{NORM}").values)]
     reason = f"; no gradient reaches {', '.join(cut_off)}" if cut_off else ""
-    words = f"standing still: {names}; the update over weight of the median layer is {number_text(typical)}{reason}"
+    words = f"hardly learning: {names}, whose step is {number_text(typical)} of its weights{reason}"
     return finding(words, *(columns[name].evidence() for name in still), knob=_knob(run, next(iter(still))))
 
 
@@ -219,7 +224,9 @@ def dominant_layer(run: RunRecord) -> Outcome:
         shares[name] = median((norm / all_norms) ** 2 if all_norms > 0.0 else 0.0 for norm, all_norms in pairs)
     largest = max(shares, key=shares.__getitem__)
     if shares[largest] <= TAKES_ALL:
-        return healthy(f"the largest gradient, of {largest}, has {shares[largest]:.1%} of the squared norm")
+        return healthy(
+            f"no layer dominates the gradient: {largest} has most, {shares[largest]:.1%} of the squared norm"
+        )
     clip = run.setting("train.clip_grad_norm", None)
     words = f"{largest} has {shares[largest]:.4%} of the gradient's squared norm"
     if isinstance(clip, float) and clip:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice, pairwise
 from statistics import median
 
@@ -117,7 +117,8 @@ def loss_spikes(run: RunRecord) -> Outcome:
     words = (
         f"loss spikes at {counted(len(hits), 'logged step')}, the highest {number_text(loss.values[worst])} at step "
     )
-    return finding(f"{words}{loss.steps[worst]}{unlogged}", loss.evidence(around), knob=lower_lr(run))
+    words += f"{loss.steps[worst]}, after {_level([*filter(math.isfinite, loss.values[:worst])][-CENTER:])}{unlogged}"
+    return finding(words, loss.evidence(around), knob=lower_lr(run))
 
 
 def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
@@ -129,15 +130,22 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
         return None
     first = f"{number_text(loss.values[0])} at step {loss.steps[0]}"
     if (last := _end_above_first(loss)) is not None:
-        end = number_text(median(loss.at(last).values))
-        words = f"the loss is {end} at the end (median of the last {len(last)} rows), {first}: the run diverged"
+        words = f"the run diverged: its loss began with {first} and is {_level(loss.at(last).values)} at the end"
         shown = loss.evidence(sorted({0, loss.largest()[0], *last}))
         return finding(words, shown, knob=lower_lr(run), severity="error")
     if (high := _bump(loss)) is not None:
         highest = max(high, key=loss.values.__getitem__)
-        words = f"the loss rose to {number_text(loss.values[highest])} at step {loss.steps[highest]}, {first}, and came back"
+        words = (
+            f"the loss began with {first}, rose to {number_text(loss.values[highest])} at step {loss.steps[highest]}, "
+        )
+        words += f"and came back to {_level(loss.values[len(loss) // 2 :])}"
         return finding(words, loss.evidence(sorted({0, *high, len(loss) - 1})), knob=lower_lr(run), severity="warning")
     return None
+
+
+def _level(rows: Sequence[float]) -> str:
+    """The median of three rows or more, and their deviation."""
+    return f"{number_text(median(rows))} +- {number_text(_noise(rows), 2)} (median and spread of {len(rows)} logged losses)"
 
 
 def _end_above_first(loss: Series) -> range | None:

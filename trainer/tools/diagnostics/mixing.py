@@ -51,7 +51,7 @@ CHURN_EVENTS = 20
 MASKED_ROWS = 5
 MASKED_LIMIT = 0.25
 
-SEVERAL_POOLS = not_measured("these keys merge the pools of several sources")
+SEVERAL_POOLS = not_measured("with several sources these keys do not say which source they are of")
 
 
 def _has_own_pools(run: RunRecord) -> bool:
@@ -74,13 +74,19 @@ def stuck_reader(run: RunRecord) -> Outcome:
     pools = ranks(run) if _has_own_pools(run) else 1
     limit = math.log(max(batches_through(run, surprise.steps[-1]) * pools, 2) / ALPHA)
     hits = surprise.where(lambda value: value > limit)
-    peak = number_text(max(surprise.values))
-    words = f"the least probable wait has a surprise of {peak} nats, the limit for this number of picks is {limit:.1f}"
     if not hits:
-        return healthy(words)
-    words = f"a reader is not picked: {words}; first exceeded at step {surprise.steps[hits[0]]}"
+        chances = f"the least likely wait has a chance of {_odds(max(surprise.values))}, the alarm is at {_odds(limit)}"
+        return healthy(f"no open stream waits for longer than chance explains ({chances})")
+    words = f"an open stream is no longer read: so long a wait has a chance of {_odds(max(surprise.values))}"
+    words += f"; first beyond {_odds(limit)} at step {surprise.steps[hits[0]]}"
     both = [column.evidence(hits) for column in (surprise, waits) if column.steps == surprise.steps]
     return finding(words, *both, knob=Knob("data.mixing.pick_mode", mode, "round_robin"))
+
+
+def _odds(nats: float) -> str:
+    """The probability exp(-nats) in words."""
+    digits = max(nats, 0.0) / math.log(10)
+    return f"1 in {10**digits:,.0f}" if digits < 6 else f"1 in 10^{digits:.0f}"
 
 
 def _batch_sizes(run: RunRecord) -> list[int]:
@@ -109,16 +115,18 @@ def uneven_slices(run: RunRecord) -> Outcome:
         for low, high, share in zip(least.values, most.values, fraction.values, strict=True)
     ]
     hits = [index for index, ratio in enumerate(ratios) if ratio > UNEVEN_RATIO]
-    words = f"one slice has at least {number_text(max(ratios))} times as many picks as another (limit {UNEVEN_RATIO:g})"
+    times = f"at least {number_text(max(ratios))} times as many batches as the shortest (limit {UNEVEN_RATIO:g})"
+    words = f"the longest open stream gives {times}"
     if len(hits) < max(UNEVEN_ROWS, UNEVEN_SHARE * len(least)):
-        return healthy(words if max(ratios) > 1 else "all slices have about the same number of picks")
+        return healthy(words if max(ratios) > 1 else "all open streams give about the same number of batches")
+    words += ", and streams are read in proportion to their batches: those with few (large) ones wait"
     if waits := series(run, WAIT):
-        words += f"; readers of short slices (large batches) waited up to {counted(max(waits.values), 'pick')}"
+        words += f", here for up to {counted(max(waits.values), 'batch')} of others"
     shown = hits[:: max(len(hits) // 6, 1)][:6]
     evidence = least.evidence(shown), most.evidence(shown)
     sizes = _batch_sizes(run)
     if sizes and max(sizes) > limits.EVEN_BATCHES * min(sizes):
-        value = f"within a factor of {limits.EVEN_BATCHES}"
+        value = f"sizes within a factor of {limits.EVEN_BATCHES}"
         knob = Knob("data.mixing.batch_size_by_modality", f"{min(sizes)} to {max(sizes)}", value)
         return finding(words, *evidence, knob=knob, severity="warning")
     return finding(words, *evidence, knob=Knob("data.source", None, "streams of similar size"), severity="advice")
@@ -139,17 +147,17 @@ def closed_pool_imbalance(run: RunRecord) -> Outcome:
     if not is_one_pool(run):
         return SEVERAL_POOLS
     if _has_own_pools(run) and ranks(run) > 1:
-        return not_measured("these keys merge the pools of several ranks")
+        return not_measured("with device_per_stream these keys do not say which rank they are of")
     least, most, ended = aligned(*(series(run, key) for key in (REMAINING_MIN, REMAINING_MAX, EXHAUSTED)))
     closed = next((index for index, count in enumerate(ended.values) if count > 0), len(ended))
     if closed < 2 or ended.steps[0] > 1:
-        return not_measured("fewer than two rows before the first slice was exhausted")
+        return not_measured("needs two logged steps, from step 1 on, before the first stream ended")
     if least.values[0] < 1:
-        return not_measured("slices of fewer than two picks")
+        return not_measured("a stream has fewer than two batches")
     shortest, longest = least.values[0], most.values[0] + batches_through(run, ended.steps[0]) - 1
     mode = run.setting("data.mixing.pick_mode")
     if mode != "weighted" and longest <= EVEN_RATIO * shortest:
-        return healthy("all slices have about the same number of picks")
+        return healthy("all open streams have about the same number of batches")
     # The difference of the drained shares of two slices is a Brownian bridge of variance 2 / n. So the limit is c / sqrt(n),
     # where exp(-c^2) summed over all ordered pairs of readers is ALPHA.
     columns = modality_columns(run)
@@ -157,16 +165,16 @@ def closed_pool_imbalance(run: RunRecord) -> Outcome:
     limit = math.sqrt(math.log(readers * (readers - 1) / ALPHA) / shortest)
     # Which readers have least and most left is not known: their shares differ by this or more.
     spreads = [high / longest - low / shortest for high, low in zip(most.values, least.values, strict=True)][:closed]
-    words = (
-        f"before a slice was exhausted, the shares of picks left differed by {max(*spreads, 0):.2f} (limit {limit:.2f})"
-    )
+    words = f"one stream had {max(*spreads, 0):.0%} more of its batches unread than another, before any of them ended "
+    words += f"(chance explains {limit:.0%})"
     hits = [index for index, spread in enumerate(spreads) if spread > limit]
     if not hits:
         return healthy(words)
-    words = f"{words}; first exceeded at step {ended.steps[hits[0]]}"
+    words = f"streams are not read evenly: {words}, first beyond that at step {ended.steps[hits[0]]}"
     evidence = least.evidence(hits), most.evidence(hits)
     if mode == "weighted":
-        return finding(f"{words}, although picks are weighted", *evidence)
+        wrong = "the data set counts its remaining batches wrongly"
+        return finding(f"{words}, although each is read in proportion to what is left of it: {wrong}", *evidence)
     return finding(words, *evidence, knob=Knob("data.mixing.pick_mode", mode, "weighted"))
 
 
@@ -200,11 +208,11 @@ def starved_modality(run: RunRecord) -> Outcome:
     gap, column = gaps[worst], columns[worst]
     name = column.key.removeprefix(MODALITIES)
     if gap.surprise <= math.log(len(columns) / ALPHA):
-        return healthy(f"no modality was absent longer than its share of the streams explains (longest: {name})")
+        return healthy(f"no modality was missing for longer than chance explains (longest: {name})")
     readers = run.setting("data.mixing.num_streams_mixed")
     more = 2 * readers if isinstance(readers, int) else "twice as many; or give the modality its own source and weight"
-    words = f"modality {name} has no active reader from step {column.steps[gap.first]} to {column.steps[gap.last]}, "
-    words += f"while {counted(gap.refills, 'reader')} entered the pool"
+    words = f"nothing of modality {name} was open for reading from step {column.steps[gap.first]} to "
+    words += f"{column.steps[gap.last]}, while {counted(gap.refills, 'other stream')} were opened"
     shown = column.evidence(range(max(gap.first - 1, 0), gap.last + 1))
     return finding(words, shown, knob=Knob("data.mixing.num_streams_mixed", readers, more))
 
@@ -260,7 +268,7 @@ def exhaust_churn(run: RunRecord) -> Outcome:
     per_slice = ranks(run) * picks / events if events else math.inf
     judged = limits.exhaust_churn(per_slice, ranks(run), size if isinstance(size, int) else None)
     if not judged.is_beyond or events < CHURN_EVENTS * ranks(run):
-        return healthy(judged.words if events else "no reader was exhausted")
+        return healthy(judged.words if events else "no stream ended")
     knob = Knob("data.source", None, "longer streams: merge files")
     if judged.better is not None:
         knob = Knob("data.mixing.batch_size", size, judged.better)
@@ -284,7 +292,7 @@ def masked_ranks(run: RunRecord) -> Outcome:
     steps_per_row = (recent.steps[-1] - recent.steps[0]) // (len(recent) - 1)
     limit = max(_worst_of_healthy_ranks(steps_per_row * micro_batches(run, recent.steps[0]), ranks(run)), MASKED_LIMIT)
     share = recent.total / len(recent)
-    words = f"the worst rank had no target in {share:.0%} of its micro-batches since step {recent.steps[0]} "
+    words = f"the worst rank had nothing to train on in {share:.0%} of its micro-batches since step {recent.steps[0]} "
     words += f"(limit for {counted(ranks(run), 'rank')}: {limit:.0%})"
     if share <= limit:
         return healthy(words)
@@ -331,13 +339,13 @@ def shares(run: RunRecord) -> Outcome:
     repeat = Knob("data.mixing.repeat", run.setting("data.mixing.repeat"), "true, or more data")
     first_end = [ended.evidence(ended.positive[:1])] if ended.positive else []
     index = hits[-1] if hits else len(errors) - 1
-    words = f"by {errors.values[index]:.3f} at step {errors.steps[index]}; sampling noise explains {limits_by_row[index]:.3f}"
+    words = f"by {errors.values[index]:.1%} at step {errors.steps[index]}; chance explains {limits_by_row[index]:.1%}"
     if not hits:
         if first_end:
             text = f"{_what_ended(run, ended)}; the others give its batches"
             return finding(text, *first_end, knob=repeat, severity="advice")
-        return healthy(f"shares differ from their weights {words}")
-    words = f"the share of a source is off {words}"
+        return healthy(f"the shares of the sources differ from their weights {words}")
+    words = f"the share of a source differs from its weight {words}"
     if first_end:
         return finding(f"{words}; {_what_ended(run, ended)}", errors.evidence(hits), *first_end, knob=repeat)
     knob = Knob("data.source.weight", None, "a weight that the amount of data allows")

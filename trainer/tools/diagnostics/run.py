@@ -198,7 +198,7 @@ def straggling_rank(run: RunRecord) -> Outcome:
         return not_yet(f"needs {MIN_ROWS} rows after warm-up, has {len(times)}")
     waits = [high - low for high, low in zip(slowest.values, fastest.values, strict=True)]
     share = median(wait / time for wait, time in zip(waits, times.values, strict=True) if time > 0)
-    words = f"the fastest rank waits for the slowest for {share:.0%} of a step (median)"
+    words = f"the fastest rank waits for the slowest rank in {share:.0%} of a step (median)"
     if share <= STRAGGLE_SHARE:
         return healthy(words)
     if _seconds(times) < MIN_SECONDS:

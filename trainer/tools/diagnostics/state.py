@@ -75,9 +75,9 @@ def _larger_capacity(run: RunRecord) -> Knob:
 def _false_evictions(run: RunRecord, mode: str, knob: Callable[[RunRecord], Knob]) -> Outcome:
     losses, evictions = series(run, FALSE_EVICTIONS[mode]), series(run, EVICTIONS[mode])
     if not losses.positive:
-        return healthy(f"no group continued after its state was evicted ({mode})")
-    share = f" of {counted(evictions.total, 'eviction')}" if evictions else ""
-    words = f"{counted(losses.total, 'group')}{share} continued after their state was evicted ({mode}), "
+        return healthy(f"no evicted state was needed again ({mode})")
+    share = f"{number_text(losses.total)} of {number_text(evictions.total)}" if evictions else number_text(losses.total)
+    words = f"{share} evicted states ({mode}) were still needed: their documents continued from zero, "
     words += f"first logged at step {losses.steps[losses.positive[0]]}"
     return finding(words, losses.evidence(losses.positive), knob=knob(run))
 
@@ -127,16 +127,17 @@ def cold_starts(run: RunRecord) -> Outcome:
     """
     cold = series(run, COLD_STARTS)
     if not cold.total:
-        return healthy("every cell that continues a group found its state")
+        return healthy("every chunk that continues a document found its state")
     causes = [series(run, key) for key in (*FALSE_EVICTIONS.values(), REFUSED)]
     known = math.fsum(cause.total for cause in causes)
     if cold.total <= known:
         names = " and ".join(cause.key for cause in causes if cause.total)
-        return explained(f"{counted(cold.total, 'cell')} started from zero state, explained by {names}")
+        return explained(
+            f"{counted(cold.total, 'chunk')} that continue a document found no state, explained by {names}"
+        )
     first = cold.steps[cold.positive[0]]
-    sentence = (
-        f"{counted(cold.total - known, 'cell')} that continue a group found no state, first logged at step {first}"
-    )
+    chunks = counted(cold.total - known, "chunk")
+    sentence = f"{chunks} that continue a document found no state and began from zero, first logged at step {first}"
     evidence = [cold.evidence(cold.positive)]
     wipes = series(run, WIPES)
     knob: Knob | None
@@ -149,7 +150,7 @@ def cold_starts(run: RunRecord) -> Outcome:
     elif any(series(run, key).total for key in (*EVICTIONS.values(), *FALSE_EVICTIONS.values())):
         knob = _larger_capacity(run)
     else:  # no capacity would help: the data set continues groups that it has not begun
-        knob, sentence = None, f"{sentence}; nothing was evicted: their first cells were never stored"
+        knob, sentence = None, f"{sentence}; nothing was evicted: the chunks before them were never stored"
     return finding(sentence, *evidence, knob=knob)
 
 
@@ -173,7 +174,8 @@ def ledger_thrash(run: RunRecord) -> Outcome:
         return healthy("the ledger never had to evict while full")
     life = median(lives.values())
     wait = max(waits.values) / micro_batches(run) if waits else SHORT_LIFE_STEPS
-    words = f"a state lives for {number_text(life)} steps in the full ledger, the longest wait is {number_text(wait)}"
+    words = f"the ledger is full: it keeps a state for {number_text(life)} steps, and documents wait up to "
+    words += f"{number_text(wait)} steps for their next chunk"
     if life >= wait:
         return healthy(words)
     if series(run, FALSE_EVICTIONS["lru"]).total:
@@ -214,7 +216,7 @@ def refused_rows(run: RunRecord) -> Outcome:
     if not refused.positive:
         return healthy("every state was finite")
     first = refused.steps[refused.positive[0]]
-    words = f"{counted(refused.total, 'state')} not stored because of NaN or infinity, first logged at step {first}"
+    words = f"{counted(refused.total, 'state')} held NaN or infinity and became zero, first logged at step {first}"
     return finding(words, refused.evidence(refused.positive), knob=lower_lr(run))
 
 
@@ -260,9 +262,11 @@ def carry_worthless(run: RunRecord) -> Outcome:
     if isinstance(found, Outcome):
         return found
     (gain,) = found
-    words = f"over the last {len(gain.shown)} probes the stored state lowers a cell's loss by {gain} nats per token"
+    words = (
+        f"the state carried from the chunk before lowers the loss by {gain} nats per token ({len(gain.shown)} probes)"
+    )
     if gain.mean < -max(FAR_ERRORS * gain.error, STALE_NATS):
-        words += ": cells do better from a state of zero"
+        words += ": chunks do better from a state of zero"
         return finding(words, gain.shown.evidence(), knob=lower_lr(run), severity="warning")
     if gain.mean > NEAR_ERRORS * gain.error or gain.mean + FAR_ERRORS * gain.error > WORTHLESS_NATS:
         return healthy(words)
@@ -286,8 +290,10 @@ def stale_states(run: RunRecord) -> Outcome:
     gap, gain = found
     size, first = abs(gap.mean), gap.shown.steps[0]
     side = "below" if gap.mean < 0 else "above"
-    words = f"the loss from stored states is {size:.4f} +- {gap.error:.4f} nats per token {side} that from fresh ones "
-    words += f"(carrying gains {gain})"
+    words = (
+        f"carried states, made with older weights, put the loss {size:.4f} +- {gap.error:.4f} nats per token {side} "
+    )
+    words += f"that of fresh ones (carrying a state lowers it by {gain})"
     if size <= max(FAR_ERRORS * gap.error, STALE_SHARE * gain.mean, STALE_NATS):
         return healthy(words)
     if series(run, COLD_STARTS).since(first).total:

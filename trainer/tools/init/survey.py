@@ -145,9 +145,10 @@ def _notes(at: Discovery, by_stream: list[Ints], kind: Guess, share: float, size
     lengths = np.concatenate(by_stream)
     if num_cut := int((lengths > sizes.seq_len * sizes.max_group_cells).sum()):
         verb = "is" if num_cut == 1 else "are"
+        length = f"{sizes.seq_len * sizes.max_group_cells:,} tokens (max_group_cells)"
         notes.append(
-            f"{num_cut:,} of {counted(len(lengths), 'document')} {verb} longer than max_group_cells and {verb} cut into "
-            f"groups, each of which starts without state; to carry it further, raise max_group_cells"
+            f"{num_cut:,} of {counted(len(lengths), 'document')} {verb} longer than the {length} over which the recurrent "
+            "state is carried; it begins anew from zero after them"
         )
     return notes
 

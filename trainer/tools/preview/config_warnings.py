@@ -129,7 +129,7 @@ def _slice_warnings(config: RunConfig, view: SourceView, world_size: int, median
     if churn.is_beyond:
         fix = "make streams longer (merge files), or use fewer ranks"
         fix = fix if churn.better is None else f"set it to {churn.better}"
-        yield ConfigWarning(key, f"{largest}: {churn.words}, so opening streams takes most of the time", fix)
+        yield ConfigWarning(key, f"{largest}: {churn.words}, which takes most of the time", fix)
     yield from _rank_warnings(view, config.data)
     if view.padding_share > PADDING and not config.data.pack:
         cut = "" if config.train.tbptt_cells == 1 else f" (rows of {config.row_tokens}, with train.tbptt_cells)"
@@ -150,7 +150,9 @@ def _rank_warnings(view: SourceView, data: DataTable) -> Iterator[ConfigWarning]
     if view.lane_fill < LANE_FILL:
         largest = max(modality.batch_size for modality in view.modalities)
         rows = view.lane_fill * largest
-        problem = f"{largest} exceeds the number of groups in the slices: the average batch has {rows:.1f} rows"
+        problem = (
+            f"{largest} is more than the documents that a rank has of a stream: the average batch has {rows:.1f} rows"
+        )
         fix = f"set it to {max(int(rows), 1)}, or {_shorter_groups(data)}"
         yield ConfigWarning(f"source {view.name}: mixing.batch_size", problem, fix)
     key, tokens = f"source {view.name}: mixing.batching_mode", view.rank_token_shares
@@ -162,8 +164,8 @@ def _rank_warnings(view: SourceView, data: DataTable) -> Iterator[ConfigWarning]
         never = f"; {num_idle:,} of {counted(len(tokens), 'rank')} never read it" if num_idle else ""
         problem = (
             f'"{view.batching_mode}" leaves ranks without rows in {view.idle_share:.0%} of their micro-batches '
-            f"({view.masked_share[view.batching_mode]:.0%} on the worst rank{never}), because streams have too few groups "
-            f"for {len(tokens)} slices"
+            f"({view.masked_share[view.batching_mode]:.0%} on the worst rank{never}), because streams have too few documents "
+            f"for {len(tokens)} ranks"
         )
         if is_even and (other := view.masked_share["device_per_stream"]) < view.idle_share / 2:
             fix = f'set it to "device_per_stream" (then {other:.0%}), or {fix}'
@@ -181,8 +183,8 @@ def _pool_warnings(view: SourceView) -> Iterator[ConfigWarning]:
     large = max(view.modalities, key=lambda modality: modality.batch_size)
     if large.batch_size >= BATCH_RATIO * small.batch_size:
         problem = (
-            f"{large.name} has {large.batch_size} and {small.name} {small.batch_size} in one pool: {large.name} has few "
-            f"picks and waits for them (up to {large.longest_wait_steps} steps, {small.name} up to "
+            f"{large.name} has {large.batch_size} and {small.name} {small.batch_size}: {large.name} has fewer batches, so "
+            f"that its documents wait up to {large.longest_wait_steps} steps for their next chunk ({small.name}: "
             f"{small.longest_wait_steps}), and the number of tokens per step varies by this factor"
         )
         even = f"{{ {small.name} = {-(-large.batch_size // limits.EVEN_BATCHES)} }}"
@@ -192,8 +194,8 @@ def _pool_warnings(view: SourceView) -> Iterator[ConfigWarning]:
         if modality.absent_share > ABSENT:
             wanted = min(total, -(-2 * total // modality.streams))
             problem = (
-                f"{view.num_mixed} readers leave {modality.name} ({modality.streams} of {total} streams) without an active "
-                f"reader in {modality.absent_share:.0%} of the picks"
+                f"{view.num_mixed} open streams at a time leave {modality.name} ({modality.streams} of {total} streams) out in "
+                f"{modality.absent_share:.0%} of the batches"
             )
             fix = f"set it to {wanted}, or make {modality.name} a source of its own"
             yield ConfigWarning(f"source {view.name}: mixing.num_streams_mixed", problem, fix)
@@ -203,12 +205,12 @@ def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) ->
     threshold, bound, longest = ledger.stale_threshold, ledger.wait_bound_steps, ledger.counted_wait_steps
     if threshold is not None and threshold < max(min(bound, preview.steps), longest):
         problem = (
-            f"{threshold} steps is enough for this seed (longest wait {longest}), but not for every order of picks: with "
-            f"another seed waits may approach 2 K n = {bound} steps"
+            f"{threshold} steps is enough for this seed (longest wait {longest}), but with another one a document may wait "
+            f"up to {bound} steps for its next chunk"
         )
         if ledger.waits_beyond_threshold:
             problem = (
-                f"{threshold} steps: groups wait up to {longest} steps for their next cell, and "
+                f"{threshold} steps: documents wait up to {longest} steps for their next chunk, and "
                 f"{ledger.waits_beyond_threshold} waits are longer; their states are evicted while they are needed"
             )
         yield ConfigWarning("ledger.stale_threshold", problem, str(max(bound, longest)), settable=True)

@@ -47,7 +47,7 @@ def _headline(preview: Preview) -> str:
     elif not preview.is_counted:
         lines.append(
             f"waits and absences were counted over the first {preview.counted_batches:,} of {preview.num_batches:,} batches; "
-            "picks, exhausts and tokens are averages"
+            "all other numbers are averages"
         )
     return "\n".join(lines)
 
@@ -63,9 +63,9 @@ def _source_columns(preview: Preview) -> tuple[str, list[Column]]:
         Column("expected\nshare", [f"{each.batch_share:.1%}" for each in sources], "right"),
         Column("tokens", ["unknown" if each.tokens is None else f"{each.tokens:,.0f}" for each in sources], "right"),
         Column("epochs", ["" if each.epochs is None else f"{each.epochs:.2f}" for each in sources], "right"),
-        Column("K", [str(each.num_mixed or "") for each in sources], "right", leave_out=2),
+        Column("open\nstreams", [str(each.num_mixed or "") for each in sources], "right", leave_out=2),
         Column("behind\ncuts", [f"{each.behind_cuts_share:.1%}" for each in sources], "right", leave_out=3),
-        Column("picks\nper slice", [_picks(each) for each in sources], "right", leave_out=4),
+        Column("batches of\na stream", [_picks(each) for each in sources], "right", leave_out=4),
     ]
     drawn_here = "as this run's seed draws them, and " if is_counted else ""
     return f"Sources: micro-batches per rank {drawn_here}as expected over all seeds", columns
@@ -86,8 +86,8 @@ def _modality_columns(preview: Preview) -> tuple[str, list[Column]]:
         Column("modality", [escape(view.name) for view in views]),
         Column("streams", [f"{view.streams:,}" for view in views], "right", leave_out=3),
         Column("batch\nsize", [str(view.batch_size) for view in views], "right", leave_out=5),
-        Column("picks", [f"{view.picks:,.0f}" for view in views], "right"),
-        Column("exhausts", [f"{view.exhausts:,.0f}" for view in views], "right", leave_out=2),
+        Column("batches", [f"{view.picks:,.0f}" for view in views], "right"),
+        Column("ended", [f"{view.exhausts:,.0f}" for view in views], "right", leave_out=2),
         Column("cells", [f"{view.cells:,.0f}" for view in views], "right", leave_out=4),
         Column("tokens", [f"{view.tokens:,.0f}" for view in views], "right", leave_out=2),
         Column("of\ncorpus", [f"{view.corpus_share:.1%}" for view in views], "right", leave_out=1),
@@ -95,7 +95,7 @@ def _modality_columns(preview: Preview) -> tuple[str, list[Column]]:
         Column("absent", [f"{view.absent_share:.1%}" for view in views], "right"),
         Column("longest\nwait", [f"{view.longest_wait_steps:,} steps" for view in views], "right"),
     ]
-    return "Pools, over all ranks", columns
+    return "Modalities, over all ranks; absent: share of the batches drawn while no stream of it was open", columns
 
 
 def _rank_columns(preview: Preview) -> tuple[str, list[Column]]:
@@ -114,14 +114,14 @@ def _rank_columns(preview: Preview) -> tuple[str, list[Column]]:
 
 
 def _ledger_table(ledger: LedgerView) -> Table:
-    enough = "enough" if ledger.capacity >= ledger.capacity_to_change_ranks else "more than the capacity"
+    few = "" if ledger.capacity >= ledger.capacity_to_change_ranks else ": more than the capacity"
     rows = {
         "mode": ledger.mode,
-        "capacity": f"{ledger.capacity:,} groups, {ledger.megabytes:,.1f} MB",
-        "groups in flight": f"at most {ledger.groups_in_flight:,} (K x batch size)",
-        "to change ranks": f"up to {ledger.capacity_to_change_ranks:,} groups after a resume: {enough}",
-        "longest wait": f"{ledger.counted_wait_steps:,} steps counted; the bound for other seeds, 2 K n, is "
-        f"{ledger.wait_bound_steps:,}",
+        "capacity": f"{ledger.capacity:,} states, {ledger.megabytes:,.1f} MB",
+        "needed": f"at most {ledger.groups_in_flight:,} states (open streams x batch size)",
+        "on other ranks": f"a resume on another number of ranks may need {ledger.capacity_to_change_ranks:,}{few}",
+        "longest wait": f"{ledger.counted_wait_steps:,} steps from one chunk of a document to the next; with any seed "
+        f"below {ledger.wait_bound_steps:,}",
     }
     if ledger.stale_threshold is not None:
         rows["stale threshold"] = (

@@ -323,14 +323,20 @@ def plotly_script() -> str:
 
 
 def render_page(
-    names: Sequence[str], parts: Mapping[str, str], *, plotly: str, version: str = "", line: str = ""
+    names: Sequence[str],
+    parts: Mapping[str, str],
+    *,
+    plotly: str = "",
+    plotly_file: str = "",
+    version: str = "",
+    line: str = "",
 ) -> str:
     """The whole page.
 
     Args:
         names: of the runs, in the order of the colors.
         parts: from `render_parts`.
-        plotly: the source of plotly.js.
+        plotly: the source of plotly.js; empty: it is in `plotly_file`, next to the page.
         version: of the parts. Given, the page asks its server for newer ones; otherwise it makes no network request.
         line: how the runs stand, for a page that asks.
     """
@@ -349,6 +355,7 @@ def render_page(
         connect="; connect-src 'self'" if version else "",
         bar=element("p", line, id="live", class_="live", data_version=version) if version else "",
         switches="" if len(names) == 1 else legend,
-        plotly=plotly,
+        plotly=f"<script>{plotly}</script>" if plotly else element("script", src=plotly_file),
+        scripts="" if plotly else " 'self' file:",
         script=texts["report.js"],
     )

@@ -18,6 +18,7 @@ from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
+from trainer.metrics.progress_bar import progress_bar
 from trainer.tools.trained.saved_model import load_model, refuse_code
 from trainer.training.evaluator import EvalSet
 from trainer.training.setup.evaluation import ALL, eval_sets, make_evaluator
@@ -143,14 +144,21 @@ def _with_eval(config: RunConfig, **changed: object) -> RunConfig:
 
 
 def _announced(each: EvalSet) -> EvalSet:
-    """The set, which logs now and then how far it is."""
+    """The set, which shows how far it is."""
 
     def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:
-        said = time.monotonic()
-        for number, micro in enumerate(each.batches(accepted), start=1):
-            yield micro
+        said, name = time.monotonic(), each.name or "held-out documents"
+
+        def say(number: int, total: int, what: str) -> None:
+            nonlocal said
             if time.monotonic() - said > PROGRESS_SEC:
                 said = time.monotonic()
-                logger.info("%s: %s read", each.name or "held-out documents", counted(number, "micro-batch"))
+                logger.info("%s: %d of %s", what, number, counted(total, "micro-batch"))
+
+        total = sum(1 for _ in each.batches(accepted))  # reading takes little next to the model
+        with progress_bar(say) as report:
+            for number, micro in enumerate(each.batches(accepted), start=1):
+                yield micro
+                report(number, total, name)
 
     return each._replace(batches=batches)

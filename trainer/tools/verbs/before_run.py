@@ -39,6 +39,17 @@ WorldSizeOption = Annotated[int, typer.Option("--world-size", "--nproc", min=1, 
 MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `train preview` counts any amount
 COUNTED = 20_000  # micro-batches over all ranks
 EXIT_BREACH = 3
+MEANINGS = {
+    "cells_per_step": "rows of a step over all ranks, each a chunk of a document",
+    "tokens_per_step": "at most, over all ranks",
+    "tokens_per_micro": "tokens of a micro-batch over all ranks",
+    "groups_in_flight": "documents whose states a rank keeps at once, at most",
+    "capacity_to_change_ranks": "the same after a resume on another number of ranks",
+    "ledger_capacity": "states that a rank has room for",
+    "ledger_mode": "which states are dropped",
+    "ownership": "which rank keeps a document's state",
+    "state_width": "numbers of a document's state",
+}
 COLOURS = {"held": "healthy", "broken": "error", "warning": "warning"}
 
 
@@ -173,6 +184,7 @@ def _derived(plan: Plan) -> dict[str, Any]:
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
     if plan.facts.world_size > 1:
         facts["sharding"] = "none: each rank holds the whole model" if plan.layout is None else str(plan.layout)
+    facts["micro_batches"] = batches.first
     if not batches.is_constant:
         words = f"{batches.least} to {batches.most}; cells_per_step and tokens_per_step are those of {batches.most}"
         facts["micro_batches"] = words
@@ -233,7 +245,8 @@ def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
 def _print_facts(facts: dict[str, Any]) -> None:
     memory, sources, evals = (facts.pop(name) for name in ("memory_megabytes", "sources", "eval_sources"))
     for name, value in facts.items():
-        echo(f"#   {name} = {value:,}" if isinstance(value, int) else f"#   {name} = {value}")
+        meaning = f"   ({MEANINGS[name]})" if name in MEANINGS else ""
+        echo(f"#   {name} = {f'{value:,}' if isinstance(value, int) else value}{meaning}")
     if isinstance(memory, dict):
         memory = f"{', '.join(f'{name} {size:,.1f}' for name, size in memory.items())} MB"
     echo(f"#   memory per rank: {memory}")

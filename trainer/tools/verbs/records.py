@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,7 +78,13 @@ def ls(
     columns = _columns(entries, diagnoses=diagnose)
     # Names are there to be copied: a pipe gets all columns without a line break in them.
     console = output(needed_width=needed_width(columns))
-    console.print(fitted_table(columns, width=console.width, hint="; --json has all"))
+    options = {}
+    folder, *others = {Path(entry.run).parent for entry in entries}
+    if needed_width(columns) > console.width and not others and folder.name:
+        # Before any column is left out: what all names begin with.
+        options = {"title": f"in {escape(str(folder))}/", "title_justify": "left"}
+        columns = _columns([replace(entry, run=Path(entry.run).name) for entry in entries], diagnoses=diagnose)
+    console.print(fitted_table(columns, width=console.width, hint="; --json has all", **options))
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
@@ -263,6 +270,10 @@ def report(
         str | None, typer.Option(help=f"HTML file to write (default: {DEFAULT_OUT}).", metavar="X.HTML")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    assets: Annotated[
+        bool,
+        typer.Option("--assets", help="Put plotly.js (5 MB) next to the page, for all reports of the directory."),
+    ] = False,
     follow: Annotated[
         bool,
         typer.Option("--follow", help="Serve a page that updates itself, for browsers on this machine, until Ctrl-C."),
@@ -281,6 +292,7 @@ def report(
     mixed = {
         "--out": follow and out is not None,
         "--force": follow and force,
+        "--assets": follow and assets,
         "--port": port is not None and not follow,
     }
     if wrong := next((option for option, is_wrong in mixed.items() if is_wrong), None):
@@ -297,11 +309,14 @@ def report(
     refuse_existing(out, force=force)
     diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in runs])]
     names = [diagnosis.run.name for diagnosis in diagnoses]
-    page = render_page(names, render_parts(diagnoses), plotly=plotly)
+    file = f"plotly-{metadata.version('plotly')}.min.js" if assets else ""
+    page = render_page(names, render_parts(diagnoses), plotly="" if assets else plotly, plotly_file=file)
     content = page.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
     with writing("--out"):
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         write_file(Path(out), content, follow=True)
+        if assets:
+            write_file(Path(out).with_name(file), plotly.encode(), follow=True)
     for diagnosis in diagnoses:
         run = diagnosis.run
         echo(f"{run.name}: {len(run.steps):,} logged steps. {diagnosis.summary}", err=True)

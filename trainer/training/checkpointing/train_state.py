@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -59,6 +60,8 @@ class TrainState:
             self.gns.load_state_dict(saved["gns"])
 
 
+SHOWN_LOSSES = 8
+"""Steps at the beginning and at the end of a run, whose losses its last lines compare."""
 # What the host counts itself, beside the data set's metrics: see `Position.unlogged`.
 HOST_KEYS = (
     "non_finite_steps",
@@ -96,9 +99,9 @@ class Position:
     evaluation_is_due: bool = False
     """After the last finished step, or it was cut short; a resumed run begins with it."""
     skipped_in_a_row: int = 0
-    first_loss: tuple[int, float] | None = None
-    """The first step that this process trained with tokens, and its loss."""
-    last_loss: tuple[int, float] | None = None
+    first_losses: list[tuple[int, float]] = field(default_factory=list)
+    """The first `SHOWN_LOSSES` steps that this process trained with tokens, and their losses."""
+    last_losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SHOWN_LOSSES))
     last_eval: tuple[int, dict[str, float]] | None = None
     """The step of the last evaluation, and what it found."""
 
