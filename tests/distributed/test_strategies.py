@@ -75,7 +75,8 @@ def unequal(one: Path, other: Path, *, but: tuple[str, ...] = ()) -> list[str]:
         keys = {key for key in row.keys() | second[at].keys() if not key.startswith((*MEASURED, *but))}
         for key in sorted(keys):
             pair = row.get(key, math.nan), second[at].get(key, math.nan)
-            small = 1e-6 if key.startswith(("ledger/carry_gain", "ledger/stale_gap", "ledger/state_drift")) else 0.0
+            is_difference = "carry_gain" in key or key.startswith(("ledger/stale_gap", "ledger/state_drift"))
+            small = 1e-6 if is_difference else 0.0
             # Bounds and standard errors: of few windows or documents, whose differences they are made of.
             # Rounding grows over the steps, and the norm of one layer averages over fewer numbers.
             rel = 3e-6 if key.startswith(("layer/", "param_group/")) else 1e-6

@@ -89,7 +89,7 @@ def unused_from(gains: Sequence[tuple[int, Number]], least: float) -> int | None
 
 def in_words(curve: DepthCurve, cell: int) -> str:
     """What carrying is worth: "carrying lowers the loss by 0.12 +- 0.02 beyond 1,024 tokens; nothing beyond 8,192"."""
-    gain, beyond = curve.gain, f"beyond {cell:,} tokens"
+    gain, beyond = curve.gain, f"beyond {cell:,} tokens" if cell else "beyond a cell"
     bound = NEAR_ERRORS * (gain.error if math.isfinite(gain.error) else 0.0)
     if abs(gain.value) <= bound:
         return f"carrying changes the loss by {-gain.value:+.4f} +- {gain.error:.4f} {beyond}: nothing to tell from 0"

@@ -195,12 +195,10 @@ class Evaluator:
             found |= rider.metrics([told_of[index] for _, _, told_of in told])
         if each.name:
             reduced = {key: reduced[key] for key in OF_A_SET if key in reduced}
-        flat, own = EVAL_PREFIX, "eval/"
-        if each.name:
-            flat = own = f"eval/{each.name}/"
-        return {
-            f"{own if '/' in key and key in found else flat}{key}": value for key, value in (reduced | found).items()
-        }
+        front = f"eval/{each.name}/" if each.name else EVAL_PREFIX
+        deep = front if each.name else "eval/"
+        numbers = {f"{front}{key}": value for key, value in reduced.items()}
+        return numbers | {f"{deep if '/' in key else front}{key}": value for key, value in found.items()}
 
     def _evaluate(self, step: int, micro: MicroBatch, ledger: Ledger | None, each: EvalSet) -> None:
         """Add the sums of a micro-batch to the details, and show its losses to the set's riders."""

@@ -25,23 +25,20 @@ _DEPTH = (
     (
         "loss",
         "Loss at a depth",
-        "Cross-entropy of held-out targets with <bucket> to 2 <bucket> - 1 tokens read before.",
+        "Cross-entropy of targets with <bucket> to 2 <bucket> - 1 tokens before.",
         "Falls with depth.",
-        "Rises: the states were never trained that long.",
     ),
     (
         "loss_from_zero",
         "Loss at a depth, from zero",
         "The same with the state reset at each cell.",
         "Above the carried loss.",
-        "Equal: the carried state is not used.",
     ),
     (
         "carry_gain",
         "Gain of carrying at a depth",
-        "Loss from zero minus carried loss, paired by document; `beyond_cell`: of all targets beyond a first cell.",
-        "Positive, not falling with depth.",
-        "0: context is not used; falling: the states were never trained that long.",
+        "The latter minus the former (`beyond_cell`: all later cells).",
+        "Positive.",
     ),
 )
 _OF_A_SET: tuple[MetricSpec, ...] = (
@@ -114,10 +111,10 @@ ROWS: tuple[MetricSpec, ...] = (
             title=f"{title}{' of a set' if '<name>' in where else ''}",
             description=text,
             healthy=good,
-            pathological=bad,
+            pathological="A gain of 0: context is not used. One that falls: states were never trained that long.",
         )
         for where in ("depth/<bucket>", "<name>/depth/<bucket>")
-        for name, title, text, good, bad in _DEPTH
+        for name, title, text, good in _DEPTH
     ),
     *(
         MetricSpec(

@@ -149,10 +149,13 @@ def _parse_source(text: str) -> EvalSourceTable:
 
 
 def _print_metrics(title: str, metrics: dict[str, float]) -> None:
+    from trainer.extensions.depth_curve import curves_of, in_words, is_by_depth
     from trainer.tools.fitted_table import Column, fitted_table
 
     rows: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
+        if is_by_depth(key):
+            continue
         if key.startswith("eval/"):
             name, _, metric = key.removeprefix("eval/").rpartition("/")
         else:
@@ -168,6 +171,8 @@ def _print_metrics(title: str, metrics: dict[str, float]) -> None:
     console = output()
     hint = "; --json has all"
     console.print(fitted_table(columns, width=console.width, hint=hint, title=title, title_justify="left"))
+    for name, curve in curves_of(metrics).items():
+        console.print(f"{name or HELD_OUT}: {in_words(curve, 0)}")
 
 
 def export(
