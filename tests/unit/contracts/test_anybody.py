@@ -103,7 +103,7 @@ def test_a_cache_that_is_no_state_is_named_and_not_called_a_breach(settings, why
     report = check_model(model, vocab_size=VOCAB)
     assert report.breaches == [], report
     assert why in report["carry"].text
-    assert report["carry"] in report.unchecked
+    assert (report["carry"] in report.unchecked) == ("grows" not in why)  # a context needs no state
 
 
 def test_logits_of_another_shape_break_forward():

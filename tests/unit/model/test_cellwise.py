@@ -65,7 +65,7 @@ def test_all_cells_of_a_document_give_the_uncut_gradient(cells, document, has_re
     rows = make_rows(cells * CELL, document, has_resets=has_resets)
     cellwise = Cellwise(model, cell=CELL, cells=cells, recompute=recompute)
     torch.testing.assert_close(
-        cellwise(rows[0], state, **rows[2]), model(rows[0], state, **rows[2]), rtol=1e-12, atol=1e-12
+        cellwise(rows[0], state, **rows[2])[:2], model(rows[0], state, **rows[2])[:2], rtol=1e-12, atol=1e-12
     )
     found, uncut = gradient(cellwise, rows, state), gradient(model, rows, state)
     torch.testing.assert_close(found, uncut, rtol=1e-9, atol=1e-12)

@@ -20,6 +20,7 @@ from trainer.extensions.depth import bucket_start, depths
 from trainer.extensions.evaluation_sample import Sample
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog.lookup import is_known, lookup
+from trainer.objective.auxiliary import Auxiliary
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
 from trainer.training.setup.parts import make_model, model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
@@ -51,7 +52,7 @@ def evaluated(plan: Plan, model: torch.nn.Module, info: RankInfo = RankInfo(), d
     cell_model, loss = model_and_loss(model, plan.config, None)
     sets = eval_sets(plan, info, CPU)
     diagnostics = diagnostics or Diagnostics()
-    found = make_evaluator(plan, model, cell_model, loss, info, CPU, diagnostics, sets, most=int).run(1)
+    found = make_evaluator(plan, model, cell_model, loss, Auxiliary(), info, CPU, diagnostics, sets, most=int).run(1)
     assert found
     return found
 
@@ -158,14 +159,14 @@ def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
     (drawn,) = eval_sets(plan, RankInfo(), CPU)
     drawn.sample.files[:] = 0  # all of one file: nothing is known of the error
     (rider,) = make_evaluator(
-        plan, model_of(plan), *model_and_loss(model_of(plan), plan.config, None), RankInfo(), CPU, Diagnostics(), [drawn],
-        most=int,
+        plan, model_of(plan), *model_and_loss(model_of(plan), plan.config, None), Auxiliary(), RankInfo(), CPU,
+        Diagnostics(), [drawn], most=int,
     ).sets[0].riders[1:]  # fmt: skip
     assert rider._sample is drawn.sample
     assert one["beyond_cell/carry_gain_se"] > 0
     wide = make_evaluator(
-        plan, model_of(plan), *model_and_loss(model_of(plan), plan.config, None), RankInfo(), CPU, Diagnostics(), [drawn],
-        most=int,
+        plan, model_of(plan), *model_and_loss(model_of(plan), plan.config, None), Auxiliary(), RankInfo(), CPU,
+        Diagnostics(), [drawn], most=int,
     ).run(1)  # fmt: skip
     assert wide is not None
     assert "eval/depth/beyond_cell/carry_gain_se" not in wide

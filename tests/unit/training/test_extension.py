@@ -137,7 +137,7 @@ def test_what_is_off_is_not_imported(tmp_path):
     code = f"""
 import sys
 sys.argv = ["train", "--config", {str(config)!r}, "--run-dir", {str(tmp_path / "run")!r}, "--steps", "2",
-    "--set", "train.spike_sigma=0", "--set", "ledger.probe_every=0"]
+    "--set", "train.spike_sigma=0", "--set", "ledger.probe_every=0", "--set", "gns.enabled=false"]
 from trainer.cli.main import run
 try:
     run()

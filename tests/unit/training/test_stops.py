@@ -31,7 +31,7 @@ STEPS = 8
 def go(tmp_path, monkeypatch):
     """Train in this process, with a fault; the state that the run ended in."""
     path = write_tiny_config(tmp_path, EXTRA)
-    model = ("model.target=tests.support.faulty_model:build", "model.contract=false")
+    model = ("model.target=tests.support.faulty_model:build", "model.contract=false", "eval.depth=false")
 
     def run(name: str, fault: dict[str, object], *, code: int = 0) -> dict[str, object]:
         monkeypatch.setenv("FAULT", json.dumps(fault))
