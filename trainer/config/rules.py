@@ -229,18 +229,19 @@ def check_state_rules(config: RunConfig, model: Any) -> None:
     """
     ledger, leaves = config.ledger, getattr(getattr(model, "state_layout", None), "leaves", ())
     whole = next((leaf for leaf in leaves if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)), None)
+    found: list[Mistake] = []
     if ledger.start == "noise" and whole is not None:
         problem = f'"noise" makes no sense for {whole.path}, which is {whole.dtype}, such as a position'
-        raise UserError("ledger.start", problem, 'use "carried"')
-    if model.state_width:
-        return
-    if ledger.start != "zero":
-        raise UserError("ledger.start", "the model has no state to begin from", 'set it to "zero"')
-    if config.train.tbptt_cells > 1:
-        problem = "the model has no state, through which the gradient could flow from cell to cell"
-        raise UserError("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead")
-    if ledger.burn_in:
-        raise UserError("ledger.burn_in", "the model has no state that could be stale", "set it to 0")
+        found.append(("ledger.start", problem, 'use "carried"'))
+    if not model.state_width:
+        if ledger.start != "zero":
+            found.append(("ledger.start", "the model has no state to begin from", 'set it to "zero"'))
+        if config.train.tbptt_cells > 1:
+            problem = "the model has no state, through which the gradient could flow from cell to cell"
+            found.append(("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead"))
+        if ledger.burn_in:
+            found.append(("ledger.burn_in", "the model has no state that could be stale", "set it to 0"))
+    _refuse(found)
 
 
 def _refuse(found: Iterable[Mistake]) -> None:
