@@ -181,10 +181,10 @@ class Evaluator:
             self._evaluate(number, micro, ledger, each)
         local = guard.run(details.drain_metrics) or {}
         parts = [rider.part() for rider in each.riders]
-        told = gather_from_ranks((should_stop(), guard.enabled, parts), world_size=self.world_size)
-        if any(stops for stops, _, _ in told):
+        by_rank = gather_from_ranks((should_stop(), guard.enabled, parts), world_size=self.world_size)
+        if any(stops for stops, _, _ in by_rank):
             return None
-        self.is_off = not all(works for _, works, _ in told)
+        self.is_off = not all(works for _, works, _ in by_rank)
         if self.is_off:
             return {}
         reduced = self._with_perplexity(
@@ -192,7 +192,7 @@ class Evaluator:
         )
         found: dict[str, float] = {}
         for index, rider in enumerate(each.riders if reduced else ()):
-            found |= rider.metrics([told_of[index] for _, _, told_of in told])
+            found |= rider.metrics([of_rank[index] for _, _, of_rank in by_rank])
         if each.name:
             reduced = {key: reduced[key] for key in OF_A_SET if key in reduced}
         front = f"eval/{each.name}/" if each.name else EVAL_PREFIX
