@@ -79,7 +79,7 @@ def test_drawn_batches_add_up_to_the_run_and_are_told_from_expected_ones(config:
 def test_no_number_is_cut_on_a_narrow_screen(config: Path) -> None:
     width = 60
     plan = make_plan(load_config(config, []), config, 2)
-    found = make_preview(plan, 2)
+    found = make_preview(plan)
     file = io.StringIO()
     print_preview(found, [], Console(file=file, width=width))
     shown = file.getvalue()

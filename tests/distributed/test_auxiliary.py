@@ -121,7 +121,7 @@ def one_step(rank: int, world: int, micros: int, kind: str, poison: float = 1.0)
     group = torch.distributed.group.WORLD if world > 1 else None
     step = TrainStep(
         model=strategy.wrap(model, model),
-        ledger=None,
+        ledgers=(),
         objective=Objective(),
         auxiliary=auxiliary(poison),
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),

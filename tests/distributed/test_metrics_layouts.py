@@ -58,7 +58,7 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
     step = TrainStep(
         model=strategy.wrap(inner, inner),
         strategy=strategy,
-        ledger=None,
+        ledgers=(),
         objective=Objective(z_loss=Z_LOSS, coord=COORD),
         optimizer=torch.optim.SGD(inner.parameters(), lr=1.0),
         gns=None,

@@ -47,7 +47,7 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
     state.gns = GradientNoiseScale(state.model, process_group=dist.group.WORLD if world_size > 1 else None)
     step = TrainStep(
         model=strategy.wrap(state.model, state.model),
-        ledger=None,
+        ledgers=(),
         objective=make_objective(plan.config.objective),
         optimizer=state.optimizer,
         gns=state.gns,

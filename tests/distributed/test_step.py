@@ -52,7 +52,7 @@ def make_step(
     optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
     return TrainStep(
         model=model,
-        ledger=ledger,
+        ledgers=[] if ledger is None else [ledger],
         objective=Objective(z_loss=1e-2),
         optimizer=optimizer,
         gns=GradientNoiseScale(inner, process_group=group),

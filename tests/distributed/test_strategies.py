@@ -134,7 +134,7 @@ def held_after(rank: int, world: int, config: str, saved: dict[str, str]) -> lis
             state = make_state(plan, info, CPU, ranks)
             _, state_json = checkpoint.find(Path(path).parent, path)
             data = check_data(plan, state_json, info, DataPolicy())
-            restore(Path(path), state_json, plan, state, info, CPU, data)
+            restore(Path(path), state_json, plan, state, info, data)
             part = model_part(state.model, state.optimizer, state.scaler, rank=rank)
             whole = model_content(Path(path))
             rows = {} if part is None else part.rows

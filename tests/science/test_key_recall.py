@@ -106,7 +106,7 @@ def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: 
         training.train_step.finish(training.train_step.launch(lr=lr, stop=False, saved=False))
         total, count = training.extensions.drained()["token_type/digit/loss"]
         answers.append((float(total), float(count)))
-        drained = state.ledger.drain_metrics()
+        drained = state.shards[0].ledger.drain_metrics()
         result.false_by_step.append(drained[FALSE])
         result.counts = {key: result.counts.get(key, 0.0) + value for key, value in drained.items()}
         carry = window[0].carry

@@ -88,3 +88,32 @@ class Layered(DropoutModel):
 def layered(vocab_size: int, dim: int, num_layers: int, cuts_off: bool = False, multiplier: float = 1.0) -> Layered:
     """For `[model] target`."""
     return Layered(vocab_size, dim, num_layers, cuts_off=cuts_off, multiplier=multiplier)
+
+
+class Float64(nn.Module):
+    """A GRU with dropout in float64, so that only the order of sums can differ."""
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__()
+        self.state_width = dim
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.dropout = nn.Dropout(0.3)
+        self.cell = nn.GRUCell(dim, dim)
+        self.head = nn.Linear(dim, vocab_size)
+        self.double()
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
+        inputs = self.dropout(self.embedding(tokens))
+        carried = inputs.new_zeros(len(tokens), self.state_width) if state is None else state.double()
+        found = []
+        for position in range(tokens.shape[1]):
+            if resets is not None:
+                carried = carried.masked_fill(resets[:, position, None], 0.0)
+            carried = self.cell(inputs[:, position], carried)
+            found.append(carried)
+        return ModelOutput(self.head(torch.stack(found, dim=1)), carried)
+
+
+def float64(vocab_size: int, dim: int, num_layers: int) -> Float64:
+    """For `[model] target`."""
+    return Float64(vocab_size, dim)

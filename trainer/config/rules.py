@@ -25,22 +25,29 @@ class Facts:
     are for the largest number of micro-batches that it can have."""
 
     world_size: int
+    data_shards: int
+    """As many as there are ranks, or `distributed.shards`."""
     steps: int
     """Of the run; with `train.tokens` the number if all batches were full, and `micro_batches = "auto"` never grew."""
     cells_per_step: int
     tokens_per_step: int
     tokens_per_micro: int
-    """Of a micro-batch over all ranks; 0 if all data sets are the user's own."""
+    """Of a micro-batch over all data shards; 0 if all data sets are the user's own."""
     tokens_in_run: int
     groups_in_flight: int
-    """Most groups whose state a rank has to hold at once."""
+    """Most groups whose state a data shard has to hold at once."""
     capacity_to_change_ranks: int
-    """The ledger's capacity that a resume on another number of ranks may need: a rank then keeps the groups that were in
-    flight on all ranks, beside its own."""
+    """The ledger's capacity that a resume with another number of data shards may need: each then keeps the groups that were
+    in flight in all of them, beside its own."""
     ledger_capacity: int
     ledger_mode: str
     ownership: str
     ownership_reason: str
+
+    @property
+    def shards_per_rank(self) -> int:
+        """Data shards that one rank runs."""
+        return self.data_shards // self.world_size
 
 
 def mixing_of(config: RunConfig, source: SourceTable) -> MixingTable:
@@ -48,16 +55,21 @@ def mixing_of(config: RunConfig, source: SourceTable) -> MixingTable:
     return config.data.mixing.model_copy(update=source.mixing.model_dump(exclude_none=True))
 
 
+def data_shards(config: RunConfig, world_size: int) -> int:
+    """How many parts the data are read in; with `distributed.shards` whatever the number of ranks."""
+    return config.distributed.shards or world_size
+
+
 def largest_batch(mixing: MixingTable) -> int:
-    """Most cells in a micro-batch of one rank."""
+    """Most cells in a micro-batch of one data shard."""
     return max([mixing.batch_size, *mixing.batch_size_by_modality.values()])
 
 
-def divide_batch(config: RunConfig, sources: Iterable[SourceTable], world_size: int) -> RunConfig:
-    """The config with the `train.micro_batches` that follow from a batch over all ranks, where that was given.
+def divide_batch(config: RunConfig, sources: Iterable[SourceTable], num_shards: int) -> RunConfig:
+    """The config with the `train.micro_batches` that follow from a batch over all data shards, where that was given.
 
     Raises:
-        UserError: the micro-batches of all ranks do not divide it.
+        UserError: the micro-batches of all of them do not divide it.
     """
     train, unit = config.train, 1 if config.train.global_batch else config.row_tokens
     if not (wanted := train.global_batch or train.global_batch_tokens):
@@ -68,10 +80,10 @@ def divide_batch(config: RunConfig, sources: Iterable[SourceTable], world_size: 
     if len(sizes) != 1:
         problem = f"needs one batch size for all sources, and there are {', '.join(map(str, sizes)) or 'none'}"
         raise UserError(key, problem, "set train.micro_batches instead")
-    one = sizes[0] * world_size * unit
+    one = sizes[0] * num_shards * unit
     count, rest = divmod(wanted, one)
     if rest or not count:
-        rows = f"data.batch_size = {sizes[0]} on {counted(world_size, 'rank')}"
+        rows = f"data.batch_size = {sizes[0]} on {counted(num_shards, 'data shard' if config.distributed.shards else 'rank')}"
         others = " or ".join(f"{each * one:,}" for each in (count, count + 1) if each)
         raise UserError(
             key, f"{wanted:,} is no multiple of {one:,} ({rows})", f"set it to {others}, or change data.batch_size"
@@ -89,13 +101,15 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     mixings = [mixing_of(config, source) for source in sources if source.target is None]
     # One group in each lane: a reader has a lane per cell of its batch.
     in_flight = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)
-    micro_tokens = tokens_per_micro(config, sources, world_size)
+    num_shards = data_shards(config, world_size)
+    micro_tokens = tokens_per_micro(config, sources, num_shards)
     tokens = micro_tokens * config.micro_batches.most
     steps = least_steps(config, micro_tokens)
     _refuse(_broken_rules(config, sources, in_flight, steps, tokens, world_size))
-    ownership, reason = _ownership(config, sources, world_size)
+    ownership, reason = _ownership(config, sources, num_shards)
     return Facts(
         world_size=world_size,
+        data_shards=num_shards,
         steps=steps,
         cells_per_step=tokens // config.row_tokens,
         tokens_per_step=tokens,
@@ -103,7 +117,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
         tokens_in_run=config.train.tokens
         or micro_tokens * config.micro_batches.by_steps(micro_tokens).batches_before(steps + 1),
         groups_in_flight=in_flight,
-        capacity_to_change_ranks=in_flight * (world_size + 1),
+        capacity_to_change_ranks=in_flight * (num_shards + 1),
         ledger_capacity=config.ledger.capacity,
         ledger_mode=config.ledger.wipe_mode,
         ownership=ownership,
@@ -111,10 +125,10 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     )
 
 
-def tokens_per_micro(config: RunConfig, sources: list[SourceTable], world_size: int) -> int:
-    """Most tokens of a micro-batch over all ranks; 0 if all data sets are the user's own."""
+def tokens_per_micro(config: RunConfig, sources: list[SourceTable], num_shards: int) -> int:
+    """Most tokens of a micro-batch over all data shards; 0 if all data sets are the user's own."""
     cells = [largest_batch(mixing_of(config, source)) for source in sources if source.target is None]
-    return max(cells, default=0) * world_size * config.row_tokens
+    return max(cells, default=0) * num_shards * config.row_tokens
 
 
 def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
@@ -131,8 +145,8 @@ def _broken_rules(
     yield from _broken_lengths(config, steps, tokens_per_step)
     yield from _broken_pairs(config)
     yield from _broken_sharding(config, world_size)
-    batches, ledger = config.micro_batches, config.ledger
-    if batches.auto is not None and world_size * batches.first == 1:
+    batches, ledger, num_shards = config.micro_batches, config.ledger, data_shards(config, world_size)
+    if batches.auto is not None and num_shards * batches.first == 1:
         problem = f'"auto" with start = 1: {ONE_BATCH_SIZE}'
         yield "train.micro_batches", problem, 'write { schedule = "auto", start = 2 }'
     names = [source.name for source in sources]
@@ -144,7 +158,7 @@ def _broken_rules(
         )
         problem += f", got {ledger.capacity}"
         yield "ledger.capacity", problem, f"set it to {in_flight} or more"
-    if ledger.ownership == "reader" and (foreign := _foreign(sources)) and world_size > 1:
+    if ledger.ownership == "reader" and (foreign := _foreign(sources)) and num_shards > 1:
         problem = f'"reader" needs every group to stay on one rank, which source {foreign} (a target) does not promise'
         yield "ledger.ownership", problem, "use exchange or auto"
 
@@ -203,6 +217,9 @@ def check_sharding(config: RunConfig, world_size: int) -> None:
 
 def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     table, strategy = config.distributed, f'strategy "{config.distributed.strategy}"'
+    if table.shards % world_size:
+        problem = f"{table.shards} data shards cannot be divided among {counted(world_size, 'rank')}"
+        yield "distributed.shards", problem, "start a divisor of them, or set it to a multiple of the ranks"
     if table.strategy != "hsdp" and table.replicas:
         problem = f'{table.replicas} replicas, but the strategy is "{table.strategy}"'
         yield "distributed.replicas", problem, 'set it to 0, or the strategy to "hsdp"'
@@ -252,21 +269,21 @@ def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:
     """Why a run cannot measure the gradient noise scale; None if it can."""
     if not config.gns.enabled:
         return "gns.enabled = false"
-    if world_size * config.micro_batches.most > 1:
+    if data_shards(config, world_size) * config.micro_batches.most > 1:
         return None
     return f"{ONE_BATCH_SIZE}; set train.micro_batches = 2 and halve data.mixing.batch_size"
 
 
-def _ownership(config: RunConfig, sources: list[SourceTable], world_size: int) -> tuple[str, str]:
+def _ownership(config: RunConfig, sources: list[SourceTable], num_shards: int) -> tuple[str, str]:
     """(`reader` or `exchange`, why).
 
-    Slices of a stream are cut at group boundaries in both batching modes, so one rank reads a whole group and can own it
+    Slices of a stream are cut at group boundaries in both batching modes, so one data shard reads a whole group and can own it
     without communication. A target gives no such guarantee.
     """
     if config.ledger.ownership == "exchange":
         return "exchange", "as configured"
     foreign = _foreign(sources)
-    if foreign is None or world_size == 1:
+    if foreign is None or num_shards == 1:
         return "reader", "a document, up to max_group_cells, is read by one rank, which keeps its state"
     return "exchange", f"source {foreign} is a target, which may move groups between ranks"
 

@@ -385,6 +385,9 @@ class DistributedTable(Table):
 
     strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """ddp: every rank holds the whole model; fsdp: shards over all ranks (FSDP2); hsdp: over the ranks of each replica."""
+    shards: WholeNumber = 0
+    """Data shards, a multiple of the ranks; 0: one per rank. Their number and not that of ranks decides on batches, states and
+    noise, so that a run may continue on fewer or more ranks without a change (docs/data_shards.md)."""
     replicas: WholeNumber = 0
     """hsdp: number of replicas, each of neighbouring ranks; 0: one per node."""
     reshard_after_forward: bool = True

@@ -63,6 +63,8 @@ class MicroBatch:
     """The data set's state after this batch: resuming from it gives the next one, however far a loader has read ahead."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """What the data set reported with it; None is what it should have reported and could not."""
+    shard: int = 0
+    """Which of the rank's data shards it is of, from 0."""
     is_filler: bool = False
     """A masked copy, of which nothing is learnt: the data set had nothing left."""
 

@@ -32,6 +32,11 @@ class RankInfo:
         """Whether this is rank 0, which writes everything that is written once."""
         return self.rank == 0
 
+    def data_shards(self, num_shards: int) -> list[RankInfo]:
+        """The data shards that this rank runs, neighbours: each reads and carries what a rank of `num_shards` would."""
+        each = num_shards // self.world_size
+        return [RankInfo(self.rank * each + i, self.local_rank, num_shards) for i in range(each)]
+
 
 def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """The identity from torchrun's environment variables; a single process without them.

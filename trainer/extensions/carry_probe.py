@@ -292,23 +292,27 @@ class StepProbe(Extension):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.measure_every = run.config.ledger.probe_every
-        self._probe = CarryProbe(
-            run.row_model,
-            token_loss=lambda output, targets: run.loss(output, targets).token_loss,
-            cells=run.config.ledger.probe_cells,
-            cell_tokens=run.config.row_tokens,
-            agree=run.strategy.most,
-            autocast=autocast_context(run.config, run.device),
-        )
+        self._probes = [
+            CarryProbe(
+                run.row_model,
+                token_loss=lambda output, targets: run.loss(output, targets).token_loss,
+                cells=run.config.ledger.probe_cells,
+                cell_tokens=run.config.row_tokens,
+                agree=run.strategy.most,
+                autocast=autocast_context(run.config, run.device),
+            )
+            for _ in run.state.shards
+        ]
         self._seconds = 0.0
 
     def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
         """Measure a micro-batch, outside of the step's times."""
-        assert self.run.ledger is not None
+        ledger = self.run.ledger_of(micro)
+        assert ledger is not None
         with self.run.tracker.outside():
             began = self._clock()
             try:
-                self._probe.measure(
+                self._probes[micro.shard].measure(
                     micro.inputs,
                     micro.targets,
                     group_ids=carry.group_ids,
@@ -316,16 +320,18 @@ class StepProbe(Extension):
                     tokens_before=micro.extras.get("tokens_before"),
                     resets_before=micro.extras.get("resets_before"),
                     state=state,
-                    age=self.run.ledger.lookup_age(),
+                    age=ledger.lookup_age(),
                 )
             finally:
                 self._seconds += self._clock() - began
 
     def drain_metrics(self) -> Mapping[str, Reported]:
-        """What was measured since the last drain, and its time; {} if nothing was."""
-        drained = self._probe.drain_metrics()
+        """The time of what was measured since the last drain, which each data shard counts; {} if nothing was."""
+        found = [probe.drain_metrics() for probe in self._probes]
+        for shard, drained in enumerate(found):
+            self.run.position.unlogged[shard].add(drained)
         seconds, self._seconds = self._seconds, 0.0
-        return {**drained, TIME_KEY: seconds} if drained else {}
+        return {TIME_KEY: seconds} if any(found) else {}
 
     def _clock(self) -> float:
         """Seconds, once the device has done what was queued: on the few steps that probe, which log, waiting costs little."""

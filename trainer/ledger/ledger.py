@@ -157,7 +157,7 @@ class Ledger:
         self._stale_threshold = stale_threshold
         self._sweep_every = sweep_every
         self._wipe_every = wipe_every
-        self._owners = owners
+        self.owners = owners
         self._step: int | None = None
         self._stored_at = -1
         device = torch.device(device)
@@ -172,11 +172,6 @@ class Ledger:
         self._exchange: OwnerExchange | None = None
         if owners.ownership == "exchange" and owners.world_size > 1:
             self._exchange = OwnerExchange(world_size=owners.world_size, device=self._slab.device)
-
-    @property
-    def ownership(self) -> str:
-        """Which rank owns a group: its reader, or the one that its id hashes to."""
-        return self._owners.ownership
 
     @property
     def is_collective(self) -> bool:
@@ -325,7 +320,7 @@ class Ledger:
         Args:
             with_rows: the states too, under "rows"; or else they are to be had from `held_rows`, in the same order.
         """
-        shard = save_shard(self._index, self._slab, owners=self._owners, step=self._step)
+        shard = save_shard(self._index, self._slab, owners=self.owners, step=self._step)
         if with_rows:
             empty = torch.empty(0, self._slab.width, dtype=self._slab.dtype)
             shard["rows"] = torch.cat([empty, *self.held_rows()])
@@ -362,8 +357,8 @@ class Ledger:
         Raises:
             UserError: the states are of another width, or do not fit the capacity. Nothing is changed.
         """
-        keeps = self._is_mine if self._owners.ownership == "exchange" else owned
-        self._step = load_shards(self._index, self._slab, shards, owners=self._owners, keeps=keeps, room=room)
+        keeps = self._is_mine if self.owners.ownership == "exchange" else owned
+        self._step = load_shards(self._index, self._slab, shards, owners=self.owners, keeps=keeps, room=room)
         self._stored_at = int(self._index.last_step.max(initial=-1))
         self.load_undrained({})
 
@@ -402,7 +397,7 @@ class Ledger:
         return groups, cells, lasts != 0, exchange.to_owners(route, states[to_device(known, states.device)])
 
     def _is_mine(self, groups: Ints) -> Flags:
-        is_mine: Flags = owner_of(groups, self._owners.world_size) == self._owners.rank
+        is_mine: Flags = owner_of(groups, self.owners.world_size) == self.owners.rank
         return is_mine
 
 

@@ -343,7 +343,7 @@ def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
 
 
 def reduce_over_ranks(
-    local: Mapping[str, Reported],
+    local: Mapping[str, Reported] | Sequence[Mapping[str, Reported]],
     keys: Iterable[str] | Operations,
     *,
     group: dist.ProcessGroup | None = None,
@@ -354,7 +354,8 @@ def reduce_over_ranks(
     """One logged step's values over all ranks, in one collective (none for a single rank). Every rank must call it.
 
     Args:
-        local: this rank's values; keys may be missing. Plain numbers count once in a mean, a `SumCount` by its count.
+        local: this rank's values, or those of each of its data shards, which count as ranks; keys may be missing. Plain
+            numbers count once in a mean, a `SumCount` by its count.
             None is a value that this rank should have and cannot give.
         keys: all keys that any rank may have, the same on every rank; or what `rank_operations` makes of them.
         device: where the collective runs (the CPU for gloo, this rank's device for nccl).
@@ -369,16 +370,20 @@ def reduce_over_ranks(
     """
     operations = keys if isinstance(keys, Mapping) else rank_operations(keys)
     # The collective stands outside of the guard: the other ranks wait for it.
-    vector = guard.run(_pack, local, operations, device, guard) if guard else _pack(local, operations, device)
-    if vector is None:  # nothing of this rank is known
-        vector = torch.zeros(_length(operations), dtype=torch.float64, device=device)
-        counts = [0.0 if "mean" in operation else np.nan for operation in operations.values()]
-        vector[1 : 2 * len(operations) : 2] = torch.tensor(counts, dtype=torch.float64)
-    ranks = [vector]
+    shards = []
+    for each in [local] if isinstance(local, Mapping) else local:
+        vector = guard.run(_pack, each, operations, device, guard) if guard else _pack(each, operations, device)
+        if vector is None:  # nothing of this shard is known
+            vector = torch.zeros(_length(operations), dtype=torch.float64, device=device)
+            counts = [0.0 if "mean" in operation else np.nan for operation in operations.values()]
+            vector[1 : 2 * len(operations) : 2] = torch.tensor(counts, dtype=torch.float64)
+        shards.append(vector)
+    own = torch.stack(shards)  # [shards, numbers]
+    ranks = [own]
     if world_size > 1:
-        ranks = [torch.empty_like(vector) for _ in range(world_size)]
-        dist.all_gather(ranks, vector, group=group)
-    gathered = torch.stack(ranks).cpu().numpy()
+        ranks = [torch.empty_like(own) for _ in range(world_size)]
+        dist.all_gather(ranks, own, group=group)
+    gathered = torch.cat(ranks).cpu().numpy()
     return (guard.run(_combine, gathered, operations) or {}) if guard else _combine(gathered, operations)
 
 

@@ -208,7 +208,9 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
         live.steps = False
         sizes.append(live.now)
         window = [_micro_batch(plan)]
-        if config.micro_batches.most > 1:  # the last of them is the worst: the gradients of the others are there
+        if (
+            config.micro_batches.most * plan.facts.shards_per_rank > 1
+        ):  # the last of them is the worst: the gradients of the others are there
             if not is_sharded:
                 _fill_gradients(model)
             else:
@@ -220,7 +222,7 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
         step.launch(lr=config.optimizer.lr, stop=False, saved=False)
     weights, buckets, optimizer = (after - before for before, after in itertools.pairwise([0, *sizes]))
     table = config.ledger
-    slab = 0 if table.placement == "host" else ledger_bytes(table, width_of(model))
+    slab = 0 if table.placement == "host" else plan.facts.shards_per_rank * ledger_bytes(table, width_of(model))
     return Memory(weights, optimizer, slab, buckets, gradients, live.peak + slab)
 
 
@@ -299,7 +301,7 @@ def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
         strategy = Strategy()
     return TrainStep(
         model=strategy.wrap(row_model, model),
-        ledger=None,  # its states are counted by their number; a model without one makes as many zeros as are looked up
+        ledgers=(),  # its states are counted by their number; a model without one makes as many zeros as are looked up
         objective=loss,
         auxiliary=make_auxiliary(config.objective, model),
         optimizer=build_optimizer(model, config.optimizer),

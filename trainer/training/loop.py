@@ -102,7 +102,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
             saved=saver.pending is not None and saver.is_written(),
             save_due=time.monotonic() >= saver.due_time,
             exchange=run.extensions.asks,
-            exhausted=window[0].is_filler,  # and so are all after it
+            exhausted=all(micro.is_filler for micro in window),
         )
     current = StepInFlight(step, reached, window, launched, lr)
     reason = None if previous is None else finish(run, previous)
@@ -125,54 +125,57 @@ def interruptible(run: Run) -> Iterator[None]:
 
 
 def read_window(run: Run, num_micros: int) -> list[MicroBatch] | None:
-    """The micro-batches of a step, as this rank reads them. None, instead of the first ones, if a resumed run has nothing left
-    to read on any rank.
+    """The micro-batches of a step that this rank reads: `num_micros` of each of its data shards, in turn. None, instead of the
+    first ones, if a resumed run has nothing left to read on any rank.
 
-    A rank whose data are exhausted continues with masked rows: the others still need it in every collective, and the run
-    ends at the first step in which no rank has a batch of its own. Batches without a target do not end it: the next ones may
+    A shard whose data are exhausted continues with masked rows: the others still need it in every collective, and the run
+    ends at the first step in which none has a batch of its own. Batches without a target do not end it: the next ones may
     have some. The first call communicates.
 
     Raises:
         UserError: no rank of a new run has anything to read; or see `trainer.data.batch.take_apart`.
     """
-    if run.last_read is None and not begin_reading(run):
+    if not run.last_read and not begin_reading(run):
         return None
     window = []
     for _ in range(num_micros):
-        micro = next(run.loader, None)
-        if micro is None:
-            assert run.last_read is not None
-            micro = replace(run.last_read.masked(), state=run.data_state)
-        run.last_read, run.data_state = micro, micro.state
-        window.append(micro)
+        for shard, loader in enumerate(run.loaders):
+            micro = next(loader, None)
+            run.last_read[shard] = run.last_read[shard].masked() if micro is None else replace(micro, shard=shard)
+            window.append(run.last_read[shard])
     return window
 
 
 def begin_reading(run: Run) -> bool:
-    """Read the first batch. A rank that has nothing to read from the start (resumed after it had read everything, or with
-    fewer documents than ranks) gets a row to mask from a rank that has one. False: no rank has anything."""
+    """Read the first batches. A data shard that has nothing to read from the start (resumed after it had read everything, or
+    with fewer documents than shards) gets a row to mask from one that has some. False: none has anything."""
     world_size = run.info.world_size
     with raise_on_all_ranks(world_size=world_size):
-        run.last_read = first = next(run.loader, None)
-    if first is not None:
-        run.loader = itertools.chain([first], run.loader)
-    has_data = gather_from_ranks(first is not None, world_size=world_size)
-    if all(has_data):
-        return True
-    if not any(has_data):
+        firsts = [next(loader, None) for loader in run.loaders]
+    run.loaders = [
+        loader if first is None else itertools.chain([first], loader)
+        for first, loader in zip(firsts, run.loaders, strict=True)
+    ]
+    has_data = gather_from_ranks([first is not None for first in firsts], world_size=world_size)
+    flat = [has for own in has_data for has in own]
+    given = next((first for first in firsts if first is not None), None)
+    if not any(flat):
         if not run.is_resumed:
             raise UserError("data", "there is nothing to read", "check the paths of the sources")
         return False
-    ranks = ", ".join(str(rank) for rank, has in enumerate(has_data) if not has)
-    logger.warning("rank %s of %d has nothing to read, and runs fully masked batches", ranks, world_size)
-    giver = has_data.index(True)
-    own = None
-    if first is not None and run.info.rank == giver:
-        own = replace(first.masked().to(torch.device("cpu")), state=None)
-    (given,) = gather_from_ranks((own,), world_size=world_size)[giver]
-    if first is None:
-        assert given is not None
-        run.last_read = given.to(run.device)
+    if not all(flat):
+        what = "data shard" if len(firsts) > 1 else "rank"
+        empty = ", ".join(str(number) for number, has in enumerate(flat) if not has)
+        logger.warning("%s %s of %d has nothing to read, and runs fully masked batches", what, empty, len(flat))
+        giver = list(map(any, has_data)).index(True)
+        own = given.masked().to(torch.device("cpu")) if given is not None and run.info.rank == giver else None
+        (given,) = gather_from_ranks((own,), world_size=world_size)[giver]
+    assert given is not None
+    filler = given.to(run.device)
+    run.last_read = [
+        replace(filler, shard=shard, state=state) if first is None else first
+        for shard, (first, state) in enumerate(zip(firsts, run.position.data_states, strict=True))
+    ]
     return True
 
 
@@ -187,7 +190,7 @@ def micro_batches_of(
         tokens_before: tokens through step - 2.
     """
     position = run.position
-    before = position.micro_batches if previous is None else len(previous.window)
+    before = position.micro_batches if previous is None else len(previous.window) // len(run.loaders)
     num_micros, change = growth.of_step(
         step, before=before, changed_at=position.micro_batches_since, tokens_before=tokens_before
     )
@@ -213,16 +216,18 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     outcome = run.train_step.finish(taken.launched)
     if outcome.is_exhausted:
         return "data exhausted"
-    position, step, data_state = run.position, taken.step, taken.window[-1].state
-    if ended := newly_ended(position.data_state, data_state):
+    position, step = run.position, taken.step
+    data_states = [micro.state for micro in taken.window[-len(run.loaders) :]]
+    if ended := newly_ended(position.data_states[0], data_states[0]):
         logger.info("step %d: read to the end: source %s", step, ", ".join(ended))
         run.event({"event": "source_ended", "global_step": step, "sources": ended})
-    position.step, position.reached, position.data_state = step, taken.reached, data_state
+    position.step, position.reached, position.data_states = step, taken.reached, data_states
     position.tokens_before, position.tokens = position.tokens, position.tokens + outcome.tokens_trained
-    if len(taken.window) != position.micro_batches:
-        position.micro_batches, position.micro_batches_since = len(taken.window), step
+    num_micros = len(taken.window) // len(run.loaders)
+    if num_micros != position.micro_batches:
+        position.micro_batches, position.micro_batches_since = num_micros, step
     for micro in taken.window:
-        run.recorder.add(micro.metrics)
+        position.unlogged[micro.shard].add(micro.metrics)
     run.extensions.call("step_finished", taken, outcome)
     if not outcome.is_finite:
         reject(run, taken, outcome)
@@ -291,20 +296,21 @@ def reduced_metrics(run: Run, taken: StepInFlight, *, drains: bool) -> dict[str,
     guard = run.diagnostics.best_effort
     run.record("non_finite_steps", 0.0)  # reported as 0, not left out
     if run.growth is not None:
-        run.record("train/micro_batches", float(len(taken.window)))
+        run.record("train/micro_batches", float(run.position.micro_batches))
     if (grad_scale := run.train_step.grad_scale) is not None:
         run.record("grad_scale", grad_scale)
     if run.info.world_size > 1:
         ready_after = taken.launched.ready_at - run.tracker.step_start
         run.recorder.add({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
     if drains:
-        for name, (reporter, keys) in run.reporters.items():
+        for name, shard, reporter in run.reporters:
             drained = guard(name).run(reporter.drain_metrics)
-            run.recorder.add(dict.fromkeys(keys) if drained is None else drained)
+            run.position.unlogged[shard].add(dict.fromkeys(reporter.metric_keys) if drained is None else drained)
         run.recorder.add(run.extensions.drained())
-    recorded = guard("metrics").run(run.recorder.drain_metrics)
-    if recorded is None:  # nothing of this rank is known
-        recorded = dict.fromkeys(run.operations)
+    recorded = []
+    for recorder in run.position.unlogged:
+        drained = guard("metrics").run(recorder.drain_metrics)
+        recorded.append(dict.fromkeys(run.operations) if drained is None else drained)  # None: nothing of it is known
     world_size = run.info.world_size
     reduced = reduce_over_ranks(
         recorded, run.operations, device=run.device, world_size=world_size, guard=guard("reduction")

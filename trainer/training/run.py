@@ -69,11 +69,10 @@ class Run:
     evaluator: Evaluator | None = None
     growth: BatchGrowth | None = None
     """Decides on a step's micro-batches; None: all steps have as many."""
-    loader: Iterator[MicroBatch] = field(init=False)
-    last_read: MicroBatch | None = None
-    """Of `loader`."""
-    data_state: Any = field(init=False)
-    """The data set's after `last_read`; `position` has that of the last finished step."""
+    loaders: list[Iterator[MicroBatch]] = field(init=False)
+    """Of this rank's data shards."""
+    last_read: list[MicroBatch] = field(default_factory=list)
+    """Of each loader; empty before the first step."""
     schedule: Schedule = field(init=False)
     row_model: nn.Module = field(init=False)
     """What a row is run through."""
@@ -84,14 +83,14 @@ class Run:
     """A step that is a multiple of one of these is read before the next is launched."""
     saver: Saver = field(init=False)
     watchdog: Watchdog = field(init=False)
-    reporters: Mapping[str, tuple[Reporter, Sequence[str]]] = field(init=False)
-    """Parts that collect metrics themselves, drained on logged steps, and their keys."""
+    reporters: list[tuple[str, int, Reporter]] = field(init=False)
+    """Parts that collect metrics themselves, drained on logged steps: the name of each, and whose data shard's it is."""
     operations: Operations = field(init=False)
     """How every metric of any rank combines; the same on all ranks."""
     config: RunConfig = field(init=False)
     length: Length = field(init=False)
     num_micros: int = field(init=False)
-    """Micro-batches of every step, where nothing makes that change."""
+    """Micro-batches of every step of each data shard, where nothing makes that change."""
     tracker: MetricsTracker = field(init=False)
     diagnostics: Diagnostics = field(init=False)
     """Guards of what only measures or shows: its failure costs one warning, never the run."""
@@ -107,10 +106,9 @@ class Run:
     def optimizer(self) -> torch.optim.Optimizer:
         return self.state.optimizer
 
-    @property
-    def ledger(self) -> Ledger | None:
-        """None for a model without state."""
-        return self.state.ledger
+    def ledger_of(self, micro: MicroBatch) -> Ledger | None:
+        """What carries a micro-batch's states; None for a model without state."""
+        return self.state.shards[micro.shard].ledger
 
     @property
     def gns(self) -> GradientNoiseScale | None:
@@ -128,8 +126,7 @@ class Run:
         self.num_micros = self.config.micro_batches.first
         self.tracker = self.state.tracker
         self.diagnostics = self.state.tracker.diagnostics
-        self.recorder = self.position.unlogged
-        self.data_state = self.position.data_state
+        self.recorder = self.position.unlogged[0]
 
     def record(self, name: str, value: Reported) -> None:
         """Count a metric on this rank until the next logged step, which reports it.

@@ -31,7 +31,7 @@ def preview_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> tuple[Pr
     config_path = write_tiny_config(tmp_path)
     config = load_config(config_path, [each.replace("ROOT", str(tmp_path / "corpus")) for each in overrides])
     plan = make_plan(config, config_path, world_size)
-    preview = make_preview(plan, world_size)
+    preview = make_preview(plan)
     return preview, find_warnings(plan, preview)
 
 

@@ -59,7 +59,7 @@ def test_expected_batches_sum_the_probabilities_over_chunks() -> None:
 def test_averages_of_a_long_run_agree_with_its_counts(tmp_path: Path, mode: str) -> None:
     plan = plan_of(tmp_path, "train.steps=400", f"data.mixing.batching_mode={mode}")
     shapes = [source_shape(plan, source, 2) for source in plan.sources]
-    counted = make_preview(plan, 2)
+    counted = make_preview(plan)
     assert counted.is_counted
     short = count_run(plan, shapes, 2, most=40)
     assert not short.is_whole
@@ -74,7 +74,7 @@ def test_averages_of_a_long_run_agree_with_its_counts(tmp_path: Path, mode: str)
 
 def test_the_step_at_which_data_is_exhausted_is_found(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "train.steps=500", "data.mixing.repeat=false")
-    preview = make_preview(plan, 2)
+    preview = make_preview(plan)
     assert preview.ends_at_step is not None
     assert preview.ends_at_step < 500
     # Everything is read once.
@@ -99,9 +99,9 @@ def test_the_share_of_tokens_behind_cuts_is_that_of_the_documents(tmp_path: Path
     lines = [line for path in (tmp_path / "corpus" / "a").iterdir() for line in path.read_text().splitlines()]
     sizes = [len(json.loads(line)["text"].encode()) for line in lines]
     share = sum(max(size - 2 * plan.config.data.seq_len, 0) for size in sizes) / sum(sizes)
-    assert make_preview(plan, 2).sources[0].behind_cuts_share == pytest.approx(share)
+    assert make_preview(plan).sources[0].behind_cuts_share == pytest.approx(share)
     assert 0 < share < 1
-    assert make_preview(plan_of(tmp_path, "data.max_group_cells=0"), 1).sources[0].behind_cuts_share == 0
+    assert make_preview(plan_of(tmp_path, "data.max_group_cells=0", world_size=1)).sources[0].behind_cuts_share == 0
 
 
 def test_a_source_without_documents_is_refused(tmp_path: Path) -> None:
@@ -109,4 +109,4 @@ def test_a_source_without_documents_is_refused(tmp_path: Path) -> None:
         (tmp_path / "corpus" / modality).mkdir(parents=True)
         (tmp_path / "corpus" / modality / "empty.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(UserError, match="source first: has no document to train on"):
-        make_preview(plan_of(tmp_path), 2)
+        make_preview(plan_of(tmp_path))

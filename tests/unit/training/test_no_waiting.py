@@ -109,7 +109,7 @@ def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
     diagnostics.on_event = lambda event: pytest.fail(str(event))  # an extension that reads is turned off
     return TrainStep(
         model=model,
-        ledger=ledger,
+        ledgers=[] if ledger is None else [ledger],
         objective=Objective(z_loss=1e-2, coord=CoordSettings(first_token=2, num_bins=4, sigma=1.0)),
         optimizer=optimizer,
         gns=gns,

@@ -154,7 +154,13 @@ def test_the_data_end_at_the_same_step(both):
 def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():
     batch = {"tokens": torch.ones(2, 3), "targets": torch.ones(2, 3, dtype=torch.int64)}
     micro = replace(take_apart(batch, None), state="after 1", metrics={"lr": 1.0})
-    run: Any = SimpleNamespace(loader=iter([micro]), data_state="before", last_read=None, info=RankInfo())
+    run: Any = SimpleNamespace(
+        loaders=[iter([micro])],
+        last_read=[],
+        info=RankInfo(),
+        device=torch.device("cpu"),
+        position=SimpleNamespace(data_states=["before"]),
+    )
     first, second = read_window(run, 2), read_window(run, 2)
     assert first is not None
     assert second is not None

@@ -79,7 +79,7 @@ def resume(config_path: Path, path: Path) -> str:
         _, state_json = files.find(path.parent, str(path)) or (None, {})
         plan = make_plan(config, config_path, 1)
         data = check_data(plan, state_json, ALONE, DataPolicy())
-        restore(path, state_json, plan, make_state(plan, ALONE, CPU), ALONE, CPU, data)
+        restore(path, state_json, plan, make_state(plan, ALONE, CPU), ALONE, data)
     except UserError as error:
         return error.message
     return "restored"

@@ -433,6 +433,8 @@ class NoiseScaleAverage:
         self.drawn: Ratio | None = None
         """B of the batch as it is drawn, for decisions, if something measures it and it has an upper bound."""
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
+        self.shards_per_rank = 1
+        """Data shards, each of which has a micro-batch of its own at a time."""
         self.token_sum = self.token_weight = 0.0  # average of tokens per effective example
         self.skipped = 0.0  # since the start
         self.drained = 0.0  # the part of `skipped` that `drain_metrics` has reported
@@ -492,7 +494,7 @@ class NoiseScaleAverage:
         low, high, value, error = ratio
         values = {"gns/b_simple_low": low, "gns/b_simple_high": high, "gns/b_simple": value, "gns/b_simple_se": error}
         if value is not None:
-            per_micro = self.world_size / self.small_noise  # sequences of a micro-batch over all ranks
+            per_micro = self.world_size * self.shards_per_rank / self.small_noise  # sequences over all data shards
             values |= {"gns/gns_mu": value / per_micro, "gns/Bsimple_from_mu": value}
             if self.token_weight > 0.0:
                 values["gns/b_simple_tokens"] = value * self.token_sum / self.token_weight

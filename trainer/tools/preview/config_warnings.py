@@ -49,7 +49,7 @@ def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
     for source, view in zip(plan.sources, preview.sources, strict=True):
         found += _blend_warnings(source.table.weight, view, preview)
         if view.picks_per_slice is not None:
-            found += _slice_warnings(plan.config, view, preview.world_size, view.picks_per_slice[1])
+            found += _slice_warnings(plan.config, view, preview.data_shards, view.picks_per_slice[1])
             found += _pool_warnings(view)
     if preview.ends_at_step is not None:
         problem = f"is false, and the data is exhausted at step {preview.ends_at_step} of {preview.steps}"

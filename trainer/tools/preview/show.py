@@ -21,7 +21,7 @@ def print_preview(
 ) -> None:
     """Print tables and warnings. `num_logged`: further warnings, which were logged before."""
     tables = [_source_columns(preview), _modality_columns(preview)]
-    tables += [_rank_columns(preview)] if preview.world_size > 1 else []
+    tables += [_rank_columns(preview)] if preview.data_shards > 1 else []
     parts: list[RenderableType] = [Text(_headline(preview))]
     for title, columns in tables:
         table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")
@@ -37,10 +37,12 @@ def print_preview(
 
 def _headline(preview: Preview) -> str:
     least, mean, most = preview.cells_per_step
+    ranks = counted(preview.world_size, "rank")
+    if _part(preview) != "rank":
+        ranks += f" with {preview.data_shards} data shards"
     lines = [
-        f"{preview.name}: {counted(preview.steps, 'step')} of {preview.micro_batches} on "
-        f"{counted(preview.world_size, 'rank')} ({preview.num_batches:,} per rank); {mean:,.1f} cells per step "
-        f"({least:,} to {most:,})"
+        f"{preview.name}: {counted(preview.steps, 'step')} of {preview.micro_batches} on {ranks} "
+        f"({preview.num_batches:,} per {_part(preview)}); {mean:,.1f} cells per step ({least:,} to {most:,})"
     ]
     if preview.ends_at_step is not None:
         lines.append(f"the data is exhausted at step {preview.ends_at_step:,}")
@@ -50,6 +52,11 @@ def _headline(preview: Preview) -> str:
             "all other numbers are averages"
         )
     return "\n".join(lines)
+
+
+def _part(preview: Preview) -> str:
+    """What reads a part of the data."""
+    return "rank" if preview.data_shards == preview.world_size else "data shard"
 
 
 def _source_columns(preview: Preview) -> tuple[str, list[Column]]:
@@ -110,7 +117,11 @@ def _rank_columns(preview: Preview) -> tuple[str, list[Column]]:
         Column(f"masked,\n{mode}", [f"{each.masked_share[mode]:.1%}" for each in sources], "right")
         for mode in BATCHING_MODES
     ]
-    return f"Shares of the {preview.world_size} ranks; masked: micro-batches without rows on the worst rank", columns
+    part = _part(preview)
+    return (
+        f"Shares of the {preview.data_shards} {part}s; masked: micro-batches without rows on the worst {part}",
+        columns,
+    )
 
 
 def _ledger_table(ledger: LedgerView) -> Table:

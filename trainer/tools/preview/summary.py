@@ -122,6 +122,7 @@ class Preview:
 
     name: str
     world_size: int
+    data_shards: int
     steps: int
     micro_batches: str
     num_batches: int
@@ -133,7 +134,7 @@ class Preview:
     ledger: LedgerView | None
 
 
-def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Preview:
+def make_preview(plan: Plan, *, most: int = MAX_COUNTED) -> Preview:
     """Compute a preview. Opens every stream, but reads only document lengths.
 
     Args:
@@ -143,10 +144,11 @@ def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Pre
         UserError: a stream cannot be opened, a source has nothing to train on, or the model lacks the state that a setting
             needs.
     """
+    num_shards = plan.facts.data_shards
     steps, by_steps, num_batches = plan.config.train.steps, plan.batches_by_steps, plan.num_batches
     plan.state_width()  # or an error
-    shapes = [source_shape(plan, source, world_size) for source in plan.sources]
-    forecast = count_run(plan, shapes, world_size, most=most)
+    shapes = [source_shape(plan, source, num_shards) for source in plan.sources]
+    forecast = count_run(plan, shapes, num_shards, most=most)
     expected = expected_batches([source.weight for source in plan.sources], num_batches, by_steps)
     sources = [_source_view(plan, *each, forecast) for each in zip(shapes, expected, strict=True)]
     tokens = max(sum(source.tokens or 0 for source in sources), 1)
@@ -160,7 +162,8 @@ def make_preview(plan: Plan, world_size: int, *, most: int = MAX_COUNTED) -> Pre
     cells = forecast.cells_per_step
     return Preview(
         name=plan.config.run.name,
-        world_size=world_size,
+        world_size=plan.facts.world_size,
+        data_shards=num_shards,
         steps=steps,
         micro_batches=_micro_batches(plan.config.micro_batches),
         num_batches=num_batches,

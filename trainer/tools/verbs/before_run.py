@@ -40,12 +40,13 @@ MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `tr
 COUNTED = 20_000  # micro-batches over all ranks
 EXIT_BREACH = 3
 MEANINGS = {
+    "data_shards": "parts that the data are read in",
     "cells_per_step": "rows of a step over all ranks, each a chunk of a document",
     "tokens_per_step": "at most, over all ranks",
     "tokens_per_micro": "tokens of a micro-batch over all ranks",
-    "groups_in_flight": "documents whose states a rank keeps at once, at most",
-    "capacity_to_change_ranks": "the same after a resume on another number of ranks",
-    "ledger_capacity": "states that a rank has room for",
+    "groups_in_flight": "documents whose states a data shard keeps at once, at most",
+    "capacity_to_change_ranks": "the same after a resume with another number of data shards",
+    "ledger_capacity": "states that a data shard has room for",
     "ledger_mode": "which states are dropped",
     "ownership": "which rank keeps a document's state",
     "state_width": "numbers of a document's state",
@@ -150,12 +151,12 @@ def _tokens_in_run(plan: Plan, preview: Preview | None) -> str | int:
 
 
 def _preview(plan: Plan) -> Preview | None:
-    """What the run will draw, counted over its beginning; None for one rank on much data, which opening may tokenize."""
+    """What the run will draw, counted over its beginning; None for one data shard of much data, which opening may tokenize."""
     from trainer.tools.preview.summary import make_preview
 
-    if plan.facts.world_size == 1 and sum(_num_bytes(source.streams) for source in plan.sources) > MOST_BYTES:
+    if plan.facts.data_shards == 1 and sum(_num_bytes(source.streams) for source in plan.sources) > MOST_BYTES:
         return None
-    return make_preview(plan, plan.facts.world_size, most=COUNTED)
+    return make_preview(plan, most=COUNTED)
 
 
 def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
@@ -184,6 +185,10 @@ def _derived(plan: Plan) -> dict[str, Any]:
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
     if plan.facts.world_size > 1:
         facts["sharding"] = "none: each rank holds the whole model" if plan.layout is None else str(plan.layout)
+    if (each := plan.facts.shards_per_rank) > 1:
+        passes = batches.most * each
+        words = f"each rank runs {each}, in {passes} forward passes a step; {batches.most} of {each} times the rows would do"
+        facts["data_shards"] = f"{plan.facts.data_shards}: {words}"
     facts["micro_batches"] = batches.first
     if not batches.is_constant:
         words = f"{batches.least} to {batches.most}; cells_per_step and tokens_per_step are those of {batches.most}"
@@ -192,7 +197,9 @@ def _derived(plan: Plan) -> dict[str, Any]:
         facts["noise_scale"] = f"not measured: {reason}"
     if plan.state_width():
         facts["state_width"] = plan.state_width()
-        facts["ledger_megabytes"] = round(ledger_bytes(config.ledger, plan.state_width()) / 1e6, 1)
+        facts["ledger_megabytes"] = round(
+            plan.facts.shards_per_rank * ledger_bytes(config.ledger, plan.state_width()) / 1e6, 1
+        )
     return facts
 
 
@@ -208,7 +215,7 @@ def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
             found["corpus_share"] = {each.name: each.corpus_share for each in view.modalities}
             found["drawn_share"] = {each.name: each.drawn_share for each in view.modalities}
             found["behind_cuts_share"] = view.behind_cuts_share
-            if plan.facts.world_size > 1:
+            if plan.facts.data_shards > 1:
                 found["rank_token_shares"] = list(view.rank_token_shares)
                 found["masked_share"] = dict(view.masked_share)
     return sources
@@ -284,7 +291,7 @@ def preview(
     resolved = load_config(config_path, overrides or [])
     with collected_warnings() as logged, located(config_path, overrides or []):
         plan = make_plan(resolved, Path(config_path), world_size, logs_doubts=False)
-        forecast = make_preview(plan, world_size)
+        forecast = make_preview(plan)
     warnings = find_warnings(plan, forecast)
     if as_json:
         found = [{**asdict(each), "message": each.message} for each in warnings]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -136,16 +136,22 @@ def verify(path: Path) -> dict[str, Any]:
         if found != expected:
             raise CheckpointError(f"{path / name}: is damaged (its size or hash is not what {MARKER} says)")
     state = read_state(path)
-    world_size = state["world_size"]
+    world_size, num_shards = state["world_size"], data_shards(state)
     # No more names than there are files, whatever number the state holds.
-    expected_ranks = range(min(world_size, len(files)))
-    needed = {*map(model_file, state["model_files"]), *map(rank_file, expected_ranks)}
-    if files.keys() & (rows := {rows_file(rank) for rank in expected_ranks}):
+    shards = range(min(num_shards, len(files)))
+    needed = {*map(model_file, state["model_files"]), *map(rank_file, shards)}
+    if files.keys() & (rows := {rows_file(shard) for shard in shards[:: max(num_shards // world_size, 1)]}):
         needed |= rows
     missing = sorted(needed - files.keys())
     if missing:
         raise CheckpointError(f"{path}: has no {', '.join(missing)}, and was saved on {counted(world_size, 'rank')}")
     return state
+
+
+def data_shards(state: Mapping[str, Any]) -> int:
+    """How many data shards a checkpoint's state.json speaks of."""
+    number: int = state.get("data_shards", state["world_size"])
+    return number
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -277,6 +283,7 @@ class _SavedState(_Part):
 
     step: Count
     world_size: Annotated[int, Field(ge=1, le=MOST)]
+    data_shards: Annotated[int, Field(ge=1, le=MOST)] = 1
     model_files: Annotated[list[Count], Field(min_length=1)]
     reached: Count
     tokens: Annotated[list[Count], Field(min_length=2, max_length=2)]

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from trainer.config.load import flatten, recorded_settings
 from trainer.config.schema import RunConfig
 from trainer.data.blend import ALL_RANKS, BlendDataset, parts_of, without_sources
@@ -31,10 +29,11 @@ from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.import_path import users_code
+from trainer.ledger.ledger import Ledger
 from trainer.metrics.logger import get_logger
 from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.checkpoint import loading
+from trainer.training.checkpointing.checkpoint import data_shards, loading
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.checkpointing.train_state import (
     Position,
@@ -42,7 +41,6 @@ from trainer.training.checkpointing.train_state import (
     load_optimizer,
     load_weights_of,
     open_model,
-    set_generator_states,
 )
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
@@ -57,7 +55,6 @@ def restore(
     plan: Plan,
     state: TrainState,
     info: RankInfo,
-    device: torch.device,
     data: DataCheck,
 ) -> Position:
     """Load the checkpoint in `path`, whose state.json is `saved`, into the parts of a run. Returns where the run continues.
@@ -67,10 +64,11 @@ def restore(
     """
     with loading(path, "config"):
         check_config(saved["config"], plan.config)
-    saved_world_size = saved["world_size"]
+    num_saved, num_shards = data_shards(saved), plan.facts.data_shards
+    is_same = num_saved == num_shards
     with loading(path, "files"):
         tensors = open_model(path, saved, rank=info.rank)
-        parts = _read_parts(path, saved, state, info, needs_all=bool(data.change))
+        parts = _read_parts(path, num_saved, state, needs_all=not is_same or bool(data.change))
     with loading(path, "weights"):
         load_weights_of(state.model, tensors)
     with loading(path, "optimizer"):
@@ -78,29 +76,21 @@ def restore(
     if state.scaler.is_enabled():
         with loading(path, "loss scaling"):
             state.scaler.load_state_dict(tensors.values["scaler"])
-    if state.ledger is not None:
-        # Groups in flight here need room beside those of a checkpoint of other ranks.
-        room = plan.facts.groups_in_flight if saved_world_size != info.world_size else 0
-        with loading(path, "ledger"):
-            if saved.get("state_layout") != state.state_layout:
-                raise ValueError(
-                    f"it holds states of {saved.get('state_layout')}, the model's are {state.state_layout}"
-                )
-            state.ledger.load_state_dict([part["ledger"] for part in parts], room=room)
+    with loading(path, "ledger"):
+        # Groups in flight here need room beside those of a checkpoint of other shards.
+        _restore_ledgers(state, saved, parts, room=0 if is_same else plan.facts.groups_in_flight)
     with loading(path, "averages"):
         state.load_shared(saved)
-    own = parts[info.rank] if saved_world_size == info.world_size else None
-    if own is None:
-        text = "saved on %s, resumed on %d: a step has another number of tokens (to continue as before: --nproc %d)"
-        logger.warning(text, counted(saved_world_size, "rank"), info.world_size, saved_world_size)
-    else:
-        with loading(path, "generators"):
-            set_generator_states(own["generators"], device)
+    if not is_same:
+        text = "saved with %s, resumed with %d: a step has another number of tokens "
+        text += "(distributed.shards = %d goes on as before, on any ranks that divide it)"
+        logger.warning(text, counted(num_saved, "data shard"), num_shards, num_saved)
     with loading(path, "data cursors"):
-        blends = [part["data"] for part in parts]
+        blends = {number: part["data"] for number, part in parts.items()}
         if data.change:
-            blends = restart_changed(blends, state.dataset, data)
-        state.dataset.load_state_dict(blends if own is None else blends[info.rank])
+            blends = dict(enumerate(restart_changed([*blends.values()], state.dataset, data)))
+        for shard in state.shards:
+            shard.dataset.load_state_dict(blends[shard.number] if is_same else [*blends.values()])
         position = Position.of(state, saved["step"])
     position.reached, position.evaluation_is_due = saved["reached"], saved["evaluation_is_due"]
     position.tokens_before, position.tokens = saved["tokens"]
@@ -110,23 +100,40 @@ def restore(
         position.micro_batches, position.micro_batches_since = saved["micro_batches"]
     else:  # `auto` begins here
         position.micro_batches_since = position.step + 1
-    if own is not None:
+    if is_same:
         with loading(path, "counts"):
-            position.load_counts(state, own["unlogged"])
+            for index, shard in enumerate(state.shards):
+                position.load_counts(index, parts[shard.number]["unlogged"])
     logger.info("resuming after step %d from %s", position.step, path)
     return position
 
 
-def _read_parts(
-    path: Path, saved: Mapping[str, Any], state: TrainState, info: RankInfo, *, needs_all: bool
-) -> list[dict[str, Any]]:
-    """The parts of all saving ranks; where this rank needs its own alone, that one in every place."""
-    world_size = saved["world_size"]
-    if world_size == info.world_size and not needs_all:
-        own = read_rank(path, info.rank)
-        if state.ledger is None or own["ledger"]["ownership"] == state.ledger.ownership:
-            return [own] * world_size
-    return [read_rank(path, rank) for rank in range(world_size)]
+def _restore_ledgers(
+    state: TrainState, saved: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]], *, room: int
+) -> None:
+    if state.ledgers and saved.get("state_layout") != state.state_layout:
+        raise ValueError(f"it holds states of {saved.get('state_layout')}, the model's are {state.state_layout}")
+    for number, ledger in state.ledgers.items():
+        if _is_own_ledger(parts, number, ledger):
+            ledger.load_state_dict([parts[number]["ledger"]] * ledger.owners.world_size)
+            ledger.load_undrained(parts[number]["unlogged"]["ledger"])
+        else:
+            ledger.load_state_dict([part["ledger"] for part in parts.values() if "ledger" in part], room=room)
+
+
+def _read_parts(path: Path, num_saved: int, state: TrainState, *, needs_all: bool) -> dict[int, dict[str, Any]]:
+    """The parts of all data shards, by number; those of this rank alone where it needs no others."""
+    if not needs_all:
+        own = {shard.number: read_rank(path, shard.number) for shard in state.shards}
+        if all(_is_own_ledger(own, number, ledger) for number, ledger in state.ledgers.items()):
+            return own
+    return {number: read_rank(path, number) for number in range(num_saved)}
+
+
+def _is_own_ledger(parts: Mapping[int, Mapping[str, Any]], number: int, ledger: Ledger) -> bool:
+    """Whether the states that shard `number` saved are those that this ledger holds, all of them and no others."""
+    saved, owners = parts.get(number, {}).get("ledger"), ledger.owners
+    return saved is not None and all(saved[name] == value for name, value in owners._asdict().items())
 
 
 logger = get_logger(__name__)

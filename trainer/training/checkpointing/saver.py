@@ -33,7 +33,7 @@ from trainer.training.checkpointing.tensor_files import (
     rows_file,
     write_part,
 )
-from trainer.training.checkpointing.train_state import Position, TrainState, generator_states, model_part
+from trainer.training.checkpointing.train_state import Position, TrainState, model_part
 from trainer.training.extension import Extensions
 
 logger = get_logger(__name__)
@@ -105,6 +105,7 @@ class Saver:
             "tokens": [position.tokens_before, position.tokens],
             "micro_batches": [position.micro_batches, position.micro_batches_since],
             "world_size": self.info.world_size,
+            "data_shards": self.info.world_size * len(self.state.shards),
             "model_files": saving_ranks(self.state.model),
             "evaluation_is_due": position.evaluation_is_due,
             **self.state.shared(),
@@ -148,17 +149,14 @@ class Saver:
     def _parts(self, position: Position) -> dict[str, Part]:
         """The files that this rank writes."""
         state, rank = self.state, self.info.rank
-        own: dict[str, Any] = {
-            "data": position.data_state,
-            "generators": generator_states(self.device),
-            "unlogged": position.counts(state),
-        }
         parts: dict[str, Part] = {}
-        if state.ledger is not None:
-            own["ledger"] = state.ledger.state_dict(with_rows=False)
-            parts[rows_file(rank)] = StatePart(state.ledger.num_row_bytes, state.ledger.held_rows())
-        values, tensors = pack(own)
-        parts[rank_file(rank)] = TensorPart({name: Rows.all_of(t) for name, t in tensors.items()}, values)
+        for index, shard in enumerate(state.shards):
+            own: dict[str, Any] = {"data": position.data_states[index], "unlogged": position.counts(index)}
+            if (ledger := state.ledgers.get(shard.number)) is not None:
+                own["ledger"], own["unlogged"]["ledger"] = ledger.state_dict(with_rows=False), ledger.undrained()
+                parts[rows_file(shard.number)] = StatePart(ledger.num_row_bytes, ledger.held_rows())
+            values, tensors = pack(own)
+            parts[rank_file(shard.number)] = TensorPart({name: Rows.all_of(t) for name, t in tensors.items()}, values)
         model = model_part(state.model, state.optimizer, state.scaler, rank=rank)
         if model is not None:
             parts[model_file(rank)] = model

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,19 +25,42 @@ from trainer.training.step.optimizer import load_named_state, named_state
 from trainer.wording import few
 
 
+class DataShard(NamedTuple):
+    """A part of the data, what reads it, and the states that its groups carry.
+
+    Attributes:
+        number: among those of all ranks.
+        ledger: None for a model without state. Shards of a rank whose groups may move share one.
+    """
+
+    number: int
+    dataset: BlendDataset
+    ledger: Ledger | None
+
+
 @dataclass
 class TrainState:
     """The parts of a run that have a state of their own; extensions have theirs besides."""
 
     model: nn.Module
     """Without DDP."""
-    dataset: BlendDataset
-    ledger: Ledger | None
-    """None for a model without state."""
+    shards: Sequence[DataShard]
+    """Those of this rank: one, or its part of `distributed.shards`."""
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     tracker: MetricsTracker
     gns: GradientNoiseScale | None = None
+
+    @property
+    def dataset(self) -> BlendDataset:
+        """Of the first shard; those of the others are alike."""
+        return self.shards[0].dataset
+
+    @property
+    def ledgers(self) -> dict[int, Ledger]:
+        """By the number of the shard that saves it; empty for a model without state."""
+        found = {shard.ledger: shard.number for shard in reversed(self.shards) if shard.ledger is not None}
+        return {number: ledger for ledger, number in reversed(found.items())}
 
     def shared(self) -> dict[str, Any]:
         """The states that are the same on all ranks and fit JSON."""
@@ -78,10 +101,10 @@ HOST_KEYS = (
 class Position:
     """Where a run is, and what it has counted on the way."""
 
-    data_state: Any
-    """This rank's data set's, after the last batch of the last finished step."""
-    unlogged: Recorder
-    """What the host has counted since the last logged step."""
+    data_states: list[Any]
+    """Of this rank's data shards, after the last batch of the last finished step."""
+    unlogged: list[Recorder]
+    """What each of them has counted since the last logged step; the first also what the host has."""
     step: int = 0
     """Last finished step."""
     last_step: int | None = None
@@ -107,36 +130,19 @@ class Position:
 
     @classmethod
     def of(cls, state: TrainState, step: int = 0) -> Self:
-        """The position after `step`, of which `state` holds the data set's state."""
+        """The position after `step`, of which `state` holds the data sets' states."""
         leave_out = state.tracker.diagnostics.best_effort("metrics").leave_out
-        return cls(state.dataset.state_dict(), Recorder(leave_out=leave_out), step=step)
+        states = [shard.dataset.state_dict() for shard in state.shards]
+        return cls(states, [Recorder(leave_out=leave_out) for _ in states], step=step)
 
-    def counts(self, state: TrainState) -> dict[str, Any]:
-        """What this rank has counted since the last logged step, for a checkpoint between two of them."""
-        counts = {"pool": self.unlogged.state_dict(), "in_a_row": self.skipped_in_a_row}
-        return counts if state.ledger is None else {**counts, "ledger": state.ledger.undrained()}
+    def counts(self, index: int) -> dict[str, Any]:
+        """What this rank's shard `index` has counted since the last logged step, for a checkpoint between two of them."""
+        return {"pool": self.unlogged[index].state_dict(), "in_a_row": self.skipped_in_a_row}
 
-    def load_counts(self, state: TrainState, saved: Mapping[str, Any]) -> None:
-        """Continue from `counts`; {} where the world size has changed."""
-        self.unlogged.load_state_dict(saved.get("pool", {}))
-        self.skipped_in_a_row = int(saved.get("in_a_row", 0))
-        if state.ledger is not None and "ledger" in saved:
-            state.ledger.load_undrained(saved["ledger"])
-
-
-def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """Of the CPU's generator and, where there is one, the device's; both are kept on the host, so nothing waits."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Go on from `generator_states`."""
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    def load_counts(self, index: int, saved: Mapping[str, Any]) -> None:
+        """Continue from `counts`."""
+        self.unlogged[index].load_state_dict(saved["pool"])
+        self.skipped_in_a_row = int(saved["in_a_row"])
 
 
 def model_part(

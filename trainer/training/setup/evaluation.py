@@ -62,7 +62,7 @@ def _eval_set(
     if num_batches < ALL and sources:
         rows = max(largest_batch(mixing_of(plan.config, source.table)) for source in sources)
         if num_batches:
-            budget = num_batches * rows * info.world_size
+            budget = num_batches * rows * plan.facts.data_shards
         else:
             steps = min(plan.config.eval.every, plan.facts.steps)
             cells = plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells

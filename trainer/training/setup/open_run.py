@@ -97,7 +97,7 @@ def open_run(
             begin_from_weights(plan, state.model)
             position = Position.of(state)
         else:
-            position = restore(*found, plan, state, info, device, data)
+            position = restore(*found, plan, state, info, data)
             say_rate_change(found[1]["config"], plan, position)
     if _is_over(run_dir, position, plan.length, info):
         return None
@@ -142,6 +142,7 @@ def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Stra
     if plan.config.gns.enabled:
         group = dist.group.WORLD if info.world_size > 1 else None
         state.gns = GradientNoiseScale(state.model, ema=plan.config.gns.ema, process_group=group)
+        state.gns.shards_per_rank = len(state.shards)
         stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
     return state
 
@@ -165,17 +166,21 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
     cell_model, run.loss = model_and_loss(state.model, config, device)
     run.row_model = in_cells(cell_model, config)
     step_model = run.strategy.wrap(run.row_model, state.model)
-    pack(position.data_state, "data")  # one that a checkpoint cannot keep is refused before the first step
+    pack(position.data_states, "data")  # one that a checkpoint cannot keep is refused before the first step
     guard = diagnostics.best_effort("data metrics")
-    loader = Loader(
-        state.dataset,
-        device=device,
-        accepted=accepted_inputs(state.model),
-        burns_in=config.ledger.burn_in > 0,
-        prefetch=config.data.prefetch,
-        guard=guard,
-    )
-    stack.callback(loader.close)
+    loaders = [
+        Loader(
+            shard.dataset,
+            device=device,
+            accepted=accepted_inputs(state.model),
+            burns_in=config.ledger.burn_in > 0,
+            prefetch=config.data.prefetch,
+            guard=guard,
+        )
+        for shard in state.shards
+    ]
+    for loader in loaders:
+        stack.callback(loader.close)
     run_dir, stop = run.run_dir, run.stop
     # Nothing of a run refers to the run itself: one that is done is freed, and the process group with it.
     run.watchdog = start_watchdog(
@@ -183,12 +188,12 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
         timeout_sec=config.distributed.timeout_sec,
         log=run_dir.log_file(info.rank),
         on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
-        reading=lambda: loader.reading,
+        reading=lambda: "; ".join(loader.reading for loader in loaders),
         is_asked=lambda: stop.is_heard or stop.requested,
         groups=run.strategy.groups,
     )
     stack.callback(run.watchdog.close)
-    run.loader = loader
+    run.loaders = [*loaders]
     run.schedule = make_schedule(config, plan.length)
     if config.eval.every:
         run.evaluator = make_evaluator(
@@ -211,7 +216,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
     run.periods = (run.extensions.periods | {config.eval.every, config.checkpoint.every, decides_every}) - {0}
     run.train_step = TrainStep(
         model=step_model,
-        ledger=state.ledger,
+        ledgers=[shard.ledger for shard in state.shards if shard.ledger is not None],
         objective=run.loss,
         auxiliary=auxiliary,
         optimizer=state.optimizer,
@@ -220,16 +225,19 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
         max_tokens_per_micro=max_tokens_per_micro(plan),
         clip_grad_norm=config.train.clip_grad_norm,
         world_size=info.world_size,
+        shards=[shard.number for shard in state.shards],
+        seed=config.run.seed,
         device=device,
         autocast=autocast_context(config, device),
         strategy=run.strategy,
         extensions=run.extensions,
         diagnostics=diagnostics,
     )
-    parts = {"ledger metrics": state.ledger, "gns": state.gns}
-    run.reporters = {name: (part, tuple(part.metric_keys)) for name, part in parts.items() if part is not None}
+    first = state.shards[0].number
+    run.reporters = [("ledger metrics", number - first, ledger) for number, ledger in state.ledgers.items()]
+    run.reporters += [] if state.gns is None else [("gns", 0, state.gns)]
     keys = [*HOST_KEYS, *state.dataset.metric_keys, *run.extensions.metric_keys]
-    keys += [key for _, own in run.reporters.values() for key in own]
+    keys += [key for *_, reporter in run.reporters for key in reporter.metric_keys]
     run.operations = agreed_operations(keys, info)
 
 
@@ -238,7 +246,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
     config = run.config
     shows_bar = run.info.is_main and sys.stderr.isatty()
     asked = {
-        "carry probe": (run.ledger is not None and config.ledger.probe_every, "carry_probe:StepProbe"),
+        "carry probe": (run.state.ledgers and config.ledger.probe_every, "carry_probe:StepProbe"),
         "gns components": (run.gns is not None and config.gns.components_every, "noise_components:NoiseSources"),
         "gns outlook": (run.info.is_main and run.gns is not None, "noise_outlook:NoiseOutlook"),
         "per_layer": (config.metrics.per_layer, "per_layer:LayerNumbers"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -41,7 +40,7 @@ from trainer.model.wrappers import (
 )
 from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.loss import CoordSettings, Loss, Objective
-from trainer.training.checkpointing.train_state import TrainState
+from trainer.training.checkpointing.train_state import DataShard, TrainState
 from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.setup.sources import Source
 from trainer.training.step.optimizer import build_optimizer
@@ -68,12 +67,10 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     check_state_rules(config, model)
     if not plan.has_built_in_model:  # whose needs were not known before
         raise_found(plan.unmet_needs(device, model=model))
-    torch.manual_seed(zlib.crc32(f"{config.run.seed}:{info.rank}".encode()))  # but dropout of its own
     flops = getattr(model, "flops_per_token", None)
     return TrainState(
         model=model,
-        dataset=make_blend(plan, info),
-        ledger=make_ledger(plan, info, model, device),
+        shards=make_shards(plan, info, model, device),
         optimizer=build_optimizer(model, config.optimizer),
         scaler=torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16"),
         tracker=MetricsTracker(
@@ -100,18 +97,31 @@ def make_model(config: RunConfig, table: ModelTable, vocab_size: int) -> nn.Modu
     return model
 
 
-def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.device) -> Ledger | None:
-    """The training ledger; None for a model without state."""
-    table, width = plan.config.ledger, width_of(model)
-    if width == 0:
-        return None
+def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.device) -> list[DataShard]:
+    """This rank's data shards, each with a ledger of its own unless states move between them."""
+    shards = info.data_shards(plan.facts.data_shards)
+    blends = [make_blend(plan, shard) for shard in shards]
+    ledgers: list[Ledger | None] = [None] * len(shards)
+    if width_of(model) and plan.facts.ownership == "exchange":
+        owners = Owners("exchange", info.rank, info.world_size)
+        shared = make_ledger(plan, owners, model, device, capacity=len(shards) * plan.config.ledger.capacity)
+        ledgers = [shared] * len(shards)
+    elif width_of(model):
+        owned = [Owners("reader", shard.rank, shard.world_size) for shard in shards]
+        ledgers = [make_ledger(plan, each, model, device, capacity=plan.config.ledger.capacity) for each in owned]
+    return [DataShard(each.rank, *parts) for each, parts in zip(shards, zip(blends, ledgers, strict=True), strict=True)]
+
+
+def make_ledger(plan: Plan, owners: Owners, model: nn.Module, device: torch.device, *, capacity: int) -> Ledger:
+    """A training ledger."""
+    table = plan.config.ledger
     make: Callable[..., Ledger] = Ledger
     if table.start != "zero":
         make = importlib.import_module("trainer.extensions.starts").StartingLedger
         make = partial(make, start=table.start, share=table.start_share, seed=plan.config.run.seed)
     return make(
-        state_width=width,
-        capacity=table.capacity,
+        state_width=width_of(model),
+        capacity=capacity,
         wipe_mode=table.wipe_mode,
         stale_threshold=table.stale_threshold,
         sweep_every=table.sweep_every,
@@ -119,7 +129,7 @@ def make_ledger(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
         device=device,
         dtype=STATE_TYPES[table.dtype],
         placement=table.placement,
-        owners=Owners("exchange" if plan.facts.ownership == "exchange" else "reader", info.rank, info.world_size),
+        owners=owners,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.rules import Facts, check_rules, check_state_rules, divide_batch
+from trainer.config.rules import Facts, check_rules, check_state_rules, data_shards, divide_batch
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
@@ -177,8 +177,9 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
         UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
     """
     here = Path.cwd()
-    sources = resolve_sources(config, config_path, world_size)
-    config = divide_batch(config, leaf_tables(sources), world_size)
+    num_shards = data_shards(config, world_size)
+    sources = resolve_sources(config, config_path, num_shards)
+    config = divide_batch(config, leaf_tables(sources), num_shards)
     facts = check_rules(config, leaf_tables(sources), world_size)
     if config.train.tokens:  # the number of full steps is what forecasts go by
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": facts.steps})})

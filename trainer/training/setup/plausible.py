@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from trainer.config.data_tables import MixingTable, SourceTable
-from trainer.config.rules import largest_batch, mixing_of
+from trainer.config.rules import data_shards, largest_batch, mixing_of
 from trainer.config.schema import FIRST_PROFILED, LedgerTable, RunConfig
 from trainer.data.layout import unread_parts
 from trainer.distributed.env import RankInfo
@@ -145,13 +145,14 @@ def unmet_needs(
     tokens = _tokens_of_a_batch(config, sources)
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
     numbers = 2 + (MOMENTS[config.optimizer.name] if config.optimizer.target is None else 0)  # with weight and gradient
+    shards = data_shards(config, world_size)
     layout = layout_for(config.distributed.strategy, config.distributed.replicas, RankInfo(world_size=world_size))
     held = num_parameters if layout is None else -(-num_parameters // layout.shards)
     logits = tokens * vocab_size * (4 if train.precision == "fp32" else 2)
     needs = {
         "data.seq_len": (logits, "the logits that exist together"),
         "model": (held * numbers * 4, "weights, gradients and optimizer"),
-        "ledger.capacity": (ledger_bytes(table, state_width), "the states of the ledger"),
+        "ledger.capacity": (shards // world_size * ledger_bytes(table, state_width), "the states of the ledger"),
     }
     if is_cuda and table.placement == "host":
         found += _exceeding({"ledger.capacity": needs.pop("ledger.capacity")}, torch.device("cpu"))
@@ -182,7 +183,7 @@ def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> li
 
 
 def ledger_bytes(table: LedgerTable, state_width: int) -> int:
-    """Memory of the states of one rank's ledger."""
+    """Memory of the states of one data shard's ledger."""
     return table.capacity * state_width * (2 if table.dtype == "bfloat16" else 4)
 
 

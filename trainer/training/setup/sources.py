@@ -69,7 +69,7 @@ class Source:
         return float(shares @ shares)
 
 
-def resolve_sources(config: RunConfig, config_path: Path, world_size: int) -> list[Source]:
+def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> list[Source]:
     """Every leaf source, with its weight and streams.
 
     Raises:
@@ -79,8 +79,8 @@ def resolve_sources(config: RunConfig, config_path: Path, world_size: int) -> li
     leaves: list[Source] = []
     cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
     _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),), cache)
-    config = divide_batch(config, leaf_tables(leaves), world_size)
-    micro_tokens = tokens_per_micro(config, leaf_tables(leaves), world_size)
+    config = divide_batch(config, leaf_tables(leaves), num_shards)
+    micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
     _refuse_unknown_steps(config, leaves)
     # What `auto` may come to: a gap would end the run. A length in tokens has the same number of batches for every m.
     batches = (config.micro_batches if config.train.tokens else config.micro_batches.fastest()).by_steps(micro_tokens)

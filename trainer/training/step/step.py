@@ -39,7 +39,7 @@ from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norms
 from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
-from trainer.on_device import HostCopy, scale_gradients, step_unless, supports_found_inf
+from trainer.on_device import HostCopy, scale_gradients, seed_model, step_unless, supports_found_inf
 from trainer.training.extension import Extensions, Measured
 from trainer.training.step.schedule import set_lr
 
@@ -99,8 +99,8 @@ class TrainStep:
 
     model: nn.Module
     """The model as its strategy runs it: with DDP around it, sharded, or itself on a single rank."""
-    ledger: Ledger | None
-    """Where recurrent states live; None for a model without state."""
+    ledgers: Sequence[Ledger]
+    """Where the recurrent states of each of `shards` live; empty for a model without state."""
     objective: Loss
     optimizer: torch.optim.Optimizer
     gns: GradientNoiseScale | None
@@ -114,6 +114,10 @@ class TrainStep:
     device: torch.device
     autocast: Callable[[], AbstractContextManager[None]]
     """Makes the context in which forward and loss run."""
+    shards: Sequence[int] = (0,)
+    """The numbers of this rank's data shards, which have as many micro-batches each."""
+    seed: int = 0
+    """Of dropout and whatever else a model draws, anew for every micro-batch, so that it depends on nothing before it."""
     auxiliary: Auxiliary = field(default_factory=Auxiliary)
     """Adds the losses and metrics of the model's output."""
     strategy: Strategy = field(default_factory=Strategy)
@@ -151,8 +155,8 @@ class TrainStep:
             step: global step, for the ledger's clock.
             is_logged: it is measured by the extensions that measure logged steps.
         """
-        if self.ledger is not None:
-            self.ledger.begin_step(step)
+        for each in dict.fromkeys(self.ledgers):
+            each.begin_step(step)
         # The same on all ranks, whatever the halves of a window are.
         self._kappa = 1.0 / (len(window) * self.max_tokens_per_micro)
         window = self.extensions.begin_step(step, window, is_logged=is_logged)
@@ -164,18 +168,21 @@ class TrainStep:
             self._gns_guard.run(self.gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros_like(self._loss_sum)
-        exchanged_before = 0.0 if self.ledger is None else self.ledger.exchange_sec
+        exchanged_before, drawn = self._exchange_sec(), [0] * len(self.shards)
         for index, micro in enumerate(window):
             is_last = index == len(window) - 1
-            carry = micro.carry if self.ledger is not None else None
-            if carry is None and self.ledger is not None and self.ledger.is_collective:
+            ledger = self.ledgers[micro.shard] if self.ledgers else None
+            carry = micro.carry if ledger is not None else None
+            if carry is None and ledger is not None and ledger.is_collective:
                 # The rows of other ranks may have groups, and all ranks must take part.
                 carry = Carry.of_no_group(len(micro.targets))
             state = None
-            if self.ledger is not None and carry is not None:
-                state = self.ledger.lookup(carry.group_ids, carry.cell_index, carry.epoch)  # [B, state_width]
+            if ledger is not None and carry is not None:
+                state = ledger.lookup(carry.group_ids, carry.cell_index, carry.epoch)  # [B, state_width]
                 for look in extensions.on_state:
                     look(micro, carry, state)
+            seed_model(self.device, self.seed, step, self.shards[micro.shard], drawn[micro.shard])
+            drawn[micro.shard] += 1
             with nullcontext() if is_last else self.strategy.no_sync():
                 with self.autocast():
                     output = self.model(**micro.inputs, state=state)
@@ -183,8 +190,7 @@ class TrainStep:
                     has_more = auxiliary.is_on or getattr(output, "losses", None) or getattr(output, "metrics", None)
                     result = auxiliary(result, output, micro) if has_more else result
                 if is_last:
-                    exchanged = 0.0 if self.ledger is None else self.ledger.exchange_sec
-                    self._ready_at = time.perf_counter() - (exchanged - exchanged_before)
+                    self._ready_at = time.perf_counter() - (self._exchange_sec() - exchanged_before)
                 scaled: Any = self.scaler.scale(result.loss_sum * self._kappa)  # torch leaves backward without types
                 if self.gns is None or not self._gns_guard.enabled:
                     scaled.backward()
@@ -196,12 +202,15 @@ class TrainStep:
                     # Integers times a float would be a float32, and its rounding all that separates the noise scale from exact.
                     kappa = row_tokens.sum().double() * (self._kappa * scale)
                     self._gns_guard.run(self.gns.end_micro, kappa, row_tokens)
-            if self.ledger is not None and carry is not None and output.state is not None:
-                self.ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
+            if ledger is not None and carry is not None and output.state is not None:
+                ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
             for measure in extensions.on_micro:
                 measure(micro, result)
             self._loss_sum += result.loss_sum.detach()
             self._tokens += result.num_tokens
+
+    def _exchange_sec(self) -> float:
+        return sum(ledger.exchange_sec for ledger in dict.fromkeys(self.ledgers))
 
     def launch(
         self,

@@ -1,0 +1,138 @@
+"""`distributed.shards`: what a run computes depends on the number of data shards, and not on that of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import weights
+from tests.support.runs import read_rows, train, write_tiny_config
+
+pytestmark = pytest.mark.distributed
+
+EXTRA = """
+[eval]
+every = 4
+batches = 2
+holdout_fraction = 0.2
+
+[checkpoint]
+every = 4
+"""
+SETS = (
+    "train.steps=8",
+    "distributed.shards=4",
+    "data.mixing.batch_size=2",
+    "model.target=tests.support.models:float64",
+    "model.num_layers=1",
+    "model.contract=false",
+    "metrics.per_layer=true",
+    "metrics.per_source=true",
+    "ledger.probe_every=4",
+)
+# Times; and what tells the pairs of micro-batches within a rank from the others.
+OF_RANKS = (
+    "time/",
+    "step_time",
+    "smoothed/step_time",
+    "smoothed/tokens_per_sec",
+    "tokens_per_sec",
+    "checkpoint/",
+    "mfu",
+)
+OF_RANKS += ("gns/consistency",)
+CASES: Mapping[str, tuple[str, ...]] = {
+    "ddp": (),
+    "fsdp": ("distributed.strategy=fsdp", "train.micro_batches=1"),
+    "packed": ("data.pack=true", "ledger.start=carried", "data.mixing.batching_mode=device_per_stream"),
+    "exchange": ("ledger.ownership=exchange", "ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=2"),
+    "growing": ("train.micro_batches={schedule='step', points={0=1, 4=2}}",),
+    "exhausted": ("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin", "train.steps=400"),
+}
+
+
+EXACT = ("loss", "grad_norm", "gns/tr_sigma", "gns/grad_sq", "eval_loss")
+
+
+def differences(a: Path, b: Path, *, after: int = 0) -> list[str]:
+    """Where the metrics of two runs differ after a step. The errors of means are differences of sums that are nearly equal."""
+    first, second = (read_rows(run / "metrics.jsonl") for run in (a, b))
+    first = {place: row for place, row in first.items() if place[1] > after}
+    assert first.keys() == second.keys()
+    found = []
+    for place, row in first.items():
+        other = second[place]
+        for key in sorted(row.keys() | other.keys()):
+            if key.startswith(OF_RANKS):
+                continue
+            x, y = row.get(key, math.nan), other.get(key, math.nan)
+            within = 1e-12 if key in EXACT else 1e-9
+            if not math.isclose(x, y, rel_tol=within, abs_tol=within):
+                found.append(f"{place} {key}: {x!r} {y!r}")
+    return found
+
+
+def weight_difference(a: Path, b: Path) -> float:
+    first, second = (weights(sorted((run / "checkpoints").glob("step_*"))[-1]) for run in (a, b))
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    return write_tiny_config(tmp_path_factory.mktemp("shards"), EXTRA)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_two_and_four_ranks_compute_the_same(config, tmp_path, case):
+    for ranks in (4, 2, 1):
+        train(config, tmp_path / str(ranks), *SETS, *CASES[case], nproc=ranks)
+    for ranks in (2, 1):
+        found = differences(tmp_path / "4", tmp_path / str(ranks))
+        if case == "exchange":  # ids are hashed to ranks
+            found = [each for each in found if "ledger/fill_fraction" not in each and "_max:" not in each]
+        assert found == []
+        assert weight_difference(tmp_path / "4", tmp_path / str(ranks)) < 1e-12
+
+
+def resumed(config: Path, run_dir: Path, origin: Path, step: int, *sets: str, ranks: int) -> str:
+    checkpoint = origin / "checkpoints" / f"step_{step:08d}"
+    return train(config, run_dir, *sets, more=("--resume", checkpoint), nproc=ranks)
+
+
+def test_a_run_goes_on_with_any_number_of_ranks(config, tmp_path):
+    """4 -> 2 -> 1 -> 4 ranks in the middle of an epoch, between two logged steps, each compared with the run that went on."""
+    sets = (*SETS, "train.steps=16", "eval.every=8", "metrics.log_interval=3", "checkpoint.keep_last=9")
+    runs = [tmp_path / str(number) for number in range(4)]
+    train(config, runs[0], *sets, nproc=4)
+    for number, ranks in ((1, 2), (2, 1), (3, 4)):
+        said = resumed(config, runs[number], runs[number - 1], 4 * number, *sets, ranks=ranks)
+        assert "saved with" not in said
+        assert differences(runs[0], runs[number], after=4 * number) == []
+        assert weight_difference(runs[0], runs[number]) < 1e-12
+        assert all(row.get("ledger/cold_starts", 0) == 0 for row in read_rows(runs[number] / "metrics.jsonl").values())
+
+
+def test_dropout_is_of_the_micro_batch_and_not_of_what_came_before(config, tmp_path):
+    sets = ("train.steps=8", "model.target=tests.support.models:dropout", "gns.enabled=false", "eval.every=0")
+    train(config, tmp_path / "whole", *sets)
+    resumed(config, tmp_path / "resumed", tmp_path / "whole", 4, *sets, ranks=1)
+    assert weight_difference(tmp_path / "whole", tmp_path / "resumed") == 0
+    train(config, tmp_path / "other", *sets, "distributed.shards=2")
+    first = [read_rows(tmp_path / name / "metrics.jsonl")["train", 1]["loss"] for name in ("whole", "other")]
+    assert first[0] != first[1]
+
+
+def test_a_number_that_the_ranks_do_not_divide_is_refused(config, tmp_path):
+    said = train(config, tmp_path / "run", "distributed.shards=3", nproc=2, code=2)
+    assert "distributed.shards: 3 data shards cannot be divided among 2 ranks" in said
+
+
+def test_another_number_of_shards_is_said(config, tmp_path):
+    sets = ("train.steps=8", "eval.every=0", "model.family=gru")
+    train(config, tmp_path / "two", *sets, "distributed.shards=2")
+    said = resumed(config, tmp_path / "one", tmp_path / "two", 4, *sets, ranks=1)
+    assert "saved with 2 data shards, resumed with 1" in said
