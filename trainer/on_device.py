@@ -6,13 +6,12 @@ gets the decision as `found_inf`, the flag by which torch's loss scaling makes a
 
 from __future__ import annotations
 
+import hashlib
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from trainer.hashing import stable_hash
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
@@ -24,7 +23,7 @@ def to_device(values: Any, device: torch.device) -> Tensor:
 
 def seed_model(device: torch.device, *key: int) -> None:
     """Seed torch's generators of the CPU and of the device from a key, in a hundredth of the time of `torch.manual_seed`."""
-    seed = stable_hash("model", *key)
+    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)

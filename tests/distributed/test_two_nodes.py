@@ -17,7 +17,17 @@ import pytest
 
 from tests.support.launched import children
 from tests.support.ranks import status
-from tests.support.runs import PROGRAM, TIMEOUT_SEC, environment, free_port, losses, overrides, train, write_tiny_config
+from tests.support.runs import (
+    PROGRAM,
+    ROOT,
+    TIMEOUT_SEC,
+    environment,
+    free_port,
+    losses,
+    overrides,
+    train,
+    write_tiny_config,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 STEPS = 200
@@ -26,13 +36,13 @@ STEPS = 200
 class Node:
     """One agent with its rank, in a process group of its own, as on a machine of its own."""
 
-    def __init__(self, folder: Path, name: str, port: int, sets: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, name: str, port: int, sets: tuple[str, ...], fewest: int = 2) -> None:
         self.log = folder / f"{name}.log"
         line = [
             sys.executable,
             "-m",
             "torch.distributed.run",
-            "--nnodes=2",
+            f"--nnodes={fewest}:2",
             "--nproc-per-node=1",
             "--rdzv-backend=c10d",
         ]
@@ -44,8 +54,11 @@ class Node:
         ]
         # The host of the store is told by its address; on one machine both agents would match it.
         line += ["--monitor-interval=0.2", f"--rdzv-conf=is_host={int(name == 'first')},join_timeout={TIMEOUT_SEC}"]
+        line[-1] += ",last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
         line += [str(PROGRAM), "--config", "tiny.toml", "--run-dir", "run", "--resume", "auto", *overrides(*sets)]
-        env = environment({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"})
+        env = environment(
+            {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        )
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(line, env=env, cwd=folder, stdout=log, stderr=log, start_new_session=True)
 
@@ -122,3 +135,25 @@ def test_losing_the_node_of_the_rendezvous_ends_the_other_and_both_come_back(sta
     # Without the store there is nothing to wait at: the scheduler (restartPolicy, requeue) starts both again.
     assert second.process.wait(timeout=TIMEOUT_SEC) != 0
     check_end([start("first"), start("second")], tmp_path, sets)
+
+
+def test_a_node_that_stays_lost_leaves_the_run_as_it_was(tmp_path):
+    """`--nnodes=1:2` with two data shards: the rank that is left runs both, and the numbers are those of two ranks."""
+    model = ("model.target=tests.support.models:float64", "model.num_layers=1", "model.contract=false")
+    sets = ("checkpoint.every=20", f"train.steps={STEPS}", "distributed.shards=2", *model)
+    write_tiny_config(tmp_path)
+    port = free_port()
+    nodes = [Node(tmp_path, name, port, sets, fewest=1) for name in ("first", "second")]
+    try:
+        wait_for(lambda: any((tmp_path / "run" / "checkpoints").glob("step_*/COMPLETE")), nodes)
+        nodes[1].lose()
+        assert nodes[0].process.wait(timeout=TIMEOUT_SEC) == 0, nodes[0].said()[-3000:]
+    finally:
+        for node in nodes:
+            if node.process.poll() is None:
+                node.lose()
+    assert "1 rank on cpu" in nodes[0].said()
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["last_step"]) == ("done", STEPS)
+    train(tmp_path / "tiny.toml", tmp_path / "uncut", *sets, nproc=2)
+    found, wanted = (losses(tmp_path / name / "metrics.jsonl") for name in ("run", "uncut"))
+    assert found == pytest.approx(wanted, rel=1e-9)

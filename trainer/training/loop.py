@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,7 +103,7 @@ def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, Step
             saved=saver.pending is not None and saver.is_written(),
             save_due=time.monotonic() >= saver.due_time,
             exchange=run.extensions.asks,
-            exhausted=all(micro.is_filler for micro in window),
+            exhausted=all(map(attrgetter("is_filler"), window)),
         )
     current = StepInFlight(step, reached, window, launched, lr)
     reason = None if previous is None else finish(run, previous)
@@ -217,7 +218,7 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     if outcome.is_exhausted:
         return "data exhausted"
     position, step = run.position, taken.step
-    data_states = [micro.state for micro in taken.window[-len(run.loaders) :]]
+    data_states = list(map(attrgetter("state"), taken.window[-len(run.loaders) :]))
     if ended := newly_ended(position.data_states[0], data_states[0]):
         logger.info("step %d: read to the end: source %s", step, ", ".join(ended))
         run.event({"event": "source_ended", "global_step": step, "sources": ended})

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from trainer.training.step.schedule import set_lr
 # Positions in the head of the reduced vector; the noise scale's sums follow, and the gradient's squared norm.
 TOKENS, LOSS_SUM, STOP, SAVED, SAVE_DUE, EXCHANGE, EXHAUSTED = range(7)
 HEAD = 7
+EXCHANGED = attrgetter("exchange_sec")
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class TrainStep:
         self.extensions = self.extensions or Extensions(
             {}, self.diagnostics, device=self.device, world_size=self.world_size
         )
+        self._ledgers = dict.fromkeys(self.ledgers)  # each once
         self._gns_guard = self.diagnostics.best_effort("gns")
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._decides_on_device = supports_found_inf(self.optimizer) and not self.scaler.is_enabled()
@@ -155,7 +158,7 @@ class TrainStep:
             step: global step, for the ledger's clock.
             is_logged: it is measured by the extensions that measure logged steps.
         """
-        for each in dict.fromkeys(self.ledgers):
+        for each in self._ledgers:
             each.begin_step(step)
         # The same on all ranks, whatever the halves of a window are.
         self._kappa = 1.0 / (len(window) * self.max_tokens_per_micro)
@@ -168,7 +171,7 @@ class TrainStep:
             self._gns_guard.run(self.gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros_like(self._loss_sum)
-        exchanged_before, drawn = self._exchange_sec(), [0] * len(self.shards)
+        exchanged_before, drawn = sum(map(EXCHANGED, self._ledgers)), [0] * len(self.shards)
         for index, micro in enumerate(window):
             is_last = index == len(window) - 1
             ledger = self.ledgers[micro.shard] if self.ledgers else None
@@ -190,7 +193,7 @@ class TrainStep:
                     has_more = auxiliary.is_on or getattr(output, "losses", None) or getattr(output, "metrics", None)
                     result = auxiliary(result, output, micro) if has_more else result
                 if is_last:
-                    self._ready_at = time.perf_counter() - (self._exchange_sec() - exchanged_before)
+                    self._ready_at = time.perf_counter() - (sum(map(EXCHANGED, self._ledgers)) - exchanged_before)
                 scaled: Any = self.scaler.scale(result.loss_sum * self._kappa)  # torch leaves backward without types
                 if self.gns is None or not self._gns_guard.enabled:
                     scaled.backward()
@@ -208,9 +211,6 @@ class TrainStep:
                 measure(micro, result)
             self._loss_sum += result.loss_sum.detach()
             self._tokens += result.num_tokens
-
-    def _exchange_sec(self) -> float:
-        return sum(ledger.exchange_sec for ledger in dict.fromkeys(self.ledgers))
 
     def launch(
         self,
