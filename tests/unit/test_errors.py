@@ -6,8 +6,11 @@ import ast
 import pickle
 from collections.abc import Iterator
 
+import pytest
+
 from tests.support.runs import ROOT
 from trainer.errors import UserError, UserErrors
+from trainer.import_path import place_of
 
 # These say in the problem itself what has to be there.
 TELLING = ("must be", "must give")
@@ -38,3 +41,17 @@ def test_a_mistake_survives_the_way_between_processes():
     for error in (one, UserErrors([one, other])):
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again), again.where) == (type(error), str(error), error.where)
+
+
+@pytest.mark.parametrize("directory", ["other/lib/python3/dist-packages", "other/.venv/lib/python3.11/site-packages"])
+def test_packages_of_an_environment_below_this_one_are_not_the_users_code(tmp_path, directory):
+    def raised_in(path, call):
+        exec(compile(f"def run(call=None):\n    {call}", path, "exec"), scope := {})
+        return scope["run"]
+
+    inner = raised_in(tmp_path / directory / "typer" / "main.py", "raise SystemExit(2)")
+    for outer, place in ((inner, ""), (raised_in(tmp_path / "mine.py", "call()"), f" ({tmp_path / 'mine.py'}:2)")):
+        with pytest.raises(SystemExit) as caught:
+            outer(inner)
+        caught.value.__traceback__ = caught.value.__traceback__.tb_next  # without this file
+        assert place_of(caught.value) == place
