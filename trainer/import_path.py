@@ -62,8 +62,7 @@ def place_of(error: BaseException) -> str:
         return f" ({shown_path(error.filename)}:{error.lineno})"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
-        is_users = _INSTALLED.isdisjoint(file.parts) and not any(map(file.is_relative_to, _NOT_USER_CODE))
-        if file.is_absolute() and is_users:
+        if file.is_absolute() and not (_INSTALLED & {*file.parts} or any(map(file.is_relative_to, _NOT_USER_CODE))):
             return f" ({shown_path(frame.filename)}:{frame.lineno})"
     return ""
 

@@ -184,7 +184,6 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
 
 
 def _ends_of(first: Sequence[tuple[int, float]], last: Iterable[tuple[int, float]]) -> str:
-    """The losses of the first and of the last steps; of a short run, those of its halves."""
     losses = [*first, *(each for each in last if each[0] > first[-1][0])]
     num = max(len(losses) // 2, 1)
     return ", then ".join(dict.fromkeys(map(_mean_loss, (losses[:num], losses[-num:]))))

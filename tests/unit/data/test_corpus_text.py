@@ -192,5 +192,5 @@ def test_a_file_that_changes_during_the_build_is_an_error(files, tmp_path):
 
 
 def test_a_directory_in_place_of_a_glob_is_refused_with_the_glob(files, tmp_path):
-    with pytest.raises(UserError, match=r"matches no file; write '.*/a/\*\*/\*'"):
+    with pytest.raises(UserError, match=r"/a/\*\*/\*'"):
         build_text(tmp_path / "out", {"notes": [f"{files}/a"]})
