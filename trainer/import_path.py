@@ -18,8 +18,8 @@ from trainer.wording import message_of
 
 PROGRAM = Path(__file__).resolve().with_name("__main__.py")
 """What another Python runs as `train`, of this installation, wherever it is started."""
-_PATHS = sysconfig.get_paths()
-_NOT_USER_CODE = (Path(__file__).parent, *(Path(_PATHS[name]) for name in ("stdlib", "purelib", "platlib")))
+_NOT_USER_CODE = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
+_INSTALLED = {"site-packages", "dist-packages"}  # of this environment, or of one below it that it sees
 
 
 def resolve_target(target: str, key: str) -> Any:
@@ -62,7 +62,7 @@ def place_of(error: BaseException) -> str:
         return f" ({shown_path(error.filename)}:{error.lineno})"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
-        if file.is_absolute() and not any(file.is_relative_to(place) for place in _NOT_USER_CODE):
+        if file.is_absolute() and not (_INSTALLED & {*file.parts} or any(map(file.is_relative_to, _NOT_USER_CODE))):
             return f" ({shown_path(frame.filename)}:{frame.lineno})"
     return ""
 

@@ -55,7 +55,9 @@ def test_verify_reads_every_file_and_fails_for_one_flipped_byte(run_dir, tmp_pat
 
 
 @pytest.mark.parametrize("verb", ["list", "verify"])
-def test_what_is_no_run_is_refused_with_one_line(tmp_path, capsys, verb):
+@pytest.mark.parametrize("made", ["", "nowhere/checkpoints"])
+def test_what_has_no_checkpoint_is_refused_with_one_line(tmp_path, capsys, verb, made):
+    (tmp_path / made).mkdir(parents=True, exist_ok=True)
     result = program(["checkpoint", verb, tmp_path / "nowhere"], capsys)
     assert result.returncode == 2
     assert result.stderr == (

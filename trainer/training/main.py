@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -163,8 +163,7 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     of = "" if grows else f" of {run.config.train.steps}"
     lines = [f"{state} at step {position.step}{of}: {reason}"]
     if position.first_losses:
-        parts = (position.first_losses, position.last_losses)
-        lines.append(f"training loss {', then '.join(dict.fromkeys(map(_mean_loss, parts)))}")
+        lines.append(f"training loss {_ends_of(position.first_losses, position.last_losses)}")
     lines.append(f"the run is in {run_dir.path}")
     lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
     if checkpoint.complete_checkpoints(run_dir.checkpoints):
@@ -182,6 +181,12 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
     for number, line in enumerate(lines):
         logger.log(logging.ERROR if state == "failed" and number == 0 else logging.INFO, "%s", line)
     sys.stderr.flush()
+
+
+def _ends_of(first: Sequence[tuple[int, float]], last: Iterable[tuple[int, float]]) -> str:
+    losses = [*first, *(each for each in last if each[0] > first[-1][0])]
+    num = max(len(losses) // 2, 1)
+    return ", then ".join(dict.fromkeys(map(_mean_loss, (losses[:num], losses[-num:]))))
 
 
 def _mean_loss(losses: Iterable[tuple[int, float]]) -> str:

@@ -32,7 +32,7 @@ class StopNow(BaseException):  # which no `except Exception` around a user's cod
 
 def say_stopping(name: str) -> None:
     """What a person is told at the first request."""
-    logger.warning("%s: stopping after this step (again: at once)", name)
+    logger.warning("%s: stopping after this step (again after %.0f s: at once)", name, SAME_REQUEST_SEC)
 
 
 class StopRequest:

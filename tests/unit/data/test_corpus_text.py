@@ -189,3 +189,8 @@ def test_a_file_that_changes_during_the_build_is_an_error(files, tmp_path):
     with pytest.raises(UserError, match=r"a/1\.txt: changed while the corpus was built"):
         build_text(tmp_path / "out", {"notes": [f"{files}/**/*.txt"]}, progress=meddle)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_in_place_of_a_glob_is_refused_with_the_glob(files, tmp_path):
+    with pytest.raises(UserError, match=r"/a/\*\*/\*'"):
+        build_text(tmp_path / "out", {"notes": [f"{files}/a"]})

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from trainer.metrics.payload_contract import Restart
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.run_summary import Spread, excess, reservations, seed_groups, with_distinct_names
 
@@ -57,6 +58,12 @@ def test_a_difference_is_resolved_beyond_two_standard_errors_of_both():
     for times, is_resolved in ((1.99, False), (2.01, True)):
         found = excess(Spread(1.0, 0.3, 9), Spread(1.0 + times * error, 0.2, 4))
         assert (found.error, found.is_resolved) == (pytest.approx(error), is_resolved)
+
+
+def test_losses_of_documents_that_a_resume_changed_are_named(make):
+    changed = Restart(1, {"changed": {"data files": {"before": "as saved", "after": "source a: 1 changed"}}})
+    runs = [make("a", 1, 2.0), replace(make("b", 1, 1.0), restarts=[changed])]
+    assert "held-out losses may be of different data: data files differ" in grouped(*runs)[2]
 
 
 def test_rows_that_do_not_compare_are_named(make):

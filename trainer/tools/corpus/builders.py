@@ -120,7 +120,8 @@ def _files(modality: str, patterns: Sequence[str]) -> dict[str, Path]:
     for pattern in globs:
         matched = [Path(path).absolute() for path in find_files(pattern)]
         if not matched:
-            raise UserError(f"--modality {modality}", f"the glob {pattern!r} matches no file", "check it with ls")
+            fix = f"write '{Path(pattern)}/**/*'" if Path(pattern).is_dir() else "check it with ls"
+            raise UserError(f"--modality {modality}", f"the glob {pattern!r} matches no file", fix)
         files.update(matched)
     # Not of the files: one that is added would rename the streams of others.
     root = os.path.commonpath([os.path.abspath(named_directory(pattern)) for pattern in globs])

@@ -29,6 +29,7 @@ TOKEN_MARGIN: Final = 0.05  # steps differ in tokens, and so runs of equally man
 RANKED_BY: Final = ("Held-out loss", "Final loss")
 _WORLD_SIZE: Final = "env.world_size"  # changes the batch; other recorded values should not change a result
 _HELD_OUT_SETTINGS: Final = (
+    "data files",
     "eval.",
     "data.source",
     "data.tokenizer",

@@ -121,8 +121,6 @@ def list_(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
 def verify(run_dir: PlaceArgument, as_json: JsonOption = False) -> None:
     """Compare every file of every checkpoint with its hash; exit with 2 if any differs."""
     entries = _entries(run_dir, is_deep=True)
-    if not entries:
-        raise _none_in(run_dir)
     _print(run_dir, entries, as_json=as_json, is_deep=True)
     fix = "resume from an older one: --resume auto does so by itself"
     if damaged := [UserError("checkpoint", entry.problem, fix) for entry in entries if entry.problem is not None]:
@@ -145,8 +143,7 @@ def push(
     from trainer.training.run_dir import RunDir
 
     run = RunDir(Path(run_dir))
-    if not _paths(run_dir):
-        raise _none_in(run_dir)
+    _paths(run_dir)
     resolved = load_config(run.resolved_config)
     url = to or resolved.checkpoint.remote
     if url is None:
@@ -224,10 +221,10 @@ def _paths(run_dir: str) -> list[Path]:
     """The run's checkpoints, complete or not, newest first."""
     from trainer.training.checkpointing.checkpoint import step_of
 
-    directory = Path(run_dir) / "checkpoints"
-    if not directory.is_dir():
+    found = [path for path in (Path(run_dir) / "checkpoints").glob("step_*") if step_of(path) >= 0]
+    if not found:
         raise _none_in(run_dir)
-    return sorted((path for path in directory.glob("step_*") if step_of(path) >= 0), key=step_of, reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def _entry_of(path: Path, *, is_deep: bool) -> CheckpointEntry:
