@@ -60,9 +60,11 @@ def place_of(error: BaseException) -> str:
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({shown_path(error.filename)}:{error.lineno})"
+    # Packages may also lie where a .pth file or PYTHONPATH points to.
+    installed = [place for place in map(Path, sys.path) if any(place.glob("*.dist-info"))]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
-        if file.is_absolute() and not any(file.is_relative_to(place) for place in _NOT_USER_CODE):
+        if file.is_absolute() and not any(file.is_relative_to(place) for place in (*_NOT_USER_CODE, *installed)):
             return f" ({shown_path(frame.filename)}:{frame.lineno})"
     return ""
 
