@@ -18,8 +18,7 @@ from trainer.wording import message_of
 
 PROGRAM = Path(__file__).resolve().with_name("__main__.py")
 """What another Python runs as `train`, of this installation, wherever it is started."""
-_PATHS = sysconfig.get_paths()
-_NOT_USER_CODE = (Path(__file__).parent, *(Path(_PATHS[name]) for name in ("stdlib", "purelib", "platlib")))
+_NOT_USER_CODE = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
 
 
 def resolve_target(target: str, key: str) -> Any:
@@ -56,11 +55,10 @@ def resolve_target(target: str, key: str) -> Any:
 def place_of(error: BaseException) -> str:
     """` (FILE:LINE)` of the innermost frame in the user's own code; empty if there is none.
 
-    Frames of this package, of installed packages and of Python itself do not help a user locate the mistake.
+    Frames of this package, of packages installed anywhere on sys.path and of Python itself do not help to locate the mistake.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({shown_path(error.filename)}:{error.lineno})"
-    # Packages may also lie where a .pth file or PYTHONPATH points to.
     installed = [place for place in map(Path, sys.path) if any(place.glob("*.dist-info"))]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)

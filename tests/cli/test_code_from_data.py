@@ -136,9 +136,8 @@ def test_a_module_with_the_name_of_an_installed_package_is_told_so(tmp_path, mon
 
 
 def test_a_package_from_a_directory_on_pythonpath_is_not_the_users_code(tmp_path, monkeypatch):
-    (tmp_path / "unpacked_pkg.py").write_text("def fail():\n    raise SystemExit(2)\n")
-    (tmp_path / "unpacked_pkg-1.0.dist-info").mkdir()
+    (tmp_path / "unpacked-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SystemExit) as caught:
-        resolve_target("unpacked_pkg:fail", "model.target")()
+        exec(compile("raise SystemExit", tmp_path / "unpacked.py", "exec"))
     assert "test_code_from_data.py" in place_of(caught.value)

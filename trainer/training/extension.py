@@ -150,8 +150,7 @@ class _Rider:
 
     def fill(self, part: Tensor) -> None:
         """Write 1 and what `updated` returns, if anything, into a part [1 + num_sums] of what is summed."""
-        sums = self.extension.updated()
-        if sums is not None:
+        if (sums := self.extension.updated()) is not None:
             part[1:] = sums.reshape(self.extension.num_sums)  # too few would be broadcast
             part[0] = 1.0
 
@@ -228,9 +227,8 @@ class Extensions:
             return None
         parts = []
         for each in riders:
-            part = torch.zeros(1 + each.extension.num_sums, dtype=torch.float64, device=self._device)
-            each.guard.run(each.fill, part)
-            parts.append(part)
+            parts.append(torch.zeros(1 + each.extension.num_sums, dtype=torch.float64, device=self._device))
+            each.guard.run(each.fill, parts[-1])
         packed = torch.cat(parts)
         if self._world_size > 1:
             dist.all_reduce(packed)
