@@ -56,13 +56,15 @@ def resolve_target(target: str, key: str) -> Any:
 def place_of(error: BaseException) -> str:
     """` (FILE:LINE)` of the innermost frame in the user's own code; empty if there is none.
 
-    Frames of this package, of installed packages and of Python itself do not help a user locate the mistake.
+    Frames of this package, of packages installed anywhere on sys.path and of Python itself do not help to locate the mistake.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({shown_path(error.filename)}:{error.lineno})"
+    installed = [place for place in map(Path, sys.path) if any(place.glob("*.dist-info"))]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
-        if file.is_absolute() and not (_INSTALLED & {*file.parts} or any(map(file.is_relative_to, _NOT_USER_CODE))):
+        is_ours = _INSTALLED & {*file.parts} or any(map(file.is_relative_to, (*_NOT_USER_CODE, *installed)))
+        if file.is_absolute() and not is_ours:
             return f" ({shown_path(frame.filename)}:{frame.lineno})"
     return ""
 

@@ -13,7 +13,7 @@ from tests.support.in_process import program
 from tests.support.runs import ROOT, TIMEOUT_SEC, environment, train, write_tiny_config
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
-from trainer.import_path import resolve_target
+from trainer.import_path import place_of, resolve_target
 from trainer.tools.trained.saved_model import read_checkpoint, refuse_code
 
 MODEL = """\
@@ -133,3 +133,11 @@ def test_a_module_with_the_name_of_an_installed_package_is_told_so(tmp_path, mon
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(UserError, match=r"tomli_w \(.*tomli_w.__init__.py\) has no function mine"):
         resolve_target("tomli_w:mine", "model.target")
+
+
+def test_a_package_from_a_directory_on_pythonpath_is_not_the_users_code(tmp_path, monkeypatch):
+    (tmp_path / "unpacked-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        exec(compile("raise SystemExit", tmp_path / "unpacked.py", "exec"))
+    assert "test_code_from_data.py" in place_of(caught.value)

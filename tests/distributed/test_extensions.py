@@ -14,7 +14,7 @@ STEPS, BAD = 5, 3
 
 
 class Fails(Extension):
-    """Notes the moments that it is called at; raises in one of them on rank 1, in step 3."""
+    """Notes the moments that it is called at; raises in one of them, or returns too many sums, on rank 1, in step 3."""
 
     num_sums = 1
 
@@ -33,7 +33,7 @@ class Fails(Extension):
 
     def updated(self):
         self.at("updated")
-        return torch.ones(1, dtype=torch.float64)
+        return torch.ones(1 + ((self.moment, self.step, self.rank) == ("sums", BAD, 1)), dtype=torch.float64)
 
     def summed(self, sums, **numbers):
         assert list(sums) == [2.0]
@@ -55,7 +55,7 @@ def ride(rank: int, world_size: int, moment: str) -> tuple[list[tuple[str, int]]
 
 
 def ride_with_each(rank: int, world_size: int) -> dict[str, tuple[list[tuple[str, int]], int]]:
-    return {moment: ride(rank, world_size, moment) for moment in ("micro_done", "updated", "summed")}
+    return {moment: ride(rank, world_size, moment) for moment in ("micro_done", "updated", "sums", "summed")}
 
 
 def test_one_that_fails_on_one_rank_is_off_on_all_with_one_warning():
@@ -63,7 +63,7 @@ def test_one_that_fails_on_one_rank_is_off_on_all_with_one_warning():
     for moment in results[0]:
         (healthy, no_warning), (failed, one_warning) = (each[moment] for each in results)
         assert (no_warning, one_warning) == (0, 1)
-        assert failed[-1] == (moment, BAD)
+        assert failed[-1] == ("updated" if moment == "sums" else moment, BAD)
         # A failure after the sums is known to the other rank with the sums of the next step.
         last = BAD + 1 if moment == "summed" else BAD
         assert healthy[-1] == ("updated", last)

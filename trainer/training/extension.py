@@ -148,6 +148,12 @@ class _Rider:
     def call(self, moment: str, *args: Any, **kwargs: Any) -> Any:
         return self.guard.run(getattr(self.extension, moment), *args, **kwargs)
 
+    def fill(self, part: Tensor) -> None:
+        """Write 1 and what `updated` returns, if anything, into a part [1 + num_sums] of what is summed."""
+        if (sums := self.extension.updated()) is not None:
+            part[1:] = sums.reshape(self.extension.num_sums)  # too few would be broadcast
+            part[0] = 1.0
+
 
 class Measured(NamedTuple):
     """The sums of a step on their way to the host."""
@@ -221,11 +227,8 @@ class Extensions:
             return None
         parts = []
         for each in riders:
-            sums = each.call("updated")
-            part = torch.zeros(1 + each.extension.num_sums, dtype=torch.float64, device=self._device)
-            if sums is not None:
-                part[0], part[1:] = 1.0, sums
-            parts.append(part)
+            parts.append(torch.zeros(1 + each.extension.num_sums, dtype=torch.float64, device=self._device))
+            each.guard.run(each.fill, parts[-1])
         packed = torch.cat(parts)
         if self._world_size > 1:
             dist.all_reduce(packed)
