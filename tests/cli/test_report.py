@@ -39,8 +39,8 @@ def runs(tmp_path_factory) -> list[Path]:
     return [first, second]
 
 
-def make_report(out: Path, *runs: Path) -> Path:
-    report(list(map(str, runs)), str(out), force=False, follow=False, port=None)
+def make_report(out: Path, *runs: Path, assets: bool = False) -> Path:
+    report(list(map(str, runs)), str(out), force=False, follow=False, port=None, assets=assets)
     return out
 
 
@@ -157,13 +157,13 @@ def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_reque
         assert seen.requests == []
 
 
-def test_several_runs_are_overlaid_and_a_switch_hides_one(tmp_path):
+def test_several_runs_are_overlaid_by_a_script_next_to_the_page_and_a_switch_hides_one(tmp_path):
     norms = {"first": [1.0, 3.0], "second": [2.0, 4.0]}
     runs = []
     for name, values in norms.items():
         config = {"run": {"name": name}, "optimizer": {"lr": values[0] / 100}}
         runs.append(write_record(tmp_path / name, {"loss": [2.0, 1.0], "grad_norm": values}, config=config))
-    with opened(make_report(tmp_path / "two.html", *runs)) as seen:
+    with opened(make_report(tmp_path / "two.html", *runs, assets=True)) as seen:
         page = seen.page
         assert page.locator(".verdict").count() == 2
         differs = page.locator("#what-differs").inner_text()
@@ -174,7 +174,7 @@ def test_several_runs_are_overlaid_and_a_switch_hides_one(tmp_path):
         page.locator(".runs button", has_text="second").click()
         assert drawn_points(page, "Gradient norm") == [norms["first"]]
         assert seen.complaints == []
-        assert seen.requests == []
+        assert seen.requests == [path.as_uri() for path in tmp_path.glob("plotly-*.js")] != []
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 from trainer.import_path import format_error
 from trainer.model.hugging_face import package, quiet, save
-from trainer.model.protocol import ModelOutput
+from trainer.model.protocol import ModelOutput, extras_of
 
 HEAD_DIM = 32
 
@@ -66,6 +66,9 @@ class HuggingFace(nn.Module):
         self.model = model
         self._assigns = assigns
         taken = inspect.signature(model.forward).parameters
+        # Without this key of its config a mixture of experts does not compute its loss.
+        has_loss = "output_router_logits" in taken and getattr(model.config, "output_router_logits", False)
+        self.loss_keys = {"aux_loss": "tokens"} if has_loss else {}
         self._cache_name = "cache_params" if "cache_params" in taken else "past_key_values"
         self._places: list[tuple[int, str, int]] | None = None
 
@@ -84,19 +87,21 @@ class HuggingFace(nn.Module):
             for row, marks in enumerate(resets)
         ]
         ends = [torch.cat(each) for each in zip(*(row.state for row in rows), strict=True)]
-        return ModelOutput(torch.cat([row.logits for row in rows]), ends)  # type: ignore[arg-type]
+        return _joined(rows, 0, ends)
 
     def _run_documents(self, tokens: Tensor, state: list[Tensor] | None, resets: Tensor) -> ModelOutput:
         """One row, tokens [1, T] and resets [T], whose documents begin from no state."""
-        length, logits = len(resets), []
+        length, found = len(resets), []
         for start, stop in itertools.pairwise(sorted({0, *resets.nonzero().flatten().tolist(), length})):
             piece, given = tokens[:, start:stop], None if resets[start] else state
             if given is not None and stop - start == 1 < length:
                 # One token after a state takes another path, which writes into the state; here nobody reads the new one.
                 piece = piece.expand(1, 2)
-            found = self._run(piece, given)
-            logits.append(found.logits[:, : stop - start])
-        return ModelOutput(torch.cat(logits, dim=1), found.state)
+            output = self._run(piece, given)
+            # A document's loss is that of each of its tokens.
+            losses = {name: value.expand(1, stop - start) for name, value in extras_of(output)[0].items()}
+            found.append(ModelOutput(output.logits[:, : stop - start], output.state, losses))
+        return _joined(found, 1, found[-1].state)
 
     def _run(self, tokens: Tensor, state: list[Tensor] | None) -> ModelOutput:
         cache = self._new_cache()
@@ -104,10 +109,11 @@ class HuggingFace(nn.Module):
             assert self._places is not None, "a state before the first forward"
             for (layer, name, index), value in zip(self._places, state, strict=True):
                 _put(cache.layers[layer], name, index, value)
-        logits = self.model(input_ids=tokens, use_cache=True, **{self._cache_name: cache}).logits
+        output = self.model(input_ids=tokens, use_cache=True, **{self._cache_name: cache})
         held = list(_held(cache))
         self._places = [place for place, _ in held]
-        return ModelOutput(logits, [value for _, value in held])  # type: ignore[arg-type]
+        losses = {name: output[name] for name in self.loss_keys}
+        return ModelOutput(output.logits, [value for _, value in held], losses)  # type: ignore[arg-type]
 
     def get_output_embeddings(self) -> nn.Module:
         """The output layer."""
@@ -184,6 +190,13 @@ def _read(transformers: Any, folder: str, model_type: str, settings: Mapping[str
     except Exception as error:  # of a damaged directory anything
         raise UserError("model.args.from", f"{folder} cannot be read: {format_error(error)}", fix) from error
     return model
+
+
+def _joined(parts: list[ModelOutput], dim: int, state: Any) -> ModelOutput:
+    """Outputs of rows (dim 0) or documents (1) as one."""
+    losses = [extras_of(part)[0] for part in parts]
+    found = {name: torch.cat([each[name] for each in losses], dim) for name in losses[0]}
+    return ModelOutput(torch.cat([part.logits for part in parts], dim), state, found)
 
 
 def without_attention(cache: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from trainer.tools.diagnostics.smoke_matrix import (
     judge_all,
     measure_damage,
 )
-from trainer.tools.runs.load import RunRecord
+from trainer.tools.runs.load import RunRecord, load_run
 
 CONFIGS = ROOT / "train_configs" / "diagnostics"
 STEPS = 200
@@ -104,11 +104,8 @@ def test_the_whole_matrix_is_green_and_a_swap_of_its_table_is_not(
     for corpus in ("recall", "short", "long"):
         if not (ROOT / "data" / "smoke_matrix" / corpus / "manifest.json").exists():
             pytest.skip("needs the corpora that `make smoke-matrix` builds")
-    spec = importlib.util.spec_from_file_location("smoke_matrix_script", ROOT / "scripts" / "smoke_matrix.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    monkeypatch.syspath_prepend(ROOT / "scripts")  # of its own imports
+    script = importlib.import_module("smoke_matrix")
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", ["smoke_matrix.py", "--out", str(tmp_path / "runs")])
     assert script.main() == 0
@@ -120,3 +117,7 @@ def test_the_whole_matrix_is_green_and_a_swap_of_its_table_is_not(
     found = script.damages(tmp_path / "runs")
     for name in ("diag_stale_false_evict", "diag_imbalanced_bs"):
         assert found[name][0] - found[name][1] > 0.1
+    for name, key in script.SIGNALS.items():
+        _, values = load_run(tmp_path / "runs" / name).column(key)
+        highest = max(values) if key.endswith("_max") else sum(values)
+        assert f">{highest:g}</text>" in (tmp_path / "runs" / f"smoke_matrix_{name}.svg").read_text()

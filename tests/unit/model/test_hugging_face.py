@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.config.schema import ModelTable
+from trainer.arrays import IGNORED
+from trainer.config.schema import ModelTable, ObjectiveTable
 from trainer.contracts import check_model
 from trainer.extensions.hugging_face import references_on_cpu
 from trainer.extensions.samples import Draw, generate
 from trainer.model.families import FAMILIES
-from trainer.training.setup.plan import build_model
+from trainer.model.protocol import ModelOutput
+from trainer.objective.loss import Objective
+from trainer.training.setup.plan import build_model, make_auxiliary
 
 transformers = pytest.importorskip("transformers", reason="extra hf")
 
@@ -95,6 +99,36 @@ def test_packed_documents_equal_the_same_alone_in_logits_state_and_gradient(fami
         torch.testing.assert_close(alone.state[0], packed.state[row], rtol=1e-4, atol=1e-5)
     for ours, theirs in zip(found, torch.autograd.grad(total, parameters), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()) + 1e-6)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}
+
+
+def test_the_loss_of_a_mixture_of_experts_is_weighed_as_transformers_does():
+    experts = {**EXPERTS, "shared_expert_intermediate_size": 16, "router_aux_loss_coef": 0.3}
+    assert noisy("qwen3_next", **experts).loss_keys == {}
+    model = noisy("qwen3_next", **experts, output_router_logits=True).train()
+    tokens = torch.randint(VOCAB, (3, 20))
+    micro = SimpleNamespace(targets=nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED), meta=None)
+    auxiliary = make_auxiliary(ObjectiveTable(losses={"aux_loss": 0.3}), model)
+
+    def total(output: ModelOutput) -> Tensor:
+        result = auxiliary(Objective()(output.logits, micro.targets), output, micro)
+        return result.loss_sum / result.num_tokens
+
+    parameters = list(model.parameters())
+    theirs = model.model(input_ids=tokens, labels=tokens, use_cache=False)
+    ours = total(model(tokens=tokens))
+    assert ours.item() == pytest.approx(theirs.loss.item(), rel=1e-5)
+    gradients = (torch.autograd.grad(loss, parameters, allow_unused=True) for loss in (ours, theirs.loss))
+    for own, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-6)
+    resets = torch.zeros(3, 20, dtype=torch.bool)
+    resets[1, 5] = True
+    packed = model(tokens=tokens, resets=resets).losses["aux_loss"]
+    alone = [model(tokens=part).losses["aux_loss"] for part in (tokens[:1], tokens[1:2, :5], tokens[1:2, 5:])]
+    torch.testing.assert_close(packed[[0, 1, 1], [0, 4, 5]], torch.stack(alone))
+    assert packed.shape == (3, 20)
 
 
 def test_the_contract_holds_for_packed_rows():

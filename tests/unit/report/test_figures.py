@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,12 +52,26 @@ def test_a_line_is_broken_where_its_key_was_absent_for_long(make_run):
 
 
 @pytest.mark.parametrize(
-    ("losses", "skips"),
-    [([90.0, 3.0, 2.9, 3.1], True), ([6.0, 3.0, 2.0, 1.0], False), ([1.0, 0.0, 0.0, 0.0], False), ([90.0, 3.0], False)],
+    ("losses", "skipped"),
+    [
+        ([90.0, *[3.0, 2.9] * 6], 1),
+        ([6.0, *[3.0, 1.0] * 6], None),
+        ([1.0, *[0.0] * 12], None),
+        ([90.0, 3.0, 2.9], None),
+    ],
 )
-def test_a_first_value_that_would_flatten_the_others_is_shown_on_zooming_only(make_run, losses, skips):
+def test_a_first_value_that_would_flatten_the_others_is_shown_on_zooming_only(make_run, losses, skipped):
     (figure,) = figures(make_run("a", {"loss": losses})).values()
-    assert figure["skipsFirst"] is skips
+    assert figure["skipped"] == skipped
+
+
+def test_words_of_close_restarts_do_not_overlap_even_in_a_chart_of_few_steps(make_run):
+    run = make_run("a", {"loss": [1.0] * 49 + [2.0], "time/open/all": [1.0, 2.0]})
+    restarts = [SimpleNamespace(global_step=step) for step in (20, 22, 49)]
+    for figure in figures(replace(run, restarts=restarts)).values():
+        labels = [shape["label"] for shape in figure["layout"]["shapes"]]
+        words = [(label["text"], label.get("xanchor")) for label in labels]
+        assert words == [("restart", "right"), ("restart", "left"), ("", None)]
 
 
 def test_a_far_level_is_not_drawn_and_the_band_and_a_near_level_are(make_run):

@@ -22,7 +22,7 @@ FEWEST_POINTS: Final = 12  # for a median distance, and to smooth
 _FEW_POINTS: Final = 25  # drawn with markers
 _MOST_BAD_STEPS: Final = 200  # that are marked; the chart states their number
 _MOST_RESTART_WORDS: Final = 6  # more would overlap; the lines are still drawn
-_RESTART_WORD: Final = 0.12  # of the width of a chart
+_RESTART_WORD: Final = 0.14  # of the width of a chart
 _FLATTENED: Final = 3.0
 _SMALL: Final = {"size": 11, "color": "muted"}
 _AXIS: Final = {"gridcolor": "grid", "linecolor": "line", "zeroline": False, "tickfont": _SMALL, "automargin": True}
@@ -119,8 +119,7 @@ def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns) -> Json:
         "isStacked": chart.style == "area",
         "isLog": chart.is_log and can_be_log,
         "canBeLog": can_be_log,
-        # Data is opened in the first step, which may take as long as a hundred others.
-        "skipsFirst": chart.unit == "s" or _is_flattened(chart),
+        "skipped": skipped_step(chart),
     }
 
 
@@ -211,16 +210,19 @@ def _heat_map(chart: Chart, columns: _Columns) -> Json:
     }
 
 
-def _is_flattened(chart: Chart) -> bool:
-    """Whether the first points alone take most of the height of a chart of lines, which then shows them on zooming only."""
-    curves = [line.curve for line in chart.lines if len(line.curve.mean) > 2]
+def skipped_step(chart: Chart) -> float | None:
+    """The first step of a chart of lines, if it is out of the range of values until one zooms: alone it would take most of the
+    height; or the values are times, since data is opened in it, which may take as long as a hundred other steps."""
+    curves = [line.curve for line in chart.lines if len(line.curve.mean)]
     if chart.style != "line" or not curves:
-        return False
-    whole, rest = (
-        max(float(each.high[i:].max()) for each in curves) - min(float(each.low[i:].min()) for each in curves)
-        for i in (0, 1)
-    )
-    return 0 < rest * _FLATTENED < whole
+        return None
+    columns = zip(*(((each.first + each.last) / 2, each.low, each.high) for each in curves), strict=True)
+    steps, low, high = (np.concatenate(column) for column in columns)
+    later = steps > steps.min()
+    whole, rest = 0.0, 0.0
+    if np.count_nonzero(later) >= FEWEST_POINTS:
+        whole, rest = float(high.max()) - float(low.min()), float(high[later].max()) - float(low[later].min())
+    return float(steps.min()) if chart.unit == "s" or 0 < rest * _FLATTENED < whole else None
 
 
 def _is_near(chart: Chart, reference: Reference) -> bool:
@@ -252,16 +254,19 @@ def _shapes(chart: Chart, runs: Sequence[RunRecord]) -> list[Json]:
             ends = {"y0": level.value, "y1": level.value}
             shapes.append({"type": "line", **across, **ends, "line": stroke, "name": str(level.run)})
     restarts = {(number, restart.global_step) for number, run in enumerate(runs) for restart in run.restarts}
-    ends_of_lines = [step for line in chart.lines for step in (*line.curve.first[:1], *line.curve.last[-1:])]
-    apart = (max(ends_of_lines, default=0) - min(ends_of_lines, default=0)) * _RESTART_WORD
-    free = -math.inf  # where the next word has room
-    for run, step in sorted(restarts, key=lambda each: each[1]):
+    ends_of_runs = [step for run in runs for step in (*run.steps[:1], *run.steps[-1:])]
+    last = max(ends_of_runs, default=0)
+    apart = (last - min(ends_of_runs, default=0)) * _RESTART_WORD
+    free = math.inf  # up to where the next word has room
+    for run, step in sorted(restarts, key=lambda each: -each[1]):
         if any(line.run == run for line in chart.lines):
             stroke = {"color": color_of(run), "width": 1.2, "dash": "dot"}
             ends = {"yref": "paper", "y0": 0, "y1": 1, "x0": step, "x1": step}
-            words = "restart" if len(restarts) <= _MOST_RESTART_WORDS and step >= free else ""
-            free = step + apart if words else free
-            label = {"text": words, "textposition": "end", "font": _SMALL}
+            label: Json = {"text": "", "textposition": "end", "textangle": 0, "yanchor": "top", "font": _SMALL}
+            if len(restarts) <= _MOST_RESTART_WORDS and step + apart <= free:
+                has_room = step + apart <= last
+                label |= {"text": "restart", "xanchor": "left" if has_room else "right"}
+                free = step if has_room else step - apart
             shapes.append({"type": "line", **ends, "line": stroke, "name": str(run)} | {"label": label})
     return shapes
 

@@ -15,7 +15,7 @@ from trainer.errors import UserError
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.tools.report.charts import Chart, make_charts
 from trainer.tools.report.depth_chart import depth_figures
-from trainer.tools.report.figures import NUM_COLORS, encode_charts
+from trainer.tools.report.figures import NUM_COLORS, encode_charts, skipped_step
 from trainer.tools.report.run_summary import SummaryRow, config_differences, rows_text, summarize, value_text
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.wording import counted, few, number_text
@@ -224,13 +224,15 @@ def _card(number: int, chart: Chart) -> Html:
 
 
 def _small_print(chart: Chart) -> Html:
-    """Buckets, and values that cannot be drawn."""
+    """Buckets, and values that cannot be drawn or are out of range."""
     curves = [line.curve for line in chart.lines]
     notes = (
         ["points are buckets: the line is the mean, the shade the range"] if any(c.is_reduced for c in curves) else []
     )
     if num_bad := sum(len(curve.bad_steps) for curve in curves):
         notes.append(f"{counted(num_bad, 'value')} not finite, marked by ×")
+    if (step := skipped_step(chart)) is not None:
+        notes.append(f"scaled without step {step:,.0f}: zoom to see it")
     return _optional("p", " · ".join(notes), "small")
 
 

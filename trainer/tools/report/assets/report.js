@@ -61,7 +61,7 @@
   /* The range of the visible values, so that a zoomed chart uses its full height. */
   function valueRange(figure, traces) {
     const [from, to] = state.range ?? page.span;
-    const skipped = state.range || !figure.skipsFirst ? -Infinity : figure.data[0].x[0];
+    const skipped = state.range ? -Infinity : figure.skipped ?? -Infinity;
     const levels = state.range ? [] : figure.levels;
     let low = Math.min(...levels), high = Math.max(...levels);
     for (const { x, y, visible } of traces) {
