@@ -96,6 +96,7 @@ def test_a_change_is_refused_by_name_and_accepted_on_purpose(stopped, resume, tm
     accepted = resume("--accept-data-change")
     assert "--accept-data-change: source " in accepted
     assert "the others continue" in accepted
+    assert ("may have been trained on" in accepted) == ("changed" in message)
     assert changed(tmp_path / "run") in refused
     assert sorted(losses(tmp_path / "run" / "metrics.jsonl")) == [5, 6, 7, 8]
     # Its checkpoints know the data as it is now.

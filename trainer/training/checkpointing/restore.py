@@ -88,7 +88,8 @@ def restore(
     with loading(path, "data cursors"):
         blends = {number: part["data"] for number, part in parts.items()}
         if data.change:
-            blends = dict(enumerate(restart_changed([*blends.values()], state.dataset, data)))
+            holds_out = plan.config.eval.every > 0 and plan.config.eval.holdout_fraction > 0
+            blends = dict(enumerate(restart_changed([*blends.values()], state.dataset, data, holds_out=holds_out)))
         for shard in state.shards:
             shard.dataset.load_state_dict(blends[shard.number] if is_same else [*blends.values()])
         position = Position.of(state, saved["step"])
@@ -329,7 +330,7 @@ def _data_files(sources: Mapping[str, Source], tokenizer: str) -> tuple[list[tup
 
 
 def restart_changed(
-    states: Sequence[Mapping[str, Any]], dataset: BlendDataset, check: DataCheck
+    states: Sequence[Mapping[str, Any]], dataset: BlendDataset, check: DataCheck, *, holds_out: bool
 ) -> list[dict[str, Any]]:
     """The blend's states of all saving ranks, so that changed streams are read from their beginning; say so."""
     assert check.saved is not None
@@ -352,6 +353,12 @@ def restart_changed(
         for state in rewritten:
             state["sources"][index], state["ended"][index] = {ALL_RANKS: parts}, False
         _say(source.name, changed, change.missing if change else [], change.new if change else [])
+        if changed and holds_out:
+            text = (
+                "--accept-data-change: source %s: documents are held out by their place in a stream: those of changed "
+            )
+            text += "streams may have been trained on, and held-out losses do not compare with earlier ones"
+            logger.warning(text, source.name)
     return rewritten
 
 
