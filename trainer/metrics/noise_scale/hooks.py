@@ -68,11 +68,6 @@ def square_norm(tensor: Tensor) -> Tensor:
     return torch.dot(wide, wide)
 
 
-def square_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`square_norm` of each."""
-    return list(map(square_norm, tensors))
-
-
 class GradientNoiseScale(NoiseScaleAverage):
     """The average noise scale of a model that is trained in windows of micro-batches, measured by hooks.
 

@@ -26,7 +26,7 @@ def print_preview(
     for title, columns in tables:
         table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")
         parts.append(table)
-    parts += [] if preview.ledger is None else [_ledger_table(preview.ledger)]
+    parts += [] if preview.ledger is None else [_ledger_table(preview.ledger, _part(preview))]
     parts += [Text(f"warning: {warning.message}") for warning in warnings]
     total = len(warnings) + num_logged
     count = counted(total, "warning") if total else "no warnings"
@@ -124,13 +124,13 @@ def _rank_columns(preview: Preview) -> tuple[str, list[Column]]:
     )
 
 
-def _ledger_table(ledger: LedgerView) -> Table:
+def _ledger_table(ledger: LedgerView, part: str) -> Table:
     few = "" if ledger.capacity >= ledger.capacity_to_change_ranks else ": more than the capacity"
     rows = {
         "mode": ledger.mode,
         "capacity": f"{ledger.capacity:,} states, {ledger.megabytes:,.1f} MB",
         "needed": f"at most {ledger.groups_in_flight:,} states (open streams x batch size)",
-        "on other ranks": f"a resume on another number of ranks may need {ledger.capacity_to_change_ranks:,}{few}",
+        "on other ranks": f"a resume on another number of {part}s may need {ledger.capacity_to_change_ranks:,}{few}",
         "longest wait": f"{ledger.counted_wait_steps:,} steps from one chunk of a document to the next; with any seed "
         f"below {ledger.wait_bound_steps:,}",
     }
@@ -138,7 +138,7 @@ def _ledger_table(ledger: LedgerView) -> Table:
         rows["stale threshold"] = (
             f"{ledger.stale_threshold:,} steps; {ledger.waits_beyond_threshold:,} waits are longer"
         )
-    table = Table("", "", title="Ledger, per rank", title_justify="left", show_header=False)
+    table = Table("", "", title=f"Ledger, per {part}", title_justify="left", show_header=False)
     for row in rows.items():
         table.add_row(*row)
     return table

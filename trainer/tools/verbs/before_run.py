@@ -186,9 +186,8 @@ def _derived(plan: Plan) -> dict[str, Any]:
     if plan.facts.world_size > 1:
         facts["sharding"] = "none: each rank holds the whole model" if plan.layout is None else str(plan.layout)
     if (each := plan.facts.shards_per_rank) > 1:
-        passes = batches.most * each
-        words = f"each rank runs {each}, in {passes} forward passes a step; {batches.most} of {each} times the rows would do"
-        facts["data_shards"] = f"{plan.facts.data_shards}: {words}"
+        passes = f"{batches.most * each} forward passes a step instead of {batches.most} of {each} times the rows"
+        facts["data_shards"] = f"{plan.facts.data_shards}: each rank runs {each}, in {passes}"
     facts["micro_batches"] = batches.first
     if not batches.is_constant:
         words = f"{batches.least} to {batches.most}; cells_per_step and tokens_per_step are those of {batches.most}"

@@ -37,7 +37,7 @@ from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norms
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norm
 from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
 from trainer.on_device import HostCopy, scale_gradients, seed_model, step_unless, supports_found_inf
@@ -244,7 +244,7 @@ class TrainStep:
             self.scaler.unscale_(self.optimizer)
         used = [p for p in self._parameters if p.grad is not None]
         gradients = self.strategy.reduced([p.grad for p in used if p.grad is not None])
-        squares = square_norms(gradients)
+        squares = list(map(square_norm, gradients))
         for look in self.extensions.on_gradient:
             look(dict(zip(used, squares, strict=True)))
         own_sq = torch.stack(squares).sum()
