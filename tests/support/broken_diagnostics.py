@@ -40,7 +40,6 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.sinks.JsonlSink": "the record",
     "trainer.metrics.sinks.LineFile": "writes the record",
     "trainer.metrics.noise_scale.hooks.square_norm": "clipping needs the norm",
-    "trainer.metrics.noise_scale.hooks.square_norm": "clipping needs the norms",
     "trainer.metrics.aggregate.reduce_over_ranks": "a collective",
     "trainer.metrics.aggregate._length": "size of the collective's vector; the same on all ranks",
     "trainer.metrics.aggregate.rank_operations": "which keys are reduced; the same on all ranks",

@@ -172,6 +172,8 @@ def hint(path: KeyPath, model: type[BaseModel]) -> str:
     found = ([renamed] if renamed else []) + (same if len(same) <= 2 else [])
     close = [] if renamed else difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     found += [key for key in close if not any(other.endswith(f".{key}") for other in found)]
+    others = {name: key for name, key in _RENAMED.items() if key.rpartition(".")[0] == _dotted(path[:-1])}
+    found = found or [others[name] for name in difflib.get_close_matches(word, others, n=1, cutoff=0.8)]
     if found:
         return f"did you mean {' or '.join(dict.fromkeys(found))}?"
     return f"known keys: {', '.join(known)}" if known else ""

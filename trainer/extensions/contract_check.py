@@ -36,7 +36,7 @@ state that is hidden in the module, and rows that are mixed, break carry too."""
 OFF = "model.contract is false"
 _FORWARD = (
     "make it forward(tokens [B, T], state [B, state_width]) -> ModelOutput(logits [B, T, V], state [B, state_width]), "
-    "as trainer.model.protocol.SequenceModel describes it"
+    "as trainer.model.protocol.SequenceModel describes it, and losses as its loss_keys say (docs/models.md)"
 )
 
 

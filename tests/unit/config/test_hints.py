@@ -19,6 +19,7 @@ MIXING = "data.mixing.batch_size or data.source.mixing.batch_size"
         ("train.grad_accum", "did you mean train.micro_batches?"),  # of other trainers
         ("train.Log-Interval", "did you mean metrics.log_interval?"),  # of another table
         ("data.mixing.num_stream_mixed", "did you mean num_streams_mixed?"),  # misspelt
+        ("optimizer.learnig_rate", "did you mean optimizer.lr?"),  # and of others
         ("train.batch_size", f"did you mean {MIXING}?"),
         ("eval.batch_size", f"did you mean {MIXING} or batches?"),
         ("checkpoint.zzz", "known keys: background, every, every_minutes, keep_every, keep_last, remote, resume"),

@@ -71,7 +71,8 @@ def test_micro_batches_follow_from_a_batch_over_all_ranks(tmp_path: Path, key: s
     with pytest.raises(UserError, match="one batch size for all sources, and there are 2, 4"):
         divide_batch(mixed, mixed.data.source, 2)
     with pytest.raises(UserError, match=r"global_batch.* and micro_batches say the same: keep one"):
-        config_of(tmp_path, text, "train.micro_batches=6")
+        config_of(tmp_path, text.replace(key, f"{key}\nmicro_batches = 6"))
+    assert config_of(tmp_path, text, "train.micro_batches=6") == plain  # the last word counts
 
 
 def test_dotted_options_set_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

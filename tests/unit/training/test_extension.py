@@ -56,6 +56,10 @@ class Counts(Extension):
         self.steps = state["steps"]
 
 
+class NoSums(Counts):
+    num_sums = 0
+
+
 class Breaks(Extension):
     """Raises on one rank in one of its moments."""
 
@@ -125,6 +129,7 @@ def test_they_report_sum_exchange_and_resume_beside_others_that_fail_on_one_rank
     [
         ('{target = "own_extensions:Absent"}', "own_extensions"),
         ('{target = "own_extensions:Counts", args = {other = 1}}', "other"),
+        ('{target = "own_extensions:NoSums"}', "but num_sums = 0"),
     ],
 )
 def test_one_that_cannot_be_made_is_refused_before_the_first_step(own, given, message):
