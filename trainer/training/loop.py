@@ -169,7 +169,9 @@ def begin_reading(run: Run) -> bool:
         empty = ", ".join(str(number) for number, has in enumerate(flat) if not has)
         logger.warning("%s %s of %d has nothing to read, and runs fully masked batches", what, empty, len(flat))
         giver = list(map(any, has_data)).index(True)
-        own = given.masked().to(torch.device("cpu")) if given is not None and run.info.rank == giver else None
+        own = None
+        if given is not None and run.info.rank == giver:
+            own = replace(given.masked().to(torch.device("cpu")), state=None)
         (given,) = gather_from_ranks((own,), world_size=world_size)[giver]
     assert given is not None
     filler = given.to(run.device)
