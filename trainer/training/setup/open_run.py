@@ -241,6 +241,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
         "carry probe": (run.ledger is not None and config.ledger.probe_every, "carry_probe:StepProbe"),
         "gns components": (run.gns is not None and config.gns.components_every, "noise_components:NoiseSources"),
         "gns outlook": (run.info.is_main and run.gns is not None, "noise_outlook:NoiseOutlook"),
+        "per_depth": (config.metrics.per_depth, "depth:TrainingDepth"),
         "per_layer": (config.metrics.per_layer, "per_layer:LayerNumbers"),
         "spikes": (config.train.spike_sigma, "spikes:LossSpikes"),
         "sample": (config.sample.every, "samples:Samples"),
