@@ -37,7 +37,6 @@ BAR = 0.15
 CONFIG = """
 [run]
 name = "growth"
-seed = {seed}
 
 [train]
 tokens = {tokens}
@@ -69,9 +68,6 @@ num_layers = 2
 [ledger]
 probe_every = 0
 
-[optimizer]
-lr = {lr}
-
 [scheduler]
 name = "cosine"
 warmup_tokens = 50000
@@ -98,10 +94,8 @@ class Curve:
 
 def run(setting: Setting, seed: int, text: Path, work: Path) -> dict[str, object]:
     """Train once; its `Curve`."""
-    settings = dict(setting.overrides)
-    config = CONFIG.format(seed=seed, tokens=TOKENS, size=SIZES[setting.corpus], corpus=text, lr=settings["lr"])
-    run_dir, _ = train(f"{setting.name}, seed {seed}", config, {}, work)
-    record = load_run(run_dir)
+    config = CONFIG.format(tokens=TOKENS, size=SIZES[setting.corpus], corpus=text)
+    record = load_run(train(setting, seed, config, work)[0])
     steps, losses = record.evals.column("eval_loss")
     changes = {int(e["global_step"]): int(e["to"]) for e in record.events if e.get("event") == "micro_batches"}
     tokens = int(record.train.column("tokens_seen")[1][-1])
@@ -159,10 +153,10 @@ def main() -> None:
 
     lr = args.lr
     if lr is None:
-        tried = curves([Setting(CONSTANT, (("lr", rate),)) for rate in RATES], 1)
+        tried = curves([Setting(CONSTANT, (("optimizer.lr", rate),)) for rate in RATES], 1)
         lr = min(zip(RATES, tried, strict=True), key=lambda each: each[1][0].losses[-1])[0]
     print(f"peak learning rate {lr:g}")
-    found = curves([Setting(name, (("lr", lr),)) for name in SIZES], args.seeds)
+    found = curves([Setting(name, (("optimizer.lr", lr),)) for name in SIZES], args.seeds)
     report(dict(zip(SIZES, found, strict=True)))
 
 

@@ -125,8 +125,7 @@ def parameters_of(family: str, heads: int, dim: int) -> float:
 
 def run(setting: Setting, seed: int, text: Path, work: Path) -> dict[str, float]:
     """Train once; the held-out loss at the end, and the time."""
-    sets = {"run.seed": seed, "eval.every": STEPS, **dict(setting.overrides)}
-    run_dir, seconds = train(f"{setting.name}, seed {seed}", CONFIG.format(steps=STEPS, text=text), sets, work)
+    run_dir, seconds = train(setting, seed, CONFIG.format(steps=STEPS, text=text), work, {"eval.every": STEPS})
     step_sec = statistics.median(row["step_time_sec"] for row in rows_of(run_dir, "train"))
     return {"eval_loss": rows_of(run_dir, "eval")[-1]["eval_loss"], "step_sec": step_sec, "seconds": seconds}
 

@@ -71,13 +71,16 @@ def steps_to(target: float, steps: Sequence[int], losses: Sequence[float]) -> fl
     return None
 
 
-def train(name: str, config: str, sets: Mapping[str, object], work: Path) -> tuple[Path, float]:
-    """Train once in a directory of `work`: the run's directory, and the seconds that it took.
+def train(
+    setting: Setting, seed: int, config: str, work: Path, sets: Mapping[str, object] | None = None
+) -> tuple[Path, float]:
+    """Train once in a directory of `work`, with `sets` and what the setting changes: the run's directory, and its seconds.
 
     Raises:
         RuntimeError: the run failed.
     """
-    folder = f"{zlib.crc32(name.encode()):08x}"
+    folder = f"{zlib.crc32(f'{setting.name}, seed {seed}'.encode()):08x}"
+    sets = {"run.seed": seed, **(sets or {}), **dict(setting.overrides)}
     path, run_dir = work / f"{folder}.toml", work / folder
     shutil.rmtree(run_dir, ignore_errors=True)  # of a call that was cut short
     work.mkdir(parents=True, exist_ok=True)

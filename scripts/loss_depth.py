@@ -1,11 +1,12 @@
 """Do models that were trained on short cells hold up on long documents? The table of docs/evaluation.md.
 
-Trains each family at 256 tokens, with the state reset at each cell and with carried states, and reads documents of 65,536 bytes
-that were not trained on: files of Python's standard library. Keeps what was measured in a JSON file.
+Trains each family at 256 tokens, with the state reset at each cell, with carried states, and with those and half of the
+documents begun from the state of another, and reads documents of 65,536 bytes that were not trained on: files of Python's
+standard library. Keeps what was measured in a JSON file.
 
-    python scripts/loss_depth.py
+    python scripts/loss_depth.py    # from the root of the clone: the order of the documents depends on the path as given
 
-All twelve runs take less than ten minutes of one core.
+All 18 runs take about ten minutes of two cores.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from experiments import Results, Setting, rows_of, study_parser, train
 BYTES, LEAST, READ = 65_536, 4_096, 6
 FAMILIES = ("rglru", "gated_delta")
 # A state that is wiped before each step is a state that is reset at each cell.
-TRAINED = {"reset at each cell": "full", "carried": "lru"}
+TRAINED = {
+    "reset at each cell": (("ledger.wipe_mode", "full"),),
+    "carried": (("ledger.wipe_mode", "lru"),),
+    "carried, half begun elsewhere": (("ledger.wipe_mode", "lru"), ("ledger.start", "carried")),
+}
 RESET = next(iter(TRAINED))
-DEPTHS = {"256 to 511": 256, "8,192 to 16,383": 8_192, "32,768 to 65,535": 32_768}
+DEPTHS = {"8,192 to 16,383": 8_192, "32,768 to 65,535": 32_768}
 CONFIG = """
 [train]
 steps = 200
@@ -80,8 +85,7 @@ def write_corpus(folder: Path) -> None:
 
 def run(setting: Setting, seed: int, work: Path) -> dict[str, Any]:
     """Train once, and return the numbers by depth of the evaluation after the last step."""
-    sets = {**dict(setting.overrides), "run.seed": seed}
-    run_dir, _ = train(f"{setting.name} {seed}", CONFIG.format(folder=(work / "corpus").absolute()), sets, work)
+    run_dir, _ = train(setting, seed, CONFIG.format(folder=work / "corpus"), work)
     (row,) = rows_of(run_dir, "eval")
     prefix = "eval/long/depth/"
     return {"depth": {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}}
@@ -89,26 +93,24 @@ def run(setting: Setting, seed: int, work: Path) -> dict[str, Any]:
 
 def setting_of(family: str, how: str) -> Setting:
     """A family, and how it is trained."""
-    return Setting("stdlib", (("model.family", family), ("ledger.wipe_mode", TRAINED[how])))
+    return Setting("stdlib", (("model.family", family), *TRAINED[how]))
 
 
 def table(results: Results, seeds: int) -> Iterator[str]:
     """Rows in markdown: means over the seeds, +- the standard error over them."""
-    yield "| family, trained | tokens before | carried | reset | reset - carried | carried, against training with resets |"
-    yield "|---|---|---|---|---|---|"
+    yield "| family, trained |" + "".join(f" loss, {words} | gain | against resets |" for words in DEPTHS)
+    yield "|---" * (1 + 3 * len(DEPTHS)) + "|"
     for family in FAMILIES:
+        of_resets = [results.of(setting_of(family, RESET), seed)["depth"] for seed in range(seeds)]
         for how in TRAINED:
             runs = [results.of(setting_of(family, how), seed)["depth"] for seed in range(seeds)]
-            others = [results.of(setting_of(family, RESET), seed)["depth"] for seed in range(seeds)]
-            for words, start in DEPTHS.items():
-                cells = [_mean([each[f"{start}/{name}"] for each in runs])[0] for name in ("loss", "loss_from_zero")]
-                gain = _mean([each[f"{start}/carry_gain"] for each in runs])
-                pairs = [
-                    each[f"{start}/loss"] - other[f"{start}/loss"] for each, other in zip(runs, others, strict=True)
-                ]
-                change = "" if others == runs else "{:+.3f} +- {:.3f}".format(*_mean(pairs))
-                losses = " | ".join(f"{cell:.3f}" for cell in cells)
-                yield f"| {family}, {how} | {words} | {losses} | {gain[0]:+.3f} +- {gain[1]:.3f} | {change} |"
+            cells = []
+            for start in DEPTHS.values():
+                losses, gains = ([each[f"{start}/{name}"] for each in runs] for name in ("loss", "carry_gain"))
+                pairs = [loss - each[f"{start}/loss"] for loss, each in zip(losses, of_resets, strict=True)]
+                numbers = ["{:+.3f} +- {:.3f}".format(*_mean(values)) for values in (gains, pairs)]
+                cells += [f"{statistics.fmean(losses):.3f}", numbers[0], numbers[1] if how != RESET else ""]
+            yield f"| {family}, {how} | {' | '.join(cells)} |"
 
 
 def _mean(values: list[float]) -> tuple[float, float]:

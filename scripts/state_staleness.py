@@ -115,16 +115,14 @@ def run(setting: Setting, seed: int, folders: Mapping[str, Path], work: Path) ->
     """Train once; the means of the probes over the second half of the run, and the losses at its end."""
     steps = STEPS[setting.corpus]
     sets = {
-        "run.seed": seed,
         "eval.every": steps,
         "ledger.capacity": 4096,
         "ledger.probe_every": 10,
         "ledger.probe_cells": 16,
         **OWN[setting.corpus],
-        **dict(setting.overrides),
     }
     config = CONFIG.format(steps=steps, cell=CELLS[setting.corpus], root=folders[setting.corpus])
-    run_dir, seconds = train(f"{setting.name}, seed {seed}", config, sets, work)
+    run_dir, seconds = train(setting, seed, config, work, sets)
     rows = [row for row in rows_of(run_dir, "train") if row["global_step"] > steps / 2]
     found = {"seconds": seconds, "loss": statistics.fmean(row["loss"] for row in rows)}
     for probe in PROBES:

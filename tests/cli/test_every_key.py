@@ -15,6 +15,7 @@ from trainer.metrics.catalog.lookup import CATALOG, family, is_known
 EXTRA = """
 per_source = true
 per_layer = true
+per_depth = true
 peak_tflops = 1.0
 
 [objective]

@@ -95,6 +95,18 @@ def write_tiny_config(directory: Path, extra: str = "") -> Path:
     return path
 
 
+def held_out_texts(directory: Path, fraction: float) -> list[bytes]:
+    """The held-out documents of the corpus below a directory, from its files."""
+    from trainer.data.groups import held_out
+
+    found = []
+    for file in sorted((directory / "corpus").rglob("*.jsonl")):
+        lines = file.read_text().splitlines()
+        mask = held_out(str(file.relative_to(directory / "corpus")), len(lines), fraction)
+        found += [json.loads(line)["text"].encode() for line, is_held in zip(lines, mask, strict=True) if is_held]
+    return found
+
+
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment for a child: one thread, nothing of a launcher, no network."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")}

@@ -333,6 +333,8 @@ class MetricsTable(Table):
     """auto: readable lines on a terminal, JSON payloads elsewhere."""
     per_source: bool = False
     """Also report metrics per source and modality."""
+    per_depth: bool = False
+    """Also report the training loss by the number of tokens before (docs/evaluation.md)."""
     per_layer: bool = False
     """Also report gradient norm, update over weight and noise scale per layer and parameter group."""
     profile: Annotated[int, Field(ge=0, le=1000)] = 0

@@ -13,7 +13,7 @@ w_i = 1 / probability of sampled documents (1 where the set is read whole). Docu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.arrays import IGNORED
+from trainer.arrays import IGNORED, Flags
 from trainer.data.batch import MicroBatch
-from trainer.metrics.aggregate import Moments
+from trainer.metrics.aggregate import Moments, SumCount
 from trainer.metrics.best_effort import BestEffort
 from trainer.objective.loss import ObjectiveOutput
-from trainer.training.evaluator import EvalRider, Evaluator
+from trainer.training.evaluator import EvalRider, Evaluator, RowResults
+from trainer.training.extension import Extension
 
 NUM_BUCKETS = 40
 """[0, 1), [1, 2), [2, 4), ...: more than any document has."""
@@ -49,6 +50,31 @@ def depths(cell_index: Tensor, num_tokens: int, resets: Tensor | None) -> Tensor
     return torch.where(last < 0, found, places - last)
 
 
+def buckets(micro: MicroBatch) -> Tensor:
+    """The bucket of each target of a micro-batch with groups; int64 [B, T]."""
+    assert micro.carry is not None
+    cells = torch.from_numpy(micro.carry.cell_index).to(micro.targets.device)
+    depth = depths(cells, micro.targets.shape[1], micro.inputs.get("resets"))
+    return torch.frexp(depth.double()).exponent.long()  # the depth is at least 2 ** (exponent - 1), or 0
+
+
+class TrainingDepth(Extension):
+    """The loss of a logged step's own targets by depth (`metrics.per_depth`)."""
+
+    metric_keys = tuple(f"train/depth/{bucket_start(index)}/loss" for index in range(NUM_BUCKETS))
+
+    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
+        """Add the sums of the rows that have a document."""
+        if micro.carry is not None:
+            rows = torch.from_numpy(micro.carry.group_ids >= 0).to(micro.targets.device)
+            columns = torch.stack([result.token_loss.double(), (micro.targets != IGNORED).double()], dim=-1)
+            sums = columns.new_zeros(NUM_BUCKETS, 2).index_add_(
+                0, buckets(micro)[rows].flatten(), columns[rows].flatten(0, 1)
+            )
+            for key, (total, count) in zip(self.metric_keys, sums, strict=True):
+                self.run.record(key, SumCount(total, count))
+
+
 class Depth(EvalRider):
     """Measures one set.
 
@@ -68,9 +94,7 @@ class Depth(EvalRider):
         self._by_group: dict[int, Floats] = {}
         self._waiting: list[tuple[list[int], Tensor]] = []
 
-    def micro_done(
-        self, micro: MicroBatch, state: Tensor | None, results: Sequence[tuple[slice, ObjectiveOutput]]
-    ) -> None:
+    def micro_done(self, micro: MicroBatch, state: Tensor | None, results: RowResults) -> None:
         """Run the rows from zero if any continues a document, and note the sums of each."""
         if self._is_off or state is None or micro.carry is None:
             return
@@ -81,13 +105,7 @@ class Depth(EvalRider):
             from_zero = self._evaluator.objective(output.logits, micro.targets, meta=micro.meta).token_loss
         self._guard.run(self._add, micro, results, from_zero, continues)
 
-    def _add(
-        self,
-        micro: MicroBatch,
-        results: Sequence[tuple[slice, ObjectiveOutput]],
-        from_zero: Tensor | None,
-        continues: NDArray[np.bool_],
-    ) -> None:
+    def _add(self, micro: MicroBatch, results: RowResults, from_zero: Tensor | None, continues: Flags) -> None:
         assert micro.carry is not None
         targets = micro.targets
         losses = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
@@ -96,10 +114,7 @@ class Depth(EvalRider):
         is_continued = torch.from_numpy(continues).to(targets.device)[:, None]
         zero = losses if from_zero is None else torch.where(is_continued, from_zero.double(), losses)
         columns = torch.stack([(targets != IGNORED).double(), losses, zero], dim=-1)  # [B, T, 3]
-        cells = torch.from_numpy(micro.carry.cell_index).to(targets.device)
-        depth = depths(cells, targets.shape[1], micro.inputs.get("resets"))
-        edges = torch.tensor([bucket_start(index) for index in range(1, NUM_BUCKETS)], device=targets.device)
-        bucket = torch.bucketize(depth, edges, right=True)[:, :, None].expand(-1, -1, 3)
+        bucket = buckets(micro)[:, :, None].expand(-1, -1, 3)
         sums = columns.new_zeros(len(targets), NUM_BUCKETS, 3).scatter_add_(1, bucket, columns)
         beyond = columns.sum(1) * is_continued  # [B, 3]
         self._waiting.append((micro.carry.group_ids.tolist(), torch.cat([sums, beyond[:, None]], dim=1)))
@@ -125,7 +140,8 @@ class Depth(EvalRider):
         if sample is None:
             return self._cell, _moments(list(self._by_group.values()))
         # A row that fills up a batch has no document.
-        weighted = {at: sums * sample.weights[at] for at, sums in self._by_document(sample.groups).items()}
+        known = ((sample.groups.get(group), sums) for group, sums in self._by_group.items())
+        weighted = {at: sums * sample.weights[at] for at, sums in known if at is not None}
         if sample.files is None:
             return self._cell, _moments(list(weighted.values()))
         by_file: dict[int, Floats] = {}
@@ -133,9 +149,6 @@ class Depth(EvalRider):
             file = int(sample.files[at])
             by_file[file] = by_file.get(file, 0.0) + sums
         return self._cell, by_file
-
-    def _by_document(self, groups: Mapping[int, int]) -> dict[int, Floats]:
-        return {groups[group]: sums for group, sums in self._by_group.items() if group in groups}
 
     def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         """`depth/<first depth of a bucket>/...`; empty if no document is longer than a cell."""
@@ -165,9 +178,8 @@ class Depth(EvalRider):
 
 def _moments(units: Sequence[Any]) -> Floats:
     """The `Moments` of each bucket: carried, from zero and their difference; float64 [NUM_BUCKETS + 1, 3, 6]."""
-    table = np.array(units, dtype=np.float64).reshape(
-        -1, NUM_BUCKETS + 1, 3
-    )  # [units, buckets, (tokens, carried, from zero)]
+    # [units, buckets, (tokens, carried, from zero)]
+    table = np.array(units, dtype=np.float64).reshape(-1, NUM_BUCKETS + 1, 3)
     tokens = table[:, :, :1]
     totals = np.concatenate([table[:, :, 1:], table[:, :, 2:] - table[:, :, 1:2]], axis=2)
     tokens = np.broadcast_to(tokens, totals.shape)

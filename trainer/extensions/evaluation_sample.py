@@ -27,8 +27,7 @@ from trainer.data.layout import Stream
 from trainer.data.mixing import StreamMixingDataset
 from trainer.distributed.env import RankInfo
 from trainer.metrics.aggregate import Moments
-from trainer.objective.loss import ObjectiveOutput
-from trainer.training.evaluator import EvalRider, Evaluator
+from trainer.training.evaluator import EvalRider, Evaluator, RowResults
 from trainer.training.setup.parts import make_dataset
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
@@ -155,9 +154,7 @@ class SampledLosses(EvalRider):
         self._guard = evaluator.guard
         self._sums: list[tuple[int, Tensor]] = []
 
-    def micro_done(
-        self, micro: MicroBatch, state: Tensor | None, results: Sequence[tuple[slice, ObjectiveOutput]]
-    ) -> None:
+    def micro_done(self, micro: MicroBatch, state: Tensor | None, results: RowResults) -> None:
         """Note each row's document and loss."""
         assert micro.carry is not None
         groups = micro.carry.group_ids.tolist()
@@ -210,6 +207,7 @@ def draw_sample(
     sources: Sequence[Source],
     datasets: Sequence[StreamMixingDataset],
     budget: int,
+    runs: int,
     info: RankInfo,
     generator: np.random.Generator,
 ) -> tuple[str, tuple[list[StreamMixingDataset], SampledLosses] | None]:
@@ -219,7 +217,8 @@ def draw_sample(
 
     Args:
         datasets: of the sources, without packing.
-        budget: cells that an evaluation may read, in expectation; but `LEAST` documents are read.
+        budget: cells that an evaluation may run, in expectation; but `LEAST` documents are read.
+        runs: of each cell but a document's first.
     """
     seq_len, is_packed = plan.config.data.seq_len, plan.config.data.pack
     files = [(index, stream) for index, dataset in enumerate(datasets) for stream in dataset.streams]
@@ -227,11 +226,12 @@ def draw_sample(
     drawn = draw_by_size(sizes, max(LEAST, int(len(files) * COUNTED_BYTES / sizes.sum())), generator)
     documents, num_whole = _count(datasets, [files[at] for at in drawn.chosen])
     cells, num_all = -(-documents.tokens // seq_len), len(documents.tokens)
+    num_runs = 1 + runs * (cells - 1)
     total = int(documents.tokens.sum())
     is_counted = len(drawn.chosen) == len(files)
     covered = {documents.files[at][0] for at in np.unique(documents.of_file)}
     is_missed = len(covered) < len(datasets)  # all of it says which
-    is_cheap = (total / seq_len if is_packed else cells.sum()) <= budget or num_all <= LEAST
+    is_cheap = num_runs.sum() - (cells.sum() - total / seq_len if is_packed else 0) <= budget or num_all <= LEAST
     what = counted(num_whole, "document")
     if num_all == 0 or (is_counted and (is_cheap or is_missed)):
         return f"all {what}, {counted(total, 'token')}", None
@@ -239,7 +239,7 @@ def draw_sample(
     represented = documents.tokens / file_chances
 
     def cost(num: int) -> int:
-        return ceil(chances_of(represented, num) @ cells)
+        return ceil(chances_of(represented, num) @ num_runs)
 
     num = min(max(LEAST, bisect_right(range(num_all + 1), budget, key=cost, lo=1) - 1), num_all)
     chosen, chances, spread = draw_by_size(represented, num, generator)

@@ -26,6 +26,8 @@ from trainer.training.step.details import StepDetails
 
 OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")  # what is logged of an [[eval.source]]
 
+RowResults = Sequence[tuple[slice, ObjectiveOutput]]
+
 
 class EvalRider:
     """Measures more of a set in the pass of its evaluation; the extensions that do so are loaded by name."""
@@ -33,9 +35,7 @@ class EvalRider:
     def begin(self, evaluator: Evaluator) -> None:
         """An evaluation of the set begins."""
 
-    def micro_done(
-        self, micro: MicroBatch, state: Tensor | None, results: Sequence[tuple[slice, ObjectiveOutput]]
-    ) -> None:
+    def micro_done(self, micro: MicroBatch, state: Tensor | None, results: RowResults) -> None:
         """After a micro-batch that began from `state`, with the losses of its rows. A forward must be run on all ranks."""
 
     def part(self) -> Any:
@@ -64,7 +64,7 @@ class EvalSet(NamedTuple):
 def rows_of(output: Any, rows: slice) -> ModelOutput:
     """Some rows' logits, losses and metrics. A loss or metric [] is of all rows."""
     losses, metrics = extras_of(output)
-    own = {name: value[rows] if value.ndim else value for name, value in (losses or {}).items()}
+    own = {name: value[rows] if getattr(value, "ndim", 0) else value for name, value in (losses or {}).items()}
     return ModelOutput(output.logits[rows], None, own, metrics)
 
 

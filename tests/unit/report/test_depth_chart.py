@@ -16,7 +16,7 @@ from trainer.tools.report.depth_chart import HEIGHT, WIDTH, depth_figures
 from trainer.tools.report.page import DEPTH, render_parts
 
 LOSSES = [(1, 3.5), (2, 3.1), (4, 2.9), (8, 2.6), (16, 2.5), (32, 2.4), (64, 2.3)]
-DRAWN = LOSSES[3:]
+DRAWN = LOSSES[2:]
 
 
 def numbers(gains=(0.0, 0.1, 0.2), error=0.02, name="") -> dict[str, float]:
@@ -53,12 +53,20 @@ def test_each_set_is_drawn_within_its_picture_and_where_its_numbers_are(make_run
     assert words.startswith("carrying lowers the loss by 0.2000")
     root = ElementTree.fromstring(drawn)
     places = [pair for each in root for pair in re.findall(r"([-\d.]+),([-\d.]+)", each.get("points", ""))]
-    assert len(places) == 3 * (len(DRAWN) + 3)
+    assert len(places) == len(DRAWN) + 3 + 3 * 3
     assert all(0 <= float(x) <= WIDTH and 0 <= float(y) <= HEIGHT for x, y in places)
-    titles = ["".join(each.itertext()) for each in root if each.tag == "circle"]
-    assert titles[0] == "carried, 8 tokens on: 2.6000 +- 0.0200"
-    assert titles[-1] == "from zero at each cell, 64 tokens on: 2.5000 +- 0.0200"
-    carried = [(float(each.get("cx")), float(each.get("cy"))) for each in root if each.tag == "circle"][: len(DRAWN)]
+    titles = ["".join(each.itertext()) for each in root if each.tag.endswith("circle")]
+    assert titles[0] == "carried, 4 tokens on: 2.9000 +- 0.0200"
+    assert titles[len(DRAWN) + 2] == "from zero at each cell, 64 tokens on: 2.5000 +- 0.0200"
+    assert titles[-1] == "gain of carrying, 64 tokens on: 0.2000 +- 0.0200"
+    (zero,) = [float(each.get("y1")) for each in root if "muted" in each.get("style", "") and each.get("y1")]
+    upper, lower = float(places[-9][1]), float(places[-4][1])  # of the band at 16 tokens, where the gain is 0
+    assert lower - zero == pytest.approx(zero - upper, abs=0.11)
+    ends = [float(each.get("x")) + 4 * len(each.text) for each in root if each.get("text-anchor") == "middle"]
+    assert max(ends) <= WIDTH
+    carried = [(float(each.get("cx")), float(each.get("cy"))) for each in root if each.tag.endswith("circle")][
+        : len(DRAWN)
+    ]
     steps = {round(b[0] - a[0], 0) for a, b in pairwise(carried)}
     assert len(steps) <= 2, "equal steps of the logarithm"
     rates = [

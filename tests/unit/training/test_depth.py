@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.gloo import run_on_ranks
-from tests.support.runs import write_tiny_config
+from tests.support.runs import held_out_texts, write_tiny_config
+from trainer.arrays import IGNORED
 from trainer.config.load import load_config
-from trainer.data.groups import held_out
+from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.env import RankInfo
-from trainer.extensions.depth import bucket_start, depths
+from trainer.extensions.depth import TrainingDepth, bucket_start, depths
 from trainer.extensions.evaluation_sample import Sample
+from trainer.metrics.aggregate import Recorder
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog.lookup import is_known, lookup
 from trainer.objective.auxiliary import Auxiliary
@@ -48,10 +51,9 @@ def model_of(plan: Plan) -> torch.nn.Module:
     return make_model(plan.config, plan.config.model, plan.vocab_size).double().eval()
 
 
-def evaluated(plan: Plan, model: torch.nn.Module, info: RankInfo = RankInfo(), diagnostics=None):  # noqa: B008
+def evaluated(plan: Plan, model: torch.nn.Module, info: RankInfo = RankInfo(), diagnostics=None, sets=()):  # noqa: B008
     cell_model, loss = model_and_loss(model, plan.config, None)
-    sets = eval_sets(plan, info, CPU)
-    diagnostics = diagnostics or Diagnostics()
+    sets, diagnostics = sets or eval_sets(plan, info, CPU), diagnostics or Diagnostics()
     found = make_evaluator(plan, model, cell_model, loss, Auxiliary(), info, CPU, diagnostics, sets, most=int).run(1)
     assert found
     return found
@@ -59,15 +61,6 @@ def evaluated(plan: Plan, model: torch.nn.Module, info: RankInfo = RankInfo(), d
 
 def by_depth(found: dict[str, float], prefix: str = "eval/depth/") -> dict[str, float]:
     return {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
-
-
-def texts_of(directory: Path, fraction: float = FRACTION) -> list[bytes]:
-    found = []
-    for file in sorted((directory / "corpus").rglob("*.jsonl")):
-        lines = file.read_text().splitlines()
-        mask = held_out(str(file.relative_to(directory / "corpus")), len(lines), fraction)
-        found += [json.loads(line)["text"].encode() for line, is_held in zip(lines, mask, strict=True) if is_held]
-    return found
 
 
 def token_losses(plan: Plan, model: torch.nn.Module, text: bytes, size: int) -> np.ndarray:
@@ -122,7 +115,7 @@ def test_every_number_is_that_of_uncut_documents_and_of_cells_from_zero(tmp_path
     plan = plan_of(tmp_path, *overrides)
     model = model_of(plan)
     found = by_depth(evaluated(plan, model))
-    texts = texts_of(tmp_path)
+    texts = held_out_texts(tmp_path, FRACTION)
     assert max(map(len, texts)) > 16 * CELL
     wanted = expected(documents_of(plan, model, texts, cell), np.ones(len(texts)), cell)
     if "data.pack=true" in overrides:  # documents that share a row count as one: their error is another
@@ -138,7 +131,7 @@ def test_a_sample_is_weighted_by_its_probabilities(tmp_path, monkeypatch):
     monkeypatch.setattr(Sample, "error", lambda self, totals: seen.append((self, totals)) or original(self, totals))
     found = by_depth(evaluated(plan, model))
     ((sample, losses),) = seen
-    left = documents_of(plan, model, texts_of(tmp_path), CELL)
+    left = documents_of(plan, model, held_out_texts(tmp_path, FRACTION), CELL)
     assert 8 < len(sample.tokens) < len(left)
     assert np.ptp(sample.weights) > 0.5
     chosen = []
@@ -158,19 +151,10 @@ def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
     one = by_depth(evaluated(plan, model_of(plan)))
     (drawn,) = eval_sets(plan, RankInfo(), CPU)
     drawn.sample.files[:] = 0  # all of one file: nothing is known of the error
-    (rider,) = make_evaluator(
-        plan, model_of(plan), *model_and_loss(model_of(plan), plan.config, None), Auxiliary(), RankInfo(), CPU,
-        Diagnostics(), [drawn], most=int,
-    ).sets[0].riders[1:]  # fmt: skip
-    assert rider._sample is drawn.sample
     assert one["beyond_cell/carry_gain_se"] > 0
-    wide = make_evaluator(
-        plan, model_of(plan), *model_and_loss(model_of(plan), plan.config, None), Auxiliary(), RankInfo(), CPU,
-        Diagnostics(), [drawn], most=int,
-    ).run(1)  # fmt: skip
-    assert wide is not None
-    assert "eval/depth/beyond_cell/carry_gain_se" not in wide
-    assert wide["eval/depth/beyond_cell/carry_gain"] == pytest.approx(one["beyond_cell/carry_gain"], abs=1e-9)
+    wide = by_depth(evaluated(plan, model_of(plan), sets=[drawn]))
+    assert "beyond_cell/carry_gain_se" not in wide
+    assert wide["beyond_cell/carry_gain"] == pytest.approx(one["beyond_cell/carry_gain"], abs=1e-9)
 
 
 def on_rank(rank: int, world: int, directory: str, overrides: tuple[str, ...]) -> dict[str, float]:
@@ -213,3 +197,22 @@ def test_depth_counts_from_the_last_reset():
     assert depths(torch.tensor([3, 0]), 4, None).tolist() == [[12, 13, 14, 15], [0, 1, 2, 3]]
     assert depths(torch.tensor([3, 0]), 4, resets).tolist() == [[12, 13, 0, 1], [0, 1, 2, 0]]
     assert [bucket_start(index) for index in range(5)] == [0, 1, 2, 4, 8]
+
+
+def test_training_losses_by_depth_are_those_of_a_loop():
+    generator, recorder, expected = np.random.default_rng(0), Recorder(), {}
+    measured = TrainingDepth(SimpleNamespace(record=recorder.record))
+    for _ in range(3):
+        groups, cells, losses = np.array([7, 8, -1, 9]), generator.integers(0, 40, 4), generator.random((4, CELL))
+        targets = np.where(generator.random((4, CELL)) < 0.2, IGNORED, 1)
+        losses[targets == IGNORED] = 0
+        micro = MicroBatch({}, torch.from_numpy(targets), Carry(groups, cells, np.zeros(4, np.bool_)), {})
+        measured.micro_done(micro, SimpleNamespace(token_loss=torch.from_numpy(losses)))
+        for row, place in itertools.product((0, 1, 3), range(CELL)):
+            if targets[row, place] != IGNORED:
+                depth = int(cells[row]) * CELL + place
+                start = next(low for low in map(bucket_start, itertools.count()) if depth < max(2 * low, 1))
+                expected.setdefault(f"train/depth/{start}/loss", []).append(losses[row, place])
+    drained = recorder.drain_metrics()
+    found = {key: float(total / weight) for key, (total, weight) in drained.items() if weight}
+    assert found == pytest.approx({key: np.mean(each) for key, each in expected.items()}, abs=1e-12)

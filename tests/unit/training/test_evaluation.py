@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.runs import write_tiny_config
+from tests.support.runs import held_out_texts, write_tiny_config
 from trainer.config.load import load_config
-from trainer.data.groups import held_out
 from trainer.distributed.env import RankInfo
+from trainer.errors import UserError
 from trainer.extensions import evaluation_sample
 from trainer.extensions.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
 from trainer.metrics.best_effort import Diagnostics
@@ -127,16 +127,6 @@ def every_document(directory: Path) -> list[str]:
     return [json.loads(line)["text"] for file in files for line in file.read_text().splitlines()]
 
 
-def documents(directory: Path) -> list[bytes]:
-    """The held-out documents, from the files."""
-    found = []
-    for file in sorted((directory / "corpus").rglob("*.jsonl")):
-        lines = file.read_text().splitlines()
-        mask = held_out(str(file.relative_to(directory / "corpus")), len(lines), FRACTION)
-        found += [json.loads(line)["text"].encode() for line, is_held in zip(lines, mask, strict=True) if is_held]
-    return found
-
-
 def parts_of(plan: Plan, model: torch.nn.Module, text: bytes) -> list[tuple[int, float]]:
     """(tokens, loss) of a document's parts of `max_group_cells` cells, each from a zero state and in one forward."""
     targets = torch.tensor(list(text))
@@ -173,7 +163,7 @@ def test_the_error_is_that_of_the_drawn_documents_own_losses(tmp_path, overrides
         patch.setattr(Sample, "error", lambda self, totals: seen.append((self, totals)) or original(self, totals))
         found, read = evaluated(plan, model)
     ((sample, losses),) = seen
-    texts = documents(tmp_path)
+    texts = held_out_texts(tmp_path, FRACTION)
     known = [part for text in texts for part in parts_of(plan, model.eval(), text)]
     num_all, num = sum(map(len, texts)), len(sample.tokens)
     of = f"{len(texts)} documents" if len(known) == len(texts) else f"{len(known)} parts of {len(texts)} documents"
@@ -229,9 +219,21 @@ def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for
     assert len({len(each) for each in batches}) == 1  # or ranks that hold shards would wait for ever
     read = [int((micro.targets != -100).sum()) for each in batches for micro in each]
     assert sum(read) == sum(int((micro.targets != -100).sum()) for micro in alone.batches(None))
-    # Cells: 15 % of those that 80 steps of two micro-batches of four rows train on.
-    cells = sum(int((micro.targets != -100).any(1).sum()) for micro in alone.batches(None))
-    assert 0.5 * 96 < cells < 1.5 * 96
+    # Cells: 15 % of those that 80 steps of two micro-batches of four rows train on, those that continue a document
+    # being run twice.
+    by_depth = [micro.carry.cell_index[(micro.targets != -100).any(1).numpy()] for micro in alone.batches(None)]
+    cells = np.concatenate(by_depth)
+    assert 0.7 * 96 < len(cells) + np.count_nonzero(cells) < 1.1 * 96
+    (once,) = eval_sets(dear, RankInfo(), CPU, has_state=False)
+    assert 0.7 * 96 < sum(int((micro.targets != -100).any(1).sum()) for micro in once.batches(None)) < 1.1 * 96
+
+
+def test_a_loss_of_the_model_that_is_no_tensor_is_named(tmp_path):
+    plan = plan_of(tmp_path, "eval.batches=8")
+    model = make_model(plan.config, plan.config.model, plan.vocab_size)
+    model.register_forward_hook(lambda module, given, output: output._replace(losses={"balance": 0.5}))
+    with pytest.raises(UserError, match="it returns the loss balance, which is not in its loss_keys"):
+        evaluated(plan, model)
 
 
 def test_of_too_many_bytes_only_drawn_files_are_counted_and_the_error_is_over_files(tmp_path, monkeypatch):

@@ -22,24 +22,14 @@ _RANK_TIMES: tuple[tuple[str, RankReduction, str], ...] = (
 )
 
 _DEPTH = (
-    (
-        "loss",
-        "Loss at a depth",
-        "Cross-entropy of targets with <bucket> to 2 <bucket> - 1 tokens before.",
-        "Falls with depth.",
-    ),
+    ("loss", "Loss at a depth", "Cross-entropy of targets with <bucket> to 2 <bucket> - 1 tokens before.", "Falls."),
     (
         "loss_from_zero",
         "Loss at a depth, from zero",
         "The same with the state reset at each cell.",
-        "Above the carried loss.",
+        "Above the former.",
     ),
-    (
-        "carry_gain",
-        "Gain of carrying at a depth",
-        "The latter minus the former (`beyond_cell`: all later cells).",
-        "Positive.",
-    ),
+    ("carry_gain", "Gain of carrying at a depth", "Their difference (`beyond_cell`: all later cells).", "Positive."),
 )
 _OF_A_SET: tuple[MetricSpec, ...] = (
     _TokenMean(
@@ -126,6 +116,14 @@ ROWS: tuple[MetricSpec, ...] = (
             pathological="As the task defines it.",
         )
         for name in ("eval/<name>/<metric>", "eval/<metric>")
+    ),
+    _TokenMean(
+        name="train/depth/<bucket>/loss",
+        unit="nats/token",
+        title="Training loss at a depth",
+        description="Cross-entropy of a logged step's targets at a depth (metrics.per_depth).",
+        healthy="Falls with depth.",
+        pathological="Rises with depth: longer context is of no use.",
     ),
     _Row(
         name="train/micro_batches",
@@ -345,13 +343,7 @@ ROWS: tuple[MetricSpec, ...] = (
         for rank, ranks, pathological in _RANK_TIMES
     ),
     *(
-        _MemoryRow(
-            name=f"gpu/{name}",
-            title=title,
-            description=description,
-            healthy=healthy,
-            pathological=pathological,
-        )
+        _MemoryRow(name=f"gpu/{name}", title=title, description=description, healthy=healthy, pathological=pathological)
         for name, title, description, healthy, pathological in (
             (
                 "allocated_gb",

@@ -11,12 +11,17 @@ from trainer.tools.diagnostics.depth import last_curves
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import number_text
 
-WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 40
+WIDTH, HEIGHT = 480, 350
+LEFT, RIGHT = 52, 26
+LOSSES, GAINS = (24, 184), (226, 306)  # top and bottom of the two parts
 MOST_TICKS = 7
-FIRST = 8  # of fewer tokens a document has too few
+BEFORE = 2  # buckets before the first carried one
 BAND_ERRORS = 2.0
+# The page's, or outside it these.
+COLORS = {"c0": "#0072b2", "c1": "#d55e00", "c2": "#00866a", "muted": "#7a8794", "grid": "#9993"}
+COLORS = {name: f"var(--{name}, {color})" for name, color in COLORS.items()}
 Place = tuple[float, float]
+Line = tuple[str, str, list[tuple[int, Number]]]  # label, color, numbers by first depth of a bucket
 
 
 def depth_figures(run: RunRecord) -> list[tuple[str, str, str]]:
@@ -27,46 +32,63 @@ def depth_figures(run: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def drawing(curve: DepthCurve, name: str = "") -> str:
-    """Both losses over the depth on a logarithmic axis, from zero where the two differ.
+    """Both losses over the depth on a logarithmic axis; below, their difference, the gain, with a band of two errors.
 
-    Bands are two errors: of the carried loss, and, around the loss from zero, of the difference, which is paired by document.
+    The losses have no band: their errors are mostly of how hard the documents are, which cancels in the gain.
     """
-    points = [point for point in curve.points if point.start >= min(FIRST, curve.points[-1].start)]
-    from_zero = [
-        (point.start, point.from_zero._replace(error=point.gain.error))
-        for point in points
-        if point.from_zero and point.gain
-    ]
+    first = next(index for index, point in enumerate(curve.points) if point.gain)
+    points = curve.points[max(first - BEFORE, 0) :]
     carried = [(point.start, point.loss) for point in points]
-    lines = [("carried", "c0", carried), ("from zero at each cell (band: of the difference)", "c1", from_zero)]
-    ends = [end for _, _, line in lines for _, number in line for end in _band(number)]
-    low, high = min(ends), max(ends)
-    first, last = points[0].start, 2 * points[-1].start
+    from_zero = [(point.start, point.from_zero) for point in points if point.from_zero]
+    gains = [(point.start, point.gain) for point in points if point.gain]
+    ends = points[0].start, 2 * points[-1].start
+    parts = [
+        *_part(LOSSES, ends, "loss:", [("carried", "c0", carried), ("from zero at each cell", "c1", from_zero)]),
+        *_part(GAINS, ends, "", [("gain of carrying", "c2", gains)], is_gain=True),
+        _text((LEFT + WIDTH) / 2, HEIGHT - 8, "tokens of the document before the target", "middle"),
+    ]
+    title = escape(f"Loss against depth{f' of {name}' if name else ''}: carried and from zero")
+    style = "width: 100%; max-width: 640px; height: auto; display: block"
+    shape = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"'
+    return f'<svg {shape} role="img" aria-label="{title}" style="{style}">{"".join(parts)}</svg>'
 
-    def at(depth: float, loss: float) -> Place:
-        x = LEFT + (WIDTH - LEFT - RIGHT) * math.log2(depth / first) / max(math.log2(last / first), 1)
-        return x, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (loss - low) / max(high - low, 1e-9)
 
-    parts = [*_axes(first, last, low, high, at)]
+def _part(
+    span: Place, depths: tuple[int, int], what: str, lines: Sequence[Line], *, is_gain: bool = False
+) -> Iterable[str]:
+    """Axes, lines and their names. A gain has its band, a line at 0, and the numbers of the depths below it."""
+    (top, bottom), (first, last) = span, depths
+    ends = [end for *_, line in lines for _, number in line for end in (_band(number) if is_gain else number[:1])]
+    low, high = min(ends + [0.0] * is_gain), max(ends + [0.0] * is_gain)
+
+    def at(depth: float, value: float) -> Place:
+        x = LEFT + (WIDTH - LEFT - RIGHT) * math.log2(depth / first) / math.log2(last / first)
+        return x, bottom - (bottom - top) * (value - low) / max(high - low, 1e-9)
+
+    powers = range(round(math.log2(max(first, 1))), round(math.log2(last)) + 1)
+    for power in powers[:: -(-len(powers) // MOST_TICKS)]:
+        x, _ = at(1 << power, low)
+        yield _line((x, top), (x, bottom), "grid")
+        if is_gain:
+            yield _text(x, bottom + 18, f"{1 << power:,}", "middle")
+    for level in _levels(low, high, int(bottom - top) // 25):
+        _, y = at(first, level)
+        yield _line((LEFT, y), (WIDTH - RIGHT, y), "muted" if is_gain and not level else "grid")
+        yield _text(LEFT - 6, y + 4, number_text(level), "end")
     for number, (label, color, line) in enumerate(lines):
         # A bucket is drawn at its geometric middle.
-        middles = [(start * math.sqrt(2), value) for start, value in line]
-        up = [at(depth, _band(value)[1]) for depth, value in middles]
-        down = [at(depth, _band(value)[0]) for depth, value in reversed(middles)]
-        parts.append(f'<polygon points="{_path([*up, *down])}" style="fill: var(--{color}); opacity: .18" />')
-        path = _path([at(depth, value.value) for depth, value in middles])
-        dash = "; stroke-dasharray: 6 4" if number else ""
-        parts.append(f'<polyline points="{path}" style="fill: none; stroke: var(--{color}); stroke-width: 2{dash}" />')
-        for depth, value in middles:
+        middles = [(start * math.sqrt(2), start, value) for start, value in line]
+        if is_gain:
+            up, down = ([at(depth, _band(value)[side]) for depth, _, value in middles] for side in (1, 0))
+            yield f'<polygon points="{_path([*up, *down[::-1]])}" style="fill: {COLORS[color]}; opacity: .25" />'
+        path, dash = _path([at(depth, value.value) for depth, _, value in middles]), "; stroke-dasharray: 6 4" * number
+        yield f'<polyline points="{path}" style="fill: none; stroke: {COLORS[color]}; stroke-width: 2{dash}" />'
+        for depth, start, value in middles:
             x, y = at(depth, value.value)
-            words = f"{label.partition(' (')[0]}, {round(depth / math.sqrt(2)):,} tokens on: {value}"
-            parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill: var(--{color})"><title>{words}</title></circle>'
-            )
-        parts.append(_text(WIDTH - RIGHT - 4, TOP + 14 + 17 * number, label, "end", color))
-    title = escape(f"Loss against depth{f' of {name}' if name else ''}: carried and from zero")
-    style = "width: 100%; max-width: 900px; height: auto; display: block"
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}" style="{style}">{"".join(parts)}</svg>'
+            words = f"<title>{label}, {start:,} tokens on: {value}</title>"
+            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill: {COLORS[color]}">{words}</circle>'
+    names = ", ".join(f'<tspan style="fill: {COLORS[color]}">{label}</tspan>' for label, color, _ in lines)
+    yield _text(LEFT, top - 9, f"{what} {names}, nats per token{' (band: two errors)' * is_gain}", "start")
 
 
 def _band(number: Number) -> Place:
@@ -78,32 +100,19 @@ def _path(places: Iterable[Place]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
-def _text(x: float, y: float, text: str, anchor: str, color: str = "muted") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="fill: var(--{color}); font-size: 12px">{text}</text>'
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text {place} style="fill: {COLORS["muted"]}; font-size: 13px">{text}</text>'
 
 
-def _axes(first: int, last: int, low: float, high: float, at: object) -> Iterable[str]:
-    """Grid lines and their numbers."""
-    assert callable(at)
-    powers = range(int(math.log2(first)), int(math.log2(last)) + 1)
-    for power in powers[:: -(-len(powers) // MOST_TICKS)]:
-        x, _ = at(1 << power, low)
-        yield _line((x, TOP), (x, HEIGHT - BOTTOM))
-        yield _text(x, HEIGHT - BOTTOM + 16, f"{1 << power:,}", "middle")
-    for level in _levels(low, high):
-        _, y = at(first, level)
-        yield _line((LEFT, y), (WIDTH - RIGHT, y))
-        yield _text(LEFT - 6, y + 4, number_text(level), "end")
-    yield _text((LEFT + WIDTH) / 2, HEIGHT - 6, "tokens of the document before the target; nats per token", "middle")
+def _line(start: Place, end: Place, color: str) -> str:
+    ends = f'x1="{start[0]:.1f}" y1="{start[1]:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}"'
+    return f'<line {ends} style="stroke: {COLORS[color]}" />'
 
 
-def _line(start: Place, end: Place) -> str:
-    return f'<line x1="{start[0]:.1f}" y1="{start[1]:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}" style="stroke: var(--grid)" />'
-
-
-def _levels(low: float, high: float) -> Sequence[float]:
-    """Round numbers from low to high, about five."""
-    rough = max(high - low, 1e-6) / 5
+def _levels(low: float, high: float, most: int) -> Sequence[float]:
+    """Round numbers from low to high, at most about so many."""
+    rough = max(high - low, 1e-6) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(step * power for step in (1, 2, 5, 10) if step * power >= rough)
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -29,14 +29,15 @@ from trainer.training.step.details import StepDetails
 
 logger = get_logger(__name__)
 SHARE = 0.15
-"""Cells that an evaluation may read by default, of those that one rank trains on between two evaluations. A forward is a third
-of the work of a training step: about 5 % of its time on one rank, less on several."""
+"""Cells that an evaluation may run by default, of those that one rank trains on between two evaluations. A forward is a third
+of the work of a training step: about 5 % of its time on one rank, less on several. `eval.depth` runs later cells twice."""
 ALL = 2**62
 """More micro-batches than any set has."""
 
 
-def eval_sets(plan: Plan, info: RankInfo, device: torch.device) -> list[EvalSet]:
+def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bool = True) -> list[EvalSet]:
     """The held-out documents, the sources in turn from the beginning, and each `[[eval.source]]`; empty without evaluations.
+    Without `has_state`, `eval.depth` costs nothing.
 
     Raises:
         UserError: no document of a source is held out; a set has no document.
@@ -46,30 +47,29 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device) -> list[EvalSet]
         return []
     if table.holdout_fraction > 0:
         own = [source for source in plan.sources if source.streams]
-        sets.append(_eval_set("", plan, own, table.batches, info, device))
+        sets.append(_eval_set("", plan, own, table.batches, info, device, 2 if table.depth and has_state else 1))
     for each, source in zip(table.source, plan.eval_sources, strict=True):
-        sets.append(_eval_set(each.name, plan, [source], each.batches or ALL, info, device))
+        sets.append(_eval_set(each.name, plan, [source], each.batches or ALL, info, device, 1))
     return sets
 
 
 def _eval_set(
-    name: str, plan: Plan, sources: Sequence[Source], num_batches: int, info: RankInfo, device: torch.device
+    name: str, plan: Plan, sources: Sequence[Source], num_batches: int, info: RankInfo, device: torch.device, runs: int
 ) -> EvalSet:
-    """A set: all documents of `sources`, or drawn ones. `num_batches`: 0: as many as cost little; `ALL` or more: all."""
+    """A set: all documents of `sources`, or drawn ones. `num_batches`: 0: as many as cost little, if each cell but a document's
+    first is run `runs` times; `ALL` or more: all."""
     make = partial(make_dataset, plan, info=info, is_holdout=True, is_whole=bool(name))
     datasets = [make(source=source) for source in sources]
     read, riders = "all documents", []
     if num_batches < ALL and sources:
         rows = max(largest_batch(mixing_of(plan.config, source.table)) for source in sources)
-        if num_batches:
-            budget = num_batches * rows * plan.facts.data_shards
-        else:
-            steps = min(plan.config.eval.every, plan.facts.steps)
-            cells = plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells
-            budget = int(SHARE * steps * cells)
+        steps = min(plan.config.eval.every, plan.facts.steps)
+        cells = plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells
+        budget = num_batches * rows * plan.facts.data_shards or int(SHARE * steps * cells)
         generator = keyed_generator("evaluation", name, plan.config.run.seed)
         whole = [make(source=source, pack=False) for source in sources]
-        read, drawn = _extension("evaluation_sample").draw_sample(plan, sources, whole, budget, info, generator)
+        draw = _extension("evaluation_sample").draw_sample
+        read, drawn = draw(plan, sources, whole, budget, 1 if num_batches else runs, info, generator)
         if drawn is not None:
             datasets, rider = drawn
             riders.append(rider)

@@ -91,7 +91,7 @@ def open_run(
     strategy = make_strategy(plan.config, info, device)
     state = _open_state(plan, info, device, strategy, stack)
     with raise_on_all_ranks(world_size=info.world_size):
-        sets = eval_sets(plan, info, device)
+        sets = eval_sets(plan, info, device, has_state=state.ledger is not None)
         auxiliary = make_auxiliary(plan.config.objective, state.model)
         if found is None:
             begin_from_weights(plan, state.model)
@@ -249,6 +249,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
         "carry probe": (run.state.ledgers and config.ledger.probe_every, "carry_probe:StepProbe"),
         "gns components": (run.gns is not None and config.gns.components_every, "noise_components:NoiseSources"),
         "gns outlook": (run.info.is_main and run.gns is not None, "noise_outlook:NoiseOutlook"),
+        "per_depth": (config.metrics.per_depth, "depth:TrainingDepth"),
         "per_layer": (config.metrics.per_layer, "per_layer:LayerNumbers"),
         "spikes": (config.train.spike_sigma, "spikes:LossSpikes"),
         "sample": (config.sample.every, "samples:Samples"),
