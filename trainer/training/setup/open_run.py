@@ -91,7 +91,7 @@ def open_run(
     strategy = make_strategy(plan.config, info, device)
     state = _open_state(plan, info, device, strategy, stack)
     with raise_on_all_ranks(world_size=info.world_size):
-        sets = eval_sets(plan, info, device, has_state=state.ledger is not None)
+        sets = eval_sets(plan, info, device, has_state=bool(state.ledgers))
         auxiliary = make_auxiliary(plan.config.objective, state.model)
         if found is None:
             begin_from_weights(plan, state.model)
