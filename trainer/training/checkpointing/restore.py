@@ -35,13 +35,7 @@ from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import data_shards, loading
 from trainer.training.checkpointing.tensor_files import read_rank
-from trainer.training.checkpointing.train_state import (
-    Position,
-    TrainState,
-    load_optimizer,
-    load_weights_of,
-    open_model,
-)
+from trainer.training.checkpointing.train_state import Position, TrainState, load_optimizer, load_weights_of, open_model
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 from trainer.wording import counted, few
@@ -50,12 +44,7 @@ logger = get_logger(__name__)
 
 
 def restore(
-    path: Path,
-    saved: Mapping[str, Any],
-    plan: Plan,
-    state: TrainState,
-    info: RankInfo,
-    data: DataCheck,
+    path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState, info: RankInfo, data: DataCheck
 ) -> Position:
     """Load the checkpoint in `path`, whose state.json is `saved`, into the parts of a run. Returns where the run continues.
 
@@ -209,10 +198,7 @@ class Change(NamedTuple):
 
 
 def changed_settings(
-    saved: Mapping[str, Any],
-    saved_environment: Mapping[str, Any],
-    config: RunConfig,
-    environment: Mapping[str, Any],
+    saved: Mapping[str, Any], saved_environment: Mapping[str, Any], config: RunConfig, environment: Mapping[str, Any]
 ) -> dict[str, Change]:
     """What differs from the settings and versions that a checkpoint was made with; see `recorded_settings` for the keys."""
     before = recorded_settings(saved, saved_environment)

@@ -289,9 +289,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
         return source
     tokens = {stream.path: str(held.directory / f"{index:06d}.bin") for index, stream in enumerate(streams)}
     return replace(
-        source,
-        streams=[replace(stream, tokens=tokens.get(stream.path, "")) for stream in source.streams],
-        tokens=held,
+        source, streams=[replace(stream, tokens=tokens.get(stream.path, "")) for stream in source.streams], tokens=held
     )
 
 

@@ -145,13 +145,7 @@ class TrainStep:
         """Factor of the loss scaling; None without it. Waits for the device."""
         return self.scaler.get_scale() if self.scaler.is_enabled() else None
 
-    def accumulate(
-        self,
-        step: int,
-        window: Sequence[MicroBatch],
-        *,
-        is_logged: bool = False,
-    ) -> None:
+    def accumulate(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool = False) -> None:
         """Forward and backward of this rank's micro-batches, and their states into the ledger. Waits for nothing.
 
         Args:
