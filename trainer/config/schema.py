@@ -335,6 +335,9 @@ class MetricsTable(Table):
     """Also report metrics per source and modality."""
     per_depth: bool = False
     """Also report the training loss by the number of tokens before (docs/evaluation.md)."""
+    digests: bool = False
+    """Write digests.jsonl: what batch, states, gradient and weights of each logged step are, to compare runs bit for bit. Ranks
+    compare their weights in any case."""
     per_layer: bool = False
     """Also report gradient norm, update over weight and noise scale per layer and parameter group."""
     profile: Annotated[int, Field(ge=0, le=1000)] = 0

@@ -39,6 +39,10 @@ class NonFiniteError(Exception):
     """The loss or gradient was not finite, and the config says to stop (or skipping did not help)."""
 
 
+class CorruptedError(Exception):
+    """The run's `failure`."""
+
+
 def run_loop(run: Run) -> str:
     """Train until the last step, until the data are exhausted or until somebody asks to stop. Returns the reason."""
     position = run.position
@@ -52,7 +56,7 @@ def run_loop(run: Run) -> str:
     while reason is None and (position.last_step is None or position.step < position.last_step):
         reason, in_flight = take_step(run, in_flight)
         run.extensions.call("step_launched", position.step + (in_flight is not None))
-    run.extensions.exchange()
+    exchange(run)
     if run.saver.last_saved != position.step and position.step > 0:
         run.watchdog.at("checkpoint", position.step, may_wait=True)
         with run.output():
@@ -240,7 +244,7 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
         if len(position.first_losses) < SHOWN_LOSSES:
             position.first_losses.append((step, outcome.loss))
     if outcome.wants_exchange:
-        run.extensions.exchange()
+        exchange(run)
     end_step(run, taken, outcome, is_logged=logs(run, step))
     if outcome.all_saved:
         run.watchdog.at("checkpoint", step, may_wait=True)
@@ -252,6 +256,17 @@ def finish(run: Run, taken: StepInFlight) -> str | None:
     if outcome.save_is_due:  # the next step may be in flight, and the weights are no longer this one's
         run.saver.must_save = run.saver.began_at != step
     return None
+
+
+def exchange(run: Run) -> None:
+    """Let extensions exchange what they have for other ranks.
+
+    Raises:
+        CorruptedError: with that, one of them ends the run.
+    """
+    run.extensions.exchange()
+    if run.failure:
+        raise CorruptedError(run.failure)
 
 
 def newly_ended(before: Any, after: Any) -> list[str]:

@@ -26,7 +26,7 @@ from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import kept_for_payloads
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.saver import SaveError
-from trainer.training.loop import NonFiniteError, run_loop
+from trainer.training.loop import CorruptedError, NonFiniteError, run_loop
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, resume_command
 from trainer.training.setup.open_run import Launch, open_run
@@ -107,7 +107,7 @@ def _run_to_end(run: Run) -> int:
         run.saver.close()
         # Stopped before the first step there is no checkpoint, and what follows in a script must not take it for done.
         code = 0 if state == FINISHED or run.saver.last_saved >= 0 else EXIT_FAILED
-    except (NonFiniteError, SaveError) as error:
+    except (CorruptedError, NonFiniteError, SaveError) as error:
         reason = str(error)
         logger.error("%s", reason)
     except OSError as error:

@@ -66,6 +66,8 @@ class Run:
     """Rank 0 only."""
     wandb_run_id: str | None = None
     """Rank 0 only."""
+    failure: str = ""
+    """Set by an extension, on all ranks alike, to end the run."""
     evaluator: Evaluator | None = None
     growth: BatchGrowth | None = None
     """Decides on a step's micro-batches; None: all steps have as many."""

@@ -251,6 +251,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
         "gns outlook": (run.info.is_main and run.gns is not None, "noise_outlook:NoiseOutlook"),
         "per_depth": (config.metrics.per_depth, "depth:TrainingDepth"),
         "per_layer": (config.metrics.per_layer, "per_layer:LayerNumbers"),
+        "digests": (config.metrics.digests or run.info.world_size > 1, "digests:Digests"),
         "spikes": (config.train.spike_sigma, "spikes:LossSpikes"),
         "sample": (config.sample.every, "samples:Samples"),
         "profile": (run.info.is_main and config.metrics.profile, "profile:StepProfile"),
