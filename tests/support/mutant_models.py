@@ -26,7 +26,6 @@ from tests.support.honest_models import (
 from trainer.model.encoder import Block, RecurrentEncoder
 from trainer.model.protocol import ModelOutput
 
-
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
