@@ -9,15 +9,7 @@ import re
 import pytest
 
 from tests.support.forks import Forked, wait_as_torchrun
-from tests.support.runs import (
-    TIMEOUT_SEC,
-    environment,
-    free_port,
-    losses,
-    rank_environment,
-    run,
-    write_tiny_config,
-)
+from tests.support.runs import TIMEOUT_SEC, environment, free_port, losses, rank_environment, run, write_tiny_config
 from trainer.metrics.payload_contract import validate_stream
 
 pytestmark = pytest.mark.distributed

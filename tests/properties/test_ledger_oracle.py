@@ -10,13 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from trainer.errors import UserError
 from trainer.ledger import COUNTER_KEYS, Ledger, Owners
@@ -236,12 +230,7 @@ class LedgerMachine(RuleBasedStateMachine):
         held = {
             int(group): Held(row, int(slot), int(step), bool(is_valid))
             for group, row, slot, step, is_valid in zip(
-                saved["groups"],
-                saved["rows"].tolist(),
-                saved["slots"],
-                saved["last_step"],
-                saved["valid"],
-                strict=True,
+                saved["groups"], saved["rows"].tolist(), saved["slots"], saved["last_step"], saved["valid"], strict=True
             )
         }
         assert held == self.oracle.held

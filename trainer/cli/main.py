@@ -77,8 +77,7 @@ def train(
     strategy: StrategyOption = None,
     replicas: ReplicasOption = None,
     stdout: Annotated[
-        str | None,
-        typer.Option(help="Format of stdout: json, line or off (metrics.stdout).", metavar="json|line|off"),
+        str | None, typer.Option(help="Format of stdout: json, line or off (metrics.stdout).", metavar="json|line|off")
     ] = None,
     profile: Annotated[
         int | None,

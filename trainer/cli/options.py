@@ -15,12 +15,10 @@ from trainer.files import did_you_mean
 
 ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="TOML config of the run.", metavar="X.TOML")]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override a config value; repeatable.", metavar="TABLE.KEY=VALUE"),
+    list[str] | None, typer.Option("--set", help="Override a config value; repeatable.", metavar="TABLE.KEY=VALUE")
 ]
 StrategyOption = Annotated[
-    str | None,
-    typer.Option(help="How ranks share the model (distributed.strategy).", metavar="ddp|fsdp|hsdp"),
+    str | None, typer.Option(help="How ranks share the model (distributed.strategy).", metavar="ddp|fsdp|hsdp")
 ]
 ReplicasOption = Annotated[int | None, typer.Option(min=1, help="Replicas of hsdp (distributed.replicas).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

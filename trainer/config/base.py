@@ -109,10 +109,7 @@ BatchPoints = Annotated[dict[Tokens, MicroBatchCount], BeforeValidator(_integer_
 def _accept_kind(schema: dict[str, Any]) -> None:
     """Adds the alias to the JSON Schema, from which pydantic leaves it out."""
     properties = schema["properties"]
-    properties["kind"] = {
-        **properties["schedule"],
-        "description": "Another name for schedule.",
-    }
+    properties["kind"] = {**properties["schedule"], "description": "Another name for schedule."}
     schema["required"].remove("schedule")
     schema["oneOf"] = [{"required": ["schedule"]}, {"required": ["kind"]}]
 

@@ -259,13 +259,7 @@ class GatedDelta(LanguageModel):
 
 
 def build(
-    vocab_size: int,
-    dim: int,
-    num_layers: int,
-    *,
-    heads: int = 0,
-    mlp_ratio: float = 2.0,
-    tie_embeddings: bool = False,
+    vocab_size: int, dim: int, num_layers: int, *, heads: int = 0, mlp_ratio: float = 2.0, tie_embeddings: bool = False
 ) -> GatedDelta:
     """Build a `GatedDelta` with parameters drawn from torch's global generator.
 

@@ -6,11 +6,7 @@ import math
 
 import pytest
 
-from trainer.data.weights import (
-    ConstantWeight,
-    ScheduledWeight,
-    compose_weights,
-)
+from trainer.data.weights import ConstantWeight, ScheduledWeight, compose_weights
 from trainer.errors import UserError
 
 

@@ -93,11 +93,7 @@ def test_the_rank_that_entered_fewer_collectives_is_named_after_the_limit_and_no
     detector, clock = make_detector()
 
     def heartbeats(t: int) -> list[Heartbeat]:
-        return [
-            beat(8, "step 2: optimizer", t),
-            beat(7, "step 2: data", t),
-            beat(8, "step 2: optimizer", t),
-        ]
+        return [beat(8, "step 2: optimizer", t), beat(7, "step 2: data", t), beat(8, "step 2: optimizer", t)]
 
     # Seen first after a second, so that the limit is over at the twelfth.
     assert watch(detector, clock, LIMIT + 1, heartbeats) is None

@@ -8,16 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice, pairwise
 from statistics import median
 
-from trainer.tools.diagnostics.rule import (
-    Outcome,
-    Series,
-    finding,
-    healthy,
-    lower_lr,
-    not_yet,
-    rule,
-    series,
-)
+from trainer.tools.diagnostics.rule import Outcome, Series, finding, healthy, lower_lr, not_yet, rule, series
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import counted, number_text
 

@@ -362,12 +362,4 @@ def _what_ended(run: RunRecord, ended: Series) -> str:
     return f"{counted(max(ended.values), 'source')} exhausted, the first by step {ended.steps[ended.positive[0]]}"
 
 
-RULES = (
-    stuck_reader,
-    uneven_slices,
-    closed_pool_imbalance,
-    starved_modality,
-    exhaust_churn,
-    masked_ranks,
-    shares,
-)
+RULES = (stuck_reader, uneven_slices, closed_pool_imbalance, starved_modality, exhaust_churn, masked_ranks, shares)
