@@ -11,7 +11,7 @@ from tests.support.ranks import Ranks, status
 from tests.support.runs import write_tiny_config
 
 
-def start(tmp_path, is_fresh=False, **extra):
+def start_lingering(tmp_path, is_fresh=False, **extra):
     own = ("--set", "model.target=tests.support.lingering:build", "--set", "model.contract=false")
     arguments = ("--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run", "--steps", 2, *own)
     return Ranks(arguments, logs=tmp_path / "logs", world_size=1, extra=extra, is_fresh=is_fresh)
@@ -19,7 +19,7 @@ def start(tmp_path, is_fresh=False, **extra):
 
 @pytest.mark.parametrize("what", ["thread", "handler"])
 def test_a_run_that_is_done_names_what_keeps_its_process_and_leaves_without_it(tmp_path, what):
-    with start(tmp_path, is_fresh=what == "handler", LINGERING=what) as ranks:
+    with start_lingering(tmp_path, is_fresh=what == "handler", LINGERING=what) as ranks:
         codes, said = ranks.wait(120), ranks.said()
     assert codes == [0], said
     assert status(tmp_path / "run")["state"] == "done"
@@ -32,7 +32,7 @@ def test_a_run_that_is_done_names_what_keeps_its_process_and_leaves_without_it(t
 
 
 def test_a_signal_ends_a_process_that_is_kept_at_once_with_the_exit_code_of_its_run(tmp_path):
-    with start(tmp_path, LINGERING="thread", LINGERING_WAIT_SEC="3600") as ranks:
+    with start_lingering(tmp_path, LINGERING="thread", LINGERING_WAIT_SEC="3600") as ranks:
         assert ranks.until(lambda: "waiting up to 3600 s" in ranks.said()), ranks.said()
         ranks.signal(signal.SIGTERM)
         assert ranks.wait(60) == [0], ranks.said()

@@ -11,7 +11,7 @@ import pytest
 from tests.support.runs import environment
 from trainer.metrics.payload_contract import build_payload, encode_payload
 
-PROGRAM = """
+LOADED = """
 import sys
 from trainer.cli.main import run
 try:
@@ -25,7 +25,7 @@ sys.exit(code)
 
 
 def started(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-c", PROGRAM, *arguments]
+    line = [sys.executable, "-c", LOADED, *arguments]
     return subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
 
 
