@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from tests.support.launched import Launched
-from tests.support.ranks import status
+from tests.support.ranks import Ranks, status
 from tests.support.runs import ROOT, TIMEOUT_SEC, run, write_tiny_config
 from trainer.tools.verbs.records import entry_of
 
@@ -119,3 +119,26 @@ def test_ranks_whose_launcher_is_killed_save_and_end(launched, tmp_path):
     reason = status(tmp_path / "run")["reason"]
     assert reason in ("stopped by the end of its launcher", "stopped by a signal on another rank")
     check_stopped(tmp_path / "run", reason)
+
+
+START_TIMEOUT_SEC = 5
+MOMENTS = {
+    "before it opens the store": "trainer.distributed.env:rendezvous_store",
+    "before it answers": "trainer.distributed.env:answer_ready",
+    "before the first collective": "trainer.training.setup.record:choose_run_dir",
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_others_end_in_time_and_say_why_in_one_line(tmp_path, moment):
+    arguments = ("--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run")
+    with Ranks(
+        (*arguments, "--set", f"distributed.timeout_sec={START_TIMEOUT_SEC}"),
+        logs=tmp_path / "logs",
+        extra={"KILL_AT": MOMENTS[moment]},
+    ) as ranks:
+        codes = ranks.wait(START_TIMEOUT_SEC + 60)
+        said = ranks.said(1)
+    assert codes == [-signal.SIGKILL, 1], said
+    assert "Traceback" not in said
+    assert len([line for line in said.splitlines() if "rank 1: another rank has ended or does not answer" in line]) == 1
