@@ -123,12 +123,7 @@ def measure(case: Case, folder: Path, tiny: Path) -> dict[str, Any]:
     for ranks, own in case.launches:
         steps = () if "--steps" in own or any("steps=" in each for each in case.sets) else ("--steps", STEPS)
         done = run(
-            "--config",
-            config,
-            "--run-dir",
-            folder,
-            "--stdout",
-            "off",
+            *("--config", config, "--run-dir", folder, "--stdout", "off"),
             *overrides(*case.sets),
             *steps,
             *own,

@@ -158,6 +158,11 @@ def with_recurrence(c: Any, change: Change, name: str = "state") -> Tensor:
     return torch.cat([state[:, :first], change(state[:, first:-1]), state[:, -1:]], 1)
 
 
+def ends(change: Change) -> Make:
+    """A model that returns a state whose recurrent part is changed."""
+    return model(end=lambda c: with_recurrence(c, change, "end"))
+
+
 def with_count(c: Any, change: Change) -> Tensor:
     """The returned state with another count."""
     return torch.cat([c.end[:, :-1], change(c.end[:, -1:])], 1)
@@ -315,7 +320,7 @@ PUBLIC: dict[str, Case] = {
     "the offset moves in place": Case(model(count=advance_in_place), "ml-explore/mlx-lm#1699", "purity"),
     "a slot keeps its last user's state": Case(model(state=of_slot, end=to_slot), "ggml-org/llama.cpp#29092"),
     "the state is rounded to bf16 by each call": Case(
-        model(end=lambda c: with_recurrence(c, lambda h: h.bfloat16().to(h.dtype), "end")),
+        ends(lambda h: h.bfloat16().to(h.dtype)),
         "ml-explore/mlx-lm#988",
         "carry",
     ),
@@ -455,9 +460,9 @@ OTHERS = {  # More of their kinds.
         model(end=lambda c: with_recurrence(c, lambda h: h + 0.5 * c.h * (c.segment[:, -1:] > 0), "end"))
     ),
     "resets count only where a state came in": Case(model(resets=lambda c: c.resets & c.state.any(1, keepdim=True))),
-    "the state fades at each cut": Case(model(end=lambda c: with_recurrence(c, lambda h: h * 0.99, "end"))),
-    "the state loses its sign": Case(model(end=lambda c: with_recurrence(c, torch.abs, "end"))),
-    "the state is clipped": Case(model(end=lambda c: with_recurrence(c, lambda h: h.clamp(-0.1, 0.1), "end"))),
+    "the state fades at each cut": Case(ends(lambda h: h * 0.99)),
+    "the state loses its sign": Case(ends(torch.abs)),
+    "the state is clipped": Case(ends(lambda h: h.clamp(-0.1, 0.1))),
     "the state is the mean of the cell": Case(model(last=lambda c: c.out.mean(1))),
     "one channel of the state is lost": Case(model(h=lambda c: F.pad(c.h[:, 1:], (1, 0)))),
     "the convolution's context is reversed": Case(
@@ -491,7 +496,7 @@ OTHERS = {  # More of their kinds.
         model(state=lambda c: torch.where(c.state.any(1, keepdim=True), c.state, c.state.roll(1, 0)) * (c.rows > 2))
     ),
     "states come back sorted": Case(model(end=lambda c: c.end[c.end.sum(1).argsort()] if c.rows > 2 else c.end)),
-    "the state fades by a millionth": Case(model(end=lambda c: with_recurrence(c, lambda h: h * (1 - 1e-6), "end"))),
+    "the state fades by a millionth": Case(ends(lambda h: h * (1 - 1e-6))),
     "rows from the fifth on have no gradient through a cut": Case(
         model(end=lambda c: torch.where(row(c) < 4, c.end, c.end.detach()))
     ),

@@ -1,14 +1,20 @@
-"""Unknown keys and those of other trainers: the fix names the key to write; values that are refused, in our own words."""
+"""Unknown keys and those of other trainers: the fix names the key to write; what is refused is refused in our own words."""
 
 from __future__ import annotations
 
+import datetime
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from tests.support.config_fuzz import Path as KeyPath
+from tests.support.config_fuzz import schema_keys
 from tests.support.in_process import program
 from trainer.config.load import load_config, load_dataset_file, to_toml
-from trainer.config.messages import EXPLAINED, OTHER_NAMES, SAME_KEYS, hint, keys_of
+from trainer.config.messages import EXPLAINED, OTHER_NAMES, SAME_KEYS, hint, keys_of, user_errors
 from trainer.config.rules import divide_batch
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
@@ -123,3 +129,36 @@ def test_dotted_options_set_keys(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "optimizer.lr: must be > 0.0, got -1" in said.stderr
     said = program(["check", "--optimizer.lr", "--config", tmp_path / "x.toml"], capsys)
     assert "--optimizer.lr: has no value" in said.stderr
+
+
+PYDANTIC = re.compile(
+    r"Input|should|valid|dictionary|instance|unable|parse|Extra|Field|constraint|pydantic|Value error|datetime", re.I
+)
+VALUES = [
+    *("", "x", "a b:c", 0, 1, -3, 10**30, 2.5, -2.5, float("inf"), float("nan"), True),
+    *([], [1], ["x"], [2.5, "x", []], [1, 2, 3], [{}], [{"x": 1}]),
+    *({}, {"x": 1}, {"x": "y"}, {"-1": 1.0}, {"schedule": 3}),
+    *(datetime.date(2020, 1, 1), datetime.time(1, 2), datetime.datetime(2020, 1, 1)),
+]
+PATHS = sorted({path for path, _ in schema_keys(RunConfig.model_json_schema())}, key=str)
+
+
+def config_with(path: KeyPath, value: Any) -> dict[str, Any]:
+    """A small config in which the table of `path` holds nothing but `value`."""
+    for part in reversed(path):
+        value = [value] if part == 0 else {part: value}
+    return {"train": {"steps": 3}, "data": {"source": [{"name": "one", "root": "corpus"}]}} | value
+
+
+@pytest.mark.parametrize("table", sorted({path[0] for path in PATHS}))
+def test_no_message_has_the_words_of_the_validator(table):
+    messages = []
+    for path in (path for path in PATHS if path[0] == table):
+        for value in VALUES:
+            try:
+                RunConfig.model_validate(config_with(path, value))
+            except ValidationError as error:
+                messages += [each.message for each in user_errors(error, RunConfig, lambda _: "x.toml:1")]
+    assert len(messages) > 20
+    assert {("data", "source", 0, "weight", "points", "some"), ("optimizer", "betas", 0)} < set(PATHS)
+    assert [text for text in messages if PYDANTIC.search(text)] == []
