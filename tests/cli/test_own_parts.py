@@ -226,10 +226,7 @@ def test_states_that_no_memory_holds_are_refused_before_they_are_allocated(tmp_p
     ("source", "message"),
     [
         (own_source("counting", "extra='odd'"), r"batch key odd: neither an input of the model \(tokens\) nor "),
-        (
-            own_source("failing", "at=7"),
-            r"source own: own_parts:failing: fails after 7 batches: ValueError: bad",
-        ),
+        (own_source("failing", "at=7"), r"source own: own_parts:failing: fails after 7 batches: ValueError: bad"),
         (
             "data.source=[{name='own', paths=['CORPUS/a/*'], format='own_parts:odd_format'}]",
             r"source own: .*/a/stream1.jsonl \(read by own_parts:odd_format\): fails: KeyError: 'header' \(.*own_parts",

@@ -15,15 +15,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tests.support.in_process import program
-from tests.support.runs import (
-    ROOT,
-    command,
-    environment,
-    losses,
-    overrides,
-    run,
-    write_tiny_config,
-)
+from tests.support.runs import ROOT, command, environment, losses, overrides, run, write_tiny_config
 from trainer.cli.launch import EXIT_CODE, report_to_launcher
 from trainer.metrics.payload_contract import validate_stream
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 
 import pytest
 
-from tests.support.ranks import status
-from tests.support.runs import ROOT, run, write_tiny_config
+from tests.support.launched import Launched
+from tests.support.ranks import Ranks, status
+from tests.support.runs import ROOT, TIMEOUT_SEC, run, write_tiny_config
 from trainer.tools.verbs.records import entry_of
 
 pytestmark = pytest.mark.distributed
@@ -83,3 +85,60 @@ def test_a_run_whose_process_was_killed_after_its_last_checkpoint_is_done_once_t
     assert again.returncode == 0, again.stderr
     assert "nothing is left to do" in again.stderr
     assert (status(run_dir)["state"], status(run_dir)["last_step"]) == ("done", 10)
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """A run on two ranks that has logged some steps and would go on for long."""
+    with Launched(write_tiny_config(tmp_path), tmp_path / "run") as launched:
+        launched.wait_for_step(3)
+        yield launched
+
+
+def check_stopped(run_dir, reason):
+    ended = status(run_dir)
+    assert (ended["state"], ended["reason"]) == ("stopped", reason)
+    assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
+
+
+def test_control_c_under_nproc_stops_with_a_checkpoint_and_exit_code_0(launched, tmp_path):
+    os.killpg(launched.process.pid, signal.SIGINT)  # as a terminal does, to the launcher and to every rank
+    _, stderr = launched.process.communicate(timeout=TIMEOUT_SEC)
+    assert launched.process.returncode == 0, stderr
+    assert "torch" not in stderr, "the ranks and the launcher have said it in their own words"
+    left = [path.name for path in launched.temporary.iterdir()]
+    assert not [name for name in left if name.startswith(("torchelastic", "trainer"))], left
+    check_stopped(tmp_path / "run", "stopped by SIGINT")
+
+
+def test_ranks_whose_launcher_is_killed_save_and_end(launched, tmp_path):
+    launched.process.kill()
+    launched.process.wait()
+    launched.wait_for_ranks()
+    # Whichever rank notices it first.
+    reason = status(tmp_path / "run")["reason"]
+    assert reason in ("stopped by the end of its launcher", "stopped by a signal on another rank")
+    check_stopped(tmp_path / "run", reason)
+
+
+START_TIMEOUT_SEC = 5
+MOMENTS = {
+    "before it opens the store": "trainer.distributed.env:rendezvous_store",
+    "before it answers": "trainer.distributed.env:answer_ready",
+    "before the first collective": "trainer.training.setup.record:choose_run_dir",
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_others_end_in_time_and_say_why_in_one_line(tmp_path, moment):
+    arguments = ("--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run")
+    with Ranks(
+        (*arguments, "--set", f"distributed.timeout_sec={START_TIMEOUT_SEC}"),
+        logs=tmp_path / "logs",
+        extra={"KILL_AT": MOMENTS[moment]},
+    ) as ranks:
+        codes = ranks.wait(START_TIMEOUT_SEC + 60)
+        said = ranks.said(1)
+    assert codes == [-signal.SIGKILL, 1], said
+    assert "Traceback" not in said
+    assert len([line for line in said.splitlines() if "rank 1: another rank has ended or does not answer" in line]) == 1

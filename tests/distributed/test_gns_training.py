@@ -45,12 +45,7 @@ class Measured:
     metrics: dict[str, float]
 
 
-def measure(
-    rank: int,
-    *,
-    seed_of_rank: int | None = None,
-    skew: float = 0.0,
-) -> Measured:
+def measure(rank: int, *, seed_of_rank: int | None = None, skew: float = 0.0) -> Measured:
     """200 steps at the same theta; `skew` moves the rank's data along the mean, up on rank 0 and down on rank 1."""
     ddp = DistributedDataParallel(Linear())
     gns = GradientNoiseScale(ddp, ema=0.999)

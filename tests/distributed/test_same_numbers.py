@@ -28,16 +28,8 @@ CELLS, ROWS = ("data.seq_len=16", "train.tbptt_cells=2"), ("data.seq_len=32", "d
 CHUNKED, BLOCKS = "objective.chunk_tokens=20", "train.activation_checkpointing=block"
 BY_CELL = "train.activation_checkpointing=cell"
 COMPARED = (
-    "loss",
-    "eval_loss",
-    "grad_norm",
-    "accuracy",
-    "tokens",
-    "objective/",
-    "gns/",
-    "ledger/",
-    "stream_mixing/",
-    "blend/",
+    *("loss", "eval_loss", "grad_norm", "accuracy", "tokens"),
+    *("objective/", "gns/", "ledger/", "stream_mixing/", "blend/"),
 )
 
 

@@ -38,20 +38,9 @@ class Node:
 
     def __init__(self, folder: Path, name: str, port: int, sets: tuple[str, ...], fewest: int = 2) -> None:
         self.log = folder / f"{name}.log"
-        line = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nnodes={fewest}:2",
-            "--nproc-per-node=1",
-            "--rdzv-backend=c10d",
-        ]
-        line += [
-            f"--rdzv-endpoint=127.0.0.1:{port}",
-            "--rdzv-id=two-nodes",
-            "--local-addr=127.0.0.1",
-            "--max-restarts=3",
-        ]
+        line = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={fewest}:2", "--nproc-per-node=1"]
+        line += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two-nodes"]
+        line += ["--local-addr=127.0.0.1", "--max-restarts=3"]
         # The host of the store is told by its address; on one machine both agents would match it.
         line += ["--monitor-interval=0.2", f"--rdzv-conf=is_host={int(name == 'first')},join_timeout={TIMEOUT_SEC}"]
         line[-1] += ",last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"

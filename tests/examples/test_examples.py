@@ -100,14 +100,8 @@ def test_own_parts_train_by_import_path(tmp_path):
 def test_a_balance_loss_keeps_the_experts_of_the_mixture_busy(tmp_path):
     rows = {}
     for weight in (0, 0.02):
-        config = [
-            "--config",
-            "experts.toml",
-            "--run-dir",
-            tmp_path / str(weight),
-            "--set",
-            f"objective.losses.balance={weight}",
-        ]
+        config = ["--config", "experts.toml", "--run-dir", tmp_path / str(weight)]
+        config += ["--set", f"objective.losses.balance={weight}"]
         result = run(*config, "--steps", "60", cwd=EXAMPLES / "own_parts")
         assert result.returncode == 0, result.stderr
         rows[weight] = read_rows(tmp_path / str(weight) / "metrics.jsonl")

@@ -100,11 +100,9 @@ CASES: dict[str, Case] = {
     "skipped_steps": Case((*FAULTY, "train.on_non_finite=skip"), fault=NAN),
     "stopped_by_nan": Case(FAULTY, fault=NAN),
     "growing_batch": Case(
-        ('train.micro_batches={schedule="step", points={0=1, 5=2, 9=4}, lr="sqrt"}', "optimizer.name=muon"),
+        ('train.micro_batches={schedule="step", points={0=1, 5=2, 9=4}, lr="sqrt"}', "optimizer.name=muon")
     ),
-    "exhausted": Case(
-        ("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin", "train.steps=400"),
-    ),
+    "exhausted": Case(("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin", "train.steps=400")),
     "device_per_stream": Case(
         ("data.mixing.batching_mode=device_per_stream", "ledger.dtype=bfloat16", "train.precision=bf16")
     ),
@@ -125,12 +123,7 @@ def measure(case: Case, folder: Path, tiny: Path) -> dict[str, Any]:
     for ranks, own in case.launches:
         steps = () if "--steps" in own or any("steps=" in each for each in case.sets) else ("--steps", STEPS)
         done = run(
-            "--config",
-            config,
-            "--run-dir",
-            folder,
-            "--stdout",
-            "off",
+            *("--config", config, "--run-dir", folder, "--stdout", "off"),
             *overrides(*case.sets),
             *steps,
             *own,

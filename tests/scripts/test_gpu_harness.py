@@ -193,7 +193,7 @@ def test_no_row_at_all_is_a_failure(tmp_path: Path) -> None:
 def test_every_file_with_a_test_marked_cuda_is_a_check_of_its_own(tmp_path: Path) -> None:
     names = [each.name for each in gpu_checks.checks(ROOT, "cuda", tmp_path) if each.part == "tests"]
     assert {"cuda/test_late_reading.py", "cli/test_every_key.py"} <= set(names)
-    assert "unit/test_names.py" not in names
+    assert "unit/test_wording.py" not in names
 
 
 def test_every_benchmark_exists_and_takes_the_device(tmp_path: Path) -> None:

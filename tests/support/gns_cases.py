@@ -29,12 +29,7 @@ class Net(nn.Module):
     """Embedding, one wide hidden layer, output; what is tied, frozen, unused or checkpointed is an argument."""
 
     def __init__(
-        self,
-        *,
-        tied: bool = False,
-        frozen: bool = False,
-        unused: bool = False,
-        reentrant: bool | None = None,
+        self, *, tied: bool = False, frozen: bool = False, unused: bool = False, reentrant: bool | None = None
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, 24)

@@ -259,194 +259,96 @@ _LAYERED = ('model.target="tests.support.models:layered"', "model.contract=false
 _ONE_POOL: dict[str, Any] = {"num_sources": 1, "world_size": 1, "batching_mode": "per_stream"}
 _BUSY: dict[str, Any] = {**_ONE_POOL, "micro_batches": 4, "log_interval": 2}
 
-FAULTS = (
-    Fault(
-        "false_evictions_lru",
-        "capacity of half the groups in flight",
-        _scenario(**_BUSY, num_streams_mixed=4, documents=32, capacity=8),
-        0,
-        20,
+_MADE: dict[tuple[str, str, int, int], Callable[[int, Path], Path]] = {
+    # (rule, what, onset, within): make
+    ("false_evictions_lru", "capacity of half the groups in flight", 0, 20): _scenario(
+        **_BUSY, num_streams_mixed=4, documents=32, capacity=8
     ),
-    Fault(
-        "false_evictions_stale",
-        "stale threshold of 3 steps",
-        _scenario(
-            **{**_BUSY, "micro_batches": 2},
-            num_streams_mixed=6,
-            documents=32,
-            wipe_mode="periodic_stale",
-            stale_threshold=3,
-        ),
-        0,
-        20,
+    ("false_evictions_stale", "stale threshold of 3 steps", 0, 20): _scenario(
+        **{**_BUSY, "micro_batches": 2},
+        num_streams_mixed=6,
+        documents=32,
+        wipe_mode="periodic_stale",
+        stale_threshold=3,
     ),
-    Fault("cold_starts", "full wipe every 50 steps", _scenario(wipe_mode="full", wipe_every=50), 50, 10),
-    Fault(
-        "ledger_thrash",
-        "half of a full ledger evicted each step",
-        _rows(_thrash, num_streams_mixed=6, documents=48, **_ONE_POOL),
-        ONSET,
-        10,
+    ("cold_starts", "full wipe every 50 steps", 50, 10): _scenario(wipe_mode="full", wipe_every=50),
+    ("ledger_thrash", "half of a full ledger evicted each step", ONSET, 10): _rows(
+        _thrash, num_streams_mixed=6, documents=48, **_ONE_POOL
     ),
-    Fault("ledger_oversize", "8 GB for a million places, 64 used", _oversize, 0, 105),
-    Fault("refused_rows", "states that are NaN in one step", _scenario(on_states=_spoil_states), ONSET, 5),
-    Fault("carry_worthless", "a model that ignores its state", _rows(_ignore_state), 0, 100),
-    Fault("stale_states", "a gap of 30 to 80 % of the gain", _rows(_grow_stale), ONSET, 150),
-    Fault(
-        "context_unused", "a gain of carrying that ends at 512 tokens", _rows(_by_depth(0.05, 0.06, 0.0, 0.0)), 0, 100
+    ("ledger_oversize", "8 GB for a million places, 64 used", 0, 105): _oversize,
+    ("refused_rows", "states that are NaN in one step", ONSET, 5): _scenario(on_states=_spoil_states),
+    ("carry_worthless", "a model that ignores its state", 0, 100): _rows(_ignore_state),
+    ("stale_states", "a gap of 30 to 80 % of the gain", ONSET, 150): _rows(_grow_stale),
+    ("context_unused", "a gain of carrying that ends at 512 tokens", 0, 100): _rows(_by_depth(0.05, 0.06, 0.0, 0.0)),
+    ("loss_rises_with_depth", "a gain of carrying below 0 from 512 tokens on", 0, 100): _rows(
+        _by_depth(0.05, 0.06, -0.05)
     ),
-    Fault(
-        "loss_rises_with_depth",
-        "a gain of carrying below 0 from 512 tokens on",
-        _rows(_by_depth(0.05, 0.06, -0.05)),
-        0,
-        100,
+    ("model_contract", "a trusted model that drops its state", 0, 5): _break_contract,
+    ("stuck_reader", "a reader that is never picked", ONSET, 30): _scenario(
+        **_BUSY, num_streams_mixed=4, documents=48, streams=12, on_dataset=_stick
     ),
-    Fault("model_contract", "a trusted model that drops its state", _break_contract, 0, 5),
-    Fault(
-        "stuck_reader",
-        "a reader that is never picked",
-        _scenario(**_BUSY, num_streams_mixed=4, documents=48, streams=12, on_dataset=_stick),
-        ONSET,
-        30,
+    ("uneven_slices", "batches of 1 and 64", 0, 40): _scenario(
+        **{**_BUSY, "micro_batches": 2},
+        num_streams_mixed=4,
+        documents=48,
+        streams=2,
+        batch_size_by_modality={"a": 1, "b": 64},
+        capacity=512,
     ),
-    Fault(
-        "uneven_slices",
-        "batches of 1 and 64",
-        _scenario(
-            **{**_BUSY, "micro_batches": 2},
-            num_streams_mixed=4,
-            documents=48,
-            streams=2,
-            batch_size_by_modality={"a": 1, "b": 64},
-            capacity=512,
-        ),
-        0,
-        40,
+    ("closed_pool_imbalance", "uniform picks of slices that differ fourfold", 0, 100): _scenario(
+        **_BUSY, num_streams_mixed=6, documents=48, pick_mode="uniform", batch_size_by_modality={"a": 2, "b": 8}
     ),
-    Fault(
-        "closed_pool_imbalance",
-        "uniform picks of slices that differ fourfold",
-        _scenario(
-            **_BUSY, num_streams_mixed=6, documents=48, pick_mode="uniform", batch_size_by_modality={"a": 2, "b": 8}
-        ),
-        0,
-        100,
+    ("starved_modality", "no more streams of one modality", ONSET, 250): _scenario(
+        **_BUSY, steps=500, num_streams_mixed=4, documents=4, on_dataset=_starve
     ),
-    Fault(
-        "starved_modality",
-        "no more streams of one modality",
-        _scenario(**_BUSY, steps=500, num_streams_mixed=4, documents=4, on_dataset=_starve),
-        ONSET,
-        250,
+    ("exhaust_churn", "slices of 1 or 2 picks", 0, 80): _scenario(
+        **_ONE_POOL, micro_batches=2, documents=1, max_group_cells=2
     ),
-    Fault(
-        "exhaust_churn",
-        "slices of 1 or 2 picks",
-        _scenario(**_ONE_POOL, micro_batches=2, documents=1, max_group_cells=2),
-        0,
-        80,
+    ("masked_ranks", "streams of one group, shared by two ranks", 0, 60): _scenario(
+        num_sources=1, world_size=2, batching_mode="per_stream", documents=1, max_group_cells=64, log_interval=5
     ),
-    Fault(
-        "masked_ranks",
-        "streams of one group, shared by two ranks",
-        _scenario(
-            num_sources=1, world_size=2, batching_mode="per_stream", documents=1, max_group_cells=64, log_interval=5
-        ),
-        0,
-        60,
+    ("shares", "a source that ends early", 0, 350): _scenario(
+        **_BUSY | {"num_sources": 2, "micro_batches": 2},
+        steps=500,
+        documents=48,
+        repeat=False,
+        batch_size_by_modality={"b": 16},
+        capacity=256,
+        num_streams_mixed=4,
     ),
-    Fault(
-        "shares",
-        "a source that ends early",
-        _scenario(
-            **_BUSY | {"num_sources": 2, "micro_batches": 2},
-            steps=500,
-            documents=48,
-            repeat=False,
-            batch_size_by_modality={"b": 16},
-            capacity=256,
-            num_streams_mixed=4,
-        ),
-        0,
-        350,
+    ("repeated_data", "ranks that all read the same batches", 0, 20): _scenario(
+        world_size=2, micro_batches=4, has_same_data=True
     ),
-    Fault(
-        "repeated_data",
-        "ranks that all read the same batches",
-        _scenario(world_size=2, micro_batches=4, has_same_data=True),
-        0,
-        20,
+    ("repeated_data", "one micro-batch a rank, the same on all of them", 0, 20): _scenario(
+        world_size=2, micro_batches=1, has_same_data=True
     ),
-    Fault(
-        "repeated_data",
-        "one micro-batch a rank, the same on all of them",
-        _scenario(world_size=2, micro_batches=1, has_same_data=True),
-        0,
-        20,
+    ("batch_size", "a batch of 3 % of the noise scale", 0, 60): _scenario(
+        noise_scale=500.0, world_size=1, micro_batches=4
     ),
-    Fault(
-        "batch_size",
-        "a batch of 3 % of the noise scale",
-        _scenario(noise_scale=500.0, world_size=1, micro_batches=4),
-        0,
-        60,
+    ("batch_size", "a batch of 40 times the noise scale", 0, 60): _scenario(
+        noise_scale=0.4, world_size=1, micro_batches=4
     ),
-    Fault(
-        "batch_size",
-        "a batch of 40 times the noise scale",
-        _scenario(noise_scale=0.4, world_size=1, micro_batches=4),
-        0,
-        60,
+    ("still_layer", "a layer with an lr_scale of 1e-6", 0, 20): _real_layers(
+        'optimizer.group=[{match="blocks.1.*", lr_scale=1e-6}]'
     ),
-    Fault(
-        "still_layer",
-        "a layer with an lr_scale of 1e-6",
-        _real_layers('optimizer.group=[{match="blocks.1.*", lr_scale=1e-6}]'),
-        0,
-        20,
-        is_real=True,
+    ("still_layer", "a layer behind a detach", 0, 20): _real_layers(*_LAYERED, "model.args.cuts_off=true"),
+    ("dominant_layer", "a layer whose output is multiplied by 1,000 to 1,900", 0, 20): _real_layers(
+        *_LAYERED, "model.args.multiplier=1{n}00.0", "optimizer.lr=1e-6"
     ),
-    Fault(
-        "still_layer",
-        "a layer behind a detach",
-        _real_layers(*_LAYERED, "model.args.cuts_off=true"),
-        0,
-        20,
-        is_real=True,
+    ("non_finite", "a NaN loss", ONSET, 5): _rows(_nan),
+    ("loss_spikes", "one to three losses that give back what was learnt", ONSET, 5): _rows(_spike, log_interval=2),
+    ("loss_spikes", "a loss that rises to several times the first", 0, 25): _rows(_diverge),
+    ("throughput_regression", "1.4 to 2.5 times slower, steps of a second or more", ONSET, 80): _rows(
+        _slow_down, step_sec=(1.0, 2.0)
     ),
-    Fault(
-        "dominant_layer",
-        "a layer whose output is multiplied by 1,000 to 1,900",
-        _real_layers(*_LAYERED, "model.args.multiplier=1{n}00.0", "optimizer.lr=1e-6"),
-        0,
-        20,
-        is_real=True,
+    ("data_bound", "waits of half to one and a half steps of a second or more", ONSET, 40): _rows(
+        _wait_for_data, step_sec=(1.0, 2.0)
     ),
-    Fault("non_finite", "a NaN loss", _rows(_nan), ONSET, 5),
-    Fault("loss_spikes", "one to three losses that give back what was learnt", _rows(_spike, log_interval=2), ONSET, 5),
-    Fault("loss_spikes", "a loss that rises to several times the first", _rows(_diverge), 0, 25),
-    Fault(
-        "throughput_regression",
-        "1.4 to 2.5 times slower, steps of a second or more",
-        _rows(_slow_down, step_sec=(1.0, 2.0)),
-        ONSET,
-        80,
+    ("straggling_rank", "a rank that takes 1.6 to 2 times as long, steps of a second or more", 0, 60): _rows(
+        _straggle, world_size=2, step_sec=(1.0, 2.0)
     ),
-    Fault(
-        "data_bound",
-        "waits of half to one and a half steps of a second or more",
-        _rows(_wait_for_data, step_sec=(1.0, 2.0)),
-        ONSET,
-        40,
-    ),
-    Fault(
-        "straggling_rank",
-        "a rank that takes 1.6 to 2 times as long, steps of a second or more",
-        _rows(_straggle, world_size=2, step_sec=(1.0, 2.0)),
-        0,
-        60,
-    ),
-    Fault("restarts", "three restarts from one step, or 30 of 130 steps lost", _restart_often, ONSET, 5),
-    Fault("ending", "a run that failed", _fail, 0, 5),
-)
+    ("restarts", "three restarts from one step, or 30 of 130 steps lost", ONSET, 5): _restart_often,
+    ("ending", "a run that failed", 0, 5): _fail,
+}
+REAL = ("still_layer", "dominant_layer")
+FAULTS = [Fault(rule, what, make, *steps, is_real=rule in REAL) for (rule, what, *steps), make in _MADE.items()]

@@ -158,6 +158,11 @@ def with_recurrence(c: Any, change: Change, name: str = "state") -> Tensor:
     return torch.cat([state[:, :first], change(state[:, first:-1]), state[:, -1:]], 1)
 
 
+def ends(change: Change) -> Make:
+    """A model that returns a state whose recurrent part is changed."""
+    return model(end=lambda c: with_recurrence(c, change, "end"))
+
+
 def with_count(c: Any, change: Change) -> Tensor:
     """The returned state with another count."""
     return torch.cat([c.end[:, :-1], change(c.end[:, -1:])], 1)
@@ -232,133 +237,123 @@ class Case(NamedTuple):
     """A broken model.
 
     Attributes:
-        twin: the honest model that differs in the fault alone.
         source: repository and number of the issue or pull request that reported it; empty: a kind of our own.
-        checks: any of these has to convict it; empty: whichever does.
+        check: the one that has to convict it; empty: whichever does.
+        twin: the honest model that differs in the fault alone.
         seq_len: of training.
     """
 
     make: Make
-    twin: Make = Mixer
     source: str = ""
-    checks: tuple[str, ...] = ()
+    check: str = ""
+    twin: Make = Mixer
     seq_len: int = 64
 
 
 PUBLIC: dict[str, Case] = {
     "boundaries reach the convolution but not the recurrence": Case(
-        model(memory=lambda c: c.segment * 0), source="THUDM/slime#1686", checks=("resets",)
+        model(memory=lambda c: c.segment * 0), "THUDM/slime#1686", "resets"
     ),
     "boundaries reach neither": Case(
         model(window=lambda c: c.segment * 0, memory=lambda c: c.segment * 0),
-        source="NVIDIA-NeMo/Automodel#2147 pytorch/torchtitan#3892 NovaSky-AI/SkyRL#2056",
-        checks=("resets",),
+        "NVIDIA-NeMo/Automodel#2147 pytorch/torchtitan#3892 NovaSky-AI/SkyRL#2056",
+        "resets",
     ),
     "boundaries reach the recurrence but not the convolution": Case(
-        model(window=lambda c: c.segment * 0), source="huggingface/transformers#46588", checks=("resets",)
+        model(window=lambda c: c.segment * 0), "huggingface/transformers#46588", "resets"
     ),
     "boundaries reach attention but not the recurrence": Case(
         model(mixed=attention, memory=lambda c: c.segment * 0),
+        "pytorch/torchtitan#3984",
+        "resets",
         twin=model(mixed=attention),
-        source="pytorch/torchtitan#3984",
-        checks=("resets",),
     ),
     "sharded rows count as one document": Case(
-        model(memory=lambda c: c.segment * (c.length < 16)),
-        source="PrimeIntellect-ai/prime-rl#3003",
-        checks=("resets",),
+        model(memory=lambda c: c.segment * (c.length < 16)), "PrimeIntellect-ai/prime-rl#3003", "resets"
     ),
     "the convolution begins anew in each shard": Case(
-        model(window=lambda c: c.segment + c.at // 8), source="PrimeIntellect-ai/prime-rl#3002", checks=("carry",)
+        model(window=lambda c: c.segment + c.at // 8), "PrimeIntellect-ai/prime-rl#3002", "carry"
     ),
     "another mode ignores boundaries": Case(
-        model(memory=lambda c: c.segment * c.model.training),
-        source="fla-org/flash-linear-attention#1184",
-        checks=("soak",),
+        model(memory=lambda c: c.segment * c.model.training), "fla-org/flash-linear-attention#1184", "soak"
     ),
     "left padding enters the convolution": Case(
         model(reach=lambda c: [same | F.pad(padding(c), (lag, 0))[:, : c.length] for lag, same in enumerate(c.reach)]),
-        source="AI-Hypercomputer/maxtext#5295",
-        checks=("resets",),
+        "AI-Hypercomputer/maxtext#5295",
+        "resets",
     ),
     "padding of norm 0 has no gradient": Case(
         model(pads=padding, mixed=lambda c: unit(c.mixed * ~c.pads[..., None], 0.0)),
+        "AI-Hypercomputer/maxtext#5295",
+        "gradient",
         twin=model(pads=padding, mixed=lambda c: unit(c.mixed * ~c.pads[..., None], 1e-3)),
-        source="AI-Hypercomputer/maxtext#5295",
-        checks=("gradient",),
     ),
     "padding is masked in the first cell alone": Case(
         model(pads=lambda c: padding(c) & ~c.state.any(1, keepdim=True)),
+        "huggingface/transformers#47087",
+        "carry",
         twin=model(pads=padding),
-        source="huggingface/transformers#47087",
-        checks=("carry",),
     ),
     "the state is taken after right padding": Case(
         model(end=partial(padded_end, is_right=False)),
+        "huggingface/transformers#48256",
+        "carry",
         twin=model(end=partial(padded_end, is_right=True)),
-        source="huggingface/transformers#48256",
-        checks=("carry",),
     ),
     "cells of many tokens drop the state": Case(
-        lost(lambda c: c.length > 1), source="huggingface/transformers#45513", checks=("carry",)
+        lost(lambda c: c.length > 1), "huggingface/transformers#45513", "carry"
     ),
     "kernels for many tokens get no initial state": Case(
-        model(h=lambda c: c.h * (c.length == 1)), source="huggingface/transformers#46741", checks=("carry",)
+        model(h=lambda c: c.h * (c.length == 1)), "huggingface/transformers#46741", "carry"
     ),
     "cells that go on step by their first token": Case(
         model(decay=lambda c: torch.where(c.state.any(1, keepdim=True), c.decay[:, :1], c.decay)),
-        source="huggingface/transformers#46032",
-        checks=("carry",),
+        "huggingface/transformers#46032",
+        "carry",
     ),
     "upper layers see the tokens counted too early": Case(
-        model(place=lambda c: c.place + c.length * (c.count > 0)),
-        source="fla-org/flash-linear-attention#766",
-        checks=("carry",),
+        model(place=lambda c: c.place + c.length * (c.count > 0)), "fla-org/flash-linear-attention#766", "carry"
     ),
     "heads are counted instead of tokens": Case(
-        model(end=lambda c: with_count(c, lambda _: c.count + 4)),
-        source="fla-org/flash-linear-attention#126",
-        checks=("carry",),
+        model(end=lambda c: with_count(c, lambda _: c.count + 4)), "fla-org/flash-linear-attention#126", "carry"
     ),
-    "the offset moves in place": Case(
-        model(count=advance_in_place), source="ml-explore/mlx-lm#1699", checks=("purity",)
-    ),
-    "a slot keeps its last user's state": Case(model(state=of_slot, end=to_slot), source="ggml-org/llama.cpp#29092"),
+    "the offset moves in place": Case(model(count=advance_in_place), "ml-explore/mlx-lm#1699", "purity"),
+    "a slot keeps its last user's state": Case(model(state=of_slot, end=to_slot), "ggml-org/llama.cpp#29092"),
     "the state is rounded to bf16 by each call": Case(
-        model(end=lambda c: with_recurrence(c, lambda h: h.bfloat16().to(h.dtype), "end")),
-        source="ml-explore/mlx-lm#988",
-        checks=("carry",),
+        ends(lambda h: h.bfloat16().to(h.dtype)),
+        "ml-explore/mlx-lm#988",
+        "carry",
     ),
     "single tokens round their gate": Case(
         model(decay=lambda c: (c.decay * 256).round() / 256 if c.length == 1 else c.decay),
-        source="sgl-project/sglang#38975",
-        checks=("carry",),
+        "sgl-project/sglang#38975",
+        "carry",
     ),
     "the state saturates late": Case(
-        model(end=lambda c: with_count(c, lambda count: count.clamp(max=255))), source="ddalcu/mlx-serve#415"
+        model(end=lambda c: with_count(c, lambda count: count.clamp(max=255))), "ddalcu/mlx-serve#415"
     ),
     "the last tokens of long rows are skipped": Case(
-        model(mixed=lambda c: c.mixed * (c.at < 50)[..., None]), source="fla-org/flash-linear-attention#906"
+        model(mixed=lambda c: c.mixed * (c.at < 50)[..., None]), "fla-org/flash-linear-attention#906"
     ),
     "short rows shift the convolution's gradient": Case(
         model(9, context=partial(short_end, is_right=False)),
+        "fla-org/flash-linear-attention#1140",
+        "gradient",
         twin=model(9, context=partial(short_end, is_right=True)),
-        source="fla-org/flash-linear-attention#1140",
-        checks=("gradient",),
     ),
     "several rows corrupt the gradient of the taps": Case(
         model(taps=lambda c: regraded(c.taps, lambda grad: grad * c.rows)),
+        "fla-org/flash-linear-attention#955",
         twin=model(taps=lambda c: regraded(c.taps, lambda grad: grad)),
-        source="fla-org/flash-linear-attention#955",
     ),
     "every gradient but the last cell's is off": Case(
         model(last=lambda c: regraded(c.last, lambda grad: grad * 0.9)),
+        "fla-org/flash-linear-attention#1115",
+        "gradient",
         twin=model(last=lambda c: regraded(c.last, lambda grad: grad)),
-        source="fla-org/flash-linear-attention#1115",
-        checks=("gradient",),
     ),
     "a partial chunk drops the gate's gradient": Case(
-        model(decay=tail_detached), source="fla-org/flash-linear-attention#1142", checks=("gradient",)
+        model(decay=tail_detached), "fla-org/flash-linear-attention#1142", "gradient"
     ),
 }
 """Reported faults."""
@@ -465,9 +460,9 @@ OTHERS = {  # More of their kinds.
         model(end=lambda c: with_recurrence(c, lambda h: h + 0.5 * c.h * (c.segment[:, -1:] > 0), "end"))
     ),
     "resets count only where a state came in": Case(model(resets=lambda c: c.resets & c.state.any(1, keepdim=True))),
-    "the state fades at each cut": Case(model(end=lambda c: with_recurrence(c, lambda h: h * 0.99, "end"))),
-    "the state loses its sign": Case(model(end=lambda c: with_recurrence(c, torch.abs, "end"))),
-    "the state is clipped": Case(model(end=lambda c: with_recurrence(c, lambda h: h.clamp(-0.1, 0.1), "end"))),
+    "the state fades at each cut": Case(ends(lambda h: h * 0.99)),
+    "the state loses its sign": Case(ends(torch.abs)),
+    "the state is clipped": Case(ends(lambda h: h.clamp(-0.1, 0.1))),
     "the state is the mean of the cell": Case(model(last=lambda c: c.out.mean(1))),
     "one channel of the state is lost": Case(model(h=lambda c: F.pad(c.h[:, 1:], (1, 0)))),
     "the convolution's context is reversed": Case(
@@ -501,7 +496,7 @@ OTHERS = {  # More of their kinds.
         model(state=lambda c: torch.where(c.state.any(1, keepdim=True), c.state, c.state.roll(1, 0)) * (c.rows > 2))
     ),
     "states come back sorted": Case(model(end=lambda c: c.end[c.end.sum(1).argsort()] if c.rows > 2 else c.end)),
-    "the state fades by a millionth": Case(model(end=lambda c: with_recurrence(c, lambda h: h * (1 - 1e-6), "end"))),
+    "the state fades by a millionth": Case(ends(lambda h: h * (1 - 1e-6))),
     "rows from the fifth on have no gradient through a cut": Case(
         model(end=lambda c: torch.where(row(c) < 4, c.end, c.end.detach()))
     ),
@@ -677,7 +672,7 @@ BROKEN: dict[str, Case] = {
     **PUBLIC,
     **LONGER,
     **OTHERS,
-    **{name: Case(make, checks=(check,)) for name, (make, check, _) in MUTANTS.items()},
+    **{name: Case(make, check=check) for name, (make, check, _) in MUTANTS.items()},
 }
 HONEST_MODELS: dict[str, Make] = {**TWINS, **LOOPS, **HONEST}
 HEAD = "model,made,verdict,by,reported in\n"

@@ -26,10 +26,43 @@ from tests.support.honest_models import (
 from trainer.model.encoder import Block, RecurrentEncoder
 from trainer.model.protocol import ModelOutput
 
+Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-class DropState(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x, torch.zeros_like(state))
+
+def given(change: Change, base: type[Language] = Gru) -> Callable[[], nn.Module]:
+    """A model that mixes other inputs, or goes on from another state."""
+
+    class Given(base):
+        def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            return super().mix(*change(x, state))
+
+    return Given
+
+
+def returned(
+    change: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], base: type[Language] = Gru
+) -> Callable[[], nn.Module]:
+    """A model that returns something else; `change` takes inputs, state, outputs and the next state."""
+
+    class Returned(base):
+        def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            return change(x, state, *super().mix(x, state))
+
+    return Returned
+
+
+def kept(where: Callable[[Tensor], bool]) -> Callable[[], nn.Module]:
+    """Takes a state of inputs [B, T, D] of this kind alone."""
+    return given(lambda x, state: (x, state if where(x) else torch.zeros_like(state)))
+
+
+def write_into_state(x: Tensor, state: Tensor, out: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        state.copy_(end)
+    return out, end
+
+
+DropState = kept(lambda x: False)
 
 
 class LearnedStartOfNone(LearnedStart):
@@ -65,17 +98,6 @@ class DropPartOfNest(NestedLstm):
         return super().forward(tokens, state and {**state, "c": torch.zeros_like(state["c"])})
 
 
-class RoundGiven(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x, state.bfloat16().to(state.dtype))
-
-
-class NanState(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, end = super().mix(x, state)
-        return x, end * math.nan
-
-
 class RaisesLater(Gru):
     """Takes a few calls, and no more."""
 
@@ -104,25 +126,9 @@ class RaisesOnResets(Encoder):
         return super().forward(tokens, state, resets)
 
 
-class OffByOne(Ema):
-    """Returns the state before the last token."""
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        out, _ = super().mix(x, state)
-        return out, out[:, -2] if x.shape[1] > 1 else state
-
-
 class SwapTokens(Gru):
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
         return super().forward(tokens.flip(0), state)
-
-
-class SwapStates(Gru):
-    """Returns the states in another order."""
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, end = super().mix(x, state)
-        return x, end.roll(1, 0)
 
 
 class BatchNorm(Gru):
@@ -154,20 +160,6 @@ class CapacityExperts(Gru):
             taken = (fits & (choice == index)).unsqueeze(-1)
             out = out + torch.where(taken, expert(flat) * weight[:, None], 0.0)
         return x + out.view_as(x), end
-
-
-class PeekAhead(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        out, end = super().mix(x, state)
-        return out + 0.1 * torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1), end
-
-
-class WriteIntoState(Ema):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        out, end = super().mix(x, state)
-        with torch.no_grad():
-            state.copy_(end)
-        return out, end
 
 
 class InPlaceBackward(DeltaRule):
@@ -210,32 +202,12 @@ class HiddenInANest(Gru):
         return x, end
 
 
-class AlwaysDropout(Gru):
-    """A dropout that nobody switches off for evaluation."""
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, end = super().mix(x, state)
-        return F.dropout(x, 0.3), end
-
-
 class AttentionDropout(Transformer):
     """The dropout of the attention has no mode of its own."""
 
     def mix(self, x: Tensor, state: None) -> tuple[Tensor, None]:
         x = x + self.positions(torch.arange(x.shape[1], device=x.device))
         return x + F.scaled_dot_product_attention(x, x, x, dropout_p=0.2, is_causal=True), None
-
-
-class AlwaysNoise(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x + 0.1 * torch.randn_like(x), state)
-
-
-class NoiseOfNumpy(Gru):
-    """Noise of a generator that torch's seed does not reach."""
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x + torch.as_tensor(np.random.standard_normal(DIM), dtype=x.dtype), state)
 
 
 class Advances(Gru):
@@ -263,24 +235,6 @@ class Detached(Gru):
         return torch.cat([first, second], 1), last.detach() * 0.5 + last * 0.5
 
 
-class DetachedState(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, end = super().mix(x, state)
-        return x, end.detach()
-
-
-class SingleRowsOnly(Gru):
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x, state if x.shape[0] == 1 else torch.zeros_like(state))
-
-
-class SingleTokensOnly(Gru):
-    """The full-sequence branch takes no initial state, as in Hugging Face's Mamba."""
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x, state if x.shape[1] == 1 else torch.zeros_like(state))
-
-
 class PositionsRestart(Ema):
     """Positions counted from the start of each cell."""
 
@@ -290,13 +244,6 @@ class PositionsRestart(Ema):
 
     def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return super().mix(x + self.positions(torch.arange(x.shape[1], device=x.device)), state)
-
-
-class LowPrecisionDrop(Gru):
-    """The kernel for low precision takes no initial state."""
-
-    def mix(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return super().mix(x, torch.zeros_like(state) if torch.is_autocast_enabled(x.device.type) else state)
 
 
 class ZeroGate(Language):
@@ -342,33 +289,54 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "returns a state in eval alone": (lambda: ReturnNone(False), "forward", "returns no state in train()"),
     "returns none when given a state": (ReturnNoneWhenGiven, "forward", "returns no state in train(), when given a"),
     "drops a part of a nest": (DropPartOfNest, "carry", "differ from the uncut row"),
-    "returns a state of nan": (NanState, "carry", "holds NaN"),
-    "rounds the state": (RoundGiven, "carry", "differ from the exact row"),
+    "returns a state of nan": (returned(lambda x, state, out, end: (out, end * math.nan)), "carry", "holds NaN"),
+    "rounds the state": (
+        given(lambda x, state: (x, state.bfloat16().to(state.dtype))),
+        "carry",
+        "differ from the exact row",
+    ),
     "raises later": (RaisesLater, "forward", "boom in my model (tests/support/mutant_models.py:"),
     "raises on a reset": (RaisesOnResets, "resets", "boom on a reset"),
-    "off by one": (OffByOne, "carry", "differ from the uncut row"),
-    "single rows only": (SingleRowsOnly, "carry", "differ from the uncut row"),
-    "single tokens only": (SingleTokensOnly, "carry", "differ from the uncut row"),
+    "off by one": (
+        returned(lambda x, state, out, end: (out, out[:, -2] if x.shape[1] > 1 else state), Ema),
+        "carry",
+        "differ from the uncut row",
+    ),
+    "single rows only": (kept(lambda x: x.shape[0] == 1), "carry", "differ from the uncut row"),
+    # As in Hugging Face's Mamba, whose full-sequence branch takes no initial state.
+    "single tokens only": (kept(lambda x: x.shape[1] == 1), "carry", "differ from the uncut row"),
     "positions restart": (PositionsRestart, "carry", "differ from the uncut row"),
     "behind a gate of zeros": (ZeroGate, "carry", "differ from the uncut row"),
-    "returns the states in another order": (SwapStates, "isolation", "row"),
+    "returns the states in another order": (
+        returned(lambda x, state, out, end: (out, end.roll(1, 0))),
+        "isolation",
+        "row",
+    ),
     "ignores resets": (leaky_encoder, "resets", "before the reset"),
     "one layer ignores resets": (lambda: leaky_encoder(1), "resets", "before the reset"),
     "resets too late": (LateReset, "resets", "before the reset"),
     "swaps rows of tokens": (SwapTokens, "isolation", "row"),
     "batch norm": (BatchNorm, "isolation", "the other rows"),
     "experts with a low capacity": (CapacityExperts, "isolation", "the other rows"),
-    "peeks one ahead": (PeekAhead, "causality", "moves the logits at position"),
-    "writes into the incoming state": (WriteIntoState, "purity", "in place"),
+    "peeks one ahead": (
+        returned(lambda x, state, out, end: (out + 0.1 * F.pad(x[:, 1:], (0, 0, 0, 1)), end)),
+        "causality",
+        "moves the logits at position",
+    ),
+    "writes into the incoming state": (returned(write_into_state, Ema), "purity", "in place"),
     "state hidden in the module": (HiddenState, "purity", "from call to call"),
     "state hidden with its graph": (HiddenInANest, "purity", "from call to call"),
-    "dropout in eval": (AlwaysDropout, "purity", "random"),
+    "dropout in eval": (returned(lambda x, state, out, end: (F.dropout(out, 0.3), end)), "purity", "random"),
     "dropout of attention in eval": (AttentionDropout, "purity", "random"),
-    "noise in eval": (AlwaysNoise, "purity", "random"),
-    "noise of numpy in eval": (NoiseOfNumpy, "purity", "random"),
+    "noise in eval": (given(lambda x, state: (x + 0.1 * torch.randn_like(x), state)), "purity", "random"),
+    "noise of numpy in eval": (
+        given(lambda x, state: (x + torch.as_tensor(np.random.standard_normal(DIM), dtype=x.dtype), state)),
+        "purity",
+        "random",
+    ),
     "recomputation advances a state": (Advances, "checkpointing", "recomput"),
     "in-place update breaks backward": (InPlaceBackward, "gradient", "backward"),
     "gradient partly detached": (Detached, "gradient", "remove what detaches the state"),
-    "state detached": (DetachedState, "gradient", "detached"),
-    "drops the state in bf16": (LowPrecisionDrop, "autocast", "bf16"),
+    "state detached": (returned(lambda x, state, out, end: (out, end.detach())), "gradient", "detached"),
+    "drops the state in bf16": (kept(lambda x: not torch.is_autocast_enabled(x.device.type)), "autocast", "bf16"),
 }

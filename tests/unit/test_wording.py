@@ -1,12 +1,21 @@
-"""Numbers in sentences and tables."""
+"""Numbers, names and tables in what people read: rounded, harmless, on one line, and whole in narrow terminals."""
 
 from __future__ import annotations
 
+import io
+import logging
 import math
+import os
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
-from trainer.wording import counted, error_text, number_text
+from trainer.errors import UserError, UserErrors
+from trainer.metrics.logger import get_logger
+from trainer.tools.fitted_table import Column, fitted_table
+from trainer.wording import counted, error_text, few, number_text, printable
 
 
 @pytest.mark.parametrize(
@@ -44,3 +53,76 @@ def test_an_error_without_a_message_says_where_it_was_raised() -> None:
         next(iter(()))
     assert error_text(caught.value).startswith(f"StopIteration: at {__file__}:")
     assert error_text(ValueError("bad")) == "ValueError: bad"
+
+
+def shown(columns: list[Column], width: int) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width).print(fitted_table(columns, width=width))
+    return file.getvalue()
+
+
+COLUMNS = [
+    Column("run", ["runs/smoke-20261121-005620"]),
+    Column("step", ["1,234,567"], "right", leave_out=1),
+    Column("longest\nwait", ["12,345 steps"], "right", leave_out=2),
+    Column("verdict", ["[red]loss_diverged, data_bound[/]"], leave_out=1, wraps=True),
+]
+
+
+def test_columns_go_in_order_and_are_named():
+    assert "omitted" not in shown(COLUMNS, 120)
+    narrow = shown(COLUMNS, 70)
+    assert "omitted to fit the terminal: longest wait" in narrow
+    assert "1,234,567" in narrow
+
+
+@given(width=st.integers(30, 140))
+def test_what_is_shown_is_whole_and_fits(width):
+    text = shown(COLUMNS, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "runs/smoke-20261121-005620" in text
+    for column, whole in zip(COLUMNS[1:3], ("1,234,567", "12,345 steps"), strict=True):
+        is_there = column.heading.split("\n")[-1] in text.split("omitted")[0]
+        assert is_there == (whole in text)
+    assert "…" not in text
+
+
+NAMES = st.text(st.characters(), max_size=12) | st.binary(max_size=12).map(os.fsdecode)
+
+
+@given(name=NAMES)
+def test_a_printable_name_is_one_line_of_utf_8_without_control_characters(name):
+    shown = printable(name)
+    assert shown.isprintable()
+    assert len(shown.encode("utf-8").decode("utf-8").splitlines()) <= 1
+    assert printable(shown) == shown
+    assert not name.isprintable() or shown == name
+
+
+def test_what_is_escaped_can_be_recognized():
+    assert printable("a\n\x1b[31m\u202eb\xa0é漢") == "a\\n\\x1b[31m\\u202eb\\xa0é漢"
+    assert printable(os.fsdecode(b"caf\xe9")) == "caf\\xe9"
+
+
+def test_many_names_are_three_and_a_count():
+    assert few(["a", "b\n"]) == "a, b\\n"
+    assert few(list("abc")) == "a, b, c"
+    assert few([str(i) for i in range(1203)]) == "0, 1, 2 and 1,200 more"
+
+
+@given(key=NAMES, problem=NAMES, fix=NAMES, where=NAMES)
+def test_a_message_is_one_printable_line(key, problem, fix, where):
+    error = UserError(key, problem, fix, where=where)
+    assert error.message.isprintable()
+    assert str(error) == error.message
+    assert UserErrors([error, error]).message.split("\n") == [error.message] * 2
+
+
+def test_a_name_in_a_log_line_does_not_act_on_the_terminal(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    # pytest keeps what it captures as it is, and its workers cannot send such a name.
+    monkeypatch.setattr(logging.getLogger("trainer"), "propagate", False)
+    get_logger("names").warning("%s: is odd\nsecond line", os.fsdecode(b"x\x1b]0;title\x07\xff"))
+    assert stream.getvalue() == "[rank 0] WARNING x\\x1b]0;title\\x07\\xff: is odd\nsecond line\n"
+    assert logging.getLogger("trainer.wording").handlers == []

@@ -203,12 +203,7 @@ def _numbered(found: Iterable[tuple[str, str, str, str]]) -> list[Stream]:
     ]
 
 
-def discover_nested(
-    root: str | Path,
-    modalities: Sequence[str] | None = None,
-    *,
-    format: str = "auto",
-) -> list[Stream]:
+def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *, format: str = "auto") -> list[Stream]:
     """The streams below `root/<modality>/`, sorted by relative path.
 
     Args:

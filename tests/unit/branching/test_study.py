@@ -1,15 +1,18 @@
-"""Which branches there are, their batches, learning rates, steps and configs."""
+"""Which branches there are, their batches, rates and steps; and from their losses to a verdict, rows and a sentence."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.records import record_of
 from trainer.errors import UserError
-from trainer.tools.branching.run_branches import slots, training_config
+from trainer.tools.branching.answer import cost_lines, decide, error_and_bar, make_answer
+from trainer.tools.branching.run_branches import BranchResult, last_training_loss, slots, training_config
 from trainer.tools.branching.study import STEPS_UNIT, base_steps_for, parse_numbers
 
 
@@ -111,3 +114,131 @@ def test_every_factor_trains_the_same_tokens_in_whole_steps(factors, tokens, per
         steps = base / factor
         assert steps.denominator == 1
         assert steps % STEPS_UNIT == 0
+
+
+def results_of(study, loss_of):
+    return {b: BranchResult(loss_of(b.factor, b.lr_scale, b.seed), 1000, 1.0) for b in study.branches}
+
+
+def answered(study, loss_of, **options):
+    return make_answer(study, results_of(study, loss_of), **{"tolerance": 0.01, **options})
+
+
+def test_the_rate_with_the_best_mean_over_seeds_counts(make_study):
+    losses = {0.5: [1.0, 3.0], 1.0: [1.8, 1.8], 2.0: [2.0, 2.0]}
+    answer = answered(make_study(), lambda factor, scale, seed: losses[scale][seed])
+    for row in answer["batches"]:
+        assert (row["lr_scale"], row["is_edge"], row["loss"]) == (1.0, False, 1.8)
+
+
+def test_a_rate_that_diverged_with_one_seed_does_not_count(make_study):
+    answer = answered(make_study(), lambda factor, scale, seed: None if scale == 0.5 and seed else 1.0 + scale)
+    assert [row["lr_scale"] for row in answer["batches"]] == [1.0] * 3
+    nothing = answered(make_study(), lambda factor, scale, seed: None)
+    assert nothing["critical"] is None
+    assert "no branch ended with a finite loss" in nothing["sentence"]
+
+
+def test_the_sentence_names_the_batch_in_sequences_and_tokens(make_study):
+    study = make_study()
+    found = answered(study, lambda factor, scale, seed: 2.0 + (factor == 4) + abs(scale - 1))["sentence"]
+    assert found.startswith("At step 100 the critical batch is 10 sequences (1,000 tokens, 1 x today's): ")
+    assert "edge" not in found
+    edge = answered(study, lambda factor, scale, seed: 2.0 + float(factor))["sentence"]
+    assert "The best learning rate of 1/4 x, 1 x, 4 x is at the edge of the grid" in edge
+    above = answered(study, lambda factor, scale, seed: 2.0)["sentence"]
+    assert "at least 40 sequences (4,000 tokens, 4 x today's), the largest measured" in above
+
+
+def test_the_noise_scale_stands_beside_it_in_the_same_units(make_study):
+    rows = record_of(
+        {90: {"gns/b_simple": 20.0, "gns/b_simple_low": 15.0, "gns/b_simple_high": 30.0, "gns/b_big": 16.0}}
+    )
+    found = answered(make_study(fields={"run": rows}), lambda factor, scale, seed: 2.0)["sentence"]
+    assert found.endswith("The noise scale (gns/b_simple at step 90) is 20 (15 to 30) sequences.")
+
+
+def test_the_cost_is_that_of_what_is_left(make_study):
+    rows = record_of({step: {"tokens_per_sec": 100.0 * step} for step in (80, 90, 100, 110)})
+    study = make_study(fields={"run": rows})
+    lines = cost_lines(study, 6, 2)
+    assert lines[0] == ("18 branches from step 100 of run: 3 batches x 3 learning rates x 2 seeds, of which 6 are done")
+    # 12 branches of 64,000 tokens at 9,000 tokens/s, the median until the checkpoint, two at once.
+    assert lines[-1] == "cost: 12 branches, 2 at once, 768,000 tokens, about 43 s at the run's 9,000 tokens/s"
+
+
+def test_the_training_loss_is_a_mean_per_token_over_the_last_quarter():
+    rows = {step: {"loss": float(step), "tokens_in_step": 10.0 * step} for step in range(1, 9)}
+    assert last_training_loss(record_of(rows), last=8, num_steps=8) == pytest.approx((7 * 70 + 8 * 80) / 150)
+    del rows[7]
+    assert last_training_loss(record_of(rows), last=8, num_steps=8) is None
+
+
+def test_results_of_other_settings_are_refused(make_study):
+    before = make_study(tokens=1).common
+    make_study(tokens=1, before=before)
+    with pytest.raises(UserError, match="their losses do not compare"):
+        make_study(tokens=1, before=before, fields={"tokens_per_step": 999.0})
+
+
+FACTORS = [Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4)]
+
+
+def measured(*losses):
+    """One batch per entry: a list of losses by seed, or one loss."""
+    by_seed = [each if isinstance(each, list) else [each] for each in losses]
+    return {factor: dict(enumerate(each)) for factor, each in zip(FACTORS, by_seed, strict=False)}
+
+
+def test_the_largest_batch_within_the_tolerance_of_the_best_is_critical():
+    verdict = decide(measured(2.0, 2.0, 2.01, 2.1, 2.4), tolerance=0.01)
+    assert (verdict.reference, verdict.largest, verdict.next_larger) == (Fraction(1, 4), 1, 2)
+    assert (verdict.lowest, verdict.highest, verdict.compared[1].excess) == (1, 1, pytest.approx(0.01))
+    assert [each.is_within for each in verdict.compared.values()] == [True, True, True, False, False]
+    # A batch without a loss is outside.
+    verdict = decide(measured(2.0, 2.0, [], 2.0), tolerance=0.01)
+    assert (verdict.largest, verdict.next_larger, len(verdict.compared)) == (Fraction(1, 2), 1, 3)
+
+
+def test_batches_that_the_error_bars_leave_open_are_named(make_study):
+    noisy = measured([1.98, 2.02], [2.02, 1.98], [2.02, 2.06], [2.48, 2.52])
+    verdict = decide(noisy, tolerance=0.01)
+    assert (verdict.largest, verdict.lowest, verdict.highest) == (Fraction(1, 2), Fraction(1, 4), 1)
+    sure = decide(noisy, tolerance=0.1)
+    assert (sure.largest, sure.lowest, sure.highest) == (1, 1, 1)
+    losses = {Fraction(1, 4): [1.98, 2.02], Fraction(1): [2.03, 2.05], Fraction(4): [2.5, 2.5]}
+    found = answered(make_study(), lambda factor, scale, seed: losses[factor][seed] + abs(scale - 1))
+    assert "; the error bars leave 1/4 x to 1 x open: add seeds or tokens" in found["sentence"]
+    assert [row["is_open"] for row in found["batches"]] == [False, True, False]
+    single = answered(make_study(num_seeds=1), lambda factor, scale, seed: 2.0 + (factor == 4) + abs(scale - 1))
+    assert "; a single seed has no error bars" in single["sentence"]
+
+
+def test_the_variance_is_pooled_over_batches_without_what_seeds_share():
+    """The residual mean square of the two-way layout, by a least-squares fit."""
+    losses = np.random.default_rng(0).normal(2.0, 0.1, (4, 3))
+    seeds, batches = np.eye(3)[np.tile(range(3), 4)], np.eye(4)[np.repeat(range(4), 3)]
+    design = np.hstack([seeds, batches])
+    residuals = losses.ravel() - design @ np.linalg.lstsq(design, losses.ravel(), rcond=None)[0]
+    error, bar = error_and_bar(measured(*losses.tolist()))
+    assert error == pytest.approx((2 * residuals @ residuals / 6 / 3) ** 0.5)
+    assert bar / error == pytest.approx(2.699, rel=0.005)  # Student's t at 6 degrees, 98.2 %
+
+
+def test_what_seeds_have_in_common_is_no_error():
+    """Branches of one seed read the same data: the spread between seeds cancels in their difference."""
+    verdict = decide(measured([2.0, 2.5, 3.0], [2.1, 2.6, 3.1]), tolerance=0.01)
+    assert verdict.compared[FACTORS[1]].excess == pytest.approx(0.1)
+    assert verdict.compared[FACTORS[1]].error == pytest.approx(0.0, abs=1e-12)
+    assert verdict.largest == Fraction(1, 4)
+
+
+@given(
+    losses=st.lists(st.lists(st.floats(0.5, 5.0), min_size=2, max_size=2), min_size=5, max_size=5),
+    tolerance=st.floats(0, 0.5),
+)
+def test_a_wider_tolerance_never_gives_a_smaller_batch(losses, tolerance):
+    strict, wide = (decide(measured(*losses), tolerance=each) for each in (tolerance, 2 * tolerance))
+    assert strict.reference <= strict.largest <= wide.largest
+    assert strict.next_larger is None or strict.next_larger > strict.largest
+    assert strict.lowest <= strict.largest <= strict.highest <= wide.highest

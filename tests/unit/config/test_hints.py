@@ -1,11 +1,21 @@
-"""Unknown keys: the fix names the key to write instead, or says why there is none."""
+"""Unknown keys and those of other trainers: the fix names the key to write; what is refused is refused in our own words."""
 
 from __future__ import annotations
 
-import pytest
+import datetime
+import re
+from pathlib import Path
+from typing import Any
 
-from trainer.config.load import load_dataset_file
-from trainer.config.messages import EXPLAINED, OTHER_NAMES, hint, keys_of
+import pytest
+from pydantic import ValidationError
+
+from tests.support.config_fuzz import Path as KeyPath
+from tests.support.config_fuzz import schema_keys
+from tests.support.in_process import program
+from trainer.config.load import load_config, load_dataset_file, to_toml
+from trainer.config.messages import EXPLAINED, OTHER_NAMES, SAME_KEYS, hint, keys_of, user_errors
+from trainer.config.rules import divide_batch
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 
@@ -49,3 +59,108 @@ def test_a_dataset_file_knows_its_own_keys(tmp_path):
     path.write_text('[[source]]\nname = "a"\nroot = "r"\nbatch_size = 4\n')
     with pytest.raises(UserError, match=r"d\.toml:4: source\.0\.batch_size: unknown key; did you mean source\.mixing"):
         load_dataset_file(path)
+
+
+TABLES = '[[data.source]]\nname = "a"\nroot = "data"\n'
+
+
+def config_of(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
+    path = tmp_path / "x.toml"
+    path.write_text(TABLES + text, encoding="utf-8")
+    return load_config(path, overrides)
+
+
+def value_of(config: RunConfig, key: str) -> object:
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize(("name", "key"), SAME_KEYS.items())
+def test_another_name_is_the_same_key(tmp_path: Path, name: str, key: str) -> None:
+    steps = "" if key == "train.steps" else "[train]\nsteps = 9\n"
+    own = config_of(tmp_path, steps, f"{key}=3")
+    assert value_of(own, key) == 3
+    assert config_of(tmp_path, steps, f"{name}=3") == own
+    table, _, last = name.rpartition(".")
+    text = (
+        f"[train]\nsteps = 9\n{last} = 3\n"
+        if table == "train" != key.split(".")[0]
+        else f"{steps}[{table}]\n{last} = 3\n"
+    )
+    if table == "train" and steps:
+        text = f"{steps}{last} = 3\n"
+    written = config_of(tmp_path, text)
+    assert written == own
+    assert to_toml(written) == to_toml(own)
+    assert value_of(config_of(tmp_path, text, f"{key}=2"), key) == 2, "an override replaces what the file says"
+
+
+def test_a_key_under_both_names_is_refused_and_a_wrong_value_is_found_in_its_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.batch_size: is data\.mixing\.batch_size by another name"):
+        config_of(tmp_path, "[train]\nsteps = 1\n[data]\nbatch_size = 2\n[data.mixing]\nbatch_size = 2\n")
+    with pytest.raises(UserError, match=r"x\.toml:7: optimizer\.lr: must be > 0"):
+        config_of(tmp_path, "[train]\nsteps = 1\n[optimizer]\nlearning_rate = 0\n")
+
+
+@pytest.mark.parametrize("key", ["global_batch=48", "global_batch_tokens=6144"])
+def test_micro_batches_follow_from_a_batch_over_all_ranks(tmp_path: Path, key: str) -> None:
+    text = f"[train]\nsteps = 1\n{key}\n[data]\nseq_len = 128\nbatch_size = 4\n"
+    config = config_of(tmp_path, text)
+    plain = config_of(tmp_path, text.replace(key, "micro_batches = 6"))
+    assert divide_batch(config, config.data.source, 2) == plain
+    assert divide_batch(plain, plain.data.source, 2) == plain
+    with pytest.raises(UserError, match=r"is no multiple of .* on 5 ranks\); set it to .* or "):
+        divide_batch(config, config.data.source, 5)
+    with pytest.raises(UserError, match=r"set it to [\d,]+, or"):
+        divide_batch(config, config.data.source, 100)
+    mixed = config_of(tmp_path, text, "data.mixing.batch_size_by_modality={a=2}")
+    with pytest.raises(UserError, match="one batch size for all sources, and there are 2, 4"):
+        divide_batch(mixed, mixed.data.source, 2)
+    with pytest.raises(UserError, match=r"global_batch.* and micro_batches say the same: keep one"):
+        config_of(tmp_path, text.replace(key, f"{key}\nmicro_batches = 6"))
+    assert config_of(tmp_path, text, "train.micro_batches=6") == plain  # the last word counts
+
+
+def test_dotted_options_set_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_of(tmp_path, "[train]\nsteps = 1\n")
+    said = program(["check", "--config", tmp_path / "x.toml", "--optimizer.lrr", "1e-3"], capsys)
+    assert (said.returncode, "optimizer.lrr: unknown key; did you mean lr?" in said.stderr) == (2, True)
+    said = program(["check", "--config", tmp_path / "x.toml", "--optimizer.lr=-1"], capsys)
+    assert "optimizer.lr: must be > 0.0, got -1" in said.stderr
+    said = program(["check", "--optimizer.lr", "--config", tmp_path / "x.toml"], capsys)
+    assert "--optimizer.lr: has no value" in said.stderr
+
+
+PYDANTIC = re.compile(
+    r"Input|should|valid|dictionary|instance|unable|parse|Extra|Field|constraint|pydantic|Value error|datetime", re.I
+)
+VALUES = [
+    *("", "x", "a b:c", 0, 1, -3, 10**30, 2.5, -2.5, float("inf"), float("nan"), True),
+    *([], [1], ["x"], [2.5, "x", []], [1, 2, 3], [{}], [{"x": 1}]),
+    *({}, {"x": 1}, {"x": "y"}, {"-1": 1.0}, {"schedule": 3}),
+    *(datetime.date(2020, 1, 1), datetime.time(1, 2), datetime.datetime(2020, 1, 1)),
+]
+PATHS = sorted({path for path, _ in schema_keys(RunConfig.model_json_schema())}, key=str)
+
+
+def config_with(path: KeyPath, value: Any) -> dict[str, Any]:
+    """A small config in which the table of `path` holds nothing but `value`."""
+    for part in reversed(path):
+        value = [value] if part == 0 else {part: value}
+    return {"train": {"steps": 3}, "data": {"source": [{"name": "one", "root": "corpus"}]}} | value
+
+
+@pytest.mark.parametrize("table", sorted({path[0] for path in PATHS}))
+def test_no_message_has_the_words_of_the_validator(table):
+    messages = []
+    for path in (path for path in PATHS if path[0] == table):
+        for value in VALUES:
+            try:
+                RunConfig.model_validate(config_with(path, value))
+            except ValidationError as error:
+                messages += [each.message for each in user_errors(error, RunConfig, lambda _: "x.toml:1")]
+    assert len(messages) > 20
+    assert {("data", "source", 0, "weight", "points", "some"), ("optimizer", "betas", 0)} < set(PATHS)
+    assert [text for text in messages if PYDANTIC.search(text)] == []

@@ -1,16 +1,21 @@
-"""A corpus of a user's own files."""
+"""Corpora: of a user's own files, and the one that every installation has; which document goes into which stream."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import sysconfig
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainer.data.layout import discover_nested
 from trainer.errors import UserError
-from trainer.tools.corpus.builders import build_text
+from trainer.tools.corpus.builders import build_pytext, build_text
+from trainer.tools.corpus.documents import Document, cap_evenly, group_by_directory
 from trainer.tools.corpus.writer import read_manifest
 
 LIMIT = 100_000
@@ -194,3 +199,82 @@ def test_a_file_that_changes_during_the_build_is_an_error(files, tmp_path):
 def test_a_directory_in_place_of_a_glob_is_refused_with_the_glob(files, tmp_path):
     with pytest.raises(UserError, match=r"/a/\*\*/\*'"):
         build_text(tmp_path / "out", {"notes": [f"{files}/a"]})
+
+
+CAPS = {"python": 6_000_000, "cpp": 8_000_000, "prose": 3_000_000}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    out = tmp_path_factory.mktemp("pytext") / "corpus"
+    return out, build_pytext(out, max_bytes=CAPS)
+
+
+def test_documents_are_whole_files_that_appear_once_below_the_caps(built):
+    out, manifest = built
+    found = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.jsonl"))
+    assert found == sorted(entry.path for entries in manifest.modalities.values() for entry in entries)
+    assert list(manifest.modalities) == ["python", "cpp", "prose"]
+    assert {"python/stdlib.jsonl", "python/stdlib.asyncio.jsonl", "prose/python.topics.jsonl"} <= set(found)
+    for name, entries in manifest.modalities.items():
+        assert 0.5 * CAPS[name] < manifest.totals(name)["text_bytes"] <= CAPS[name]
+        assert len(entries) >= 4
+        assert min(entry.text_bytes for entry in entries) > 32_000
+        rows = [json.loads(line) for path in (out / name).glob("*.jsonl") for line in path.open(encoding="utf-8")]
+        assert len({row["text"] for row in rows}) == len(rows) == manifest.totals(name)["documents"]
+        assert {tuple(row) for row in rows} == {("text", "source")}
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    row = json.loads((out / "python/stdlib.asyncio.jsonl").open(encoding="utf-8").readline())
+    assert row["text"] == (stdlib / row["source"].removeprefix("stdlib/")).read_bytes().decode()
+
+
+def test_the_same_installation_gives_the_same_bytes_and_no_path_of_the_machine_gets_in(built, tmp_path):
+    out, manifest = built
+    seen = []
+    again = build_pytext(tmp_path / "again", max_bytes=CAPS, progress=lambda *args: seen.append(args))
+    assert again == manifest
+    assert (tmp_path / "again" / "manifest.json").read_bytes() == (out / "manifest.json").read_bytes()
+    assert all(0 <= done <= total for done, total, _ in seen)
+    forbidden = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib")] + [str(out)]
+    for path in out.rglob("*.json*"):
+        content = path.read_text(encoding="utf-8")
+        assert not any(word in content for word in forbidden), path
+
+
+def document(source, num_bytes):
+    return Document(source, "", num_bytes, source)
+
+
+def test_a_small_directory_joins_its_parent():
+    documents = [document("a/x", 60), document("a/b/x", 40), document("a/b/c/x", 30), document("a/d/x", 50)]
+    streams = group_by_directory(documents, min_bytes=50)
+    assert {name: [d.source for d in members] for name, members in streams.items()} == {
+        "a": ["a/x"],
+        "a.b": ["a/b/c/x", "a/b/x"],
+        "a.d": ["a/d/x"],
+    }
+
+
+def test_what_a_small_stream_leaves_goes_to_the_others():
+    streams = {"s": [document("s/0", 10)], "b": [document(f"b/{k}", 10) for k in range(20)]}
+    capped = cap_evenly(streams, 100, min_bytes=0)
+    assert len(capped["s"]) == 1
+    assert len(capped["b"]) == 9
+
+
+PATHS = st.lists(st.sampled_from(["a", "b", "c"]), min_size=0, max_size=3)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(found=st.lists(st.tuples(PATHS, st.integers(1, 40)), max_size=40), cap=st.integers(0, 400))
+def test_nothing_is_lost_or_doubled_and_the_cap_holds(found, cap):
+    documents = [document("/".join([*parts, f"f{k}"]), size) for k, (parts, size) in enumerate(found)]
+    streams = group_by_directory(documents, min_bytes=50)
+    placed = [d.source for members in streams.values() for d in members]
+    assert sorted(placed) == sorted(d.source for d in documents)
+    total = sum(d.num_bytes for d in documents)
+    if total >= 50:
+        assert all(sum(d.num_bytes for d in members) >= 50 for members in streams.values())
+    capped = cap_evenly(streams, cap, min_bytes=50)
+    assert sum(d.num_bytes for members in capped.values() for d in members) <= cap
+    assert cap_evenly(streams, total * (len(streams) + 1), min_bytes=50) == streams

@@ -130,6 +130,10 @@ def norm_rows(*others: float) -> dict[str, list[float]]:
 
 
 RATIOS = {"embedding": 2e-5, "blocks.0": 1e-3, "blocks.1": 2e-3, "head": 5e-3}
+THRASHED = {**LEDGER, "ledger/evictions/lru": [16.0] * 60, **pool_rows()}
+STARVED = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 40})
+BUSY = {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80}
+BATCH = {**GNS, "gns/b_big": [100.0] * 40}
 
 HEALTHY: dict[str, RunRecord] = {
     "false_evictions_lru": make_run({FALSE["lru"]: [0.0] * 9}),
@@ -158,10 +162,7 @@ HEALTHY: dict[str, RunRecord] = {
     "loss_spikes": make_run({"loss": noisy(2.0, 60)}),
     "throughput_regression": make_run({"tokens_per_sec": SPEED}),
     "data_bound": make_run({"time/data_sec": [0.01] * 40, "step_time_sec": [1.0] * 40}),
-    "straggling_rank": make_run(
-        {"time/slowest_rank_sec": [0.6] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80},
-        environment={"world_size": 2},
-    ),
+    "straggling_rank": make_run({**BUSY, "time/slowest_rank_sec": [0.6] * 80}, environment={"world_size": 2}),
     "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=[2]),
     "ending": make_run({"loss": [1.0]}, status={"state": "done"}),
 }
@@ -169,7 +170,7 @@ FAULTY: dict[str, RunRecord] = {
     "false_evictions_lru": make_run({FALSE["lru"]: [0.0, 0.0, 1.0]}),
     "false_evictions_stale": make_run({FALSE["stale"]: [0.0, 0.0, 1.0]}),
     "cold_starts": make_run({"ledger/cold_starts": [0.0, 2.0], FALSE["lru"]: [0.0, 1.0]}),
-    "ledger_thrash": make_run({**LEDGER, "ledger/evictions/lru": [16.0] * 60, **pool_rows()}),
+    "ledger_thrash": make_run(THRASHED),
     "ledger_oversize": make_run(
         {"ledger/fill_fraction": {1: 0.01, 200: 0.01}},
         config={**CONFIG, "ledger": {"capacity": 100_000}},
@@ -192,23 +193,19 @@ FAULTY: dict[str, RunRecord] = {
         ),
         config=mixed(pick_mode="uniform"),
     ),
-    "starved_modality": make_run(pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 40})),
+    "starved_modality": make_run(STARVED),
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.6] * 60})),
     "masked_ranks": make_run({MASKED: [0.4] * 40}),
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.1}}),
     "repeated_data": make_run(same_data(-4e-17), environment={"world_size": 2}),
-    "batch_size": make_run({**GNS, "gns/b_big": [100.0] * 40}),
+    "batch_size": make_run(BATCH),
     "still_layer": make_run(layer_rows("update_ratio", {**RATIOS, "blocks.1": 1e-7})),
     "dominant_layer": make_run(norm_rows(0.005, 0.004)),
     "non_finite": make_run({"loss": [2.0, math.nan, 2.0]}),
     "loss_spikes": make_run({"loss": [*noisy(2.0, 40), 3.0, *noisy(2.0, 10)]}),
     "throughput_regression": make_run({"tokens_per_sec": SPEED[:60] + [0.7 * value for value in SPEED[60:]]}),
     "data_bound": make_run({"time/data_sec": [0.2] * 80, "step_time_sec": [1.0] * 80}),
-    "straggling_rank": make_run(
-        {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80},
-        environment={"world_size": 2},
-        config=mixed(batching_mode="device_per_stream"),
-    ),
+    "straggling_rank": make_run(BUSY, environment={"world_size": 2}, config=mixed(batching_mode="device_per_stream")),
     "restarts": make_run({"loss": [1.0] * 100}, restarts=[Restart(50)], steps_redone=[6]),
     "ending": make_run({"loss": [1.0]}, status={"state": "failed", "reason": "a reason", "last_step": 1}),
 }
@@ -286,8 +283,6 @@ SLOWER = [*SPEED[:60], *(0.5 * value for value in SPEED[60:])]
 PLATEAU, AFTER_IT = [*noisy(6.0, 20, 0.001), *noisy(2.0, 40, 0.001)], noisy(2.0, 9, 0.001)
 LOST = {"ledger/cold_starts": [0.0, 3.0]}
 SKIPPED = {"ledger/refused_rows": [3.0, 0.0], "non_finite_steps": [1.0, 0.0]}
-THRASHED = {**LEDGER, "ledger/evictions/lru": [16.0] * 60, **pool_rows()}
-STARVED = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 40})
 ABSENT = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 20 + [2.0] * 20})
 TWO_SOURCES = {**CONFIG, "data": {**CONFIG["data"], "source": [{"name": "a"}, {"name": "b"}]}}
 OWN_POOLS = replace(
@@ -300,10 +295,8 @@ SCATTERED = {
     **probes(gain=0.5, gap=0.0, error=0.001),
     "ledger/stale_gap": {5 * n: -1.0 if n % 2 else 0.2 for n in range(1, 21)},
 }
-BUSY = {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80}
 FP16 = {**CONFIG, "train": {"precision": "fp16"}}
 REJECTED = {"loss": [2.0] * 100, "non_finite_steps": [1.0] * 5 + [0.0] * 95}
-BATCH = {**GNS, "gns/b_big": [100.0] * 40}
 LOW = {"gns/b_now_low": [16.0] * 40, "gns/b_now_steps": [30.0] * 40}
 
 VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {

@@ -1,7 +1,9 @@
-"""The estimates of one window against closed forms, and the textbook mistakes against the estimates."""
+"""The estimates of one window against closed forms; averages over windows: values, errors, what is absent and why, resume."""
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import subprocess
 import sys
@@ -13,17 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.noise_windows import (
+    B_SIMPLE,
     GRAD_SQ,
     TR_SIGMA,
     Micro,
     assert_mean_is,
+    constant_window,
     even_window,
     ragged_window,
     sums_of,
     window_of,
 )
+from trainer.errors import UserError
 from trainer.metrics.noise_scale import estimate as noise_scale
-from trainer.metrics.noise_scale.estimate import Window, estimate
+from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, PairAverage, Window, estimate
 
 LAYOUTS = [(1, 2), (1, 4), (2, 1), (2, 4), (4, 2)]
 
@@ -77,3 +82,166 @@ def test_an_estimate_is_never_clamped() -> None:
 def test_the_arithmetic_needs_no_torch() -> None:
     program = "import sys, trainer.metrics.noise_scale.estimate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], check=False).returncode == 0
+
+
+def averaged(ranks_of: Callable[[random.Random], list[list[Micro]]], steps: int = 1000) -> dict[str, float]:
+    rng = random.Random(11)
+    average = NoiseScaleAverage(ema=0.998)
+    for _ in range(steps):
+        average.update(window_of(ranks_of(rng)))
+    return average.metrics()
+
+
+def test_b_simple_is_the_true_one_within_its_standard_error() -> None:
+    metrics = averaged(lambda rng: even_window(rng, 2, 4))
+    assert abs(metrics["gns/b_simple"] - B_SIMPLE) < 4.0 * metrics["gns/b_simple_se"]
+    assert metrics["gns/b_simple_se"] < 0.1 * B_SIMPLE
+    assert metrics["gns/b_simple_low"] < B_SIMPLE < metrics["gns/b_simple_high"]
+    assert metrics["gns/b_small"] == pytest.approx(2.0)
+    assert metrics["gns/b_big"] == pytest.approx(16.0)
+    assert metrics["gns/batch_ratio"] == pytest.approx(16.0 / metrics["gns/b_simple"])
+    assert metrics["gns/gns_mu"] == pytest.approx(metrics["gns/b_simple"] / 4.0)
+    assert metrics["gns/Bsimple_from_mu"] == pytest.approx(metrics["gns/b_simple"])
+    assert metrics["gns/consistency"] == pytest.approx(1.0, abs=0.15)
+    assert "gns/b_simple_tokens" not in metrics
+
+
+@pytest.mark.parametrize("draw", [even_window, ragged_window])
+def test_one_rank_compares_half_the_window_with_the_whole(draw: Callable[..., list[list[Micro]]]) -> None:
+    metrics = averaged(lambda rng: draw(rng, 1, 6), steps=1500)
+    assert metrics["gns/consistency"] == pytest.approx(1.0, abs=0.2)
+
+
+def test_one_micro_batch_on_one_rank_is_absent_with_advice() -> None:
+    average = NoiseScaleAverage()
+    average.update(estimate(*sums_of(even_window(random.Random(0), 1, 1))))
+    assert average.metrics() == {"gns/skipped": 0.0}
+    assert average.reason is not None
+    assert "halve the micro-batch and accumulate two" in average.reason
+
+
+def with_mean_at(num_errors: float, fluctuations: list[float]) -> list[float]:
+    """The fluctuations, shifted so that their average is that many of its own standard errors above zero."""
+    pair = PairAverage(0.95)
+    for value in fluctuations:
+        pair.update(value, value)
+    moments = pair.covariance()
+    assert moments is not None
+    shift = num_errors * math.sqrt(moments[0]) - pair.mean_x  # the error does not depend on the mean
+    return [value + shift for value in fluctuations]
+
+
+@pytest.mark.parametrize(("num_errors", "is_known"), [(2.1, False), (4.0, False), (4.2, True)])
+def test_a_point_needs_an_average_that_luck_does_not_explain(num_errors: float, is_known: bool) -> None:
+    """Student's t with 37 degrees of freedom exceeds 4.13 once in 10,000 times."""
+    rng = random.Random(3)
+    average = NoiseScaleAverage(ema=0.95)
+    for grad_sq in with_mean_at(num_errors, [rng.gauss(0.0, 1.0) for _ in range(100)]):
+        average.update(constant_window(grad_sq=grad_sq))
+    metrics = average.metrics()
+    assert [key in metrics for key in ("gns/b_simple", "gns/b_simple_se", "gns/b_simple_high")] == [is_known] * 3
+    assert "gns/b_simple_low" in metrics
+    assert (average.reason is None) == is_known
+    assert is_known or "no upper bound; it is at least" in str(average.reason)
+
+
+@pytest.mark.parametrize(("num_errors", "is_capped"), [(4.0, False), (4.2, True)])
+def test_consistency_is_capped_only_where_the_noise_between_ranks_is_sure(num_errors: float, is_capped: bool) -> None:
+    rng = random.Random(3)
+    average = NoiseScaleAverage(ema=0.95)
+    for between in with_mean_at(num_errors, [rng.gauss(0.0, 1.0) for _ in range(100)]):
+        average.update(constant_window(between=between, within=0.0))
+    assert average.metrics().get("gns/consistency") == (noise_scale.CONSISTENCY_CAP if is_capped else None)
+
+
+def test_a_signal_that_is_surely_negative_gives_no_bound() -> None:
+    """The confidence set then holds no B >= 0: 1 / B is surely below zero."""
+    average = NoiseScaleAverage()
+    for k in range(40):
+        average.update(constant_window(grad_sq=-5.0 - k % 2))
+    assert not [key for key in average.metrics() if key.startswith("gns/b_simple")]
+    assert average.reason is not None
+    assert average.reason.endswith("no upper bound")
+
+
+def test_b_simple_waits_for_enough_windows() -> None:
+    average = NoiseScaleAverage()
+    assert average.reason == "no window has been seen"
+    for _ in range(4):
+        average.update(constant_window())
+    assert "gns/b_simple" not in average.metrics()
+    assert average.reason == "4 of at least 5 windows have been seen"
+    average.update(constant_window())
+    assert average.metrics()["gns/b_simple"] == pytest.approx(8.0)
+    assert average.reason is None
+
+
+def test_averages_equal_the_textbook_form() -> None:
+    """sum(w x) / sum(w) with w = ema^age, and the weighted covariance of the mean."""
+    rng = random.Random(2)
+    pairs = [(rng.gauss(3, 1), rng.gauss(-1, 2)) for _ in range(30)]
+    pair = PairAverage(0.9)
+    for x, y in pairs:
+        pair.update(x, y)
+    weights = [0.9**age for age in reversed(range(30))]
+    weights = [w / math.fsum(weights) for w in weights]
+    mean_x, mean_y = (math.fsum(w * p[i] for w, p in zip(weights, pairs, strict=True)) for i in (0, 1))
+    share = math.fsum(w * w for w in weights)
+    cov = math.fsum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, pairs, strict=True))
+    moments = pair.covariance()
+    assert moments is not None
+    assert (pair.mean_x, pair.mean_y) == pytest.approx((mean_x, mean_y))
+    assert moments[2] == pytest.approx(cov * share / (1.0 - share))
+
+
+def test_the_bounds_are_fiellers() -> None:
+    """At a bound r, the average of x - r y is as many of its own standard errors from zero as the bound says."""
+    rng = random.Random(8)
+    pair = PairAverage(0.9)
+    for _ in range(200):
+        common = rng.gauss(0.0, 0.3)
+        pair.update(3.0 + common + rng.gauss(0.0, 0.2), 2.0 + 2.0 * common + rng.gauss(0.0, 0.1))
+    ratio, moments = pair.ratio(), pair.covariance()
+    assert ratio is not None
+    assert moments is not None
+    var_x, var_y, cov = moments
+    distances = []
+    for bound in (ratio.low, ratio.high):
+        assert bound is not None
+        error = math.sqrt(var_x - 2.0 * bound * cov + bound**2 * var_y)
+        distances.append((pair.mean_x - bound * pair.mean_y) / error)
+    assert distances == pytest.approx([2.1009, -4.6480], rel=5e-3)  # Student's t at 18 degrees: 97.5 % and 99.99 %
+
+
+def test_resume_is_bit_exact() -> None:
+    rng = random.Random(4)
+    windows = [window_of(ragged_window(rng, 2, 3), tokens=100.0 + k) for k in range(40)]
+    whole, first, second = NoiseScaleAverage(), NoiseScaleAverage(), NoiseScaleAverage()
+    for window in windows:
+        whole.update(window)
+    for window in [*windows[:17], Absent("x", is_fault=True)]:
+        first.update(window)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.metrics() == first.metrics()
+    assert second.reason == first.reason or first.reason == "x"
+    for window in windows[17:]:
+        second.update(window)
+    assert second.metrics() == {**whole.metrics(), "gns/skipped": 1.0}
+
+
+def test_a_drain_reports_each_skip_once_also_across_a_resume() -> None:
+    average, resumed = NoiseScaleAverage(), NoiseScaleAverage()
+    bad = Absent("x", is_fault=True)
+    average.update(bad)
+    assert average.drain_metrics() == {"gns/skipped": 1.0}
+    average.update(bad)
+    resumed.load_state_dict(average.state_dict())
+    assert resumed.drain_metrics() == {"gns/skipped": 1.0}
+    assert resumed.drain_metrics() == {"gns/skipped": 0.0}
+    assert resumed.metrics() == {"gns/skipped": 2.0}
+
+
+@pytest.mark.parametrize("ema", [0.0, 1.0])
+def test_an_ema_outside_the_unit_interval_is_refused(ema: float) -> None:
+    with pytest.raises(UserError, match=r"gns\.ema: must be between 0 and 1"):
+        NoiseScaleAverage(ema)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.unit.model.test_delta_rule import rule_by_steps
+from tests.unit.model.test_recurrence import rule_by_steps
 from trainer.contracts import check_model
 from trainer.errors import UserError
 from trainer.extensions.flash_linear_attention import build_gated_delta, flash_gated_delta_rule, mixers, run_rows

@@ -6,13 +6,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
 from trainer.data.mixing import EXHAUST_EVENTS
 from trainer.distributed.env import RankInfo
-from trainer.tools.preview.forecast import SourceShape, count_run, source_shape
+from trainer.tools.preview.forecast import CountedMixing, SliceShape, SourceShape, StreamShape, count_run, source_shape
 from trainer.training.setup.parts import make_blend
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -106,3 +107,23 @@ def test_counts_match_the_real_pipeline(
     ]
     tallies = [tally for shape in shapes for tally in forecast.tallies[shape.name]]
     assert real.longest_wait <= max(max(waits) for tally in tallies for waits in tally.waits.values())
+
+
+def waits(num_mixed: int, picks: int, seed: int) -> list[int]:
+    """Waits of a pool of K readers with n picks per slice, refilled from 4 K streams, over 10 K n picks."""
+    part = SliceShape(np.full(4, picks), 4 * picks)
+    streams = tuple(StreamShape("m", 4, (part,)) for _ in range(4 * num_mixed))
+    shape = SourceShape("pool", streams, num_mixed, shared=True)
+    mixing = CountedMixing(shape, "weighted", seed, 0)
+    for step in range(1, 10 * num_mixed * picks + 1):
+        mixing.step = step
+        next(mixing)
+    return list(mixing.tally.waits["m"].elements())
+
+
+@pytest.mark.parametrize("num_mixed", [4, 8])
+@pytest.mark.parametrize("picks", [20, 50, 100])
+def test_no_wait_is_longer_than_2_k_n(num_mixed: int, picks: int) -> None:
+    longest = max(max(waits(num_mixed, picks, seed)) for seed in range(3))
+    assert longest <= 2 * num_mixed * picks
+    assert longest > 0.4 * num_mixed * picks  # the bound is tight: a threshold far below is not safe

@@ -98,11 +98,7 @@ def test_an_exception_is_passed_on_and_says_how_the_run_ended(
 def test_only_rank_0_writes_and_two_runs_in_one_directory_are_refused(tmp_path: Path) -> None:
     with run_status(tmp_path, rank=1):
         assert not list(tmp_path.iterdir())
-    with (
-        run_status(tmp_path),
-        pytest.raises(UserError, match="is in use by another run"),
-        run_status(tmp_path),
-    ):
+    with run_status(tmp_path), pytest.raises(UserError, match="is in use by another run"), run_status(tmp_path):
         pass
     assert status(tmp_path)["state"] == "done"
 

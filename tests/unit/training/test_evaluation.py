@@ -302,3 +302,23 @@ def test_bits_per_byte_of_bytes_are_the_cross_entropy(tmp_path):
     found, _ = evaluated(plan, make_model(plan.config, plan.config.model, plan.vocab_size))
     assert found["eval_bits_per_byte"] == pytest.approx(found["eval_objective/token_ce"] / math.log(2), rel=1e-12)
     assert found["eval_loss"] > found["eval_objective/token_ce"]
+
+
+@pytest.mark.parametrize(("pack", "batches"), [("true", 100000), ("false", 100000), ("false", 1)])
+def test_every_rank_has_as_many_batches_however_uneven_the_documents_are(tmp_path, pack, batches):
+    """Ranks that hold shards of a model must run as many forwards, or wait for ever."""
+    generator = np.random.default_rng(1)
+    for modality in "ab":
+        (tmp_path / "uneven" / modality).mkdir(parents=True)
+        for stream in range(3):
+            texts = [json.dumps({"text": "x y" * int(generator.integers(1, 400))}) for _ in range(7)]
+            (tmp_path / "uneven" / modality / f"{stream}.jsonl").write_text("\n".join(texts) + "\n")
+    config = write_tiny_config(tmp_path)
+    source = f'data.source=[{{name="u", root="{tmp_path / "uneven"}"}}]'
+    overrides = [source, "eval.every=1", "eval.holdout_fraction=0.4", f"eval.batches={batches}", f"data.pack={pack}"]
+    plan = make_plan(load_config(config, overrides), config, 3)
+    held_out = [eval_sets(plan, RankInfo(rank, rank, 3), torch.device("cpu")) for rank in range(3)]
+    ranks = [list(each.batches(None)) for (each,) in held_out]
+    has_targets = [sum(bool((batch.targets != -100).any()) for batch in batches) for batches in ranks]
+    assert len(set(has_targets)) > 1, "all ranks have as much to read: nothing is shown"
+    assert len({len(batches) for batches in ranks}) == 1

@@ -58,11 +58,7 @@ def test_parts_are_what_they_are_by_count(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sets", "shards"),
-    [
-        (4, ("strategy=hsdp", "replicas=2"), 2),
-        (64, ("strategy=fsdp",), 64),
-    ],
+    ("world_size", "sets", "shards"), [(4, ("strategy=hsdp", "replicas=2"), 2), (64, ("strategy=fsdp",), 64)]
 )
 def test_a_rank_of_several_holds_its_share_of_the_model(tmp_path, world_size, sets, shards):
     """Rows do not divide by 64 everywhere: a share is rounded up to whole rows."""

@@ -136,10 +136,7 @@ def test_muon_takes_the_matrices_between_embedding_and_output():
 
 def test_groups_have_settings_of_their_own():
     model = build(11, dim=8, num_layers=2)
-    groups = [
-        {"match": "embedding.*", "lr_scale": 0.1, "weight_decay": 0.0},
-        {"match": "*norm*", "weight_decay": 0.5},
-    ]
+    groups = [{"match": "embedding.*", "lr_scale": 0.1, "weight_decay": 0.0}, {"match": "*norm*", "weight_decay": 0.5}]
     optimizer = build_optimizer(model, OptimizerTable(weight_decay=0.3, group=groups))
     set_lr(optimizer, 2.0)
     found = {id(p): group for group in optimizer.param_groups for p in group["params"]}

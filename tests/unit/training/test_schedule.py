@@ -88,10 +88,7 @@ def test_a_schedule_of_ones_own_is_called_with_its_settings(tmp_path, monkeypatc
     ("body", "text"),
     [
         ("def rate(step):\n    return 1.0\n", r"scheduler.args: cannot call own_rates:rate with a step"),
-        (
-            "def rate(step, steps, peak):\n    return -peak\n",
-            r"scheduler.target: own_rates:rate gave -0.*at step 1",
-        ),
+        ("def rate(step, steps, peak):\n    return -peak\n", r"scheduler.target: own_rates:rate gave -0.*at step 1"),
         ("def rate(step, steps, peak):\n    return 1 / (steps - step)\n", r"fails at step 12: ZeroDivisionError"),
         ("def rate(step, steps, peak):\n    return float('nan')\n", r"gave nan at step 1, which is no"),
         ("def rate(step, steps, peak):\n    return '0.1'\n", r"gave '0.1' at step 1, which is no"),

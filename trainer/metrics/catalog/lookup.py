@@ -17,12 +17,7 @@ from trainer.metrics.catalog import rows_data, rows_gns, rows_training
 from trainer.metrics.catalog.spec import MetricSpec
 from trainer.metrics.logger import get_logger
 
-CATALOG: Final[tuple[MetricSpec, ...]] = (
-    *rows_training.ROWS,
-    *rows_data.ROWS,
-    *rows_gns.ROWS,
-    *rows_gns.LAYER_ROWS,
-)
+CATALOG: Final[tuple[MetricSpec, ...]] = (*rows_training.ROWS, *rows_data.ROWS, *rows_gns.ROWS, *rows_gns.LAYER_ROWS)
 logger = get_logger(__name__)
 EVAL_PREFIX: Final = "eval_"
 WORST_SUFFIX: Final = "_max"

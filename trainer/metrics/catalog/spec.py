@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any, Literal
 
 Kind = Literal["gauge", "counter", "flag"]
 WindowReduction = Literal["mean", "weighted_mean", "sum", "max", "min", "last"]
@@ -12,7 +13,7 @@ Band = tuple[float | None, float | None]
 RankReduction = Literal["mean", "weighted_mean", "sum", "min", "max", "sum_and_worst", "mean_and_error"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MetricSpec:
     """One key, or one pattern with parts in angle brackets (`objective/<name>`).
 
@@ -31,14 +32,15 @@ class MetricSpec:
         band: the healthy range, if it is the same for every run; charts shade it.
     """
 
+    description: str
+    healthy: str
+    pathological: str
+    _: KW_ONLY
     name: str
     unit: str = ""
     kind: Kind = "gauge"
     window: WindowReduction = "mean"
     ranks: RankReduction = "mean"
-    description: str
-    healthy: str
-    pathological: str
     group: str
     title: str
     band: Band | None = None
@@ -47,3 +49,8 @@ class MetricSpec:
     def is_pattern(self) -> bool:
         """Whether the name matches many keys."""
         return "<" in self.name
+
+
+def row_of(name: str, title: str, **settings: Any) -> partial[MetricSpec]:
+    """A row that lacks only its texts: `row_of(name, title, unit=...)(description, healthy, pathological)`."""
+    return partial(MetricSpec, name=name, title=title, **settings)

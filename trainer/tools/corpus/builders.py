@@ -140,11 +140,7 @@ def _why_no_text(path: Path) -> str:
 
 
 def build_pytext(
-    out: Path,
-    *,
-    max_bytes: Mapping[str, int] = PYTEXT_BYTES,
-    force: bool = False,
-    progress: Report = silent,
+    out: Path, *, max_bytes: Mapping[str, int] = PYTEXT_BYTES, force: bool = False, progress: Report = silent
 ) -> Manifest:
     """Build the corpus that needs no download, at `out/{python,cpp,prose}/<stream>.jsonl`.
 

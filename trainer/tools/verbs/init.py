@@ -34,8 +34,7 @@ def init(
         ),
     ] = "tokens",
     minutes: Annotated[
-        float,
-        typer.Option(min=0, help="Longest time of the run, from a few timed steps; 0: one pass, untimed."),
+        float, typer.Option(min=0, help="Longest time of the run, from a few timed steps; 0: one pass, untimed.")
     ] = 5.0,
 ) -> None:
     """Inspect your data and write a commented config that trains on it."""

@@ -271,8 +271,7 @@ def report(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     assets: Annotated[
-        bool,
-        typer.Option("--assets", help="Put plotly.js (5 MB) next to the page, for all reports of the directory."),
+        bool, typer.Option("--assets", help="Put plotly.js (5 MB) next to the page, for all reports of the directory.")
     ] = False,
     follow: Annotated[
         bool,
