@@ -351,4 +351,4 @@ _MADE: dict[tuple[str, str, int, int], Callable[[int, Path], Path]] = {
     ("ending", "a run that failed", 0, 5): _fail,
 }
 REAL = ("still_layer", "dominant_layer")
-FAULTS = [Fault(rule, what, make, *steps, is_real=rule in REAL) for (rule, what, *steps), make in _MADE.items()]
+FAULTS = [Fault(rule, what, make, at, steps, rule in REAL) for (rule, what, at, steps), make in _MADE.items()]
