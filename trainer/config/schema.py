@@ -336,8 +336,7 @@ class MetricsTable(Table):
     per_depth: bool = False
     """Also report the training loss by the number of tokens before (docs/evaluation.md)."""
     digests: bool = False
-    """Write digests.jsonl: what batch, states, gradient and weights of each logged step are, to compare runs bit for bit. Ranks
-    compare their weights in any case."""
+    """Write digests.jsonl (batch, states, gradient, weights of logged steps), to compare runs bit for bit."""
     per_layer: bool = False
     """Also report gradient norm, update over weight and noise scale per layer and parameter group."""
     profile: Annotated[int, Field(ge=0, le=1000)] = 0
@@ -391,8 +390,8 @@ class DistributedTable(Table):
     strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """ddp: every rank holds the whole model; fsdp: shards over all ranks (FSDP2); hsdp: over the ranks of each replica."""
     shards: WholeNumber = 0
-    """Data shards, a multiple of the ranks; 0: one per rank. Their number and not that of ranks decides on batches, states and
-    noise, so that a run may continue on fewer or more ranks without a change (docs/data_shards.md)."""
+    """Data shards, a multiple of the ranks; 0: one per rank. With N a run is the same on all ranks that divide N
+    (docs/data_shards.md)."""
     replicas: WholeNumber = 0
     """hsdp: number of replicas, each of neighbouring ranks; 0: one per node."""
     reshard_after_forward: bool = True
