@@ -29,12 +29,12 @@ AROUND = ("extensions", "contracts", "tools")
 MOST_PARAMETERS = 10
 # Each with its goal, where the project is still above it: such a ceiling is lowered with every step towards the goal.
 CEILINGS = {
-    "core: lines": (23_895, 21_000),
+    "core: lines": (23_680, 21_000),
     "core: files": (125, 125),
-    "trainer: lines": (41_592, 33_000),
+    "trainer: lines": (41_520, 33_000),
     "trainer: files": (210, 210),
-    "tests: lines": (38_646, 30_000),
-    "scripts: lines": (5_169, 5_000),
+    "tests: lines": (38_460, 30_000),
+    "scripts: lines": (5_160, 5_000),
     "words of documentation": (40_580, 38_000),
     "functions with more than 10 parameters": (4, 4),
     "places that make a UserError": (250, 250),
