@@ -65,7 +65,7 @@ def digests(run_dir: Path) -> list[dict]:
 
 
 def test_equal_runs_have_equal_digests_and_others_differ_where_they_do(config, tmp_path):
-    sets = ("metrics.digests=true", "train.steps=5", "metrics.log_interval=2")
+    sets = ("metrics.digests=write", "train.steps=5", "metrics.log_interval=2")
     for name, more in (("a", ()), ("b", ()), ("lr", ("optimizer.lr=0.002",)), ("seed", ("run.seed=8",))):
         train(config, tmp_path / name, *sets, *more, nproc=2)
     a, b, lr, seed = (digests(tmp_path / name) for name in ("a", "b", "lr", "seed"))
@@ -87,8 +87,10 @@ def test_a_weight_of_one_rank_that_changes_by_one_bit_ends_the_run_with_the_rank
     assert status(tmp_path / "run")["state"] == "failed"
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert '"replicas_differ"' in events
+    if step == 3:
+        train(config, tmp_path / "off", own, "train.steps=6", "metrics.digests=off", nproc=2, cwd=config.parent)
 
 
 def test_shards_of_one_model_are_no_replicas(config, tmp_path):
-    train(config, tmp_path / "run", "distributed.strategy=fsdp", "metrics.digests=true", "train.steps=3", nproc=2)
+    train(config, tmp_path / "run", "distributed.strategy=fsdp", "metrics.digests=write", "train.steps=3", nproc=2)
     assert len(digests(tmp_path / "run")) == 3

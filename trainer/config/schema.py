@@ -335,8 +335,8 @@ class MetricsTable(Table):
     """Also report metrics per source and modality."""
     per_depth: bool = False
     """Also report the training loss by the number of tokens before (docs/evaluation.md)."""
-    digests: bool = False
-    """Write digests.jsonl (batch, states, gradient, weights of logged steps), to compare runs bit for bit."""
+    digests: Literal["off", "compare", "write"] = "compare"
+    """compare: under ddp, a rank with other weights ends the run; write: digests.jsonl too."""
     per_layer: bool = False
     """Also report gradient norm, update over weight and noise scale per layer and parameter group."""
     profile: Annotated[int, Field(ge=0, le=1000)] = 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.distributed.shards import layout_of, own_part
-from trainer.metrics.logger import get_logger
+from trainer.on_device import to_device
 from trainer.training.extension import Extension
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 KINDS: Final = ("batch", "states", "gradient", "weights")
 BITS: Final = 22  # of a piece: squares of them add up exactly in float64, over 512 ranks
 FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, so that multiplying loses no bit
-logger = get_logger(__name__)
 
 
 def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
@@ -66,7 +65,7 @@ class Digests(Extension):
         for micro in window:
             tensors += [value for _, value in sorted(micro.inputs.items()) if isinstance(value, Tensor)]
             tensors += [micro.targets]
-            tensors += [] if micro.carry is None else [torch.from_numpy(micro.carry.group_ids).to(micro.targets.device)]
+            tensors += [] if micro.carry is None else [to_device(micro.carry.group_ids, micro.targets.device)]
         self._step, self._found = step, {"batch": bit_sum(tensors)}
 
     def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
@@ -82,7 +81,8 @@ class Digests(Extension):
         """The pieces of this rank's digests, and the square that compares replicas."""
         self._found["weights"] = self._own_weights()
         device = self._found["weights"].device
-        digests = torch.stack([self._found.get(kind, torch.zeros((), dtype=torch.int64)).to(device) for kind in KINDS])
+        nothing = torch.zeros((), dtype=torch.int64, device=device)
+        digests = torch.stack([self._found.get(kind, nothing) for kind in KINDS])
         pieces = torch.stack([digests >> shift & (2**BITS - 1) for shift in (0, BITS)]).double()  # [2, kinds]
         return torch.cat([pieces.reshape(-1), pieces[0, -1:].square()])
 
@@ -92,7 +92,7 @@ class Digests(Extension):
         self._differs = self._are_replicas and square * self.run.info.world_size != low[-1] ** 2
         self.run.extensions.asks |= self._differs
         self._agreed = self._agreed if self._differs else self._step
-        if self.run.info.is_main and self.run.config.metrics.digests:
+        if self.run.info.is_main and self.run.config.metrics.digests == "write":
             values = {kind: f"{(int(h) << BITS) + int(w):x}" for kind, w, h in zip(KINDS, low, high, strict=True)}
             with (self.run.run_dir.path / "digests.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"global_step": self._step, **values}) + "\n")

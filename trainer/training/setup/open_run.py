@@ -244,7 +244,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
 def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
     """The extensions that the config asks for. One that is off is not imported."""
     config = run.config
-    has_replicas = run.info.world_size > 1 and run.plan.layout is None
+    has_replicas = run.info.world_size > 1 and run.plan.layout is None and config.metrics.digests != "off"
     shows_bar = run.info.is_main and sys.stderr.isatty()
     asked = {
         "carry probe": (run.state.ledgers and config.ledger.probe_every, "carry_probe:StepProbe"),
@@ -252,7 +252,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
         "gns outlook": (run.info.is_main and run.gns is not None, "noise_outlook:NoiseOutlook"),
         "per_depth": (config.metrics.per_depth, "depth:TrainingDepth"),
         "per_layer": (config.metrics.per_layer, "per_layer:LayerNumbers"),
-        "digests": (config.metrics.digests or has_replicas, "digests:Digests"),
+        "digests": (config.metrics.digests == "write" or has_replicas, "digests:Digests"),
         "spikes": (config.train.spike_sigma, "spikes:LossSpikes"),
         "sample": (config.sample.every, "samples:Samples"),
         "profile": (run.info.is_main and config.metrics.profile, "profile:StepProfile"),
