@@ -22,7 +22,7 @@ RUN = "\n[checkpoint]\nevery = 4\n"
 def stopped(tmp_path_factory):
     """A run of 8 steps whose checkpoint after step 4 is resumed."""
     directory = tmp_path_factory.mktemp("stopped")
-    config = write_tiny_config(directory, RUN)
+    config = write_tiny_config(directory, RUN + "[eval]\nholdout_fraction = 0.1\n")
     train(config, directory / "run", "train.steps=8")
     shutil.copytree(directory / "corpus", directory / "kept")
     return directory

@@ -77,7 +77,7 @@ def restore(
     with loading(path, "data cursors"):
         blends = {number: part["data"] for number, part in parts.items()}
         if data.change:
-            holds_out = plan.config.eval.every > 0 and plan.config.eval.holdout_fraction > 0
+            holds_out = plan.config.eval.holdout_fraction > 0
             blends = dict(enumerate(restart_changed([*blends.values()], state.dataset, data, holds_out=holds_out)))
         for shard in state.shards:
             shard.dataset.load_state_dict(blends[shard.number] if is_same else [*blends.values()])
