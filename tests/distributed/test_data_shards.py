@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import weights
-from tests.support.runs import read_rows, train, write_tiny_config
+from tests.support.runs import read_rows, run, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 
@@ -129,6 +129,8 @@ def test_dropout_is_of_the_micro_batch_and_not_of_what_came_before(config, tmp_p
 def test_a_number_that_the_ranks_do_not_divide_is_refused(config, tmp_path):
     said = train(config, tmp_path / "run", "distributed.shards=3", nproc=2, code=2)
     assert "distributed.shards: 3 data shards cannot be divided among 2 ranks" in said
+    checked = run("check", "--config", config, "--nproc", 2, "--set", "distributed.shards=4").stdout
+    assert "data_shards = 4: each rank runs 2, in 4 forward passes a step instead of 2 of 2 times the rows" in checked
 
 
 def test_another_number_of_shards_is_said(config, tmp_path):

@@ -149,7 +149,7 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def data_shards(state: Mapping[str, Any]) -> int:
-    """How many data shards a checkpoint's state.json speaks of."""
+    """The number of data shards that a checkpoint holds, given its state.json."""
     number: int = state.get("data_shards", state["world_size"])
     return number
 

@@ -72,7 +72,7 @@ def restore(
         state.load_shared(saved)
     if not is_same:
         text = "saved with %s, resumed with %d: a step has another number of tokens "
-        text += "(distributed.shards = %d goes on as before, on any ranks that divide it)"
+        text += "(distributed.shards = %d keeps the batch, on any number of ranks that divides it)"
         logger.warning(text, counted(num_saved, "data shard"), num_shards, num_saved)
     with loading(path, "data cursors"):
         blends = {number: part["data"] for number, part in parts.items()}
