@@ -27,6 +27,7 @@ from trainer_run import ALONE, LOG_INTERVAL, TINY, StepWatcher, plan_of, run_tra
 from trainer.arrays import IGNORED
 from trainer.data.batch import MicroBatch
 from trainer.data.loader import Loader
+from trainer.distributed.strategy import compile_blocks
 from trainer.training.setup.parts import autocast_context, make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.step.optimizer import build_optimizer
@@ -47,7 +48,7 @@ class BareLoop:
         self._model = build_model(config.model, plan.vocab_size).to(device)
         width = width_of(self._model)
         if config.train.compile:
-            self._model.compile()
+            compile_blocks(self._model)
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self._autocast = autocast_context(config, device)
         self._parameters = list(self._model.parameters())

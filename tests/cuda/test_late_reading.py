@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.support.late import events
 from tests.support.on_device import around_steps, forbid_synchronization, synchronization_forbidden, train_here
 from trainer.data.loader import Loader
 from trainer.on_device import HostCopy, to_device
@@ -55,8 +56,12 @@ def test_steps_that_do_not_log_do_not_wait(
         forbid_synchronization(device, is_forbidden=is_watched)
 
     around_steps(monkeypatch, before, lambda run, step: forbid_synchronization(device, is_forbidden=False))
-    train_here(tmp_path, device, "train.steps=16", "metrics.log_interval=8", "checkpoint.every=0", *RUNS[kind])
+    run_dir = train_here(
+        tmp_path, device, "train.steps=16", "metrics.log_interval=8", "checkpoint.every=0", *RUNS[kind]
+    )
     assert watched == [3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15]
+    # A guard would keep the error of a diagnostic that waits.
+    assert [event for event in events(run_dir) if event["event"] == "diagnostic_disabled"] == []
 
 
 def test_the_check_sees_what_waits(device: torch.device) -> None:

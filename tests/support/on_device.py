@@ -17,7 +17,7 @@ from trainer.training.run import Run, StepInFlight
 
 def settings(device: torch.device, *sets: str) -> list[str]:
     """The overrides of a run on the device."""
-    return [f'train.device="{device.type}"', 'metrics.stdout="off"', *sets]
+    return [f'train.device="{device.type}"', 'train.precision="fp32"', 'metrics.stdout="off"', *sets]
 
 
 def train_here(folder: Path, device: torch.device, *sets: str, extra: str = "") -> Path:

@@ -63,10 +63,10 @@ class TrainTable(Table):
     """Recompute activations in the backward, by block (of the model's nn.ModuleList) or, with tbptt_cells, by cell."""
     clip_grad_norm: Amount = 1.0
     """Maximum gradient norm; 0: no clipping."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """fp32; or autocast to bf16, or to fp16 with loss scaling (CUDA only)."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """fp32; autocast to bf16, or to fp16 with loss scaling (CUDA only). auto: bf16 on a CUDA device that has it, else fp32."""
     compile: bool = False
-    """Compile the model with torch.compile."""
+    """Compile the model's blocks with torch.compile."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"

@@ -56,10 +56,6 @@ class Strategy:
             units: gives the modules whose parameters are gathered one module at a time; asked only if there are shards.
         """
 
-    def compile(self, model: nn.Module) -> None:
-        """Have the model, or each of its units, compiled."""
-        model.compile()
-
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """What the training step calls. Every rank must call it.
 
@@ -180,9 +176,6 @@ class Sharded(Strategy):
             fully_shard(unit, reshard_after_forward=self._reshard_after_forward, **self._options)
         fully_shard(model, **self._options)
 
-    def compile(self, model: nn.Module) -> None:
-        """Nothing: the hooks of the root cannot be compiled, and its units are compiled before they are sharded."""
-
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """As it is: FSDP2 has put its hooks into the model."""
         self.reshard(model)  # some tokens may have been run through it
@@ -231,8 +224,8 @@ class Sharded(Strategy):
 
 
 def shard_units(model: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters are gathered one module at a time: what `model.shard_units()` returns; or its `blocks`; or
-    the modules of the `nn.ModuleList` that holds most parameters; or else its children.
+    """The modules whose parameters are gathered one module at a time: what `model.shard_units()` returns; or `blocks_of` it; or
+    else its children.
 
     A module that shares a parameter with another part of the model is left out, since FSDP would break the tie.
 
@@ -250,21 +243,28 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
             fix = "name each module once, with a forward of its own and no parameter that another part of the model has"
             raise UserError("distributed.strategy", f"{name}() must give modules inside the model", fix)
         return units
-    blocks = getattr(model, "blocks", None)
-    if isinstance(blocks, nn.ModuleList) and len(blocks):
-        return _apart(model, list(blocks))
-    lists = [
-        [part for part in each if _has_forward(part)] for each in model.modules() if isinstance(each, nn.ModuleList)
-    ]
-    largest = max(lists, key=lambda parts: sum(map(num_parameters, parts)), default=[])
-    if largest:
-        return _apart(model, largest)
+    if blocks := blocks_of(model):
+        return _apart(model, blocks)
     children = [child for child in model.children() if num_parameters(child) and _has_forward(child)]
     units = _apart(model, children)
     names = [name for name, child in model.named_children() if child in units]
     text = "%s has no blocks to be sharded one by one (shard_units(), or an nn.ModuleList): using %s"
     logger.info(text, type(model).__name__, few(names) if names else "the whole model as one")
     return units
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """What a model repeats: its `blocks`, or the modules of the `nn.ModuleList` that holds most parameters; maybe none."""
+    blocks = getattr(model, "blocks", None)
+    lists = [blocks] if isinstance(blocks, nn.ModuleList) and len(blocks) else model.modules()
+    found = [[part for part in each if _has_forward(part)] for each in lists if isinstance(each, nn.ModuleList)]
+    return max(found, key=lambda parts: sum(map(num_parameters, parts)), default=[])
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Have a model compiled block by block: as fast as in one piece, and what blocks share is compiled once."""
+    for block in blocks_of(model) or [model]:
+        block.compile()
 
 
 def _fit(model: nn.Module, units: Sequence[object]) -> bool:

@@ -3,10 +3,9 @@ blocks that the backward recomputes."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -271,4 +270,13 @@ def recompute_blocks(model: nn.Module) -> None:
         fix = 'choose "off", or name it so in a model of your own'
         raise UserError("train.activation_checkpointing", problem, fix)
     for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = _recomputed(block.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(
+        *args: Any, **kwargs: Any
+    ) -> Any:  # of a `functools.partial` torch.compile compiles nothing, and says nothing
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run

@@ -152,7 +152,7 @@ class _Rider:
         """Write 1 and what `updated` returns, if anything, into a part [1 + num_sums] of what is summed."""
         if (sums := self.extension.updated()) is not None:
             part[1:] = sums.reshape(self.extension.num_sums)  # too few would be broadcast
-            part[0] = 1.0
+            part[0].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
 
 
 class Measured(NamedTuple):

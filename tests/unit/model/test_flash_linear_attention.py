@@ -52,6 +52,14 @@ def reference(kind: str):
     return operator
 
 
+def refuses_gradients(device: torch.device) -> bool:
+    """Whether fla itself refuses the gradients of its kernels, since this Triton miscompiles them on this device."""
+    if device.type != "cuda":
+        return False
+    fla = pytest.importorskip("fla.ops.common.chunk_o")
+    return fla.IS_NVIDIA_HOPPER and fla.TRITON_ABOVE_3_4_0 and not fla.TRITON_ABOVE_3_7_1
+
+
 def operator_on(device: torch.device):
     """Its kernel on CUDA; its reference on the CPU."""
     if device.type == "cuda":
@@ -92,6 +100,8 @@ def test_packed_rows_that_continue_equal_their_documents_alone(kind):
 @pytest.mark.cuda
 @pytest.mark.parametrize("resets", [None, RESETS], ids=["one document", "several"])
 def test_the_rule_its_states_and_gradients_are_those_of_torch(device, resets):
+    if refuses_gradients(device):
+        pytest.skip("fla refuses gradients on Hopper with Triton before 3.7.1")
     inputs, state = drawn("gated_delta_rule")
     arguments = [inputs[name].detach().transpose(1, 2) for name in ("q", "k", "v", "g", "beta")] + [state.detach()]
     marks = None if resets is None else resets.to(device)
@@ -120,6 +130,8 @@ def test_a_model_on_the_kernels_keeps_the_contract_and_equals_the_one_in_torch(d
     close = {} if device.type == "cpu" else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(found.logits, wanted.logits, **close)
     torch.testing.assert_close(found.state, wanted.state, **close)
+    if refuses_gradients(device):
+        pytest.skip("the forward equals, and fla refuses gradients on Hopper with Triton before 3.7.1")
     report = check_model(model, vocab_size=37, seq_len=16)
     assert report.breaches == [], report
     assert {report[check].status for check in ("carry", "gradient", "resets", "isolation")} == {"held"}, report

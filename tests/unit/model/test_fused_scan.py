@@ -104,7 +104,11 @@ def results(scan: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs) -> list[
 NAMES = ("h", "final state", "grad r", "grad i", "grad x", "grad decay", "grad state")
 
 
-def assert_accurate(inputs: Inputs, rounding: float = 2.0**-20) -> None:
+# A device's exp and division are approximate: off by 1.4 times what the interpreter's are held to, at most, on an H100.
+ROUNDING = 2.0**-20 if DEVICE == "cpu" else 2.0**-18
+
+
+def assert_accurate(inputs: Inputs, rounding: float = ROUNDING) -> None:
     """Within a few roundings, relative to the largest value, of float64; or as close to it as the plain scan is."""
     truth = results(step_by_step, inputs.mapped(Tensor.double))
     found, plain = results(fused_scan, inputs), results(plain_scan, inputs)

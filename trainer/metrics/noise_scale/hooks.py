@@ -129,7 +129,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         """
         device = self._parameters[0].device
         self._sums = torch.zeros(noise_scale.NUM_SUMS, dtype=torch.float64, device=device)
-        self._sums[noise_scale.RANKS] = 1.0
+        self._sums[noise_scale.RANKS].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
         self._pairs: list[Tensor] | None = [] if pairs else None
         self.parameter_squares = self._sums.new_zeros(len(self._parameters)) if by_parameter else None
         self._middle_at = (num_micros + 1) // 2 if num_micros is not None and self._world_size == 1 else None

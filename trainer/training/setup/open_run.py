@@ -20,7 +20,7 @@ from trainer.data.fingerprint import FINGERPRINT_KEY
 from trainer.data.loader import Loader
 from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import Strategy
+from trainer.distributed.strategy import Strategy, compile_blocks
 from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
@@ -161,9 +161,9 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
     """Start reading and the watchdog, and make what steps, measures and evaluates. Every rank must call it."""
     plan, config, state, position = run.plan, run.config, run.state, run.position
     info, device, diagnostics = run.info, run.device, run.diagnostics
-    if config.train.compile:
-        run.strategy.compile(state.model)
     cell_model, run.loss = model_and_loss(state.model, config, device)
+    if config.train.compile:  # not before, which would compile for the few tokens of a check, too
+        compile_blocks(state.model)
     run.row_model = in_cells(cell_model, config)
     step_model = run.strategy.wrap(run.row_model, state.model)
     pack(position.data_states, "data")  # one that a checkpoint cannot keep is refused before the first step

@@ -318,9 +318,6 @@ def _prepared_units(model: nn.Module, config: RunConfig) -> Sequence[nn.Module]:
     if config.model.target is None:
         # That a block returns a view matters to those who write into it; the families do not.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    if config.train.compile:  # the root's own hooks cannot be compiled
-        for unit in units:
-            unit.compile()
     model.register_forward_hook(_with_known_fields)
     return units
 

@@ -177,6 +177,7 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
         UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
     """
     here = Path.cwd()
+    config = _with_precision(config)
     num_shards = data_shards(config, world_size)
     sources = resolve_sources(config, config_path, num_shards)
     config = divide_batch(config, leaf_tables(sources), num_shards)
@@ -203,6 +204,15 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
     for doubt in found if logs_doubts else ():
         logger.warning("%s", doubt.message)
     return Plan(config, sources, tokenizer, facts, eval_sources, found, here)
+
+
+def _with_precision(config: RunConfig) -> RunConfig:
+    """`train.precision = "auto"`, decided."""
+    if config.train.precision != "auto":
+        return config
+    has_bf16 = config.train.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+    update = {"precision": "bf16" if has_bf16 else "fp32"}
+    return config.model_copy(update={"train": config.train.model_copy(update=update)})
 
 
 def begin_from_weights(plan: Plan, model: nn.Module) -> None:

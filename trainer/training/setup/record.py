@@ -238,11 +238,12 @@ def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDi
     """Log what is trained, on what, where it is written, and how the ranks share it."""
     facts, model = plan.facts, state.model
     logger.info(
-        "%s: %s parameters, %s on %s%s, run directory %s",
+        "%s: %s parameters, %s on %s in %s%s, run directory %s",
         plan.config.run.name,
         f"{num_parameters(model):,}",
         counted(facts.world_size, "rank"),
         device,
+        plan.config.train.precision,
         f", up to {facts.tokens_per_step:,} tokens per step" if facts.tokens_per_step else "",
         run_dir.path,
     )

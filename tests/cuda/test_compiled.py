@@ -1,0 +1,52 @@
+"""`train.compile = true`: blocks compile without a graph break and once more for other shapes, and a run's numbers stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.support.late import events
+from tests.support.on_device import train_here
+from tests.support.runs import read_rows
+
+pytestmark = pytest.mark.cuda
+# Batches of 4 and of 2 rows, a last evaluation batch of fewer, and every step measured and logged.
+SETS = ("train.steps=6", "checkpoint.every=0", "eval.every=3", "eval.holdout_fraction=0.2")
+RUNS = {
+    "rglru": (),
+    "gated_delta, packed": ('model.family="gated_delta"', "data.pack=true"),
+    "transformer": ('model.family="transformer"',),
+    "gru": ('model.family="gru"',),
+    "cells": ("train.tbptt_cells=2",),
+    "burn-in": ("ledger.burn_in=4",),
+    "blocks run again, head in chunks": ("objective.chunk_tokens=16", "train.activation_checkpointing=block"),
+    "bf16": ("train.precision=bf16",),
+}
+MOST_GRAPHS = {"gru": 12, "cells": 8, "burn-in": 8}
+"""Of others 4: with gradients and without, each for the first shape and for all others. What a row's second cell begins with
+needs a gradient, or comes without; a model without blocks compiles with what takes its state apart."""
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_compiled_run_is_the_same_run(
+    request: pytest.FixtureRequest, tmp_path: Path, device: torch.device, kind: str
+) -> None:
+    if kind != "blocks run again, head in chunks":
+        request.getfixturevalue("chosen_device")  # takes long
+    sets = (*SETS, *RUNS[kind])
+    eager = train_here(tmp_path / "eager", device, *sets)
+    torch.compiler.reset()
+    counters.clear()
+    compiled = train_here(tmp_path / "compiled", device, *sets, "train.compile=true")
+    assert counters["graph_break"] == {}
+    assert 0 < counters["stats"]["unique_graphs"] <= MOST_GRAPHS.get(kind, 4)
+    assert [event for event in events(compiled) if event["event"] == "diagnostic_disabled"] == []
+    one, other = (read_rows(run / "metrics.jsonl") for run in (eager, compiled))
+    assert one.keys() == other.keys()
+    close = 3e-2 if kind == "bf16" else 1e-4
+    for at, row in one.items():
+        for name in sorted(row.keys() & {"loss", "grad_norm", "eval_loss", "gns/tr_sigma", "ledger/fill_fraction"}):
+            assert other[at][name] == pytest.approx(row[name], rel=close), (at, name)
