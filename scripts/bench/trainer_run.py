@@ -111,7 +111,8 @@ def plan_of(folder: Path, given: Path | None, *, steps: int, device: str, sets: 
         given = folder / "bench.toml"
         text = CONFIG.format(steps=steps, device=device, log_interval=LOG_INTERVAL, corpus=folder / "corpus")
         given.write_text(text, encoding="utf-8")
-    return make_plan(load_config(given, [*overrides(steps, device), *sets]), given, ALONE.world_size)
+    watched = 'extension=[{target="trainer_run:WatchSteps"}]'
+    return make_plan(load_config(given, [*overrides(steps, device), watched, *sets]), given, ALONE.world_size)
 
 
 def overrides(steps: int, device: str) -> list[str]:
@@ -119,7 +120,6 @@ def overrides(steps: int, device: str) -> list[str]:
     quiet = ["eval.every=0", "checkpoint.every=0", 'metrics.wandb.mode="disabled"', "metrics.tensorboard=false"]
     # A warm-up of the learning rate longer than the run would be refused.
     whole = [f"train.steps={steps}", f"metrics.log_interval={LOG_INTERVAL}", f"scheduler.warmup_steps={min(steps, 10)}"]
-    whole.append('extension=[{target="trainer_run:WatchSteps"}]')
     return [*whole, f'train.device="{device}"', 'metrics.stdout="json"', *quiet]
 
 
@@ -134,3 +134,5 @@ def run_trainer(plan: Plan, folder: Path, device: torch.device, watcher: StepWat
         run = open_run(plan, Launch(run_dir=str(folder / "run")), ALONE, device, stack, stack)
         assert run is not None
         run_loop(run)
+        if failed := run.diagnostics.summary():  # the watcher's own failure costs the run nothing, either
+            raise RuntimeError("; ".join(failed))

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -37,7 +38,7 @@ from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norm
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale, row_norms, square_sum
 from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
 from trainer.on_device import HostCopy, scale_gradients, seed_model, step_unless, supports_found_inf
@@ -236,12 +237,16 @@ class TrainStep:
             packed = torch.cat([packed, packed.new_zeros(NUM_SUMS) if sums is None else sums])
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        used = [p for p in self._parameters if p.grad is not None]
-        gradients = self.strategy.reduced([p.grad for p in used if p.grad is not None])
-        squares = list(map(square_norm, gradients))
+        used, own = [], []
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                used.append(parameter)
+                own.append(parameter.grad)
+        gradients = self.strategy.reduced(own)
+        norms = list(map(row_norms, gradients))
         for look in self.extensions.on_gradient:
-            look(dict(zip(used, squares, strict=True)))
-        own_sq = torch.stack(squares).sum()
+            look(dict(zip(used, map(square_sum, norms), strict=True)))
+        own_sq = square_sum(list(chain.from_iterable(norms)))
         packed = torch.cat([packed, own_sq.reshape(1) / self.strategy.copies])
         if self.world_size > 1:
             dist.all_reduce(packed)
