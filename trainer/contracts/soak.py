@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.contracts.subject import CallFailed, NotTestable, Subject, dtype_name, one_line
+from trainer.contracts.subject import CallFailed, NotTestable, Subject, dtype_name, gradients, norm, ratio
 from trainer.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effective_dtype, relative, untestable
 
 LEAST_ROWS = 9  # a fault may begin beyond 2, 4 or 8 rows
@@ -304,12 +304,13 @@ def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
     if joined.shape[1] < sum(batch.lengths):
         batch = batch._replace(lengths=batch.lengths[:-1])
     weights = torch.randn(joined.shape[1:], generator=torch.Generator().manual_seed(sample)).to(joined)
+    parameters = [each for each in way.subject.model.parameters() if each.requires_grad]
 
     def gradient(pairs: Iterable[tuple[_Document, Tensor]]) -> list[Tensor]:
         """Of a fixed weighted sum of the logits, over all rows of a document."""
         within = ((each, logits[..., : rounding.horizon, :]) for each, logits in pairs)
         terms = [(logits * weights[each.begin :][: logits.shape[-2]]).sum() for each, logits in within]
-        return _gradient(way.subject, torch.stack(terms).sum())
+        return gradients(torch.stack(terms).sum(), parameters)
 
     largest, total = 0.0, []
     compared: list[tuple[_Document, Tensor]] = []
@@ -434,24 +435,6 @@ def _measure_rounding(trial: Trial, way: _Pass, wanted: Tensor, run: Callable[[]
     return replace(rounding, limit=math.sqrt(noise), horizon=horizon)
 
 
-def _gradient(subject: Subject, loss: Tensor) -> list[Tensor]:
-    """Of all trained parameters, in double precision.
-
-    Raises:
-        CallFailed: backward raises.
-    """
-    parameters = [each for each in subject.model.parameters() if each.requires_grad]
-    try:
-        found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    except Exception as error:  # autograd functions of the user's own may raise anything
-        raise CallFailed(f"backward: {one_line(error)}") from error
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
-
-
 def _distance(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """Of two gradients, in units of the norm of the second; 0 if both vanish."""
-    gap, norm = (
-        math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
-        for tensors in ([a - b for a, b in zip(found, wanted, strict=True)], wanted)
-    )
-    return gap / norm if norm else (0.0 if gap == 0.0 else math.inf)
+    """Of two gradients, in units of the norm of the second."""
+    return ratio(norm([a - b for a, b in zip(found, wanted, strict=True)]), norm(wanted))

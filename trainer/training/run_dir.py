@@ -109,9 +109,8 @@ class RunDir:
             UserError: it cannot be written.
         """
         try:
-            if (
-                source.resolve() != self.resolved_config.resolve()
-            ):  # a run that continues from it keeps the one written by hand
+            # A run that continues from it keeps the one written by hand.
+            if source.resolve() != self.resolved_config.resolve():
                 _write_kept(self.path / CONFIG, source.read_bytes())
             _write_kept(self.resolved_config, to_toml(config).encode())
             write_json(self.path / ENVIRONMENT, {**environment(info), "state_width": state_width})
@@ -166,9 +165,7 @@ class RunDir:
 
     def has_nothing(self) -> bool:
         """Whether the run in it failed, stopped or died without a checkpoint or a row: there is nothing to lose."""
-        if self.status().get("state") not in (None, "failed", "stopped", "died") or any(
-            self.checkpoints.glob("step_*")
-        ):
+        if self.has_saved() or self.status().get("state") not in (None, "failed", "stopped", "died"):
             return False
         try:
             return all(isinstance(parse_line(line), Restart) for line in read_lines(self.metrics))
@@ -221,25 +218,20 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
 
 
 def refuse_taken(given: str, resume: str) -> None:
-    """Refuse a directory that holds something else than a run that may be begun or continued there.
-
-    Raises:
-        UserError: see `choose_run_dir`.
-    """
+    """Refuse a directory that holds something else than a run that may be begun or continued there."""
     run = RunDir(Path(given))
-    if (run.path / "manifest.json").exists():
-        raise UserError("--run-dir", f"{given} holds a corpus", "name a directory of its own, such as runs/NAME")
-    if not run.metrics.exists():
-        return
-    if resume == "off":
-        if not run.has_nothing():
-            raise UserError("--run-dir", f"{given} holds a run already", "add --resume auto, or name another directory")
-        return
+    held, fix = "", "name another directory"
     # A run that lost its status.json still has its config, or checkpoints.
     has_status = run.status_file.exists() and run.status().get("loop") != OWN_LOOP
-    if not (has_status or run.resolved_config.exists() or run.has_saved()):
-        problem = f"{given} holds a metrics.jsonl that is not of a run of this program"
-        raise UserError("--run-dir", problem, "name another directory")
+    is_ours = has_status or run.resolved_config.exists() or run.has_saved()
+    if (run.path / "manifest.json").exists():
+        held, fix = "a corpus", "name a directory of its own, such as runs/NAME"
+    elif run.metrics.exists() and resume == "off" and not run.has_nothing():
+        held, fix = "a run already", f"add --resume auto, or {fix}"
+    elif run.metrics.exists() and resume != "off" and not is_ours:
+        held = "a metrics.jsonl that is not of a run of this program"
+    if held:
+        raise UserError("--run-dir", f"{given} holds {held}", fix)
 
 
 def resume_command(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:

@@ -269,8 +269,7 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
 
 def max_tokens_per_micro(plan: Plan) -> int:
     """The most tokens that a micro-batch of the configured sources can have (what scales the loss; any constant works)."""
-    sizes = [largest_batch(mixing_of(plan.config, s.table)) for s in plan.sources if s.table.target is None]
-    return max(sizes, default=1) * plan.config.row_tokens
+    return plan.facts.tokens_per_micro // plan.facts.data_shards or plan.config.row_tokens
 
 
 logger = get_logger(__name__)
