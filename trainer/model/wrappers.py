@@ -234,11 +234,10 @@ def refuse_more_than_a_head(model: nn.Module, head: nn.Linear, device: torch.dev
     try:
         inspect.signature(model.forward).bind(tokens=None, state=None)
     except TypeError:
-        logger.warning(
-            "%s: the model takes inputs that only the data have, so it was not seen whether it does more to its "
-            "logits than its output layer",
-            KEY,
+        text = (
+            "%s: the model takes inputs that only the data have, so it was not seen whether it does more to its logits "
         )
+        logger.warning(text + "than its output layer", KEY)
         return
     was_training = model.training
     model.eval()
