@@ -172,11 +172,8 @@ def run() -> None:
 
 
 def _with_settings(arguments: list[str]) -> list[str]:
-    """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`.
-
-    Raises:
-        UserError: a key without a value.
-    """
+    """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`. Raises UserError: a
+    key without a value."""
     found: list[str] = []
     given = iter(arguments)
     for argument in given:

@@ -231,11 +231,8 @@ def takes_resets(model: nn.Module) -> bool:
 def _judge_exactly(
     working: Subject, live: Subject, options: dict[str, Any], request: _Request, verdicts: dict[str, Verdict]
 ) -> str:
-    """Judge in float64 if the model runs in it, in its own dtype otherwise; returns the circumstances.
-
-    Raises:
-        CallFailed: it fails in its own dtype, on rows like those that it took before.
-    """
+    """Judge in float64 if the model runs in it, in its own dtype otherwise; returns the circumstances. Raises
+    CallFailed: it fails in its own dtype, on rows like those that it took before."""
     try:
         trial = make_trial(working.in_float64(), **options)
     except (CallFailed, NotTestable, TypeError, RuntimeError):  # mps has no float64, kernels may not either

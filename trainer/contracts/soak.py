@@ -188,11 +188,8 @@ class _Size(NamedTuple):
 
 
 def _find_way(trial: Trial, ways: Sequence[_Pass], seq_len: int, rows: int, seconds: float) -> tuple[_Pass, _Size]:
-    """The first way for which the time allows cells of `seq_len` tokens, otherwise the last; with its size.
-
-    Raises:
-        CallFailed, NotTestable: see `_find_size`, of the last.
-    """
+    """The first way for which the time allows cells of `seq_len` tokens, otherwise the last; with its size. Raises
+    CallFailed, NotTestable: see `_find_size`, of the last."""
     for way in ways[:-1]:
         with suppress(NotTestable, CallFailed):
             size = _find_size(trial, way, seq_len, rows, seconds)
@@ -361,10 +358,7 @@ def _breach(
 
 def _read_batch(way: _Pass, batch: _Batch, columns: Tensor) -> Tensor:
     """The logits [compared rows, T, columns] of the batch; without the last cell if the model does not take its length.
-
-    Raises:
-        CallFailed: a forward fails.
-    """
+    Raises CallFailed: a forward fails."""
     subject, zeros = way.subject, way.subject.zeros(len(batch.tokens))
     state, logits = zeros, []
     for cell, (begin, end) in enumerate(pairwise(batch.edges)):
@@ -412,10 +406,7 @@ def _medians(errors: Tensor, chunk: int) -> Tensor:
 
 def _measure_rounding(trial: Trial, way: _Pass, wanted: Tensor, run: Callable[[], Tensor], cell: int) -> _Rounding:
     """As `Trial.noise`, of a document as long as the soak's, whose logits are `wanted` and which `run` runs again.
-
-    Raises:
-        NotTestable: rounding hides everything.
-    """
+    Raises NotTestable: rounding hides everything."""
     subject = way.subject
     eps = float(torch.finfo(effective_dtype(replace(trial, subject=subject), trial.tokens(length=trial.cell))).eps)
     if subject.device.type == "cuda" and subject.dtype == torch.float32:

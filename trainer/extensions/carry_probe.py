@@ -177,10 +177,7 @@ class CarryProbe:
         self, inputs: Mapping[str, Any], targets: Tensor, tokens_before: Tensor | None, cells_before: Ints
     ) -> Flags:
         """Which rows can be read again from their group's beginning, bool [B]; none if some were since the last drain.
-
-        Raises:
-            SkipBatch: the batch does not have what is needed.
-        """
+        Raises SkipBatch: the batch does not have what is needed."""
         nothing = np.zeros(cells_before.shape, dtype=np.bool_)
         if self._sampled or not cells_before.any():
             return nothing

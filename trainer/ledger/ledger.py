@@ -404,11 +404,8 @@ class Ledger:
 
 
 def _as_group_ids(values: Ints) -> Ints:
-    """The ids as int64.
-
-    Raises:
-        ValueError: an id that stands for no group and is not -1, such as a hash of 64 bits: its state would never be kept.
-    """
+    """The ids as int64. Raises ValueError: an id that stands for no group and is not -1, such as a hash of 64 bits: its
+    state would never be kept."""
     group_ids = np.ascontiguousarray(values, np.int64)
     if group_ids.min(initial=0) < -1:
         raise ValueError(f"group id {group_ids.min()}: must be -1 (no group) or in [0, 2^63)")

@@ -96,10 +96,7 @@ def _target(stream: Stream, out: Path) -> Path:
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Keep another call from writing there meanwhile; the lock is the directory's own, which leaves nothing behind.
-
-    Raises:
-        UserError: another one does.
-    """
+    Raises UserError: another one does."""
     out.mkdir(parents=True, exist_ok=True)
     directory = os.open(out, os.O_RDONLY)
     try:
@@ -115,11 +112,8 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def _claim(out: Path, files: Sequence[TextFile], **settings: Any) -> None:
-    """Record in `out` what it is made of; what was made of a file that has changed since is removed.
-
-    Raises:
-        UserError: `out` is made of other files, with other settings, or not by this.
-    """
+    """Record in `out` what it is made of; what was made of a file that has changed since is removed. Raises UserError:
+    `out` is made of other files, with other settings, or not by this."""
     now = {}
     for file in files:
         status = os.stat(file.path)

@@ -173,11 +173,8 @@ def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
 
 
 def _derived(plan: Plan) -> dict[str, Any]:
-    """What follows from the config, except the memory of a step and the model's contract.
-
-    Raises:
-        UserError: the model lacks the state that a setting needs.
-    """
+    """What follows from the config, except the memory of a step and the model's contract. Raises UserError: the model
+    lacks the state that a setting needs."""
     from trainer.config.rules import why_no_noise_scale
     from trainer.training.setup.plausible import ledger_bytes
 
