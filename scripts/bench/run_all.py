@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +38,10 @@ To run one benchmark: `make bench-loop`, or `python scripts/bench/bench_loop.py 
 """
 
 
-def run(bench: str, arguments: Sequence[str]) -> dict[str, Any]:
+def run(bench: str) -> dict[str, Any]:
     """A benchmark's figures, with the seconds that it took."""
     began = time.perf_counter()
-    command = [sys.executable, str(HERE / f"bench_{bench}.py"), "--json", *arguments]
+    command = [sys.executable, str(HERE / f"bench_{bench}.py"), "--json", *SHORTER.get(bench, [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return {**json.loads(done.stdout.strip().splitlines()[-1]), "seconds": time.perf_counter() - began}
 
@@ -77,7 +76,7 @@ def main() -> None:
     args = parser.parse_args()
     sections = [INTRODUCTION]
     for bench in args.only or TITLES:
-        found = run(bench, SHORTER.get(bench, []))
+        found = run(bench)
         sections.append(section(bench, found, f"{found['machine']}; " if args.only else ""))
         print(sections[-1], flush=True)
         if args.only:

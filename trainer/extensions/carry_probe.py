@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from trainer.arrays import IGNORED, Flags, Ints
 from trainer.metrics.aggregate import Moments, Reported, SumCount
 from trainer.metrics.best_effort import SkipBatch
+from trainer.model.protocol import evaluating
 from trainer.on_device import to_device
 from trainer.training.extension import Extension
 from trainer.training.setup.parts import autocast_context
@@ -204,7 +205,7 @@ class CarryProbe:
     @contextmanager
     def _in_evaluation(self, device: torch.device) -> Iterator[None]:
         # Module by module: some may be in evaluation mode while the others train.
-        was_training, modes = self._model.training, [(module, module.training) for module in self._model.modules()]
+        modes = [(module, module.training) for module in self._model.modules()]
         devices = [device] if device.type == "cuda" else []
         with (
             torch.no_grad(),
@@ -212,11 +213,10 @@ class CarryProbe:
             torch.compiler.set_stance("force_eager"),
             self._autocast(),
         ):
-            self._model.eval()
             try:
-                yield
+                with evaluating(self._model):
+                    yield
             finally:
-                self._model.train(was_training)
                 for module, mode in modes:
                     module.training = mode
 

@@ -8,6 +8,8 @@ import platform
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,7 +65,7 @@ class RunDir:
         Raises:
             UserError: it cannot be written.
         """
-        try:
+        with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             stem, count = self.path, 1
             while self.is_new:
@@ -74,8 +76,6 @@ class RunDir:
                     count += 1
                     self._set(stem.with_name(f"{stem.name}-{count}"))
             self.path.mkdir(exist_ok=True)
-        except OSError as error:
-            raise self._unwritable(error) from None
 
     def has_saved(self) -> bool:
         """Whether there is a checkpoint, complete or not."""
@@ -87,16 +87,19 @@ class RunDir:
         Raises:
             UserError: it cannot be written.
         """
-        try:
+        with self._writing():
             self.logs.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             remove_leftovers(self.path)
-        except OSError as error:
-            raise self._unwritable(error) from None
 
-    def _unwritable(self, error: OSError) -> UserError:
-        problem = f"cannot be written: {error.strerror}"
-        return UserError(str(error.filename or self.path), problem, "choose another place with --run-dir")
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A failure to write is the user's to mend."""
+        try:
+            yield
+        except OSError as error:
+            problem, fix = f"cannot be written: {error.strerror}", "choose another place with --run-dir"
+            raise UserError(str(error.filename or self.path), problem, fix) from None
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo, *, state_width: int) -> None:
         """Write what the run was started with (rank 0). What an earlier launch wrote is kept: `config.resolved.1.toml`.
@@ -108,14 +111,12 @@ class RunDir:
         Raises:
             UserError: it cannot be written.
         """
-        try:
+        with self._writing():
             # A run that continues from it keeps the one written by hand.
             if source.resolve() != self.resolved_config.resolve():
                 _write_kept(self.path / CONFIG, source.read_bytes())
             _write_kept(self.resolved_config, to_toml(config).encode())
             write_json(self.path / ENVIRONMENT, {**environment(info), "state_width": state_width})
-        except OSError as error:
-            raise self._unwritable(error) from None
 
     def lock(self) -> BinaryIO:
         """Hold the directory for this process until the file is closed or the process ends, however it ends (rank 0).
@@ -124,14 +125,12 @@ class RunDir:
             UserError: another process holds it; two runs in one record would spoil it. Or a link, a pipe or the like is in
                 the place of one of its files, none of which has been written to then.
         """
-        try:
+        with self._writing():
             for path in (*(self.path / name for name in OWN_FILES), *self.logs.glob("rank_*")):
                 refuse_special(path)
             if not (latest := self.checkpoints / LATEST).is_symlink():
                 refuse_special(latest)
             file = take_lock(self.path)
-        except OSError as error:
-            raise self._unwritable(error) from None
         self.is_locked = True
         return file
 
