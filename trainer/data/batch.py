@@ -106,12 +106,10 @@ def accepted_inputs(model: nn.Module) -> frozenset[str] | None:
 def check_inputs(inputs: Collection[str], accepted: Collection[str]) -> None:
     """Refuse keys of a batch that are neither an extra nor an input of the model."""
     if unknown := sorted(set(inputs) - set(accepted)):
-        raise UserError(
-            f"batch key {', '.join(unknown)}",
-            f"neither an input of the model ({', '.join(sorted(accepted))}) "
-            f"nor a registered batch extra ({', '.join(sorted(BATCH_EXTRAS))})",
-            "accept it in the model, register it in trainer/data/batch.py, or do not collate it",
-        )
+        taken, extras = ", ".join(sorted(accepted)), ", ".join(sorted(BATCH_EXTRAS))
+        problem = f"neither an input of the model ({taken}) nor a registered batch extra ({extras})"
+        fix = "accept it in the model, register it in trainer/data/batch.py, or do not collate it"
+        raise UserError(f"batch key {', '.join(unknown)}", problem, fix)
 
 
 def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None, *, burns_in: bool = False) -> MicroBatch:

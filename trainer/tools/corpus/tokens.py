@@ -126,9 +126,8 @@ def _claim(out: Path, files: Sequence[TextFile], **settings: Any) -> None:
             changed = [key for key in settings if found["settings"].get(key) != settings[key]]
             gone = sorted(name for name in before.keys() - now.keys() if (out / name).exists())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(
-                str(out), "is not empty, and holds no tokens of this verb", "name a new directory"
-            ) from None
+            problem = "is not empty, and holds no tokens of this verb"
+            raise UserError(str(out), problem, "name a new directory") from None
         if changed or gone:
             other = f"made with another {' and '.join(changed)}" if changed else f"of other files ({few(gone)})"
             raise UserError(str(out), f"holds tokens {other}", "name a new directory, or remove these tokens")

@@ -365,9 +365,8 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
             try:
                 adapted = adapt(made)
             except CallFailed as error:
-                raise UserError(
-                    "--model", f"{name}: {error}", "give it token ids [B, T], and let it return logits"
-                ) from None
+                fix = "give it token ids [B, T], and let it return logits"
+                raise UserError("--model", f"{name}: {error}", fix) from None
             if adapted is not made:
                 return adapted
     settings: dict[str, Any] = {"target" if ":" in name else "family": name, "args": args}
