@@ -11,7 +11,7 @@ import torch
 from tests.support.ranks import differences
 from tests.unit.training.test_no_waiting import META, NoBlockingCopies, needs_cuda
 from trainer.errors import UserError
-from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS, WIPE_MODES, Ledger, owner_of, splitmix64
+from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS, WIPE_MODES, Ledger, index, owner_of, splitmix64
 from trainer.ledger.index import WipeMode
 
 WIDTH = 2
@@ -199,6 +199,26 @@ def test_a_refused_store_changes_nothing_in_any_mode(mode: WipeMode, kind: str) 
         one.begin_step(3)
         one.store(np.array([5, 9]), np.array([1, 1]), np.array([False, True]), torch.zeros(2, 2))
     assert differences(ledger.state_dict(), other.state_dict()) == []
+
+
+@pytest.mark.parametrize("queued", [1, 5, 4096])
+def test_the_oldest_slots_are_those_of_a_sort_of_all(queued: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "QUEUED", queued)
+    rng, step = np.random.default_rng(queued), 1
+    ledger, oldest_first = new_ledger("lru", capacity=20), {}
+    for _ in range(1000):
+        step += int(rng.integers(0, 2))
+        groups = rng.permutation(60)[: rng.integers(1, 8)].tolist()
+        ledger.begin_step(step)
+        store(ledger, groups)
+        places = dict(
+            zip(*(ledger.state_dict(with_rows=False)[key].tolist() for key in ("groups", "slots")), strict=True)
+        )
+        others = sorted(oldest_first.keys() - set(groups), key=oldest_first.get)
+        gone = len(others) + len(groups) - len(places)
+        assert places.keys() == {*others[gone:], *groups}
+        oldest_first = {group: oldest_first[group] for group in others[gone:]}
+        oldest_first |= {group: (step, places[group]) for group in groups}
 
 
 def ledger_on(device: torch.device, wipe_mode: str) -> tuple[Ledger, torch.Tensor]:
