@@ -169,8 +169,9 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.store(ids, index, is_last, states)
         else:
             # `agrees` then finds no trace of it: no counts, nothing evicted or freed, no group forgotten.
-            message = rf"ledger\.capacity: .*: needs {needed}, got {self.oracle.capacity}; set it to at least {needed}"
-            with pytest.raises(UserError, match=message):
+            held = "groups of one micro-batch" if self.mode == "lru" else "groups in flight"
+            message = f"must hold the {held}: needs {needed}, got {self.oracle.capacity}; set it to at least {needed}"
+            with pytest.raises(UserError, match=rf"ledger\.capacity: {message}"):
                 self.ledger.store(ids, index, is_last, states)
 
     @rule()
