@@ -37,9 +37,10 @@ help:
 	@echo "make test-faults  break real runs on purpose: kills, damage, full disks, hangs (long)"
 	@echo "make mutants    mutate one module, MODULE=file, and run its tests, TESTS=files, against each mutant"
 	@echo "make check      lint, types, layers, generated docs, budgets, and that every test file imports"
-	@echo "make docs       regenerate the generated docs"
+	@echo "make format     format the code"
+	@echo "make docs       regenerate the generated docs and JSON schemas"
 	@echo "make site       the documentation as a site, with the API reference, in build/site"
-	@echo "make bench      what the instruments cost, as ratios"
+	@echo "make bench      what the instruments cost, as ratios, into docs/benchmarks.md (make bench-loop: one of them)"
 	@echo "make gpu        tests, figures and a profile on one CUDA device (DEVICE=cpu: a rehearsal)"
 
 setup: $(STAMP)

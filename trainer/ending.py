@@ -48,12 +48,13 @@ def end_process(code: int, last_words: Callable[[], object] = lambda: None) -> N
     os._exit(code)
 
 
-def within(seconds: float, action: Callable[[], object]) -> None:
-    """Do it, but wait for it no longer than that."""
+def within(seconds: float, action: Callable[[], object]) -> bool:
+    """Do it, but wait for it no longer than that; whether it is done."""
     thread = threading.Thread(target=action, name="ending", daemon=True)
     with suppress(RuntimeError):  # the interpreter is shutting down, and starts no thread
         thread.start()
         thread.join(seconds)
+    return not thread.is_alive()
 
 
 def leave_soon(code: int) -> None:

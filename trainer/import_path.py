@@ -42,14 +42,12 @@ def resolve_target(target: str, key: str) -> Any:
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         problem = f"cannot import {module_name}: {format_error(error)}"
-        raise UserError(
-            key, problem, "fix it there" if missing is None else f"install {missing}, or add it to PYTHONPATH"
-        ) from error
+        fix = "fix it there" if missing is None else f"install {missing}, or add it to PYTHONPATH"
+        raise UserError(key, problem, fix) from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise UserError(
-            key, f"{module_name} ({module.__file__}) has no function {name}", "name a function of the module"
-        )
+        problem = f"{module_name} ({module.__file__}) has no function {name}"
+        raise UserError(key, problem, "name a function of the module")
     return found
 
 
@@ -99,11 +97,7 @@ def users_code(key: str, problem: str = "fails", fix: str = "fix it there") -> I
 def refuse_arguments(
     function: Any, name: str, given: Mapping[str, Any], *, key: str, fix: str = "see its signature"
 ) -> None:
-    """Refuse keyword arguments that a function does not take, unless it hides its signature, as one written in C may.
-
-    Raises:
-        UserError: see above.
-    """
+    """Refuse keyword arguments that a function does not take, unless it hides its signature, as one written in C may."""
     try:
         inspect.signature(function).bind(**given)
     except ValueError:

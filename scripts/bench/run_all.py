@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +38,22 @@ To run one benchmark: `make bench-loop`, or `python scripts/bench/bench_loop.py 
 """
 
 
-def run(bench: str, arguments: Sequence[str]) -> tuple[dict[str, Any], float]:
-    """A benchmark's figures, and the seconds it took."""
+def run(bench: str) -> dict[str, Any]:
+    """A benchmark's figures, with the seconds that it took."""
     began = time.perf_counter()
-    command = [sys.executable, str(HERE / f"bench_{bench}.py"), "--json", *arguments]
+    command = [sys.executable, str(HERE / f"bench_{bench}.py"), "--json", *SHORTER.get(bench, [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.strip().splitlines()[-1]), time.perf_counter() - began
+    return {**json.loads(done.stdout.strip().splitlines()[-1]), "seconds": time.perf_counter() - began}
 
 
-def section(bench: str, found: dict[str, Any], spent: float) -> str:
+def section(bench: str, found: dict[str, Any], machine: str) -> str:
     """One benchmark as a table."""
-    first = "".join(HERE.joinpath(f"bench_{bench}.py").read_text(encoding="utf-8").split('"""')[1]).strip()
+    first = HERE.joinpath(f"bench_{bench}.py").read_text(encoding="utf-8").split('"""')[1].strip()
     rows = ["| what | measured | goal | |", "|---|---|---|---|"]
     for fields in found["figures"]:
         figure = Figure(**{name: fields[name] for name in Figure.__dataclass_fields__})
         rows.append(f"| {figure.name} | {as_text(figure)} | {figure.goal} | {verdict(figure)} |")
-    return f"## {TITLES[bench]}\n\n{first}\n\n" + "\n".join(rows) + f"\n\n{found['machine']}; {spent:.0f} s.\n"
+    return f"## {TITLES[bench]}\n\n{first}\n\n" + "\n".join(rows) + f"\n\n{machine}{found['seconds']:.0f} s.\n"
 
 
 def replace_section(page: Path, new: str) -> None:
@@ -77,12 +76,13 @@ def main() -> None:
     args = parser.parse_args()
     sections = [INTRODUCTION]
     for bench in args.only or TITLES:
-        found, spent = run(bench, SHORTER.get(bench, []))
-        sections.append(section(bench, found, spent))
+        found = run(bench)
+        sections.append(section(bench, found, f"{found['machine']}; " if args.only else ""))
         print(sections[-1], flush=True)
         if args.only:
             replace_section(PAGE, sections[-1])
         else:
+            sections[0] = f"{INTRODUCTION}\n{found['machine']}, if a section says nothing else.\n"
             PAGE.write_text("\n".join(sections), encoding="utf-8")  # partial results, in case a later one fails
 
 

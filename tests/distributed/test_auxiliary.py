@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.gloo import run_on_ranks
+from tests.support.steps import make_step
 from trainer.data.batch import MicroBatch
 from trainer.distributed.shards import Layout
 from trainer.distributed.strategy import Replicated, Sharded, Strategy, shard_units
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.protocol import ModelOutput
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
-from trainer.objective.loss import Objective
-from trainer.training.step.step import StepOutcome, TrainStep
+from trainer.training.step.step import StepOutcome
 
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH, EXPERTS = 11, 12, 3
@@ -119,21 +118,8 @@ def one_step(rank: int, world: int, micros: int, kind: str, poison: float = 1.0)
         strategy = Sharded(Layout(1, world), device=CPU) if is_sharded else Replicated(world_size=world, device=CPU)
     strategy.shard(model, lambda: shard_units(model))
     group = torch.distributed.group.WORLD if world > 1 else None
-    step = TrainStep(
-        model=strategy.wrap(model, model),
-        ledgers=(),
-        objective=Objective(),
-        auxiliary=auxiliary(poison),
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        gns=GradientNoiseScale(model, process_group=group),
-        scaler=torch.amp.GradScaler("cpu", enabled=False),
-        max_tokens_per_micro=50,
-        clip_grad_norm=0.0,
-        world_size=world,
-        device=CPU,
-        autocast=nullcontext,
-        strategy=strategy,
-    )
+    gns = GradientNoiseScale(model, process_group=group)
+    step = make_step(model, strategy, auxiliary=auxiliary(poison), gns=gns, world_size=world)
     tokens, targets = rows()
     share = len(LENGTHS) // (world * micros)
     parts = [slice(first, first + share) for first in range(rank * micros * share, (rank + 1) * micros * share, share)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.gloo import run_on_ranks
+from tests.support.steps import make_step
 from trainer.data.batch import MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
 from trainer.metrics.aggregate import reduce_over_ranks
@@ -18,7 +18,6 @@ from trainer.model import build
 from trainer.objective.loss import CoordSettings, Objective
 from trainer.training.extension import Extensions
 from trainer.training.step.details import LoggedDetails, StepDetails
-from trainer.training.step.step import TrainStep
 
 ROWS, LENGTH, VOCABULARY = 16, 9, 13
 LENGTHS = [9, 1, 7, 3, 9, 0, 5, 2, 9, 9, 0, 0, 4, 1, 6, 8]
@@ -55,23 +54,10 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
     inner = make_model()
     details = StepDetails(("token_ce", "z_loss", "coord"), token_types=TYPES, sources=("left", "right"))
     strategy = Replicated(world_size=world, device=torch.device("cpu")) if world > 1 else Strategy()
-    step = TrainStep(
-        model=strategy.wrap(inner, inner),
-        strategy=strategy,
-        ledgers=(),
-        objective=Objective(z_loss=Z_LOSS, coord=COORD),
-        optimizer=torch.optim.SGD(inner.parameters(), lr=1.0),
-        gns=None,
-        scaler=torch.amp.GradScaler("cpu", enabled=False),
-        max_tokens_per_micro=50,
-        clip_grad_norm=1.0,
-        world_size=world,
-        device=torch.device("cpu"),
-        autocast=nullcontext,
-        extensions=Extensions(
-            {"details": LoggedDetails(EVERY_STEP, details)}, Diagnostics(), device=torch.device("cpu"), world_size=world
-        ),
-    )
+    logging = {"details": LoggedDetails(EVERY_STEP, details)}
+    extensions = Extensions(logging, Diagnostics(), device=torch.device("cpu"), world_size=world)
+    objective = Objective(z_loss=Z_LOSS, coord=COORD)
+    step = make_step(inner, strategy, objective=objective, clip_grad_norm=1.0, world_size=world, extensions=extensions)
     data, share, window = rows(), ROWS // (world * micros), []
     for index in range(micros):
         first = (rank * micros + index) * share

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from tests.support.gloo import run_on_ranks
 from tests.support.runs import write_tiny_config
+from tests.support.steps import make_step
 from trainer.config.load import load_config
 from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.tools.memory import predict_memory
-from trainer.training.setup.parts import autocast_context, make_objective, make_state, make_strategy
+from trainer.training.setup.parts import autocast_context, make_state, make_strategy
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.step.optimizer import named_state
-from trainer.training.step.step import TrainStep
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
@@ -45,20 +45,8 @@ def held(rank: int, world_size: int, config: Path, sets: tuple[str, ...]) -> tup
     strategy = make_strategy(plan.config, info, CPU)
     state = make_state(plan, info, CPU, strategy)
     state.gns = GradientNoiseScale(state.model, process_group=dist.group.WORLD if world_size > 1 else None)
-    step = TrainStep(
-        model=strategy.wrap(state.model, state.model),
-        ledgers=(),
-        objective=make_objective(plan.config.objective),
-        optimizer=state.optimizer,
-        gns=state.gns,
-        scaler=state.scaler,
-        max_tokens_per_micro=64,
-        clip_grad_norm=1.0,
-        world_size=world_size,
-        device=CPU,
-        autocast=autocast_context(plan.config, CPU),
-        strategy=strategy,
-    )
+    settings = {"optimizer": state.optimizer, "gns": state.gns, "autocast": autocast_context(plan.config, CPU)}
+    step = make_step(state.model, strategy, clip_grad_norm=1.0, world_size=world_size, **settings)
     tokens = torch.randint(plan.vocab_size, (4, 16))
     for number in (1, 2):
         step.accumulate(number, [MicroBatch({"tokens": tokens}, tokens, None, {})] * 2)

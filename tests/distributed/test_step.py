@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
 
 from tests.support.gloo import run_on_ranks
+from tests.support.steps import make_step
 from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
 from trainer.ledger import Ledger, Owners
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.objective.loss import Objective
-from trainer.training.step.step import StepOutcome, TrainStep
+from trainer.training.step.step import StepOutcome
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 11
 CPU = torch.device("cpu")
@@ -38,34 +37,6 @@ def micro_batch(tokens: torch.Tensor, targets: torch.Tensor, first_group: int) -
     return MicroBatch({"tokens": tokens}, targets, carry, {})
 
 
-def make_step(
-    model: torch.nn.Module,
-    inner: torch.nn.Module,
-    strategy: Strategy,
-    *,
-    world: int,
-    ledger: Ledger,
-    clip: float = 0.0,
-    max_tokens: int = 50,
-) -> TrainStep:
-    group = torch.distributed.group.WORLD if world > 1 else None
-    optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
-    return TrainStep(
-        model=model,
-        ledgers=[] if ledger is None else [ledger],
-        objective=Objective(z_loss=1e-2),
-        optimizer=optimizer,
-        gns=GradientNoiseScale(inner, process_group=group),
-        scaler=torch.amp.GradScaler("cpu", enabled=False),
-        max_tokens_per_micro=max_tokens,
-        clip_grad_norm=clip,
-        world_size=world,
-        device=CPU,
-        autocast=nullcontext,
-        strategy=strategy,
-    )
-
-
 def one_step(
     rank: int, world: int, micros: int, clip: float = 0.0, poisoned: int | None = None
 ) -> tuple[StepOutcome, dict[str, torch.Tensor], int]:
@@ -73,11 +44,12 @@ def one_step(
     torch.manual_seed(0)
     inner = build(VOCABULARY, dim=8, num_layers=2).double()
     strategy = Replicated(world_size=world, device=CPU) if world > 1 else Strategy()
-    model = strategy.wrap(inner, inner)
     ledger = Ledger(
         state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64, owners=Owners("reader", rank, world)
     )
-    step = make_step(model, inner, strategy, world=world, ledger=ledger, clip=clip)
+    gns = GradientNoiseScale(inner, process_group=torch.distributed.group.WORLD if world > 1 else None)
+    settings = {"ledgers": [ledger], "objective": Objective(z_loss=1e-2), "gns": gns}
+    step = make_step(inner, strategy, world_size=world, clip_grad_norm=clip, **settings)
     tokens, targets = rows()
     share = ROWS // (world * micros)
     window = []
@@ -141,8 +113,7 @@ def test_clipping_shrinks_the_true_gradient_to_the_limit():
 def noise_scale(max_tokens: int) -> dict[str, float]:
     torch.manual_seed(0)
     model = build(VOCABULARY, dim=8, num_layers=2).double()
-    ledger = Ledger(state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64)
-    step = make_step(model, model, Strategy(), world=1, ledger=ledger, max_tokens=max_tokens)
+    step = make_step(model, Strategy(), gns=GradientNoiseScale(model), max_tokens_per_micro=max_tokens)
     tokens, targets = rows()
     window = [micro_batch(tokens[first : first + 4], targets[first : first + 4], first) for first in (0, 4)]
     step.accumulate(1, window)

@@ -78,10 +78,11 @@ class Oracle:
             rows.append(self.held[group].state if continues and has_state else [0.0] * WIDTH)
         return rows
 
-    def fits(self, batch: list[tuple[int, int, bool, list[float]]]) -> bool:
+    def needed(self, batch: list[tuple[int, int, bool, list[float]]]) -> int:
+        """The capacity that a store takes."""
         kept = {g for g, _, last, _ in batch if g >= 0 and not last}
         gone = {g for g, _, _, _ in batch} - kept
-        return len(kept if self.mode == "lru" else (set(self.held) - gone) | kept) <= self.capacity
+        return len(kept if self.mode == "lru" else (set(self.held) - gone) | kept)
 
     def store(self, batch: list[tuple[int, int, bool, list[float]]]) -> None:
         batch = [item for item in batch if item[0] >= 0]
@@ -163,12 +164,14 @@ class LedgerMachine(RuleBasedStateMachine):
         groups, cells, rows = ids.tolist(), index.tolist(), states.tolist()
         assert self.ledger.lookup(ids, index).tolist() == self.oracle.lookup(groups, cells)
         batch = list(zip(groups, cells, is_last.tolist(), rows, strict=True))
-        if self.oracle.fits(batch):
+        if (needed := self.oracle.needed(batch)) <= self.oracle.capacity:
             self.oracle.store(batch)
             self.ledger.store(ids, index, is_last, states)
         else:
             # `agrees` then finds no trace of it: no counts, nothing evicted or freed, no group forgotten.
-            with pytest.raises(UserError, match=r"ledger\.capacity"):
+            held = "groups of one micro-batch" if self.mode == "lru" else "groups in flight"
+            message = f"must hold the {held}: needs {needed}, got {self.oracle.capacity}; set it to at least {needed}"
+            with pytest.raises(UserError, match=rf"ledger\.capacity: {message}"):
                 self.ledger.store(ids, index, is_last, states)
 
     @rule()

@@ -96,7 +96,9 @@ def train(
 ) -> None:
     """Train recurrent-state sequence models on mixed data streams, from a TOML config."""
     if version:
-        _print_versions()
+        from importlib import metadata
+
+        echo(", ".join(f"{name} {metadata.version(name)}" for name in ("trainer", "torch")))
         return
     verb = context.invoked_subcommand
     if verb is not None:
@@ -119,13 +121,6 @@ def train(
         accept_data_change=accept_data_change,
     )
     raise typer.Exit(code)
-
-
-def _print_versions() -> None:
-    """The versions of the program and of torch, without importing torch."""
-    from importlib import metadata
-
-    echo(", ".join(f"{name} {metadata.version(name)}" for name in ("trainer", "torch")))
 
 
 def main() -> None:
@@ -177,11 +172,8 @@ def run() -> None:
 
 
 def _with_settings(arguments: list[str]) -> list[str]:
-    """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`.
-
-    Raises:
-        UserError: a key without a value.
-    """
+    """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`. Raises UserError: a
+    key without a value."""
     found: list[str] = []
     given = iter(arguments)
     for argument in given:

@@ -68,11 +68,7 @@ def print_json(content: Any) -> None:
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """Errors of the operating system in the block are the user's, of `where` unless they name a file.
-
-    Raises:
-        UserError: see above.
-    """
+    """Errors of the operating system in the block become a `UserError`, of `where` unless they name a file."""
     try:
         yield
     except BrokenPipeError:
@@ -87,11 +83,7 @@ def writing(where: str) -> Iterator[None]:
 
 
 def refuse_existing(out: str, *, force: bool) -> None:
-    """Refuse to replace a file or directory without `--force`.
-
-    Raises:
-        UserError: it exists.
-    """
+    """Refuse to replace a file or directory without `--force`."""
     if Path(out).exists() and not force:
         raise UserError(out, "exists already", "name another file, or add --force")
 

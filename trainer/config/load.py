@@ -114,11 +114,8 @@ class _Source:
 
 
 def _read_other_names(raw: dict[str, Any], path: str) -> dict[KeyPath, KeyPath]:
-    """Move what stands under a name in `SAME_KEYS` to the key itself. Returns key -> the name that was written.
-
-    Raises:
-        UserError: both are there.
-    """
+    """Move what stands under a name in `SAME_KEYS` to the key itself. Returns key -> the name that was written. Raises
+    UserError: both are there."""
     written: dict[KeyPath, KeyPath] = {}
     for name, key in SAME_KEYS.items():
         (*outer, last), (*tables, own) = name.split("."), key.split(".")

@@ -85,9 +85,8 @@ def divide_batch(config: RunConfig, sources: Iterable[SourceTable], num_shards: 
     if rest or not count:
         rows = f"data.batch_size = {sizes[0]} on {counted(num_shards, 'data shard' if config.distributed.shards else 'rank')}"
         others = " or ".join(f"{each * one:,}" for each in (count, count + 1) if each)
-        raise UserError(
-            key, f"{wanted:,} is no multiple of {one:,} ({rows})", f"set it to {others}, or change data.batch_size"
-        )
+        problem = f"{wanted:,} is no multiple of {one:,} ({rows})"
+        raise UserError(key, problem, f"set it to {others}, or change data.batch_size")
     found = {"micro_batches": count, "global_batch": 0, "global_batch_tokens": 0}
     return config.model_copy(update={"train": train.model_copy(update=found)})
 
@@ -153,10 +152,8 @@ def _broken_rules(
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield "data.source", f"two sources are named {name}", "give each a unique name"
     if ledger.capacity < in_flight:
-        problem = (
-            f"must hold the states of all documents in flight: {in_flight} (open streams x batch size of each source)"
-        )
-        problem += f", got {ledger.capacity}"
+        problem = f"must hold the states of all documents in flight: {in_flight} "
+        problem += f"(open streams x batch size of each source), got {ledger.capacity}"
         yield "ledger.capacity", problem, f"set it to {in_flight} or more"
     if ledger.ownership == "reader" and (foreign := _foreign(sources)) and num_shards > 1:
         problem = f'"reader" needs every group to stay on one rank, which source {foreign} (a target) does not promise'
@@ -207,11 +204,7 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
 
 
 def check_sharding(config: RunConfig, world_size: int) -> None:
-    """Refuse what of `[distributed]` is impossible with this number of ranks, or with other tables.
-
-    Raises:
-        UserError: one or several rules are broken.
-    """
+    """Refuse what of `[distributed]` is impossible with this number of ranks, or with other tables."""
     _refuse(_broken_sharding(config, world_size))
 
 
@@ -239,11 +232,7 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
 
 
 def check_state_rules(config: RunConfig, model: Any) -> None:
-    """Refuse what needs a recurrent state when the model has none, or has another kind of state.
-
-    Raises:
-        UserError: `tbptt_cells`, `burn_in` or `start` is set for such a model.
-    """
+    """Refuse what needs a recurrent state when the model has none, or has another kind of state."""
     ledger, leaves = config.ledger, getattr(getattr(model, "state_layout", None), "leaves", ())
     whole = next((leaf for leaf in leaves if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)), None)
     found: list[Mistake] = []

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainer.contracts.subject import CallFailed, Plain, Subject, one_line
 from trainer.contracts.trial import relative
+from trainer.model.protocol import evaluating
 
 TOKENS = ("tokens", "input_ids", "input", "inputs", "ids", "idx", "x")
 STATES = ("state", "states", "past_key_values", "cache_params", "hidden_state", "hidden", "hx", "h", "cache", "mems")
@@ -61,13 +62,8 @@ class Adapted(nn.Module):
         self._new_cache = new_cache
         self._blank: Any = None
         self._dims: list[int | None] = []
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                self.why_stateless = self._find_state()
-        finally:
-            model.train(was_training)
+        with evaluating(model), torch.no_grad():
+            self.why_stateless = self._find_state()
         if self.why_stateless:
             self.state_width = 0
 

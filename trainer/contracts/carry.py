@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.contracts.subject import CallFailed, NotTestable, Subject, one_line
+from trainer.contracts.subject import CallFailed, NotTestable, Subject, gradients, norm, ratio
 from trainer.contracts.trial import CELLS, NO_STATE, ROWS, TESTABLE, Trial, Verdict, run_cells, untestable
 
 ALLOWED = 8.0
@@ -64,10 +64,8 @@ def _judge(trial: Trial, sample: int) -> Verdict:
     # The first cell starts from the state that the row starts from: if it differs, the state is not why.
     size = float(trial.errors(subject(tokens[:, :n], subject.zeros(rows)).logits, whole[:, :n]).max())
     if size > limit:
-        text = (
-            f"the first cell, before any cut, differs from the uncut row by {size:.1e} already: results depend on the "
-        )
-        raise NotTestable(f"{text}length of the row (later tokens, batch statistics, expert capacity)")
+        text = f"the first cell, before any cut, differs from the uncut row by {size:.1e} already: results depend on "
+        raise NotTestable(f"{text}the length of the row (later tokens, batch statistics, expert capacity)")
     cuts = [
         _Cut(f"cells of {n} tokens", [n] * CELLS, rows),
         _Cut("cells of a single row", [(CELLS - 1) * n, n], 1),
@@ -207,10 +205,7 @@ def check_gradient(trial: Trial) -> Verdict:
     if not trial.width:
         return untestable("gradient", NO_STATE)
     with trial.in_mode(trial.modes[0]):
-        try:
-            return _judge_gradient(trial)
-        except NotTestable as error:
-            return untestable("gradient", error)
+        return _judge_gradient(trial)
 
 
 def _judge_gradient(trial: Trial) -> Verdict:
@@ -243,13 +238,11 @@ def _judge_gradient(trial: Trial) -> Verdict:
         with subject.perturbed(step):
             noise = max(_distance(of_whole(), whole, trial.noise) * step, noise)
     if size > math.sqrt(noise) and first.state is not None and not first.state.requires_grad:
-        return Verdict(
-            "gradient", "warning", "the returned state is detached, which matters with train.tbptt_cells > 1"
-        )
+        text = "the returned state is detached, which matters with train.tbptt_cells > 1"
+        return Verdict("gradient", "warning", text)
     if size > math.sqrt(noise):
-        text = (
-            f"the gradient through a cut differs from the uncut row's by {size:.1e} of its norm (rounding: {noise:.0e})"
-        )
+        text = f"the gradient through a cut differs from the uncut row's by {size:.1e} of its norm"
+        text += f" (rounding: {noise:.0e})"
         if trial.facts.get("purity") != "broken":  # where forward differs under a graph, purity says so
             text += ": remove what detaches the state inside forward (detach(), .data, torch.no_grad())"
         return Verdict("gradient", "broken", text, size)
@@ -273,12 +266,7 @@ def _gradients(
     if not parameters or not logits.requires_grad:
         raise NotTestable("no parameter is trained")
     loss = F.cross_entropy(logits.flatten(0, 1).double(), targets.flatten())
-    wanted = [*leaves, *parameters]
-    try:
-        found = torch.autograd.grad(loss, wanted, allow_unused=True)
-    except Exception as error:  # autograd functions of the user's own may raise anything
-        raise CallFailed(f"backward: {one_line(error)}") from error
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, wanted, strict=True)]
+    return gradients(loss, [*leaves, *parameters])
 
 
 def _distance(found: list[Tensor], wanted: list[Tensor], noise: float) -> float:
@@ -287,18 +275,10 @@ def _distance(found: list[Tensor], wanted: list[Tensor], noise: float) -> float:
     A leaf's gradient that is 0 but for rounding, such as a counter's, is compared with that of the parameters.
     """
     gaps = [a.double() - b.double() for a, b in zip(found, wanted, strict=True)]
-    leaf, parameters = _norm(wanted[:1]), _norm(wanted[1:])
-    sizes = []
-    for gap, norm in (
-        (_norm(gaps[:1]), leaf if leaf > math.sqrt(noise) * parameters else parameters),
-        (_norm(gaps[1:]), parameters),
-    ):
-        sizes.append(gap / norm if norm else (0.0 if gap == 0.0 else math.inf))
-    return math.inf if any(math.isnan(size) for size in sizes) else max(sizes)
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
+    leaf, parameters = norm(wanted[:1]), norm(wanted[1:])
+    of_leaf = ratio(norm(gaps[:1]), leaf if leaf > math.sqrt(noise) * parameters else parameters)
+    sizes = of_leaf, ratio(norm(gaps[1:]), parameters)
+    return math.inf if any(map(math.isnan, sizes)) else max(sizes)
 
 
 def check_checkpointing(trial: Trial) -> Verdict:
@@ -311,7 +291,7 @@ def check_checkpointing(trial: Trial) -> Verdict:
     tokens, state = trial.tokens(length=trial.cell), trial.start_state()
     targets = trial.tokens(length=trial.cell, sample=77).to(subject.device)
 
-    def gradients(calls: int) -> list[Tensor]:
+    def of_last(calls: int) -> list[Tensor]:
         model = subject.fresh()
         for _ in range(calls):
             logits = subject(tokens, state, with_grad=True, on=model).logits
@@ -319,11 +299,11 @@ def check_checkpointing(trial: Trial) -> Verdict:
 
     with trial.in_mode(True):
         try:
-            plain = gradients(1)
+            plain = of_last(1)
         except (NotTestable, CallFailed) as error:
             return untestable("checkpointing", error)
         try:
-            size = _distance(gradients(2), plain, trial.noise)
+            size = _distance(of_last(2), plain, trial.noise)
         except CallFailed as error:
             return Verdict("checkpointing", "broken", f"recomputing the forward fails: {error}")
     if size > math.sqrt(trial.noise):

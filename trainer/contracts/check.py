@@ -105,9 +105,8 @@ class _Request(NamedTuple):
         """The last check, which may take as long as the others did, or `LEAST_SECONDS`."""
         now = time.thread_time()
         deadline = min(self.began + self.max_seconds, now + max(LEAST_SECONDS, now - self.began))
-        return check_soak(
-            trial, working.with_autocast(self.autocast), seq_len=self.lengths[0], rows=self.rows, deadline=deadline
-        )
+        low = working.with_autocast(self.autocast)
+        return check_soak(trial, low, seq_len=self.lengths[0], rows=self.rows, deadline=deadline)
 
 
 def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) -> str:
@@ -232,11 +231,8 @@ def takes_resets(model: nn.Module) -> bool:
 def _judge_exactly(
     working: Subject, live: Subject, options: dict[str, Any], request: _Request, verdicts: dict[str, Verdict]
 ) -> str:
-    """Judge in float64 if the model runs in it, in its own dtype otherwise; returns the circumstances.
-
-    Raises:
-        CallFailed: it fails in its own dtype, on rows like those that it took before.
-    """
+    """Judge in float64 if the model runs in it, in its own dtype otherwise; returns the circumstances. Raises
+    CallFailed: it fails in its own dtype, on rows like those that it took before."""
     try:
         trial = make_trial(working.in_float64(), **options)
     except (CallFailed, NotTestable, TypeError, RuntimeError):  # mps has no float64, kernels may not either
@@ -270,12 +266,7 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
     if "random" in trial.facts:
         raise NotTestable("the model is random in eval() too")
     own, precision = (dtype_name(each.dtype) for each in (working, trial.subject))
-    is_exact = trial.subject is not working
-
-    def check_autocast(trial: Trial) -> Verdict:
-        low = working.with_autocast(torch.bfloat16)
-        return check_precision(trial, low, check="autocast", name="bf16 autocast")
-
+    is_exact, low = trial.subject is not working, working.with_autocast(torch.bfloat16)
     checks: dict[str, Callable[[Trial], Verdict]] = {
         "causality": check_causality,
         "isolation": check_isolation,
@@ -284,7 +275,7 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
         "resets": check_resets,
         "gradient": check_gradient,
         "checkpointing": check_checkpointing,
-        "autocast": check_autocast,
+        "autocast": lambda trial: check_precision(trial, low, check="autocast", name="bf16 autocast"),
         "soak": lambda trial: request.soak(trial, working),
     }
     for check, judge in checks.items():

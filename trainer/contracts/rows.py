@@ -20,9 +20,9 @@ def check_isolation(trial: Trial) -> Verdict:
 
 def check_resets(trial: Trial) -> Verdict:
     """With a reset inside a row, the second document must not see the first, through a state or through attention."""
-    return (
-        trial.judge("resets", _judge_resets) if trial.takes_resets else untestable("resets", "forward takes no resets")
-    )
+    if not trial.takes_resets:
+        return untestable("resets", "forward takes no resets")
+    return trial.judge("resets", _judge_resets)
 
 
 def _judge_causality(trial: Trial, sample: int) -> Verdict:
@@ -117,10 +117,8 @@ def _judge_resets(trial: Trial, sample: int) -> Verdict:
         size = float(leak.max())
         if size > limit:
             first = int((leak > limit).nonzero()[0])
-            text = (
-                f"the document before the reset at position {position} moves the logits {first} positions after it by "
-            )
-            return Verdict("resets", "broken", f"{text}{size:.1e}", size, position + first)
+            text = f"the document before the reset at position {position} moves the logits {first} positions after it "
+            return Verdict("resets", "broken", f"{text}by {size:.1e}", size, position + first)
         largest = max(largest, size)
     # The last row's two documents, each run alone.
     given = None if state is None else state[-1:]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.contracts.subject import CallFailed, NotTestable, Subject, dtype_name, one_line
+from trainer.contracts.subject import CallFailed, NotTestable, Subject, dtype_name, gradients, norm, ratio
 from trainer.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effective_dtype, relative, untestable
 
 LEAST_ROWS = 9  # a fault may begin beyond 2, 4 or 8 rows
@@ -188,11 +188,8 @@ class _Size(NamedTuple):
 
 
 def _find_way(trial: Trial, ways: Sequence[_Pass], seq_len: int, rows: int, seconds: float) -> tuple[_Pass, _Size]:
-    """The first way for which the time allows cells of `seq_len` tokens, otherwise the last; with its size.
-
-    Raises:
-        CallFailed, NotTestable: see `_find_size`, of the last.
-    """
+    """The first way for which the time allows cells of `seq_len` tokens, otherwise the last; with its size. Raises
+    CallFailed, NotTestable: see `_find_size`, of the last."""
     for way in ways[:-1]:
         with suppress(NotTestable, CallFailed):
             size = _find_size(trial, way, seq_len, rows, seconds)
@@ -304,12 +301,13 @@ def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
     if joined.shape[1] < sum(batch.lengths):
         batch = batch._replace(lengths=batch.lengths[:-1])
     weights = torch.randn(joined.shape[1:], generator=torch.Generator().manual_seed(sample)).to(joined)
+    parameters = [each for each in way.subject.model.parameters() if each.requires_grad]
 
     def gradient(pairs: Iterable[tuple[_Document, Tensor]]) -> list[Tensor]:
         """Of a fixed weighted sum of the logits, over all rows of a document."""
         within = ((each, logits[..., : rounding.horizon, :]) for each, logits in pairs)
         terms = [(logits * weights[each.begin :][: logits.shape[-2]]).sum() for each, logits in within]
-        return _gradient(way.subject, torch.stack(terms).sum())
+        return gradients(torch.stack(terms).sum(), parameters)
 
     largest, total = 0.0, []
     compared: list[tuple[_Document, Tensor]] = []
@@ -360,10 +358,7 @@ def _breach(
 
 def _read_batch(way: _Pass, batch: _Batch, columns: Tensor) -> Tensor:
     """The logits [compared rows, T, columns] of the batch; without the last cell if the model does not take its length.
-
-    Raises:
-        CallFailed: a forward fails.
-    """
+    Raises CallFailed: a forward fails."""
     subject, zeros = way.subject, way.subject.zeros(len(batch.tokens))
     state, logits = zeros, []
     for cell, (begin, end) in enumerate(pairwise(batch.edges)):
@@ -411,10 +406,7 @@ def _medians(errors: Tensor, chunk: int) -> Tensor:
 
 def _measure_rounding(trial: Trial, way: _Pass, wanted: Tensor, run: Callable[[], Tensor], cell: int) -> _Rounding:
     """As `Trial.noise`, of a document as long as the soak's, whose logits are `wanted` and which `run` runs again.
-
-    Raises:
-        NotTestable: rounding hides everything.
-    """
+    Raises NotTestable: rounding hides everything."""
     subject = way.subject
     eps = float(torch.finfo(effective_dtype(replace(trial, subject=subject), trial.tokens(length=trial.cell))).eps)
     if subject.device.type == "cuda" and subject.dtype == torch.float32:
@@ -434,24 +426,6 @@ def _measure_rounding(trial: Trial, way: _Pass, wanted: Tensor, run: Callable[[]
     return replace(rounding, limit=math.sqrt(noise), horizon=horizon)
 
 
-def _gradient(subject: Subject, loss: Tensor) -> list[Tensor]:
-    """Of all trained parameters, in double precision.
-
-    Raises:
-        CallFailed: backward raises.
-    """
-    parameters = [each for each in subject.model.parameters() if each.requires_grad]
-    try:
-        found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    except Exception as error:  # autograd functions of the user's own may raise anything
-        raise CallFailed(f"backward: {one_line(error)}") from error
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
-
-
 def _distance(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """Of two gradients, in units of the norm of the second; 0 if both vanish."""
-    gap, norm = (
-        math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
-        for tensors in ([a - b for a, b in zip(found, wanted, strict=True)], wanted)
-    )
-    return gap / norm if norm else (0.0 if gap == 0.0 else math.inf)
+    """Of two gradients, in units of the norm of the second."""
+    return ratio(norm([a - b for a, b in zip(found, wanted, strict=True)]), norm(wanted))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -284,6 +285,29 @@ def _normal(like: Tensor) -> Tensor:
     """Normal numbers of a generator of our own."""
     generator = torch.Generator().manual_seed(like.numel())
     return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
+
+
+def gradients(loss: Tensor, of: Sequence[Tensor]) -> list[Tensor]:
+    """Of a loss; zeros for what it does not use.
+
+    Raises:
+        CallFailed: backward raises.
+    """
+    try:
+        found = torch.autograd.grad(loss, of, allow_unused=True)
+    except Exception as error:  # autograd functions of the user's own may raise anything
+        raise CallFailed(f"backward: {one_line(error)}") from error
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, of, strict=True)]
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    """Of all of them together, in double precision."""
+    return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
+
+
+def ratio(gap: float, unit: float) -> float:
+    """`gap` in units of a norm; 0 if both vanish."""
+    return gap / unit if unit else (0.0 if gap == 0.0 else math.inf)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -73,10 +73,8 @@ class MicroBatch:
         num_rows = len(self.targets)
 
         def cut(values: Mapping[str, Any]) -> dict[str, Any]:
-            is_by_row = {
-                key: isinstance(v, Tensor | np.ndarray | list) and len(v) == num_rows for key, v in values.items()
-            }
-            return {key: value[part] if is_by_row[key] else value for key, value in values.items()}
+            by_row = {k for k, v in values.items() if isinstance(v, Tensor | np.ndarray | list) and len(v) == num_rows}
+            return {key: value[part] if key in by_row else value for key, value in values.items()}
 
         carry = self.carry and replace(self.carry, **{key: getattr(self.carry, key)[part] for key in CARRY_KEYS})
         return replace(self, inputs=cut(self.inputs), targets=self.targets[part], carry=carry, extras=cut(self.extras))
@@ -85,10 +83,8 @@ class MicroBatch:
         """The first row with nothing to predict and no group."""
         first = self.rows(slice(1))
         carry = first.carry and Carry.of_no_group(1)
-        metrics = {MASKED_SHARE: 1.0}
-        return replace(
-            first, targets=torch.full_like(first.targets, IGNORED), carry=carry, metrics=metrics, is_filler=True
-        )
+        targets, metrics = torch.full_like(first.targets, IGNORED), {MASKED_SHARE: 1.0}
+        return replace(first, targets=targets, carry=carry, metrics=metrics, is_filler=True)
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same with all tensors on a device."""
@@ -108,18 +104,12 @@ def accepted_inputs(model: nn.Module) -> frozenset[str] | None:
 
 
 def check_inputs(inputs: Collection[str], accepted: Collection[str]) -> None:
-    """Check that the model accepts every key of a batch that is not an extra.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Refuse keys of a batch that are neither an extra nor an input of the model."""
     if unknown := sorted(set(inputs) - set(accepted)):
-        raise UserError(
-            f"batch key {', '.join(unknown)}",
-            f"neither an input of the model ({', '.join(sorted(accepted))}) "
-            f"nor a registered batch extra ({', '.join(sorted(BATCH_EXTRAS))})",
-            "accept it in the model, register it in trainer/data/batch.py, or do not collate it",
-        )
+        taken, extras = ", ".join(sorted(accepted)), ", ".join(sorted(BATCH_EXTRAS))
+        problem = f"neither an input of the model ({taken}) nor a registered batch extra ({extras})"
+        fix = "accept it in the model, register it in trainer/data/batch.py, or do not collate it"
+        raise UserError(f"batch key {', '.join(unknown)}", problem, fix)
 
 
 def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None, *, burns_in: bool = False) -> MicroBatch:
@@ -137,15 +127,14 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None, *, bur
     extras: dict[str, Any] = {}
     for key, value in batch.items():
         (extras if key in BATCH_EXTRAS else inputs)[key] = value
+    problem, missing = "", set(CARRY_KEYS) - inputs.keys()
     if "targets" not in inputs:
-        problem = f"a micro-batch has no targets; it has {', '.join(sorted(inputs))}"
-        raise UserError("data", problem, "add targets [B, T]")
-    targets = inputs.pop("targets")
-    missing = set(CARRY_KEYS) - inputs.keys()
-    if 0 < len(missing) < len(CARRY_KEYS):
-        problem = f"a micro-batch has not all of {', '.join(CARRY_KEYS)}: it has no {', '.join(sorted(missing))}"
-        raise UserError("data", problem, "give all or none")
-    carry = None
+        problem, fix = f"no targets; it has {', '.join(sorted(inputs))}", "add targets [B, T]"
+    elif 0 < len(missing) < len(CARRY_KEYS):
+        problem, fix = f"not all of {', '.join(CARRY_KEYS)}: it has no {', '.join(sorted(missing))}", "give all or none"
+    if problem:
+        raise UserError("data", f"a micro-batch has {problem}", fix)
+    targets, carry = inputs.pop("targets"), None
     if not missing:
         group_ids, cell_index, is_last = map(inputs.pop, CARRY_KEYS)
         carry = Carry(group_ids, cell_index, is_last, extras.get("epoch", 0))

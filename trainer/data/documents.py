@@ -70,11 +70,7 @@ class IdBounds:
         )
 
     def check_eod(self, eod: int, key: str = "eod") -> None:
-        """Refuse an end-of-document id that no file can hold.
-
-        Raises:
-            UserError: it is outside the vocabulary.
-        """
+        """Refuse an end-of-document id that no file can hold."""
         if not 0 <= eod < self.num_ids:
             problem = f"{eod} is outside the vocabulary of {self.num_ids} ids ({self.tokenizer})"
             raise UserError(key, problem, "set it to the id that ends documents in the files")
@@ -88,18 +84,10 @@ class IdBounds:
         return int(np.maximum.reduce(seen, axis=None)) >= self.num_ids
 
     def check(self, tokens: npt.NDArray[Any], begin: int) -> None:
-        """Reject the first id that is out of range; `begin` is the position of `tokens` in the file.
-
-        Raises:
-            UserError: with the id and its position.
-        """
+        """Refuse the first id that is out of range; `begin` is the position of `tokens` in the file."""
         if self.is_broken_by(tokens):
-            at = self.first_outside(tokens)
+            at = int(np.flatnonzero((tokens < 0) | (tokens >= self.num_ids))[0])
             raise self.refusal(int(tokens[at]), at=begin + at, dtype=tokens.dtype)
-
-    def first_outside(self, tokens: npt.NDArray[Any]) -> int:
-        """The index of the first id that is out of range; there is one."""
-        return int(np.flatnonzero((tokens < 0) | (tokens >= self.num_ids))[0])
 
     def check_sample(self, tokens: npt.NDArray[Any]) -> IdBounds | None:
         """Check a small file completely, or a few stretches of a large one, as `check` does.

@@ -131,28 +131,22 @@ class EpochOrder:
         return found
 
 
+@dataclass(eq=False, repr=False)
 class ReaderQueue:
     """Hands out readers, epoch by epoch, in a permuted order; streams without cells for this rank are skipped.
 
     `open` is worth caching, since every epoch returns to each stream; for `sizes` see `lanes_of`.
     """
 
-    def __init__(
-        self,
-        streams: Sequence[Stream],
-        *,
-        open: Callable[[Stream], OpenStream],
-        key: QueueKey,
-        sizes: Mapping[str, Any],
-        rank: int,
-        world_size: int,
-    ) -> None:
-        self._streams = streams
-        self._open = open
-        self._key = key
-        self._sizes = sizes
-        self._rank, self._world_size = rank, world_size
-        self.has_cells = False  # any stream opened so far has cells, for whatever rank
+    streams: Sequence[Stream]
+    open: Callable[[Stream], OpenStream]
+    key: QueueKey
+    sizes: Mapping[str, Any]
+    rank: int
+    world_size: int
+    has_cells: bool = False  # any stream opened so far has cells, for whatever rank
+
+    def __post_init__(self) -> None:
         self.begin_epoch(0, {})
 
     def begin_epoch(self, epoch: int, points: dict[int, list[ReshardPoint]], index: int = 0) -> None:
@@ -160,8 +154,8 @@ class ReaderQueue:
         self.epoch = epoch
         self.points = {at: parts for at, parts in points.items() if at >= epoch}
         self.index = index
-        self._now = EpochOrder(self._key, epoch, self.points.get(epoch, []))
-        self._order = self._now.of_rank(self._rank)
+        self._now = EpochOrder(self.key, epoch, self.points.get(epoch, []))
+        self._order = self._now.of_rank(self.rank)
 
     @property
     def is_whole(self) -> bool:
@@ -184,17 +178,17 @@ class ReaderQueue:
 
     def reader(self, stream_id: int, picks: int = 0) -> StreamReader:
         """A reader of this rank's part of a stream in this epoch, after `picks` batches of it."""
-        stream = self._streams[stream_id]
-        source = self._open(stream)
+        stream = self.streams[stream_id]
+        source = self.open(stream)
         self.has_cells = self.has_cells or source.groups.num_groups > 0
-        generator = keyed_generator("groups", self._key.name, self._key.seed, self.epoch, stream.relative_path)
+        generator = keyed_generator("groups", self.key.name, self.key.seed, self.epoch, stream.relative_path)
         return StreamReader(
             source,
             remaining_stream(source.groups, generator, self._now.past_reads(stream)),
-            bs=lanes_of(stream, self._sizes),
-            slice_index=(self._rank - self._key.turns[stream_id]) % self._world_size,
-            num_slices=self._world_size,
-            shared=self._key.shared,
+            bs=lanes_of(stream, self.sizes),
+            slice_index=(self.rank - self.key.turns[stream_id]) % self.world_size,
+            num_slices=self.world_size,
+            shared=self.key.shared,
             picks=picks,
         )
 

@@ -24,12 +24,8 @@ from trainer.wording import printable
 
 
 def check_size(source: OpenStream) -> None:
-    """Check, before it is read from, that the file is as long as it was: the pages of a mapped file that are cut off end
-    the process at a touch (SIGBUS). A file that is gone stays readable where it is mapped.
-
-    Raises:
-        UserError: the file is shorter.
-    """
+    """Refuse, before it is read from, a file that is shorter than it was: the pages of a mapped file that are cut off end
+    the process at a touch (SIGBUS). A file that is gone stays readable where it is mapped."""
     try:
         size = os.stat(source.stream.tokens or source.stream.path).st_size
     except OSError:

@@ -274,7 +274,6 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:
         return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
     words = prompt.split()
     if not all(word.isdecimal() and int(word) < tokenizer.bos_id for word in words):
-        raise UserError(
-            key, f'with tokenizer "ids", must be ids below {tokenizer.bos_id}; got {prompt!r}', 'write "17 4 99"'
-        )
+        problem = f'with tokenizer "ids", must be ids below {tokenizer.bos_id}; got {prompt!r}'
+        raise UserError(key, problem, 'write "17 4 99"')
     return [tokenizer.bos_id, *map(int, words)]

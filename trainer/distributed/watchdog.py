@@ -117,12 +117,10 @@ class Watchdog:
         # Long enough for two heartbeats of every live rank.
         end = time.monotonic() + 2.5 * self._interval
         while time.monotonic() < end and self.hang is None:
-            failed = self._if_store_lives(self._failed_ranks)
-            if failed:
+            if failed := self._if_store_lives(self._failed_ranks):
                 return "; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items())
             # Who found it first has ended meanwhile, and is silent too.
-            gone = self._if_store_lives(self._found_gone)
-            if gone:
+            if gone := self._if_store_lives(lambda: self._text_of(GONE_KEY)):
                 return _gone(f"rank {gone}", own)
             time.sleep(self._interval / 5)
         if self.hang is not None:
@@ -186,8 +184,7 @@ class Watchdog:
             hang = self._detector.update(self._heartbeats())
             if hang is not None:
                 self._store.set(HANG_KEY, hang)
-        if self._store.check([HANG_KEY]):
-            self.hang = self._store.get(HANG_KEY).decode()
+        self.hang = self._text_of(HANG_KEY) or None
         return True
 
     def _heartbeats(self) -> list[Heartbeat | None]:
@@ -202,12 +199,12 @@ class Watchdog:
 
     def _failed_ranks(self) -> dict[int, str]:
         """Reason of each rank that called `tell`."""
-        failed = [rank for rank in range(self._info.world_size) if self._store.check([f"failed_{rank}"])]
-        return {rank: self._store.get(f"failed_{rank}").decode() for rank in failed}
+        told = {rank: self._text_of(f"failed_{rank}") for rank in range(self._info.world_size)}
+        return {rank: reason for rank, reason in told.items() if reason}
 
-    def _found_gone(self) -> str:
-        """The ranks that another one has found gone; empty if none has."""
-        return self._store.get(GONE_KEY).decode() if self._store.check([GONE_KEY]) else ""
+    def _text_of(self, key: str) -> str:
+        """What a rank has set; empty if none has: reading a key that does not exist would block."""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _end(self, hang: str, *, was_asked: bool) -> None:
         """Write the stacks, and end the process unless its main thread does so."""

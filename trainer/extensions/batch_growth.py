@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trainer.distributed.agree import gather_from_ranks
@@ -27,6 +28,7 @@ class Evidence(NamedTuple):
     """Which noise scale."""
 
 
+@dataclass(eq=False, repr=False)
 class BatchGrowth:
     """Decides on the micro-batches of each step.
 
@@ -34,31 +36,22 @@ class BatchGrowth:
     before it launches the next, so a decision depends neither on which other steps are read early nor on where the run was
     resumed.
 
-    Args:
+    Attributes:
         plan: changes during the run.
         micro_tokens: tokens of a full micro-batch over all ranks; 0: not known.
         noise: averages of the noise scale, with `auto`.
         guard: of the noise scale. Where it has failed on any rank, nothing changes on any.
     """
 
-    def __init__(
-        self,
-        plan: MicroBatches,
-        *,
-        micro_tokens: int,
-        noise: NoiseScaleAverage | None,
-        guard: BestEffort,
-        world_size: int,
-    ) -> None:
-        self._plan = plan
-        self._micro_tokens = micro_tokens
-        self._noise = noise
-        self._guard = guard
-        self._world_size = world_size
+    plan: MicroBatches
+    micro_tokens: int
+    noise: NoiseScaleAverage | None
+    guard: BestEffort
+    world_size: int
 
     def lr_factor(self, num_micros: int) -> float:
         """What the schedule's learning rate is multiplied by in a step of so many micro-batches."""
-        return self._plan.lr_factor(num_micros)
+        return self.plan.lr_factor(num_micros)
 
     def of_step(
         self, step: int, *, before: int, changed_at: int, tokens_before: int
@@ -70,9 +63,9 @@ class BatchGrowth:
             changed_at: the first step with so many.
             tokens_before: tokens through step - 2.
         """
-        plan, evidence = self._plan, None
+        plan, evidence = self.plan, None
         if plan.auto is None:
-            tokens = tokens_before + before * self._micro_tokens
+            tokens = tokens_before + before * self.micro_tokens
             num_micros = plan.at(step, tokens)
             reason = f"planned for step {step:,}" if plan.unit == "steps" else f"planned, {tokens:,} tokens are reached"
         elif before == 0:
@@ -101,10 +94,10 @@ class BatchGrowth:
         """
         if not rule.may_double(m, after=last_step, steps_with_m=steps_with_m):
             return m, None
-        assert self._noise is not None
-        evidence = self._guard.run(evidence_of, self._noise)
+        assert self.noise is not None
+        evidence = self.guard.run(evidence_of, self.noise)
         own = evidence is not None and rule.permits(low=evidence.low, batch=evidence.batch)
-        is_agreed = all(gather_from_ranks(own, world_size=self._world_size))
+        is_agreed = all(gather_from_ranks(own, world_size=self.world_size))
         return (2 * m, evidence) if is_agreed else (m, None)
 
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from trainer.arrays import IGNORED, Flags, Ints
 from trainer.metrics.aggregate import Moments, Reported, SumCount
 from trainer.metrics.best_effort import SkipBatch
+from trainer.model.protocol import evaluating
 from trainer.on_device import to_device
 from trainer.training.extension import Extension
 from trainer.training.setup.parts import autocast_context
@@ -177,10 +178,7 @@ class CarryProbe:
         self, inputs: Mapping[str, Any], targets: Tensor, tokens_before: Tensor | None, cells_before: Ints
     ) -> Flags:
         """Which rows can be read again from their group's beginning, bool [B]; none if some were since the last drain.
-
-        Raises:
-            SkipBatch: the batch does not have what is needed.
-        """
+        Raises SkipBatch: the batch does not have what is needed."""
         nothing = np.zeros(cells_before.shape, dtype=np.bool_)
         if self._sampled or not cells_before.any():
             return nothing
@@ -207,7 +205,7 @@ class CarryProbe:
     @contextmanager
     def _in_evaluation(self, device: torch.device) -> Iterator[None]:
         # Module by module: some may be in evaluation mode while the others train.
-        was_training, modes = self._model.training, [(module, module.training) for module in self._model.modules()]
+        modes = [(module, module.training) for module in self._model.modules()]
         devices = [device] if device.type == "cuda" else []
         with (
             torch.no_grad(),
@@ -215,11 +213,10 @@ class CarryProbe:
             torch.compiler.set_stance("force_eager"),
             self._autocast(),
         ):
-            self._model.eval()
             try:
-                yield
+                with evaluating(self._model):
+                    yield
             finally:
-                self._model.train(was_training)
                 for module, mode in modes:
                     module.training = mode
 

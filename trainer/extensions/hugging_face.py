@@ -207,11 +207,8 @@ def without_attention(cache: Any) -> Any:
 
 
 def _held(cache: Any) -> Iterator[tuple[tuple[int, str, int], Tensor]]:
-    """((layer, kind, index), tensor) of all states that a cache holds.
-
-    Raises:
-        UserError: a layer keeps keys and values, which grow.
-    """
+    """((layer, kind, index), tensor) of all states that a cache holds. Raises UserError: a layer keeps keys and values,
+    which grow."""
     for number, layer in enumerate(cache.layers):
         if not hasattr(layer, "recurrent_states"):
             problem = f"layer {number} is one of attention, whose cache grows with every token"

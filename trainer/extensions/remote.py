@@ -337,11 +337,8 @@ def _named_or_local(run_dir: RunDir, resume: str, prepare: Callable[[], None]) -
 
 
 def _newest(remote: RemoteCheckpoints, run_dir: RunDir, prepare: Callable[[], None]) -> Found | None:
-    """The newest checkpoint that is whole, of the directory and the store; of the same step the local one.
-
-    Raises:
-        UserError: there are some, and none is whole; or the store cannot be read.
-    """
+    """The newest checkpoint that is whole, of the directory and the store; of the same step the local one. Raises
+    UserError: there are some, and none is whole; or the store cannot be read."""
     local = {step_of(p): p for p in run_dir.checkpoints.glob("step_*") if step_of(p) >= 0}
     try:
         there = [step for step in _asked_again(remote.complete) if not _was_left(remote, step, run_dir)]
@@ -383,11 +380,8 @@ def _downloaded(remote: RemoteCheckpoints, step: int, run_dir: RunDir, prepare: 
 
 
 def _asked_again(request: Callable[[], T]) -> T:
-    """The request's result; a store that fails is asked a few times before the run gives up.
-
-    Raises:
-        StorageError: it failed every time; MissingError: at once.
-    """
+    """The request's result; a store that fails is asked a few times before the run gives up. Raises StorageError: it
+    failed every time; MissingError: at once."""
     for attempt in range(ATTEMPTS - 1):
         try:
             return request()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.data.tokenizer import TextStream, prompt_ids
 from trainer.metrics.sinks import SAMPLE
+from trainer.model.protocol import evaluating
 from trainer.training.extension import Extension
 from trainer.training.setup.parts import autocast_context
 
@@ -156,15 +157,10 @@ class Samples(Extension):
 
     def _text(self) -> str:
         model, device, tokenizer = self.run.model, self.run.device, self.run.plan.tokenizer
-        was_training = model.training
         stream = TextStream(tokenizer)
         fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with fork, torch.compiler.set_stance("force_eager"), self._autocast():
-            model.eval()
-            try:
-                cell, forbidden = self.run.config.data.seq_len, [tokenizer.bos_id]
-                tokens = generate(model, self._prompt, draw=self._draw, cell=cell, forbidden=forbidden, device=device)
-                pieces = [stream.push(token) for token in itertools.islice(tokens, self._table.tokens)]
-            finally:
-                model.train(was_training)
+        with fork, torch.compiler.set_stance("force_eager"), self._autocast(), evaluating(model):
+            cell, forbidden = self.run.config.data.seq_len, [tokenizer.bos_id]
+            tokens = generate(model, self._prompt, draw=self._draw, cell=cell, forbidden=forbidden, device=device)
+            pieces = [stream.push(token) for token in itertools.islice(tokens, self._table.tokens)]
         return "".join([*pieces, stream.flush()])

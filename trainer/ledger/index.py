@@ -56,7 +56,7 @@ class GroupIndex:
         self.evicted: OrderedDict[int, Evicted] = OrderedDict()
         self.last_step: Ints = np.full(capacity, -1, np.int64)
         """Per slot, the step of the last store; -1 if free."""
-        self._group_of: Ints = np.full(capacity, -1, np.int64)
+        self.group_of: Ints = np.full(capacity, -1, np.int64)
         self._slot_of: dict[int, int] = {}
         # A stack: the first `capacity - num_live` entries are free, the last of them is used next.
         self._free: Ints = np.arange(capacity - 1, -1, -1)
@@ -119,10 +119,6 @@ class GroupIndex:
         """The slots in use, ascending."""
         return np.flatnonzero(self.last_step >= 0)
 
-    def groups_at(self, slots: Ints) -> Ints:
-        """The groups that hold `slots`, all in use."""
-        return self._group_of[slots]
-
     def free_slots(self) -> Ints:
         """The slots not in use; the last is used next."""
         return self._free[: self.capacity - self.num_live].copy()
@@ -133,7 +129,7 @@ class GroupIndex:
         """Replace everything; `evicted` oldest first, none of them held."""
         self._slot_of = dict(zip(groups.tolist(), slots.tolist(), strict=True))
         self.num_live = slots.size
-        self._group_of[slots] = groups
+        self.group_of[slots] = groups
         self.last_step.fill(-1)
         self.last_step[slots] = last_step
         self._free[: free_slots.size] = free_slots
@@ -159,14 +155,12 @@ class GroupIndex:
         return keys
 
     def _check_room(self, is_kept: Flags, num_live_after: int) -> None:
-        needed = int(np.count_nonzero(is_kept)) if self._is_lru else num_live_after
-        if min(needed, num_live_after) <= self.capacity:
-            return
-        what, fix = (
-            ("groups in flight", ", or wipe_mode to lru") if not self._is_lru else ("groups of one micro-batch", "")
-        )
-        problem = f"must hold the {what}: needs {needed}, got {self.capacity}"
-        raise UserError("ledger.capacity", problem, f"set it to at least {needed}{fix}")
+        needed, what, fix = num_live_after, "groups in flight", ", or wipe_mode to lru"
+        if self._is_lru:
+            needed, what, fix = int(np.count_nonzero(is_kept)), "groups of one micro-batch", ""
+        if min(needed, num_live_after) > self.capacity:
+            problem = f"must hold the {what}: needs {needed}, got {self.capacity}"
+            raise UserError("ledger.capacity", problem, f"set it to at least {needed}{fix}")
 
     def _take_evicted(self, groups: list[int], cells: list[int]) -> None:
         """Forget that some of the groups, none of them held, were evicted, and count those that continue."""
@@ -183,12 +177,12 @@ class GroupIndex:
         slots = self._free[num_free - groups.size : num_free][::-1]
         self.num_live += groups.size
         self._slot_of.update(zip(groups.tolist(), slots.tolist(), strict=True))
-        self._group_of[slots] = groups
+        self.group_of[slots] = groups
         return slots
 
     def _vacate(self, slots: Ints) -> list[int]:
         """Free the slots, all in use; returns their groups."""
-        groups: list[int] = self._group_of[slots].tolist()
+        groups: list[int] = self.group_of[slots].tolist()
         for group in groups:
             del self._slot_of[group]
         num_free = self.capacity - self.num_live

@@ -32,7 +32,7 @@ from trainer.errors import UserError
 from trainer.hashing import splitmix64
 from trainer.ledger.index import EVICTION_MODES, WIPE_MODES, Evicted, GroupIndex, WipeMode, distinct, is_due
 from trainer.ledger.slab import HostSlab, Native, Slab
-from trainer.ledger.snapshot import Owners, load_shards, save_rows, save_shard
+from trainer.ledger.snapshot import Owners, load_shards, save_shard
 from trainer.on_device import to_device
 
 Placement = Literal["device", "host"]
@@ -333,7 +333,9 @@ class Ledger:
 
     def held_rows(self) -> Iterator[Tensor]:
         """The states held, in pieces [n, state_width] of some megabytes, on the CPU: for writing more than memory has."""
-        return save_rows(self._index, self._slab)
+        slots = self._index.held_slots()
+        for piece in self._slab.pieces(slots.size):
+            yield self._slab.read(slots[piece])[0].cpu()
 
     def load_state_dict(
         self, shards: Sequence[Mapping[str, Any]], *, owned: Callable[[Ints], Flags] | None = None, room: int = 0
@@ -402,11 +404,8 @@ class Ledger:
 
 
 def _as_group_ids(values: Ints) -> Ints:
-    """The ids as int64.
-
-    Raises:
-        ValueError: an id that stands for no group and is not -1, such as a hash of 64 bits: its state would never be kept.
-    """
+    """The ids as int64. Raises ValueError: an id that stands for no group and is not -1, such as a hash of 64 bits: its
+    state would never be kept."""
     group_ids = np.ascontiguousarray(values, np.int64)
     if group_ids.min(initial=0) < -1:
         raise ValueError(f"group id {group_ids.min()}: must be -1 (no group) or in [0, 2^63)")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
@@ -51,7 +50,7 @@ def save_shard(index: GroupIndex, slab: Slab, *, owners: Owners, step: int | Non
         "dtype": slab.dtype,
         "step": -1 if step is None else step,
         "slots": torch.from_numpy(slots),
-        "groups": torch.from_numpy(index.groups_at(slots)),
+        "groups": torch.from_numpy(index.group_of[slots]),
         "last_step": torch.from_numpy(index.last_step[slots]),
         "valid": slab.are_valid(slots).cpu(),
         "free_slots": torch.from_numpy(index.free_slots()),
@@ -59,13 +58,6 @@ def save_shard(index: GroupIndex, slab: Slab, *, owners: Owners, step: int | Non
         "evicted_modes": torch.tensor([EVICTION_MODES.index(mode) for _, (mode, _) in evicted], dtype=torch.int64),
         "evicted_steps": torch.tensor([step for _, (_, step) in evicted], dtype=torch.int64),
     }
-
-
-def save_rows(index: GroupIndex, slab: Slab) -> Iterator[Tensor]:
-    """Copies of the held rows, on the CPU, in the order of `save_shard`, some megabytes at a time."""
-    slots = index.held_slots()
-    for piece in slab.pieces(slots.size):
-        yield slab.read(slots[piece])[0].cpu()
 
 
 def load_shards(
@@ -79,15 +71,14 @@ def load_shards(
 ) -> int | None:
     """Fill index and slab from the shards of a checkpoint, see `Ledger.load_state_dict`; returns the step."""
     for shard in saved:
+        problem, fix = "", "resume with the model that was saved, or drop the ledger from the checkpoint"
         if shard["format"] != FORMAT:
             problem = f"checkpoint format must be {FORMAT}, got {shard['format']}"
-            raise UserError("ledger", problem, "resume with the version that saved it")
-        if shard["width"] != slab.width:
-            raise UserError(
-                "ledger",
-                f"the checkpoint's states are {shard['width']} wide, the model's {slab.width}",
-                "resume with the model that was saved, or drop the ledger from the checkpoint",
-            )
+            fix = "resume with the version that saved it"
+        elif shard["width"] != slab.width:
+            problem = f"the checkpoint's states are {shard['width']} wide, the model's {slab.width}"
+        if problem:
+            raise UserError("ledger", problem, fix)
     own = saved[owners.rank] if len(saved) == owners.world_size else None
     is_same = own is not None and own["capacity"] == slab.capacity
     if own is not None and is_same and (own["ownership"], own["world_size"]) == (owners.ownership, owners.world_size):
@@ -121,14 +112,9 @@ def _fill_anew(
     if order.size > slab.capacity:
         raise UserError("ledger.capacity", f"must hold {held}, got {slab.capacity}", f"set it to at least {needed}")
     if needed > slab.capacity:
-        logger.warning(
-            "ledger.capacity: %d holds %s, but not the %d that may be in flight beside them: states that are still needed "
-            "may be evicted; set it to at least %d",
-            slab.capacity,
-            held,
-            room,
-            needed,
-        )
+        text = "ledger.capacity: %d holds %s, but not the %d that may be in flight beside them: states that are still needed "
+        text += "may be evicted; set it to at least %d"
+        logger.warning(text, slab.capacity, held, room, needed)
     groups, slots = groups[order], np.arange(order.size)
     free_slots = np.arange(slab.capacity - 1, order.size - 1, -1)
     index.fill(groups, slots, last_step[order], free_slots, _joined_evicted(saved, set(groups.tolist()), keeps))

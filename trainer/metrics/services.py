@@ -12,13 +12,13 @@ import html
 import importlib.util
 import netrc
 import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from trainer.ending import within
 from trainer.metrics.best_effort import BestEffort, EventCallback
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import RESTART, all_values
@@ -217,7 +217,7 @@ class WandbSink:
             self._guard.run(self._send)
         warnings = self._messages.count
         # wandb enforces the timeout itself while its service is alive; the grace period covers a dead service.
-        is_done = _in_time(partial(self._guard.run, self._run.finish), self._finish_timeout_sec + _GRACE_SEC)
+        is_done = within(self._finish_timeout_sec + _GRACE_SEC, partial(self._guard.run, self._run.finish))
         if not is_done or not self._guard.enabled:
             self.abandon()
         elif self._messages.count > warnings:  # wandb tells a failed upload by a warning alone
@@ -242,15 +242,7 @@ class WandbSink:
             except Exception as error:  # noqa: BLE001 - it may fail in any way
                 self._guard.fail(error)
 
-        _in_time(leave, _GRACE_SEC)
-
-
-def _in_time(call: Callable[[], object], seconds: float) -> bool:
-    """Make a call that may hang; whether it has returned within so many seconds."""
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+        within(_GRACE_SEC, leave)
 
 
 class TensorboardSink:

@@ -271,11 +271,7 @@ class MetricsTracker:
             tokens_per_sec=speed,
             mfu=None if speed is None or self._mfu_per_speed is None else speed * self._mfu_per_speed,
             step_time_sec=step_time,
-            allocated_gb=memory.allocated_gb if memory else None,
-            peak_gb=memory.peak_gb if memory else None,
-            reserved_gb=memory.reserved_gb if memory else None,
-            total_gb=memory.total_gb if memory else None,
-            mem_utilization=memory.mem_utilization if memory else None,
+            **{name: getattr(memory, name, None) for name in _OF_MEMORY},
         )
         values: dict[str, float | None] = {}
         for name, value in vars(metrics).items():

@@ -6,7 +6,8 @@ A model's own nest of tensors becomes the one row of numbers per group that the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -175,6 +176,17 @@ class StateLayout:
         return shown + (f" and {len(self.leaves) - 4} more" if len(self.leaves) > 4 else "")
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards it is in the mode that it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 def _register_dataclasses(state: Any) -> None:
     """Let pytree look into the dataclasses of a nest."""
     unknown = {type(each) for each in pytree.tree_leaves(state) if is_dataclass(each)}
@@ -197,12 +209,8 @@ def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
         UserError: the state's tensors do not have the batch first.
         Exception: what the forward raises, where it takes none of the lengths.
     """
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         states = _first_states(model, lengths)
-    finally:
-        model.train(was_training)
     layout = None
     if all(state is not None for state in states):
         try:

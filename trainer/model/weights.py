@@ -42,9 +42,8 @@ def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
         with replacing_path(path) as temporary:
             safetensors.torch.save_file(kept, str(temporary), {**metadata, SHARED_KEY: json.dumps(shared)})
     except RuntimeError as error:  # partially shared tensors, which safetensors names
-        raise UserError(
-            "model", f"cannot be written as safetensors: {error}", "give each tensor its own memory"
-        ) from None
+        problem = f"cannot be written as safetensors: {error}"
+        raise UserError("model", problem, "give each tensor its own memory") from None
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -91,11 +90,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path: str | Path) -> None:
-    """Reject tensors that are not exactly those of `model` (which may be on the meta device).
-
-    Raises:
-        UserError: as `load_weights`, naming the tensors.
-    """
+    """Refuse tensors that are not exactly those of `model` (which may be on the meta device), naming them."""
     own = model.state_dict()
     problems = [
         f"{name}: shape {list(tensors[name].shape)}, the model has {list(tensor.shape)}"

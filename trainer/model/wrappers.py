@@ -16,7 +16,7 @@ from trainer.errors import UserError
 from trainer.metrics.aggregate import Recorder
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
-from trainer.model.protocol import ModelOutput, extras_of
+from trainer.model.protocol import ModelOutput, evaluating, extras_of
 
 logger = get_logger(__name__)
 
@@ -233,19 +233,14 @@ def refuse_more_than_a_head(model: nn.Module, head: nn.Linear, device: torch.dev
     try:
         inspect.signature(model.forward).bind(tokens=None, state=None)
     except TypeError:
-        logger.warning(
-            "%s: the model takes inputs that only the data have, so it was not seen whether it does more to its "
-            "logits than its output layer",
-            KEY,
+        text = (
+            "%s: the model takes inputs that only the data have, so it was not seen whether it does more to its logits "
         )
+        logger.warning(text + "than its output layer", KEY)
         return
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         logits = run_few_tokens(model, device, seq_len=seq_len, below=head.out_features).logits
         hidden = run_few_tokens(Headless(model, head), device, seq_len=seq_len, below=head.out_features).logits
-    finally:
-        model.train(was_training)
     is_same = hidden.shape == (*logits.shape[:-1], head.in_features)
     if is_same:
         again = head(hidden.to(head.weight.dtype))

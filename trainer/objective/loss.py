@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -29,9 +30,8 @@ class ObjectiveError(RuntimeError):
         self.component = component
         self.problem = problem
         self.meta = meta
-        super().__init__(
-            f"objective component {component}: {problem}; batch: {meta if meta is not None else 'unknown'}"
-        )
+        batch = "unknown" if meta is None else meta
+        super().__init__(f"objective component {component}: {problem}; batch: {batch}")
 
 
 class Term(NamedTuple):
@@ -101,14 +101,15 @@ class CoordSettings:
     """Weight of the component in the loss."""
 
     def __post_init__(self) -> None:
-        if self.first_token < 0:
-            raise UserError("objective.coord.first_token", f"must be >= 0, got {self.first_token}")
-        if self.num_bins < 2:
-            raise UserError("objective.coord.num_bins", f"must be >= 2, got {self.num_bins}")
-        if not 0 < self.sigma < float("inf"):
-            raise UserError("objective.coord.sigma", f"must be positive and finite, got {self.sigma}")
-        if not 0 <= self.weight < float("inf"):
-            raise UserError("objective.coord.weight", f"must be >= 0 and finite, got {self.weight}")
+        _require("coord.first_token", self.first_token, self.first_token >= 0, ">= 0")
+        _require("coord.num_bins", self.num_bins, self.num_bins >= 2, ">= 2")
+        _require("coord.sigma", self.sigma, 0 < self.sigma < math.inf, "positive and finite")
+        _require("coord.weight", self.weight, 0 <= self.weight < math.inf, ">= 0 and finite")
+
+
+def _require(key: str, value: float, is_right: bool, rule: str) -> None:
+    if not is_right:
+        raise UserError(f"objective.{key}", f"must be {rule}, got {value}")
 
 
 def coord(prepared: Prepared, settings: CoordSettings, meta: str | None) -> Term:
@@ -189,8 +190,7 @@ class Objective:
     """
 
     def __init__(self, *, z_loss: float = 0.0, coord: CoordSettings | None = None) -> None:
-        if not 0 <= z_loss < float("inf"):
-            raise UserError("objective.z_loss", f"must be >= 0 and finite, got {z_loss}")
+        _require("z_loss", z_loss, 0 <= z_loss < math.inf, ">= 0 and finite")
         self._z_loss = z_loss
         self._coord = coord
 

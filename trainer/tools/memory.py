@@ -227,11 +227,8 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
 
 
 def _sharded_on_meta(plan: Plan, strategy: Strategy) -> nn.Module:
-    """The model in shards, on the meta device: FSDP2 makes a view of each rank's part, of which many fake ones take long.
-
-    Raises:
-        UserError: the model looks at its numbers while it is built.
-    """
+    """The model in shards, on the meta device: FSDP2 makes a view of each rank's part, of which many fake ones take
+    long. Raises UserError: the model looks at its numbers while it is built."""
     train = plan.config.train.model_copy(update={"compile": False})  # what a compiler leaves out is not known
     config = plan.config.model_copy(update={"train": train})
     with torch.device("meta"):

@@ -36,7 +36,7 @@ negative by chance. Backends show keys without a namespace under `train/` and `e
 values and counts before it divides. `sum_and_worst` gives the total under the key and the largest rank's value under
 `<key>_max`; `mean_and_error` gives the mean and its standard error under `<key>_se`.
 """
-_TYPES = {"boolean": "true or false", "object": "table"}
+_TYPES = {"object": "table"}
 _Node = dict[str, Any]
 
 
@@ -92,12 +92,11 @@ def _type(node: _Node) -> str:
     if "$ref" in node:
         return "schedule" if node["$ref"].endswith("ScheduleTable") else "table"
     if "enum" in node or "const" in node:
-        return " \\| ".join(node.get("enum") or [node["const"]])
+        return ", ".join(node.get("enum") or [node["const"]])
     if options := node.get("anyOf") or node.get("oneOf"):
         return " or ".join(_type(option) for option in options if option.get("type") != "null")
     if node["type"] == "array":
-        items = _type(node["items"])
-        return f"list of {items}" if " | " in items.replace("\\|", "|") else f"list of {items}s"
+        return f"list of {_type(node['items'])}" + "s" * ("enum" not in node["items"])
     return _TYPES.get(node["type"]) or str(node["type"])
 
 

@@ -19,7 +19,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import BestEffort, as_number, checked
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
-from trainer.model.protocol import ModelOutput, extras_of
+from trainer.model.protocol import ModelOutput, evaluating, extras_of
 from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss, ObjectiveOutput
 from trainer.training.step.details import StepDetails
@@ -151,9 +151,7 @@ class Evaluator:
             step: the last step, for a task of the user's own.
         """
         found: dict[str, float] = {}
-        was_training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             for each in self.sets:
                 values = self._run_set(each, should_stop)
                 if values is None:
@@ -162,8 +160,6 @@ class Evaluator:
             if self.task is not None:
                 taken = found.keys() | {f"eval/{each.name}/{key}" for each in self.sets for key in OF_A_SET}
                 found |= self.task.run(step, taken)
-        finally:
-            self.model.train(was_training)
         return found
 
     @torch.no_grad()

@@ -389,9 +389,8 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome) -> None:
     metas = gather_from_ranks([micro.meta for micro in taken.window], world_size=run.info.world_size)
     run.event({"event": "non_finite", "global_step": taken.step, "loss": outcome.loss, "batches": metas})
     what = f"step {taken.step}: loss {outcome.loss}, squared gradient norm {outcome.grad_norm}"
-    if (
-        table.on_non_finite == "stop" and table.precision != "fp16"
-    ):  # fp16 overflows in the normal course of loss scaling
+    # fp16 overflows in the normal course of loss scaling.
+    if table.on_non_finite == "stop" and table.precision != "fp16":
         run.extensions.exchange()
         # The record ends with this step. If it is not a logged one, the next step is in flight and the ledger already counts
         # in it, so that the row holds the host's values alone.

@@ -16,10 +16,8 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from textwrap import shorten
 
-import torch
-
 from trainer.config.schema import RunConfig
-from trainer.distributed.env import GroupError, RankInfo, pick_backend, pick_device, process_group, rank_info
+from trainer.distributed.env import GroupError, pick_backend, pick_device, process_group, rank_info
 from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError, raise_found
 from trainer.metrics.logger import get_logger
@@ -30,7 +28,7 @@ from trainer.training.loop import CorruptedError, NonFiniteError, run_loop
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, resume_command
 from trainer.training.setup.open_run import Launch, open_run
-from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.setup.plan import make_plan
 from trainer.training.setup.sources import Stopped, tokenize_once
 from trainer.training.signals import exits_as_errors
 from trainer.wording import error_text
@@ -75,7 +73,9 @@ def train(config: RunConfig, launch: Launch) -> int:
             try:
                 with process_group(info, backend=backend, timeout_sec=timeout, device=device):
                     try:
-                        return _train_in_group(plan, launch, info, device, after_group)
+                        with ExitStack() as of_run:
+                            run = open_run(plan, launch, info, device, of_run, after_group)
+                            return 0 if run is None else _run_to_end(run)
                     except UserError:
                         stop.mute()
                         raise
@@ -87,12 +87,6 @@ def train(config: RunConfig, launch: Launch) -> int:
                 text = "rank %d: another rank has ended or does not answer, see its messages (here: %s)"
                 every_rank_logger.error(text, info.rank, shorten(str(error), 150))
                 return EXIT_FAILED
-
-
-def _train_in_group(plan: Plan, launch: Launch, info: RankInfo, device: torch.device, after_group: ExitStack) -> int:
-    with ExitStack() as stack:
-        run = open_run(plan, launch, info, device, stack, after_group)
-        return 0 if run is None else _run_to_end(run)
 
 
 def _run_to_end(run: Run) -> int:

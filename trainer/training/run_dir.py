@@ -8,6 +8,8 @@ import platform
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,7 +65,7 @@ class RunDir:
         Raises:
             UserError: it cannot be written.
         """
-        try:
+        with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             stem, count = self.path, 1
             while self.is_new:
@@ -74,8 +76,6 @@ class RunDir:
                     count += 1
                     self._set(stem.with_name(f"{stem.name}-{count}"))
             self.path.mkdir(exist_ok=True)
-        except OSError as error:
-            raise self._unwritable(error) from None
 
     def has_saved(self) -> bool:
         """Whether there is a checkpoint, complete or not."""
@@ -87,16 +87,19 @@ class RunDir:
         Raises:
             UserError: it cannot be written.
         """
-        try:
+        with self._writing():
             self.logs.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             remove_leftovers(self.path)
-        except OSError as error:
-            raise self._unwritable(error) from None
 
-    def _unwritable(self, error: OSError) -> UserError:
-        problem = f"cannot be written: {error.strerror}"
-        return UserError(str(error.filename or self.path), problem, "choose another place with --run-dir")
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A failure to write is the user's to mend."""
+        try:
+            yield
+        except OSError as error:
+            problem, fix = f"cannot be written: {error.strerror}", "choose another place with --run-dir"
+            raise UserError(str(error.filename or self.path), problem, fix) from None
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo, *, state_width: int) -> None:
         """Write what the run was started with (rank 0). What an earlier launch wrote is kept: `config.resolved.1.toml`.
@@ -108,15 +111,12 @@ class RunDir:
         Raises:
             UserError: it cannot be written.
         """
-        try:
-            if (
-                source.resolve() != self.resolved_config.resolve()
-            ):  # a run that continues from it keeps the one written by hand
+        with self._writing():
+            # A run that continues from it keeps the one written by hand.
+            if source.resolve() != self.resolved_config.resolve():
                 _write_kept(self.path / CONFIG, source.read_bytes())
             _write_kept(self.resolved_config, to_toml(config).encode())
             write_json(self.path / ENVIRONMENT, {**environment(info), "state_width": state_width})
-        except OSError as error:
-            raise self._unwritable(error) from None
 
     def lock(self) -> BinaryIO:
         """Hold the directory for this process until the file is closed or the process ends, however it ends (rank 0).
@@ -125,14 +125,12 @@ class RunDir:
             UserError: another process holds it; two runs in one record would spoil it. Or a link, a pipe or the like is in
                 the place of one of its files, none of which has been written to then.
         """
-        try:
+        with self._writing():
             for path in (*(self.path / name for name in OWN_FILES), *self.logs.glob("rank_*")):
                 refuse_special(path)
             if not (latest := self.checkpoints / LATEST).is_symlink():
                 refuse_special(latest)
             file = take_lock(self.path)
-        except OSError as error:
-            raise self._unwritable(error) from None
         self.is_locked = True
         return file
 
@@ -166,9 +164,7 @@ class RunDir:
 
     def has_nothing(self) -> bool:
         """Whether the run in it failed, stopped or died without a checkpoint or a row: there is nothing to lose."""
-        if self.status().get("state") not in (None, "failed", "stopped", "died") or any(
-            self.checkpoints.glob("step_*")
-        ):
+        if self.has_saved() or self.status().get("state") not in (None, "failed", "stopped", "died"):
             return False
         try:
             return all(isinstance(parse_line(line), Restart) for line in read_lines(self.metrics))
@@ -221,25 +217,20 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
 
 
 def refuse_taken(given: str, resume: str) -> None:
-    """Refuse a directory that holds something else than a run that may be begun or continued there.
-
-    Raises:
-        UserError: see `choose_run_dir`.
-    """
+    """Refuse a directory that holds something else than a run that may be begun or continued there."""
     run = RunDir(Path(given))
-    if (run.path / "manifest.json").exists():
-        raise UserError("--run-dir", f"{given} holds a corpus", "name a directory of its own, such as runs/NAME")
-    if not run.metrics.exists():
-        return
-    if resume == "off":
-        if not run.has_nothing():
-            raise UserError("--run-dir", f"{given} holds a run already", "add --resume auto, or name another directory")
-        return
+    held, fix = "", "name another directory"
     # A run that lost its status.json still has its config, or checkpoints.
     has_status = run.status_file.exists() and run.status().get("loop") != OWN_LOOP
-    if not (has_status or run.resolved_config.exists() or run.has_saved()):
-        problem = f"{given} holds a metrics.jsonl that is not of a run of this program"
-        raise UserError("--run-dir", problem, "name another directory")
+    is_ours = has_status or run.resolved_config.exists() or run.has_saved()
+    if (run.path / "manifest.json").exists():
+        held, fix = "a corpus", "name a directory of its own, such as runs/NAME"
+    elif run.metrics.exists() and resume == "off" and not run.has_nothing():
+        held, fix = "a run already", f"add --resume auto, or {fix}"
+    elif run.metrics.exists() and resume != "off" and not is_ours:
+        held = "a metrics.jsonl that is not of a run of this program"
+    if held:
+        raise UserError("--run-dir", f"{given} holds {held}", fix)
 
 
 def resume_command(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:

@@ -56,18 +56,6 @@ def test_every_key_is_always_present_as_a_float() -> None:
         assert all(type(value) is float for value in metrics.values())
 
 
-def test_full_capacity_without_eviction_names_the_capacity_needed_and_changes_nothing() -> None:
-    ledger = new_ledger("none", capacity=2)
-    ledger.begin_step(1)
-    store(ledger, [1])
-    with pytest.raises(
-        UserError, match=r"ledger\.capacity: must hold the groups in flight: needs 4, got 2; set it to at least 4"
-    ):
-        store(ledger, [2, 3, 4])
-    assert lookup(ledger, [1]) == [1.0]
-    assert ledger.drain_metrics()["ledger/live_groups"] == 1
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_states_of_any_dtype_come_back_to_the_bit(dtype: torch.dtype) -> None:
     ledger = new_ledger(dtype=dtype)

@@ -21,15 +21,19 @@ _RANK_TIMES: tuple[tuple[str, RankReduction, str], ...] = (
     ("fastest", "min", "Far below the slowest in most steps."),
 )
 
+_AtDepth = partial(row_of, unit="nats/token", ranks="mean_and_error", group="Evaluation")
 _DEPTH = (
-    ("loss", "Loss at a depth", "Cross-entropy of targets with <bucket> to 2 <bucket> - 1 tokens before.", "Falls."),
-    (
-        "loss_from_zero",
-        "Loss at a depth, from zero",
-        "The same with the state reset at each cell.",
-        "Above the former.",
+    _AtDepth("eval/depth/<bucket>/loss", "Loss at a depth")(
+        "Cross-entropy of targets with <bucket> to 2 <bucket> - 1 tokens before.", "Falls.", "See the gain."
     ),
-    ("carry_gain", "Gain of carrying at a depth", "Their difference (`beyond_cell`: all later cells).", "Positive."),
+    _AtDepth("eval/depth/<bucket>/loss_from_zero", "Loss at a depth, from zero")(
+        "The same with the state reset at each cell.", "Above the former.", "See the gain."
+    ),
+    _AtDepth("eval/depth/<bucket>/carry_gain", "Gain of carrying at a depth")(
+        "Their difference (`beyond_cell`: all later cells).",
+        "Positive.",
+        "0: context is not used. Falls with depth: states were never trained that long.",
+    ),
 )
 _OF_A_SET: tuple[MetricSpec, ...] = (
     _TokenMean("loss", "Loss", unit="nats/token")(
@@ -69,20 +73,16 @@ ROWS: tuple[MetricSpec, ...] = (
             group="Evaluation",
             description=f"The {row.title.lower()} on one validation set.",
             healthy=f"As {row.name}.",
-            pathological="Worse while training improves: overfitting.",
+            pathological="Worse while training improves: overfitting." if row.name == "loss" else "As of the loss.",
         )
         for row in _OF_A_SET
     ),
+    *_DEPTH,
     *(
-        row_of(
-            f"eval/{where}/{name}",
-            f"{title}{' of a set' if '<name>' in where else ''}",
-            unit="nats/token",
-            ranks="mean_and_error",
-            group="Evaluation",
-        )(text, good, "A gain of 0: context is not used. One that falls: states were never trained that long.")
-        for where in ("depth/<bucket>", "<name>/depth/<bucket>")
-        for name, title, text, good in _DEPTH
+        _AtDepth(row.name.replace("/", "/<name>/", 1), f"{row.title} of a set")(
+            f"{row.name} on one validation set.", "As there.", "As there."
+        )
+        for row in _DEPTH
     ),
     *(
         row_of(name, "Tasks of your own", group="Evaluation")(

@@ -96,10 +96,7 @@ def _target(stream: Stream, out: Path) -> Path:
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Keep another call from writing there meanwhile; the lock is the directory's own, which leaves nothing behind.
-
-    Raises:
-        UserError: another one does.
-    """
+    Raises UserError: another one does."""
     out.mkdir(parents=True, exist_ok=True)
     directory = os.open(out, os.O_RDONLY)
     try:
@@ -115,11 +112,8 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def _claim(out: Path, files: Sequence[TextFile], **settings: Any) -> None:
-    """Record in `out` what it is made of; what was made of a file that has changed since is removed.
-
-    Raises:
-        UserError: `out` is made of other files, with other settings, or not by this.
-    """
+    """Record in `out` what it is made of; what was made of a file that has changed since is removed. Raises UserError:
+    `out` is made of other files, with other settings, or not by this."""
     now = {}
     for file in files:
         status = os.stat(file.path)
@@ -132,9 +126,8 @@ def _claim(out: Path, files: Sequence[TextFile], **settings: Any) -> None:
             changed = [key for key in settings if found["settings"].get(key) != settings[key]]
             gone = sorted(name for name in before.keys() - now.keys() if (out / name).exists())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(
-                str(out), "is not empty, and holds no tokens of this verb", "name a new directory"
-            ) from None
+            problem = "is not empty, and holds no tokens of this verb"
+            raise UserError(str(out), problem, "name a new directory") from None
         if changed or gone:
             other = f"made with another {' and '.join(changed)}" if changed else f"of other files ({few(gone)})"
             raise UserError(str(out), f"holds tokens {other}", "name a new directory, or remove these tokens")

@@ -192,11 +192,8 @@ def timed(starter: Starter, minutes: float) -> Starter:
 
 
 def _seconds_per_step(starter: Starter) -> float:
-    """The median time of the steps after the first of a short run.
-
-    Raises:
-        OSError, SubprocessError: the run fails, or takes too long.
-    """
+    """The median time of the steps after the first of a short run. Raises OSError, SubprocessError: the run fails, or
+    takes too long."""
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         config, run_dir = Path(folder, "x.toml"), Path(folder, "run")
         write_file(config, render_starter(starter, schema=None).encode(), sync=False)

@@ -135,7 +135,7 @@ def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batche
     plan = replace(plan, config=planned.model_copy(update={"data": data}), eval_sources=plan.sources)
     with suppress(UserError):  # the training data are no longer where the run read them
         for doubt in trained_on(resolve_sources(trained, path, 1), plan.eval_sources):
-            logger.warning("%s", doubt.message)
+            logger.warning("%s", UserError(*doubt).message)
     return plan
 
 

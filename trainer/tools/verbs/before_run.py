@@ -173,11 +173,8 @@ def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
 
 
 def _derived(plan: Plan) -> dict[str, Any]:
-    """What follows from the config, except the memory of a step and the model's contract.
-
-    Raises:
-        UserError: the model lacks the state that a setting needs.
-    """
+    """What follows from the config, except the memory of a step and the model's contract. Raises UserError: the model
+    lacks the state that a setting needs."""
     from trainer.config.rules import why_no_noise_scale
     from trainer.training.setup.plausible import ledger_bytes
 
@@ -368,9 +365,8 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
             try:
                 adapted = adapt(made)
             except CallFailed as error:
-                raise UserError(
-                    "--model", f"{name}: {error}", "give it token ids [B, T], and let it return logits"
-                ) from None
+                fix = "give it token ids [B, T], and let it return logits"
+                raise UserError("--model", f"{name}: {error}", fix) from None
             if adapted is not made:
                 return adapted
     settings: dict[str, Any] = {"target" if ":" in name else "family": name, "args": args}

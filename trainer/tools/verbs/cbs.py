@@ -56,11 +56,7 @@ def cbs(
 
 
 def _run(study: Study, environments: list[dict[str, str]]) -> None:
-    """Run the branches that are not done.
-
-    Raises:
-        typer.Exit: a stop was requested, or a branch failed.
-    """
+    """Run the branches that are not done. Raises typer.Exit: a stop was requested, or a branch failed."""
     from trainer.tools.branching.answer import cost_lines
     from trainer.tools.branching.run_branches import BranchFailed, results_of, run_branches
     from trainer.training.signals import StopRequest

@@ -232,11 +232,7 @@ def inspect(
 def _read_options(
     at: Discovery, format: str, tokenizer: str, vocab_size: int, dtype: str | None, eod: int | None, text_split: str
 ) -> ReadOptions:
-    """How the files are read.
-
-    Raises:
-        UserError: an option has no effect on them.
-    """
+    """How the files are read. Raises UserError: an option has no effect on them."""
     from trainer.data.documents import ReadOptions
     from trainer.data.layout import refuse_unheeded
     from trainer.data.tokenizer import load_tokenizer

@@ -131,11 +131,8 @@ def evaluate(
 
 
 def _parse_source(text: str) -> EvalSourceTable:
-    """`NAME=PATH` of `--source`: a file, a glob, or a directory with everything below it.
-
-    Raises:
-        UserError: it is not of this form, or the path does not exist.
-    """
+    """`NAME=PATH` of `--source`: a file, a glob, or a directory with everything below it. Raises UserError: it is not
+    of this form, or the path does not exist."""
     from trainer.config.data_tables import EvalSourceTable
 
     name, separator, path = text.partition("=")

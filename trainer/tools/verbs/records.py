@@ -295,9 +295,8 @@ def report(
         "--port": port is not None and not follow,
     }
     if wrong := next((option for option, is_wrong in mixed.items() if is_wrong), None):
-        raise UserError(
-            wrong, f"does not go {'without' if wrong == '--port' else 'with'} --follow", "change one of them"
-        )
+        problem = f"does not go {'without' if wrong == '--port' else 'with'} --follow"
+        raise UserError(wrong, problem, "change one of them")
     if follow:
         serve(runs, plotly=plotly_script(), port=port or 0, say=lambda words: echo(words, err=True))
         return

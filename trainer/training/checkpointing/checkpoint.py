@@ -230,20 +230,22 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
         except CheckpointError as error:
             logger.warning("%s; falling back to the checkpoint before it", error)
     if candidates:
-        raise UserError(
-            "--resume auto", f"none of the {len(candidates)} checkpoints in {checkpoints} is whole", "start a new run"
-        )
+        problem = f"none of the {len(candidates)} checkpoints in {checkpoints} is whole"
+        raise UserError("--resume auto", problem, "start a new run")
     return None
 
 
 def refuse_absent(path: str) -> None:
-    """Raise a `UserError` for a `--resume` that names nothing, or a run."""
+    """Refuse a `--resume` that names nothing, or a run."""
+    problem, fix = "", ""
     if not Path(path).is_dir():
+        problem = f"{path}: no such directory"
         fix = did_you_mean(path) or "name a checkpoint, such as RUN_DIR/checkpoints/step_00000100, or use auto"
-        raise UserError("--resume", f"{path}: no such directory", fix)
-    if (Path(path) / CHECKPOINTS).is_dir():
+    elif (Path(path) / CHECKPOINTS).is_dir():
+        problem = f"{path} is a run, not a checkpoint"
         fix = f"continue it with --resume auto --run-dir {path}, or name {Path(path) / CHECKPOINTS / LATEST}"
-        raise UserError("--resume", f"{path} is a run, not a checkpoint", fix)
+    if problem:
+        raise UserError("--resume", problem, fix)
 
 
 def named(path: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

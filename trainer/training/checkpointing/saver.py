@@ -118,7 +118,12 @@ class Saver:
             for name, part in self._staging.copies(parts).items():
                 self._writes.append(self._writer.submit(write_part, staging / name, part))
         else:
-            self._together(lambda: _write_all(staging, parts), needed_by_all)
+
+            def write_all() -> None:
+                for name, part in parts.items():
+                    write_part(staging / name, part)
+
+            self._together(write_all, needed_by_all)
             self._conclude()
         self.on_saving(time.monotonic() - started)
 
@@ -199,11 +204,6 @@ class Saver:
             return f"; {shutil.disk_usage(self.directory).free / 1e6:.1f} MB are free"
         except OSError:
             return ""
-
-
-def _write_all(staging: Path, parts: Mapping[str, Part]) -> None:
-    for name, part in parts.items():
-        write_part(staging / name, part)
 
 
 class Staging:

@@ -165,9 +165,8 @@ def model_part(
         is_whole = layout_of([tensor]) is None
         if is_whole and is_sharded and tensor.numel() > 1 and name.startswith("optimizer."):
             problem = f"keeps {name.removeprefix('optimizer.')}, which is not sharded as its parameter is"
-            raise UserError(
-                "optimizer.target", problem, "make it with torch.zeros_like(parameter), which gives a shard"
-            )
+            fix = "make it with torch.zeros_like(parameter), which gives a shard"
+            raise UserError("optimizer.target", problem, fix)
         if (part := part_to_save(tensor, rank)) is not None:
             rows[name] = Rows(*part, tuple(tensor.shape))
     if rank != 0:
@@ -219,10 +218,8 @@ def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
     given: dict[str, Any] = {}
     for name, value in own.items():
         if name not in shared:
-            extra = saved.values["model"].get(name)
-            given[name] = (
-                _read(saved, f"model.{name}", like=value) if isinstance(value, Tensor) else unpack(extra, saved.read)
-            )
+            is_tensor, extra = isinstance(value, Tensor), saved.values["model"].get(name)
+            given[name] = _read(saved, f"model.{name}", like=value) if is_tensor else unpack(extra, saved.read)
     given.update({name: given[owner] for name, owner in shared.items()})
     model.load_state_dict(given)
 

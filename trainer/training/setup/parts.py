@@ -29,7 +29,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.ledger.snapshot import Owners
 from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
-from trainer.model.protocol import ModelOutput, extras_of
+from trainer.model.protocol import ModelOutput, evaluating, extras_of
 from trainer.model.wrappers import (
     Cellwise,
     Headless,
@@ -269,8 +269,7 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
 
 def max_tokens_per_micro(plan: Plan) -> int:
     """The most tokens that a micro-batch of the configured sources can have (what scales the loss; any constant works)."""
-    sizes = [largest_batch(mixing_of(plan.config, s.table)) for s in plan.sources if s.table.target is None]
-    return max(sizes, default=1) * plan.config.row_tokens
+    return plan.facts.tokens_per_micro // plan.facts.data_shards or plan.config.row_tokens
 
 
 logger = get_logger(__name__)
@@ -336,13 +335,11 @@ def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.de
         inspect.signature(model.forward).bind(tokens=None, state=None)
     except TypeError:  # it takes inputs that only the data have
         return
-    was_training = model.training
-    model.eval()
+    fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with evaluating(model), torch.no_grad(), fork:
             run_few_tokens(model, device, seq_len=seq_len)
     except RuntimeError as error:
         raise bypassed(error) or error from None
     finally:
-        model.train(was_training)
         strategy.reshard(model)

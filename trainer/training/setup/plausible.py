@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from trainer.config.data_tables import MixingTable, SourceTable
-from trainer.config.rules import data_shards, largest_batch, mixing_of
+from trainer.config.rules import data_shards, mixing_of, tokens_per_micro
 from trainer.config.schema import FIRST_PROFILED, LedgerTable, RunConfig
 from trainer.data.layout import unread_parts
 from trainer.distributed.env import RankInfo
@@ -29,9 +29,9 @@ Doubt = tuple[str, str, str]
 
 def doubts(config: RunConfig, sources: list[Source], eval_sources: Sequence[Source] = ()) -> list[UserError]:
     """Settings that work, but hardly as meant: warned about, not refused."""
-    found = [*_doubted_settings(config, sources, eval_sources), *_unread(sources, eval_sources)]
-    found += _leaks(sources if config.eval.holdout_fraction > 0 else [])
-    return [*trained_on(sources, eval_sources), *(UserError(key, problem, fix) for key, problem, fix in found)]
+    found = [*trained_on(sources, eval_sources), *_doubted_settings(config, sources, eval_sources)]
+    found += [*_unread(sources, eval_sources), *_leaks(sources if config.eval.holdout_fraction > 0 else [])]
+    return [UserError(*each) for each in found]
 
 
 def _doubted_settings(config: RunConfig, sources: list[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:
@@ -96,7 +96,7 @@ def _leaks(sources: list[Source]) -> Iterator[Doubt]:
         yield "eval.holdout_fraction", problem, "read a file once, or in each source below the same root"
 
 
-def trained_on(sources: list[Source], eval_sources: Sequence[Source]) -> Iterator[UserError]:
+def trained_on(sources: list[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:
     """Validation sets with files that are trained on."""
     trained = {_identity(stream.path): source.name for source in sources for stream in source.streams}
     for each in eval_sources:
@@ -105,7 +105,7 @@ def trained_on(sources: list[Source], eval_sources: Sequence[Source]) -> Iterato
             (path, name), count = shared[0], len(shared)
             files = "a file of it is" if count == 1 else f"{counted(count, 'file')} of it are"
             problem = f"{files} trained on, by source {name}: {printable(path)}"
-            yield UserError(f"eval source {each.name}", problem, "leave them out of one of the two")
+            yield f"eval source {each.name}", problem, "leave them out of one of the two"
 
 
 def _identity(path: str) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def unmet_needs(
         for key, value, wanted, other in for_cuda
         if value == wanted and not is_cuda
     ]
-    tokens = _tokens_of_a_batch(config, sources)
+    tokens = tokens_per_micro(config, [each.table for each in sources], num_shards=1) or config.row_tokens
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
     numbers = 2 + (MOMENTS[config.optimizer.name] if config.optimizer.target is None else 0)  # with weight and gradient
     shards = data_shards(config, world_size)
@@ -157,12 +157,6 @@ def unmet_needs(
     if is_cuda and table.placement == "host":
         found += _exceeding({"ledger.capacity": needs.pop("ledger.capacity")}, torch.device("cpu"))
     return found + _exceeding(needs, device)
-
-
-def _tokens_of_a_batch(config: RunConfig, sources: list[Source]) -> int:
-    """Of the largest micro-batch, as far as it is known."""
-    batches = [largest_batch(mixing_of(config, source.table)) for source in sources if source.table.target is None]
-    return max(batches, default=1) * config.row_tokens
 
 
 def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> list[UserError]:

@@ -67,11 +67,9 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
                     found, claimed = stores.find_checkpoint(config, run_dir, resume, ready)
             except OSError as error:  # a name that is too long, a directory that may not be read
                 place = printable(str(error.filename or given or config.run.dir))
-                raise UserError(
-                    f"{place[:80]}{'...' if len(place) > 80 else ''}",
-                    f"cannot be used: {error.strerror}",
-                    "choose another place with --run-dir",
-                ) from None
+                shown = f"{place[:80]}{'...' if len(place) > 80 else ''}"
+                problem, fix = f"cannot be used: {error.strerror}", "choose another place with --run-dir"
+                raise UserError(shown, problem, fix) from None
             if found is None and resume == "auto":
                 reached = run_dir.status().get("last_step")
                 if isinstance(reached, int) and reached > 0:
@@ -237,16 +235,10 @@ def make_sinks(
 def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDir) -> None:
     """Log what is trained, on what, where it is written, and how the ranks share it."""
     facts, model = plan.facts, state.model
-    logger.info(
-        "%s: %s parameters, %s on %s in %s%s, run directory %s",
-        plan.config.run.name,
-        f"{num_parameters(model):,}",
-        counted(facts.world_size, "rank"),
-        device,
-        plan.config.train.precision,
-        f", up to {facts.tokens_per_step:,} tokens per step" if facts.tokens_per_step else "",
-        run_dir.path,
-    )
+    size, ranks = f"{num_parameters(model):,} parameters", counted(facts.world_size, "rank")
+    tokens = f", up to {facts.tokens_per_step:,} tokens per step" if facts.tokens_per_step else ""
+    text = "%s: %s, %s on %s in %s%s, run directory %s"
+    logger.info(text, plan.config.run.name, size, ranks, device, plan.config.train.precision, tokens, run_dir.path)
     if facts.world_size > 1:
         layout = layout_of(model.parameters())
         held = "each rank holds the whole model" if layout is None else str(layout)
