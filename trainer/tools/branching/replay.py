@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ class Documents:
 def rows_of(micros: Sequence[Mapping[str, Any]], documents: Documents, *, with_text: bool) -> list[dict[str, Any]]:
     """The rows of a step, from what `Replayed` notes of its micro-batches; of all data shards."""
     rows, count = [], dict.fromkeys((micro["shard"] for micro in micros), 0)
-    for micro in micros:
+    for micro in sorted(micros, key=itemgetter("shard")):
         shard, number = micro["shard"], count[micro["shard"]]
         count[shard] += 1
         if micro["is_filler"]:
@@ -336,9 +337,9 @@ def replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """What `Replayed` noted on all ranks, in order of shards."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(rows_file(0).replace("0", "*"))]
-    return sorted((micro for micros in found for micro in micros), key=lambda micro: int(micro["shard"]))
+    """What `Replayed` noted, on all ranks."""
+    files = folder.glob(rows_file(0).replace("0", "*"))
+    return [micro for file in files for micro in json.loads(file.read_text(encoding="utf-8"))]
 
 
 def replay_config(origin: Origin, step: int, *, shards: int, logs_all: bool) -> RunConfig:

@@ -207,10 +207,11 @@ def at_step(
     as_json: JsonOption = False,
 ) -> None:
     """Show what a step of a run read, from the data cursors of a checkpoint before it, without the model."""
-    from trainer.tools.branching.replay import find_origin, read_step
-    from trainer.tools.verbs.replay import print_rows
+    from trainer.tools.verbs.replay import open_origin, print_rows
 
-    origin = find_origin(require_run(run_dir), step, trust_code=trust_code)
+    origin = open_origin(require_run(run_dir), step, trust_code=trust_code)
+    from trainer.tools.branching.replay import read_step
+
     rows = read_step(origin, step, with_text=text)
     if as_json:
         print_json({"run": run_dir, "step": step, "from_step": origin.step, "notes": origin.notes, "rows": rows})

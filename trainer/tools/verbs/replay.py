@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ REASONS = {
     "states": "the same batch continued from other states",
     "gradient": "the same batch and states gave another gradient: what the model computes differs (settings, dropout, threads, "
     "versions, devices), or weights were changed between two steps",
-    "weights": "the same gradient led to other weights: the learning rate or the optimizer differs",
+    "weights": "the same gradient led to other weights: the learning rate or the optimizer differs, or code changed weights",
 }
 
 
@@ -40,17 +41,16 @@ def replay(
     as_json: JsonOption = False,
 ) -> None:
     """Repeat a step of a run from the checkpoint before it: its rows, their losses, and whether they equal the record."""
-    run = require_run(run_dir)
-    with uncollected():
-        from trainer.tools.branching.replay import Documents, differing, find_origin, recorded, rows_of
-    origin = find_origin(run, step, trust_code=trust_code)
+    origin = open_origin(require_run(run_dir), step, trust_code=trust_code)
+    from trainer.tools.branching.replay import NUMBERS, Documents, differing, recorded, rows_of
+
     found = _replay(origin, step, num_ranks=nproc)
     documents = Documents(next(origin.blends()), origin.plan.tokenizer.decode)
     rows = rows_of(found.micros, documents, with_text=text)
     record = recorded(origin.run)
     now, then = found.values.get(step, {}), record.get(step, {})
-    if not found.is_exact:  # digests are sums over ranks
-        now = {name: value for name, value in now.items() if not isinstance(value, str)}
+    # Digests are sums over ranks, and of no use without the record's.
+    now = {name: value for name, value in now.items() if name in NUMBERS or (found.is_exact and name in then)}
     compared = [at for at in found.values if record.get(at, {}).keys() & found.values[at].keys()]
     differences = {at: names for at in compared if (names := differing(found.values[at], record[at]))}
     is_equal = None if not found.is_exact or not compared else not differences
@@ -77,6 +77,14 @@ def replay(
             output().print(line, highlight=False)
     if is_equal is False:
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+def open_origin(run: Path, step: int, *, trust_code: bool, before: int | None = None) -> Origin:
+    """`find_origin`, without what a run says as it starts."""
+    logging.disable(logging.INFO)
+    with uncollected():
+        from trainer.tools.branching.replay import find_origin
+    return find_origin(run, step, before=before, trust_code=trust_code)
 
 
 def _replay(origin: Origin, step: int, **options: Any) -> Replay:
@@ -181,7 +189,7 @@ def bisect(
     """Find the first step at which two runs differ, and in what: data, states, gradient or weights; exit code 3 if they do."""
     paths = [require_run(first), require_run(second)]
     with uncollected():
-        from trainer.tools.branching.replay import differing, find_origin, recorded
+        from trainer.tools.branching.replay import differing, recorded
         from trainer.tools.report.run_summary import config_differences
         from trainer.tools.runs.load import load_run
     runs = [load_run(path) for path in paths]
@@ -194,7 +202,7 @@ def bisect(
     notes: list[str] = []
     is_exact = step is not None and (step == 1 or ("weights" in marks[0][step] and equal == step - 1))
     if replays and step is not None and not (is_exact and "weights" in marks[0][step]):
-        origins = [find_origin(path, step, before=equal + 1, trust_code=trust_code) for path in paths]
+        origins = [open_origin(path, step, before=equal + 1, trust_code=trust_code) for path in paths]
         found = [_replay(origin, step, logs_all=True).values for origin in origins]
         failed = [
             run.path
@@ -222,7 +230,9 @@ def bisect(
     if as_json:
         print_json(_plain(content))
     else:
-        _print_bisected(content, len(marks[0].keys() & marks[1].keys()))
+        common = marks[0].keys() & marks[1].keys()
+        has_digests = all("weights" in mark[at] for mark in marks for at in common)
+        _print_bisected(content, len(common), has_digests=has_digests)
     if step is not None:
         raise typer.Exit(EXIT_DIFFERENT)
 
@@ -252,7 +262,7 @@ def _data_difference(paths: Sequence[Path]) -> str | None:
     return str(compare(*(Fingerprint.from_state(state[FINGERPRINT_KEY]) for state in states)))
 
 
-def _print_bisected(content: Mapping[str, Any], num_compared: int) -> None:
+def _print_bisected(content: Mapping[str, Any], num_compared: int, *, has_digests: bool) -> None:
     from trainer.tools.report.run_summary import value_text
 
     lines = [f"setting {each['key']}: {', '.join(map(value_text, each['values']))}" for each in content["config"]]
@@ -260,6 +270,10 @@ def _print_bisected(content: Mapping[str, Any], num_compared: int) -> None:
     lines.append("data: " + ("not known, a run has no checkpoint" if data is None else data or "the same"))
     if step is None:
         lines.append(f"equal in {counted(num_compared, 'logged step')}")
+        if not has_digests:
+            lines.append(
+                'by loss and gradient norm: metrics.digests = "write" records batch, states, gradient and weights too'
+            )
     else:
         kinds = [kind for kind in content["differs_in"] if kind not in ("config", "data")]
         equal, where = content["last_equal_step"], f"step {step}"
