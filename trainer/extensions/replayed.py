@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from trainer.training.step.step import StepOutcome
 
 
-def rows_file(rank: int) -> str:
-    """Where a rank writes the micro-batches of the step, in the run's directory."""
-    return f"replayed_{rank}.json"
-
-
 class Replayed(Extension):
     """Ends the run after `step`, whatever its length and its schedules are, and writes the rows that the step read.
 
@@ -70,4 +65,4 @@ class Replayed(Extension):
     def closed(self) -> None:
         """Write what was noted."""
         text = json.dumps(self._micros)
-        write_file(self.run.run_dir.path / rows_file(self.run.info.rank), text, sync=False)
+        write_file(self.run.run_dir.path / f"replayed_{self.run.info.rank}.json", text, sync=False)

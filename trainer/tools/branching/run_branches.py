@@ -257,17 +257,25 @@ def training_config(study: Study, branch: Branch) -> RunConfig:
         "optimizer": {"lr": branch.lr},
         "ledger": _ledger(config, branch.factor, branch.seed),
         "eval": {"every": NEVER if study.is_held_out else 0, "batches": config.eval.batches or EVAL_BATCHES},
-        "metrics": {"profile": 0, "stdout": "off", "tensorboard": False},
         "gns": {"enabled": False},
-        "sample": {"every": 0},
-        "checkpoint": {"every": 0, "every_minutes": 0.0, "keep_last": 1, "keep_every": 0, "background": False},
+        "checkpoint": {"keep_last": 1, "keep_every": 0, "background": False, "resume": "auto"},
     }
     changed["train"]["on_non_finite"] = "stop"
-    changed["metrics"]["log_interval"] = max(branch.steps // LOGGED_ROWS, 1) if study.is_held_out else 1
-    changed["metrics"]["wandb"] = config.metrics.wandb.model_copy(update={"mode": "disabled"})
-    changed["checkpoint"] |= {"remote": None, "resume": "auto"}
-    tables = {table: getattr(config, table).model_copy(update=update) for table, update in changed.items()}
-    return config.model_copy(update={**tables, "scheduler": SchedulerTable(name="constant")})
+    changed["metrics"] = {"log_interval": max(branch.steps // LOGGED_ROWS, 1) if study.is_held_out else 1}
+    return with_tables(config, changed).model_copy(update={"scheduler": SchedulerTable(name="constant")})
+
+
+def with_tables(config: RunConfig, changed: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The config with these changes of its tables, and without samples, other sinks, stores and checkpoints on the way."""
+    wandb = config.metrics.wandb.model_copy(update={"mode": "disabled"})
+    quiet: dict[str, dict[str, Any]] = {
+        "metrics": {"profile": 0, "stdout": "off", "tensorboard": False, "wandb": wandb},
+        "sample": {"every": 0},
+        "checkpoint": {"every": 0, "every_minutes": 0.0, "remote": None},
+    }
+    tables = {table: {**quiet.get(table, {}), **changed.get(table, {})} for table in quiet.keys() | changed.keys()}
+    copies = {table: getattr(config, table).model_copy(update=update) for table, update in tables.items()}
+    return config.model_copy(update=copies)
 
 
 def _ledger(config: RunConfig, factor: Fraction, seed: int) -> dict[str, Any]:

@@ -210,13 +210,13 @@ def at_step(
     from trainer.tools.verbs.replay import open_origin, print_rows
 
     origin = open_origin(require_run(run_dir), step, trust_code=trust_code)
-    from trainer.tools.branching.replay import read_step
+    from trainer.tools.branching.replay import read_step, rows_of
 
-    rows = read_step(origin, step, with_text=text)
+    rows = rows_of(origin, read_step(origin, step), with_text=text)
     if as_json:
-        print_json({"run": run_dir, "step": step, "from_step": origin.step, "notes": origin.notes, "rows": rows})
+        print_json({"run": run_dir, "step": step, "from_step": origin.step, "note": origin.note, "rows": rows})
     else:
-        print_rows(rows, f"Step {step} of {run_dir}, read on from step {origin.step}", origin.notes)
+        print_rows(rows, f"Step {step} of {run_dir}, read on from step {origin.step}", origin.note)
 
 
 @app.command()

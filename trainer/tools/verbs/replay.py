@@ -12,8 +12,7 @@ import typer
 from rich.markup import escape
 
 from trainer.cli.options import JsonOption, TextOption, TrustOption, require_run, uncollected
-from trainer.cli.terminal import coloured, echo, output, print_json
-from trainer.errors import UserError
+from trainer.cli.terminal import coloured, echo, output, print_json, refuse
 from trainer.tools.fitted_table import Column, fitted_table, needed_width
 from trainer.wording import counted
 
@@ -21,61 +20,52 @@ if TYPE_CHECKING:
     from trainer.tools.branching.replay import Origin, Replay, Values
 
 EXIT_FAILED, EXIT_DIFFERENT = 1, 3
+TINY, SHOWN_ROWS = 1e-300, 8
 REASONS = {
-    "batch": "they read other data: see train data at RUN {step} of both",
+    "batch": "they read other data",
     "states": "the same batch continued from other states",
-    "gradient": "the same batch and states gave another gradient: what the model computes differs (settings, dropout, threads, "
-    "versions, devices), or weights were changed between two steps",
-    "weights": "the same gradient led to other weights: the learning rate or the optimizer differs, or code changed weights",
+    "gradient": "the same batch and states gave another gradient: the model computes otherwise, or code changed weights",
+    "weights": "the same gradient led to other weights: learning rate, optimizer, or code that changes weights",
 }
 
 
 def replay(
     run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
     step: Annotated[int, typer.Option(min=1, help="The optimizer step.")],
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks; default: the run's. On others sums are rounded otherwise.")
-    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks; default: the run's, for equal bits.")] = None,
     text: TextOption = False,
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Repeat a step of a run from the checkpoint before it: its rows, their losses, and whether they equal the record."""
     origin = open_origin(require_run(run_dir), step, trust_code=trust_code)
-    from trainer.tools.branching.replay import NUMBERS, Documents, differing, recorded, rows_of
+    from trainer.tools.branching.replay import NUMBERS, differing, recorded, rows_of
 
-    found = _replay(origin, step, num_ranks=nproc)
-    documents = Documents(next(origin.blends()), origin.plan.tokenizer.decode)
-    rows = rows_of(found.micros, documents, with_text=text)
-    record = recorded(origin.run)
-    now, then = found.values.get(step, {}), record.get(step, {})
+    found, record = _replay(origin, step, num_ranks=nproc), recorded(origin.run)
+    compared = [at for at in found.values if found.is_exact and found.values[at].keys() & record.get(at, {}).keys()]
+    differences = [[at, names] for at in compared if (names := differing(found.values[at], record[at]))]
     # Digests are sums over ranks, and of no use without the record's.
-    now = {name: value for name, value in now.items() if name in NUMBERS or (found.is_exact and name in then)}
-    compared = [at for at in found.values if record.get(at, {}).keys() & found.values[at].keys()]
-    differences = {at: names for at in compared if (names := differing(found.values[at], record[at]))}
-    is_equal = None if not found.is_exact or not compared else not differences
-    content = {
+    then, now = record.get(step, {}), found.values.get(step, {})
+    shown = [name for name in now if name in NUMBERS or (found.is_exact and name in then)]
+    content: dict[str, Any] = {
         "run": run_dir,
         "step": step,
         "from_step": origin.step,
         "ranks": found.num_ranks,
-        "is_equal": is_equal,
-        "compared_steps": compared if found.is_exact else [],
-        "first_different": next(([at, names] for at, names in differences.items()), None) if found.is_exact else None,
-        "values": {name: [value, then.get(name)] for name, value in now.items()},
-        "parts": found.parts(),
-        "failure": found.failure or None,
-        "notes": origin.notes,
-        "rows": rows,
+        "note": origin.note,
     }
+    content |= {"is_equal": not differences if compared else None, "compared_steps": compared}
+    content |= {"first_different": next(iter(differences), None), "failure": found.failure, "parts": found.parts()}
+    content["values"] = {name: [now[name], then.get(name)] for name in shown}
+    content["rows"] = rows_of(origin, found.micros, with_text=text)
     if as_json:
         print_json(_plain(content))
     else:
         title = f"Step {step} of {run_dir}, repeated from step {origin.step} on {counted(found.num_ranks, 'rank')}"
-        print_rows(rows, title, origin.notes)
+        print_rows(content["rows"], title, origin.note)
         for line in _outcome(content):
             output().print(line, highlight=False)
-    if is_equal is False:
+    if differences:
         raise typer.Exit(EXIT_DIFFERENT)
 
 
@@ -84,7 +74,7 @@ def open_origin(run: Path, step: int, *, trust_code: bool, before: int | None = 
     logging.disable(logging.INFO)
     with uncollected():
         from trainer.tools.branching.replay import find_origin
-    return find_origin(run, step, before=before, trust_code=trust_code)
+    return find_origin(run, step, before=before or step, trust_code=trust_code)
 
 
 def _replay(origin: Origin, step: int, **options: Any) -> Replay:
@@ -96,7 +86,7 @@ def _replay(origin: Origin, step: int, **options: Any) -> Replay:
     try:
         return repeat(origin, step, **options)
     except BranchFailed as error:
-        echo(f"{origin.run.path}: cannot be repeated to step {step}: {error.reason or error}", err=True)
+        echo(f"{origin.run.path}: cannot be repeated to step {step}: {error}", err=True)
         raise typer.Exit(EXIT_FAILED) from None
 
 
@@ -116,24 +106,22 @@ def _outcome(content: Mapping[str, Any]) -> list[str]:
         said = "not recorded" if then is None else "as recorded" if repr(now) == repr(then) else f"recorded: {then}"
         lines.append(f"{name} {now} ({said})")
         if isinstance(then, float) and math.isfinite(then - now):
-            worst = max(worst, abs(then - now) / max(abs(then), 1e-300))
+            worst = max(worst, abs(then - now) / max(abs(then), TINY))
     if len(content["parts"]) > 1:
         lines.append("the loss is " + " + ".join(f"{name} {value:.6g}" for name, value in content["parts"].items()))
     if bad := [_place(row) for row in content["rows"] if not math.isfinite(row.get("loss") or 0.0)]:
-        lines.append(coloured("error", f"not finite: the loss of {counted(len(bad), 'row')}, {', '.join(bad[:8])}"))
+        rows = f"{counted(len(bad), 'row')}, {', '.join(bad[:SHOWN_ROWS])}"
+        lines.append(coloured("error", f"not finite: the loss of {rows}"))
     if content["failure"]:
         lines.append(coloured("error", f"the step ended with: {content['failure']}"))
-    steps, different = content["compared_steps"], content["first_different"]
-    if different is not None:
-        lines.append(
-            coloured("error", f"differs from the record, first at step {different[0]}: {', '.join(different[1])}")
-        )
-    elif steps:
-        lines.append(coloured("healthy", f"equal to the record, bit for bit, in {counted(len(steps), 'logged step')}"))
-    elif content["is_equal"] is None and worst:
+    if content["first_different"]:
+        step, names = content["first_different"]
+        lines.append(coloured("error", f"differs from the record, first at step {step}: {', '.join(names)}"))
+    elif content["compared_steps"]:
+        steps = counted(len(content["compared_steps"]), "logged step")
+        lines.append(coloured("healthy", f"equal to the record, bit for bit, in {steps}"))
+    elif any(then is not None for _, then in content["values"].values()):
         lines.append(f"on another number of ranks sums are rounded otherwise: relative difference up to {worst:.1e}")
-    if all(then is None for _, then in content["values"].values()):
-        lines.append(f"the run did not log step {content['step']}")
     return lines
 
 
@@ -141,31 +129,21 @@ def _place(row: Mapping[str, Any]) -> str:
     return f"{row['shard']}.{row['micro_batch']}.{row['row']}"
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]], title: str, notes: Sequence[str]) -> None:
+def print_rows(rows: Sequence[Mapping[str, Any]], title: str, note: str) -> None:
     """The rows of a step as a table, and their text where it was asked for."""
 
-    def column(heading: str, key: str, **options: Any) -> Column:
-        cells = ["" if row.get(key) is None else str(row[key]) for row in rows]
-        return Column(heading, list(map(escape, cells)), **options)
+    def cell(value: Any) -> str:
+        if isinstance(value, list):
+            return ", ".join(f"{each['document']} ({each['start']}:{each['stop']})" for each in value)
+        if isinstance(value, float):
+            return f"{value:.6f}" if math.isfinite(value) else coloured("error", str(value))
+        return "" if value is None else escape(str(value))
 
-    def ranges(row: Mapping[str, Any]) -> str:
-        return ", ".join(f"{each['document']} ({each['start']}:{each['stop']})" for each in row["documents"] or [])
-
-    losses = [row.get("loss") for row in rows]
-    texts = [
-        "" if loss is None else f"{loss:.6f}" if math.isfinite(loss) else coloured("error", str(loss))
-        for loss in losses
-    ]
-    columns = [
-        Column("shard.micro.row", list(map(_place, rows))),
-        column("source", "source", leave_out=1),
-        column("stream", "stream", wraps=True),
-        Column("document (tokens)", list(map(ranges, rows)), wraps=True),
-        column("cell", "cell", justify="right", leave_out=3),
-        column("targets", "tokens", justify="right", leave_out=2),
-        *([column("state", "state")] if any("state" in row for row in rows) else []),
-        *([Column("loss", texts, "right")] if any("loss" in row for row in rows) else []),
-    ]
+    columns = [Column("shard.micro.row", list(map(_place, rows)))]
+    for priority, key in enumerate(("loss", "state", "documents", "stream", "tokens", "source", "cell")):
+        if any(row.get(key) is not None for row in rows):
+            cells = [cell(row.get(key)) for row in rows]
+            columns.insert(1, Column(key, cells, leave_out=max(priority - 3, 0), wraps=key in ("documents", "stream")))
     console = output(needed_width=needed_width(columns))
     table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")
     console.print(table, highlight=False)
@@ -173,16 +151,14 @@ def print_rows(rows: Sequence[Mapping[str, Any]], title: str, notes: Sequence[st
         for each in row["documents"] or []:
             if "text" in each:
                 echo(f"{_place(row)} document {each['document']}: {each['text']!r}")
-    for note in notes:
-        console.print(coloured("warning", note))
+    if note:
+        echo(note)
 
 
 def bisect(
     first: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
     second: Annotated[str, typer.Argument(help="Another one.", metavar="RUN_DIR")],
-    replays: Annotated[
-        bool, typer.Option("--replay/--no-replay", help="Repeat the steps between logged ones, to find the very step.")
-    ] = True,
+    replays: Annotated[bool, typer.Option("--replay/--no-replay", help="Repeat the steps between logged ones.")] = True,
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -192,47 +168,41 @@ def bisect(
         from trainer.tools.branching.replay import differing, recorded
         from trainer.tools.report.run_summary import config_differences
         from trainer.tools.runs.load import load_run
-    runs = [load_run(path) for path in paths]
-    marks = [recorded(run) for run in runs]
+    runs = list(map(load_run, paths))
+    marks, note = [recorded(run) for run in runs], ""
+    if not (common := [at for at in marks[0] if at in marks[1]]):
+        refuse(f"{first}, {second}: have logged no step in common; repeat the steps of one with train replay")
+    has_digests = all("weights" in mark[at] for mark in marks for at in common)
     equal, step, kinds = _first_difference(*marks)
-    if not equal and step is None:
-        raise UserError(
-            "train bisect", "the runs have logged no step in common", "train replay repeats the steps of one"
-        )
-    notes: list[str] = []
-    is_exact = step is not None and (step == 1 or ("weights" in marks[0][step] and equal == step - 1))
-    if replays and step is not None and not (is_exact and "weights" in marks[0][step]):
+    is_exact = step is not None and has_digests and equal == step - 1
+    if replays and step is not None and not is_exact:
         origins = [open_origin(path, step, before=equal + 1, trust_code=trust_code) for path in paths]
         found = [_replay(origin, step, logs_all=True).values for origin in origins]
-        failed = [
-            run.path
-            for run, mark, own in zip(runs, marks, found, strict=True)
-            if step not in own or differing(own[step], mark[step])
-        ]
-        text = "{}: repeated here, step {} is not as recorded: the machine, versions or data differ"
-        notes += [text.format(path, step) for path in failed]
-        if not failed:
+        for path, mark, own in zip(paths, marks, found, strict=True):
+            if differing(own.get(step, {}), mark[step]) or step not in own:
+                note = f"{path}: repeated here, step {step} is not as recorded: machine, versions or data differ"
+        if not note:
             before, step, kinds = _first_difference(*found)
             assert step is not None
-            is_exact, equal = step == 1 or before == step - 1, max(before, equal if equal < step else 0)
-    config = [{"key": key, "values": values} for key, values in config_differences(runs)]
-    data = _data_difference(paths)
-    content = {
-        "runs": [first, second],
-        "config": config,
-        "data": data,
-        "first_different_step": step,
-        "last_equal_step": equal or None,
-        "is_exact": is_exact,
-        "differs_in": [*["config"] * bool(config), *["data"] * bool(data), *kinds],
-        "notes": notes,
-    }
+            equal = before or min(equal, step - 1)
+            is_exact = equal == step - 1 and (equal == before or has_digests)
+    content: dict[str, Any] = {"runs": [first, second], "data": _data_difference(paths), "is_exact": is_exact}
+    content |= {"config": [{"key": key, "values": values} for key, values in config_differences(runs)], "note": note}
+    outside = [name for name in ("config", "data") if content[name]]
+    content |= {"last_equal_step": equal or None, "first_different_step": step, "differs_in": [*outside, *kinds]}
     if as_json:
         print_json(_plain(content))
     else:
-        common = marks[0].keys() & marks[1].keys()
-        has_digests = all("weights" in mark[at] for mark in marks for at in common)
-        _print_bisected(content, len(common), has_digests=has_digests)
+        lines = [f"{each['key']}: {each['values'][0]!r}, {each['values'][1]!r}" for each in content["config"]]
+        data = content["data"]
+        lines.append("data: " + ("not known: a run has no checkpoint" if data is None else data or "the same"))
+        if step is None:
+            lines.append(f"equal in {counted(len(common), 'logged step')}" + (", by loss and norm" * (not has_digests)))
+        else:
+            where = f"step {step}" if is_exact else f"a step from {equal + 1} to {step}"
+            lines.append(f"the first difference is in {where}: {', '.join(kinds)}")
+            lines += [REASONS[kinds[0]]] if is_exact and kinds[0] in REASONS else []
+        echo("\n".join([*lines, *[note] * bool(note)]))
     if step is not None:
         raise typer.Exit(EXIT_DIFFERENT)
 
@@ -256,31 +226,6 @@ def _data_difference(paths: Sequence[Path]) -> str | None:
     from trainer.training.checkpointing import checkpoint
 
     found = [checkpoint.complete_checkpoints(path / checkpoint.CHECKPOINTS)[:1] for path in paths]
-    if not all(found):
-        return None
     states = [checkpoint.named(str(path), checkpoint.read_state) for own in found for path in own]
-    return str(compare(*(Fingerprint.from_state(state[FINGERPRINT_KEY]) for state in states)))
-
-
-def _print_bisected(content: Mapping[str, Any], num_compared: int, *, has_digests: bool) -> None:
-    from trainer.tools.report.run_summary import value_text
-
-    lines = [f"setting {each['key']}: {', '.join(map(value_text, each['values']))}" for each in content["config"]]
-    data, step = content["data"], content["first_different_step"]
-    lines.append("data: " + ("not known, a run has no checkpoint" if data is None else data or "the same"))
-    if step is None:
-        lines.append(f"equal in {counted(num_compared, 'logged step')}")
-        if not has_digests:
-            lines.append(
-                'by loss and gradient norm: metrics.digests = "write" records batch, states, gradient and weights too'
-            )
-    else:
-        kinds = [kind for kind in content["differs_in"] if kind not in ("config", "data")]
-        equal, where = content["last_equal_step"], f"step {step}"
-        if not content["is_exact"]:
-            where = f"a step from {(equal or 0) + 1} to {step}"
-        after = f", after {equal} equal ones" if equal else ""
-        lines.append(f"the first difference is in {where}{after}: {', '.join(kinds)}")
-        lines += [text.format(step=step) for kind, text in REASONS.items() if kind == kinds[0] and content["is_exact"]]
-    for line in [*lines, *content["notes"]]:
-        echo(line)
+    marks = [Fingerprint.from_state(state[FINGERPRINT_KEY]) for state in states]
+    return str(compare(*marks)) if len(marks) == len(paths) else None
