@@ -95,7 +95,7 @@ def test_a_step_is_repeated_to_the_bit_and_the_run_is_left_alone(config, tmp_pat
         row.pop("loss")
     assert read == rows
     if case == "ddp":  # in one process, with digests that do not compare
-        one = verb("replay", tmp_path / "run", "--step", step, "--nproc", 1)
+        one = verb("replay", tmp_path / "run", "--step", step, "--nproc", 1, "--text")
         assert (one["is_equal"], "weights" in one["values"]) == (None, False)
         assert mean_loss(one["rows"]) == pytest.approx(values["loss"][1], rel=1e-6)
         assert [row["documents"] for row in one["rows"]] == [row["documents"] for row in found["rows"]]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,8 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     """
     run, found = load_run(run_dir, allow_empty=True), checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
     kept, resumed = {checkpoint.step_of(path): path for path in found}, [each.global_step for each in run.restarts]
-    # A launch that began after the step may have had another config; a checkpoint until then has that of the step.
-    until = min((at for at in resumed if at >= step), default=0)
+    # The launches since then, which began after the step, may have had another config; a checkpoint until then has the step's.
+    until = min(takewhile(lambda at: at >= step, reversed(resumed)), default=0)
     path = next((path for at, path in sorted(kept.items()) if step <= at <= until), None)
     if path is not None:
         state = _state(path)

@@ -139,11 +139,19 @@ def print_rows(rows: Sequence[Mapping[str, Any]], title: str, note: str) -> None
             return f"{value:.6f}" if math.isfinite(value) else coloured("error", str(value))
         return "" if value is None else escape(str(value))
 
-    columns = [Column("shard.micro.row", list(map(_place, rows)))]
-    for priority, key in enumerate(("loss", "state", "documents", "stream", "tokens", "source", "cell")):
+    columns, wraps = [Column("shard.micro.row", list(map(_place, rows)))], ("documents", "stream")
+    for key, priority in {
+        "source": 1,
+        "stream": 0,
+        "documents": 0,
+        "cell": 3,
+        "tokens": 2,
+        "state": 0,
+        "loss": 0,
+    }.items():
         if any(row.get(key) is not None for row in rows):
             cells = [cell(row.get(key)) for row in rows]
-            columns.insert(1, Column(key, cells, leave_out=max(priority - 3, 0), wraps=key in ("documents", "stream")))
+            columns.append(Column(key, cells, leave_out=priority, wraps=key in wraps))
     console = output(needed_width=needed_width(columns))
     table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")
     console.print(table, highlight=False)
