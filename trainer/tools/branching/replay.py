@@ -86,9 +86,10 @@ class Origin:
         """What reads the data shards, before the first step that is repeated."""
         blends = [make_blend(self.plan, shard) for shard in RankInfo().data_shards(self.plan.facts.data_shards)]
         if self.path is not None:
-            states = [read_rank(self.path, number)["data"] for number in range(checkpoint.data_shards(self.state))]
-            for number, blend in enumerate(blends):
-                blend.load_state_dict(states[number] if len(states) == len(blends) else states)
+            with checkpoint.loading(self.path, "data cursors"):
+                states = [read_rank(self.path, number)["data"] for number in range(checkpoint.data_shards(self.state))]
+                for number, blend in enumerate(blends):
+                    blend.load_state_dict(states[number] if len(states) == len(blends) else states)
         return blends
 
 
