@@ -254,7 +254,7 @@ def replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all:
         try:
             run_program(num_ranks, config, Path(name), environment, lambda: False)
         except BranchFailed as error:
-            failure = error.reason
+            failure = error.reason.splitlines()[-1]
         files = Path(name).glob("replayed_*.json")
         micros = [micro for file in files for micro in json.loads(file.read_text(encoding="utf-8"))]
         values = recorded(load_run(name, allow_empty=True))
