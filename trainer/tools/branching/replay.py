@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import takewhile
@@ -46,8 +47,10 @@ def recorded(run: RunRecord) -> Values:
     """What a run has recorded that another one must equal to the bit."""
     found: Values = {}
     path = run.path / "digests.jsonl"
-    for line in map(parse_json, read_lines(path) if path.is_file() else ()):
-        found[line["global_step"]] = {kind: line[kind] for kind in KINDS}
+    for text in read_lines(path) if path.is_file() else ():
+        with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
+            line = parse_json(text)
+            found[line["global_step"]] = {kind: line[kind] for kind in KINDS}
     for name in NUMBERS:
         for step, value in zip(*run.train.column(name), strict=True):
             found.setdefault(step, {})[name] = value
@@ -76,10 +79,16 @@ class Origin:
         """The last step that is not repeated."""
         return int(self.state.get("step", 0))
 
+    @property
+    def num_ranks(self) -> int:
+        """Of the run."""
+        size = self.environment.get("world_size")
+        return size if isinstance(size, int) and size >= 1 else 1
+
     @cached_property
     def plan(self) -> Plan:
         """The plan of the run."""
-        return make_plan(self.config, Path(), self.environment.get("world_size", 1), logs_doubts=False)
+        return make_plan(self.config, Path(), self.num_ranks, logs_doubts=False)
 
     @cached_property
     def blends(self) -> list[BlendDataset]:
@@ -238,7 +247,7 @@ def replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all:
     Raises:
         BranchFailed: it did not come to the step.
     """
-    own, threads, failure = int(origin.environment.get("world_size", 1)), origin.environment.get("threads"), ""
+    own, threads, failure = origin.num_ranks, origin.environment.get("threads"), ""
     num_ranks = num_ranks or own
     changed: dict[str, dict[str, Any]] = {
         "train": {"spike_sigma": 0.0},
@@ -249,7 +258,7 @@ def replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all:
     }
     rides = ExtensionTable(target="trainer.extensions.replayed:Replayed", args={"step": step})
     config = with_tables(origin.config, changed).model_copy(update={"extension": [*origin.config.extension, rides]})
-    environment = {"OMP_NUM_THREADS": str(threads)} if threads and num_ranks == own else {}
+    environment = {"OMP_NUM_THREADS": str(threads)} if isinstance(threads, int) and num_ranks == own else {}
     with tempfile.TemporaryDirectory(prefix="trainer-replay-", ignore_cleanup_errors=True) as name:
         try:
             run_program(num_ranks, config, Path(name), environment, lambda: False)
