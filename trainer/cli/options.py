@@ -21,6 +21,7 @@ StrategyOption = Annotated[
     str | None, typer.Option(help="How ranks share the model (distributed.strategy).", metavar="ddp|fsdp|hsdp")
 ]
 ReplicasOption = Annotated[int | None, typer.Option(min=1, help="Replicas of hsdp (distributed.replicas).")]
+TextOption = Annotated[bool, typer.Option("--text", help="The text of the rows too.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TrustOption = Annotated[
     bool,

@@ -27,7 +27,7 @@ _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 # These name a run, so they always differ.
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
 SAME_BATCH: Final = frozenset({"micro_batches", "global_batch", "global_batch_tokens"})
-_RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "devices")
+_RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -115,7 +115,7 @@ class LossSpikes(Extension):
         for step, spike, grad_norm in sorted({found for spikes, _ in filter(None, by_rank) for found in spikes}):
             text = "step %d: loss spike: %.4f, %.1f standard deviations above its average of %.4f"
             logger.warning(text, step, spike.loss, spike.num_sigma, spike.mean)
-            values = {**spike._asdict(), "grad_norm": grad_norm}
+            values = {**spike._asdict(), "grad_norm": grad_norm, "replay": self.run.run_dir.replay_command(step)}
             batches = [rank and rank[1].get(step) for rank in by_rank]
             self.run.event({"event": "loss_spike", "global_step": step, **values, "batches": batches})
 

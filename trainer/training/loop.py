@@ -387,7 +387,9 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome) -> None:
     position.skipped_in_a_row += 1
     run.record("non_finite_steps", 1.0)
     metas = gather_from_ranks([micro.meta for micro in taken.window], world_size=run.info.world_size)
-    run.event({"event": "non_finite", "global_step": taken.step, "loss": outcome.loss, "batches": metas})
+    command = run.run_dir.replay_command(taken.step)
+    event = {"event": "non_finite", "global_step": taken.step, "loss": outcome.loss, "batches": metas}
+    run.event({**event, "replay": command})
     what = f"step {taken.step}: loss {outcome.loss}, squared gradient norm {outcome.grad_norm}"
     # fp16 overflows in the normal course of loss scaling.
     if table.on_non_finite == "stop" and table.precision != "fp16":
@@ -395,6 +397,6 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome) -> None:
         # The record ends with this step. If it is not a logged one, the next step is in flight and the ledger already counts
         # in it, so that the row holds the host's values alone.
         end_step(run, taken, outcome, is_logged=True, drains=logs(run, taken.step))
-        raise NonFiniteError(f'{what}; its batches are in events.jsonl; train.on_non_finite = "skip" would continue')
+        raise NonFiniteError(f'{what}; see its rows: {command}; train.on_non_finite = "skip" would continue')
     if position.skipped_in_a_row > table.max_skips:
         raise NonFiniteError(f"{what}; {position.skipped_in_a_row} steps in a row were skipped (train.max_skips)")

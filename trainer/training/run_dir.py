@@ -173,6 +173,10 @@ class RunDir:
         except (OSError, ValueError, PayloadError):  # what cannot be read may be worth something
             return False
 
+    def replay_command(self, step: int) -> str:
+        """What repeats a step, and shows its rows."""
+        return f"train replay {shlex.quote(str(self.path))} --step {step}"
+
     def log_file(self, rank: int) -> Path:
         """The log of one rank."""
         return self.logs / f"rank_{rank:03d}.log"
@@ -259,6 +263,7 @@ def environment(info: RankInfo) -> dict[str, Any]:
         "packages": {name: _version(name) for name in RECORDED_PACKAGES},
         "world_size": info.world_size,
         "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "command": sys.argv,
     }

@@ -53,6 +53,9 @@ SHOWN_OUTPUT = 300
 class BranchFailed(Exception):
     """A branch ended by something else than its end, a stop or a loss that is not finite; the message says where to look."""
 
+    reason = ""
+    """Why, by what the program said last."""
+
 
 @dataclass(frozen=True)
 class BranchResult:
@@ -166,7 +169,7 @@ def _run_branch(
         fork(study.origin.path, path, order=branch.seed)
     if RunDir(path).status().get("state") != FINISHED:
         config = training_config(study, branch)
-        if not _run_program(study.origin.num_ranks, config, path, environment, should_stop):
+        if not run_program(study.origin.num_ranks, config, path, environment, should_stop):
             return None
     run = load_run(path)
     tokens = round(max(run.train.column("tokens_seen")[1], default=0.0)) - study.origin.tokens_seen
@@ -203,7 +206,7 @@ def last_training_loss(run: RunRecord, *, last: int, num_steps: int) -> float | 
     return sum(losses[step] * tokens[step] for step in steps) / sum(tokens[step] for step in steps)
 
 
-def _run_program(
+def run_program(
     num_ranks: int, config: RunConfig, run_dir: Path, environment: Mapping[str, str], should_stop: Callable[[], bool]
 ) -> bool:
     """Train in `run_dir`, from its own checkpoint. False: stopped, which is passed on to the program once.
@@ -236,11 +239,13 @@ def _run_program(
         return True
     if should_stop() or (code == 0 and status.get("state") == "stopped"):
         return False
-    if status.get("state") == "failed" and _has_diverged(load_run(run_dir)):
+    if status.get("state") == "failed" and _has_diverged(load_run(run_dir, allow_empty=True)):
         return True
     said = output_file.read_text(encoding="utf-8", errors="replace").strip()
     reason = status.get("reason") or said[-SHOWN_OUTPUT:] or "no output"
-    raise BranchFailed(f"{run_dir}: the branch failed with exit code {code}: {reason}; see {output_file}")
+    failure = BranchFailed(f"{run_dir}: the branch failed with exit code {code}: {reason}; see {output_file}")
+    failure.reason = reason
+    raise failure
 
 
 def training_config(study: Study, branch: Branch) -> RunConfig:
@@ -252,17 +257,25 @@ def training_config(study: Study, branch: Branch) -> RunConfig:
         "optimizer": {"lr": branch.lr},
         "ledger": _ledger(config, branch.factor, branch.seed),
         "eval": {"every": NEVER if study.is_held_out else 0, "batches": config.eval.batches or EVAL_BATCHES},
-        "metrics": {"profile": 0, "stdout": "off", "tensorboard": False},
         "gns": {"enabled": False},
-        "sample": {"every": 0},
-        "checkpoint": {"every": 0, "every_minutes": 0.0, "keep_last": 1, "keep_every": 0, "background": False},
+        "checkpoint": {"keep_last": 1, "keep_every": 0, "background": False, "resume": "auto"},
     }
     changed["train"]["on_non_finite"] = "stop"
-    changed["metrics"]["log_interval"] = max(branch.steps // LOGGED_ROWS, 1) if study.is_held_out else 1
-    changed["metrics"]["wandb"] = config.metrics.wandb.model_copy(update={"mode": "disabled"})
-    changed["checkpoint"] |= {"remote": None, "resume": "auto"}
-    tables = {table: getattr(config, table).model_copy(update=update) for table, update in changed.items()}
-    return config.model_copy(update={**tables, "scheduler": SchedulerTable(name="constant")})
+    changed["metrics"] = {"log_interval": max(branch.steps // LOGGED_ROWS, 1) if study.is_held_out else 1}
+    return with_tables(config, changed).model_copy(update={"scheduler": SchedulerTable(name="constant")})
+
+
+def with_tables(config: RunConfig, changed: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The config with these changes of its tables, and without samples, other sinks, stores and checkpoints on the way."""
+    wandb = config.metrics.wandb.model_copy(update={"mode": "disabled"})
+    quiet: dict[str, dict[str, Any]] = {
+        "metrics": {"profile": 0, "stdout": "off", "tensorboard": False, "wandb": wandb},
+        "sample": {"every": 0},
+        "checkpoint": {"every": 0, "every_minutes": 0.0, "remote": None},
+    }
+    tables = {table: {**quiet.get(table, {}), **changed.get(table, {})} for table in quiet.keys() | changed.keys()}
+    copies = {table: getattr(config, table).model_copy(update=update) for table, update in tables.items()}
+    return config.model_copy(update=copies)
 
 
 def _ledger(config: RunConfig, factor: Fraction, seed: int) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origi
     step, world_size, tokens_seen = saved["step"], saved["world_size"], saved["tracker"]["tokens_seen"]
     config = config_of(saved, path)
     refuse_code(config, path, trusted=trust_code)
-    plan = make_plan(config, _config_path(saved, run_dir), world_size)
+    plan = make_plan(config, config_path_of(saved.get("environment", {}), run_dir), world_size)
     micro_batches = saved["micro_batches"][0] or config.micro_batches.first
     lr = make_schedule(config, plan.length)(saved.get("reached", step)) * config.micro_batches.lr_factor(micro_batches)
     if lr <= 0:
@@ -136,9 +136,9 @@ def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origi
     )
 
 
-def _config_path(saved: dict[str, Any], run_dir: Path) -> Path:
+def config_path_of(environment: Mapping[str, Any], run_dir: Path) -> Path:
     """The file that the run's included files are relative to."""
-    command = saved.get("environment", {}).get("command", [])
+    command = environment.get("command", [])
     named = [
         word.partition("=")[2] or following
         for word, following in zip(command, [*command[1:], ""], strict=True)

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from trainer.cli.options import EodOption, FormatOption, JsonOption
+from trainer.cli.options import EodOption, FormatOption, JsonOption, TextOption, TrustOption, require_run
 from trainer.cli.terminal import echo, output, print_json, writing
 from trainer.errors import UserError, UserErrors
 from trainer.metrics.progress_bar import now_and_then, progress_bar
@@ -196,6 +196,27 @@ def verify(
     hashes = ", hashes as in manifest.json" if found.is_hashed else ""
     counts = f"{found.streams:,} streams, {found.documents:,} documents, {found.tokens:,} tokens"
     echo(f"{counts}: no damage{hashes}")
+
+
+@app.command("at")
+def at_step(
+    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
+    step: Annotated[int, typer.Argument(min=1, help="An optimizer step.", metavar="STEP")],
+    text: TextOption = False,
+    trust_code: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a step of a run read, from the data cursors of a checkpoint before it, without the model."""
+    from trainer.tools.verbs.replay import open_origin, print_rows
+
+    origin = open_origin(require_run(run_dir), step, trust_code=trust_code)
+    from trainer.tools.branching.replay import read_step, rows_of
+
+    rows = rows_of(origin, read_step(origin, step), with_text=text)
+    if as_json:
+        print_json({"run": run_dir, "step": step, "from_step": origin.step, "note": origin.note, "rows": rows})
+    else:
+        print_rows(rows, f"Step {step} of {run_dir}, read on from step {origin.step}", origin.note)
 
 
 @app.command()

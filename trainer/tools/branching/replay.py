@@ -1,0 +1,272 @@
+"""A step of a run again: what it read, and what came of it; from the nearest checkpoint before, in a temporary directory."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import takewhile
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.arrays import IGNORED, Ints
+from trainer.config.load import load_config
+from trainer.config.schema import ExtensionTable, RunConfig
+from trainer.data.blend import BlendDataset
+from trainer.data.groups import OpenStream
+from trainer.distributed.env import RankInfo
+from trainer.errors import UserError
+from trainer.extensions.digests import KINDS
+from trainer.files import parse_json, read_lines
+from trainer.tools.branching.run_branches import BranchFailed, run_program, with_tables
+from trainer.tools.branching.study import config_path_of
+from trainer.tools.runs.load import RunRecord, load_run
+from trainer.tools.trained.saved_model import config_of, refuse_code
+from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.restore import DataPolicy, check_data
+from trainer.training.checkpointing.tensor_files import read_rank
+from trainer.training.run_dir import RunDir
+from trainer.training.setup.parts import make_blend
+from trainer.training.setup.plan import Plan, make_plan
+
+NUMBERS = ("loss", "grad_norm", "lr", "tokens_in_step", "tokens_seen")
+"""Metrics of a step that repeating it must give again."""
+Values = dict[int, dict[str, Any]]
+"""Step -> its digests and `NUMBERS`, as far as they were logged."""
+LATER = "another launch of the run lies in between: the settings used here are those of {}"
+
+
+def recorded(run: RunRecord) -> Values:
+    """What a run has recorded that another one must equal to the bit."""
+    found: Values = {}
+    path = run.path / "digests.jsonl"
+    for text in read_lines(path) if path.is_file() else ():
+        with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
+            line = parse_json(text)
+            found[line["global_step"]] = {kind: line[kind] for kind in KINDS}
+    for name in NUMBERS:
+        for step, value in zip(*run.train.column(name), strict=True):
+            found.setdefault(step, {})[name] = value
+    return dict(sorted(found.items()))
+
+
+def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """The names of both that differ; NaN equals itself."""
+    return [name for name in first if name in second and repr(first[name]) != repr(second[name])]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """From where a step can be repeated: config and environment of the launch that trained it, and the checkpoint with its
+    state.json (None: the run's beginning)."""
+
+    run: RunRecord
+    config: RunConfig
+    environment: Mapping[str, Any]
+    path: Path | None
+    state: Mapping[str, Any]
+    note: str
+
+    @property
+    def step(self) -> int:
+        """The last step that is not repeated."""
+        return int(self.state.get("step", 0))
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the run."""
+        size = self.environment.get("world_size")
+        return size if isinstance(size, int) and size >= 1 else 1
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the run."""
+        return make_plan(self.config, Path(), self.num_ranks, logs_doubts=False)
+
+    @cached_property
+    def blends(self) -> list[BlendDataset]:
+        """What reads the data shards, before the first step that is repeated."""
+        blends = [make_blend(self.plan, shard) for shard in RankInfo().data_shards(self.plan.facts.data_shards)]
+        if self.path is not None:
+            with checkpoint.loading(self.path, "data cursors"):
+                states = [read_rank(self.path, number)["data"] for number in range(checkpoint.data_shards(self.state))]
+                for number, blend in enumerate(blends):
+                    blend.load_state_dict(states[number] if len(states) == len(blends) else states)
+        return blends
+
+
+def _state(path: Path) -> dict[str, Any]:
+    return checkpoint.named(str(path), checkpoint.read_state)
+
+
+def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> Origin:
+    """Where to begin, before the step `before`, so as to repeat `step`.
+
+    Raises:
+        UserError: the run has no such step, its beginning is not known, its data changed, or its config names code.
+    """
+    run, found = load_run(run_dir, allow_empty=True), checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
+    kept, resumed = {checkpoint.step_of(path): path for path in found}, [each.global_step for each in run.restarts]
+    # The launches since then, which began after the step, may have had another config; a checkpoint until then has the step's.
+    until = min(takewhile(lambda at: at >= step, reversed(resumed)), default=0)
+    path = next((path for at, path in sorted(kept.items()) if step <= at <= until), None)
+    if path is not None:
+        state = _state(path)
+        config, environment = config_of(state, path), state.get("environment", {})
+    else:
+        config, environment = load_config(RunDir(run_dir).resolved_config), run.environment
+    note = LATER.format(f"the launch after step {resumed[-1]}") if until and path is None else ""
+    refuse_code(config, run_dir, trusted=trust_code)
+    trunk = Path(config.checkpoint.resume).resolve()
+    if checkpoint.step_of(trunk) >= 0 and (trunk / checkpoint.MARKER).is_file():
+        kept.setdefault(checkpoint.step_of(trunk), trunk)
+    start = max((at for at in kept if at < before), default=0)
+    problem, fix = "", "put it back where checkpoint.resume says"
+    if not start and resumed and resumed[0] and min(run.steps, default=step) > resumed[0]:
+        problem = f"began from a checkpoint of step {resumed[0]} that is gone"
+    elif step > config.train.steps and not config.train.tokens:
+        problem, fix = f"has {config.train.steps} steps, not {step}", "name one of them"
+    if problem:
+        raise UserError(str(run_dir), problem, fix)
+    if any(start < at < step for at in resumed):
+        note = LATER.format(f"step {step}")
+    # Included files are relative to the run's first config.
+    base, data = config_path_of(environment, run_dir).absolute().parent, config.data
+    sources = [each.model_copy(update={"include": each.include and str(base / each.include)}) for each in data.source]
+    config = config.model_copy(update={"data": data.model_copy(update={"source": sources})})
+    origin = Origin(run, config, environment, kept.get(start), _state(kept[start]) if start else {}, note)
+    try:  # of a run's beginning by a later checkpoint
+        check_data(origin.plan, origin.state or (_state(kept[min(kept)]) if kept else None), RankInfo(), DataPolicy())
+    except UserError as error:
+        error.key, error.fix = str(run_dir), error.fix.partition(", or add")[0]
+        raise
+    return origin
+
+
+def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: bool) -> list[dict[str, Any]]:
+    """The rows of a step, from what `Replayed` notes of its micro-batches, with the documents that they hold."""
+    sources = {source.name: source.dataset for source in origin.blends[0].sources}
+
+    @cache
+    def opened(source: str, name: str) -> tuple[OpenStream, Ints]:
+        dataset: Any = sources[source]
+        stream = dataset.open(next(each for each in dataset.streams if each.relative_path == name))
+        return stream, stream.groups.ids_of(np.arange(stream.groups.num_groups))
+
+    def documents(meta: Mapping[str, Any], row: int) -> list[dict[str, Any]] | None:
+        if meta.get("source") not in sources or not meta.get("stream"):
+            return None
+        stream, ids = opened(meta["source"], meta["stream"])
+        groups, table, found = stream.groups, stream.documents, []
+        for owner in np.flatnonzero(ids == meta["group_ids"][row])[:1]:
+            packed = groups.segment_documents[
+                groups.segment_offsets[owner] : groups.segment_offsets[owner + 1]
+            ].tolist()
+            start = 0 if packed else int(groups.first_cells[owner] + meta["cell_indices"][row]) * stream.seq_len
+            for number in packed or [int(groups.documents[owner])]:
+                stop = min(start + stream.seq_len, int(table.lengths[number]))
+                found.append({"document": number, "start": start, "stop": stop})
+                if with_text:
+                    found[-1]["text"] = origin.plan.tokenizer.decode(table.read(number, start, stop))
+        return found
+
+    rows, count = [], Counter[int]()
+    for micro in sorted(micros, key=itemgetter("shard")):
+        place = {"shard": micro["shard"], "micro_batch": count[micro["shard"]]}
+        count[micro["shard"]] += 1
+        try:
+            meta = parse_json(micro["meta"])
+            assert isinstance(meta, dict)
+        except (ValueError, AssertionError):  # of a source of the user's own
+            meta = {}
+        for number, tokens in enumerate([] if micro["is_filler"] else micro["tokens"]):
+            row = {**place, "row": number, "source": micro["sources"] and micro["sources"][number]}
+            row |= {"stream": meta.get("stream"), "documents": documents(meta, number), "tokens": tokens}
+            row["cell"] = meta["cell_indices"][number] if row["documents"] is not None else None
+            if "states" in micro:
+                row["state"] = micro["states"][number]
+            if "losses" in micro:
+                row["loss"] = micro["losses"][number] / tokens if tokens else None
+            rows.append(row)
+    return rows
+
+
+def read_step(origin: Origin, step: int) -> list[dict[str, Any]]:
+    """The micro-batches of a step, as `rows_of` takes them, by reading on from the data cursors.
+
+    Raises:
+        UserError: how many they are is not known ahead.
+    """
+    plan, micros = origin.plan.config.micro_batches, []
+    if not plan.is_known_ahead:
+        raise UserError("train.micro_batches", "depends on what the run measures", f"use train replay --step {step}")
+    first, start, stop = map(plan.batches_before, (origin.step + 1, step, step + 1))
+    for number in range(first, stop):
+        for shard, blend in enumerate(origin.blends):
+            batch = next(blend, None)
+            if batch is not None and number >= start:
+                tokens = (np.asarray(batch["targets"]) != IGNORED).sum(1).tolist()
+                micro = {"shard": shard, "is_filler": False, "sources": batch["dataset_labels"], "tokens": tokens}
+                micros.append({**micro, "meta": str(batch.get("instability_meta_json", "{}"))})
+    return micros
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of a step that was repeated: the values of the logged steps until then, the micro-batches as `Replayed` notes
+    them, and why it ended, if not by itself. It must equal the record if it is exact: on as many ranks sums round alike."""
+
+    num_ranks: int
+    is_exact: bool
+    values: Values
+    micros: list[dict[str, Any]]
+    failure: str
+
+    def parts(self) -> dict[str, float]:
+        """The components of the step's loss, per token."""
+        sums, tokens = Counter[str](), sum(sum(micro["tokens"]) for micro in self.micros)
+        for micro in self.micros:
+            sums.update(micro.get("parts", {}))
+        return {name: total / max(tokens, 1) for name, total in sums.items()}
+
+
+def replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all: bool = False) -> Replay:
+    """Repeat the run up to `step`.
+
+    Args:
+        num_ranks: None: as many as the run's.
+        logs_all: every step, and not those alone that the run logged.
+
+    Raises:
+        BranchFailed: it did not come to the step.
+    """
+    own, threads, failure = origin.num_ranks, origin.environment.get("threads"), ""
+    num_ranks = num_ranks or own
+    changed: dict[str, dict[str, Any]] = {
+        "train": {"spike_sigma": 0.0},
+        "eval": {"every": 0},
+        "metrics": {"digests": "write", **({"log_interval": 1} if logs_all else {})},
+        "checkpoint": {"resume": "off" if origin.path is None else str(origin.path.absolute())},
+        "distributed": {} if num_ranks == own else {"shards": origin.plan.facts.data_shards},
+    }
+    rides = ExtensionTable(target="trainer.extensions.replayed:Replayed", args={"step": step})
+    config = with_tables(origin.config, changed).model_copy(update={"extension": [*origin.config.extension, rides]})
+    environment = {"OMP_NUM_THREADS": str(threads)} if isinstance(threads, int) and num_ranks == own else {}
+    with tempfile.TemporaryDirectory(prefix="trainer-replay-", ignore_cleanup_errors=True) as name:
+        try:
+            run_program(num_ranks, config, Path(name), environment, lambda: False)
+        except BranchFailed as error:
+            failure = error.reason.splitlines()[-1]
+        files = Path(name).glob("replayed_*.json")
+        micros = [micro for file in files for micro in json.loads(file.read_text(encoding="utf-8"))]
+        values = recorded(load_run(name, allow_empty=True))
+    if not micros:
+        raise BranchFailed(failure or f"the data end after step {max(values, default=origin.step)}")
+    return Replay(num_ranks, num_ranks == own, values, micros, failure)

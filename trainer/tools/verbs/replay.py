@@ -1,0 +1,239 @@
+"""`train replay`: a step of a run again. `train bisect`: the first step at which two runs differ."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from trainer.cli.options import JsonOption, TextOption, TrustOption, require_run, uncollected
+from trainer.cli.terminal import coloured, echo, output, print_json, refuse
+from trainer.tools.fitted_table import Column, fitted_table, needed_width
+from trainer.wording import counted
+
+if TYPE_CHECKING:
+    from trainer.tools.branching.replay import Origin, Replay, Values
+
+EXIT_FAILED, EXIT_DIFFERENT = 1, 3
+TINY, SHOWN_ROWS = 1e-300, 8
+REASONS = {
+    "batch": "they read other data",
+    "states": "the same batch continued from other states",
+    "gradient": "the same batch and states gave another gradient: the model computes otherwise, or code changed weights",
+    "weights": "the same gradient led to other weights: learning rate, optimizer, or code that changes weights",
+}
+
+
+def replay(
+    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
+    step: Annotated[int, typer.Option(min=1, help="The optimizer step.")],
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks; default: the run's, for equal bits.")] = None,
+    text: TextOption = False,
+    trust_code: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Repeat a step of a run from the checkpoint before it: its rows, their losses, and whether they equal the record."""
+    origin = open_origin(require_run(run_dir), step, trust_code=trust_code)
+    from trainer.tools.branching.replay import NUMBERS, differing, recorded, rows_of
+
+    found, record = _replay(origin, step, num_ranks=nproc), recorded(origin.run)
+    compared = [at for at in found.values if found.is_exact and found.values[at].keys() & record.get(at, {}).keys()]
+    differences = [[at, names] for at in compared if (names := differing(found.values[at], record[at]))]
+    # Digests are sums over ranks, and of no use without the record's.
+    then, now = record.get(step, {}), found.values.get(step, {})
+    shown = [name for name in now if name in NUMBERS or (found.is_exact and name in then)]
+    content: dict[str, Any] = {
+        "run": run_dir,
+        "step": step,
+        "from_step": origin.step,
+        "ranks": found.num_ranks,
+        "note": origin.note,
+    }
+    content |= {"is_equal": not differences if compared else None, "compared_steps": compared}
+    content |= {"first_different": next(iter(differences), None), "failure": found.failure, "parts": found.parts()}
+    content["values"] = {name: [now[name], then.get(name)] for name in shown}
+    content["rows"] = rows_of(origin, found.micros, with_text=text)
+    if as_json:
+        print_json(_plain(content))
+    else:
+        title = f"Step {step} of {run_dir}, repeated from step {origin.step} on {counted(found.num_ranks, 'rank')}"
+        print_rows(content["rows"], title, origin.note)
+        for line in _outcome(content):
+            output().print(line, highlight=False)
+    if differences:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def open_origin(run: Path, step: int, *, trust_code: bool, before: int | None = None) -> Origin:
+    """`find_origin`, without what a run says as it starts."""
+    logging.disable(logging.INFO)
+    with uncollected():
+        from trainer.tools.branching.replay import find_origin
+    return find_origin(run, step, before=before or step, trust_code=trust_code)
+
+
+def _replay(origin: Origin, step: int, **options: Any) -> Replay:
+    """`branching.replay.replay`, said and, if it fails, refused."""
+    from trainer.tools.branching.replay import replay as repeat
+    from trainer.tools.branching.run_branches import BranchFailed
+
+    echo(f"{origin.run.path}: repeating steps {origin.step + 1:,} to {step:,}", err=True)
+    try:
+        return repeat(origin, step, **options)
+    except BranchFailed as error:
+        echo(f"{origin.run.path}: cannot be repeated to step {step}: {error}", err=True)
+        raise typer.Exit(EXIT_FAILED) from None
+
+
+def _plain(value: Any) -> Any:
+    """With numbers that are not finite, which JSON has not, as words."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(_plain, value))
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _outcome(content: Mapping[str, Any]) -> list[str]:
+    """The numbers of the step, and how they compare with the record."""
+    lines, worst = [], 0.0
+    for name, (now, then) in content["values"].items():
+        said = "not recorded" if then is None else "as recorded" if repr(now) == repr(then) else f"recorded: {then}"
+        lines.append(f"{name} {now} ({said})")
+        if isinstance(then, float) and math.isfinite(then - now):
+            worst = max(worst, abs(then - now) / max(abs(then), TINY))
+    if len(content["parts"]) > 1:
+        lines.append("the loss is " + " + ".join(f"{name} {value:.6g}" for name, value in content["parts"].items()))
+    if bad := [_place(row) for row in content["rows"] if not math.isfinite(row.get("loss") or 0.0)]:
+        rows = f"{counted(len(bad), 'row')}, {', '.join(bad[:SHOWN_ROWS])}"
+        lines.append(coloured("error", f"not finite: the loss of {rows}"))
+    if content["failure"]:
+        lines.append(coloured("error", f"the step ended with: {content['failure']}"))
+    if content["first_different"]:
+        step, names = content["first_different"]
+        lines.append(coloured("error", f"differs from the record, first at step {step}: {', '.join(names)}"))
+    elif content["compared_steps"]:
+        steps = counted(len(content["compared_steps"]), "logged step")
+        lines.append(coloured("healthy", f"equal to the record, bit for bit, in {steps}"))
+    elif any(then is not None for _, then in content["values"].values()):
+        lines.append(f"on another number of ranks sums are rounded otherwise: relative difference up to {worst:.1e}")
+    return lines
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    return f"{row['shard']}.{row['micro_batch']}.{row['row']}"
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]], title: str, note: str) -> None:
+    """The rows of a step as a table, and their text where it was asked for."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, list):
+            return ", ".join(f"{each['document']} ({each['start']}:{each['stop']})" for each in value)
+        if isinstance(value, float):
+            return f"{value:.6f}" if math.isfinite(value) else coloured("error", str(value))
+        return "" if value is None else escape(str(value))
+
+    columns, wraps = [Column("shard.micro.row", list(map(_place, rows)))], ("documents", "stream")
+    for key, priority in {
+        "source": 1,
+        "stream": 0,
+        "documents": 0,
+        "cell": 3,
+        "tokens": 2,
+        "state": 0,
+        "loss": 0,
+    }.items():
+        if any(row.get(key) is not None for row in rows):
+            cells = [cell(row.get(key)) for row in rows]
+            columns.append(Column(key, cells, leave_out=priority, wraps=key in wraps))
+    console = output(needed_width=needed_width(columns))
+    table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")
+    console.print(table, highlight=False)
+    for row in rows:
+        for each in row["documents"] or []:
+            if "text" in each:
+                echo(f"{_place(row)} document {each['document']}: {each['text']!r}")
+    if note:
+        echo(note)
+
+
+def bisect(
+    first: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
+    second: Annotated[str, typer.Argument(help="Another one.", metavar="RUN_DIR")],
+    replays: Annotated[bool, typer.Option("--replay/--no-replay", help="Repeat the steps between logged ones.")] = True,
+    trust_code: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the first step at which two runs differ, and in what: data, states, gradient or weights; exit code 3 if they do."""
+    paths = [require_run(first), require_run(second)]
+    with uncollected():
+        from trainer.tools.branching.replay import differing, recorded
+        from trainer.tools.report.run_summary import config_differences
+        from trainer.tools.runs.load import load_run
+    runs = list(map(load_run, paths))
+    marks, note = [recorded(run) for run in runs], ""
+    if not (common := [at for at in marks[0] if at in marks[1]]):
+        refuse(f"{first}, {second}: have logged no step in common; repeat the steps of one with train replay")
+    has_digests = all("weights" in mark[at] for mark in marks for at in common)
+    equal, step, kinds = _first_difference(*marks)
+    is_exact = step is not None and has_digests and equal == step - 1
+    if replays and step is not None and not is_exact:
+        origins = [open_origin(path, step, before=equal + 1, trust_code=trust_code) for path in paths]
+        found = [_replay(origin, step, logs_all=True).values for origin in origins]
+        for path, mark, own in zip(paths, marks, found, strict=True):
+            if differing(own.get(step, {}), mark[step]) or step not in own:
+                note = f"{path}: repeated here, step {step} is not as recorded: machine, versions or data differ"
+        if not note:
+            before, step, kinds = _first_difference(*found)
+            assert step is not None
+            equal = before or min(equal, step - 1)
+            is_exact = equal == step - 1 and (equal == before or has_digests)
+    content: dict[str, Any] = {"runs": [first, second], "data": _data_difference(paths), "is_exact": is_exact}
+    content |= {"config": [{"key": key, "values": values} for key, values in config_differences(runs)], "note": note}
+    outside = [name for name in ("config", "data") if content[name]]
+    content |= {"last_equal_step": equal or None, "first_different_step": step, "differs_in": [*outside, *kinds]}
+    if as_json:
+        print_json(_plain(content))
+    else:
+        lines = [f"{each['key']}: {each['values'][0]!r}, {each['values'][1]!r}" for each in content["config"]]
+        data = content["data"]
+        lines.append("data: " + ("not known: a run has no checkpoint" if data is None else data or "the same"))
+        if step is None:
+            lines.append(f"equal in {counted(len(common), 'logged step')}" + (", by loss and norm" * (not has_digests)))
+        else:
+            where = f"step {step}" if is_exact else f"a step from {equal + 1} to {step}"
+            lines.append(f"the first difference is in {where}: {', '.join(kinds)}")
+            lines += [REASONS[kinds[0]]] if is_exact and kinds[0] in REASONS else []
+        echo("\n".join([*lines, *[note] * bool(note)]))
+    if step is not None:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _first_difference(first: Values, second: Values) -> tuple[int, int | None, list[str]]:
+    """The last equal step (0: none), the first different one (None: none), and in what it differs."""
+    from trainer.tools.branching.replay import differing
+
+    equal = 0
+    for step in first:
+        if step in second:
+            if kinds := differing(first[step], second[step]):
+                return equal, step, kinds
+            equal = step
+    return equal, None, []
+
+
+def _data_difference(paths: Sequence[Path]) -> str | None:
+    """How the data of the runs' newest checkpoints differ; None if one has none."""
+    from trainer.data.fingerprint import FINGERPRINT_KEY, Fingerprint, compare
+    from trainer.training.checkpointing import checkpoint
+
+    found = [checkpoint.complete_checkpoints(path / checkpoint.CHECKPOINTS)[:1] for path in paths]
+    states = [checkpoint.named(str(path), checkpoint.read_state) for own in found for path in own]
+    marks = [Fingerprint.from_state(state[FINGERPRINT_KEY]) for state in states]
+    return str(compare(*marks)) if len(marks) == len(paths) else None
