@@ -300,7 +300,7 @@ def _json_or_none(line: bytes) -> Any:
 
 
 def settings_by_step(run: RunRecord) -> dict[str, Any]:
-    """For each setting that a restart names as changed, its value for the rows that count.
+    """For each setting that a restart or `train mix` changed, its value for the rows that count.
 
     A mapping from the first step of each value to it, or the value itself where these rows have only one: a launch that
     trained no step changed nothing.
@@ -312,11 +312,17 @@ def settings_by_step(run: RunRecord) -> dict[str, Any]:
         for values in found.values():
             for step in [step for step in values if step > restart.global_step]:  # a branch that was given up
                 del values[step]
-        changed = restart.details.get("changed")
-        for key, pair in changed.items() if isinstance(changed, Mapping) else ():
-            if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys():
-                found.setdefault(key, {1: pair["before"]})[restart.global_step + 1] = pair["after"]
+        _note(found, restart.global_step + 1, restart.details.get("changed"))
+    for event in run.events:  # which hold on every branch
+        if event.get("event") == "mix" and isinstance(at := event.get("global_step"), int):
+            _note(found, at, event.get("changed"))
     counting = {
         key: {step: v for step, v in values.items() if step <= max(reached, 1)} for key, values in found.items()
     }
     return {key: values if len(values) > 1 else values[1] for key, values in sorted(counting.items())}
+
+
+def _note(found: dict[str, dict[int, Any]], step: int, changed: Any) -> None:
+    for key, pair in changed.items() if isinstance(changed, Mapping) else ():
+        if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys():
+            found.setdefault(key, {1: pair["before"]})[step] = pair["after"]
