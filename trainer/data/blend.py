@@ -68,13 +68,8 @@ Drained = Mapping[str, float | None]
 """None: a value that should have been reported and could not be."""
 # Sources are merged like ranks: by the operation that the catalog has for the key.
 _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
-    "min": min,
-    "max": max,
-    "sum": sum,
-    "sum_and_worst": sum,
-    "mean": fmean,
-    "weighted_mean": fmean,
-    "mean_and_error": fmean,
+    **{"min": min, "max": max, "sum": sum, "sum_and_worst": sum},
+    **dict.fromkeys(("mean", "weighted_mean", "mean_and_error"), fmean),
 }
 
 
@@ -110,8 +105,7 @@ class BlendDataset:
             source has `next_with_tokens_before`; 0: none have.
 
     Attributes:
-        changes: by ascending batch, constant weights of sources from there on. May be replaced while another thread reads, for
-            batches that were not read yet.
+        changes: by ascending batch, constant weights of sources from there on. May be replaced ahead of a thread that reads.
 
     Raises:
         UserError: no sources, or a name that occurs twice; while iterating: a batch at which all weights are zero.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.load import parse_value
 from trainer.data.weights import ConstantWeight, ScheduledWeight, first_all_zero
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from trainer.training.setup.record import Found
 
 logger = get_logger(__name__)
-REQUESTS: Final = "mix.jsonl"
-Changes = Mapping[int, Mapping[str, float]]
-"""See `BlendDataset.changes`."""
+REQUESTS = "mix.jsonl"
 
 
 def parse(settings: Sequence[str], names: Collection[str] | None) -> dict[str, float]:
@@ -35,60 +33,38 @@ def parse(settings: Sequence[str], names: Collection[str] | None) -> dict[str, f
 
     Args:
         names: of the sources that can have another weight; None: not known.
-
-    Raises:
-        UserError: something else is set, or no weight.
     """
     found = {}
     for text in settings:
         match = re.fullmatch(r"data\.source\.(.+)\.weight=(.*)", text)
         if match is None or (names is not None and match[1] not in names):
-            which = "" if names is None else f", where NAME is {' or '.join(names)}"
-            problem = "is not the weight of a source that the run reads"
-            raise UserError(f"--set {text}", problem, f"write --set data.source.NAME.weight=2{which}")
+            fix = f"write --set data.source.NAME.weight=2, where NAME is {' or '.join(names or ['one of several'])}"
+            raise UserError(f"--set {text}", "is not the weight of a source that the run mixes", fix)
         found[match[1]] = ConstantWeight(parse_value(match[2]), f"--set {text}").evaluate(0)
     return found
-
-
-def _names(run: Run) -> list[str]:
-    """The sources that can have another weight: nothing is open of one that the config has turned off."""
-    return [source.name for source in run.plan.sources if not source.is_off]
 
 
 def replay(run: Run, found: Found | None) -> None:
     """Take up the changes that a checkpoint and the run's events have. Every rank must call it, before anything is read."""
     saved = {} if found is None else found[1]["extensions"].get("mix") or {}
-    own = _recorded(run, saved) if run.info.is_main else {}
-    changes: Changes = from_main_rank(own, world_size=run.info.world_size)
-    _tell(run, changes)
-    for batch, weights in changes.items():
-        logger.info("train mix, whatever the config says: from micro-batch %d on: %s", batch, _words(weights))
-
-
-def _recorded(run: Run, saved: Mapping[str, Any]) -> Changes:
-    """The changes of sources that can have another weight, in their order."""
-    names = _names(run)
     changes = {int(batch): dict(weights) for batch, weights in saved.items()}
     with suppress(FileNotFoundError):
-        for line in read_lines(run.run_dir.events):
-            with suppress(ValueError, KeyError, TypeError, AttributeError):  # a damaged line
+        for line in read_lines(run.run_dir.events) if run.info.is_main else ():
+            with suppress(ValueError, KeyError, TypeError, AttributeError):  # a damaged line, or one of a refusal
                 if b'"mix"' in line and (event := parse_json(line))["event"] == "mix":
-                    pairs = [(key, pair["after"]) for key, pair in event["changed"].items()]
-                    changes.setdefault(event["batch"], {}).update(parse([f"{key}={to}" for key, to in pairs], None))
-    return {
-        batch: weights
-        for batch in sorted(changes)
-        if (weights := {name: weight for name, weight in changes[batch].items() if name in names})
-    }
-
-
-def _tell(run: Run, changes: Changes) -> None:
+                    settings = [f"{key}={pair['after']}" for key, pair in event["changed"].items()]
+                    changes.setdefault(event["batch"], {}).update(parse(settings, None))
+    known = {at: {name: to for name, to in changes[at].items() if name in open_sources(run)} for at in sorted(changes)}
+    known = from_main_rank(known, world_size=run.info.world_size)
     for shard in run.state.shards:
-        shard.dataset.changes = changes
+        shard.dataset.changes = known
+    for batch, weights in known.items():
+        logger.info("train mix, whatever the config says: from micro-batch %d on %s", batch, weights)
 
 
-def _words(weights: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+def open_sources(run: Run) -> list[str]:
+    """The names of those that can have another weight: not the ones that the config has turned off."""
+    return [source.name for source in run.plan.sources if not source.is_off]
 
 
 class Mix(Extension):
@@ -96,93 +72,63 @@ class Mix(Extension):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._dataset = run.state.dataset
-        self._requests = run.run_dir.path / REQUESTS
+        self._dataset, self._requests = run.state.dataset, run.run_dir.path / REQUESTS
         # Nobody waits any more for an answer to what an earlier process was asked.
         self._offset = self._requests.stat().st_size if self._requests.exists() else 0
         if run.config.metrics.per_source:
-            self.metric_keys = [f"blend/weight/{source.name}" for source in run.plan.sources]
+            self.metric_keys = [f"blend/weight/{source.name}" for source in self._dataset.sources]
 
     def drain_metrics(self) -> Mapping[str, Reported]:
         """Take up what is asked (rank 0). Returns the weights, as shares."""
-        position = self.run.position
-        pairs = zip(position.data_states, self.run.last_read, strict=True)
-        read = max((state["batch_index"] for state, micro in pairs if not micro.is_filler), default=0)
-        if not read:  # this rank has come to the end of its data, and cannot say where the others are
-            return {}
-        for line in self._new_lines() if self.run.info.is_main else ():
-            try:
-                request = parse_json(line)
-                self._take_up(list(map(str, request["set"])), str(request["id"]), read)
-            except (ValueError, KeyError, TypeError):
-                logger.warning("%s has a line that is no request", self._requests)
-        shares = self._dataset.shares_at(position.step, read - 1) if self.metric_keys else []
-        return dict(zip(self.metric_keys, shares, strict=True))
+        read = max(state["batch_index"] for state in self.run.position.data_states)
+        # At the end of its data rank 0 cannot say where the others are.
+        if self.run.info.is_main and not all(micro.is_filler for micro in self.run.last_read):
+            with suppress(FileNotFoundError), open_plain(self._requests) as file:
+                file.seek(self._offset)
+                for line in file.read().splitlines(keepends=True):
+                    if line.endswith(b"\n"):
+                        self._offset += len(line)
+                        self._take_up(parse_json(line), read)
+        shares = self._dataset.shares_at(self.run.position.step, read - 1)
+        return dict(zip(self.metric_keys, shares, strict=False))
 
-    def _new_lines(self) -> list[bytes]:
-        with suppress(FileNotFoundError), open_plain(self._requests) as file:
-            file.seek(self._offset)
-            lines = b"".join(file.read().rpartition(b"\n")[:2])
-            self._offset += len(lines)
-            return lines.splitlines()
-        return []
-
-    def _take_up(self, settings: Sequence[str], number: str, read: int) -> None:
+    def _take_up(self, request: Mapping[str, Any], read: int) -> None:
         """Announce a change and have it told to all ranks; or refuse it."""
-        step, batch = self._first_unread(read)
-        event: dict[str, Any] = {"global_step": step, "batch": batch, "request": number}
-        after: dict[str, float] = {}
-        try:
-            after = parse(settings, _names(self.run))
-            problem = self._problem(changes := self._with(batch, after))
-        except UserError as error:
-            problem = error.message
-        if problem:
-            logger.warning("train mix: %s", problem)
-            self.run.event({"event": "mix_refused", **event, "problem": problem})
-            return
-        names = [source.name for source in self._dataset.sources]
-        before = dict(zip(names, self._dataset.weights_at(step, batch), strict=True))
-        pairs = {name: {"before": before[name], "after": weight} for name, weight in after.items()}
-        changed = {f"data.source.{name}.weight": pair for name, pair in pairs.items()}
-        if self.run.events is not None:
-            self.run.events.write({"event": "mix", **event, "changed": changed})
-        self._dataset.changes = changes
-        self.run.extensions.asks = True
-        logger.info("train mix: from step %d (micro-batch %d) on: %s", step, batch, _words(after))
-
-    def _with(self, batch: int, weights: Mapping[str, float]) -> Changes:
-        former = self._dataset.changes
-        return dict(sorted({**former, batch: {**former.get(batch, {}), **weights}}.items()))
-
-    def _problem(self, changes: Changes) -> str:
-        specs, plan = [], self.run.plan
-        for source in self._dataset.sources:
-            later = {first: at[source.name] for first, at in changes.items() if source.name in at}
-            specs.append(ScheduledWeight("step", {0: 1.0, **later}) if later else source.weight)
-        gap = first_all_zero(specs, micro_batches=plan.batches_by_steps, num_batches=plan.num_batches)
-        return f"all weights would be zero from micro-batch {gap[0]} on" if gap else ""
-
-    def _first_unread(self, read: int) -> tuple[int, int]:
-        """The first step of which no rank can have read anything when it is told, and its first micro-batch."""
-        position, plan = self.run.position, self.run.config.micro_batches
-        # Two steps may be read until then, and a loader is so many batches ahead.
-        least = read + 2 * plan.most + self.run.config.data.prefetch + 1
-        step, batch = position.step + 1, read
+        blend, plan, after, specs, problem = self._dataset, self.run.plan, {}, [], ""
+        # Two steps may be read until all ranks are told, and a loader is so many batches ahead.
+        least = read + 2 * plan.config.micro_batches.most + plan.config.data.prefetch + 1
+        step, batch, ms = self.run.position.step + 1, read, plan.config.micro_batches
         while batch < least:
             # Where the batch may grow, the micro-batch is what counts: the step is that of a batch that stays.
-            batch += plan.at(step, 0) if plan.is_known_ahead else position.micro_batches
+            batch += ms.at(step, 0) if ms.is_known_ahead else self.run.position.micro_batches
             step += 1
-        return step, batch
+        try:
+            after = parse(request["set"], open_sources(self.run))
+        except UserError as error:
+            problem = error.message
+        changes = dict(sorted({**blend.changes, batch: {**blend.changes.get(batch, {}), **after}}.items()))
+        for source in blend.sources:
+            later = {first: at[source.name] for first, at in changes.items() if source.name in at}
+            specs.append(ScheduledWeight("step", {0: 1.0, **later}) if later else source.weight)
+        if gap := first_all_zero(specs, micro_batches=plan.batches_by_steps, num_batches=plan.num_batches):
+            problem = f"all weights would be zero from micro-batch {gap[0]} on"
+        before = {each.name: weight for each, weight in zip(blend.sources, blend.weights_at(step, batch), strict=True)}
+        changed = {f"data.source.{name}.weight": {"before": before[name], "after": to} for name, to in after.items()}
+        answer = {"problem": problem} if problem else {"changed": changed}
+        assert self.run.events is not None
+        self.run.events.write({"event": "mix", "global_step": step, "batch": batch, "request": request["id"], **answer})
+        logger.info("train mix: %s", problem or f"from step {step} (micro-batch {batch}) on {after}")
+        if not problem:
+            blend.changes, self.run.extensions.asks = changes, True
 
-    def to_exchange(self) -> Changes:
+    def to_exchange(self) -> Mapping[int, Mapping[str, float]]:
         """All changes so far; rank 0's count."""
         return self._dataset.changes
 
-    def exchanged(self, by_rank: Sequence[Changes | None]) -> None:
+    def exchanged(self, by_rank: Sequence[Any]) -> None:
         """Change the weights on this rank."""
-        if by_rank[0] is not None:
-            _tell(self.run, by_rank[0])
+        for shard in self.run.state.shards if by_rank[0] else ():
+            shard.dataset.changes = by_rank[0]
 
     def state_dict(self) -> dict[str, Any]:
         """All changes so far, those to come included."""

@@ -10,6 +10,7 @@ import math
 import textwrap
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -312,17 +313,17 @@ def settings_by_step(run: RunRecord) -> dict[str, Any]:
         for values in found.values():
             for step in [step for step in values if step > restart.global_step]:  # a branch that was given up
                 del values[step]
-        _note(found, restart.global_step + 1, restart.details.get("changed"))
-    for event in run.events:  # which hold on every branch
-        if event.get("event") == "mix" and isinstance(at := event.get("global_step"), int):
-            _note(found, at, event.get("changed"))
+        changed = restart.details.get("changed")
+        for key, pair in changed.items() if isinstance(changed, Mapping) else ():
+            if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys():
+                found.setdefault(key, {1: pair["before"]})[restart.global_step + 1] = pair["after"]
+    for event in run.events:
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # a damaged line
+            for key, pair in (
+                event["changed"].items() if event.get("event") == "mix" else ()
+            ):  # it holds on every branch
+                found.setdefault(key, {1: pair["before"]})[int(event["global_step"])] = pair["after"]
     counting = {
         key: {step: v for step, v in values.items() if step <= max(reached, 1)} for key, values in found.items()
     }
     return {key: values if len(values) > 1 else values[1] for key, values in sorted(counting.items())}
-
-
-def _note(found: dict[str, dict[int, Any]], step: int, changed: Any) -> None:
-    for key, pair in changed.items() if isinstance(changed, Mapping) else ():
-        if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys():
-            found.setdefault(key, {1: pair["before"]})[step] = pair["after"]
