@@ -55,9 +55,7 @@ def run_training(
     if nproc is not None:
         stop_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM), within_sec=config.distributed.timeout_sec)
         if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
-            raise UserError(
-                "--nproc", "this process is already a rank of torchrun", "use torchrun or --nproc, not both"
-            )
+            raise UserError("--nproc", "this process is already a rank of torchrun", "use one of the two")
         with located(config_path, overrides):
             check_sharding(config, nproc)
         if "torch" not in sys.modules:

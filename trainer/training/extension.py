@@ -176,9 +176,7 @@ class Extensions:
         self._riders = [_Rider(name, each, diagnostics.best_effort(name)) for name, each in extensions.items()]
         for each in self._riders:
             if each.has("updated") and not each.extension.num_sums:
-                raise UserError(
-                    "extension", f"{each.name} has updated() but num_sums = 0", "set num_sums to its length"
-                )
+                raise UserError("extension", f"{each.name} has updated() but num_sums = 0", "set it to its length")
         self._device = device
         self._world_size = world_size
         self.periods = {each.extension.boundary_every for each in self._riders} - {0}

@@ -295,9 +295,7 @@ def report(
         "--port": port is not None and not follow,
     }
     if wrong := next((option for option, is_wrong in mixed.items() if is_wrong), None):
-        raise UserError(
-            wrong, f"does not go {'without' if wrong == '--port' else 'with'} --follow", "change one of them"
-        )
+        raise UserError(wrong, f"does not go {'without' if wrong == '--port' else 'with'} --follow", "change either")
     if follow:
         serve(runs, plotly=plotly_script(), port=port or 0, say=lambda words: echo(words, err=True))
         return
