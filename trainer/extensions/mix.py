@@ -29,11 +29,7 @@ REQUESTS = "mix.jsonl"
 
 
 def parse(settings: Sequence[str], names: Collection[str] | None) -> dict[str, float]:
-    """The weights that settings such as `data.source.code.weight=2` give to sources.
-
-    Args:
-        names: of the sources that can have another weight; None: not known.
-    """
+    """The weights that settings such as `data.source.code.weight=2` give to sources with these names (None: not known)."""
     found = {}
     for text in settings:
         match = re.fullmatch(r"data\.source\.(.+)\.weight=(.*)", text)
