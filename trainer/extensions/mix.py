@@ -18,6 +18,7 @@ from trainer.errors import UserError
 from trainer.files import open_plain, parse_json, read_lines
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
+from trainer.wording import error_text
 
 if TYPE_CHECKING:
     from trainer.metrics.aggregate import Reported
@@ -49,7 +50,7 @@ def replay(run: Run, found: Found | None) -> None:
             with suppress(ValueError, KeyError, TypeError, AttributeError):  # a damaged line, or one of a refusal
                 if b'"mix"' in line and (event := parse_json(line))["event"] == "mix":
                     settings = [f"{key}={pair['after']}" for key, pair in event["changed"].items()]
-                    changes.setdefault(event["batch"], {}).update(parse(settings, None))
+                    changes.setdefault(int(event["batch"]), {}).update(parse(settings, None))
     known = {at: {name: to for name, to in changes[at].items() if name in open_sources(run)} for at in sorted(changes)}
     known = from_main_rank(known, world_size=run.info.world_size)
     for shard in run.state.shards:
@@ -81,10 +82,13 @@ class Mix(Extension):
         if self.run.info.is_main and not all(micro.is_filler for micro in self.run.last_read):
             with suppress(FileNotFoundError), open_plain(self._requests) as file:
                 file.seek(self._offset)
-                for line in file.read().splitlines(keepends=True):
+                for line in file:
                     if line.endswith(b"\n"):
                         self._offset += len(line)
-                        self._take_up(parse_json(line), read)
+                        try:
+                            self._take_up(parse_json(line), read)
+                        except Exception as error:  # noqa: BLE001 - this must stay on, to tell all ranks of what is decided
+                            logger.warning("train mix: a request failed: %s", error_text(error))
         shares = self._dataset.shares_at(self.run.position.step, read - 1)
         return dict(zip(self.metric_keys, shares, strict=False))
 
