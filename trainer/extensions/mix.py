@@ -18,7 +18,6 @@ from trainer.errors import UserError
 from trainer.files import open_plain, parse_json, read_lines
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
-from trainer.wording import error_text
 
 if TYPE_CHECKING:
     from trainer.metrics.aggregate import Reported
@@ -88,7 +87,7 @@ class Mix(Extension):
                         try:
                             self._take_up(parse_json(line), read)
                         except Exception as error:  # noqa: BLE001 - this must stay on, to tell all ranks of what is decided
-                            logger.warning("train mix: a request failed: %s", error_text(error))
+                            logger.warning("train mix: a request failed: %r", error)
         shares = self._dataset.shares_at(self.run.position.step, read - 1)
         return dict(zip(self.metric_keys, shares, strict=False))
 
