@@ -38,6 +38,7 @@ VERBS = {
     "check": "before_run:check",
     "preview": "before_run:preview",
     "ls": "records:ls",
+    "mix": "mix:mix",
     "doctor": "before_run:doctor",
     "diagnose": "records:diagnose",
     "report": "records:report",

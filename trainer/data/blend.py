@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.data.collate import Batch
 from trainer.data.mixing import STAGES, StreamMixingDataset
-from trainer.data.weights import WeightSpec, positions
+from trainer.data.weights import ConstantWeight, WeightSpec, positions
 from trainer.errors import UserError
 from trainer.hashing import BLOCK, KeyedUniforms
 from trainer.metrics.best_effort import BestEffort, as_number, checked, is_name
@@ -68,13 +68,8 @@ Drained = Mapping[str, float | None]
 """None: a value that should have been reported and could not be."""
 # Sources are merged like ranks: by the operation that the catalog has for the key.
 _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
-    "min": min,
-    "max": max,
-    "sum": sum,
-    "sum_and_worst": sum,
-    "mean": fmean,
-    "weighted_mean": fmean,
-    "mean_and_error": fmean,
+    **{"min": min, "max": max, "sum": sum, "sum_and_worst": sum},
+    **dict.fromkeys(("mean", "weighted_mean", "mean_and_error"), fmean),
 }
 
 
@@ -109,6 +104,9 @@ class BlendDataset:
             not known ahead which step they belong to) have `history_tokens` tokens before each cell (see `Collator`), if the
             source has `next_with_tokens_before`; 0: none have.
 
+    Attributes:
+        changes: by ascending batch, constant weights of sources from there on. May be replaced ahead of a thread that reads.
+
     Raises:
         UserError: no sources, or a name that occurs twice; while iterating: a batch at which all weights are zero.
     """
@@ -130,6 +128,7 @@ class BlendDataset:
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError("data.source", f"two sources are called {twice[0]!r}", "give each a name of its own")
         self.sources = list(sources)
+        self.changes: Mapping[int, Mapping[str, float]] = {}
         self._micro_batches, self._is_known_ahead = micro_batches, micro_batches.is_known_ahead
         self._per_source = per_source
         self._history_every, self._history_tokens = history_every, history_tokens
@@ -190,7 +189,7 @@ class BlendDataset:
         """
         while True:
             at = self._batch_index - self._first
-            if at >= len(self._choices):
+            if at >= len(self._choices) or self._batch_index in self.changes:
                 self._choose(self._expected[at])
                 at = 0
             chosen = self._choices[at]
@@ -232,8 +231,18 @@ class BlendDataset:
     def shares_at(self, step: int, batch: int) -> list[float]:
         """What the weights call for in an optimizer step that begins with this micro-batch: the share of each source, all zero
         where all weights are."""
-        at = [source.weight.evaluate(step if source.weight.unit == "step" else batch) for source in self.sources]
+        at = self.weights_at(step, batch)
         return [weight / (sum(at) or 1.0) for weight in at]
+
+    def weights_at(self, step: int, batch: int) -> list[float]:
+        """The weight of each source in an optimizer step that begins with this micro-batch."""
+        specs = [self._weight_at(source, batch) for source in self.sources]
+        return [spec.evaluate(step if spec.unit == "step" else batch) for spec in specs]
+
+    def _weight_at(self, source: BlendSource, batch: int) -> WeightSpec:
+        """What holds for a source at a batch: its last change, or else its weight from the beginning."""
+        changed = [at[source.name] for first, at in self.changes.items() if first <= batch and source.name in at]
+        return ConstantWeight(changed[-1]) if changed else source.weight
 
     def _choose(self, expected: list[float]) -> None:
         """Compute the choices from the next batch to the end of its block, -1 where all weights are zero.
@@ -248,6 +257,9 @@ class BlendDataset:
         weights = np.zeros((len(batches), len(self.sources)))
         for i, source in enumerate(self.sources):
             weights[:, i] = source.weight.evaluate_many(positions(source.weight.unit, batches, self._micro_batches))
+            for first, changed in self.changes.items():
+                if source.name in changed:
+                    weights[batches >= first, i] = changed[source.name]
         sums = weights.sum(axis=1, keepdims=True)
         shares = np.divide(weights, sums, out=np.zeros_like(weights), where=sums > 0)
         alive = np.where(self._ended, 0.0, weights)
@@ -264,7 +276,8 @@ class BlendDataset:
     def _stop_or_refuse(self) -> NoReturn:
         index = self._batch_index
         alive = [source for source, ended in zip(self.sources, self._ended, strict=True) if not ended]
-        places = [(positions(each.weight.unit, index, self._micro_batches), each.weight.zero_from()) for each in alive]
+        weights = [self._weight_at(source, index) for source in alive]
+        places = [(positions(each.unit, index, self._micro_batches), each.zero_from()) for each in weights]
         if len(alive) < len(self.sources) and all(zero is not None and x >= zero for x, zero in places):
             raise StopIteration
         names = ", ".join(source.name for source in alive)

@@ -81,9 +81,7 @@ class HuggingFace(nn.Module):
         if resets is None or not resets.any():
             return self._run(tokens, state)
         rows = [
-            self._run_documents(
-                tokens[row, None], None if state is None else [each[row, None] for each in state], marks
-            )
+            self._run_documents(tokens[row, None], None if state is None else [one[row, None] for one in state], marks)
             for row, marks in enumerate(resets)
         ]
         ends = [torch.cat(each) for each in zip(*(row.state for row in rows), strict=True)]

@@ -36,9 +36,7 @@ class Column:
 
     def least(self) -> int:
         """Minimum width: the longest line, or the longest word if it wraps."""
-        return max(
-            cell_len(piece) for line in self._lines() for piece in (line.split() if self.wraps else [line]) or [""]
-        )
+        return max(cell_len(word) for row in self._lines() for word in (row.split() if self.wraps else [row]) or [""])
 
     def _lines(self) -> Iterator[str]:
         for text in (self.heading, *self.cells):

@@ -89,6 +89,34 @@ def test_what_stays_at_zero_for_ever_does_not_keep_a_finite_blend_going():
     assert Counter(batch["dataset_labels"][0] for batch in blend)["a"] == 20
 
 
+def test_changes_are_as_if_they_had_been_a_schedule_whenever_they_are_told():
+    fading = ScheduledWeight("linear", {0: 4.0, 2000: 0.0})
+    changes = {700: {"a": 3.0, "b": 0.0}, 1500: {"b": 2.0}, 1501: {"b": 6.0}}
+    planned = {
+        "a": ScheduledWeight("step", {0: 1, 700: 3}),
+        "b": ScheduledWeight("step", {0: 1, 700: 0, 1500: 2, 1501: 6}),
+    }
+    expected, blend = (
+        plain({**planned, "c": fading}),
+        plain({"a": ConstantWeight(1), "b": ConstantWeight(1), "c": fading}),
+    )
+    for batch, weights in changes.items():
+        assert names(blend, batch - blend.state_dict()["batch_index"]) == names(
+            expected, batch - expected.state_dict()["batch_index"]
+        )
+        blend.changes = {**blend.changes, batch: weights}
+    assert names(blend, 2000) == names(expected, 2000)
+    assert blend.drain_step_metrics() == expected.drain_step_metrics()
+    for at in (0, 699, 700, 1499, 1500, 1501):
+        assert blend.shares_at(1, at) == expected.shares_at(1, at)
+
+
+def test_a_finite_blend_ends_when_what_is_left_has_been_turned_off():
+    blend = plain({"a": ConstantWeight(1), "b": ConstantWeight(1)}, sizes={"a": 5})
+    blend.changes = {20: {"b": 0.0}}
+    assert len(list(blend)) == 20
+
+
 def test_a_blend_without_or_with_equal_names_is_refused():
     with pytest.raises(UserError, match="at least one source"):
         BlendDataset([], seed=0)

@@ -83,6 +83,11 @@ ROWS: tuple[MetricSpec, ...] = (
         "Close to its configured weight.",
         "0 although its weight is positive.",
     ),
+    _BlendRow("blend/weight/<source>", "Weight of source", unit="fraction")(
+        "Weight of one source now, over the sum of all (metrics.per_source).",
+        "As configured, or as train mix has set it.",
+        "Not what you meant.",
+    ),
     *(
         _TokenMean(f"{part}/<{part}>/loss", f"Loss of {part}")(
             f"Cross-entropy over the tokens of one {part} (metrics.per_source).",

@@ -187,9 +187,7 @@ def still_layer(run: RunRecord) -> Outcome:
         name = min(middles, key=middles.__getitem__)
         times = f"{number_text(middles[name] / typical)} times as fast as the median layer"
         return healthy(f"every layer learns: the slowest, {name}, {times}")
-    names = ", ".join(
-        f"{name} ({number_text(share)} times as fast as the median layer)" for name, share in still.items()
-    )
+    names = ", ".join(f"{name} ({number_text(rate)} times as fast as the median layer)" for name, rate in still.items())
     cut_off = [name for name in still if not any(series(run, f"layer/{name}{NORM}").values)]
     reason = f"; no gradient reaches {', '.join(cut_off)}" if cut_off else ""
     words = f"hardly learning: {names}, whose step is {number_text(typical)} of its weights{reason}"

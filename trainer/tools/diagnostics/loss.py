@@ -103,12 +103,10 @@ def loss_spikes(run: RunRecord) -> Outcome:
     if not hits:
         return healthy(f"no loss rose far above the first, or by {SIGMAS:g} times its noise")
     unlogged = f"; {len(flagged)} flagged between two rows, see events.jsonl" if flagged else ""
-    worst = max(hits, key=loss.values.__getitem__)
+    peak = max(hits, key=loss.values.__getitem__)
     around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
-    words = (
-        f"loss spikes at {counted(len(hits), 'logged step')}, the highest {number_text(loss.values[worst])} at step "
-    )
-    words += f"{loss.steps[worst]}, after {_level([*filter(math.isfinite, loss.values[:worst])][-CENTER:])}{unlogged}"
+    words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest {number_text(loss.values[peak])} at step "
+    words += f"{loss.steps[peak]}, after {_level([*filter(math.isfinite, loss.values[:peak])][-CENTER:])}{unlogged}"
     return finding(words, loss.evidence(around), knob=lower_lr(run))
 
 
@@ -125,10 +123,8 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
         shown = loss.evidence(sorted({0, loss.largest()[0], *last}))
         return finding(words, shown, knob=lower_lr(run), severity="error")
     if (high := _bump(loss)) is not None:
-        highest = max(high, key=loss.values.__getitem__)
-        words = (
-            f"the loss began with {first}, rose to {number_text(loss.values[highest])} at step {loss.steps[highest]}, "
-        )
+        top = max(high, key=loss.values.__getitem__)
+        words = f"the loss began with {first}, rose to {number_text(loss.values[top])} at step {loss.steps[top]}, "
         words += f"and came back to {_level(loss.values[len(loss) // 2 :])}"
         return finding(words, loss.evidence(sorted({0, *high, len(loss) - 1})), knob=lower_lr(run), severity="warning")
     return None

@@ -131,10 +131,8 @@ def cold_starts(run: RunRecord) -> Outcome:
     causes = [series(run, key) for key in (*FALSE_EVICTIONS.values(), REFUSED)]
     known = math.fsum(cause.total for cause in causes)
     if cold.total <= known:
-        names = " and ".join(cause.key for cause in causes if cause.total)
-        return explained(
-            f"{counted(cold.total, 'chunk')} that continue a document found no state, explained by {names}"
-        )
+        why = " and ".join(cause.key for cause in causes if cause.total)
+        return explained(f"{counted(cold.total, 'chunk')} that continue a document found no state, explained by {why}")
     first = cold.steps[cold.positive[0]]
     chunks = counted(cold.total - known, "chunk")
     sentence = f"{chunks} that continue a document found no state and began from zero, first logged at step {first}"
@@ -290,10 +288,8 @@ def stale_states(run: RunRecord) -> Outcome:
     gap, gain = found
     size, first = abs(gap.mean), gap.shown.steps[0]
     side = "below" if gap.mean < 0 else "above"
-    words = (
-        f"carried states, made with older weights, put the loss {size:.4f} +- {gap.error:.4f} nats per token {side} "
-    )
-    words += f"that of fresh ones (carrying a state lowers it by {gain})"
+    words = f"carried states, made with older weights, put the loss {size:.4f} +- {gap.error:.4f} nats per token "
+    words += f"{side} that of fresh ones (carrying a state lowers it by {gain})"
     if size <= max(FAR_ERRORS * gap.error, STALE_SHARE * gain.mean, STALE_NATS):
         return healthy(words)
     if series(run, COLD_STARTS).since(first).total:

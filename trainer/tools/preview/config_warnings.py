@@ -114,12 +114,8 @@ def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Pr
         problem = f"gives {view.batches:.2g} of {preview.num_batches:,} micro-batches: the source is hardly ever read"
         yield ConfigWarning(key, problem, f"raise it {1 / view.batches:.0f} times or more, or set it to 0")
     if view.epochs is not None and view.epochs > MAX_EPOCHS:
-        problem = (
-            f"repeats the source for {view.epochs:.1f} epochs; beyond {MAX_EPOCHS:.0f}, repeated tokens add little"
-        )
-        yield ConfigWarning(
-            key, problem, f"lower it about {view.epochs / MAX_EPOCHS:.1f} times, or shorten train.steps"
-        )
+        problem = f"reads the source for {view.epochs:.1f} epochs; beyond {MAX_EPOCHS:.0f}, repeated tokens add little"
+        yield ConfigWarning(key, problem, f"lower it about {view.epochs / MAX_EPOCHS:.1f} times, or lower train.steps")
 
 
 def _slice_warnings(config: RunConfig, view: SourceView, world_size: int, median_picks: int) -> Iterator[ConfigWarning]:

@@ -135,9 +135,7 @@ def _ledger_table(ledger: LedgerView, part: str) -> Table:
         f"below {ledger.wait_bound_steps:,}",
     }
     if ledger.stale_threshold is not None:
-        rows["stale threshold"] = (
-            f"{ledger.stale_threshold:,} steps; {ledger.waits_beyond_threshold:,} waits are longer"
-        )
+        rows["stale threshold"] = f"{ledger.stale_threshold:,} steps; {ledger.waits_beyond_threshold:,} waits exceed it"
     table = Table("", "", title=f"Ledger, per {part}", title_justify="left", show_header=False)
     for row in rows.items():
         table.add_row(*row)

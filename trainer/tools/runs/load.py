@@ -10,6 +10,7 @@ import math
 import textwrap
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -300,7 +301,7 @@ def _json_or_none(line: bytes) -> Any:
 
 
 def settings_by_step(run: RunRecord) -> dict[str, Any]:
-    """For each setting that a restart names as changed, its value for the rows that count.
+    """For each setting that a restart or `train mix` changed, its value for the rows that count.
 
     A mapping from the first step of each value to it, or the value itself where these rows have only one: a launch that
     trained no step changed nothing.
@@ -316,6 +317,12 @@ def settings_by_step(run: RunRecord) -> dict[str, Any]:
         for key, pair in changed.items() if isinstance(changed, Mapping) else ():
             if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys():
                 found.setdefault(key, {1: pair["before"]})[restart.global_step + 1] = pair["after"]
+    for event in run.events:
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # a damaged line
+            for key, pair in (
+                event["changed"].items() if event.get("event") == "mix" else ()
+            ):  # it holds on every branch
+                found.setdefault(key, {1: pair["before"]})[int(event["global_step"])] = pair["after"]
     counting = {
         key: {step: v for step, v in values.items() if step <= max(reached, 1)} for key, values in found.items()
     }

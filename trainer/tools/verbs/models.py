@@ -198,10 +198,8 @@ def export(
         from trainer.tools.trained.saved_model import export_model
 
         with writing(out):
-            saved = export_model(
-                Path(run_dir), target, step=step, as_hugging_face=format == "hf", trust_code=trust_code
-            )
-        echo(f"wrote the weights after step {saved.step}, config and model card to {out}", err=True)
+            made = export_model(Path(run_dir), target, step=step, as_hugging_face=format == "hf", trust_code=trust_code)
+        echo(f"wrote the weights after step {made.step}, config and model card to {out}", err=True)
         return
     from trainer.tools.runs.load import load_run
     from trainer.tools.runs.table import write_csv, write_parquet

@@ -108,6 +108,8 @@ def open_run(
     run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop, found is not None)
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
     open_record(run, found, data.change, stack, config_path=launch.config_path, stdout=launch.stdout)
+    if len(plan.sources) > 1:  # before anything is read
+        importlib.import_module("trainer.extensions.mix").replay(run, found)
     _open_parts(run, sets, auxiliary, stack)
     if found is not None:
         with loading(found[0], "extensions"):
@@ -254,6 +256,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
         "per_layer": (config.metrics.per_layer, "per_layer:LayerNumbers"),
         "digests": (config.metrics.digests == "write" or has_replicas, "digests:Digests"),
         "spikes": (config.train.spike_sigma, "spikes:LossSpikes"),
+        "mix": (len(run.plan.sources) > 1, "mix:Mix"),
         "sample": (config.sample.every, "samples:Samples"),
         "profile": (run.info.is_main and config.metrics.profile, "profile:StepProfile"),
         "progress": (shows_bar, "progress:ProgressBar"),

@@ -1,0 +1,65 @@
+"""`train mix`: other mixing weights for a run that is training."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trainer.cli.options import RunArgument, require_run, uncollected
+from trainer.cli.terminal import echo, writing
+from trainer.errors import UserError
+from trainer.files import open_plain, parse_json
+from trainer.metrics.run_status import run_state
+
+MOST_WAIT_SEC, POLL_SEC = 600.0, 0.2
+ALIVE = ("running", "unknown")  # which is on another machine
+
+
+def mix(
+    run_dir: RunArgument,
+    settings: Annotated[
+        list[str],
+        typer.Option("--set", help="A source's weight; repeatable.", metavar="data.source.NAME.weight=NUMBER"),
+    ],
+    waits: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the run says from which step on.")] = True,
+) -> None:
+    """Change mixing weights of a run that is training, from a step on that it announces at its next logged one."""
+    answer = _ask(require_run(run_dir), settings, waits=waits)
+    if problem := answer.get("problem"):
+        raise UserError(run_dir, problem)
+    for key, pair in answer.get("changed", {}).items():
+        echo(f"{key}: {pair['before']:g} -> {pair['after']:g}")
+    at = "from step {global_step} on (micro-batch {batch} of each data shard)"
+    echo(at.format(**answer) if answer else f"asked {run_dir}: its events.jsonl will have the answer")
+
+
+def _ask(run: Path, settings: list[str], *, waits: bool) -> dict[str, Any]:
+    """Ask the run. Returns the event that answers, {} if it is not waited for, or the `problem`."""
+    if (state := run_state(run).get("state", "no run")) not in ALIVE:
+        return {"problem": f"is not training ({state}): only a run that is can change its weights"}
+    with uncollected():
+        from trainer.config.load import load_config
+        from trainer.extensions.mix import REQUESTS, parse
+    sources = load_config(run / "config.resolved.toml").data.source
+    # Included files have sources of their own, which the run knows.
+    is_known = all(source.include is None for source in sources)
+    parse(settings, [source.name for source in sources if len(sources) > 1] if is_known else None)
+    number, text, end = str(time.time_ns()), b"", time.monotonic() + MOST_WAIT_SEC
+    with writing(str(run)), open_plain(run / "events.jsonl") as events:
+        events.seek(0, 2)
+        with open_plain(run / REQUESTS, "ab") as file:
+            file.write(json.dumps({"id": number, "set": settings}).encode() + b"\n")
+        while waits and time.monotonic() < end:
+            is_over = run_state(run).get("state", "no run") not in ALIVE  # before the last look
+            text += events.read()
+            for line in text.splitlines(keepends=True):
+                if number.encode() in line and line.endswith(b"\n"):
+                    return dict(parse_json(line))
+            if is_over:
+                return {"problem": "ended before it took this up: nothing was changed"}
+            time.sleep(POLL_SEC)
+    return {"problem": f"has not answered in {MOST_WAIT_SEC:.0f} s; events.jsonl says when it does"} if waits else {}
