@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trainer.config.schema import ModelTable
 from trainer.model.protocol import ModelOutput
+from trainer.training.setup.plan import build_model
 
 
 class DropoutModel(nn.Module):
@@ -117,3 +119,8 @@ class Float64(nn.Module):
 def float64(vocab_size: int, dim: int, num_layers: int) -> Float64:
     """For `[model] target`."""
     return Float64(vocab_size, dim)
+
+
+def recurrent64(vocab_size: int, dim: int, num_layers: int, family: str = "rglru", **args: int) -> nn.Module:
+    """A family in float64."""
+    return build_model(ModelTable(family=family, dim=dim, num_layers=num_layers, args=args), vocab_size).double()

@@ -5,6 +5,7 @@ Checked before the process group starts. Rules that need the data itself are in 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,9 @@ from trainer.config.schema import RunConfig
 from trainer.errors import UserError, raise_found
 from trainer.metrics.catalog.rows_gns import ONE_BATCH_SIZE
 from trainer.wording import counted
+
+MIN_PART = 4
+"""Positions of a row that a rank must have with `distributed.context`, more than a short convolution looks back."""
 
 Mistake = tuple[str, str, str]
 """(key, problem, fix)."""
@@ -25,8 +29,9 @@ class Facts:
     are for the largest number of micro-batches that it can have."""
 
     world_size: int
+    context: int
     data_shards: int
-    """As many as there are ranks, or `distributed.shards`."""
+    """As many as there are ranks that do not share rows, or `distributed.shards`."""
     steps: int
     """Of the run; with `train.tokens` the number if all batches were full, and `micro_batches = "auto"` never grew."""
     cells_per_step: int
@@ -47,7 +52,7 @@ class Facts:
     @property
     def shards_per_rank(self) -> int:
         """Data shards that one rank runs."""
-        return self.data_shards // self.world_size
+        return self.data_shards * self.context // self.world_size
 
 
 def mixing_of(config: RunConfig, source: SourceTable) -> MixingTable:
@@ -57,7 +62,7 @@ def mixing_of(config: RunConfig, source: SourceTable) -> MixingTable:
 
 def data_shards(config: RunConfig, world_size: int) -> int:
     """How many parts the data are read in; with `distributed.shards` whatever the number of ranks."""
-    return config.distributed.shards or world_size
+    return config.distributed.shards or world_size // config.distributed.context
 
 
 def largest_batch(mixing: MixingTable) -> int:
@@ -92,6 +97,18 @@ def divide_batch(config: RunConfig, sources: Iterable[SourceTable], num_shards: 
     return config.model_copy(update={"train": train.model_copy(update=found)})
 
 
+def without_whole_rows(config: RunConfig) -> RunConfig:
+    """The config without diagnostics that are on by default and need whole rows, if ranks share rows."""
+    if config.distributed.context == 1:
+        return config
+    ledger, evaluation = config.ledger, config.eval
+    if "probe_every" not in ledger.model_fields_set:
+        ledger = ledger.model_copy(update={"probe_every": 0})
+    if "depth" not in evaluation.model_fields_set:
+        evaluation = evaluation.model_copy(update={"depth": False})
+    return config.model_copy(update={"ledger": ledger, "eval": evaluation})
+
+
 def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) -> Facts:
     """Refuse a config, with the sources of its included files, that cannot work; derive numbers from one that can.
 
@@ -109,6 +126,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     ownership, reason = _ownership(config, sources, num_shards)
     return Facts(
         world_size=world_size,
+        context=config.distributed.context,
         data_shards=num_shards,
         steps=steps,
         cells_per_step=tokens // config.row_tokens,
@@ -217,8 +235,11 @@ def check_sharding(config: RunConfig, world_size: int) -> None:
 
 def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     table, strategy = config.distributed, f'strategy "{config.distributed.strategy}"'
-    if table.shards % world_size:
-        problem = f"{table.shards} data shards cannot be divided among {counted(world_size, 'rank')}"
+    if table.context > 1:
+        yield from _broken_context(config, world_size)
+    if table.shards * table.context % world_size:
+        ranks = counted(world_size // table.context, "group" if table.context > 1 else "rank")
+        problem = f"{table.shards} data shards cannot be divided among {ranks}"
         yield "distributed.shards", problem, "start a divisor of them, or set it to a multiple of the ranks"
     if table.strategy != "hsdp" and table.replicas:
         problem = f'{table.replicas} replicas, but the strategy is "{table.strategy}"'
@@ -238,6 +259,58 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
         yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"
 
 
+def _broken_context(config: RunConfig, world_size: int) -> Iterator[Mistake]:
+    key, size, shortest = "distributed.context", config.distributed.context, config.data.seq_len
+    if world_size % size:
+        problem = f"groups of {size} ranks cannot be made of {counted(world_size, 'rank')}"
+        yield key, problem, "choose a divisor, or start more ranks (train check --nproc)"
+    if shortest < MIN_PART * size:
+        problem = f"cuts a row of {shortest} tokens (data.seq_len) into {size} parts, some of less than {MIN_PART}"
+        yield key, problem, f"set data.seq_len to at least {MIN_PART * size}"
+    whole = "needs whole rows, of which distributed.context leaves each rank a part"
+    train, ledger = config.train, config.ledger
+    for other, is_on, problem in (
+        ("distributed.strategy", config.distributed.strategy != "ddp", 'must be "ddp" with distributed.context'),
+        (
+            "distributed.find_unused_parameters",
+            config.distributed.find_unused_parameters,
+            "every rank of a context group must use all parameters",
+        ),
+        (
+            "train.compile",
+            train.compile,
+            "a compiled model cannot pass its states to other ranks (distributed.context)",
+        ),
+        (
+            "train.activation_checkpointing",
+            train.activation_checkpointing == "cell",
+            'is "cell", but with distributed.context a rank runs its part of a row at once',
+        ),
+        (
+            "ledger.ownership",
+            ledger.ownership == "exchange",
+            'must not be "exchange" with distributed.context, whose ranks carry the same states',
+        ),
+        ("ledger.burn_in", ledger.burn_in, whole),
+        ("ledger.probe_every", ledger.probe_every, whole),
+        ("metrics.per_depth", config.metrics.per_depth, whole),
+        (
+            "metrics.per_layer",
+            config.metrics.per_layer,
+            "does not count ranks that share rows (distributed.context) once",
+        ),
+        ("eval.depth", config.eval.depth, whole),
+        ("gns.components_every", config.gns.components_every, whole),
+        (
+            "objective.losses",
+            any(each.by == "rows" for each in config.objective.losses.values()),
+            f'by = "rows" {whole}',
+        ),
+    ):
+        if is_on:
+            yield other, problem, "set it off, or distributed.context to 1"
+
+
 def check_state_rules(config: RunConfig, model: Any) -> None:
     """Refuse what needs a recurrent state when the model has none, or has another kind of state.
 
@@ -247,6 +320,11 @@ def check_state_rules(config: RunConfig, model: Any) -> None:
     ledger, leaves = config.ledger, getattr(getattr(model, "state_layout", None), "leaves", ())
     whole = next((leaf for leaf in leaves if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)), None)
     found: list[Mistake] = []
+    if config.distributed.context > 1 and "context_group" not in inspect.signature(model.forward).parameters:
+        problem = (
+            f"{type(model).__name__}.forward takes no context_group, so its layers cannot pass states to other ranks"
+        )
+        found.append(("distributed.context", problem, "set it to 1, or see docs/context.md"))
     if ledger.start == "noise" and whole is not None:
         problem = f'"noise" makes no sense for {whole.path}, which is {whole.dtype}, such as a position'
         found.append(("ledger.start", problem, 'use "carried"'))

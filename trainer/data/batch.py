@@ -81,6 +81,15 @@ class MicroBatch:
         carry = self.carry and replace(self.carry, **{key: getattr(self.carry, key)[part] for key in CARRY_KEYS})
         return replace(self, inputs=cut(self.inputs), targets=self.targets[part], carry=carry, extras=cut(self.extras))
 
+    def columns(self, part: slice, **inputs: Any) -> MicroBatch:
+        """These positions of each row, and further inputs. What is not [B, T, ...] stays as it is."""
+
+        def cut(values: Mapping[str, Any]) -> dict[str, Any]:
+            by_token = (isinstance(v, Tensor) and v.shape[:2] == self.targets.shape for v in values.values())
+            return {key: v[:, part] if is_cut else v for (key, v), is_cut in zip(values.items(), by_token, strict=True)}
+
+        return replace(self, inputs=cut(self.inputs) | inputs, targets=self.targets[:, part], extras=cut(self.extras))
+
     def masked(self) -> MicroBatch:
         """The first row with nothing to predict and no group."""
         first = self.rows(slice(1))

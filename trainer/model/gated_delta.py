@@ -18,16 +18,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, check_sizes, init_matrix
 from trainer.model.hugging_face import save_as_qwen3_next
 from trainer.model.protocol import ModelOutput
+
+if TYPE_CHECKING:
+    from trainer.distributed.context import ContextGroup
 
 CHUNK = 64
 TAPS = 4  # positions that the short convolution sees
@@ -96,6 +101,32 @@ def gated_delta_rule(
     return torch.cat(outputs, dim=2)[:, :, :length], state
 
 
+def rule_over_ranks(
+    rule: Callable[..., tuple[Tensor, Tensor]],
+    group: ContextGroup,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_decay: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    resets: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As `rule`, whose arguments follow, over rows of which this rank has a part; `state` is that before the row.
+
+    Outputs are linear in the state that a part begins with, and each column of the state goes its own way: beside those of the
+    part run from zero there are those of the identity, without values. The backward runs them again, or they would be kept.
+    """
+    sizes = [values.shape[-1], keys.shape[-1]]
+    identity = torch.eye(sizes[1], dtype=state.dtype, device=state.device).expand(*state.shape[:2], -1, -1)
+    begin = torch.cat([torch.zeros_like(state), identity], dim=-1)
+    given = (queries, keys, F.pad(values, (0, sizes[1])), log_decay, rate, begin, resets)
+    found = checkpoint(rule, *given, use_reentrant=False, preserve_rng_state=False)
+    (from_zero, by_state), (end, transition) = (torch.split(each, sizes, dim=-1) for each in found)
+    first, last = group.scan(transition, end, state, is_matrix=True)
+    return from_zero + by_state @ first, last
+
+
 def _in_chunks(x: Tensor, dim: int, chunk: int) -> Tensor:
     """[..., N * chunk, ...] as [..., N, chunk, ...]."""
     return x.reshape(*x.shape[:dim], -1, chunk, *x.shape[dim + 1 :])
@@ -133,7 +164,9 @@ class DeltaMixer(nn.Module):
             step = torch.empty_like(self.step_bias).uniform_(math.log(low), math.log(high)).exp()
             self.step_bias.copy_(torch.log(torch.expm1(step)))  # softplus of it is the step
 
-    def forward(self, x: Tensor, state: LayerState | None, resets: Tensor | None) -> tuple[Tensor, LayerState]:
+    def forward(
+        self, x: Tensor, state: LayerState | None, resets: Tensor | None, context_group: ContextGroup | None = None
+    ) -> tuple[Tensor, LayerState]:
         """Mix x [B, T, D] over time; returns the output [B, T, D] and the state after it."""
         inputs = self.inputs(x)  # [B, T, 3 D]
         dtype = torch.promote_types(inputs.dtype, torch.float32)
@@ -143,14 +176,18 @@ class DeltaMixer(nn.Module):
                 "memory": x.new_zeros(x.shape[0], self.heads, width, width, dtype=dtype),
                 "recent": inputs.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim),
             }
-        convolved, recent = short_convolution(inputs, self.taps, state["recent"].to(inputs.dtype), resets)
+        recent, rule = state["recent"].to(inputs.dtype), self.rule
+        if context_group is not None:
+            rule = partial(rule_over_ranks, rule, context_group)
+            recent, after = context_group.scan(torch.zeros_like(recent), last_inputs(inputs, TAPS - 1, resets), recent)
+        convolved, last = short_convolution(inputs, self.taps, recent, resets)
         queries, keys, values = (
             part.view(*part.shape[:2], self.heads, -1).transpose(1, 2).to(dtype)
             for part in F.silu(convolved).chunk(3, dim=-1)
         )  # [B, H, T, K]
         decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]
         log_decay = -self.log_a.to(dtype).exp()[:, None] * F.softplus(decay + self.step_bias.to(dtype)[:, None])
-        mixed, memory = self.rule(
+        mixed, memory = rule(
             normalized(queries) * queries.shape[-1] ** -0.5,
             normalized(keys),
             values,
@@ -161,7 +198,8 @@ class DeltaMixer(nn.Module):
         )
         gate = F.silu(self.output_gate(x))
         normed = self.norm(mixed.transpose(1, 2)).flatten(2)  # [B, T, D]
-        return self.out(gate * normed.to(gate.dtype)), {"memory": memory, "recent": recent}
+        last = last if context_group is None else after
+        return self.out(gate * normed.to(gate.dtype)), {"memory": memory, "recent": last}
 
 
 def normalized(x: Tensor) -> Tensor:
@@ -190,10 +228,15 @@ def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | 
         if document is not None:
             earlier = earlier * (document[:, before - j : before - j + length] == document[:, before:])
         y = y + taps[j].to(x.dtype) * earlier
-    last = whole[:, length:]
-    if document is not None:
-        last = last * (document[:, length:] == document[:, -1:])
-    return y, last
+    return y, last_inputs(whole, before, None if resets is None else F.pad(resets, (before, 0)))
+
+
+def last_inputs(x: Tensor, num: int, resets: Tensor | None) -> Tensor:
+    """The last `num` positions of x [B, T, D], of T or more, with zeros for other documents than that of the last one."""
+    if resets is None:
+        return x[:, -num:]
+    document = resets.cumsum(1)[..., None]
+    return x[:, -num:] * (document[:, -num:] == document[:, -1:])
 
 
 class DeltaBlock(ResidualBlock):
@@ -206,9 +249,11 @@ class DeltaBlock(ResidualBlock):
         self.mlp_norm = nn.RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden, F.silu)
 
-    def forward(self, x: Tensor, state: LayerState | None, resets: Tensor | None) -> tuple[Tensor, LayerState]:
+    def forward(
+        self, x: Tensor, state: LayerState | None, resets: Tensor | None, context_group: ContextGroup | None = None
+    ) -> tuple[Tensor, LayerState]:
         """Map x [B, T, D]; see `DeltaMixer`."""
-        mixed, after = self.mixer(self.mixer_norm(x), state, resets)
+        mixed, after = self.mixer(self.mixer_norm(x), state, resets, context_group)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), after
 
@@ -228,16 +273,17 @@ class GatedDelta(LanguageModel):
         self.heads = heads
 
     def forward(
-        self, tokens: Tensor, state: list[LayerState] | None = None, resets: Tensor | None = None
+        self,
+        tokens: Tensor,
+        state: list[LayerState] | None = None,
+        resets: Tensor | None = None,
+        context_group: ContextGroup | None = None,
     ) -> ModelOutput:
-        """Predict from tokens [B, T], starting from the layers' states (None: zero).
-
-        `resets` (bool [B, T]) marks positions before which every layer resets its state to zero.
-        """
+        """Predict from tokens [B, T], starting from the layers' states (None: zero); as `RecurrentEncoder`."""
         x = self.embedding(tokens)  # [B, T, D]
         ends: list[LayerState] = []
         for number, block in enumerate(self.blocks):
-            x, end = block(x, None if state is None else state[number], resets)
+            x, end = block(x, None if state is None else state[number], resets, context_group)
             ends.append(end)
         return ModelOutput(self.head(self.norm(x)), ends)  # type: ignore[arg-type]
 

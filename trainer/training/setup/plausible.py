@@ -145,7 +145,7 @@ def unmet_needs(
     tokens = _tokens_of_a_batch(config, sources)
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
     numbers = 2 + (MOMENTS[config.optimizer.name] if config.optimizer.target is None else 0)  # with weight and gradient
-    shards = data_shards(config, world_size)
+    shards = data_shards(config, world_size) * config.distributed.context
     layout = layout_for(config.distributed.strategy, config.distributed.replicas, RankInfo(world_size=world_size))
     held = num_parameters if layout is None else -(-num_parameters // layout.shards)
     logits = tokens * vocab_size * (4 if train.precision == "fp32" else 2)
@@ -162,7 +162,7 @@ def unmet_needs(
 def _tokens_of_a_batch(config: RunConfig, sources: list[Source]) -> int:
     """Of the largest micro-batch, as far as it is known."""
     batches = [largest_batch(mixing_of(config, source.table)) for source in sources if source.table.target is None]
-    return max(batches, default=1) * config.row_tokens
+    return max(batches, default=1) * -(-config.row_tokens // config.distributed.context)
 
 
 def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> list[UserError]:
