@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -121,6 +123,16 @@ def float64(vocab_size: int, dim: int, num_layers: int) -> Float64:
     return Float64(vocab_size, dim)
 
 
-def recurrent64(vocab_size: int, dim: int, num_layers: int, family: str = "rglru", **args: int) -> nn.Module:
-    """A family in float64."""
-    return build_model(ModelTable(family=family, dim=dim, num_layers=num_layers, args=args), vocab_size).double()
+def recurrent64(
+    vocab_size: int, dim: int, num_layers: int, family: str = "rglru", bad_forward: int = 0, **args: int
+) -> nn.Module:
+    """A family in float64, of which one forward of the training gives NaN."""
+    model = build_model(ModelTable(family=family, dim=dim, num_layers=num_layers, args=args), vocab_size).double()
+    count = itertools.count(1)
+
+    def spoil(module: nn.Module, args: object, output: ModelOutput) -> ModelOutput | None:
+        is_bad = module.training and next(count) == bad_forward
+        return output._replace(logits=output.logits * torch.nan) if is_bad else None
+
+    model.register_forward_hook(spoil)
+    return model

@@ -35,7 +35,7 @@ class ContextGroup:
     """Whether the gradient of each micro-batch is summed over them, as the noise scale needs it."""
 
     def cut(self, micro: MicroBatch) -> MicroBatch:
-        """This rank's part of the rows, as inputs of a model that takes a `context_group`; parts differ by one position at most."""
+        """This rank's part of the rows, for a model that takes a `context_group`; parts differ by at most one position."""
         length = micro.targets.shape[1]
         part = slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
         return micro.columns(part, context_group=self)
