@@ -10,14 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.arrays import MIN_PART
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, raise_found
 from trainer.metrics.catalog.rows_gns import ONE_BATCH_SIZE
 from trainer.wording import counted
-
-MIN_PART = 4
-"""Positions of a row that a rank must have with `distributed.context`, more than a short convolution looks back."""
 
 Mistake = tuple[str, str, str]
 """(key, problem, fix)."""
@@ -176,9 +174,11 @@ def _broken_rules(
         )
         problem += f", got {ledger.capacity}"
         yield "ledger.capacity", problem, f"set it to {in_flight} or more"
-    if ledger.ownership == "reader" and (foreign := _foreign(sources)) and num_shards > 1:
-        problem = f'"reader" needs every group to stay on one rank, which source {foreign} (a target) does not promise'
-        yield "ledger.ownership", problem, "use exchange or auto"
+    shared = config.distributed.context > 1
+    if (shared or ledger.ownership == "reader") and (foreign := _foreign(sources)) and num_shards > 1:
+        key = "distributed.context" if shared else "ledger.ownership"
+        problem = f"needs every group to stay on one rank, which source {foreign} (a target) does not promise"
+        yield key, problem if shared else f'"reader" {problem}', "set it to 1" if shared else "use exchange or auto"
 
 
 def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iterator[Mistake]:

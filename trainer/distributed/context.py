@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.arrays import MIN_PART
 from trainer.distributed.env import RankInfo
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.data.batch import MicroBatch
@@ -37,6 +39,9 @@ class ContextGroup:
     def cut(self, micro: MicroBatch) -> MicroBatch:
         """This rank's part of the rows, for a model that takes a `context_group`; parts differ by at most one position."""
         length = micro.targets.shape[1]
+        if length < MIN_PART * self.size:
+            problem = f"a row of {length} tokens is too short for {self.size} parts"
+            raise UserError("distributed.context", problem, "build rows of data.seq_len x train.tbptt_cells tokens")
         part = slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
         return micro.columns(part, context_group=self)
 

@@ -162,7 +162,7 @@ def begin_reading(run: Run) -> bool:
         for first, loader in zip(firsts, run.loaders, strict=True)
     ]
     has_data = gather_from_ranks([first is not None for first in firsts], world_size=world_size)
-    flat = [has for own in has_data for has in own]
+    flat = [has for own in has_data[:: run.info.context] for has in own]
     given = next((first for first in firsts if first is not None), None)
     if not any(flat):
         if not run.is_resumed:
