@@ -16,7 +16,7 @@ from tests.support.in_process import program
 from tests.support.models import recurrent64
 from tests.support.runs import overrides, read_rows, train, write_tiny_config
 from trainer.config.load import load_config
-from trainer.distributed.context import ContextGroup
+from trainer.distributed.context import Context
 from trainer.distributed.env import RankInfo
 from trainer.tools.memory import predict_memory
 from trainer.training.setup.plan import make_plan
@@ -117,7 +117,7 @@ def rows_on_ranks(rank: int, world: int, family: str, layers: int) -> dict[str, 
     """Rows with resets everywhere, of many lengths: shared and whole they give the same. What one of them sends."""
     group = dist.group.WORLD
     assert group is not None
-    context = ContextGroup(group, rank, world, sums_gradients=True)
+    context = Context(group, rank, world, sums_gradients=True)
     counted, rows, generator = Counted(), 3, torch.Generator().manual_seed(1)
     torch.manual_seed(0)
     model = recurrent64(11, 8, layers, family)
@@ -206,5 +206,4 @@ def test_the_predicted_memory_is_that_of_a_part(config):
 def test_ranks_read_by_groups():
     ranks = [RankInfo(rank, rank, 6, context=3) for rank in range(6)]
     assert [each.reader.rank for each in ranks] == [0, 0, 0, 1, 1, 1]
-    assert [each.repeats for each in ranks] == [False, True, True] * 2
     assert [[shard.rank for shard in each.data_shards(4)] for each in ranks] == [[0, 1]] * 3 + [[2, 3]] * 3

@@ -6,9 +6,9 @@ Checked before the process group starts. Rules that need the data itself are in 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from trainer.arrays import MIN_PART
 from trainer.config.data_tables import MixingTable, SourceTable
@@ -95,16 +95,13 @@ def divide_batch(config: RunConfig, sources: Iterable[SourceTable], num_shards: 
     return config.model_copy(update={"train": train.model_copy(update=found)})
 
 
-def without_whole_rows(config: RunConfig) -> RunConfig:
-    """The config without diagnostics that are on by default and need whole rows, if ranks share rows."""
-    if config.distributed.context == 1:
-        return config
-    ledger, evaluation = config.ledger, config.eval
-    if "probe_every" not in ledger.model_fields_set:
-        ledger = ledger.model_copy(update={"probe_every": 0})
-    if "depth" not in evaluation.model_fields_set:
-        evaluation = evaluation.model_copy(update={"depth": False})
-    return config.model_copy(update={"ledger": ledger, "eval": evaluation})
+def with_shared_rows(config: RunConfig) -> RunConfig:
+    """The config without diagnostics that are on by default and that ranks that share rows cannot run."""
+    for table, name, allowed in _unshared(config) if config.distributed.context > 1 else ():
+        own = getattr(config, table)
+        if name not in own.model_fields_set:
+            config = config.model_copy(update={table: own.model_copy(update={name: allowed})})
+    return config
 
 
 def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) -> Facts:
@@ -267,48 +264,32 @@ def _broken_context(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     if shortest < MIN_PART * size:
         problem = f"cuts a row of {shortest} tokens (data.seq_len) into {size} parts, some of less than {MIN_PART}"
         yield key, problem, f"set data.seq_len to at least {MIN_PART * size}"
-    whole = "needs whole rows, of which distributed.context leaves each rank a part"
-    train, ledger = config.train, config.ledger
-    for other, is_on, problem in (
-        ("distributed.strategy", config.distributed.strategy != "ddp", 'must be "ddp" with distributed.context'),
-        (
-            "distributed.find_unused_parameters",
-            config.distributed.find_unused_parameters,
-            "every rank of a context group must use all parameters",
-        ),
-        (
-            "train.compile",
-            train.compile,
-            "a compiled model cannot pass its states to other ranks (distributed.context)",
-        ),
-        (
-            "train.activation_checkpointing",
-            train.activation_checkpointing == "cell",
-            'is "cell", but with distributed.context a rank runs its part of a row at once',
-        ),
-        (
-            "ledger.ownership",
-            ledger.ownership == "exchange",
-            'must not be "exchange" with distributed.context, whose ranks carry the same states',
-        ),
-        ("ledger.burn_in", ledger.burn_in, whole),
-        ("ledger.probe_every", ledger.probe_every, whole),
-        ("metrics.per_depth", config.metrics.per_depth, whole),
-        (
-            "metrics.per_layer",
-            config.metrics.per_layer,
-            "does not count ranks that share rows (distributed.context) once",
-        ),
-        ("eval.depth", config.eval.depth, whole),
-        ("gns.components_every", config.gns.components_every, whole),
-        (
-            "objective.losses",
-            any(each.by == "rows" for each in config.objective.losses.values()),
-            f'by = "rows" {whole}',
-        ),
-    ):
-        if is_on:
-            yield other, problem, "set it off, or distributed.context to 1"
+    for table, name, allowed in _unshared(config):
+        problem = f"does not go with distributed.context, {WHY_NOT[table, name][0]}"
+        yield f"{table}.{name}", problem, f"set it to {str(allowed).lower() or 0}, or distributed.context to 1"
+
+
+WHOLE = "since each rank has a part of every row"
+WHY_NOT: Final[Mapping[tuple[str, str], tuple[str, tuple[Any, ...]]]] = {
+    ("distributed", "strategy"): ("whose ranks hold the whole model", ("ddp",)),
+    ("distributed", "find_unused_parameters"): ("whose ranks must use the same parameters", (False,)),
+    ("train", "compile"): ("since a compiled model cannot pass states to other ranks", (False,)),
+    ("train", "activation_checkpointing"): (WHOLE, ("off", "block")),
+    ("ledger", "ownership"): ("whose ranks hold the same states", ("auto", "reader")),
+    ("ledger", "burn_in"): (WHOLE, (0,)),
+    ("ledger", "probe_every"): (WHOLE, (0,)),
+    ("metrics", "per_depth"): (WHOLE, (False,)),
+    ("metrics", "per_layer"): ("since it counts every rank", (False,)),
+    ("eval", "depth"): (WHOLE, (False,)),
+    ("gns", "components_every"): (WHOLE, (0,)),
+}
+"""What ranks that share rows cannot do: why, and the values that are allowed, of which the first replaces a default."""
+
+
+def _unshared(config: RunConfig) -> list[tuple[str, str, Any]]:
+    """Table, key and first allowed value of what `WHY_NOT` forbids."""
+    found = [(getattr(config, table), table, name, allowed) for (table, name), (_, allowed) in WHY_NOT.items()]
+    return [(table, name, allowed[0]) for own, table, name, allowed in found if getattr(own, name) not in allowed]
 
 
 def check_state_rules(config: RunConfig, model: Any) -> None:
@@ -321,10 +302,14 @@ def check_state_rules(config: RunConfig, model: Any) -> None:
     whole = next((leaf for leaf in leaves if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)), None)
     found: list[Mistake] = []
     if config.distributed.context > 1 and "context_group" not in inspect.signature(model.forward).parameters:
-        problem = (
-            f"{type(model).__name__}.forward takes no context_group, so its layers cannot pass states to other ranks"
-        )
+        problem = f"{type(model).__name__}.forward takes no context_group, to pass its states to other ranks"
         found.append(("distributed.context", problem, "set it to 1, or see docs/context.md"))
+    declared, losses = getattr(model, "loss_keys", None), config.objective.losses.values()
+    by = [*(declared.values() if isinstance(declared, Mapping) else ()), *(each.by for each in losses)]
+    if config.distributed.context > 1 and "rows" in by:
+        found.append(
+            ("distributed.context", "does not go with losses by rows, of which a rank has parts", "set it to 1")
+        )
     if ledger.start == "noise" and whole is not None:
         problem = f'"noise" makes no sense for {whole.path}, which is {whole.dtype}, such as a position'
         found.append(("ledger.start", problem, 'use "carried"'))

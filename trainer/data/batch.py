@@ -73,10 +73,8 @@ class MicroBatch:
         num_rows = len(self.targets)
 
         def cut(values: Mapping[str, Any]) -> dict[str, Any]:
-            is_by_row = {
-                key: isinstance(v, Tensor | np.ndarray | list) and len(v) == num_rows for key, v in values.items()
-            }
-            return {key: value[part] if is_by_row[key] else value for key, value in values.items()}
+            kinds = (Tensor, np.ndarray, list)
+            return {k: v[part] if isinstance(v, kinds) and len(v) == num_rows else v for k, v in values.items()}
 
         carry = self.carry and replace(self.carry, **{key: getattr(self.carry, key)[part] for key in CARRY_KEYS})
         return replace(self, inputs=cut(self.inputs), targets=self.targets[part], carry=carry, extras=cut(self.extras))
@@ -85,8 +83,8 @@ class MicroBatch:
         """These positions of each row, and further inputs. What is not [B, T, ...] stays as it is."""
 
         def cut(values: Mapping[str, Any]) -> dict[str, Any]:
-            by_token = (isinstance(v, Tensor) and v.shape[:2] == self.targets.shape for v in values.values())
-            return {key: v[:, part] if is_cut else v for (key, v), is_cut in zip(values.items(), by_token, strict=True)}
+            shape = self.targets.shape
+            return {k: v[:, part] if isinstance(v, Tensor) and v.shape[:2] == shape else v for k, v in values.items()}
 
         return replace(self, inputs=cut(self.inputs) | inputs, targets=self.targets[:, part], extras=cut(self.extras))
 

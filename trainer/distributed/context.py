@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class ContextGroup:
+class Context:
     """The ranks that share each row, in the order of its parts. A model takes it as `context_group`."""
 
     group: dist.ProcessGroup
@@ -78,7 +78,7 @@ class ContextGroup:
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, transition: Tensor, end: Tensor, state: Tensor, group: ContextGroup, is_matrix: bool
+        ctx: Any, transition: Tensor, end: Tensor, state: Tensor, group: Context, is_matrix: bool
     ) -> tuple[Tensor, Tensor]:
         times = torch.matmul if is_matrix else torch.mul
         sizes = [transition.numel(), end.numel()]
@@ -105,10 +105,9 @@ class _Scan(torch.autograd.Function):
         return total @ first.mT if ctx.is_matrix else total * first, total, None, None, None
 
 
-def make_context_group(info: RankInfo, *, timeout_sec: float, sums_gradients: bool) -> ContextGroup | None:
+def make_context_group(info: RankInfo, *, timeout_sec: float, sums_gradients: bool) -> Context | None:
     """The group of this rank; None: it shares its rows with no other. Every rank must call it."""
     if info.context == 1:
         return None
     group, _ = dist.new_subgroups(info.context, timeout=timedelta(seconds=timeout_sec))  # type: ignore[no-untyped-call]
-    assert group is not None
-    return ContextGroup(group, info.rank % info.context, info.context, sums_gradients)
+    return Context(group, info.rank % info.context, info.context, sums_gradients)

@@ -35,11 +35,6 @@ class RankInfo:
         return RankInfo(self.rank // self.context, self.local_rank, self.world_size // self.context)
 
     @property
-    def repeats(self) -> bool:
-        """Whether a rank before this one reads, carries and counts the same."""
-        return self.rank % self.context > 0
-
-    @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which writes everything that is written once."""
         return self.rank == 0

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.distributed.context import Context
 from trainer.errors import UserError
 from trainer.model.protocol import GATE_SHARPNESS, ModelOutput
 from trainer.model.recurrence import fused_scan, gated_scan, scan_over_ranks
-
-if TYPE_CHECKING:
-    from trainer.distributed.context import ContextGroup
 
 INITIAL_DECAY_RANGE = (0.9, 0.999)
 """Range of the channels' decay `a` at initialization, where the recurrence gate is about one half."""
@@ -156,11 +154,11 @@ class GatedRecurrence(nn.Module):
             self.decay.copy_(torch.log(torch.expm1(-2.0 * log_a / GATE_SHARPNESS)))
 
     def forward(
-        self, x: Tensor, state: Tensor, resets: Tensor | None, context_group: ContextGroup | None = None
+        self, x: Tensor, state: Tensor, resets: Tensor | None, group: Context | None = None
     ) -> tuple[Tensor, Tensor]:
         """Mix x [B, T, D] over time from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
         values = self.values(x)  # [B, T, D]
-        scan = self.scan if context_group is None else partial(scan_over_ranks, self.scan, context_group)
+        scan = self.scan if group is None else partial(scan_over_ranks, self.scan, group)
         h, state = scan(
             self.recurrence_gate(values), self.input_gate(values), values, self.decay, resets, state
         )  # [B, T, D], [B, D]
@@ -178,11 +176,9 @@ class Block(ResidualBlock):
         self.mlp_norm = nn.RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden)
 
-    def forward(
-        self, x: Tensor, state: Tensor, resets: Tensor | None, context_group: ContextGroup | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor, resets: Tensor | None, group: Context | None) -> tuple[Tensor, Tensor]:
         """Map x [B, T, D] from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
-        mixed, state = self.recurrence(self.recurrence_norm(x), state, resets, context_group)
+        mixed, state = self.recurrence(self.recurrence_norm(x), state, resets, group)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), state
 
@@ -203,7 +199,7 @@ class RecurrentEncoder(LanguageModel):
         tokens: Tensor,
         state: Tensor | None = None,
         resets: Tensor | None = None,
-        context_group: ContextGroup | None = None,
+        context_group: Context | None = None,
     ) -> ModelOutput:
         """Predict from tokens [B, T], starting from `state` [B, state_width] (None: zero).
 

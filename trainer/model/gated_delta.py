@@ -20,19 +20,17 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.distributed.context import Context
 from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, check_sizes, init_matrix
 from trainer.model.hugging_face import save_as_qwen3_next
 from trainer.model.protocol import ModelOutput
-
-if TYPE_CHECKING:
-    from trainer.distributed.context import ContextGroup
 
 CHUNK = 64
 TAPS = 4  # positions that the short convolution sees
@@ -40,6 +38,7 @@ INITIAL_DECAY_RANGE = (1.0, 16.0)  # of A; the step is about 0.001 to 0.1, as in
 INITIAL_STEP_RANGE = (1e-3, 1e-1)
 SMALL = 1e-6  # added to the squared norm of keys and queries, as fla and transformers add it
 
+Rule = Callable[..., tuple[Tensor, Tensor]]
 LayerState = dict[str, Tensor]
 """`memory` [B, H, K, V] and `recent` [B, TAPS - 1, 3 D], the inputs of the short convolution that the next cell sees."""
 
@@ -101,27 +100,18 @@ def gated_delta_rule(
     return torch.cat(outputs, dim=2)[:, :, :length], state
 
 
-def rule_over_ranks(
-    rule: Callable[..., tuple[Tensor, Tensor]],
-    group: ContextGroup,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    log_decay: Tensor,
-    rate: Tensor,
-    state: Tensor,
-    resets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """As `rule`, whose arguments follow, over rows of which this rank has a part; `state` is that before the row.
+def rule_over_ranks(rule: Rule, group: Context, *given: Any) -> tuple[Tensor, Tensor]:
+    """As `rule`, whose arguments are given, over rows of which this rank has a part; `state` is that before the row.
 
     Outputs are linear in the state that a part begins with, and each column of the state goes its own way: beside those of the
     part run from zero there are those of the identity, without values. The backward runs them again, or they would be kept.
     """
-    sizes = [values.shape[-1], keys.shape[-1]]
+    q, k, v, *gates, state, resets = given
+    sizes = [v.shape[-1], k.shape[-1]]
     identity = torch.eye(sizes[1], dtype=state.dtype, device=state.device).expand(*state.shape[:2], -1, -1)
     begin = torch.cat([torch.zeros_like(state), identity], dim=-1)
-    given = (queries, keys, F.pad(values, (0, sizes[1])), log_decay, rate, begin, resets)
-    found = checkpoint(rule, *given, use_reentrant=False, preserve_rng_state=False)
+    wide = F.pad(v, (0, sizes[1]))
+    found = checkpoint(rule, q, k, wide, *gates, begin, resets, use_reentrant=False, preserve_rng_state=False)
     (from_zero, by_state), (end, transition) = (torch.split(each, sizes, dim=-1) for each in found)
     first, last = group.scan(transition, end, state, is_matrix=True)
     return from_zero + by_state @ first, last
@@ -141,7 +131,7 @@ class DeltaMixer(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.dim, self.heads = dim, heads
-        self.rule: Callable[..., tuple[Tensor, Tensor]] = gated_delta_rule
+        self.rule: Rule = gated_delta_rule
         self.inputs = nn.Linear(dim, 3 * dim, bias=False)  # queries, keys, values
         self.taps = nn.Parameter(torch.empty(TAPS, 3 * dim))
         self.gates = nn.Linear(dim, 2 * heads, bias=False)  # decay, rate
@@ -165,7 +155,7 @@ class DeltaMixer(nn.Module):
             self.step_bias.copy_(torch.log(torch.expm1(step)))  # softplus of it is the step
 
     def forward(
-        self, x: Tensor, state: LayerState | None, resets: Tensor | None, context_group: ContextGroup | None = None
+        self, x: Tensor, state: LayerState | None, resets: Tensor | None, group: Context | None
     ) -> tuple[Tensor, LayerState]:
         """Mix x [B, T, D] over time; returns the output [B, T, D] and the state after it."""
         inputs = self.inputs(x)  # [B, T, 3 D]
@@ -177,9 +167,9 @@ class DeltaMixer(nn.Module):
                 "recent": inputs.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim),
             }
         recent, rule = state["recent"].to(inputs.dtype), self.rule
-        if context_group is not None:
-            rule = partial(rule_over_ranks, rule, context_group)
-            recent, after = context_group.scan(torch.zeros_like(recent), last_inputs(inputs, TAPS - 1, resets), recent)
+        if group is not None:
+            rule = partial(rule_over_ranks, rule, group)
+            recent, after = group.scan(torch.zeros_like(recent), last_inputs(inputs, TAPS - 1, resets), recent)
         convolved, last = short_convolution(inputs, self.taps, recent, resets)
         queries, keys, values = (
             part.view(*part.shape[:2], self.heads, -1).transpose(1, 2).to(dtype)
@@ -198,7 +188,7 @@ class DeltaMixer(nn.Module):
         )
         gate = F.silu(self.output_gate(x))
         normed = self.norm(mixed.transpose(1, 2)).flatten(2)  # [B, T, D]
-        last = last if context_group is None else after
+        last = last if group is None else after
         return self.out(gate * normed.to(gate.dtype)), {"memory": memory, "recent": last}
 
 
@@ -250,10 +240,10 @@ class DeltaBlock(ResidualBlock):
         self.mlp = GatedMLP(dim, hidden, F.silu)
 
     def forward(
-        self, x: Tensor, state: LayerState | None, resets: Tensor | None, context_group: ContextGroup | None = None
+        self, x: Tensor, state: LayerState | None, resets: Tensor | None, group: Context | None
     ) -> tuple[Tensor, LayerState]:
         """Map x [B, T, D]; see `DeltaMixer`."""
-        mixed, after = self.mixer(self.mixer_norm(x), state, resets, context_group)
+        mixed, after = self.mixer(self.mixer_norm(x), state, resets, group)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), after
 
@@ -277,7 +267,7 @@ class GatedDelta(LanguageModel):
         tokens: Tensor,
         state: list[LayerState] | None = None,
         resets: Tensor | None = None,
-        context_group: ContextGroup | None = None,
+        context_group: Context | None = None,
     ) -> ModelOutput:
         """Predict from tokens [B, T], starting from the layers' states (None: zero); as `RecurrentEncoder`."""
         x = self.embedding(tokens)  # [B, T, D]

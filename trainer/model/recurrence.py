@@ -15,24 +15,21 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from trainer.distributed.context import Context
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import GATE_SHARPNESS
-
-if TYPE_CHECKING:
-    from trainer.distributed.context import ContextGroup
 
 logger = get_logger(__name__)
 
 HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
 
 
 def gated_scan(
@@ -62,31 +59,23 @@ def gated_scan(
     return h.to(x.dtype), h[:, -1]
 
 
-def scan_over_ranks(
-    scan: Scan,
-    group: ContextGroup,
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    x: Tensor,
-    decay: Tensor,
-    resets: Tensor | None,
-    state: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `scan`, whose arguments follow, over rows of which this rank has a part; `state` is that before the row.
+def scan_over_ranks(scan: Callable[..., tuple[Tensor, Tensor]], group: Context, *given: Any) -> tuple[Tensor, Tensor]:
+    """As `scan`, whose arguments are given, over rows of which this rank has a part; `state` is that before the row.
 
     h is linear in the state that a part begins with: the part is run from zero and, without input, from one, side by side. The
     backward runs both again, or their gates would be kept twice.
     """
+    *gates, decay, resets, state = given
 
-    def from_zero_and_one(*gates: Tensor) -> tuple[Tensor, Tensor]:
-        r, i, inputs = map(torch.cat, zip(gates, (*gates[:2], torch.zeros_like(x)), strict=True))
-        twice = None if resets is None else torch.cat([resets, resets])
-        return scan(r, i, inputs, decay, twice, torch.cat([torch.zeros_like(state), torch.ones_like(state)]))
+    def from_zero_and_one(r: Tensor, i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = (r, r), (i, i), (x, torch.zeros_like(x)), (torch.zeros_like(state), torch.ones_like(state))
+        *gates, begin = map(torch.cat, pairs)
+        return scan(*gates, decay, None if resets is None else torch.cat([resets, resets]), begin)
 
-    found = checkpoint(from_zero_and_one, recurrence_gate, input_gate, x, use_reentrant=False, preserve_rng_state=False)
+    found = checkpoint(from_zero_and_one, *gates, use_reentrant=False, preserve_rng_state=False)
     (from_zero, products), (end, transition) = (each.chunk(2) for each in found)
     first, last = group.scan(transition, end, state)
-    return (from_zero + products * first[:, None]).to(x.dtype), last
+    return (from_zero + products * first[:, None]).to(from_zero.dtype), last
 
 
 @functools.cache

@@ -197,8 +197,8 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
         if HAS_TRITON and (wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())):
             use_kernels(model)
         sizes = [live.now]
-        if strategy.context is not None:
-            strategy.context.sum_gradients(model)
+        if not is_sharded:
+            shard_model(strategy, model, config)
         has_buckets = isinstance(strategy, Replicated)
         if has_buckets:
             average_into_buckets(model)

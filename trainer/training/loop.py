@@ -329,7 +329,7 @@ def reduced_metrics(run: Run, taken: StepInFlight, *, drains: bool) -> dict[str,
     for recorder in run.position.unlogged:
         drained = guard("metrics").run(recorder.drain_metrics)
         recorded.append(dict.fromkeys(run.operations) if drained is None else drained)  # None: nothing of it is known
-    if run.info.repeats:  # what is read and carried counts once
+    if run.info.rank % run.info.context:  # what a group reads and carries counts once
         once = {*run.state.dataset.metric_keys, MASKED_SHARE}.union(*(each.metric_keys for *_, each in run.reporters))
         recorded = [{key: value for key, value in each.items() if key not in once} for each in recorded]
     world_size = run.info.world_size

@@ -151,7 +151,7 @@ class Saver:
         """The files that this rank writes."""
         state, rank = self.state, self.info.rank
         parts: dict[str, Part] = {}
-        for index, shard in enumerate(() if self.info.repeats else state.shards):
+        for index, shard in enumerate(() if rank % self.info.context else state.shards):
             own: dict[str, Any] = {"data": position.data_states[index], "unlogged": position.counts(index)}
             if (ledger := state.ledgers.get(shard.number)) is not None:
                 own["ledger"], own["unlogged"]["ledger"] = ledger.state_dict(with_rows=False), ledger.undrained()
