@@ -68,6 +68,12 @@ def test_ranks_that_share_rows_compute_the_same_as_one(config, tmp_path, case):
         train(config, tmp_path / str(size), *sets, f"distributed.context={size}", nproc=size * readers)
         assert differences(tmp_path / "1", tmp_path / str(size)) == []
         assert weight_difference(tmp_path / "1", tmp_path / str(size)) < 1e-12
+        assert consistency(tmp_path / str(size)) == pytest.approx(consistency(tmp_path / "1"), rel=1e-9)
+
+
+def consistency(run_dir: Path) -> list[float]:
+    rows = read_rows(run_dir / "metrics.jsonl").values()
+    return [row["gns/consistency"] for row in rows if "gns/consistency" in row]
 
 
 def test_a_row_of_several_cells_is_shared_as_one(config, tmp_path):
