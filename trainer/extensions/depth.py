@@ -100,7 +100,7 @@ class Depth(EvalRider):
             return
         continues = (micro.carry.cell_index > 0) & (micro.carry.group_ids >= 0)
         from_zero = None
-        if self._evaluator.most(int(continues.any())):  # shards of a model: on all ranks or on none
+        if self._evaluator.strategy.most(int(continues.any())):  # shards of a model: on all ranks or on none
             output = self._evaluator.model(**micro.inputs, state=torch.zeros_like(state))
             from_zero = self._evaluator.objective(output.logits, micro.targets, meta=micro.meta).token_loss
         self._guard.run(self._add, micro, results, from_zero, continues)

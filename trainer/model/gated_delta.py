@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from trainer.distributed.context import Context
 from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, check_sizes, init_matrix
 from trainer.model.hugging_face import save_as_qwen3_next
 from trainer.model.protocol import ModelOutput
@@ -35,6 +38,7 @@ INITIAL_DECAY_RANGE = (1.0, 16.0)  # of A; the step is about 0.001 to 0.1, as in
 INITIAL_STEP_RANGE = (1e-3, 1e-1)
 SMALL = 1e-6  # added to the squared norm of keys and queries, as fla and transformers add it
 
+Rule = Callable[..., tuple[Tensor, Tensor]]
 LayerState = dict[str, Tensor]
 """`memory` [B, H, K, V] and `recent` [B, TAPS - 1, 3 D], the inputs of the short convolution that the next cell sees."""
 
@@ -96,6 +100,23 @@ def gated_delta_rule(
     return torch.cat(outputs, dim=2)[:, :, :length], state
 
 
+def rule_over_ranks(rule: Rule, group: Context, *given: Any) -> tuple[Tensor, Tensor]:
+    """As `rule`, whose arguments are given, over rows of which this rank has a part; `state` is that before the row.
+
+    Outputs are linear in the state that a part begins with, and each column of the state goes its own way: beside those of the
+    part run from zero there are those of the identity, without values. The backward runs them again, or they would be kept.
+    """
+    q, k, v, *gates, state, resets = given
+    sizes = [v.shape[-1], k.shape[-1]]
+    identity = torch.eye(sizes[1], dtype=state.dtype, device=state.device).expand(*state.shape[:2], -1, -1)
+    begin = torch.cat([torch.zeros_like(state), identity], dim=-1)
+    wide = F.pad(v, (0, sizes[1]))
+    found = checkpoint(rule, q, k, wide, *gates, begin, resets, use_reentrant=False, preserve_rng_state=False)
+    (from_zero, by_state), (end, transition) = (torch.split(each, sizes, dim=-1) for each in found)
+    first, last = group.scan(transition, end, state, is_matrix=True)
+    return from_zero + by_state @ first, last
+
+
 def _in_chunks(x: Tensor, dim: int, chunk: int) -> Tensor:
     """[..., N * chunk, ...] as [..., N, chunk, ...]."""
     return x.reshape(*x.shape[:dim], -1, chunk, *x.shape[dim + 1 :])
@@ -110,7 +131,7 @@ class DeltaMixer(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.dim, self.heads = dim, heads
-        self.rule: Callable[..., tuple[Tensor, Tensor]] = gated_delta_rule
+        self.rule: Rule = gated_delta_rule
         self.inputs = nn.Linear(dim, 3 * dim, bias=False)  # queries, keys, values
         self.taps = nn.Parameter(torch.empty(TAPS, 3 * dim))
         self.gates = nn.Linear(dim, 2 * heads, bias=False)  # decay, rate
@@ -133,7 +154,9 @@ class DeltaMixer(nn.Module):
             step = torch.empty_like(self.step_bias).uniform_(math.log(low), math.log(high)).exp()
             self.step_bias.copy_(torch.log(torch.expm1(step)))  # softplus of it is the step
 
-    def forward(self, x: Tensor, state: LayerState | None, resets: Tensor | None) -> tuple[Tensor, LayerState]:
+    def forward(
+        self, x: Tensor, state: LayerState | None, resets: Tensor | None, group: Context | None
+    ) -> tuple[Tensor, LayerState]:
         """Mix x [B, T, D] over time; returns the output [B, T, D] and the state after it."""
         inputs = self.inputs(x)  # [B, T, 3 D]
         dtype = torch.promote_types(inputs.dtype, torch.float32)
@@ -143,14 +166,18 @@ class DeltaMixer(nn.Module):
                 "memory": x.new_zeros(x.shape[0], self.heads, width, width, dtype=dtype),
                 "recent": inputs.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim),
             }
-        convolved, recent = short_convolution(inputs, self.taps, state["recent"].to(inputs.dtype), resets)
+        recent, rule = state["recent"].to(inputs.dtype), self.rule
+        if group is not None:
+            rule = partial(rule_over_ranks, rule, group)
+            recent, after = group.scan(torch.zeros_like(recent), last_inputs(inputs, TAPS - 1, resets), recent)
+        convolved, last = short_convolution(inputs, self.taps, recent, resets)
         queries, keys, values = (
             part.view(*part.shape[:2], self.heads, -1).transpose(1, 2).to(dtype)
             for part in F.silu(convolved).chunk(3, dim=-1)
         )  # [B, H, T, K]
         decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]
         log_decay = -self.log_a.to(dtype).exp()[:, None] * F.softplus(decay + self.step_bias.to(dtype)[:, None])
-        mixed, memory = self.rule(
+        mixed, memory = rule(
             normalized(queries) * queries.shape[-1] ** -0.5,
             normalized(keys),
             values,
@@ -161,7 +188,8 @@ class DeltaMixer(nn.Module):
         )
         gate = F.silu(self.output_gate(x))
         normed = self.norm(mixed.transpose(1, 2)).flatten(2)  # [B, T, D]
-        return self.out(gate * normed.to(gate.dtype)), {"memory": memory, "recent": recent}
+        last = last if group is None else after
+        return self.out(gate * normed.to(gate.dtype)), {"memory": memory, "recent": last}
 
 
 def normalized(x: Tensor) -> Tensor:
@@ -190,10 +218,15 @@ def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | 
         if document is not None:
             earlier = earlier * (document[:, before - j : before - j + length] == document[:, before:])
         y = y + taps[j].to(x.dtype) * earlier
-    last = whole[:, length:]
-    if document is not None:
-        last = last * (document[:, length:] == document[:, -1:])
-    return y, last
+    return y, last_inputs(whole, before, None if resets is None else F.pad(resets, (before, 0)))
+
+
+def last_inputs(x: Tensor, num: int, resets: Tensor | None) -> Tensor:
+    """The last `num` positions of x [B, T, D], of T or more, with zeros for other documents than that of the last one."""
+    if resets is None:
+        return x[:, -num:]
+    document = resets.cumsum(1)[..., None]
+    return x[:, -num:] * (document[:, -num:] == document[:, -1:])
 
 
 class DeltaBlock(ResidualBlock):
@@ -206,9 +239,11 @@ class DeltaBlock(ResidualBlock):
         self.mlp_norm = nn.RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden, F.silu)
 
-    def forward(self, x: Tensor, state: LayerState | None, resets: Tensor | None) -> tuple[Tensor, LayerState]:
+    def forward(
+        self, x: Tensor, state: LayerState | None, resets: Tensor | None, group: Context | None
+    ) -> tuple[Tensor, LayerState]:
         """Map x [B, T, D]; see `DeltaMixer`."""
-        mixed, after = self.mixer(self.mixer_norm(x), state, resets)
+        mixed, after = self.mixer(self.mixer_norm(x), state, resets, group)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), after
 
@@ -228,16 +263,17 @@ class GatedDelta(LanguageModel):
         self.heads = heads
 
     def forward(
-        self, tokens: Tensor, state: list[LayerState] | None = None, resets: Tensor | None = None
+        self,
+        tokens: Tensor,
+        state: list[LayerState] | None = None,
+        resets: Tensor | None = None,
+        context_group: Context | None = None,
     ) -> ModelOutput:
-        """Predict from tokens [B, T], starting from the layers' states (None: zero).
-
-        `resets` (bool [B, T]) marks positions before which every layer resets its state to zero.
-        """
+        """Predict from tokens [B, T], starting from the layers' states (None: zero); as `RecurrentEncoder`."""
         x = self.embedding(tokens)  # [B, T, D]
         ends: list[LayerState] = []
         for number, block in enumerate(self.blocks):
-            x, end = block(x, None if state is None else state[number], resets)
+            x, end = block(x, None if state is None else state[number], resets, context_group)
             ends.append(end)
         return ModelOutput(self.head(self.norm(x)), ends)  # type: ignore[arg-type]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from trainer.data.batch import MicroBatch
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.agree import gather_from_ranks
 from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import BestEffort, as_number, checked
@@ -133,8 +134,7 @@ class Evaluator:
     guard: BestEffort
     """Of `details`, whose failure on any rank costs the evaluations, on all ranks, but not the run."""
     autocast: Callable[[], AbstractContextManager[None]]
-    most: Callable[[int], int] = int
-    """The largest number of the ranks that must run as many forwards and stop together, as shards of a model make them."""
+    strategy: Strategy = field(default_factory=Strategy)
     world_size: int
     device: torch.device
     is_off: bool = False
@@ -172,7 +172,7 @@ class Evaluator:
         for rider in each.riders:
             rider.begin(self)
         for number, micro in enumerate(each.batches(self.accepted), start=1):
-            if self.most(int(should_stop())):  # before the next micro-batch, of which every rank has as many
+            if self.strategy.most(int(should_stop())):  # before the next micro-batch, of which every rank has as many
                 break
             self._evaluate(number, micro, ledger, each)
         local = guard.run(details.drain_metrics) or {}
@@ -202,6 +202,8 @@ class Evaluator:
         if ledger is not None and carry is not None:
             ledger.begin_step(step)
             state = ledger.lookup(carry.group_ids, carry.cell_index)
+        if (context := self.strategy.context) is not None:
+            micro = context.cut(micro)
         with self.autocast():
             output = self.model(**micro.inputs, state=state)
             results = []

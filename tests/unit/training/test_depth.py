@@ -18,6 +18,7 @@ from trainer.arrays import IGNORED
 from trainer.config.load import load_config
 from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.extensions.depth import TrainingDepth, bucket_start, depths
 from trainer.extensions.evaluation_sample import Sample
 from trainer.metrics.aggregate import Recorder
@@ -54,7 +55,9 @@ def model_of(plan: Plan) -> torch.nn.Module:
 def evaluated(plan: Plan, model: torch.nn.Module, info: RankInfo = RankInfo(), diagnostics=None, sets=()):  # noqa: B008
     cell_model, loss = model_and_loss(model, plan.config, None)
     sets, diagnostics = sets or eval_sets(plan, info, CPU), diagnostics or Diagnostics()
-    found = make_evaluator(plan, model, cell_model, loss, Auxiliary(), info, CPU, diagnostics, sets, most=int).run(1)
+    found = make_evaluator(
+        plan, model, cell_model, loss, Auxiliary(), info, CPU, diagnostics, sets, strategy=Strategy()
+    ).run(1)
     assert found
     return found
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.support.runs import held_out_texts, write_tiny_config
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
 from trainer.extensions import evaluation_sample
 from trainer.extensions.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
@@ -115,7 +116,9 @@ def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
 def evaluated(plan: Plan, model: torch.nn.Module) -> tuple[dict[str, float], str]:
     cell_model, loss = model_and_loss(model, plan.config, None)
     sets = eval_sets(plan, RankInfo(), CPU)
-    made = make_evaluator(plan, model, cell_model, loss, Auxiliary(), RankInfo(), CPU, Diagnostics(), sets, most=int)
+    made = make_evaluator(
+        plan, model, cell_model, loss, Auxiliary(), RankInfo(), CPU, Diagnostics(), sets, strategy=Strategy()
+    )
     found = made.run(1)
     assert found
     return found, sets[0].read

@@ -15,6 +15,7 @@ from trainer.config.data_tables import EvalSourceTable, MixingTable
 from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
@@ -77,7 +78,7 @@ def evaluate_checkpoint(
     announced = [_announced(each) for each in eval_sets(plan, info, device)]
     auxiliary = make_auxiliary(plan.config.objective, saved.model)
     evaluator = make_evaluator(
-        plan, saved.model, cell_model, loss, auxiliary, info, device, diagnostics, announced, most=int
+        plan, saved.model, cell_model, loss, auxiliary, info, device, diagnostics, announced, strategy=Strategy()
     )
     found = evaluator.run(saved.step or 0)
     if not found:
@@ -120,6 +121,7 @@ def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batche
         "scheduler": SchedulerTable(name="constant", warmup_steps=0),
         "ledger": config.ledger.model_copy(update={"capacity": ALL, "burn_in": 0}),
         "metrics": config.metrics.model_copy(update={"profile": 0}),
+        "distributed": config.distributed.model_copy(update={"context": 1}),
     }
     trained, config = config, config.model_copy(update=changed)
     if not sets:

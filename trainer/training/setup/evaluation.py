@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -15,6 +15,7 @@ from trainer.config.rules import largest_batch, mixing_of
 from trainer.data.batch import MicroBatch, accepted_inputs
 from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
+from trainer.distributed.strategy import Strategy
 from trainer.hashing import keyed_generator
 from trainer.import_path import resolve_target
 from trainer.metrics.best_effort import Diagnostics
@@ -124,7 +125,7 @@ def make_evaluator(
     diagnostics: Diagnostics,
     sets: Sequence[EvalSet],
     *,
-    most: Callable[[int], int],
+    strategy: Strategy,
 ) -> Evaluator:
     """The evaluator of a run. A task of the user's own gets `model`; a row is run through `cell_model`, which with
     `chunk_tokens` has no output layer."""
@@ -164,7 +165,7 @@ def make_evaluator(
         ),
         guard=diagnostics.best_effort("evaluation"),
         autocast=autocast,
-        most=most,
+        strategy=strategy,
         world_size=info.world_size,
         device=device,
     )

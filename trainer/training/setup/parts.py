@@ -21,6 +21,7 @@ from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, OpenStream
 from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.own_batches import OwnBatches
+from trainer.distributed.context import make_context_group
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Replicated, Sharded, Strategy, bypassed, layout_for, shard_units
 from trainer.errors import UserError, raise_found
@@ -176,7 +177,7 @@ def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], Ab
 def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
     """The model as the training step calls it: in pieces, with `tbptt_cells` and `burn_in`. Everything else, checkpoints
     included, uses the model itself."""
-    if config.train.tbptt_cells == 1 and config.ledger.burn_in == 0:
+    if (config.train.tbptt_cells == 1 and config.ledger.burn_in == 0) or config.distributed.context > 1:
         return model
     return Cellwise(
         model,
@@ -288,7 +289,9 @@ def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> St
         return Strategy()
     layout = layout_for(table.strategy, table.replicas, info)
     if layout is None:
-        return Replicated(world_size=info.world_size, device=device, find_unused=table.find_unused_parameters)
+        context = make_context_group(info, timeout_sec=table.timeout_sec, sums_gradients=config.gns.enabled)
+        find_unused = table.find_unused_parameters
+        return Replicated(world_size=info.world_size, device=device, find_unused=find_unused, context=context)
     if table.strategy == "hsdp" and layout.replicas == 1:
         text = 'distributed.strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node'
         logger.info(text)

@@ -143,9 +143,10 @@ def unmet_needs(
         if value == wanted and not is_cuda
     ]
     tokens = tokens_per_micro(config, [each.table for each in sources], num_shards=1) or config.row_tokens
+    tokens = -(-tokens // config.distributed.context)
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
     numbers = 2 + (MOMENTS[config.optimizer.name] if config.optimizer.target is None else 0)  # with weight and gradient
-    shards = data_shards(config, world_size)
+    shards = data_shards(config, world_size) * config.distributed.context
     layout = layout_for(config.distributed.strategy, config.distributed.replicas, RankInfo(world_size=world_size))
     held = num_parameters if layout is None else -(-num_parameters // layout.shards)
     logits = tokens * vocab_size * (4 if train.precision == "fp32" else 2)
