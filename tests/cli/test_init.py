@@ -19,7 +19,7 @@ from trainer.data.formats import FORMATS
 from trainer.data.layout import discover_nested
 from trainer.errors import UserError
 from trainer.tools.init.sizing import MIXES, choose_sizes, parts_of
-from trainer.tools.verbs.init import init
+from trainer.tools.verbs.before_run import init
 from trainer.training.setup.plan import make_plan
 
 TEXT = "".join(

@@ -34,7 +34,7 @@ app = typer.Typer(
 # The verbs, in the order of `train --help`: module and function, or typer app where a verb has verbs of its own. By name: they
 # are tools around a run, of which what runs it imports none.
 VERBS = {
-    "init": "init:init",
+    "init": "before_run:init",
     "check": "before_run:check",
     "preview": "before_run:preview",
     "ls": "records:ls",

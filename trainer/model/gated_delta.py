@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.distributed.context import Context
 from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, check_sizes, init_matrix
-from trainer.model.hugging_face import save_as_qwen3_next
 from trainer.model.protocol import ModelOutput
 
 CHUNK = 64
@@ -276,10 +274,6 @@ class GatedDelta(LanguageModel):
             x, end = block(x, None if state is None else state[number], resets, context_group)
             ends.append(end)
         return ModelOutput(self.head(self.norm(x)), ends)  # type: ignore[arg-type]
-
-    def save_pretrained(self, directory: Path) -> None:
-        """Write weights and config of a Qwen3-Next without attention, as `from_pretrained` reads them."""
-        save_as_qwen3_next(self, directory)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations per trained token: 6 per weight of a matrix product, and the rule's own products.

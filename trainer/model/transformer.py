@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, check_sizes, init_matrix
-from trainer.model.hugging_face import save_as_llama
 from trainer.model.protocol import ModelOutput
 
 ROTARY_BASE = 10_000.0
@@ -137,10 +135,6 @@ class Transformer(LanguageModel):
     def new_cache(self) -> KeysAndValues:
         """An empty cache for `generate`."""
         return KeysAndValues()
-
-    def save_pretrained(self, directory: Path) -> None:
-        """Write weights and config of a Llama, as `from_pretrained` reads them."""
-        save_as_llama(self, directory, rotary_base=ROTARY_BASE)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations per trained token: 6 per weight of a matrix product, and 12 * `seq_len` * `dim` per layer.

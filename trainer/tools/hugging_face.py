@@ -12,9 +12,8 @@ import torch
 from trainer.contracts.anybody import Adapted
 from trainer.contracts.subject import CallFailed
 from trainer.errors import UserError
-from trainer.extensions.hugging_face import references_on_cpu, without_attention
+from trainer.extensions.hugging_face import package, quiet, references_on_cpu, without_attention
 from trainer.import_path import format_error
-from trainer.model.hugging_face import package, quiet
 from trainer.wording import few
 
 HEADS = 4

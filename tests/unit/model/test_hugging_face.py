@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer.arrays import IGNORED
 from trainer.config.schema import ModelTable, ObjectiveTable
 from trainer.contracts import check_model
-from trainer.extensions.hugging_face import references_on_cpu
+from trainer.extensions.hugging_face import references_on_cpu, writer_of
 from trainer.extensions.samples import Draw, generate
 from trainer.model.families import FAMILIES
 from trainer.model.protocol import ModelOutput
@@ -52,7 +52,7 @@ def logits_of(model: nn.Module, **tokens: Tensor) -> Tensor:
 )
 def test_the_reopened_model_computes_and_generates_the_same(tmp_path, family, args, architecture):
     model = noisy(family, **args)
-    model.save_pretrained(tmp_path)
+    writer_of(model)(tmp_path)
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     references_on_cpu(opened)
     assert architecture in (None, type(opened).__name__)

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from trainer.data.groups import OpenStream
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.extensions.digests import KINDS
-from trainer.files import parse_json, read_lines
+from trainer.files import parse_json, read_lines, write_file
 from trainer.tools.branching.run_branches import BranchFailed, run_program, with_tables
 from trainer.tools.branching.study import config_path_of
 from trainer.tools.runs.load import RunRecord, load_run
@@ -32,9 +32,18 @@ from trainer.tools.trained.saved_model import config_of, refuse_code
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import DataPolicy, check_data
 from trainer.training.checkpointing.tensor_files import read_rank
+from trainer.training.extension import Extension
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.parts import make_blend
 from trainer.training.setup.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer.data.batch import Carry, MicroBatch
+    from trainer.objective.loss import ObjectiveOutput
+    from trainer.training.run import Run, StepInFlight
+    from trainer.training.step.step import StepOutcome
 
 NUMBERS = ("loss", "grad_norm", "lr", "tokens_in_step", "tokens_seen")
 """Metrics of a step that repeating it must give again."""
@@ -256,7 +265,7 @@ def replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all:
         "checkpoint": {"resume": "off" if origin.path is None else str(origin.path.absolute())},
         "distributed": {} if num_ranks == own else {"shards": origin.plan.facts.data_shards},
     }
-    rides = ExtensionTable(target="trainer.extensions.replayed:Replayed", args={"step": step})
+    rides = ExtensionTable(target="trainer.tools.branching.replay:Replayed", args={"step": step})
     config = with_tables(origin.config, changed).model_copy(update={"extension": [*origin.config.extension, rides]})
     environment = {"OMP_NUM_THREADS": str(threads)} if isinstance(threads, int) and num_ranks == own else {}
     with tempfile.TemporaryDirectory(prefix="trainer-replay-", ignore_cleanup_errors=True) as name:
@@ -270,3 +279,52 @@ def replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all:
     if not micros:
         raise BranchFailed(failure or f"the data end after step {max(values, default=origin.step)}")
     return Replay(num_ranks, num_ranks == own, values, micros, failure)
+
+
+class Replayed(Extension):
+    """Ends the run after `step`, whatever its length and its schedules are, and writes the rows that the step read.
+
+    They are written however the run ends: a step that raises leaves those that it had come to, without losses.
+    """
+
+    def __init__(self, run: Run, *, step: int) -> None:
+        super().__init__(run)
+        self._step = step
+        self._micros: list[dict[str, Any]] = []
+        self._num_done = 0
+        run.position.last_step = step
+        run.position.evaluation_is_due = False
+
+    def window_read(self, step: int, window: Sequence[MicroBatch]) -> None:
+        """Note the rows of the step."""
+        for micro in window if step == self._step else ():
+            found = {"shard": self.run.state.shards[micro.shard].number, "meta": micro.meta}
+            sources = micro.extras.get("dataset_labels")
+            tokens = (micro.targets != IGNORED).sum(1).tolist()
+            self._micros.append({**found, "is_filler": micro.is_filler, "sources": sources, "tokens": tokens})
+
+    def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
+        """Note which rows continue from a state: the ledger gives zeros where it holds none."""
+        if self._micros:
+            has_state, continues = (state != 0).any(1).tolist(), (carry.group_ids >= 0) & (carry.cell_index > 0)
+            names = [
+                ("carried" if has else "cold") if c else "fresh" for has, c in zip(has_state, continues, strict=True)
+            ]
+            self._micros[self._num_done]["states"] = names
+
+    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
+        """Note the losses, in nats: each row's cross-entropy, and the sums that are trained on."""
+        if self._micros:
+            parts = {name: term.sum.item() for name, term in result.parts.items()}
+            losses = result.token_loss.double().sum(1).tolist()
+            self._micros[self._num_done] |= {"losses": losses, "parts": parts}
+            self._num_done += 1
+
+    def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
+        """No checkpoint is needed."""
+        self.run.saver.last_saved = taken.step
+
+    def closed(self) -> None:
+        """Write what was noted."""
+        text = json.dumps(self._micros)
+        write_file(self.run.run_dir.path / f"replayed_{self.run.info.rank}.json", text, sync=False)

@@ -281,12 +281,14 @@ def export_model(
 
 
 def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -> None:
+    from trainer.extensions.hugging_face import writer_of
+
     table, seq_len = saved.config.model, saved.config.data.seq_len
     model: Any = model_with(saved.weights, saved.config, vocab_size, saved.path)
-    if not hasattr(model, "save_pretrained"):
+    if (write := writer_of(model)) is None:
         problem = f"{table.target or table.family or DEFAULT} has no save_pretrained(directory)"
         raise UserError("--format hf", problem, "export with --format safetensors")
-    model.save_pretrained(directory)
+    write(directory)
     file = directory / HUGGING_FACE_CONFIG
     found = json.loads(file.read_text()) if file.is_file() else {}
     if not model.state_width and "max_position_embeddings" in found:  # without a state it has seen a row at once

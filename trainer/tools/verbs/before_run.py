@@ -1,4 +1,4 @@
-"""What a user asks before a run: `train check`, `train preview` and `train doctor`."""
+"""What a user asks before a run: `train init`, `train check`, `train preview` and `train doctor`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -15,6 +15,8 @@ from rich.markup import escape
 from trainer.cli.options import (
     ConfigOption,
     DeviceOption,
+    EodOption,
+    FormatOption,
     JsonOption,
     ReplicasOption,
     SetOption,
@@ -22,7 +24,7 @@ from trainer.cli.options import (
     require_config,
     uncollected,
 )
-from trainer.cli.terminal import coloured, echo, output, print_json
+from trainer.cli.terminal import coloured, echo, output, print_json, put_text, refuse_existing
 from trainer.errors import UserError
 from trainer.wording import counted
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 WorldSizeOption = Annotated[int, typer.Option("--world-size", "--nproc", min=1, help="World size to assume.")]
 MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `train preview` counts any amount
+SCHEMA_NAME = "config.schema.json"
 COUNTED = 20_000  # micro-batches over all ranks
 EXIT_BREACH = 3
 MEANINGS = {
@@ -400,3 +403,46 @@ def _print_report(model: str, report: Report, arguments: list[Argument]) -> None
         first = report.unchecked[0]
         summary = coloured("findings", f"was not checked for {first.check}") + f": {escape(first.text)}"
     console.print(f"{escape(model)} {summary} ({report.how}; {report.seconds:.1f} s)", highlight=False)
+
+
+def init(
+    paths: Annotated[
+        list[str], typer.Argument(help="Your data: a directory, files or globs.", metavar="PATH_TO_DATA...")
+    ],
+    out: Annotated[str | None, typer.Option(help="File to write; default: stdout.", metavar="X.TOML")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="As data.tokenizer; default: bytes for text, ids for token ids.", metavar="NAME")
+    ] = None,
+    format: FormatOption = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of headerless .bin files; default: guessed.", metavar="DTYPE")
+    ] = None,
+    eod: EodOption = None,
+    weights: Annotated[
+        Literal["tokens", "sqrt", "equal"],
+        typer.Option(
+            help="How often each modality is drawn: by its training tokens, by their square root, or equally."
+        ),
+    ] = "tokens",
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Longest time of the run, from a few timed steps; 0: one pass, untimed.")
+    ] = 5.0,
+) -> None:
+    """Inspect your data and write a commented config that trains on it."""
+    from trainer.tools.init.starter import render_starter
+    from trainer.tools.init.survey import make_starter, timed
+    from trainer.tools.reference_docs import render_config_schema
+
+    if out is not None:
+        refuse_existing(out, force=force)
+    starter = make_starter(paths, format=format, dtype=dtype, eod=eod, tokenizer=tokenizer, weights=weights)
+    if minutes:
+        starter = timed(starter, minutes)
+    put_text(render_starter(starter, schema=None if out is None else SCHEMA_NAME), out)
+    if out is not None:
+        put_text(render_config_schema(), str(Path(out).with_name(SCHEMA_NAME)))
+        for note in starter.notes:
+            echo(f"note: {note}", err=True)
+        echo(f"{starter.sizes.steps:,} steps: {starter.length}", err=True)
+        echo(f"next: train check --config {out}, then: train --config {out}", err=True)
