@@ -38,8 +38,7 @@ from trainer.metrics.best_effort import BestEffort
 from trainer.wording import counted, printable
 
 if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
+    pass
 
 PickMode: TypeAlias = Literal["weighted", "uniform", "round_robin"]
 PICK_MODES: tuple[PickMode, ...] = ("weighted", "uniform", "round_robin")
@@ -381,18 +380,6 @@ class StreamMixingDataset:
         metrics = {**gauges, EXHAUST_EVENTS: float(self._exhaust_events)}
         self._exhaust_events = 0
         return metrics
-
-    def aggregate_step_metrics(
-        self,
-        local: Mapping[str, float | None],
-        world_size: int,
-        device: torch.device | str,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, float]:
-        """Reduce drained metrics over ranks; every rank must call it, also with {}. See `reduce_over_ranks`."""
-        from trainer.metrics.aggregate import reduce_over_ranks  # needs torch, which looking at data does not
-
-        return reduce_over_ranks(local, self.metric_keys, group=group, device=device, world_size=world_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Cursors and the pool's observations as plain Python; a snapshot that later picks do not change."""

@@ -39,9 +39,10 @@ from trainer.metrics.noise_scale.estimate import (
 )
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, square_norm
 from trainer.training.extension import Extension
-from trainer.training.step.optimizer import group_names
+from trainer.training.step.optimizer import group_number, optimizer_parts
 
 if TYPE_CHECKING:
+    from trainer.config.schema import OptimizerTable
     from trainer.training.run import Run
 
 WHAT = ("grad_norm", "update_ratio", "b_simple")
@@ -299,7 +300,7 @@ class LayerNumbers(Extension):
             run.model,
             run.optimizer,
             run.gns,
-            group_names=group_names(run.optimizer, run.model, run.config.optimizer),
+            group_names=names_of_groups(run.optimizer, run.model, run.config.optimizer),
             ema=run.config.gns.ema,
             process_group=dist.group.WORLD if run.info.world_size > 1 else None,
         )
@@ -329,3 +330,22 @@ class LayerNumbers(Extension):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from saved averages."""
         self._layers.load_state_dict(state)
+
+
+def names_of_groups(optimizer: torch.optim.Optimizer, model: nn.Module, table: OptimizerTable) -> list[str]:
+    """A name for each of the optimizer's parameter groups: its number; of muon the part that trains it; the pattern that its
+    parameters match, or `rest`; and `matrices` or `vectors`. `0.rest.matrices`, `2.blocks.*.vectors`."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def label(part: str, parameter: nn.Parameter) -> str:
+        number = group_number(names[id(parameter)], table)
+        pattern = table.group[number].match if number >= 0 else "rest"
+        return ".".join(filter(None, (part, pattern, "vectors" if parameter.ndim < 2 else "matrices")))
+
+    found: list[str] = []
+    for part, own in optimizer_parts(optimizer).items():
+        for group in own.param_groups:
+            # A target of the user's own may have put together what was apart.
+            labels = {label(part, parameter): None for parameter in group["params"] if id(parameter) in names}
+            found.append(".".join([str(len(found)), *labels]))
+    return found

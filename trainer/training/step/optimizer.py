@@ -68,7 +68,7 @@ def check_optimizer(model: nn.Module, table: OptimizerTable) -> None:
         _resolve(table.target, groups, table)
 
 
-def _parts(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+def optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
     return optimizer.parts if isinstance(optimizer, MuonWithAdamW) else {"": optimizer}
 
 
@@ -77,7 +77,7 @@ def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str,
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         names[id(parameter)]: dict(state)
-        for part in _parts(optimizer).values()
+        for part in optimizer_parts(optimizer).values()
         for parameter, state in part.state.items()
     }
 
@@ -87,7 +87,7 @@ def load_named_state(
 ) -> None:
     """Restore what `named_state` gave; the settings are the config's."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for part in _parts(optimizer).values():
+    for part in optimizer_parts(optimizer).values():
         order = [names[id(parameter)] for group in part.param_groups for parameter in group["params"]]
         numbered = {number: dict(saved[name]) for number, name in enumerate(order) if name in saved}
         part.load_state_dict({"state": numbered, "param_groups": part.state_dict()["param_groups"]})
@@ -104,7 +104,7 @@ def _groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        number = _group_number(name, table)
+        number = group_number(name, table)
         is_vector = parameter.ndim < 2
         settings = {"weight_decay": 0.0 if is_vector else table.weight_decay, LR_SCALE: 1.0}
         if number >= 0:
@@ -121,28 +121,9 @@ def _groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:
     return [found[key] for key in sorted(found)]
 
 
-def _group_number(name: str, table: OptimizerTable) -> int:
+def group_number(name: str, table: OptimizerTable) -> int:
     """The first `[[optimizer.group]]` that matches a parameter's name; -1: none."""
     return next((n for n, group in enumerate(table.group) if fnmatchcase(name, group.match)), -1)
-
-
-def group_names(optimizer: torch.optim.Optimizer, model: nn.Module, table: OptimizerTable) -> list[str]:
-    """A name for each of the optimizer's parameter groups: its number; of muon the part that trains it; the pattern that its
-    parameters match, or `rest`; and `matrices` or `vectors`. `0.rest.matrices`, `2.blocks.*.vectors`."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-
-    def label(part: str, parameter: nn.Parameter) -> str:
-        number = _group_number(names[id(parameter)], table)
-        pattern = table.group[number].match if number >= 0 else "rest"
-        return ".".join(filter(None, (part, pattern, "vectors" if parameter.ndim < 2 else "matrices")))
-
-    found: list[str] = []
-    for part, own in _parts(optimizer).items():
-        for group in own.param_groups:
-            # A target of the user's own may have put together what was apart.
-            labels = {label(part, parameter): None for parameter in group["params"] if id(parameter) in names}
-            found.append(".".join([str(len(found)), *labels]))
-    return found
 
 
 def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
