@@ -60,7 +60,7 @@ def mixing_of(config: RunConfig, source: SourceTable) -> MixingTable:
 
 def data_shards(config: RunConfig, world_size: int) -> int:
     """How many parts the data are read in; with `distributed.shards` whatever the number of ranks."""
-    return config.distributed.shards or world_size // config.distributed.context
+    return config.distributed.shards or max(world_size // config.distributed.context, 1)
 
 
 def largest_batch(mixing: MixingTable) -> int:
@@ -259,7 +259,7 @@ def _broken_context(config: RunConfig, world_size: int) -> Iterator[Mistake]:
         yield key, problem, f"set data.seq_len to at least {MIN_PART * size}"
     for table, name, allowed in _unshared(config):
         problem = f"does not go with distributed.context, {WHY_NOT[table, name][0]}"
-        yield f"{table}.{name}", problem, f"set it to {str(allowed).lower() or 0}, or distributed.context to 1"
+        yield f"{table}.{name}", problem, f"set it to {str(allowed).lower()}, or distributed.context to 1"
 
 
 WHOLE = "since each rank has a part of every row"
@@ -296,9 +296,7 @@ def check_state_rules(config: RunConfig, model: Any) -> None:
     declared, losses = getattr(model, "loss_keys", None), config.objective.losses.values()
     by = [*(declared.values() if isinstance(declared, Mapping) else ()), *(each.by for each in losses)]
     if config.distributed.context > 1 and "rows" in by:
-        found.append(
-            ("distributed.context", "does not go with losses by rows, of which a rank has parts", "set it to 1")
-        )
+        found.append(("distributed.context", "leaves ranks parts of rows, and a loss is by rows", "set it to 1"))
     if ledger.start == "noise" and whole is not None:
         problem = f'"noise" makes no sense for {whole.path}, which is {whole.dtype}, such as a position'
         found.append(("ledger.start", problem, 'use "carried"'))

@@ -44,6 +44,7 @@ COUNTED = 20_000  # micro-batches over all ranks
 EXIT_BREACH = 3
 MEANINGS = {
     "data_shards": "parts that the data are read in",
+    "context": "ranks that share each row",
     "cells_per_step": "rows of a step over all ranks, each a chunk of a document",
     "tokens_per_step": "at most, over all ranks",
     "tokens_per_micro": "tokens of a micro-batch over all ranks",
