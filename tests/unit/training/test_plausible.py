@@ -88,6 +88,23 @@ def test_memory_that_no_machine_of_this_size_has_is_an_unmet_need(config, monkey
     assert not plan(config).unmet_needs(CPU)
 
 
+def test_the_device_decides_the_precision(config, monkeypatch):
+    assert plan(config).config.train.precision == "fp32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for has_bf16, decided in ((True, "bf16"), (False, "fp32")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has=has_bf16: has)
+        assert plan(config, "train.device=auto").config.train.precision == decided
+        assert plan(config, "train.device=cpu").config.train.precision == "fp32"
+        assert plan(config, "train.device=auto", "train.precision=fp16").config.train.precision == "fp16"
+
+
+def test_to_compile_on_a_cpu_takes_a_compiler(config, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (found,) = plan(config, "train.compile=true").unmet_needs(CPU)
+    assert found.key == "train.compile"
+    assert not plan(config).unmet_needs(CPU)
+
+
 def test_of_a_sharded_model_a_rank_needs_memory_for_its_shards_alone(config, monkeypatch):
     large = ["model.dim=4096", "ledger.capacity=64"]
     needed = plan(config, *large).num_parameters() * 4 * 4

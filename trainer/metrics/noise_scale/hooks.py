@@ -81,11 +81,6 @@ def square_sum(norms: Sequence[Tensor]) -> Tensor:
     return torch.dot(wide, wide)
 
 
-def square_norm(tensor: Tensor) -> Tensor:
-    """Sum of squares of all elements, [] float64 on the tensor's device; see `square_sum`."""
-    return square_sum(row_norms(tensor))
-
-
 class GradientNoiseScale(NoiseScaleAverage):
     """The average noise scale of a model that is trained in windows of micro-batches, measured by hooks.
 
@@ -241,11 +236,11 @@ class GradientNoiseScale(NoiseScaleAverage):
 
         If FSDP2 shards the parameters this is the rank's share, to be SUM-reduced over the ranks of the group.
         """
-        total = self._sums.new_zeros(())
+        norms = [self._sums.new_zeros(1)]
         for parameter in self._parameters:
             if parameter.grad is not None:
-                total = total + square_norm(own_part(parameter.grad)).to(total.device)
-        return total / self._leaves.copies
+                norms += row_norms(own_part(parameter.grad))
+        return square_sum(norms) / self._leaves.copies
 
     def finish(
         self, reduced_sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def unmet_needs(
     world_size: int,
     device: torch.device,
 ) -> list[UserError]:
-    """What the run needs and this machine does not have: CUDA, memory. A run refuses it, `check` warns.
+    """What the run needs and this machine does not have: CUDA, a compiler, memory. A run refuses it, `check` warns.
 
     Memory is a lower bound for one rank: parameters and optimizer (of a sharded model, its shards alone), the ledger, and the
     logits of one micro-batch.
@@ -142,6 +143,8 @@ def unmet_needs(
         for key, value, wanted, other in for_cuda
         if value == wanted and not is_cuda
     ]
+    if train.compile and not is_cuda and shutil.which(os.environ.get("CXX", "c++")) is None:
+        found.append(UserError("train.compile", "needs a C++ compiler on a CPU", "install g++, or set it to false"))
     tokens = tokens_per_micro(config, [each.table for each in sources], num_shards=1) or config.row_tokens
     tokens = -(-tokens // config.distributed.context)
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
