@@ -12,7 +12,7 @@ import pytest
 from tests.support.in_process import program
 from tests.support.late import events
 from tests.support.ranks import Ranks, checkpoint_differences, last_logged
-from tests.support.runs import overrides, read_rows, train, write_tiny_config
+from tests.support.runs import ROOT, overrides, read_rows, run, train, write_tiny_config
 from trainer.tools.runs.load import load_run, settings_by_step
 from trainer.training.extension import Extension
 
@@ -75,6 +75,15 @@ def test_a_change_holds_from_its_step_on_and_every_resume_repeats_it(tmp_path, c
         assert any("source/first/loss" in rows[step] for step in range(on, on + 3))
     assert rows[STEPS]["blend/weight/first"] == 0.8
     assert list(settings_by_step(load_run(whole))[FIRST]) == [1, off, on]
+
+    # In a repeated step, whose directory is another one.
+    done = run("replay", whole, "--step", off + 1, "--trust-code", "--json", cwd=ROOT)
+    assert json.loads(done.stdout)["is_equal"], done.stdout[-2000:]
+    found = json.loads(run("data", "at", whole, off + 1, "--trust-code", "--json", cwd=ROOT).stdout)["rows"]
+    places = ("shard", "micro_batch", "row", "source", "documents")
+    assert [[row[key] for key in places] for row in found] == [
+        [row[key] for key in places] for row in json.loads(done.stdout)["rows"]
+    ]
 
     # In its own directory, whose events have what came after the checkpoint; and in another one, with what the checkpoint has.
     for step, last in ((3, STEPS), (off - 1, on - 1), (on + 1, STEPS)):

@@ -7,7 +7,7 @@ writes that to events.jsonl before any rank knows of it: a run that is killed in
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trainer.metrics.aggregate import Reported
     from trainer.training.run import Run
     from trainer.training.setup.record import Found
@@ -40,17 +42,27 @@ def parse(settings: Sequence[str], names: Collection[str] | None) -> dict[str, f
     return found
 
 
+def announced(events: Path) -> list[bytes]:
+    """The lines of a run's events that tell of a change, or of a refusal."""
+    return [line for line in read_lines(events) if b'"mix"' in line] if events.is_file() else []
+
+
+def changes_of(state: Mapping[str, Any], lines: Iterable[bytes], names: Collection[str]) -> dict[int, dict[str, float]]:
+    """The changes that the state.json of a checkpoint ({}: none) and lines of events have for sources with these names."""
+    saved = state.get("extensions", {}).get("mix") or {}
+    changes = {int(batch): dict(weights) for batch, weights in saved.items()}
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError, AttributeError):  # a damaged line, or one of a refusal
+            if (event := parse_json(line))["event"] == "mix":
+                settings = [f"{key}={pair['after']}" for key, pair in event["changed"].items()]
+                changes.setdefault(int(event["batch"]), {}).update(parse(settings, None))
+    return {at: {name: to for name, to in changes[at].items() if name in names} for at in sorted(changes)}
+
+
 def replay(run: Run, found: Found | None) -> None:
     """Take up the changes that a checkpoint and the run's events have. Every rank must call it, before anything is read."""
-    saved = {} if found is None else found[1]["extensions"].get("mix") or {}
-    changes = {int(batch): dict(weights) for batch, weights in saved.items()}
-    with suppress(FileNotFoundError):
-        for line in read_lines(run.run_dir.events) if run.info.is_main else ():
-            with suppress(ValueError, KeyError, TypeError, AttributeError):  # a damaged line, or one of a refusal
-                if b'"mix"' in line and (event := parse_json(line))["event"] == "mix":
-                    settings = [f"{key}={pair['after']}" for key, pair in event["changed"].items()]
-                    changes.setdefault(int(event["batch"]), {}).update(parse(settings, None))
-    known = {at: {name: to for name, to in changes[at].items() if name in open_sources(run)} for at in sorted(changes)}
+    lines = announced(run.run_dir.events) if run.info.is_main else ()
+    known = changes_of({} if found is None else found[1], lines, open_sources(run))
     known = from_main_rank(known, world_size=run.info.world_size)
     for shard in run.state.shards:
         shard.dataset.changes = known

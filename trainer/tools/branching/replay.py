@@ -24,6 +24,7 @@ from trainer.data.groups import OpenStream
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.extensions.digests import KINDS
+from trainer.extensions.mix import announced, changes_of
 from trainer.files import parse_json, read_lines, write_file
 from trainer.tools.branching.run_branches import BranchFailed, run_program, with_tables
 from trainer.tools.branching.study import config_path_of
@@ -33,7 +34,7 @@ from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import DataPolicy, check_data
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.extension import Extension
-from trainer.training.run_dir import RunDir
+from trainer.training.run_dir import EVENTS, RunDir
 from trainer.training.setup.parts import make_blend
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -108,6 +109,9 @@ class Origin:
                 states = [read_rank(self.path, number)["data"] for number in range(checkpoint.data_shards(self.state))]
                 for number, blend in enumerate(blends):
                     blend.load_state_dict(states[number] if len(states) == len(blends) else states)
+        names = [source.name for source in self.plan.sources if not source.is_off]
+        for blend in blends:
+            blend.changes = changes_of(self.state, announced(self.run.path / EVENTS), names)
         return blends
 
 
@@ -269,6 +273,7 @@ def replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all:
     config = with_tables(origin.config, changed).model_copy(update={"extension": [*origin.config.extension, rides]})
     environment = {"OMP_NUM_THREADS": str(threads)} if isinstance(threads, int) and num_ranks == own else {}
     with tempfile.TemporaryDirectory(prefix="trainer-replay-", ignore_cleanup_errors=True) as name:
+        write_file(Path(name) / EVENTS, b"".join(announced(origin.run.path / EVENTS)), sync=False)
         try:
             run_program(num_ranks, config, Path(name), environment, lambda: False)
         except BranchFailed as error:
