@@ -37,7 +37,7 @@ CEILINGS = {
     "scripts: lines": (5_165, 5_000),
     "words of documentation": (41_700, 38_000),
     "functions with more than 10 parameters": (4, 4),
-    "places that make a UserError": (246, 246),
+    "places that make a UserError": (247, 247),
     "steady step: modules": (24, 24),
     "steady step: classes": (25, 20),
     "steady step: functions": (82, 80),
