@@ -39,7 +39,7 @@ class Asks(Extension):
         self.at = json.loads(at)["at"]
 
     def step_finished(self, taken, outcome):
-        if self.run.info.is_main:
+        if self.run.info.is_main and "trainer-replay" not in str(self.run.run_dir.path):
             with (self.run.run_dir.path / "mix.jsonl").open("a") as file:
                 for number, settings in enumerate(self.at.get(str(taken.step), ())):
                     file.write(json.dumps({"id": f"{taken.step}.{number}", "set": settings}) + "\n")
@@ -76,10 +76,15 @@ def test_a_change_holds_from_its_step_on_and_every_resume_repeats_it(tmp_path, c
     assert rows[STEPS]["blend/weight/first"] == 0.8
     assert list(settings_by_step(load_run(whole))[FIRST]) == [1, off, on]
 
-    # In a repeated step, whose directory is another one.
-    done = run("replay", whole, "--step", off + 1, "--trust-code", "--json", cwd=ROOT)
+    # In a repeated step, whose directory is another one, from a checkpoint before the change.
+    early = tmp_path / "early"
+    shutil.copytree(whole, early, symlinks=True)
+    for saved in (early / "checkpoints").glob("step_*"):
+        if saved.name > "step_00000003":
+            shutil.rmtree(saved)
+    done = run("replay", early, "--step", off + 1, "--trust-code", "--json", cwd=ROOT)
     assert json.loads(done.stdout)["is_equal"], done.stdout[-2000:]
-    found = json.loads(run("data", "at", whole, off + 1, "--trust-code", "--json", cwd=ROOT).stdout)["rows"]
+    found = json.loads(run("data", "at", early, off + 1, "--trust-code", "--json", cwd=ROOT).stdout)["rows"]
     places = ("shard", "micro_batch", "row", "source", "documents")
     assert [[row[key] for key in places] for row in found] == [
         [row[key] for key in places] for row in json.loads(done.stdout)["rows"]
