@@ -16,9 +16,14 @@ from trainer.metrics.catalog.lookup import is_known, lookup
 OWN = (*MEASURED, "gns/skipped", "stream_mixing/masked_share")
 
 
+def said(run_dir: Path, name: str) -> str:
+    """A file of a run, wherever that is."""
+    return (run_dir / name).read_text(encoding="utf-8").replace(str(run_dir), "run")
+
+
 def events(run_dir: Path) -> list[dict[str, Any]]:
     """events.jsonl without times."""
-    lines = (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = said(run_dir, "events.jsonl").splitlines()
     return [{key: value for key, value in json.loads(line).items() if key != "time"} for line in lines]
 
 
@@ -61,7 +66,7 @@ def run_differences(every: Path, late: Path) -> list[str]:
         return [*found, f"checkpoints: {names}"]
     for name in names[0]:
         found += checkpoint_differences(every / "checkpoints" / name, late / "checkpoints" / name)
-    ends = [json.loads((run / "status.json").read_text(encoding="utf-8")) for run in (every, late)]
+    ends = [json.loads(said(run, "status.json")) for run in (every, late)]
     found += [f"status: {ends}" for key in ("state", "reason", "last_step") if ends[0][key] != ends[1][key]]
     # What was counted since the last logged step is in the checkpoint of the run that did not log it.
     return [line for line in found if ".unlogged" not in line and "gns.gauges.drained" not in line]

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -265,13 +266,10 @@ def recompute_blocks(model: nn.Module) -> None:
         fix = 'choose "off", or name it so in a model of your own'
         raise UserError("train.activation_checkpointing", problem, fix)
     for block in blocks:
-        block.forward = _recomputed(block.forward)
+        block.kept_forward = block.forward  # type: ignore[assignment]
+        block.forward = MethodType(_recomputed, block)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(
-        *args: Any, **kwargs: Any
-    ) -> Any:  # of a `functools.partial` torch.compile compiles nothing, and says nothing
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run
+def _recomputed(block: Any, *args: Any, **kwargs: Any) -> Any:
+    # A method, of which a copy of the model has its own; with a `functools.partial` torch.compile silently compiles nothing.
+    return checkpoint(block.kept_forward, *args, use_reentrant=False, **kwargs)
