@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.distributed.agree import most_of_ranks
 from trainer.distributed.context import Context
 from trainer.distributed.env import RankInfo, num_nodes
-from trainer.distributed.shards import Layout, own_part
+from trainer.distributed.shards import Layout, layout_of, own_part
 from trainer.errors import UserError
 from trainer.wording import counted, few
 
@@ -276,7 +276,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def compile_blocks(model: nn.Module) -> None:
     """Have a model compiled block by block: as fast as in one piece, and what blocks share is compiled once."""
-    for block in blocks_of(model) or [model]:
+    whole = [model] if layout_of(model.parameters()) is None else model.children()  # a sharded root has hooks of its own
+    for block in blocks_of(model) or whole:
         block.compile()
 
 
