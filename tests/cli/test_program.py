@@ -69,7 +69,10 @@ def test_check_prints_a_config_that_is_itself_a_config(tmp_path, capsys):
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(result.stdout)
     again = program(["check", "--config", resolved, "--nproc", "2"], capsys)
-    found, expected = (re.sub(r", process [\d.,]+ MB", "", each.stdout) for each in (again, result))
+    found, expected = (
+        re.sub(r", process [\d.,]+ MB| and of \d+ rows in .*?(?= \(judged)", "", each.stdout)
+        for each in (again, result)
+    )
     assert found == expected.replace(str(config), str(resolved))
 
 

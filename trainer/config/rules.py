@@ -220,7 +220,7 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
 
 def check_sharding(config: RunConfig, world_size: int) -> None:
     """Refuse what of `[distributed]` is impossible with this number of ranks, or with other tables."""
-    _refuse(_broken_sharding(config, world_size))
+    _refuse(_broken_sharding(with_shared_rows(config), world_size))
 
 
 def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from trainer.contracts.subject import CallFailed, Plain, Subject, one_line
 from trainer.contracts.trial import relative
-from trainer.model.protocol import evaluating
 
 TOKENS = ("tokens", "input_ids", "input", "inputs", "ids", "idx", "x")
 STATES = ("state", "states", "past_key_values", "cache_params", "hidden_state", "hidden", "hx", "h", "cache", "mems")
@@ -62,8 +61,13 @@ class Adapted(nn.Module):
         self._new_cache = new_cache
         self._blank: Any = None
         self._dims: list[int | None] = []
-        with evaluating(model), torch.no_grad():
-            self.why_stateless = self._find_state()
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                self.why_stateless = self._find_state()
+        finally:
+            model.train(was_training)
         if self.why_stateless:
             self.state_width = 0
 

@@ -402,4 +402,5 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome) -> None:
         end_step(run, taken, outcome, is_logged=True, drains=logs(run, taken.step))
         raise NonFiniteError(f'{what}; see its rows: {command}; train.on_non_finite = "skip" would continue')
     if position.skipped_in_a_row > table.max_skips:
-        raise NonFiniteError(f"{what}; {position.skipped_in_a_row} steps in a row were skipped (train.max_skips)")
+        many = f"{position.skipped_in_a_row} steps in a row were skipped (train.max_skips)"
+        raise NonFiniteError(f"{what}; {many}; see its rows: {command}")

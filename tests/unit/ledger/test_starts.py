@@ -157,7 +157,8 @@ def test_noise_has_the_moments_of_the_held_states() -> None:
 def test_what_cannot_be_begun_so_is_refused() -> None:
     def config(start: str) -> Any:
         train = SimpleNamespace(tbptt_cells=1)
-        return SimpleNamespace(ledger=LedgerTable.model_validate({"start": start}), train=train)
+        ledger, objective = LedgerTable.model_validate({"start": start}), SimpleNamespace(losses={})
+        return SimpleNamespace(ledger=ledger, train=train, objective=objective, distributed=SimpleNamespace(context=1))
 
     position = StateLayout({"h": torch.zeros(2, 3), "position": torch.zeros(2, dtype=torch.long)})
     counting = SimpleNamespace(state_width=position.width, state_layout=position)

@@ -30,7 +30,7 @@ def mix(
     """Change mixing weights of a run that is training, from a step on that it announces at its next logged one."""
     answer = _ask(require_run(run_dir), settings, waits=waits)
     if problem := answer.get("problem"):
-        raise UserError(run_dir, problem)
+        raise UserError(run_dir, problem, "nothing was changed")
     for key, pair in answer.get("changed", {}).items():
         echo(f"{key}: {pair['before']:g} -> {pair['after']:g}")
     at = "from step {global_step} on (micro-batch {batch} of each data shard)"
@@ -60,6 +60,8 @@ def _ask(run: Path, settings: list[str], *, waits: bool) -> dict[str, Any]:
                 if number.encode() in line and line.endswith(b"\n"):
                     return dict(parse_json(line))
             if is_over:
-                return {"problem": "ended before it took this up: nothing was changed"}
+                return {"problem": "ended before it took this up"}
             time.sleep(POLL_SEC)
-    return {"problem": f"has not answered in {MOST_WAIT_SEC:.0f} s; events.jsonl says when it does"} if waits else {}
+    return (
+        {"problem": f"has not answered in {MOST_WAIT_SEC:.0f} s, but may, in events.jsonl; until then"} if waits else {}
+    )

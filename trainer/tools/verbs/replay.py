@@ -39,6 +39,8 @@ def replay(
 ) -> None:
     """Repeat a step of a run from the checkpoint before it: its rows, their losses, and whether they equal the record."""
     origin = open_origin(require_run(run_dir), step, trust_code=trust_code)
+    if (shards := origin.plan.facts.data_shards) % (nproc or 1):
+        refuse(f"--nproc {nproc}: the run's data are in {counted(shards, 'shard')}; choose a divisor")
     from trainer.tools.branching.replay import NUMBERS, differing, recorded, rows_of
 
     found, record = _replay(origin, step, num_ranks=nproc), recorded(origin.run)
