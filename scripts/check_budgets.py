@@ -31,9 +31,9 @@ MOST_PARAMETERS = 10
 CEILINGS = {
     "core: lines": (23_680, 21_000),
     "core: files": (125, 125),
-    "trainer: lines": (42_430, 33_000),
+    "trainer: lines": (42_450, 33_000),
     "trainer: files": (210, 210),
-    "tests: lines": (39_110, 30_000),
+    "tests: lines": (39_130, 30_000),
     "scripts: lines": (5_165, 5_000),
     "words of documentation": (41_700, 38_000),
     "functions with more than 10 parameters": (4, 4),

@@ -16,6 +16,7 @@ from tests.support.in_process import program
 from tests.support.models import recurrent64
 from tests.support.runs import overrides, read_rows, train, write_tiny_config
 from trainer.config.load import load_config
+from trainer.config.rules import check_sharding
 from trainer.distributed.context import Context
 from trainer.distributed.env import RankInfo
 from trainer.tools.memory import predict_memory
@@ -203,6 +204,10 @@ def test_what_cannot_share_rows_is_refused(config, capsys, sets, said):
     done = program(["check", "--config", config, "--nproc", 4, *overrides("distributed.context=2", *sets)], capsys)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_the_launcher_refuses_no_default(config):
+    check_sharding(load_config(config, ["distributed.context=2"]), 2)
 
 
 def test_the_predicted_memory_is_that_of_a_part(config):

@@ -12,20 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.test_data_shards import EXTRA as EVERY_FOURTH
 from tests.support.runs import ROOT, run, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 
-EXTRA = """
-[eval]
-every = 4
-batches = 2
-holdout_fraction = 0.2
-
-[checkpoint]
-every = 4
-keep_last = 9
-"""
+EXTRA = f"{EVERY_FOURTH}keep_last = 9\n"
 SETS = ("train.steps=8", "metrics.log_interval=3", "metrics.digests=write", "train.spike_sigma=2")
 OWN = "model.target=tests.support.models:{}", "model.contract=false", "gns.enabled=false"
 DROPOUT = (OWN[0].format("dropout"), *OWN[1:])
@@ -156,9 +148,21 @@ def test_the_row_that_broke_a_run_is_shown(tmp_path, raises):
     assert "not finite: the loss of" in shown
 
 
+def test_of_a_run_whose_ranks_shared_rows_the_rows_are_whole(config, tmp_path):
+    train(config, tmp_path / "run", *SETS, "distributed.context=2", nproc=2)
+    found = verb("replay", tmp_path / "run", "--step", 6)
+    now, then = found["values"]["loss"]
+    assert (found["ranks"], found["is_equal"]) == (1, None)
+    assert mean_loss(found["rows"]) == pytest.approx(now, rel=1e-6)
+    assert now == pytest.approx(then, rel=1e-6)
+    assert sum(row["tokens"] for row in found["rows"]) == found["values"]["tokens_in_step"][1]
+
+
 def test_what_cannot_be_repeated_is_refused(tmp_path):
     config = write_tiny_config(tmp_path, EXTRA)
     train(config, tmp_path / "run", *SETS)
+    done = run("replay", tmp_path / "run", "--step", 6, "--nproc", 3)
+    assert (done.returncode, "--nproc 3: the run's data are in 1 shard" in done.stderr) == (2, True)
     done = run("replay", tmp_path / "run", "--step", 9)
     assert (done.returncode, "has 8 steps, not 9" in done.stderr) == (2, True)
     file = next((tmp_path / "corpus" / "a").glob("*.jsonl"))
@@ -177,6 +181,12 @@ def test_a_resumed_run_is_repeated_with_the_settings_of_each_launch(config, tmp_
     for step, origin in ((6, 4), (9, 8)):  # from the trunk's checkpoint, and from its own
         found = verb("replay", tmp_path / "run", "--step", step)
         assert (found["is_equal"], found["from_step"]) == (True, origin)
+    # Later launches changed settings, and no checkpoint is left of the one that trained the step.
+    for steps, *sets in ((4,), (8, "optimizer.lr=0.003", "data.source.second.weight=9"), (12, "optimizer.lr=0.004")):
+        more = ("--resume", "auto") if sets else ()
+        train(config, tmp_path / "pruned", *SETS, f"train.steps={steps}", "checkpoint.keep_last=1", *sets, more=more)
+    found = verb("replay", tmp_path / "pruned", "--step", 3)
+    assert (found["is_equal"], found["from_step"], found["note"]) == (True, 0, "")
     shutil.rmtree(tmp_path / "trunk")
     assert "began from a checkpoint of step 4 that is gone" in run("replay", tmp_path / "run", "--step", 5).stderr
 

@@ -61,7 +61,7 @@ class Adapted(nn.Module):
         self._new_cache = new_cache
         self._blank: Any = None
         self._dims: list[int | None] = []
-        was_training = model.training
+        was_training = model.training  # by hand: this package imports nothing of the trainer's own models
         model.eval()
         try:
             with torch.no_grad():

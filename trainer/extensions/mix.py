@@ -59,7 +59,7 @@ def changes_of(state: Mapping[str, Any], lines: Iterable[bytes], names: Collecti
     return {at: {name: to for name, to in changes[at].items() if name in names} for at in sorted(changes)}
 
 
-def replay(run: Run, found: Found | None) -> None:
+def restore(run: Run, found: Found | None) -> None:
     """Take up the changes that a checkpoint and the run's events have. Every rank must call it, before anything is read."""
     lines = announced(run.run_dir.events) if run.info.is_main else ()
     known = changes_of({} if found is None else found[1], lines, open_sources(run))
@@ -104,9 +104,9 @@ class Mix(Extension):
         return dict(zip(self.metric_keys, shares, strict=False))
 
     def _take_up(self, request: Mapping[str, Any], read: int) -> None:
-        """Announce a change and have it told to all ranks; or refuse it."""
+        """Announce a change and have the exchange pass it to all ranks, or refuse it."""
         blend, plan, after, specs, problem = self._dataset, self.run.plan, {}, [], ""
-        # Two steps may be read until all ranks are told, and a loader is so many batches ahead.
+        # Two steps may be read until all ranks know, and a loader is `prefetch` batches ahead.
         least = read + 2 * plan.config.micro_batches.most + plan.config.data.prefetch + 1
         step, batch, ms = self.run.position.step + 1, read, plan.config.micro_batches
         while batch < least:

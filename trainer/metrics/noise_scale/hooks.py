@@ -181,8 +181,9 @@ class GradientNoiseScale(NoiseScaleAverage):
             for index in self._fired:
                 self._accumulated(self._leaves.hooked[index])
         nothing = self._sums.new_zeros(1)
-        micro_square, sum_square = square_sum([nothing, *self._micro_norms]), square_sum([nothing, *self._sum_norms])
-        self._micro_norms, self._sum_norms = [], []
+        micro_square = square = square_sum([nothing, *self._micro_norms])
+        if self._sums_up and not self._is_first:
+            square = square_sum([nothing, *self._sum_norms])
         factor = torch.as_tensor(kappa, dtype=torch.float64, device=self._sums.device)
         zero = torch.zeros_like(factor)
         if isinstance(example_weights, int):
@@ -209,7 +210,6 @@ class GradientNoiseScale(NoiseScaleAverage):
         # than it accumulates in), or if the loop reduces after every micro-batch. A group of one micro-batch has that one's
         # norm.
         is_whole = self._is_first or (not self._is_moved and self._sum_fires >= len(self._window_fires))
-        square = micro_square if self._is_first else sum_square
         if self._pairs is not None:
             self._pairs.append(torch.stack([factor, micro_square, square if is_whole else square * math.nan]))
         if self._is_middle and is_whole:

@@ -26,6 +26,7 @@ from trainer.errors import UserError
 from trainer.extensions.digests import KINDS
 from trainer.extensions.mix import announced, changes_of
 from trainer.files import parse_json, read_lines, write_file
+from trainer.metrics.payload_contract import Restart
 from trainer.tools.branching.run_branches import BranchFailed, run_program, with_tables
 from trainer.tools.branching.study import config_path_of
 from trainer.tools.runs.load import RunRecord, load_run
@@ -119,6 +120,20 @@ def _state(path: Path) -> dict[str, Any]:
     return checkpoint.named(str(path), checkpoint.read_state)
 
 
+def _before(run: RunRecord, later: Sequence[Restart]) -> tuple[RunConfig, Mapping[str, Any], str]:
+    """Config and environment of a run before some launches, the newest of which is first: what they changed, undone. And a
+    note, if that cannot be: a key was not set."""
+    changed = [pair for each in later for pair in (each.details.get("changed") or {}).items()]
+    before = {key: pair["before"] for key, pair in changed if key != "data files"}  # that of the first of them counts
+    env = {key.removeprefix("env."): value for key, value in before.items() if key.startswith("env.")}
+    sets = [f"{key}={json.dumps(value)}" for key, value in before.items() if not key.startswith("env.")]
+    path = RunDir(run.path).resolved_config
+    try:
+        return load_config(path, sets), {**run.environment, **env}, ""
+    except UserError:
+        return load_config(path), run.environment, LATER.format(f"the launch after step {later[0].global_step}")
+
+
 def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> Origin:
     """Where to begin, before the step `before`, so as to repeat `step`.
 
@@ -128,14 +143,14 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     run, found = load_run(run_dir, allow_empty=True), checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
     kept, resumed = {checkpoint.step_of(path): path for path in found}, [each.global_step for each in run.restarts]
     # The launches since then, which began after the step, may have had another config; a checkpoint until then has the step's.
-    until = min(takewhile(lambda at: at >= step, reversed(resumed)), default=0)
+    later = list(takewhile(lambda each: each.global_step >= step, reversed(run.restarts)))
+    until, note = min((each.global_step for each in later), default=0), ""
     path = next((path for at, path in sorted(kept.items()) if step <= at <= until), None)
     if path is not None:
         state = _state(path)
         config, environment = config_of(state, path), state.get("environment", {})
     else:
-        config, environment = load_config(RunDir(run_dir).resolved_config), run.environment
-    note = LATER.format(f"the launch after step {resumed[-1]}") if until and path is None else ""
+        config, environment, note = _before(run, later)
     refuse_code(config, run_dir, trusted=trust_code)
     trunk = Path(config.checkpoint.resume).resolve()
     if checkpoint.step_of(trunk) >= 0 and (trunk / checkpoint.MARKER).is_file():

@@ -109,7 +109,7 @@ def open_run(
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
     open_record(run, found, data.change, stack, config_path=launch.config_path, stdout=launch.stdout)
     if len(plan.sources) > 1:  # before anything is read
-        importlib.import_module("trainer.extensions.mix").replay(run, found)
+        importlib.import_module("trainer.extensions.mix").restore(run, found)
     _open_parts(run, sets, auxiliary, stack)
     if found is not None:
         with loading(found[0], "extensions"):
