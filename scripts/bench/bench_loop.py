@@ -1,28 +1,32 @@
-"""Overhead of the trainer's loop over a bare one: same model, batches and optimizer, alternating step by step.
+"""The trainer against a bare loop, `transformers.Trainer` and Lightning: tokens per second and peak memory.
+
+The same model, batches and optimizer in four processes, which take turns, ten steps each. Losses must agree at every step.
 
 The trainer runs in full: mixing with its metrics, prefetching, ledger (state cache), noise scale in every step, timing,
-payloads to /dev/null and metrics.jsonl. The bare loop has batches prepared in memory, one table of states, autograd,
-clipping, AdamW, and reads a number from the device every `LOG_INTERVAL` steps. Losses must agree at every step.
-
-Memory is measured in two fresh processes, where the bare loop reads the data set's batches as it runs.
+payloads to /dev/null and metrics.jsonl. The others get the same batches from a data set, keep states in one table, clip, and
+read their losses every ten steps; they measure and record nothing else, and log as little as they can.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
-import resource
 import statistics
 import tempfile
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bench_table import Figure, bench_parser, in_child, over, print_figures, ratio_figure
-from trainer_run import ALONE, LOG_INTERVAL, TINY, StepWatcher, plan_of, run_trainer
+from bench_table import Figure, bench_parser, over, print_figures, ratio_figure
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from trainer_run import ALONE, LOG_INTERVAL, TINY, plan_of, run_trainer
+from turns import Turn, run_in_turns
 
 from trainer.arrays import IGNORED
 from trainer.data.batch import MicroBatch
@@ -31,156 +35,218 @@ from trainer.distributed.strategy import compile_blocks
 from trainer.training.setup.parts import autocast_context, make_blend
 from trainer.training.setup.plan import Plan, build_model, width_of
 from trainer.training.step.optimizer import build_optimizer
-from trainer.training.step.schedule import lr_at, set_lr
+from trainer.training.step.schedule import lr_at
 
 GOALS = {"cpu": 0.97, "cuda": 0.99}
 MAX_MEMORY = 1.05
 
 
-class BareLoop:
-    """The step of a hand-written loop."""
+class Windows(IterableDataset[dict[str, Any]]):
+    """The micro-batches that the trainer will read, with what the loss of their window is divided by."""
 
-    def __init__(self, plan: Plan, device: torch.device, batches: Iterable[MicroBatch]) -> None:
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._plan, self._device = plan, device
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        batches = iter(Loader(make_blend(self._plan, ALONE), device=self._device, prefetch=0))
+        while True:
+            window = [next(batches) for _ in range(self._plan.config.micro_batches.first)]
+            num_tokens = sum((micro.targets != IGNORED).sum() for micro in window)
+            for micro in window:
+                yield {"micro": micro, "num_tokens": num_tokens}
+
+
+class Stateful(nn.Module):
+    """Any model with one table of states: maps a micro-batch to its share of the window's mean loss."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        super().__init__()
         config = plan.config
-        self._config = config
-        self._device = device
         torch.manual_seed(config.run.seed)
-        self._model = build_model(config.model, plan.vocab_size).to(device)
-        width = width_of(self._model)
-        if config.train.compile:
-            compile_blocks(self._model)
-        self._optimizer = build_optimizer(self._model, config.optimizer)
-        self._autocast = autocast_context(config, device)
-        self._parameters = list(self._model.parameters())
-        self._micros = iter(batches)
+        self.model = build_model(config.model, plan.vocab_size).to(device)
+        self._capacity, self._autocast = config.ledger.capacity, autocast_context(config, device)
+        self._table = torch.zeros(self._capacity, width_of(self.model), device=device)  # [capacity, state_width]
         self._rows: dict[int, int] = {}
-        self._table = torch.zeros(config.ledger.capacity, width, device=device)  # [capacity, state_width]
-        self._step = 0
+        self.loss = torch.zeros((), device=device)
+        """Of the micro-batches since it was last set to zero."""
+        if config.train.compile:
+            compile_blocks(self.model)
 
-    def _places(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Table rows of the batch's groups, and whether each group continues: [B] int64, [B, 1] float."""
+    def forward(self, micro: MicroBatch, num_tokens: Tensor) -> Tensor:
+        """The loss, []."""
         assert micro.carry is not None
         groups = micro.carry.group_ids.tolist()
-        rows = [self._rows.setdefault(group, len(self._rows) % len(self._table)) for group in groups]
-        continues = torch.from_numpy((micro.carry.cell_index > 0).astype(np.float32))
-        return torch.tensor(rows).to(self._device), continues[:, None].to(self._device)
+        rows = torch.tensor([self._rows.setdefault(group, len(self._rows) % self._capacity) for group in groups])
+        rows = rows.to(self._table.device)
+        continues = torch.from_numpy((micro.carry.cell_index > 0).astype(np.float32)).to(rows.device)
+        with self._autocast():
+            output = self.model(**micro.inputs, state=self._table[rows] * continues[:, None])
+            logits = output.logits.flatten(0, 1).float()
+            loss = F.cross_entropy(logits, micro.targets.flatten(), ignore_index=IGNORED, reduction="sum") / num_tokens
+        self._table[rows] = output.state.detach().float()
+        self.loss += loss.detach()
+        return loss
 
-    def step(self) -> torch.Tensor:
-        """One optimizer step; the loss, still on the device."""
-        self._step += 1
-        window = [next(self._micros) for _ in range(self._config.micro_batches.first)]
-        num_tokens = sum((micro.targets != IGNORED).sum() for micro in window)
-        total = torch.zeros((), device=self._device)
-        for micro in window:
-            rows, continues = self._places(micro)
-            with self._autocast():
-                output = self._model(**micro.inputs, state=self._table[rows] * continues)
-                logits = output.logits.flatten(0, 1).float()
-                loss = F.cross_entropy(logits, micro.targets.flatten(), ignore_index=IGNORED, reduction="sum")
-            loss = loss / num_tokens
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._table[rows] = output.state.detach().float()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(self._parameters, self._config.train.clip_grad_norm)
-        config = self._config
-        lr = lr_at(self._step, steps=config.train.steps, peak=config.optimizer.lr, table=config.scheduler)
-        set_lr(self._optimizer, lr)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return total
+    def take_loss(self) -> Tensor:
+        """That of the step."""
+        loss, self.loss = self.loss, torch.zeros_like(self.loss)
+        return loss
 
 
-class Alternating(StepWatcher):
-    """After each step of the trainer it runs one of the bare loop, and times both."""
-
-    def __init__(self, bare: BareLoop | None, device: torch.device) -> None:
-        self._bare = bare
-        self._device = device
-        self.ours: list[float] = []
-        self.bare: list[float] = []
-        self._began = time.perf_counter()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def update(self, step: int, loss: float) -> None:
-        """Called after each step of the trainer."""
-        ended = self._now()
-        self.ours.append(ended - self._began)
-        if self._bare is not None:
-            started = time.perf_counter()
-            bare_loss = self._bare.step()
-            if step % LOG_INTERVAL == 0:
-                bare_loss.item()
-            self.bare.append(self._now() - started)
-            tolerance = 1e-3 if self._device.type == "cpu" else 5e-2
-            assert math.isclose(loss, float(bare_loss), rel_tol=tolerance), (step, loss, float(bare_loss))
-        self._began = time.perf_counter()
+def optimizer_of(plan: Plan, model: Stateful) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    """As the trainer's, with its learning rate per step."""
+    config = plan.config
+    optimizer = build_optimizer(model.model, config.optimizer)
+    table, steps, peak = config.scheduler, config.train.steps, config.optimizer.lr
+    rates = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: lr_at(done + 1, steps=steps, peak=peak, table=table) / peak
+    )
+    return optimizer, rates
 
 
-def batches_of(plan: Plan, device: torch.device) -> Iterator[MicroBatch]:
-    """The batches that the trainer will read, one by one."""
-    return Loader(make_blend(plan, ALONE), device=device, prefetch=0)
+def bare(plan: Plan, device: torch.device, turn: Turn) -> None:
+    """The hand-written loop."""
+    config, batches, model = plan.config, iter(Windows(plan, device)), Stateful(plan, device)
+    optimizer, rates = optimizer_of(plan, model)
+    for step in range(1, config.train.steps + 1):
+        for _ in range(config.micro_batches.first):
+            model(**next(batches)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_grad_norm)
+        optimizer.step()
+        rates.step()
+        optimizer.zero_grad(set_to_none=True)
+        turn.update(step, model.take_loss())
 
 
-def ready_batches(plan: Plan, device: torch.device) -> list[MicroBatch]:
-    """All batches of the run, in memory."""
-    needed = plan.config.train.steps * plan.config.micro_batches.first
-    return [batch for batch, _ in zip(batches_of(plan, device), range(needed), strict=False)]
+def with_transformers(plan: Plan, device: torch.device, turn: Turn) -> None:
+    """`transformers.Trainer`, with an iterable data set and a model that returns its loss."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Steps(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            turn.update(state.global_step, model.take_loss())
+
+    class Losses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stateful = model
+
+        def forward(self, micro: MicroBatch, num_tokens: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.stateful(micro, num_tokens) * window}
+
+    config, model = plan.config, Stateful(plan, device)
+    window = config.micro_batches.first  # by which the Trainer divides each loss
+    with tempfile.TemporaryDirectory() as output:
+        arguments = TrainingArguments(
+            output_dir=output,
+            max_steps=config.train.steps,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=window,
+            max_grad_norm=config.train.clip_grad_norm,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            use_cpu=device.type == "cpu",
+            dataloader_pin_memory=False,
+            remove_unused_columns=False,
+            accelerator_config={"dispatch_batches": False},
+            disable_tqdm=True,
+        )
+        Trainer(
+            Losses(),
+            arguments,
+            train_dataset=Windows(plan, device),
+            data_collator=lambda rows: rows[0],
+            optimizers=optimizer_of(plan, model),
+            callbacks=[Steps()],
+        ).train()
+
+
+def with_lightning(plan: Plan, device: torch.device, turn: Turn) -> None:
+    """Lightning's `Trainer`, with automatic optimization."""
+    import lightning
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.stateful = model
+
+        def training_step(self, batch: dict[str, Any]) -> Tensor:
+            loss: Tensor = self.stateful(**batch) * window
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer, rates = optimizer_of(plan, model)
+            return [optimizer], [{"scheduler": rates, "interval": "step"}]
+
+        def optimizer_step(self, *args: Any, **named: Any) -> None:
+            super().optimizer_step(*args, **named)
+            turn.update(self.global_step + 1, model.take_loss())  # which is counted after this
+
+    config, model = plan.config, Stateful(plan, device)
+    window = config.micro_batches.first  # by which Lightning divides each loss
+    trainer = lightning.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        max_steps=config.train.steps,
+        accumulate_grad_batches=window,
+        gradient_clip_val=config.train.clip_grad_norm,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), DataLoader(Windows(plan, device), batch_size=None))
+
+
+Loop = Callable[[Plan, torch.device, Turn], None]
+OTHERS: dict[str, Loop] = {"bare loop": bare, "transformers": with_transformers, "lightning": with_lightning}
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     """Speed and memory, as figures."""
-    device = torch.device(args.device)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        plan = plan_of(folder, args.config, steps=args.steps, device=args.device, sets=args.sets)
-        times = Alternating(BareLoop(plan, device, ready_batches(plan, device)), device)
-        run_trainer(plan, folder, device, times)
-    # Blocks from one logged step to the next: a logged step is read at once and the others one step later, so within a block
-    # the times between two calls are not those of one step.
-    blocks = [slice(first, first + LOG_INTERVAL) for first in range(LOG_INTERVAL, args.steps, LOG_INTERVAL)]
-    ours, theirs = ([sum(each[block]) / LOG_INTERVAL for block in blocks] for each in (times.ours, times.bare))
+    names = [name for name in OTHERS if name == "bare loop" or importlib.util.find_spec(name)]
+    blocks = run_in_turns({name: ("--only", name) for name in ("trainer", *names)}, args.steps)
+    ours = blocks.pop("trainer")
+    tolerance = 1e-3 if args.device == "cpu" else 5e-2
+    for name, theirs in blocks.items():
+        losses = [[loss for block in each for loss in block.losses] for each in (ours, theirs)]
+        for step, (one, other) in enumerate(zip(*losses, strict=True), 1):
+            assert math.isclose(one, other, rel_tol=tolerance), (name, step, one, other)
+    times = {name: [block.seconds for block in each[1:]] for name, each in (("trainer", ours), *blocks.items())}
+    speeds = [
+        ratio_figure(
+            f"tokens per second, trainer over {name}", over(times[name], times["trainer"]), at_least=GOALS[args.device]
+        )
+        for name in blocks
+    ]
     memory = [
-        [in_child("--only", loop, "--steps", "12") for loop in ("trainer", "bare")] for _ in range(args.memory_rounds)
+        Figure(f"peak memory, trainer over {name}", ours[-1].peak_mb / each[-1].peak_mb, "x", at_most=MAX_MEMORY)
+        for name, each in blocks.items()
     ]
-    growth = [ours_mib / bare_mib for ours_mib, bare_mib in memory]
-    goal = GOALS[device.type]
-    return [
-        ratio_figure("tokens per second, trainer over bare loop", over(theirs, ours), at_least=goal),
-        Figure("seconds per step: trainer", statistics.median(ours), "s"),
-        Figure("seconds per step: bare loop", statistics.median(theirs), "s"),
-        ratio_figure("peak memory, trainer over bare loop", growth, at_most=MAX_MEMORY),
+    middles = [
+        Figure(f"seconds per step: {name}", statistics.median(each) / LOG_INTERVAL, "s") for name, each in times.items()
     ]
+    return [*speeds, *memory, *middles]
 
 
 def only(loop: str, args: argparse.Namespace) -> None:
-    """Run one of the loops and print this process's peak memory in MiB (of the device on CUDA)."""
+    """Run one of the loops, in its turns."""
     device = torch.device(args.device)
     with tempfile.TemporaryDirectory() as name:
         plan = plan_of(Path(name), args.config, steps=args.steps, device=args.device, sets=args.sets)
-        if loop == "trainer":
-            run_trainer(plan, Path(name), device, Alternating(None, device))
-        else:
-            bare = BareLoop(plan, device, batches_of(plan, device))
-            for _ in range(args.steps):
-                bare.step()
-    if device.type == "cuda":
-        print(torch.cuda.max_memory_allocated() / 2**20)
-    else:
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+        others = {each: partial(run, plan, device) for each, run in OTHERS.items()}
+        run = others.get(loop, partial(run_trainer, plan, Path(name), device))
+        run(Turn(device))
 
 
 def main() -> None:
     """Measure and print."""
     parser = bench_parser(__doc__, device="cpu", sets=True)
-    parser.add_argument("--config", type=Path, help="config of the run (default: 17.6 M parameters on synthetic text)")
+    parser.add_argument("--config", type=Path, help="config of the run (default: 10 M parameters on synthetic text)")
     parser.add_argument("--tiny", action="store_true", help="shrink the config's model and batches: a rehearsal")
-    parser.add_argument("--steps", type=int, default=120, help="steps of each loop, a multiple of the log interval, 10")
-    parser.add_argument("--memory-rounds", type=int, default=3, help="pairs of processes to measure memory")
-    parser.add_argument("--only", choices=["trainer", "bare"], help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=60, help="steps of each loop, a multiple of 10")
+    parser.add_argument("--only", choices=["trainer", *OTHERS], help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.sets = [*(TINY if args.tiny else ()), *args.sets]
     torch.set_num_threads(torch.get_num_threads() if args.device == "cuda" else 1)

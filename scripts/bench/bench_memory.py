@@ -34,7 +34,7 @@ class Watch(StepWatcher):
         self.in_use: list[float] = []
         self.peaks: list[float] = []
 
-    def update(self, step: int, loss: float) -> None:
+    def update(self, step: int, loss: float, tokens: int) -> None:
         """After a step."""
         if self._device == "cuda":
             self.in_use.append(torch.cuda.memory_allocated() / 1e6)

@@ -30,7 +30,7 @@ class StepProfiler(StepWatcher):
     def __init__(self, profiler: profile) -> None:
         self._profiler = profiler
 
-    def update(self, step: int, loss: float) -> None:
+    def update(self, step: int, loss: float, tokens: int) -> None:
         """A step is finished, and the next one is launched."""
         self._profiler.step()
 

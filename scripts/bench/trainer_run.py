@@ -59,7 +59,7 @@ root = "{corpus}"
 modalities = ["b"]
 weight = {{ schedule = "linear", unit = "step", points = {{ 0 = 3.0, 100 = 1.0 }} }}
 [model]
-dim = 512
+dim = 384
 num_layers = 6
 [ledger]
 capacity = 1024
@@ -73,8 +73,8 @@ wandb = {{ mode = "disabled" }}
 class StepWatcher:
     """Gets each finished step. This one ignores it."""
 
-    def update(self, step: int, loss: float) -> None:
-        """A step is finished."""
+    def update(self, step: int, loss: float, tokens: int) -> None:
+        """A step is finished, which trained on so many tokens."""
 
 
 class WatchSteps(Extension):
@@ -84,7 +84,7 @@ class WatchSteps(Extension):
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
         """Pass it on."""
-        WatchSteps.watcher.update(taken.step, outcome.loss)
+        WatchSteps.watcher.update(taken.step, outcome.loss, outcome.tokens)
 
 
 def write_corpus(root: Path) -> None:
@@ -101,7 +101,7 @@ def write_corpus(root: Path) -> None:
 
 
 def plan_of(folder: Path, given: Path | None, *, steps: int, device: str, sets: Sequence[str] = ()) -> Plan:
-    """The run to measure: from the given config, or a model of 17.6 M parameters on synthetic text.
+    """The run to measure: from the given config, or a model of 10 M parameters on synthetic text.
 
     Args:
         sets: settings, as after `--set`.

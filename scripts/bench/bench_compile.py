@@ -1,0 +1,103 @@
+"""`[train] compile = true` against false, by family: tokens per second, and the time from launch to the first step.
+
+Two processes of the full trainer take turns, ten steps each; losses must agree. Nothing compiled is taken from a cache. On
+CUDA the runs are those of train_configs/gpu_1x.toml, with model FLOPs utilization; on the CPU their model has the width of the
+smoke config's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from bench_table import Figure, bench_parser, over, print_figures, ratio_figure
+from trainer_run import GPU_CONFIG, TINY, plan_of, run_trainer
+from turns import Turn, run_in_turns
+
+from trainer.metrics.device import compute_mfu, resolve_peak_tflops
+from trainer.training.setup.plan import Plan, build_model
+
+FAMILIES = {
+    "cpu": ("rglru", "gated_delta", "transformer", "gru", "lstm"),
+    "cuda": ("rglru", "gated_delta", "transformer"),
+}
+SIZES = {"cpu": ("model.dim=192", "model.num_layers=4"), "cuda": ("train.micro_batches=2",)}
+
+
+def plan_here(folder: Path, family: str, args: argparse.Namespace, *, is_compiled: bool) -> Plan:
+    """The run."""
+    sets = [
+        *(TINY if args.tiny else SIZES[args.device]),
+        f"model.family={family}",
+        f"train.compile={is_compiled}".lower(),
+    ]
+    config = GPU_CONFIG if args.device == "cuda" else None
+    return plan_of(folder, config, steps=args.steps, device=args.device, sets=[*sets, *args.sets])
+
+
+def measure(family: str, args: argparse.Namespace) -> list[Figure]:
+    """Figures of a family."""
+    given = ("--families", family, "--only")
+    blocks = run_in_turns({name: (*given, name) for name in ("eager", "compiled")}, args.steps)
+    losses = ([loss for block in each for loss in block.losses] for each in blocks.values())
+    tolerance = 1e-3 if args.device == "cpu" else 5e-2
+    for step, (eager, compiled) in enumerate(zip(*losses, strict=True), 1):
+        assert math.isclose(eager, compiled, rel_tol=tolerance), (family, step, eager, compiled)
+    speeds = {name: [block.tokens / block.seconds for block in each[1:]] for name, each in blocks.items()}
+    figures = [
+        ratio_figure(f"{family}: tokens per second, compiled over eager", over(speeds["compiled"], speeds["eager"]))
+    ]
+    for name, each in blocks.items():
+        figures += [
+            Figure(f"{family}, {name}: tokens per second", statistics.median(speeds[name])),
+            Figure(f"{family}, {name}: launch to first step", each[0].first_step_sec, "s"),
+            Figure(f"{family}, {name}: peak memory", each[-1].peak_mb, "MB"),
+        ]
+    mfu = mfu_of(family, args, statistics.median(speeds["compiled"]))
+    return figures if mfu is None else [*figures, Figure(f"{family}, compiled: MFU", float(mfu))]
+
+
+def mfu_of(family: str, args: argparse.Namespace, tokens_per_sec: float) -> float | torch.Tensor | None:
+    """Model FLOPs utilization; None where the device's peak is not known."""
+    with tempfile.TemporaryDirectory() as name, torch.device("meta"):
+        plan = plan_here(Path(name), family, args, is_compiled=False)
+        flops = build_model(plan.config.model, plan.vocab_size).flops_per_token(plan.config.data.seq_len)  # type: ignore[operator]
+    peak = resolve_peak_tflops(args.device)
+    return compute_mfu(tokens_per_sec=tokens_per_sec, flops_per_token=flops, num_devices=1, peak_tflops=peak)
+
+
+def only(mode: str, args: argparse.Namespace) -> None:
+    """Run one of the two, in its turns."""
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    device = torch.device(args.device)
+    with tempfile.TemporaryDirectory() as name:
+        plan = plan_here(Path(name), args.families[-1], args, is_compiled=mode == "compiled")
+        run_trainer(plan, Path(name), device, Turn(device))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__, device="cpu", sets=True)
+    parser.add_argument("--families", nargs="+", help="only these")
+    parser.add_argument("--tiny", action="store_true", help="shrink models and batches: a rehearsal")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each run, a multiple of 10")
+    parser.add_argument("--only", choices=["eager", "compiled"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(torch.get_num_threads() if args.device == "cuda" else 1)
+    if args.only:
+        only(args.only, args)
+        return
+    if args.device == "cpu" and shutil.which("g++") is None:
+        parser.error("torch compiles for the CPU with a C++ compiler, and g++ is not on PATH")
+    families = args.families or FAMILIES[args.device]
+    print_figures("compile", [figure for family in families for figure in measure(family, args)], args)
+
+
+if __name__ == "__main__":
+    main()
