@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.data.tokenizer import TextStream, prompt_ids
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer, prompt_ids
 from trainer.metrics.sinks import SAMPLE
 from trainer.model.protocol import evaluating
 from trainer.training.extension import Extension
@@ -18,6 +20,9 @@ from trainer.training.setup.parts import autocast_context
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
+
+REPLACEMENT = "\ufffd"
+LONGEST_CHARACTER = 8  # tokens that one character may take
 
 
 class GenerationError(Exception):
@@ -157,10 +162,47 @@ class Samples(Extension):
 
     def _text(self) -> str:
         model, device, tokenizer = self.run.model, self.run.device, self.run.plan.tokenizer
-        stream = TextStream(tokenizer)
         fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
         with fork, torch.compiler.set_stance("force_eager"), self._autocast(), evaluating(model):
             cell, forbidden = self.run.config.data.seq_len, [tokenizer.bos_id]
             tokens = generate(model, self._prompt, draw=self._draw, cell=cell, forbidden=forbidden, device=device)
-            pieces = [stream.push(token) for token in itertools.islice(tokens, self._table.tokens)]
-        return "".join([*pieces, stream.flush()])
+            return tokenizer.decode(np.array([*itertools.islice(tokens, self._table.tokens)], dtype=np.int64))
+
+
+class TextStream:
+    """Decodes token by token. A character whose bytes span several tokens is emitted with the last of them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._is_bytes = isinstance(tokenizer, BytesTokenizer)
+        self._separates = isinstance(tokenizer, IdsTokenizer)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._context: list[int] = []  # already emitted; a tokenizer may join the next token to it
+        self._waiting: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; may be empty."""
+        if self._is_bytes:
+            return self._decoder.decode(bytes([token])) if token < 256 else ""
+        if self._separates:
+            return f"{token} "
+        self._waiting.append(token)
+        text = self._new_text()
+        if text.endswith(REPLACEMENT) and len(self._waiting) < LONGEST_CHARACTER:
+            return ""
+        self._context, self._waiting = self._waiting, []
+        return text
+
+    def flush(self) -> str:
+        """The text still held back, with U+FFFD for incomplete characters."""
+        if self._is_bytes:
+            return self._decoder.decode(b"", final=True)
+        text, self._waiting = (self._new_text() if self._waiting else ""), []
+        return text
+
+    def _new_text(self) -> str:
+        before = self._decode(self._context)
+        return self._decode([*self._context, *self._waiting])[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(np.array(ids, dtype=np.int64))

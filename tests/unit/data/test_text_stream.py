@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, TextStream, load_tokenizer, prompt_ids
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, load_tokenizer, prompt_ids
 from trainer.errors import UserError
+from trainer.extensions.samples import TextStream
 
 
 def pieces_of(tokenizer, ids):

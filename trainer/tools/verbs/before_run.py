@@ -127,14 +127,29 @@ def _num_bytes(streams: Any) -> int:
 def _refuse_what_a_run_would(plan: Plan) -> None:
     """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
     from trainer.data.layout import refuse_empty
+    from trainer.distributed.strategy import shard_units
+    from trainer.model.weights import check_fit, read_weights
+    from trainer.model.wrappers import output_layer, recompute_blocks
     from trainer.storage import Storage, is_url
     from trainer.training.checkpointing.restore import check_resume
+    from trainer.training.setup.plan import make_auxiliary
+    from trainer.training.step.optimizer import check_optimizer
 
     parent = plan.place(plan.config.run.dir)
     if os.path.exists(parent) and not os.path.isdir(parent):
         raise UserError("run.dir", f"{plan.config.run.dir} is not a directory", "name another one")
-    plan.check_weights()
-    plan.check_model_settings()
+    config, model = plan.config, plan.weightless_model()
+    if config.model.weights is not None:
+        weights, _ = read_weights(plan.place(config.model.weights))
+        check_fit(model, weights, key="model.weights", path=config.model.weights)
+    check_optimizer(model, config.optimizer)
+    if config.objective.chunk_tokens:
+        output_layer(model)
+    make_auxiliary(config.objective, model)
+    if config.train.activation_checkpointing == "block":
+        recompute_blocks(model)
+    if plan.layout is not None:
+        shard_units(model)
     refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
     check_resume(plan.config, plan.resume)
     stored = plan.resume if is_url(plan.resume) else None

@@ -51,9 +51,9 @@ def sample(
     """Generate text from a run's newest checkpoint, with the recurrent state carried from token to token."""
     require_run(run_dir)
     with uncollected():
-        from trainer.data.tokenizer import TextStream, prompt_ids
+        from trainer.data.tokenizer import prompt_ids
         from trainer.distributed.env import pick_device
-        from trainer.extensions.samples import Draw, GenerationError, generate
+        from trainer.extensions.samples import Draw, GenerationError, TextStream, generate
         from trainer.tools.trained.saved_model import load_model
 
     on = pick_device(device)

@@ -17,7 +17,7 @@ from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import Layout
-from trainer.distributed.strategy import layout_for, shard_units
+from trainer.distributed.strategy import layout_for
 from trainer.errors import UserError
 from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.metrics.catalog.lookup import is_built_in
@@ -25,14 +25,12 @@ from trainer.metrics.logger import get_logger
 from trainer.micro_batches import MicroBatches
 from trainer.model.families import DEFAULT, FAMILIES, Family
 from trainer.model.protocol import carry_flat
-from trainer.model.weights import check_fit, load_weights, read_weights
-from trainer.model.wrappers import output_layer, recompute_blocks
+from trainer.model.weights import load_weights
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss, declared_losses
 from trainer.objective.loss import COMPONENTS
 from trainer.storage import is_url
 from trainer.training.setup.plausible import doubts, unmet_needs
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
-from trainer.training.step.optimizer import check_optimizer
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.wording import few
 
@@ -106,7 +104,7 @@ class Plan:
     @cached_property
     def _model_size(self) -> tuple[int, int]:
         """(trained parameters, state width); of a model of many layers, building it again would take long."""
-        model = self._weightless_model()
+        model = self.weightless_model()
         check_state_rules(self.config, model)
         return size_of(model)
 
@@ -126,26 +124,8 @@ class Plan:
             device=device,
         )
 
-    def check_model_settings(self) -> None:
-        """Refuse a model that does not fit optimizer, loss, activation checkpointing or strategy, without making it."""
-        model = self._weightless_model()
-        check_optimizer(model, self.config.optimizer)
-        if self.config.objective.chunk_tokens:
-            output_layer(model)
-        make_auxiliary(self.config.objective, model)
-        if self.config.train.activation_checkpointing == "block":
-            recompute_blocks(model)
-        if self.layout is not None:
-            shard_units(model)
-
-    def check_weights(self) -> None:
-        """Refuse what `begin_from_weights` would, without making the model."""
-        path = self.config.model.weights
-        if path is not None:
-            weights = read_weights(self.place(path))[0]
-            check_fit(self._weightless_model(), weights, key="model.weights", path=path)
-
-    def _weightless_model(self) -> nn.Module:
+    def weightless_model(self) -> nn.Module:
+        """The model, without memory for its weights where it can be built so."""
         try:
             with torch.device("meta"):
                 return build_model(self.config.model, self.vocab_size, seq_len=self.config.data.seq_len)
