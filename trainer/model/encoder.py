@@ -29,6 +29,35 @@ def init_matrix(weight: Tensor, scale: float = 1.0) -> None:
     nn.init.normal_(weight, std=scale / math.sqrt(weight.shape[1]))
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's, with a faster backward on CPUs, where torch's takes five times that of its LayerNorm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension."""
+        if x.device.type != "cpu" or x.dtype.itemsize < 4:
+            return super().forward(x)
+        normalized: Tensor = _RMSNorm.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return normalized
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(torch.finfo(x.dtype).eps).rsqrt_()
+        unit = x * scale
+        ctx.save_for_backward(unit, scale, weight)
+        normalized: Tensor = unit * weight
+        return normalized
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        unit, scale, weight = ctx.saved_tensors
+        product = grad * unit
+        mean = (product @ weight).div_(-unit.shape[-1]).unsqueeze(-1)
+        return torch.addcmul(grad * weight, unit, mean).mul_(scale), product.flatten(0, -2).sum(dim=0)
+
+
 class GatedMLP(nn.Module):
     """`out(activation(gate(x)) * values(x))`: GEGLU, or SwiGLU with silu (Shazeer 2020, arXiv 2002.05202)."""
 
@@ -79,7 +108,7 @@ class ResidualBlock(nn.Module):
     def init_weights(self, num_layers: int) -> None:
         """Draw all parameters; the 2 * num_layers projections into the residual stream start smaller."""
         for part in self.children():
-            if not isinstance(part, nn.RMSNorm):
+            if not isinstance(part, RMSNorm):
                 part.init_weights(1.0 / math.sqrt(2 * num_layers))  # type: ignore[operator]
 
 
@@ -111,7 +140,7 @@ class LanguageModel(nn.Module):
         self.vocab_size, self.dim, self.num_layers, self.hidden = vocab_size, dim, num_layers, hidden
         self.embedding = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(make_block() for _ in range(num_layers))
-        self.norm = nn.RMSNorm(dim)
+        self.norm = RMSNorm(dim)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         init_matrix(self.embedding.weight)
         for block in self.blocks:
@@ -171,9 +200,9 @@ class Block(ResidualBlock):
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.recurrence_norm = nn.RMSNorm(dim)
+        self.recurrence_norm = RMSNorm(dim)
         self.recurrence = GatedRecurrence(dim)
-        self.mlp_norm = nn.RMSNorm(dim)
+        self.mlp_norm = RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden)
 
     def forward(self, x: Tensor, state: Tensor, resets: Tensor | None, group: Context | None) -> tuple[Tensor, Tensor]:

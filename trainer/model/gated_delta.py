@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.distributed.context import Context
-from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, check_sizes, init_matrix
+from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
 from trainer.model.protocol import ModelOutput
 
 CHUNK = 64
@@ -136,7 +136,7 @@ class DeltaMixer(nn.Module):
         self.log_a = nn.Parameter(torch.empty(heads))
         self.step_bias = nn.Parameter(torch.empty(heads))
         self.output_gate = nn.Linear(dim, dim, bias=False)
-        self.norm = nn.RMSNorm(dim // heads)
+        self.norm = RMSNorm(dim // heads)
         self.out = nn.Linear(dim, dim, bias=False)
 
     def init_weights(self, residual_scale: float) -> None:
@@ -232,9 +232,9 @@ class DeltaBlock(ResidualBlock):
 
     def __init__(self, dim: int, hidden: int, heads: int) -> None:
         super().__init__()
-        self.mixer_norm = nn.RMSNorm(dim)
+        self.mixer_norm = RMSNorm(dim)
         self.mixer = DeltaMixer(dim, heads)
-        self.mlp_norm = nn.RMSNorm(dim)
+        self.mlp_norm = RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden, F.silu)
 
     def forward(

@@ -4,8 +4,8 @@
 and carrying `h` over the cut changes only rounding. The coefficients are those of the RG-LRU (De et al. 2024, "Griffin",
 arXiv 2402.19427, equations 1 to 4).
 
-The scan is one registered operator: autograd, `torch.compile`, activation checkpointing and fake tensors see a single opaque
-node with its own backward instead of about a thousand elementwise ones. On CUDA gates and scan together are one
+The scan is one registered operator: `torch.compile` and fake tensors see a single opaque node each way instead of about a
+thousand elementwise ones. On CUDA gates and scan together are one
 (`fused_scan`); `gated_coefficients` and `linear_scan` are its reference, and what a CPU runs.
 """
 
@@ -55,7 +55,7 @@ def gated_scan(
             return fused_scan(recurrence_gate, input_gate, x, decay, resets, state)
         _warn_of_plain_scan()  # not inside a compiled graph: without Triton torch.compile makes none for CUDA
     a, b = gated_coefficients(recurrence_gate, input_gate, x, decay, resets)  # [B, T, D] each
-    h = _scan_op(a.contiguous(), b.contiguous(), state.to(a.dtype).contiguous())  # [B, T, D]
+    h = linear_scan(a, b, state.to(a.dtype))  # [B, T, D]
     return h.to(x.dtype), h[:, -1]
 
 
@@ -96,51 +96,29 @@ def linear_scan(a: Tensor, b: Tensor, h0: Tensor) -> Tensor:
     Returns:
         [B, T, D], computed in the common dtype of the inputs: float32 or float64.
     """
-    h: Tensor = _scan_op(a.contiguous(), b.contiguous(), h0.contiguous())
+    h: Tensor = _LinearScan.apply(a.contiguous(), b.contiguous(), h0.contiguous())  # type: ignore[no-untyped-call]
     return h
 
 
+class _LinearScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, h0: Tensor) -> Tensor:
+        h: Tensor = _scan_op(a, b, h0, False)
+        ctx.save_for_backward(a, h, h0)
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor, ...]:
+        a, h, h0 = ctx.saved_tensors
+        # g_t = grad_h_t + a_{t+1} * g_{t+1} is the same scan, from the last position to the first.
+        following = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], dim=1)
+        grad_b = _scan_op(following, grad_h.contiguous(), torch.zeros_like(h0), True)
+        previous = torch.cat([h0.unsqueeze(1), h[:, :-1]], dim=1)
+        return grad_b * previous, grad_b, a[:, 0] * grad_b[:, 0]
+
+
 @torch.library.custom_op("trainer::linear_scan", mutates_args=())
-def _scan_op(a: Tensor, b: Tensor, h0: Tensor) -> Tensor:
-    return _chunked_scan(a, b, h0)
-
-
-@_scan_op.register_fake
-def _(a: Tensor, b: Tensor, h0: Tensor) -> Tensor:
-    return torch.empty_like(b)
-
-
-@torch.library.custom_op("trainer::linear_scan_backward", mutates_args=())
-def _scan_backward_op(grad_h: Tensor, a: Tensor, h: Tensor, h0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # g_t = grad_h_t + a_{t+1} * g_{t+1} is the same scan, from the last position to the first.
-    following = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], dim=1)
-    grad_b = _chunked_scan(following, grad_h, torch.zeros_like(h0), is_reversed=True)
-    grad_a = torch.empty_like(a)
-    torch.mul(grad_b[:, 1:], h[:, :-1], out=grad_a[:, 1:])
-    torch.mul(grad_b[:, 0], h0, out=grad_a[:, 0])
-    return grad_a, grad_b, a[:, 0] * grad_b[:, 0]
-
-
-@_scan_backward_op.register_fake
-def _(grad_h: Tensor, a: Tensor, h: Tensor, h0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(a), torch.empty_like(a), torch.empty_like(h0)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    a, _, h0 = inputs
-    ctx.save_for_backward(a, output, h0)
-
-
-def _scan_gradients(ctx: Any, grad_h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    a, h, h0 = ctx.saved_tensors
-    grad_a, grad_b, grad_h0 = _scan_backward_op(grad_h.contiguous(), a, h, h0)
-    return grad_a, grad_b, grad_h0
-
-
-_scan_op.register_autograd(_scan_gradients, setup_context=_save_for_backward)
-
-
-def _chunked_scan(a: Tensor, b: Tensor, h0: Tensor, *, is_reversed: bool = False) -> Tensor:
+def _scan_op(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
     """The scan in about 3 * sqrt(T) vectorized operations instead of T.
 
     Time is split into chunks of about sqrt(T). First all chunks run at once from zero, which gives their end states and
@@ -180,6 +158,11 @@ def _chunked_scan(a: Tensor, b: Tensor, h0: Tensor, *, is_reversed: bool = False
     return h
 
 
+@_scan_op.register_fake
+def _(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
+    return torch.empty_like(b)
+
+
 def gated_coefficients(
     recurrence_gate: Tensor, input_gate: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -197,14 +180,39 @@ def gated_coefficients(
         a and b, [B, T, D], in float32 or wider for any input dtype.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    log_a = torch.sigmoid(recurrence_gate.to(dtype)) * (-GATE_SHARPNESS * F.softplus(decay.to(dtype)))
-    # If a gate underflows, 1 - a^2 is 0, where the root has no finite slope: the floor makes that gradient 0, not NaN.
-    scale = torch.expm1(2.0 * log_a).neg().clamp_min(torch.finfo(dtype).tiny).sqrt()
-    b = scale * torch.sigmoid(input_gate.to(dtype)) * x.to(dtype)
-    a = log_a.exp()
+    rate = -GATE_SHARPNESS * F.softplus(decay.to(dtype))
+    given = (each.to(dtype) for each in (recurrence_gate, input_gate, x))
+    a, b = _Coefficients.apply(*given, rate)  # type: ignore[no-untyped-call]
     if resets is not None:
         a = a.masked_fill(resets.unsqueeze(-1), 0.0)
     return a, b
+
+
+class _Coefficients(torch.autograd.Function):
+    """a and b of r, i, x and the rate `log a / sigmoid(r)`, in fewer passes than by autograd, which a CPU does not fuse."""
+
+    @staticmethod
+    def forward(ctx: Any, r: Tensor, i: Tensor, x: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+        r, i = r.sigmoid(), i.sigmoid()
+        log_a = r * rate
+        # Where a gate underflows the root of 1 - a^2 has no finite slope: with the floor a gate's gradient is 0 there, not NaN.
+        scale = (2.0 * log_a).expm1_().neg_().clamp_min_(torch.finfo(x.dtype).tiny).sqrt_()
+        a = log_a.exp_()
+        ctx.save_for_backward(r, i, x, rate, a, scale)
+        return a, (scale * i).mul_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
+        r, i, x, rate, a, scale = ctx.saved_tensors
+        grad_x = grad_b * scale
+        grad_i = grad_x * x
+        grad_x.mul_(i)
+        grad_i.mul_(i)  # by log(sigmoid(i)), as that of r below
+        of_scale = (grad_i / scale).div_(scale).mul_(a)  # d scale / d log a = -a^2 / scale
+        grad_r = (grad_a - of_scale).mul_(a).mul_(r)
+        grad_rate = grad_r.flatten(0, -2).sum(dim=0)
+        grad_r.mul_(rate)
+        return torch.addcmul(grad_r, grad_r, r, value=-1), torch.addcmul(grad_i, grad_i, i, value=-1), grad_x, grad_rate
 
 
 class Blocks(NamedTuple):

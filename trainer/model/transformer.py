@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, check_sizes, init_matrix
+from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
 from trainer.model.protocol import ModelOutput
 
 ROTARY_BASE = 10_000.0
@@ -75,9 +75,9 @@ class TransformerBlock(ResidualBlock):
 
     def __init__(self, dim: int, hidden: int, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(dim)
+        self.attention_norm = RMSNorm(dim)
         self.attention = Attention(dim, heads, kv_heads)
-        self.mlp_norm = nn.RMSNorm(dim)
+        self.mlp_norm = RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden)
 
     def forward(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.errors import UserError
 from trainer.model import RecurrentEncoder, build, gated_delta, transformer
+from trainer.model.encoder import RMSNorm
 from trainer.model.wrappers import recompute_blocks
 
 VOCAB = 11
@@ -40,6 +43,16 @@ def test_state_is_laid_out_layer_by_layer() -> None:
     # Layer 1's initial state cannot reach layer 0's final state.
     assert torch.equal(base.state[:, : model.dim], other.state[:, : model.dim])
     assert not torch.allclose(base.state[:, model.dim :], other.state[:, model.dim :])
+
+
+def test_the_norm_is_torchs_with_its_gradients() -> None:
+    norm = RMSNorm(5, dtype=torch.float64)
+    nn.init.normal_(norm.weight)
+    x, grad = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True), torch.randn(3, 4, 5, dtype=torch.float64)
+    found = [each(x) for each in (norm, partial(F.rms_norm, normalized_shape=(5,), weight=norm.weight))]
+    torch.testing.assert_close(*found, rtol=1e-13, atol=1e-14)
+    ours, torchs = (torch.autograd.grad(each, (x, norm.weight), grad) for each in found)
+    torch.testing.assert_close(ours, torchs, rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])

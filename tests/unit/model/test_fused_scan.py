@@ -257,7 +257,7 @@ def test_cuda_tensors_take_the_kernels_unless_they_are_float64(
 ) -> None:
     taken = []
     monkeypatch.setattr(recurrence, "fused_scan", lambda *args: taken.append("fused") or fused_scan(*args))
-    monkeypatch.setattr(recurrence, "_scan_op", lambda a, b, state: taken.append("plain") or b.cpu())
+    monkeypatch.setattr(recurrence, "linear_scan", lambda a, b, state: taken.append("plain") or b.cpu())
     with FakeTensorMode():
         x = torch.empty(2, 5, 3, dtype=dtype, device="cuda")
         args = (x, x, x, torch.empty(3, device="cuda"), None, torch.empty(2, 3, device="cuda"))
@@ -282,7 +282,7 @@ def test_a_missing_triton_is_said_once_and_the_plain_scan_runs(
 ) -> None:
     monkeypatch.setattr(recurrence, "HAS_TRITON", False)
     monkeypatch.setattr(recurrence, "fused_scan", lambda *args: pytest.fail("there are no kernels"))
-    monkeypatch.setattr(recurrence, "_scan_op", lambda a, b, state: b.cpu())
+    monkeypatch.setattr(recurrence, "linear_scan", lambda a, b, state: b.cpu())
     recurrence._warn_of_plain_scan.cache_clear()
     for _ in range(2):
         with FakeTensorMode():

@@ -47,7 +47,9 @@ def test_scan_and_its_gradients_equal_the_sequential_recurrence(
 def test_scan_passes_gradcheck_and_opcheck() -> None:
     args = inputs(7, torch.float64)
     assert torch.autograd.gradcheck(linear_scan, args)
-    torch.library.opcheck(torch.ops.trainer.linear_scan.default, args)
+    detached = tuple(each.detach() for each in args)
+    for is_reversed in (False, True):
+        torch.library.opcheck(torch.ops.trainer.linear_scan.default, (*detached, is_reversed))
 
 
 def test_zero_decay_is_exactly_a_restart() -> None:
@@ -69,24 +71,31 @@ def test_decays_that_underflow_stay_finite() -> None:
     assert torch.isfinite(b.grad).all()
 
 
-def test_coefficients_equal_the_papers_formula() -> None:
-    r, i, x = torch.randn(3, 2, 5, 4, dtype=torch.float64).unbind(0)
-    decay = torch.randn(4, dtype=torch.float64)
-    a, b = gated_coefficients(r, i, x, decay, None)
+def test_coefficients_equal_the_papers_formula_with_their_gradients() -> None:
+    leaves = [torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    leaves.append(torch.randn(4, dtype=torch.float64, requires_grad=True))
+    r, i, x, decay = leaves
+    resets = torch.rand(2, 5) < 0.3
+    a, b = gated_coefficients(r, i, x, decay, resets)
     # The paper writes a = sigmoid(-Lambda)^(c * sigmoid(r)) with the other sign of Lambda.
-    expected_a = torch.sigmoid(-decay) ** (8.0 * torch.sigmoid(r))
-    torch.testing.assert_close(a, expected_a, rtol=1e-12, atol=0)
-    torch.testing.assert_close(b, torch.sqrt(1 - expected_a**2) * torch.sigmoid(i) * x, rtol=1e-9, atol=1e-12)
+    plain_a = torch.sigmoid(-decay) ** (8.0 * torch.sigmoid(r))
+    expected = plain_a * ~resets.unsqueeze(-1), torch.sqrt(1 - plain_a**2) * torch.sigmoid(i) * x
+    torch.testing.assert_close(a, expected[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(b, expected[1], rtol=1e-9, atol=1e-12)
+    weights = [torch.randn_like(a), torch.randn_like(b)]
+    ours, others = (torch.autograd.grad(each, leaves, weights) for each in ((a, b), expected))
+    torch.testing.assert_close(ours, others, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("rate", [-200.0, 0.0, 200.0])
 @pytest.mark.parametrize("gate", [-200.0, -100.0, 100.0])
-def test_saturated_gates_have_finite_gradients(gate: float) -> None:
+def test_saturated_gates_have_finite_gradients(gate: float, rate: float) -> None:
     r = torch.full((1, 3, 2), gate, requires_grad=True)
     x = torch.ones(1, 3, 2, requires_grad=True)
-    decay = torch.zeros(2, requires_grad=True)
+    decay = torch.full((2,), rate, requires_grad=True)
     a, b = gated_coefficients(r, r, x, decay, None)
     (a.sum() + b.sum()).backward()
-    assert all(torch.isfinite(leaf.grad).all() for leaf in (r, x, decay))
+    assert all((leaf.grad.abs() < 100).all() for leaf in (r, x, decay))
 
 
 def test_resets_zero_the_decay_and_leave_the_input() -> None:
