@@ -43,6 +43,7 @@ SCHEMA_NAME = "config.schema.json"
 COUNTED = 20_000  # micro-batches over all ranks
 EXIT_BREACH = 3
 MEANINGS = {
+    "precision": "on this machine",
     "data_shards": "parts that the data are read in",
     "context": "ranks that share each row",
     "cells_per_step": "rows of a step over all ranks, each a chunk of a document",
@@ -184,6 +185,7 @@ def _derived(plan: Plan) -> dict[str, Any]:
 
     config, batches = plan.config, plan.config.micro_batches
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
+    facts["precision"] = config.train.precision
     if plan.facts.world_size > 1:
         facts["sharding"] = "none: each rank holds the whole model" if plan.layout is None else str(plan.layout)
     if (each := plan.facts.shards_per_rank) > 1:
@@ -263,9 +265,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
         for modality, share in found.get("corpus_share", {}).items():
             echo(f"#     {modality}: {share:.1%} of the corpus, {found['drawn_share'][modality]:.1%} of what is drawn")
         if found.get("behind_cuts_share"):
-            echo(
-                f"#     {found['behind_cuts_share']:.1%} of the tokens are read without the state of the text before them"
-            )
+            share = found["behind_cuts_share"]
+            echo(f"#     {share:.1%} of the tokens are read without the state of the text before them")
         if tokens := found.get("rank_token_shares"):
             by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in found["masked_share"].items())
             echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}; without rows, at worst: {by_mode}")
