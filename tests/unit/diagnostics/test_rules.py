@@ -444,6 +444,7 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("still_layer", changed("still_layer", optimizer={"group": GROUPS[1:]}), ("optimizer.group.lr_scale", 1e-6, 1.0)),
     ("stale_states", make_run(STALE), ("data.mixing.num_streams_mixed", 4, 2)),
     ("stale_states", make_run(STALE, config={**mixed(num_streams_mixed=1)}), ("optimizer.lr", 1e-3, 5e-4)),
+    ("non_finite", changed("non_finite", optimizer={"lr": 1e30}), ("optimizer.lr", 1e30, 1e-3)),
     ("shares", make_run({"blend/max_share_error": [0.4] * 9}), None),
     ("model_contract", contract_run(("gradient", "broken", "half of it arrives"), trust=("carry",)), None),
     ("model_contract", contract_run(("carry", "broken", "x"), trust=("carry",)), ("model.trust", ["carry"], [])),
