@@ -457,6 +457,21 @@ def test_a_finding_suggests_what_would_help_and_nothing_otherwise(name, run, kno
     assert knob_of(name, run) == knob
 
 
+@pytest.mark.parametrize(
+    "levels", [((6.0, 10), (2.0, 70), (4.0, 20)), ((0.4, 80), (2.0, 30)), ((1.0, 80), (4.0, 9), (0.9, 90))]
+)
+def test_a_spike_a_divergence_or_a_bump_right_after_the_mix_changed_is_blamed_on_it(levels) -> None:
+    rows, rise = [value for level in levels for value in noisy(*level)], 81
+    for step, is_blamed in ((rise, True), (rise - 9, True), (rise + 20, False), (rise - 60, False)):
+        changed = {"data.source.a.weight": {"before": 1.0, "after": 2.0}}
+        events = [{"event": "mix", "global_step": step, "changed": changed}, {"event": "mix", "problem": "refused"}]
+        outcome = check("loss_spikes", make_run({"loss": rows}, events=events))
+        assert outcome.verdict == "finding"
+        assert (f"; the mix changed at step {step}" in outcome.sentence) == is_blamed
+        assert outcome.knob is not None
+        assert outcome.knob.key == ("data.source.a.weight" if is_blamed else "optimizer.lr")
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_no_fix_is_what_the_run_has_already(name: str) -> None:
     """Follow the advice of a rule until it has none left: it never suggests the value that is already set."""
