@@ -111,9 +111,13 @@ def _outcome(content: Mapping[str, Any]) -> list[str]:
             worst = max(worst, abs(then - now) / max(abs(then), TINY))
     if len(content["parts"]) > 1:
         lines.append("the loss is " + " + ".join(f"{name} {value:.6g}" for name, value in content["parts"].items()))
-    if bad := [_place(row) for row in content["rows"] if not math.isfinite(row.get("loss") or 0.0)]:
-        rows = f"{counted(len(bad), 'row')}, {', '.join(bad[:SHOWN_ROWS])}"
-        lines.append(coloured("error", f"not finite: the loss of {rows}"))
+    what, bad = "loss", [row for row in content["rows"] if not math.isfinite(row.get("loss") or 0.0)]
+    if not bad and (bad := [row for row in content["rows"] if "gradient" in row]):  # of the sum so far
+        first = min(row["micro_batch"] for row in bad)
+        what, bad = "gradient", [row for row in bad if row["micro_batch"] == first]
+    if bad:
+        rows = f"{counted(len(bad), 'row')}, {', '.join(map(_place, bad[:SHOWN_ROWS]))}"
+        lines.append(coloured("error", f"not finite: the {what} of {rows}"))
     if content["failure"]:
         lines.append(coloured("error", f"the step ended with: {content['failure']}"))
     if content["first_different"]:
@@ -121,9 +125,12 @@ def _outcome(content: Mapping[str, Any]) -> list[str]:
         lines.append(coloured("error", f"differs from the record, first at step {step}: {', '.join(names)}"))
     elif content["compared_steps"]:
         steps = counted(len(content["compared_steps"]), "logged step")
+        steps += f" up to step {content['compared_steps'][-1]}"
         lines.append(coloured("healthy", f"equal to the record, bit for bit, in {steps}"))
     elif any(then is not None for _, then in content["values"].values()):
         lines.append(f"on another number of ranks sums are rounded otherwise: relative difference up to {worst:.1e}")
+    else:
+        lines.append(f"nothing to compare: step {content['step']} was not logged")
     return lines
 
 
