@@ -49,14 +49,8 @@ def replay(
     # Digests are sums over ranks, and of no use without the record's.
     then, now = record.get(step, {}), found.values.get(step, {})
     shown = [name for name in now if name in NUMBERS or (found.is_exact and name in then)]
-    content: dict[str, Any] = {
-        "run": run_dir,
-        "step": step,
-        "from_step": origin.step,
-        "ranks": found.num_ranks,
-        "note": origin.note,
-    }
-    content |= {"is_equal": not differences if compared else None, "compared_steps": compared}
+    content: dict[str, Any] = {"run": run_dir, "step": step, "from_step": origin.step, "ranks": found.num_ranks}
+    content |= {"note": origin.note, "is_equal": not differences if compared else None, "compared_steps": compared}
     content |= {"first_different": next(iter(differences), None), "failure": found.failure, "parts": found.parts()}
     content["values"] = {name: [now[name], then.get(name)] for name in shown}
     content["rows"] = rows_of(origin, found.micros, with_text=text)
@@ -149,15 +143,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]], title: str, note: str) -> None
         return "" if value is None else escape(str(value))
 
     columns, wraps = [Column("shard.micro.row", list(map(_place, rows)))], ("documents", "stream")
-    for key, priority in {
-        "source": 1,
-        "stream": 0,
-        "documents": 0,
-        "cell": 3,
-        "tokens": 2,
-        "state": 0,
-        "loss": 0,
-    }.items():
+    kept = {"source": 1, "stream": 0, "documents": 0, "cell": 3, "tokens": 2, "state": 0, "loss": 0}
+    for key, priority in kept.items():
         if any(row.get(key) is not None for row in rows):
             cells = [cell(row.get(key)) for row in rows]
             columns.append(Column(key, cells, leave_out=priority, wraps=key in wraps))
