@@ -251,7 +251,9 @@ def test_bisect_finds_the_step_at_which_runs_part_and_in_what(tmp_path):
     assert all(each["is_exact"] and "config" in each["differs_in"] for each in first.values())
     assert first["seed"]["first_different_step"] == first["lr"]["first_different_step"] == 1
     assert kinds["lr"][:2] == ["config", "weights"]
-    assert kinds["seed"][1] == kinds["order"][1] == "batch"
+    assert kinds["seed"][1:3] == ["initial_weights", "batch"]
+    assert kinds["order"][1] == "batch"
+    assert "\ninitial weights: they differ" in run("bisect", tmp_path / "a", tmp_path / "seed", "--no-replay").stdout
     assert kinds["data"][:3] == ["config", "data", "batch"]
     assert "a/stream2.jsonl" in first["data"]["data"]
     assert first["flip"]["first_different_step"] == 5

@@ -79,10 +79,7 @@ FALSE = {mode: f"ledger/false_evictions/{mode}" for mode in ("lru", "stale")}
 LEDGER = {"ledger/live_groups": [64.0] * 60, "ledger/fill_fraction": [1.0] * 60}
 SPEED = noisy(1000.0, 100)
 GNS = {
-    "gns/b_now": [20.0] * 40,
-    "gns/b_now_low": [16.0] * 40,
-    "gns/b_now_high": [24.0] * 40,
-    "gns/b_now_steps": [30.0] * 40,
+    f"gns/b_now{end}": [value] * 40 for end, value in {"": 20.0, "_low": 16.0, "_high": 24.0, "_steps": 30.0}.items()
 }
 
 

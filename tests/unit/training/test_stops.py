@@ -109,13 +109,8 @@ def test_a_resume_that_finds_no_checkpoint_says_which_steps_are_lost(go, tmp_pat
 def test_what_was_counted_between_two_logged_steps_survives_a_kill(tmp_path):
     """Checkpoints at 3 and 6, rows at 1, 5 and 8: a row after the resume holds what was counted before it."""
     path = write_tiny_config(tmp_path, EXTRA)
-    settings = [
-        "metrics.log_interval=5",
-        f"train.steps={STEPS}",
-        "checkpoint.keep_last=9",
-        "ledger.wipe_mode=full",
-        "ledger.wipe_every=2",
-    ]
+    settings = ["metrics.log_interval=5", f"train.steps={STEPS}", "checkpoint.keep_last=9"]
+    settings += ["ledger.wipe_mode=full", "ledger.wipe_every=2"]
     train_here(path, tmp_path / "whole", *settings)
     rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
     assert rows["train", 5]["ledger_wipe_count"] == 2

@@ -195,9 +195,7 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
         stream, ids = opened(meta["source"], meta["stream"])
         groups, table, found = stream.groups, stream.documents, []
         for owner in np.flatnonzero(ids == meta["group_ids"][row])[:1]:
-            packed = groups.segment_documents[
-                groups.segment_offsets[owner] : groups.segment_offsets[owner + 1]
-            ].tolist()
+            packed = groups.segment_documents[slice(*groups.segment_offsets[owner : owner + 2])].tolist()
             start = 0 if packed else int(groups.first_cells[owner] + meta["cell_indices"][row]) * stream.seq_len
             for number in packed or [int(groups.documents[owner])]:
                 stop = min(start + stream.seq_len, int(table.lengths[number]))
@@ -329,10 +327,8 @@ class Replayed(Extension):
     def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
         """Note which rows continue from a state: the ledger gives zeros where it holds none."""
         if self._micros:
-            has_state, continues = (state != 0).any(1).tolist(), (carry.group_ids >= 0) & (carry.cell_index > 0)
-            names = [
-                ("carried" if has else "cold") if c else "fresh" for has, c in zip(has_state, continues, strict=True)
-            ]
+            held, continues = (state != 0).any(1).tolist(), (carry.group_ids >= 0) & (carry.cell_index > 0)
+            names = [("carried" if has else "cold") if c else "fresh" for has, c in zip(held, continues, strict=True)]
             self._micros[self._num_done]["states"] = names
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:

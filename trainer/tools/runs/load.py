@@ -327,7 +327,5 @@ def settings_by_step(run: RunRecord) -> dict[str, Any]:
                 found.setdefault(key, {1: pair["before"]})[restart.global_step + 1] = pair["after"]
     for step, key, pair in mix_changes(run):  # which hold on every branch
         found.setdefault(key, {1: pair["before"]})[step] = pair["after"]
-    counting = {
-        key: {step: v for step, v in values.items() if step <= max(reached, 1)} for key, values in found.items()
-    }
+    counting = {key: {at: v for at, v in values.items() if at <= max(reached, 1)} for key, values in found.items()}
     return {key: values if len(values) > 1 else values[1] for key, values in sorted(counting.items())}

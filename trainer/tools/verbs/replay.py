@@ -192,7 +192,9 @@ def bisect(
             is_exact = equal == step - 1 and (equal == before or has_digests)
     content: dict[str, Any] = {"runs": [first, second], "data": _data_difference(paths), "is_exact": is_exact}
     content |= {"config": [{"key": key, "values": values} for key, values in config_differences(runs)], "note": note}
-    outside = [name for name in ("config", "data") if content[name]]
+    has_other_seed = "run.seed" in (each["key"] for each in content["config"])
+    content["initial_weights"] = has_other_seed and not all(run.setting("model.weights") for run in runs)
+    outside = [name for name in ("config", "data", "initial_weights") if content[name]]
     content |= {"last_equal_step": equal or None, "first_different_step": step, "differs_in": [*outside, *kinds]}
     if as_json:
         print_json(_plain(content))
@@ -200,6 +202,7 @@ def bisect(
         lines = [f"{each['key']}: {each['values'][0]!r}, {each['values'][1]!r}" for each in content["config"]]
         data = content["data"]
         lines.append("data: " + ("not known: a run has no checkpoint" if data is None else data or "the same"))
+        lines += ["initial weights: they differ, as run.seed does"] * content["initial_weights"]
         if step is None:
             lines.append(f"equal in {counted(len(common), 'logged step')}" + (", by loss and norm" * (not has_digests)))
         else:
