@@ -96,6 +96,8 @@ def test_a_terminal_shows_the_keys_that_are_set_and_a_pipe_all_of_them(config, c
         shown = program((*arguments, "--set", "optimizer.betas=[0.8, 0.9]"), capsys).stdout
         whole = program((*arguments, "--defaults"), capsys).stdout
     assert tomllib.loads(whole) == tomllib.loads(piped)
+    assert tomllib.loads(piped)["train"]["precision"] == "auto"
+    assert "\n#   precision = fp32   (on this machine)\n" in piped
     given = tomllib.loads(shown)
     assert given["optimizer"] == {"betas": [0.8, 0.9]}
     assert given["train"] == tomllib.loads(config.read_text())["train"]

@@ -92,12 +92,8 @@ def test_the_shortest_config_trains_on_a_corpus_of_one_s_own(tmp_path):
 
 
 def test_links_lead_somewhere():
-    for path in [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *(ROOT / "docs").glob("*.md"),
-        ROOT / "examples/README.md",
-    ]:
+    named = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")]
+    for path in [*named, *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text(encoding="utf-8")):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 

@@ -34,16 +34,8 @@ SETS = (
     "ledger.probe_every=4",
 )
 # Times; and what tells the pairs of micro-batches within a rank from the others.
-OF_RANKS = (
-    "time/",
-    "step_time",
-    "smoothed/step_time",
-    "smoothed/tokens_per_sec",
-    "tokens_per_sec",
-    "checkpoint/",
-    "mfu",
-)
-OF_RANKS += ("gns/consistency",)
+OF_RANKS = ("time/", "step_time", "smoothed/step_time", "smoothed/tokens_per_sec", "tokens_per_sec")
+OF_RANKS += ("checkpoint/", "mfu", "gns/consistency")
 CASES: Mapping[str, tuple[str, ...]] = {
     "ddp": (),
     "fsdp": ("distributed.strategy=fsdp", "train.micro_batches=1"),

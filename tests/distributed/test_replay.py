@@ -102,19 +102,22 @@ from trainer.model import build as build_reference
 class Sick(RecurrentEncoder):
     def forward(self, tokens, state=None, resets=None):
         output = super().forward(tokens, state, resets)
-        if self.raises and (tokens == ord("#")).any():
+        bad, logits = (tokens == ord("#")).any(1), output.logits.clone()
+        if self.fault == "error" and bad.any():
             raise ValueError("cannot read #")
-        return output._replace(logits=torch.where((tokens == ord("#")).any(1)[:, None, None], torch.nan, output.logits))
+        logits[bad] = torch.nan if self.fault == "loss" else logits[bad] + (0 * logits[bad]).sqrt()
+        return output._replace(logits=logits)
 
-def build(vocab_size, dim, num_layers, *, raises):
+def build(vocab_size, dim, num_layers, *, fault):
     model = build_reference(vocab_size, dim, num_layers)
-    model.__class__, model.raises = Sick, raises
+    model.__class__, model.fault = Sick, fault
     return model
 """
 
 
-@pytest.mark.parametrize("raises", [False, True])
-def test_the_row_that_broke_a_run_is_shown(tmp_path, raises):
+@pytest.mark.parametrize("fault", ["error", "loss", "gradient"])
+def test_the_row_that_broke_a_run_is_shown(tmp_path, fault):
+    raises = fault == "error"
     config = write_tiny_config(tmp_path, EXTRA)
     (tmp_path / "sick.py").write_text(SICK)
     for file in (tmp_path / "corpus").rglob("stream2.jsonl"):
@@ -124,7 +127,7 @@ def test_the_row_that_broke_a_run_is_shown(tmp_path, raises):
             for n, each in enumerate(lines)
         ]
         file.write_text("\n".join(lines) + "\n")
-    sets = ("model.target=sick:build", f"model.args={{raises={str(raises).lower()}}}", "model.contract=false")
+    sets = ("model.target=sick:build", f"model.args={{fault='{fault}'}}", "model.contract=false")
     train(config, tmp_path / "run", *sets, "train.steps=60", "eval.every=0", code=1, cwd=tmp_path)
     step = json.loads((tmp_path / "run" / "status.json").read_text())["last_step"] + raises
     command = ("replay", str(tmp_path / "run"), "--step", str(step))
@@ -136,16 +139,22 @@ def test_the_row_that_broke_a_run_is_shown(tmp_path, raises):
     done = run(*command, "--trust-code", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    bad = [row for row in found["rows"] if row.get("loss", "nan") == "nan"]
+    bad = [
+        row for row in found["rows"] if row.get("loss", "nan") == "nan" or (fault == "gradient" and "gradient" in row)
+    ]
     sick = [each["document"] % 4 == 3 for row in bad for each in row["documents"]]
-    assert any(sick) if raises else all(sick)
+    assert all(sick) if fault == "loss" else any(sick)
     if raises:
         assert found["failure"] == "ValueError: cannot read #"
         return
-    assert (found["is_equal"], found["values"]["loss"]) == (True, ["nan", "nan"])
-    shown = run(*command, "--trust-code", cwd=tmp_path).stdout
-    assert "nan" in shown
-    assert "not finite: the loss of" in shown
+    assert found["is_equal"]
+    assert found["values"]["loss" if fault == "loss" else "grad_norm"] == ["nan", "nan"]
+    assert f"not finite: the {fault} of" in run(*command, "--trust-code", cwd=tmp_path).stdout
+    beyond = run(*command[:-1], step + 3, "--trust-code", cwd=tmp_path)
+    assert (beyond.returncode, f"no such step: it ends after step {step} (step {step}: loss" in beyond.stderr) == (
+        1,
+        True,
+    )
 
 
 def test_of_a_run_whose_ranks_shared_rows_the_rows_are_whole(config, tmp_path):
@@ -163,6 +172,8 @@ def test_what_cannot_be_repeated_is_refused(tmp_path):
     train(config, tmp_path / "run", *SETS)
     done = run("replay", tmp_path / "run", "--step", 6, "--nproc", 3)
     assert (done.returncode, "--nproc 3: the run's data are in 1 shard" in done.stderr) == (2, True)
+    train(config, tmp_path / "sparse", "train.steps=8", "metrics.log_interval=8", "checkpoint.every=2")
+    assert "nothing to compare: step 6 was not logged" in run("replay", tmp_path / "sparse", "--step", 6).stdout
     done = run("replay", tmp_path / "run", "--step", 9)
     assert (done.returncode, "has 8 steps, not 9" in done.stderr) == (2, True)
     file = next((tmp_path / "corpus" / "a").glob("*.jsonl"))
@@ -240,7 +251,9 @@ def test_bisect_finds_the_step_at_which_runs_part_and_in_what(tmp_path):
     assert all(each["is_exact"] and "config" in each["differs_in"] for each in first.values())
     assert first["seed"]["first_different_step"] == first["lr"]["first_different_step"] == 1
     assert kinds["lr"][:2] == ["config", "weights"]
-    assert kinds["seed"][1] == kinds["order"][1] == "batch"
+    assert kinds["seed"][1:3] == ["initial_weights", "batch"]
+    assert kinds["order"][1] == "batch"
+    assert "\ninitial weights: they differ" in run("bisect", tmp_path / "a", tmp_path / "seed", "--no-replay").stdout
     assert kinds["data"][:3] == ["config", "data", "batch"]
     assert "a/stream2.jsonl" in first["data"]["data"]
     assert first["flip"]["first_different_step"] == 5

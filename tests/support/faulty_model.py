@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from typing import Any
@@ -82,8 +83,10 @@ class Fault:
             EXITS[what](0)
         if what == "interrupt":
             raise KeyboardInterrupt
-        if what == "signal":
+        if what in ("signal", "killed compiler"):
             os.kill(os.getpid(), getattr(signal, self.settings.get("name", "SIGTERM")))
+        if what == "killed compiler":
+            subprocess.run(["sh", "-c", "kill -TERM $$"], check=True)
         return output
 
 

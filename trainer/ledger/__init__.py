@@ -1,18 +1,7 @@
 """The ledger: recurrent states per group, kept between steps."""
 
-from trainer.hashing import splitmix64
 from trainer.ledger.index import WIPE_MODES, WipeMode
 from trainer.ledger.ledger import COUNTER_KEYS, GAUGE_KEYS, Ledger, owner_of
 from trainer.ledger.snapshot import Owners, Ownership
 
-__all__ = [
-    "COUNTER_KEYS",
-    "GAUGE_KEYS",
-    "WIPE_MODES",
-    "Ledger",
-    "Owners",
-    "Ownership",
-    "WipeMode",
-    "owner_of",
-    "splitmix64",
-]
+__all__ = ["COUNTER_KEYS", "GAUGE_KEYS", "WIPE_MODES", "Ledger", "Owners", "Ownership", "WipeMode", "owner_of"]

@@ -117,14 +117,8 @@ def write_status(file: Path, state: str, *, reason: str, step: int | None, **mor
     Raises:
         OSError: it cannot be written.
     """
-    known = {
-        "state": state,
-        "reason": reason,
-        "last_step": step,
-        **more,
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-    }
+    known = {"state": state, "reason": reason, "last_step": step, **more}
+    known |= {"pid": os.getpid(), "host": socket.gethostname()}
     # Not synced: it is written while the run is alive, and a crash of the machine leaves the one before it.
     write_json(file, {**known, "time": round(time.time(), 3)}, sync=False)
 

@@ -24,7 +24,7 @@ from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import kept_for_payloads
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.saver import SaveError
-from trainer.training.loop import CorruptedError, NonFiniteError, run_loop
+from trainer.training.loop import CorruptedError, NonFiniteError, run_loop, stopped_by
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, resume_command
 from trainer.training.setup.open_run import Launch, open_run
@@ -114,6 +114,10 @@ def _run_to_end(run: Run) -> int:
         run.watchdog.tell(reason)
         raise
     except Exception as error:
+        if run.stop.requested and run.position.step == max(run.saver.last_saved, 0):
+            # Nothing is lost. The same Ctrl-C may have ended a compiler that the first step waits for.
+            state, reason = "stopped", stopped_by(run)
+            raise RunFailed from error
         own = error_text(error)
         reason = run.watchdog.explain(error)
         # Once, into this rank's log too, and without the frames of the command line above it. Where another rank is why,

@@ -79,10 +79,7 @@ FALSE = {mode: f"ledger/false_evictions/{mode}" for mode in ("lru", "stale")}
 LEDGER = {"ledger/live_groups": [64.0] * 60, "ledger/fill_fraction": [1.0] * 60}
 SPEED = noisy(1000.0, 100)
 GNS = {
-    "gns/b_now": [20.0] * 40,
-    "gns/b_now_low": [16.0] * 40,
-    "gns/b_now_high": [24.0] * 40,
-    "gns/b_now_steps": [30.0] * 40,
+    f"gns/b_now{end}": [value] * 40 for end, value in {"": 20.0, "_low": 16.0, "_high": 24.0, "_steps": 30.0}.items()
 }
 
 
@@ -444,6 +441,7 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("still_layer", changed("still_layer", optimizer={"group": GROUPS[1:]}), ("optimizer.group.lr_scale", 1e-6, 1.0)),
     ("stale_states", make_run(STALE), ("data.mixing.num_streams_mixed", 4, 2)),
     ("stale_states", make_run(STALE, config={**mixed(num_streams_mixed=1)}), ("optimizer.lr", 1e-3, 5e-4)),
+    ("non_finite", changed("non_finite", optimizer={"lr": 1e30}), ("optimizer.lr", 1e30, 1e-3)),
     ("shares", make_run({"blend/max_share_error": [0.4] * 9}), None),
     ("model_contract", contract_run(("gradient", "broken", "half of it arrives"), trust=("carry",)), None),
     ("model_contract", contract_run(("carry", "broken", "x"), trust=("carry",)), ("model.trust", ["carry"], [])),
@@ -454,6 +452,21 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
 def test_a_finding_suggests_what_would_help_and_nothing_otherwise(name, run, knob) -> None:
     assert check(name, run).verdict in ("finding", "healthy")
     assert knob_of(name, run) == knob
+
+
+@pytest.mark.parametrize(
+    "levels", [((6.0, 10), (2.0, 70), (4.0, 20)), ((0.4, 80), (2.0, 30)), ((1.0, 80), (4.0, 9), (0.9, 90))]
+)
+def test_a_spike_a_divergence_or_a_bump_right_after_the_mix_changed_is_blamed_on_it(levels) -> None:
+    rows, rise = [value for level in levels for value in noisy(*level)], 81
+    for step, is_blamed in ((rise, True), (rise - 9, True), (rise + 20, False), (rise - 60, False)):
+        changed = {"data.source.a.weight": {"before": 1.0, "after": 2.0}}
+        events = [{"event": "mix", "global_step": step, "changed": changed}, {"event": "mix", "problem": "refused"}]
+        outcome = check("loss_spikes", make_run({"loss": rows}, events=events))
+        assert outcome.verdict == "finding"
+        assert (f"; the mix changed at step {step}" in outcome.sentence) == is_blamed
+        assert outcome.knob is not None
+        assert outcome.knob.key == ("data.source.a.weight" if is_blamed else "optimizer.lr")
 
 
 @pytest.mark.parametrize("name", BY_NAME)

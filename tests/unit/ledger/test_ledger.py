@@ -11,7 +11,8 @@ import torch
 from tests.support.ranks import differences
 from tests.unit.training.test_no_waiting import META, NoBlockingCopies, needs_cuda
 from trainer.errors import UserError
-from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS, WIPE_MODES, Ledger, index, owner_of, splitmix64
+from trainer.hashing import splitmix64
+from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS, WIPE_MODES, Ledger, index, owner_of
 from trainer.ledger.index import WipeMode
 
 WIDTH = 2

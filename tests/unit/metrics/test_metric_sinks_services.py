@@ -41,13 +41,8 @@ def test_wandb_offline_gets_one_row_a_step_with_training_and_evaluation_together
     first, second, third = rows_of(tmp_path)
     assert first == {"train/loss": 1.0, "gpu/peak_gb": 2.0, "global_step": 1}
     assert math.isnan(second.pop("train/loss"))
-    assert second == {
-        "gpu/peak_gb": 2.0,
-        "global_step": 10,
-        "eval/loss": 3.0,
-        "eval/objective/token_ce": 2.5,
-        "eval/accuracy": 0.5,
-    }
+    evaluated = {"eval/loss": 3.0, "eval/objective/token_ce": 2.5, "eval/accuracy": 0.5}
+    assert second == {"gpu/peak_gb": 2.0, "global_step": 10, **evaluated}
     assert third["global_step"] == 20
     path = find_wandb_file(tmp_path)
     assert [row["_step"] for row in read_history(path)] == [1, 10, 20], "wandb's own step is the optimizer step"

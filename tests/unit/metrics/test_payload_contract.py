@@ -111,13 +111,8 @@ def lines_of(*steps: int) -> list[str]:
 
 def test_launcher_prefixes_and_line_ends_are_tolerated() -> None:
     (line,) = lines_of(1)
-    stream: list[str | bytes] = [
-        f"[default0]:{line}\n",
-        f"[default0]: {line}\r\n",
-        f"[trainer12]:{line}".encode(),
-        line,
-    ]
-    assert list(validate_stream(stream)) == []
+    prefixed = [f"[default0]:{line}\n", f"[default0]: {line}\r\n", f"[trainer12]:{line}".encode(), line]
+    assert list(validate_stream(prefixed)) == []
 
 
 def test_every_breach_of_a_stream_is_reported_with_its_line() -> None:

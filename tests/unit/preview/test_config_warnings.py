@@ -90,7 +90,6 @@ def test_a_good_config_has_no_warnings(tmp_path: Path) -> None:
         (("train.steps=2000",), 2, "", "epochs"),
         (("data.mixing.batch_size=100", "ledger.capacity=400"), 2, "", "average batch has"),
         (("data.mixing.batch_size=64", "ledger.capacity=400"), 30, "mixing.batching_mode", ""),
-        ((ONE, GROWN % "{0=1,6=2,7=4}"), 2, "train.micro_batches.points", "a point at 7, but the run has 6 steps"),
         (
             (ONE, GROWN % "{0=1,9999=2},unit='tokens'"),
             2,

@@ -133,12 +133,8 @@ def test_what_carrying_is_worth_has_a_chart_with_bars_of_its_errors(make_run):
 
 
 def test_what_does_not_change_is_said_instead_of_drawn_unless_a_view_has_a_value_that_is_not_zero(make_run):
-    rows = {
-        "ledger/evictions/lru": [0.0, 0.0],
-        "ledger/evictions/stale": [0.0, 2.0],
-        "ledger/refused_rows": [0.0, 0.0],
-        "lr": [0.1, 0.1],
-    }
+    rows = {"ledger/evictions/lru": [0.0, 0.0], "ledger/evictions/stale": [0.0, 2.0]}
+    rows |= {"ledger/refused_rows": [0.0, 0.0], "lr": [0.1, 0.1]}
     drawn = {chart.keys: chart.is_drawn for chart in make_charts([make_run("a", rows)])}
     assert drawn == {
         ("lr",): False,

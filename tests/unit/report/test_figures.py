@@ -65,13 +65,15 @@ def test_a_first_value_that_would_flatten_the_others_is_shown_on_zooming_only(ma
     assert figure["skipped"] == skipped
 
 
-def test_words_of_close_restarts_do_not_overlap_even_in_a_chart_of_few_steps(make_run):
+def test_words_of_close_marks_do_not_overlap_even_in_a_chart_of_few_steps(make_run):
     run = make_run("a", {"loss": [1.0] * 49 + [2.0], "time/open/all": [1.0, 2.0]})
-    restarts = [SimpleNamespace(global_step=step) for step in (20, 22, 49)]
-    for figure in figures(replace(run, restarts=restarts)).values():
-        labels = [shape["label"] for shape in figure["layout"]["shapes"]]
-        words = [(label["text"], label.get("xanchor")) for label in labels]
-        assert words == [("restart", "right"), ("restart", "left"), ("", None)]
+    restarts = [SimpleNamespace(global_step=step) for step in (22, 49)]
+    mix = {"event": "mix", "global_step": 20, "changed": {"data.source.a.weight": {"before": 1, "after": 2}}}
+    events = [mix, {"event": "mix", "global_step": 9, "problem": "refused"}]
+    for figure in figures(replace(run, restarts=restarts, events=events)).values():
+        shapes = [(shape["x0"], shape["label"]) for shape in figure["layout"]["shapes"]]
+        words = [(step, label["text"], label.get("xanchor")) for step, label in shapes]
+        assert words == [(49, "restart", "right"), (22, "restart", "left"), (20, "", None)]
 
 
 def test_a_far_level_is_not_drawn_and_the_band_and_a_near_level_are(make_run):

@@ -30,6 +30,7 @@ def plan(config: Path, *overrides: str, world_size: int = 1) -> Plan:
     return make_plan(load_config(config, overrides), config, world_size)
 
 
+GROWN = "train.micro_batches={schedule='step',points={0=1,6=2,7=4}}"
 DOUBTS = [
     (["train.steps=1"], "scheduler.warmup_steps: 2 of 1 steps: most of the run"),
     (
@@ -38,6 +39,7 @@ DOUBTS = [
     ),
     (["metrics.profile=3", "train.steps=12"], "metrics.profile: records steps 11 to 13"),
     (["optimizer.lr=100.0"], "optimizer.lr: 100: AdamW moves every weight"),
+    (["data.source.first.weight=1.0", GROWN], "train.micro_batches.points: has a point at 7, but the run has 6 steps"),
     (["data.source.second.mixing.num_streams_mixed=5"], "mixing.num_streams_mixed: 5 readers"),
 ]
 

@@ -91,6 +91,13 @@ def test_a_stop_before_the_first_step_takes_none(go, tmp_path, monkeypatch):
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
+def test_a_compiler_that_a_stop_ends_is_no_failure_unless_steps_are_lost(go):
+    for step, state in ((1, "stopped"), (2, "failed")):
+        ended = go("run", {"what": "killed compiler", "step": step}, code=1)
+        assert (ended["state"], ended["last_step"]) == (state, step - 1)
+        assert ended["reason"].startswith("stopped by SIGTERM" if state == "stopped" else "CalledProcessError")
+
+
 def test_a_resume_that_finds_no_checkpoint_says_which_steps_are_lost(go, tmp_path, caplog):
     go("run", {})
     assert "has no checkpoint" not in caplog.text
@@ -102,13 +109,8 @@ def test_a_resume_that_finds_no_checkpoint_says_which_steps_are_lost(go, tmp_pat
 def test_what_was_counted_between_two_logged_steps_survives_a_kill(tmp_path):
     """Checkpoints at 3 and 6, rows at 1, 5 and 8: a row after the resume holds what was counted before it."""
     path = write_tiny_config(tmp_path, EXTRA)
-    settings = [
-        "metrics.log_interval=5",
-        f"train.steps={STEPS}",
-        "checkpoint.keep_last=9",
-        "ledger.wipe_mode=full",
-        "ledger.wipe_every=2",
-    ]
+    settings = ["metrics.log_interval=5", f"train.steps={STEPS}", "checkpoint.keep_last=9"]
+    settings += ["ledger.wipe_mode=full", "ledger.wipe_every=2"]
     train_here(path, tmp_path / "whole", *settings)
     rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
     assert rows["train", 5]["ledger_wipe_count"] == 2

@@ -22,6 +22,7 @@ from trainer.config.schema import ExtensionTable, RunConfig
 from trainer.data.blend import BlendDataset
 from trainer.data.groups import OpenStream
 from trainer.distributed.env import RankInfo
+from trainer.distributed.shards import own_part
 from trainer.errors import UserError
 from trainer.extensions.digests import KINDS
 from trainer.extensions.mix import announced, changes_of
@@ -194,9 +195,7 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
         stream, ids = opened(meta["source"], meta["stream"])
         groups, table, found = stream.groups, stream.documents, []
         for owner in np.flatnonzero(ids == meta["group_ids"][row])[:1]:
-            packed = groups.segment_documents[
-                groups.segment_offsets[owner] : groups.segment_offsets[owner + 1]
-            ].tolist()
+            packed = groups.segment_documents[slice(*groups.segment_offsets[owner : owner + 2])].tolist()
             start = 0 if packed else int(groups.first_cells[owner] + meta["cell_indices"][row]) * stream.seq_len
             for number in packed or [int(groups.documents[owner])]:
                 stop = min(start + stream.seq_len, int(table.lengths[number]))
@@ -222,7 +221,7 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
                 row["state"] = micro["states"][number]
             if "losses" in micro:
                 row["loss"] = micro["losses"][number] / tokens if tokens else None
-            rows.append(row)
+            rows.append(row | micro.get("faults", {}))
     return rows
 
 
@@ -295,9 +294,11 @@ def replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all:
             failure = error.reason.splitlines()[-1]
         files = Path(name).glob("replayed_*.json")
         micros = [micro for file in files for micro in json.loads(file.read_text(encoding="utf-8"))]
-        values = recorded(load_run(name, allow_empty=True))
+        values = recorded(again := load_run(name, allow_empty=True))
     if not micros:
-        raise BranchFailed(failure or f"the data end after step {max(values, default=origin.step)}")
+        reason = str(again.status.get("reason")).partition(";")[0]
+        ended = f"the run has no such step: it ends after step {again.status.get('last_step')} ({reason})"
+        raise BranchFailed(failure or ended)
     return Replay(num_ranks, num_ranks == own, values, micros, failure)
 
 
@@ -326,18 +327,19 @@ class Replayed(Extension):
     def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
         """Note which rows continue from a state: the ledger gives zeros where it holds none."""
         if self._micros:
-            has_state, continues = (state != 0).any(1).tolist(), (carry.group_ids >= 0) & (carry.cell_index > 0)
-            names = [
-                ("carried" if has else "cold") if c else "fresh" for has, c in zip(has_state, continues, strict=True)
-            ]
+            held, continues = (state != 0).any(1).tolist(), (carry.group_ids >= 0) & (carry.cell_index > 0)
+            names = [("carried" if has else "cold") if c else "fresh" for has, c in zip(held, continues, strict=True)]
             self._micros[self._num_done]["states"] = names
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Note the losses, in nats: each row's cross-entropy, and the sums that are trained on."""
+        """Note the losses, in nats: each row's cross-entropy, and the sums that are trained on; and whether the sum of the
+        gradients so far is finite."""
         if self._micros:
             parts = {name: term.sum.item() for name, term in result.parts.items()}
             losses = result.token_loss.double().sum(1).tolist()
-            self._micros[self._num_done] |= {"losses": losses, "parts": parts}
+            gradients = [own_part(each.grad) for each in self.run.model.parameters() if each.grad is not None]
+            faults = {} if all(bool(each.isfinite().all()) for each in gradients) else {"gradient": "not finite"}
+            self._micros[self._num_done] |= {"losses": losses, "parts": parts, "faults": faults}
             self._num_done += 1
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice, pairwise
 from statistics import median
 
-from trainer.tools.diagnostics.rule import Outcome, Series, finding, healthy, lower_lr, not_yet, rule, series
-from trainer.tools.runs.load import RunRecord
+from trainer.tools.diagnostics.rule import Knob, Outcome, Series, finding, healthy, lower_lr, not_yet, rule, series
+from trainer.tools.runs.load import RunRecord, mix_changes
 from trainer.wording import counted, number_text
 
 LOSS = "loss"
@@ -30,6 +30,7 @@ GIVEN_BACK = 0.2
 NEW_LEVEL = 8
 MAX_FLAGGED = 0.05
 MIN_RISE = 0.1
+MIX_STEPS = 50  # that the average of `train.spike_sigma` spans
 # Of a divergence.
 MIN_ROWS = 5
 END_ROWS = (3, 16)
@@ -84,7 +85,7 @@ def loss_spikes(run: RunRecord) -> Outcome:
     The distances adapt to the run: neither a blend of sources with different losses nor a rare source is a spike. The first
     row, even after a resume, may be low by chance, so the last rows must agree and be far above it. A change of shares that
     moves the loss as far reads as a divergence. With a first loss of 0 or less only spikes count.
-    Change: `optimizer.lr`: half; or, for a spike, the batches of that step
+    Change: `optimizer.lr`: half; the weight that `train mix` changed before; or, for a spike, the batches of that step
     """
     loss = series(run, LOSS)
     if (diverged := _divergence(run, loss.at(loss.where(math.isfinite)))) is not None:
@@ -107,7 +108,19 @@ def loss_spikes(run: RunRecord) -> Outcome:
     around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
     words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest {number_text(loss.values[peak])} at step "
     words += f"{loss.steps[peak]}, after {_level([*filter(math.isfinite, loss.values[:peak])][-CENTER:])}{unlogged}"
-    return finding(words, loss.evidence(around), knob=lower_lr(run))
+    mix, knob = _cause(run, loss, peak)
+    return finding(words + mix, loss.evidence(around), knob=knob)
+
+
+def _cause(run: RunRecord, loss: Series, row: int) -> tuple[str, Knob]:
+    """What to say of a change of the mix right before a rise (empty: there was none), and what to change."""
+    since = min(loss.steps[max(row - CENTER, 0)], loss.steps[row] - MIX_STEPS)
+    changes = [change for change in mix_changes(run) if since < change[0] <= loss.steps[row]]
+    if not changes:
+        return "", lower_lr(run)
+    step, key, pair = changes[-1]
+    condition = "if the new mix should not have a higher loss"
+    return f"; the mix changed at step {step}", Knob(key, pair["after"], pair["before"], condition)
 
 
 def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
@@ -120,13 +133,16 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
     first = f"{number_text(loss.values[0])} at step {loss.steps[0]}"
     if (last := _end_above_first(loss)) is not None:
         words = f"the run diverged: its loss began with {first} and is {_level(loss.at(last).values)} at the end"
-        shown = loss.evidence(sorted({0, loss.largest()[0], *last}))
-        return finding(words, shown, knob=lower_lr(run), severity="error")
+        middle = (loss.values[0] + median(loss.at(last).values)) / 2
+        mix, knob = _cause(run, loss, loss.where(lambda value: value >= middle)[0])
+        return finding(words + mix, loss.evidence(sorted({0, loss.largest()[0], *last})), knob=knob, severity="error")
     if (high := _bump(loss)) is not None:
         top = max(high, key=loss.values.__getitem__)
         words = f"the loss began with {first}, rose to {number_text(loss.values[top])} at step {loss.steps[top]}, "
         words += f"and came back to {_level(loss.values[len(loss) // 2 :])}"
-        return finding(words, loss.evidence(sorted({0, *high, len(loss) - 1})), knob=lower_lr(run), severity="warning")
+        mix, knob = _cause(run, loss, high[0])
+        shown = loss.evidence(sorted({0, *high, len(loss) - 1}))
+        return finding(words + mix, shown, knob=knob, severity="warning")
     return None
 
 

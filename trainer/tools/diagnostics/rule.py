@@ -20,6 +20,7 @@ Severity = Literal["error", "warning", "advice"]
 MAX_EVIDENCE: Final = 12
 MODALITIES: Final = "stream_mixing/active/modalities/"
 MICRO_BATCHES: Final = "train/micro_batches"
+LARGEST_LR, DEFAULT_LR = 1.0, 1e-3
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,10 @@ class Knob:
 
 
 def lower_lr(run: RunRecord) -> Knob:
-    """Half the learning rate."""
+    """Half the learning rate; the default of optimizer.lr for one with which nothing trains."""
     lr = run.setting("optimizer.lr")
-    return Knob("optimizer.lr", lr, lr / 2 if isinstance(lr, float) else "half of it")
+    lower = "half of it" if not isinstance(lr, float) else lr / 2 if lr <= LARGEST_LR else DEFAULT_LR
+    return Knob("optimizer.lr", lr, lower)
 
 
 @dataclass(frozen=True)

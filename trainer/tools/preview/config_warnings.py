@@ -6,8 +6,9 @@ docs/preview.md gives the reasons for the thresholds. Those that `train diagnose
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import starmap
 
 from trainer.config.base import ScheduleTable
 from trainer.config.data_tables import DataTable
@@ -15,6 +16,7 @@ from trainer.config.schema import RunConfig
 from trainer.tools import limits
 from trainer.tools.preview.summary import LedgerView, Preview, SourceView
 from trainer.training.setup.plan import Plan
+from trainer.training.setup.plausible import never_reached
 from trainer.wording import counted
 
 BATCH_RATIO = 8  # largest over smallest batch size of a pool
@@ -56,7 +58,7 @@ def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
         found.append(ConfigWarning("data.mixing.repeat", problem, "true", settable=True))
     if preview.ledger is not None:
         found += _ledger_warnings(plan.config, preview, preview.ledger)
-    return [*found, *mix_warnings(plan, preview), *growth_warnings(plan), *_run_warnings(plan.config)]
+    return [*found, *mix_warnings(plan, preview), *_run_warnings(plan.config)]
 
 
 def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
@@ -90,26 +92,12 @@ def rank_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
             yield from _rank_warnings(view, plan.config.data)
 
 
-def growth_warnings(plan: Plan) -> Iterator[ConfigWarning]:
-    """About a planned number of micro-batches; they need no forecast."""
-    batches = plan.config.micro_batches
-    length = plan.config.train.steps if batches.unit == "steps" else plan.facts.tokens_in_run
-    yield from _never_reached("train.micro_batches", (x for x, _ in batches.points), length, batches.unit)
-
-
-def _never_reached(key: str, points: Iterable[int], length: int, unit: str) -> Iterator[ConfigWarning]:
-    beyond = next((x for x in points if x > length), None)
-    if beyond is not None:
-        problem = f"has a point at {beyond:,}, but the run has {length:,} {unit} and never reaches it"
-        yield ConfigWarning(f"{key}.points", problem, f"move the last point to at most {length}")
-
-
 def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Preview) -> Iterator[ConfigWarning]:
     key = f"source {view.name}: weight"
     if isinstance(weight, ScheduleTable):
         steps = weight.unit == "step"
         length, unit = (preview.steps, "steps") if steps else (preview.num_batches, "micro-batches per rank")
-        yield from _never_reached(key, weight.points, length, unit)
+        yield from starmap(ConfigWarning, never_reached(key, weight.points, length, unit))
     if 0 < view.batches < 1:
         problem = f"gives {view.batches:.2g} of {preview.num_batches:,} micro-batches: the source is hardly ever read"
         yield ConfigWarning(key, problem, f"raise it {1 / view.batches:.0f} times or more, or set it to 0")

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from trainer.tools.report.charts import Chart, Curve, Floats, Line, Reference
-from trainer.tools.runs.load import RunRecord
+from trainer.tools.runs.load import RunRecord, mix_changes
 from trainer.wording import number_text
 
 NUM_COLORS: Final = 8
@@ -21,8 +21,8 @@ WIDEST_GAP: Final = 12
 FEWEST_POINTS: Final = 12  # for a median distance, and to smooth
 _FEW_POINTS: Final = 25  # drawn with markers
 _MOST_BAD_STEPS: Final = 200  # that are marked; the chart states their number
-_MOST_RESTART_WORDS: Final = 6  # more would overlap; the lines are still drawn
-_RESTART_WORD: Final = 0.14  # of the width of a chart
+_MOST_WORDS: Final = 6  # more would overlap; the lines are still drawn
+_WORD: Final = 0.14  # of the width of a chart
 _FLATTENED: Final = 3.0
 _SMALL: Final = {"size": 11, "color": "muted"}
 _AXIS: Final = {"gridcolor": "grid", "linecolor": "line", "zeroline": False, "tickfont": _SMALL, "automargin": True}
@@ -234,7 +234,7 @@ def _is_near(chart: Chart, reference: Reference) -> bool:
 
 
 def _shapes(chart: Chart, runs: Sequence[RunRecord]) -> list[Json]:
-    """The healthy band, levels and restarts. An end of None is the end of the axis; the name is the index of the run."""
+    """The healthy band, levels, and marks. An end of None is the end of the axis; the name is the index of the run."""
     shapes: list[Json] = []
     stroke: Json
     ends: Json
@@ -253,19 +253,20 @@ def _shapes(chart: Chart, runs: Sequence[RunRecord]) -> list[Json]:
             stroke = {"color": color_of(level.run), "width": 1.5, "dash": "dash"}
             ends = {"y0": level.value, "y1": level.value}
             shapes.append({"type": "line", **across, **ends, "line": stroke, "name": str(level.run)})
-    restarts = {(number, restart.global_step) for number, run in enumerate(runs) for restart in run.restarts}
+    marks = {(number, each.global_step, "restart") for number, run in enumerate(runs) for each in run.restarts}
+    marks |= {(number, step, "mix") for number, run in enumerate(runs) for step, *_ in mix_changes(run)}
     ends_of_runs = [step for run in runs for step in (*run.steps[:1], *run.steps[-1:])]
     last = max(ends_of_runs, default=0)
-    apart = (last - min(ends_of_runs, default=0)) * _RESTART_WORD
+    apart = (last - min(ends_of_runs, default=0)) * _WORD
     free = math.inf  # up to where the next word has room
-    for run, step in sorted(restarts, key=lambda each: -each[1]):
+    for run, step, word in sorted(marks, key=lambda each: -each[1]):
         if any(line.run == run for line in chart.lines):
             stroke = {"color": color_of(run), "width": 1.2, "dash": "dot"}
             ends = {"yref": "paper", "y0": 0, "y1": 1, "x0": step, "x1": step}
             label: Json = {"text": "", "textposition": "end", "textangle": 0, "yanchor": "top", "font": _SMALL}
-            if len(restarts) <= _MOST_RESTART_WORDS and step + apart <= free:
+            if len(marks) <= _MOST_WORDS and step + apart <= free:
                 has_room = step + apart <= last
-                label |= {"text": "restart", "xanchor": "left" if has_room else "right"}
+                label |= {"text": word, "xanchor": "left" if has_room else "right"}
                 free = step if has_room else step - apart
             shapes.append({"type": "line", **ends, "line": stroke, "name": str(run)} | {"label": label})
     return shapes

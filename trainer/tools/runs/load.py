@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -300,6 +300,14 @@ def _json_or_none(line: bytes) -> Any:
         return None
 
 
+def mix_changes(run: RunRecord) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+    """What `train mix` changed: the first step, the key, and its values `before` and `after`."""
+    for event in run.events:
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # a damaged line
+            for key, pair in event["changed"].items() if event["event"] == "mix" else ():
+                yield int(event["global_step"]), key, {name: pair[name] for name in ("before", "after")}
+
+
 def settings_by_step(run: RunRecord) -> dict[str, Any]:
     """For each setting that a restart or `train mix` changed, its value for the rows that count.
 
@@ -317,13 +325,7 @@ def settings_by_step(run: RunRecord) -> dict[str, Any]:
         for key, pair in changed.items() if isinstance(changed, Mapping) else ():
             if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys():
                 found.setdefault(key, {1: pair["before"]})[restart.global_step + 1] = pair["after"]
-    for event in run.events:
-        with suppress(AttributeError, KeyError, TypeError, ValueError):  # a damaged line
-            for key, pair in (
-                event["changed"].items() if event.get("event") == "mix" else ()
-            ):  # it holds on every branch
-                found.setdefault(key, {1: pair["before"]})[int(event["global_step"])] = pair["after"]
-    counting = {
-        key: {step: v for step, v in values.items() if step <= max(reached, 1)} for key, values in found.items()
-    }
+    for step, key, pair in mix_changes(run):  # which hold on every branch
+        found.setdefault(key, {1: pair["before"]})[step] = pair["after"]
+    counting = {key: {at: v for at, v in values.items() if at <= max(reached, 1)} for key, values in found.items()}
     return {key: values if len(values) > 1 else values[1] for key, values in sorted(counting.items())}

@@ -43,6 +43,7 @@ SCHEMA_NAME = "config.schema.json"
 COUNTED = 20_000  # micro-batches over all ranks
 EXIT_BREACH = 3
 MEANINGS = {
+    "precision": "on this machine",
     "data_shards": "parts that the data are read in",
     "context": "ranks that share each row",
     "cells_per_step": "rows of a step over all ranks, each a chunk of a document",
@@ -181,13 +182,13 @@ def _preview(plan: Plan) -> Preview | None:
 def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
     """Log what a run on this machine would be refused for, and what the forecast shows."""
     from trainer.metrics.logger import get_logger
-    from trainer.tools.preview.config_warnings import growth_warnings, mix_warnings, rank_warnings
+    from trainer.tools.preview.config_warnings import mix_warnings, rank_warnings
 
     logger = get_logger("check")
     for unmet in plan.unmet_needs(device):
         logger.warning("a run on this machine is refused: %s", unmet.message)
     forecast = () if preview is None else (*mix_warnings(plan, preview), *rank_warnings(plan, preview))
-    for warning in [*growth_warnings(plan), *forecast]:
+    for warning in forecast:
         logger.warning("%s", warning.message)
 
 
@@ -199,6 +200,7 @@ def _derived(plan: Plan) -> dict[str, Any]:
 
     config, batches = plan.config, plan.config.micro_batches
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
+    facts["precision"] = config.train.precision
     if plan.facts.world_size > 1:
         facts["sharding"] = "none: each rank holds the whole model" if plan.layout is None else str(plan.layout)
     if (each := plan.facts.shards_per_rank) > 1:
@@ -278,9 +280,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
         for modality, share in found.get("corpus_share", {}).items():
             echo(f"#     {modality}: {share:.1%} of the corpus, {found['drawn_share'][modality]:.1%} of what is drawn")
         if found.get("behind_cuts_share"):
-            echo(
-                f"#     {found['behind_cuts_share']:.1%} of the tokens are read without the state of the text before them"
-            )
+            share = found["behind_cuts_share"]
+            echo(f"#     {share:.1%} of the tokens are read without the state of the text before them")
         if tokens := found.get("rank_token_shares"):
             by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in found["masked_share"].items())
             echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}; without rows, at worst: {by_mode}")

@@ -49,14 +49,8 @@ def replay(
     # Digests are sums over ranks, and of no use without the record's.
     then, now = record.get(step, {}), found.values.get(step, {})
     shown = [name for name in now if name in NUMBERS or (found.is_exact and name in then)]
-    content: dict[str, Any] = {
-        "run": run_dir,
-        "step": step,
-        "from_step": origin.step,
-        "ranks": found.num_ranks,
-        "note": origin.note,
-    }
-    content |= {"is_equal": not differences if compared else None, "compared_steps": compared}
+    content: dict[str, Any] = {"run": run_dir, "step": step, "from_step": origin.step, "ranks": found.num_ranks}
+    content |= {"note": origin.note, "is_equal": not differences if compared else None, "compared_steps": compared}
     content |= {"first_different": next(iter(differences), None), "failure": found.failure, "parts": found.parts()}
     content["values"] = {name: [now[name], then.get(name)] for name in shown}
     content["rows"] = rows_of(origin, found.micros, with_text=text)
@@ -111,9 +105,13 @@ def _outcome(content: Mapping[str, Any]) -> list[str]:
             worst = max(worst, abs(then - now) / max(abs(then), TINY))
     if len(content["parts"]) > 1:
         lines.append("the loss is " + " + ".join(f"{name} {value:.6g}" for name, value in content["parts"].items()))
-    if bad := [_place(row) for row in content["rows"] if not math.isfinite(row.get("loss") or 0.0)]:
-        rows = f"{counted(len(bad), 'row')}, {', '.join(bad[:SHOWN_ROWS])}"
-        lines.append(coloured("error", f"not finite: the loss of {rows}"))
+    what, bad = "loss", [row for row in content["rows"] if not math.isfinite(row.get("loss") or 0.0)]
+    if not bad and (bad := [row for row in content["rows"] if "gradient" in row]):  # of the sum so far
+        first = min(row["micro_batch"] for row in bad)
+        what, bad = "gradient", [row for row in bad if row["micro_batch"] == first]
+    if bad:
+        rows = f"{counted(len(bad), 'row')}, {', '.join(map(_place, bad[:SHOWN_ROWS]))}"
+        lines.append(coloured("error", f"not finite: the {what} of {rows}"))
     if content["failure"]:
         lines.append(coloured("error", f"the step ended with: {content['failure']}"))
     if content["first_different"]:
@@ -121,9 +119,12 @@ def _outcome(content: Mapping[str, Any]) -> list[str]:
         lines.append(coloured("error", f"differs from the record, first at step {step}: {', '.join(names)}"))
     elif content["compared_steps"]:
         steps = counted(len(content["compared_steps"]), "logged step")
+        steps += f" up to step {content['compared_steps'][-1]}"
         lines.append(coloured("healthy", f"equal to the record, bit for bit, in {steps}"))
     elif any(then is not None for _, then in content["values"].values()):
         lines.append(f"on another number of ranks sums are rounded otherwise: relative difference up to {worst:.1e}")
+    else:
+        lines.append(f"nothing to compare: step {content['step']} was not logged")
     return lines
 
 
@@ -142,15 +143,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]], title: str, note: str) -> None
         return "" if value is None else escape(str(value))
 
     columns, wraps = [Column("shard.micro.row", list(map(_place, rows)))], ("documents", "stream")
-    for key, priority in {
-        "source": 1,
-        "stream": 0,
-        "documents": 0,
-        "cell": 3,
-        "tokens": 2,
-        "state": 0,
-        "loss": 0,
-    }.items():
+    kept = {"source": 1, "stream": 0, "documents": 0, "cell": 3, "tokens": 2, "state": 0, "loss": 0}
+    for key, priority in kept.items():
         if any(row.get(key) is not None for row in rows):
             cells = [cell(row.get(key)) for row in rows]
             columns.append(Column(key, cells, leave_out=priority, wraps=key in wraps))
@@ -198,7 +192,9 @@ def bisect(
             is_exact = equal == step - 1 and (equal == before or has_digests)
     content: dict[str, Any] = {"runs": [first, second], "data": _data_difference(paths), "is_exact": is_exact}
     content |= {"config": [{"key": key, "values": values} for key, values in config_differences(runs)], "note": note}
-    outside = [name for name in ("config", "data") if content[name]]
+    has_other_seed = "run.seed" in (each["key"] for each in content["config"])
+    content["initial_weights"] = has_other_seed and not all(run.setting("model.weights") for run in runs)
+    outside = [name for name in ("config", "data", "initial_weights") if content[name]]
     content |= {"last_equal_step": equal or None, "first_different_step": step, "differs_in": [*outside, *kinds]}
     if as_json:
         print_json(_plain(content))
@@ -206,6 +202,7 @@ def bisect(
         lines = [f"{each['key']}: {each['values'][0]!r}, {each['values'][1]!r}" for each in content["config"]]
         data = content["data"]
         lines.append("data: " + ("not known: a run has no checkpoint" if data is None else data or "the same"))
+        lines += ["initial weights: they differ, as run.seed does"] * content["initial_weights"]
         if step is None:
             lines.append(f"equal in {counted(len(common), 'logged step')}" + (", by loss and norm" * (not has_digests)))
         else:

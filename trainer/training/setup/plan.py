@@ -167,7 +167,7 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
     _check_modalities(config, sources)
     eval_sources = resolve_eval_sources(config)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
-    found = list(doubts(config, sources, eval_sources))
+    found = doubts(config, facts.tokens_in_run, sources, eval_sources)
     # From here on the user's code is imported: what the config names is found, or taken relative to `here`.
     check_reading(sources, eval_sources, tokenizer)
     resolve_builder(config.model)

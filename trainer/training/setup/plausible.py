@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,11 +28,21 @@ Doubt = tuple[str, str, str]
 """Key, problem and fix."""
 
 
-def doubts(config: RunConfig, sources: list[Source], eval_sources: Sequence[Source] = ()) -> list[UserError]:
-    """Settings that work, but hardly as meant: warned about, not refused."""
+def doubts(config: RunConfig, num_tokens: int, sources: list[Source], eval_sources: list[Source]) -> list[UserError]:
+    """Settings of a run of so many tokens that work, but hardly as meant: warned about, not refused."""
+    batches = config.micro_batches
+    length = config.train.steps if batches.unit == "steps" else num_tokens
     found = [*trained_on(sources, eval_sources), *_doubted_settings(config, sources, eval_sources)]
+    found += never_reached("train.micro_batches", [x for x, _ in batches.points], length, batches.unit)
     found += [*_unread(sources, eval_sources), *_leaks(sources if config.eval.holdout_fraction > 0 else [])]
     return [UserError(*each) for each in found]
+
+
+def never_reached(key: str, points: Iterable[int], length: int, unit: str) -> Iterator[Doubt]:
+    """A point of a schedule beyond the end of the run."""
+    if beyond := [x for x in points if x > length > 0]:
+        problem = f"has a point at {beyond[0]:,}, but the run has {length:,} {unit} and never reaches it"
+        yield f"{key}.points", problem, f"move the last point to at most {length}"
 
 
 def _doubted_settings(config: RunConfig, sources: list[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:
@@ -52,7 +62,6 @@ def _doubted_settings(config: RunConfig, sources: list[Source], eval_sources: Se
     if config.metrics.profile and 0 < train.steps < last:
         problem = f"records steps {first} to {last}, after those that settle, and the run has {train.steps}"
         yield "metrics.profile", problem, f"set train.steps to at least {last}"
-
     for source in sources:
         own, streams = source.table.mixing.num_streams_mixed, len(source.streams)
         # The default is no wish; a resolved config has it written out.
@@ -173,10 +182,9 @@ def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> li
     fix = {
         "data.seq_len": "set objective.chunk_tokens, or lower data.seq_len or data.mixing.batch_size",
         "model": "lower dim or num_layers",
-        "ledger.capacity": 'lower it, or set ledger.dtype = "bfloat16"',
+        "ledger.capacity": 'lower it, or set ledger.dtype = "bfloat16"'
+        + ' or ledger.placement = "host"' * (device.type == "cuda"),
     }[key]
-    if key == "ledger.capacity" and device.type == "cuda":
-        fix += ' or ledger.placement = "host"'
     return [UserError(key, problem, fix)]
 
 
