@@ -6,7 +6,7 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from gpu_results import FAILED, MEASURED, MISSED, PASSED, REHEARSED, SKIPPED, Ro
 from limited_process import Ended
 
 Findings = tuple[Sequence[Row], Sequence[Table]]
-TEST_MARK = "mark.cuda"
+TEST_MARK, TAKES_LONG = "mark.cuda", "chosen_device"
 TEST_SEC = 180.0
 SLOWER_ON_CPU = 2.0  # a machine of which others use the most
 VERDICT = re.compile(r"::(?P<name>\S.*?) (?P<status>PASSED|SKIPPED|FAILED|ERROR)\b")
@@ -94,18 +94,19 @@ def checks(root: Path, device: str, results: Path) -> list[Check]:
     Args:
         results: directory for what pytest writes.
     """
-    return [*_tests(root, results), *_benches(device)]
+    found = [*_tests(root, results), *_benches(device)]
+    return found if device == "cuda" else [replace(each, limit_sec=SLOWER_ON_CPU * each.limit_sec) for each in found]
 
 
 def _tests(root: Path, results: Path) -> Iterator[Check]:
     """The tests marked cuda, a process per file: a hang costs that file alone."""
     for path in sorted((root / "tests").rglob("test_*.py")):
-        if TEST_MARK not in path.read_text(encoding="utf-8"):
+        if TEST_MARK not in (text := path.read_text(encoding="utf-8")):
             continue
-        report = results / f"{path.stem}.xml"
+        report, name = results / f"{path.stem}.xml", str(path.relative_to(root / "tests"))
         options = ("-m", "pytest", "-vv", "-m", "cuda", "-p", "no:cacheprovider", f"--junitxml={report}")
-        name = str(path.relative_to(root / "tests"))
-        yield Check("tests", name, (*options, str(path)), TEST_SEC, partial(read_tests, report=report))
+        read, part = partial(read_tests, report=report), "runs" if TAKES_LONG in text else "tests"
+        yield Check(part, name, (*options, str(path)), TEST_SEC, read)
 
 
 def _benches(device: str) -> Iterator[Check]:
@@ -114,8 +115,7 @@ def _benches(device: str) -> Iterator[Check]:
         program = f"scripts/bench/bench_{bench.program or bench.name}.py"
         arguments = (program, "--device", device, "--json", *own.split())
         read = partial(read_figures, is_rehearsal=device == "cpu")
-        limit_sec = bench.limit_sec if device == "cuda" else SLOWER_ON_CPU * bench.limit_sec
-        yield Check(bench.part, bench.name, arguments, limit_sec, read)
+        yield Check(bench.part, bench.name, arguments, bench.limit_sec, read)
 
 
 def read_tests(ended: Ended, report: Path) -> Findings:

@@ -17,12 +17,11 @@ STEPS = 40
 EVERY = "\n[checkpoint]\nevery = 5\nkeep_last = 20\n"
 FP16, COMPILED = "train.precision=fp16", "train.compile=true"
 CASES = {
-    "killed": (signal.SIGKILL, ()),
+    "killed, saved in the background": (signal.SIGKILL, ("checkpoint.background=true",)),
     "stopped": (signal.SIGTERM, ()),
     "killed, bf16, states on the host": (signal.SIGKILL, ("train.precision=bf16", 'ledger.placement="host"')),
     "killed, fp16": (signal.SIGKILL, (FP16,)),
     "killed, compiled": (signal.SIGKILL, (COMPILED,)),
-    "killed, saved in the background": (signal.SIGKILL, ("checkpoint.background=true",)),
 }
 
 

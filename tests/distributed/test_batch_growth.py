@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.fault_runs import MEASURED
+from tests.support.fault_runs import rows_of
 from tests.support.gloo import run_on_ranks
 from tests.support.late import events
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import read_rows, train, write_tiny_config
+from tests.support.runs import train, write_tiny_config
 from trainer.extensions.batch_growth import BatchGrowth
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, Window
@@ -42,14 +42,6 @@ def start(directory: Path, name: str, kind: str, *sets: str, nproc: int | None, 
     config = write_tiny_config(directory, EXTRA)
     train(config, directory / name, *SETS, f"train.micro_batches={KINDS[kind]}", *sets, nproc=nproc, more=more)
     return directory / name
-
-
-def rows_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    rows = read_rows(run_dir / "metrics.jsonl")
-    return {
-        step: {key: value for key, value in row.items() if not key.startswith(MEASURED)}
-        for (_, step), row in rows.items()
-    }
 
 
 def changes(run_dir: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import runs
-from tests.support.fault_runs import MEASURED
+from tests.support.fault_runs import rows_of as rows
 from tests.support.runs import make_corpus, read_rows, write_tiny_config
 from trainer.extensions.carry_probe import SAMPLED_KEYS, SHARE_KEY
 
@@ -25,15 +25,6 @@ def train(directory: Path, name: str, *sets: str, nproc: int | None = 2, steps: 
     said = runs.train(write_tiny_config(directory), directory / name, *words, nproc=nproc, cwd=directory)
     (directory / name / "stderr").write_text(said)
     return directory / name
-
-
-def rows(run_dir: Path) -> dict[int, Row]:
-    """Step -> what is not a time."""
-    found = read_rows(run_dir / "metrics.jsonl")
-    return {
-        step: {key: value for key, value in row.items() if not key.startswith(MEASURED)}
-        for (_, step), row in found.items()
-    }
 
 
 def probed(row: Row) -> Row:

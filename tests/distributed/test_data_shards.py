@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import weights
+from tests.support.fault_runs import MEASURED
 from tests.support.runs import read_rows, run, train, write_tiny_config
 
 pytestmark = pytest.mark.distributed
@@ -34,8 +35,7 @@ SETS = (
     "ledger.probe_every=4",
 )
 # Times; and what tells the pairs of micro-batches within a rank from the others.
-OF_RANKS = ("time/", "step_time", "smoothed/step_time", "smoothed/tokens_per_sec", "tokens_per_sec")
-OF_RANKS += ("checkpoint/", "mfu", "gns/consistency")
+OF_RANKS = (*MEASURED, "gns/consistency")
 CASES: Mapping[str, tuple[str, ...]] = {
     "ddp": (),
     "fsdp": ("distributed.strategy=fsdp", "train.micro_batches=1"),

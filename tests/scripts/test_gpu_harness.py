@@ -191,15 +191,15 @@ def test_no_row_at_all_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_every_file_with_a_test_marked_cuda_is_a_check_of_its_own(tmp_path: Path) -> None:
-    names = [each.name for each in gpu_checks.checks(ROOT, "cuda", tmp_path) if each.part == "tests"]
-    assert {"cuda/test_late_reading.py", "cli/test_every_key.py"} <= set(names)
-    assert "unit/test_wording.py" not in names
+    found = {each.key for each in gpu_checks.checks(ROOT, "cuda", tmp_path)}
+    assert {"tests/cuda/test_late_reading.py", "tests/cli/test_every_key.py", "runs/cuda/test_resume.py"} <= found
+    assert "tests/unit/test_wording.py" not in found
 
 
 def test_every_benchmark_exists_and_takes_the_device(tmp_path: Path) -> None:
     for device in ("cuda", "cpu"):
         for each in gpu_checks.checks(ROOT, device, tmp_path):
-            if each.part != "tests":
+            if each.part not in ("tests", "runs"):
                 assert (ROOT / each.arguments[0]).is_file()
                 assert each.arguments[1:4] == ("--device", device, "--json")
                 assert each.limit_sec <= harness.PART_SEC[device]

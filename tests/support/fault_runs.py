@@ -32,6 +32,12 @@ ARGUMENTS = ("--steps", STEPS, *overrides(*FAULTY, "gns.ema=0.9"))
 MEASURED = ("time/", "smoothed/tokens", "smoothed/step", "step_time", "tokens_per_sec", "checkpoint/")
 
 
+def rows_of(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Step -> what is not a time."""
+    rows = read_rows(run_dir / "metrics.jsonl").items()
+    return {step: {key: value for key, value in row.items() if not key.startswith(MEASURED)} for (_, step), row in rows}
+
+
 def make_config(directory: Path, extra: str = EXTRA) -> Path:
     """The config, with its corpus beside it."""
     directory.mkdir(parents=True, exist_ok=True)

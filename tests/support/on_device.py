@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support import in_process
-from tests.support.runs import overrides, run, write_tiny_config
+from tests.support.fault_runs import MEASURED
+from tests.support.runs import read_rows, train, write_tiny_config
 from trainer.training import loop
 from trainer.training.run import Run, StepInFlight
+
+OF_DEVICE = (*MEASURED, "mfu", "smoothed/mfu", "gpu/")
 
 
 def settings(device: torch.device, *sets: str) -> list[str]:
@@ -22,20 +26,29 @@ def settings(device: torch.device, *sets: str) -> list[str]:
 
 def train_here(folder: Path, device: torch.device, *sets: str, extra: str = "") -> Path:
     """Train in this process; gives the run's directory."""
-    folder.mkdir(parents=True, exist_ok=True)
     in_process.train_here(write_tiny_config(folder, extra), folder / "run", *settings(device, *sets))
     return folder / "run"
 
 
 def train_apart(
-    folder: Path, device: torch.device, *sets: str, extra: str = "", environ: dict[str, str] | None = None
+    folder: Path, device: torch.device, *sets: str, extra: str = "", environ: Any = None, nproc: int | None = None
 ) -> Path:
-    """Train in a process of its own, to the end; gives the run's directory."""
-    folder.mkdir(parents=True, exist_ok=True)
-    words = overrides(*settings(device, *sets))
-    ended = run("--config", write_tiny_config(folder, extra), "--run-dir", folder / "run", *words, extra=environ)
-    assert ended.returncode == 0, ended.stderr
+    """Train in a process of its own, or in `nproc` ranks; gives the run's directory."""
+    train(write_tiny_config(folder, extra), folder / "run", *settings(device, *sets), extra=environ, nproc=nproc)
     return folder / "run"
+
+
+def differences(one: Path, other: Path, close: float, names: Collection[str] = ()) -> dict[str, tuple[float, float]]:
+    """What a run reports otherwise than another, which may have more: of the metrics named, or all but the device's own."""
+    rows, others = (read_rows(run / "metrics.jsonl") for run in (one, other))
+    assert rows.keys() == others.keys()
+    pairs = {
+        f"{at} {name}": (value, others[at][name])
+        for at, row in rows.items()
+        for name, value in row.items()
+        if not name.startswith(OF_DEVICE) and (name in names or not names)
+    }
+    return {name: pair for name, pair in pairs.items() if pair[1] != pytest.approx(pair[0], rel=close, abs=1e-5)}
 
 
 def around_steps(

@@ -55,22 +55,24 @@ def test_losses_parts_and_gradients_are_those_of_the_plain_loss(chunk, tie):
     assert torch.equal(chunked.is_correct, plain.is_correct)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["autocast", "weights as FSDP2 gathers them"])
 @pytest.mark.parametrize("tie", [False, True])
-def test_under_bf16_gradients_are_as_exact_as_the_plain_ones_for_any_number_of_chunks(tie, weights):
+def test_under_bf16_gradients_are_as_exact_as_the_plain_ones_for_any_number_of_chunks(device, tie, weights):
     """Against float64 with the same weights. Targets follow Zipf's law; rows of rare ones have an error of their own."""
     torch.manual_seed(0)
     embedding, head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
     if tie:
         embedding.weight = head.weight
-    model = nn.ModuleList([embedding, head]).to(torch.bfloat16)
-    tokens, targets = torch.multinomial(torch.arange(1.0, VOCAB + 1.0) ** -1.5, 1024, replacement=True).view(2, 1, 512)
+    model = nn.ModuleList([embedding, head]).to(device, torch.bfloat16)
+    drawn = torch.multinomial(torch.arange(1.0, VOCAB + 1.0) ** -1.5, 1024, replacement=True)
+    tokens, targets = drawn.view(2, 1, 512).to(device)
     rare = targets.flatten().bincount(minlength=VOCAB).argsort()[:20]
 
     def gradients(chunk: int | None, dtype: torch.dtype) -> list[Tensor]:
         model.zero_grad()
         model.to(dtype)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype != torch.float64):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype != torch.float64):
             hidden = torch.tanh(embedding(tokens))
             if chunk is None:
                 PLAIN(head(hidden), targets).loss_sum.backward()
