@@ -72,9 +72,8 @@ def gated_delta_rule(
     chunk = min(chunk, length)
     padding = -length % chunk
     parts = [queries, keys, values, log_decay[..., None], rate[..., None]]
-    # Positions that change nothing: a = 1, b = 0.
-    padded = [_in_chunks(F.pad(part.to(state.dtype), (0, 0, 0, padding)), 2, chunk) for part in parts]
-    q, k, v, log_a, b = padded  # [B, H, N, C, .]
+    # [B, H, N, C, .]; padded by positions that change nothing: a = 1, b = 0.
+    q, k, v, log_a, b = (_in_chunks(F.pad(part.to(state.dtype), (0, 0, 0, padding)), 2, chunk) for part in parts)
     document = _in_chunks(F.pad(resets, (0, padding)), 1, chunk).cumsum(-1)[:, None]  # [B, 1, N, C]
 
     since_start = log_a[..., 0].cumsum(-1)  # [B, H, N, C]
@@ -83,18 +82,19 @@ def gated_delta_rule(
     decay = (since_start[..., :, None] - since_start[..., None, :]).masked_fill(~is_same, -torch.inf).exp()  # d_{ts}
     from_state = since_start.exp().masked_fill(document > 0, 0.0)[..., None]  # d_t; [B, H, N, C, 1]
 
-    system = (b * (k @ k.transpose(-1, -2)) * decay).tril(-1)
-    right = torch.cat([b * v, b * from_state * k], dim=-1)
-    system = system + torch.eye(chunk, dtype=system.dtype, device=system.device)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    without, by_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)  # u = without - by_state M_0
-    mixing = (q @ k.transpose(-1, -2)) * decay
-    to_end = decay[..., -1, :, None] * k  # [B, H, N, C, K]
-    outputs = []
-    for n in range(q.shape[2]):
-        correction = without[:, :, n] - by_state[:, :, n] @ state
-        outputs.append(from_state[:, :, n] * (q[:, :, n] @ state) + mixing[:, :, n] @ correction)
-        state = from_state[:, :, n, -1:] * state + to_end[:, :, n].transpose(-1, -2) @ correction
+    # Autocast would round each product to 16 bits, and the norm after the rule divides by what is left where terms cancel.
+    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # torch has none for meta tensors
+        system = (b * (k @ k.transpose(-1, -2)) * decay).tril(-1)
+        right = torch.cat([b * v, b * from_state * k], dim=-1)
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        without, by_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)  # u = without - by_state M_0
+        mixing = (q @ k.transpose(-1, -2)) * decay
+        to_end = decay[..., -1, :, None] * k  # [B, H, N, C, K]
+        outputs = []
+        for n in range(q.shape[2]):
+            correction = without[:, :, n] - by_state[:, :, n] @ state
+            outputs.append(from_state[:, :, n] * (q[:, :, n] @ state) + mixing[:, :, n] @ correction)
+            state = from_state[:, :, n, -1:] * state + to_end[:, :, n].transpose(-1, -2) @ correction
     return torch.cat(outputs, dim=2)[:, :, :length], state
 
 
@@ -112,7 +112,8 @@ def rule_over_ranks(rule: Rule, group: Context, *given: Any) -> tuple[Tensor, Te
     found = checkpoint(rule, q, k, wide, *gates, begin, resets, use_reentrant=False, preserve_rng_state=False)
     (from_zero, by_state), (end, transition) = (torch.split(each, sizes, dim=-1) for each in found)
     first, last = group.scan(transition, end, state, is_matrix=True)
-    return from_zero + by_state @ first, last
+    with torch.autocast(state.device.type, enabled=False):
+        return from_zero + by_state @ first, last
 
 
 def _in_chunks(x: Tensor, dim: int, chunk: int) -> Tensor:
@@ -156,8 +157,8 @@ class DeltaMixer(nn.Module):
         self, x: Tensor, state: LayerState | None, resets: Tensor | None, group: Context | None
     ) -> tuple[Tensor, LayerState]:
         """Mix x [B, T, D] over time; returns the output [B, T, D] and the state after it."""
-        inputs = self.inputs(x)  # [B, T, 3 D]
-        dtype = torch.promote_types(inputs.dtype, torch.float32)
+        dtype = torch.promote_types(x.dtype, torch.float32)  # from the projections to the norm
+        inputs = self.inputs(x).to(dtype)  # [B, T, 3 D]
         if state is None:
             width = self.dim // self.heads
             state = {
@@ -170,8 +171,7 @@ class DeltaMixer(nn.Module):
             recent, after = group.scan(torch.zeros_like(recent), last_inputs(inputs, TAPS - 1, resets), recent)
         convolved, last = short_convolution(inputs, self.taps, recent, resets)
         queries, keys, values = (
-            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2).to(dtype)
-            for part in F.silu(convolved).chunk(3, dim=-1)
+            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2) for part in F.silu(convolved).chunk(3, dim=-1)
         )  # [B, H, T, K]
         decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]
         log_decay = -self.log_a.to(dtype).exp()[:, None] * F.softplus(decay + self.step_bias.to(dtype)[:, None])

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.errors import UserError
 from trainer.model import RecurrentEncoder, build, gated_delta, transformer
-from trainer.model.encoder import RMSNorm
+from trainer.model.encoder import NORM_EPS, RMSNorm
 from trainer.model.wrappers import recompute_blocks
 
 VOCAB = 11
@@ -46,10 +46,10 @@ def test_state_is_laid_out_layer_by_layer() -> None:
 
 
 def test_the_norm_is_torchs_with_its_gradients() -> None:
-    norm = RMSNorm(5, dtype=torch.float64)
+    norm = RMSNorm(5).double()
     nn.init.normal_(norm.weight)
     x, grad = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True), torch.randn(3, 4, 5, dtype=torch.float64)
-    found = [each(x) for each in (norm, partial(F.rms_norm, normalized_shape=(5,), weight=norm.weight))]
+    found = [each(x) for each in (norm, partial(F.rms_norm, normalized_shape=(5,), weight=norm.weight, eps=NORM_EPS))]
     torch.testing.assert_close(*found, rtol=1e-13, atol=1e-14)
     ours, torchs = (torch.autograd.grad(each, (x, norm.weight), grad) for each in found)
     torch.testing.assert_close(ours, torchs, rtol=1e-13, atol=1e-14)

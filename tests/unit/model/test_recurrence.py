@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.model.gated_delta import gated_delta_rule, short_convolution
+from trainer.model.gated_delta import DeltaMixer, gated_delta_rule, short_convolution
 from trainer.model.recurrence import gated_coefficients, linear_scan
 
 
@@ -168,6 +168,30 @@ def test_chunks_of_any_length_equal_the_recurrence_with_their_gradients(seed, le
         for outputs, state in (found, expected)
     ]
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_autocast_rounds_nothing_between_the_projections_and_the_norm(seed):
+    """Against float64, with projections that bf16 represents: channels in another order."""
+    torch.manual_seed(seed)
+    mixer, unit = DeltaMixer(32, heads=2), torch.finfo(torch.bfloat16).eps / 2
+    mixer.init_weights(1.0)
+    mixer.norm.eps = torch.finfo(torch.float32).eps  # the default depends on the type
+    mixer.inputs.weight.data = torch.cat([torch.eye(32)[torch.randperm(32)] for _ in range(3)])
+    mixer.output_gate.weight.data = mixer.out.weight.data = torch.eye(32)
+    mixer.gates.weight.data.zero_()
+    (inputs, weights), found = torch.randn(2, 2, 70, 32).bfloat16(), []
+    for dtype in (torch.float32, torch.float64):
+        x = inputs.to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            output, state = mixer.to(dtype)(x, None, None, None)
+        gradients = torch.autograd.grad((output * weights).sum(), [x, mixer.taps])
+        found.append([each.double() for each in (state["memory"], output, *gradients)])
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
+    # Gate, normed output and their product are rounded once each; gradients six times, each by unit^2 / 3 in the mean square.
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=(1 + unit) ** 3 - 1, atol=1e-6)
+    for gradient, exact in zip(found[0][2:], found[1][2:], strict=True):
+        assert (gradient - exact).norm() < (6 / 3) ** 0.5 * unit * exact.norm()
 
 
 @pytest.mark.parametrize("resets", [0.0, 0.3])
