@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.import_path import format_error
-from trainer.model.gated_delta import GatedDelta
 from trainer.model.encoder import NORM_EPS
+from trainer.model.gated_delta import GatedDelta
 from trainer.model.protocol import ModelOutput, extras_of
 from trainer.model.transformer import ROTARY_BASE, Transformer
 
