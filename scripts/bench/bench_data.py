@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from bench_table import Figure, bench_parser, in_turns, over, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, in_turns, over, parse, print_figures, ratio_figure
 
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.documents import ReadOptions
@@ -169,7 +169,7 @@ def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--batches", type=int, default=400, help="batches a turn")
     parser.add_argument("--rounds", type=int, default=75, help="turns of each, after one that warms up")
-    args = parser.parse_args()
+    args = parse(parser)
     print_figures("data", figures(args.batches, args.rounds), args)
 
 

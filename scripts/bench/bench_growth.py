@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from bench_metrics import make_tracker
-from bench_table import Figure, bench_parser, print_figures
+from bench_table import Figure, bench_parser, parse, print_figures
 from collectives import count_collectives
 
 from trainer.data.documents import ReadOptions
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--pool", type=int, nargs="+", default=[4, 16, 64, 256])
     parser.add_argument("--keys", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--batches", type=int, default=300, help="batches (steps) per round")
-    args = parser.parse_args()
+    args = parse(parser)
     print_figures("growth", measure(args), args)
 
 

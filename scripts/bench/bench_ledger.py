@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from bench_table import Figure, bench_parser, print_figures
+from bench_table import Figure, bench_parser, parse, print_figures
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -204,14 +204,12 @@ def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--live", type=int, nargs="+", default=[10_000, 1_000_000], help="live groups")
     parser.add_argument("--steps", type=int, default=2000, help="steps per size and pattern")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--row-bytes", type=int, nargs="+", help="measure states of these sizes alone")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="with --row-bytes: of the states")
     parser.add_argument("--placement", default="device", choices=["device", "host"], help="with --row-bytes: on CUDA")
     parser.add_argument("--wide-steps", type=int, default=WIDE_STEPS, help="with --row-bytes: steps per size")
     parser.add_argument("--megabytes", type=int, default=2000, help="with --row-bytes: of all states, at most 65,536")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    args = parse(parser)
     torch.manual_seed(0)
     if args.device == "cuda" and not args.row_bytes:
         parser.error("--device cuda needs --row-bytes: the groups are kept on the CPU")

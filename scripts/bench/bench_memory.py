@@ -8,13 +8,12 @@ means nothing. States in the host's memory must take from the device what the pr
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from bench_table import Figure, bench_parser, in_child, peak_mb, print_figures
+from bench_table import Figure, bench_parser, in_child, parse, peak_mb, print_figures
 from trainer_run import GPU_CONFIG, LOG_INTERVAL, TINY, StepWatcher, plan_of, run_trainer
 
 from trainer.tools.memory import predict_memory, resident_bytes
@@ -71,7 +70,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     if args.device == "cuda":
         runs["on the device, compiled"] = [*own, "train.compile=true"]
     for name, sets in runs.items():
-        took = measured[name] = in_child("--one", *(word for each in sets for word in ("--set", each)))
+        took = measured[name] = in_child(measure_one, args, sets)
         is_compiled = name.endswith("compiled")
         ratio = took["measured"] / took["predicted"]
         limits = {} if is_compiled else {"at_least": LEAST_OVER, "at_most": MOST_OVER}
@@ -92,11 +91,7 @@ def main() -> None:
     """Measure and print."""
     parser = bench_parser(__doc__, device="cuda", sets=True)
     parser.add_argument("--steps", type=int, default=30, help="a multiple of the log interval, 10")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        print(json.dumps(measure_one(args, args.sets)))
-        return
+    args = parse(parser)
     print_figures("memory", measure(args), args)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_table import Figure, bench_parser, print_figures
+from bench_table import Figure, bench_parser, parse, print_figures
 
 from trainer.metrics.aggregate import SumCount, Value, rank_operations, reduce_over_ranks
 from trainer.metrics.catalog.lookup import CATALOG
@@ -115,9 +115,7 @@ def main() -> None:
     """Measure and print."""
     parser = bench_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5000, help="steps of each measurement")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    args = parse(parser)
     print_figures("metrics", measure(args.repeats), args)
 
 

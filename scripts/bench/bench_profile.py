@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from bench_table import Figure, Table, bench_parser, print_figures
+from bench_table import Figure, Table, bench_parser, parse, print_figures
 from torch.profiler import ProfilerActivity, profile, schedule
 from trainer_run import GPU_CONFIG, TINY, StepWatcher, plan_of, run_trainer
 
@@ -83,7 +83,7 @@ def main() -> None:
     """Measure and print."""
     parser = bench_parser(__doc__, device="cuda", sets=True)
     parser.add_argument("--trace", type=Path, default=Path("build/trace.json.gz"), help="where the trace is written")
-    args = parser.parse_args()
+    args = parse(parser)
     sets = [*(["train.compile=false"] if args.device == "cpu" else []), *args.sets]
     figures, tables = measure(profile_run(args.device, sets, args.trace))
     print_figures("profile", figures, args, tables)

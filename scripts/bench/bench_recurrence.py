@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench_table import Figure, bench_parser, in_turns, over, print_figures, ratio_figure, seconds_of
+from bench_table import Figure, bench_parser, in_turns, over, parse, print_figures, ratio_figure, seconds_of
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -162,10 +162,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="tokens per batch, at every length; default: 4096, 32768 on CUDA")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    elif not HAS_TRITON:
+    args = parse(parser)
+    if args.device == "cuda" and not HAS_TRITON:
         parser.error("--device cuda measures Triton kernels, and triton is not installed")
     for name, size in DEFAULT_SIZES[args.device].items():
         if getattr(args, name) is None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench_table import Figure, bench_parser, print_figures
+from bench_table import Figure, bench_parser, parse, print_figures
 from trainer_run import CONFIG, LOG_INTERVAL, write_corpus
 
 MAX_HELP_SEC = 0.4
@@ -83,7 +83,7 @@ def main() -> None:
     """Measure and print."""
     parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
+    args = parse(parser)
     print_figures("start-up", measure(args.rounds), args)
 
 

@@ -6,17 +6,20 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from trainer.wording import counted
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,16 +92,10 @@ def growth_mb(small: Callable[[], object], run: Callable[[], object], device: st
     return peak_mb(device) - before
 
 
-def in_child(*arguments: str) -> Any:
-    """What a process of this program with these further arguments prints in its last line, as JSON.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    done = subprocess.run([sys.executable, *sys.argv, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def in_child(function: Callable[..., T], *arguments: object) -> T:
+    """What a function returns in a new process, which has memory of its own, and as many threads."""
+    with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (torch.get_num_threads(),)) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def machine() -> str:
@@ -148,6 +145,14 @@ def bench_parser(doc: str | None, *, device: str | None = None, sets: bool = Fal
             "--set", dest="sets", action="append", default=[], help="a setting of the config, KEY=VALUE"
         )
     return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments. On the CPU a benchmark has one thread."""
+    args = parser.parse_args()
+    if getattr(args, "device", "cpu") == "cpu":
+        torch.set_num_threads(1)
+    return args
 
 
 def print_figures(
