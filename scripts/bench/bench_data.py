@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from bench_table import Figure, bench_parser, in_turns, over, parse, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, in_turns, over, parse, print_figures, ratio_figure, seconds_of
 
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.documents import ReadOptions
@@ -43,12 +42,14 @@ def write_corpus(folder: Path, num_streams: int, samples: int) -> list[Path]:
     return paths
 
 
-def dataset(paths: list[Path], name: str, num_mixed: int) -> StreamMixingDataset:
-    """A mixing dataset over some of the files."""
+def dataset(
+    paths: Sequence[Path], name: str, num_mixed: int, *, seq_len: int = SEQ_LEN, eod: int | None = None
+) -> StreamMixingDataset:
+    """A mixing dataset over some headerless token files, in one pool."""
     return StreamMixingDataset(
         discover_direct(paths),
-        CutOptions(name, SEQ_LEN),
-        ReadOptions(IdsTokenizer(VOCAB), dtype="uint16"),
+        CutOptions(name, seq_len),
+        ReadOptions(IdsTokenizer(VOCAB), dtype="uint16", eod=eod),
         MixOptions(num_mixed, batch_size=ROWS),
     )
 
@@ -106,9 +107,7 @@ def time_in_turns(loops: dict[str, Loop], batches: int, rounds: int) -> dict[str
     """Microseconds a batch, of each round."""
 
     def us_per_batch(loop: Loop) -> float:
-        begin = time.perf_counter()
-        loop(batches)
-        return (time.perf_counter() - begin) / batches * 1e6
+        return seconds_of(partial(loop, batches), "cpu") / batches * 1e6
 
     return in_turns({name: partial(us_per_batch, loop) for name, loop in loops.items()}, rounds)
 

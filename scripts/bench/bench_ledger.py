@@ -10,13 +10,13 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from bench_table import Figure, bench_parser, parse, print_figures
+from bench_table import Figure, bench_parser, over, parse, print_figures, seconds_of
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -63,19 +63,6 @@ def window_batches(live: int, rng: np.random.Generator) -> Iterator[Ints]:
         first_new += NUM_NEW
 
 
-def timed(durations: list[float], run: Callable[[], object], device: str = "cpu") -> float:
-    """Run and note how long it took, to the end of what it queued on the device; when the call returned."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    returned = time.perf_counter() - start
-    if device == "cuda":
-        torch.cuda.synchronize()
-    durations.append(time.perf_counter() - start)
-    return returned
-
-
 def measure(live: int, num_steps: int) -> tuple[float, float]:
     """Median microseconds a step of the ledger, and of the bare gather + scatter."""
     rng = np.random.default_rng(live)
@@ -98,10 +85,9 @@ def measure(live: int, num_steps: int) -> tuple[float, float]:
     ours: list[float] = []
     bare: list[float] = []
     for first in range(0, num_steps, BLOCK):
-        for number, groups in enumerate(planned[first : first + BLOCK], start=step + first + 1):
-            timed(ours, partial(ledger.step, number, groups, states))
-        for slots in places[first : first + BLOCK]:
-            timed(bare, partial(gather_and_scatter, slots))
+        numbered = enumerate(planned[first : first + BLOCK], start=step + first + 1)
+        ours += [seconds_of(partial(ledger.step, number, groups, states), "cpu") for number, groups in numbered]
+        bare += [seconds_of(partial(gather_and_scatter, slots), "cpu") for slots in places[first : first + BLOCK]]
     warm = num_steps // 5
     return statistics.median(ours[warm:]) * 1e6, statistics.median(bare[warm:]) * 1e6
 
@@ -132,12 +118,15 @@ def measure_wide(
     for first in range(0, live, batch):
         filled = np.arange(first, min(first + batch, live))
         ledger.store(filled, cells[: len(filled)], lasts[: len(filled)], states[: len(filled)])
-    times: tuple[list[float], list[float]] = [], []
-    on_host = []
+    ours: list[float] = []
+    bares: list[float] = []
+    on_host: list[float] = []
 
     def use_ledger() -> None:
+        began = time.perf_counter()
         ledger.lookup(groups, cells)
         ledger.store(groups, cells, lasts, states)
+        on_host.append(time.perf_counter() - began)
 
     def use_bare() -> None:
         if is_on_host:
@@ -151,12 +140,10 @@ def measure_wide(
         ledger.begin_step(step)
         groups = rng.choice(live, batch, replace=False)
         places = torch.from_numpy(groups).to(device)
-        for number in (0, 1) if step % 2 else (1, 0):
-            returned = timed(times[number], (use_ledger, use_bare)[number], device)
-            if number == 0:
-                on_host.append(returned)
-    ratio = statistics.median(ours / bares for ours, bares in zip(*times, strict=True))
-    return WideTimes(ratio, statistics.median(times[0]), statistics.median(on_host))
+        both = ((ours, use_ledger), (bares, use_bare))
+        for times, use in both if step % 2 else both[::-1]:
+            times.append(seconds_of(use, device))
+    return WideTimes(statistics.median(over(ours, bares)), statistics.median(ours), statistics.median(on_host))
 
 
 def row_figures(args: argparse.Namespace) -> list[Figure]:
@@ -171,9 +158,8 @@ def row_figures(args: argparse.Namespace) -> list[Figure]:
         where = f"{batch} of {live:,} states of {num_bytes:,} bytes"
         is_on_host = args.device == "cuda" and args.placement == "host"
         yardstick = "pinned copies in one piece" if is_on_host else "bare gather + scatter"
-        over = f"{where}: ledger over {yardstick}"
         found += [
-            Figure(over, took.over_bare, "x"),
+            Figure(f"{where}: ledger over {yardstick}", took.over_bare, "x"),
             Figure(f"{where}: ledger", took.seconds * 1e6, "us"),
             Figure(f"{where}: the host is busy", took.host_seconds * 1e6, "us"),
             Figure(f"{where}: read and written", 2 * batch * num_bytes / took.seconds / 1e9, "GB/s"),

@@ -49,12 +49,17 @@ class Figure:
         return " and ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
 
 
-def ratio_figure(
-    name: str, ratios: Sequence[float], *, at_least: float | None = None, at_most: float | None = None
+def median_figure(
+    name: str, values: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
 ) -> Figure:
+    """The median with the quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return Figure(name, middle, unit, low, high, at_least=at_least, at_most=at_most)
+
+
+def ratio_figure(name: str, ratios: Sequence[float], **goal: float | None) -> Figure:
     """The median of paired ratios with their quartiles."""
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    return Figure(name, middle, "x", low, high, at_least=at_least, at_most=at_most)
+    return median_figure(name, ratios, "x", **goal)
 
 
 def over(ours: Sequence[float], others: Sequence[float]) -> list[float]:
