@@ -120,10 +120,10 @@ def run(setting: Setting, seed: int, text: Path, work: Path) -> dict[str, float]
 
 def at_the_better_rate(found: Sequence[Row], results: Results) -> list[Row]:
     """For each model, the row whose learning rate gave the lower held-out loss on the first seed."""
-    rows: dict[str, list[tuple[float, Row]]] = {}
+    rows: dict[str, list[Row]] = {}
     for row in found:
-        rows.setdefault(row[0], []).append((results.of(row[2], 0)["eval_loss"], row))
-    return [min(choices, key=lambda choice: choice[0])[1] for choices in rows.values()]
+        rows.setdefault(row[0], []).append(row)
+    return [min(choices, key=lambda row: float(results.of(row[2], 0)["eval_loss"])) for choices in rows.values()]
 
 
 def table(found: Sequence[Row], results: Results, seeds: int) -> str:

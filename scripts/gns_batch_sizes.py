@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from experiments import Results, markdown, steps_to
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
@@ -108,7 +109,7 @@ def draw(data: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return data[starts + torch.arange(SEQ_LEN + 1)].long()
 
 
-def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+def loss_of(model: Callable[[Tensor], Any], rows: Tensor) -> Tensor:
     """Mean nats per byte."""
     logits = model(rows[:, :-1]).logits
     return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), rows[:, 1:].reshape(-1))
@@ -156,13 +157,9 @@ def run(setting: Setting, seed: int, corpus: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def loss_with(model: nn.Module, weights: list[Tensor], rows: Tensor) -> float:
-    """The loss with these weights instead of the model's, which are put back."""
-    parameters: list[Tensor] = list(model.parameters())
-    own: list[Tensor] = [p.detach().clone() for p in parameters]
-    torch._foreach_copy_(parameters, weights)
-    loss = float(loss_of(model, rows))
-    torch._foreach_copy_(parameters, own)
-    return loss
+    """The loss with these weights instead of the model's."""
+    named = {name: weight for (name, _), weight in zip(model.named_parameters(), weights, strict=True)}
+    return float(loss_of(functools.partial(functional_call, model, named), rows))
 
 
 def best_rate(cost_at: Callable[[int], float], first: int) -> int:

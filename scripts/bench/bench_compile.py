@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_table import Figure, bench_parser, over, parse, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, over, ratio_figure, run_bench
 from trainer_run import GPU_CONFIG, TINY, plan_of, run_trainer
 from turns import Turn, run_in_turns
 
@@ -59,6 +59,13 @@ def measure(family: str, args: argparse.Namespace) -> list[Figure]:
     return figures if mfu is None else [*figures, Figure(f"{family}, compiled: MFU", float(mfu))]
 
 
+def figures(args: argparse.Namespace) -> list[Figure]:
+    """Of all families."""
+    if args.device == "cpu" and shutil.which("g++") is None:
+        raise SystemExit("torch compiles for the CPU with a C++ compiler, and g++ is not on PATH")
+    return [figure for family in args.families or FAMILIES[args.device] for figure in measure(family, args)]
+
+
 def mfu_of(family: str, args: argparse.Namespace, tokens_per_sec: float) -> float | torch.Tensor | None:
     """Model FLOPs utilization; None where the device's peak is not known."""
     with tempfile.TemporaryDirectory() as name, torch.device("meta"):
@@ -82,11 +89,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", help="only these")
     parser.add_argument("--tiny", action="store_true", help="shrink models and batches: a rehearsal")
     parser.add_argument("--steps", type=int, default=60, help="steps of each run, a multiple of 10")
-    args = parse(parser)
-    if args.device == "cpu" and shutil.which("g++") is None:
-        parser.error("torch compiles for the CPU with a C++ compiler, and g++ is not on PATH")
-    families = args.families or FAMILIES[args.device]
-    print_figures("compile", [figure for family in families for figure in measure(family, args)], args)
+    run_bench("compile", parser, figures)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ targets, keeps no position, and reports nothing.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from bench_table import Figure, bench_parser, in_turns, over, parse, print_figures, ratio_figure, seconds_of
+from bench_table import Figure, bench_parser, in_turns, over, ratio_figure, run_bench, seconds_of
 
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.documents import ReadOptions
@@ -136,7 +137,7 @@ def metrics_cost(paths: list[Path], num_readers: int, picks: int, rounds: int) -
     return [high - low for high, low in zip(times["observed"], times["bare"], strict=True)]
 
 
-def figures(batches: int, rounds: int) -> list[Figure]:
+def measure(args: argparse.Namespace) -> list[Figure]:
     """Everything."""
     with tempfile.TemporaryDirectory() as folder:
         paths = write_corpus(Path(folder), len(WEIGHTS), SAMPLES)
@@ -147,7 +148,7 @@ def figures(batches: int, rounds: int) -> list[Figure]:
             "bare loop": bare_loop(paths, with_targets=False),
             "bare loop with targets": bare_loop(paths, with_targets=True),
         }
-        times = time_in_turns(loops, batches, rounds)
+        times = time_in_turns(loops, args.batches, args.rounds)
     found = []
     for name, each in times.items():
         goal = BATCH_GOAL_US if "metrics on" in name else None
@@ -158,7 +159,7 @@ def figures(batches: int, rounds: int) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         many = write_corpus(Path(folder), max(GOALS_US), 512)
         for size, goal in GOALS_US.items():
-            costs = metrics_cost(many, size, batches, rounds)
+            costs = metrics_cost(many, size, args.batches, args.rounds)
             found.append(Figure(f"one pick's metrics at K={size}", statistics.median(costs), "us", at_most=goal))
     return found
 
@@ -168,8 +169,7 @@ def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--batches", type=int, default=400, help="batches a turn")
     parser.add_argument("--rounds", type=int, default=75, help="turns of each, after one that warms up")
-    args = parse(parser)
-    print_figures("data", figures(args.batches, args.rounds), args)
+    run_bench("data", parser, measure)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from bench_table import Figure, bench_parser, growth_mb, in_child, parse, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, growth_mb, in_child, ratio_figure, run_bench
 from torch import Tensor, nn
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, row_norms, square_sum
@@ -88,15 +88,11 @@ class Bench:
         self._is_cuda = args.device == "cuda"
         self._clock = time.perf_counter if self._is_cuda else time.process_time
         self.model = build(VOCAB, args.dim, args.layers).to(args.device)
+        self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.gns = TimedNoiseScale(self.model, self._clock)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self._snapshots = Snapshots(self.model)
         self._rows = torch.randint(VOCAB, (args.rows, args.seq_len + 1)).to(args.device)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters of the model."""
-        return sum(p.numel() for p in self.model.parameters())
 
     def step(self, kind: str, m: int) -> float:
         """One optimizer step; its seconds."""
@@ -185,8 +181,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=8, help="rows per micro-batch")
     parser.add_argument("--seq-len", type=int, default=128)
-    args = parse(parser)
-    print_figures("gns", figures(args), args)
+    run_bench("gns", parser, figures)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from bench_data import ROWS, VOCAB, dataset, loop_over, time_in_turns
 from bench_metrics import make_tracker
-from bench_table import Figure, bench_parser, parse, print_figures
+from bench_table import Figure, bench_parser, run_bench
 from collectives import count_collectives
 
 from trainer.data.mixing import StreamMixingDataset
@@ -166,8 +166,7 @@ def main() -> None:
     parser.add_argument("--pool", type=int, nargs="+", default=[4, 16, 64, 256])
     parser.add_argument("--keys", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--batches", type=int, default=300, help="batches (steps) per round")
-    args = parse(parser)
-    print_figures("growth", measure(args), args)
+    run_bench("growth", parser, measure)
 
 
 if __name__ == "__main__":

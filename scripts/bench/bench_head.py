@@ -12,18 +12,7 @@ import statistics
 from functools import partial
 
 import torch
-from bench_table import (
-    Figure,
-    bench_parser,
-    growth_mb,
-    in_child,
-    in_turns,
-    over,
-    parse,
-    print_figures,
-    ratio_figure,
-    seconds_of,
-)
+from bench_table import Figure, bench_parser, growth_mb, in_child, in_turns, over, ratio_figure, run_bench, seconds_of
 from torch import Tensor, nn
 
 from trainer.model import transformer
@@ -96,8 +85,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=128, help="chunk_tokens")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=list(VOCABULARIES), help="sizes")
     parser.add_argument("--rounds", type=int, default=3)
-    args = parse(parser)
-    print_figures("head", measure(args), args)
+    run_bench("head", parser, measure)
 
 
 if __name__ == "__main__":

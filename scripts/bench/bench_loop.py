@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bench_table import Figure, bench_parser, over, parse, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, over, ratio_figure, run_bench
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from trainer_run import ALONE, LOG_INTERVAL, TINY, plan_of, run_trainer
@@ -229,7 +229,8 @@ def only(loop: str, args: argparse.Namespace, turn: Turn) -> None:
     """Run one of the loops, in its turns."""
     device = torch.device(args.device)
     with tempfile.TemporaryDirectory() as name:
-        plan = plan_of(Path(name), args.config, steps=args.steps, device=args.device, sets=args.sets)
+        sets = [*(TINY if args.tiny else ()), *args.sets]
+        plan = plan_of(Path(name), args.config, steps=args.steps, device=args.device, sets=sets)
         others = {each: partial(run, plan, device) for each, run in OTHERS.items()}
         run = others.get(loop, partial(run_trainer, plan, Path(name), device))
         run(turn)
@@ -241,9 +242,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="config of the run (default: 10 M parameters on synthetic text)")
     parser.add_argument("--tiny", action="store_true", help="shrink the config's model and batches: a rehearsal")
     parser.add_argument("--steps", type=int, default=60, help="steps of each loop, a multiple of 10")
-    args = parse(parser)
-    args.sets = [*(TINY if args.tiny else ()), *args.sets]
-    print_figures("loop", measure(args), args)
+    run_bench("loop", parser, measure)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from bench_table import Figure, bench_parser, in_child, parse, peak_mb, print_figures
+from bench_table import Figure, bench_parser, in_child, peak_mb, run_bench
 from trainer_run import GPU_CONFIG, LOG_INTERVAL, TINY, StepWatcher, plan_of, run_trainer
 
 from trainer.tools.memory import predict_memory, resident_bytes
@@ -35,14 +35,11 @@ class Watch(StepWatcher):
 
     def update(self, step: int, loss: float, tokens: int) -> None:
         """After a step."""
-        if self._device == "cuda":
-            self.in_use.append(torch.cuda.memory_allocated() / 1e6)
-            self.peaks.append(torch.cuda.max_memory_allocated() / 1e6)
-            if len(self.peaks) == 2:  # the first steps make what stays, such as the optimizer's state
-                torch.cuda.reset_peak_memory_stats()
-            return
-        self.in_use.append(resident_bytes() / 1e6)
-        self.peaks.append(peak_mb("cpu"))
+        is_cuda = self._device == "cuda"
+        self.in_use.append((torch.cuda.memory_allocated() if is_cuda else resident_bytes()) / 1e6)
+        self.peaks.append(peak_mb(self._device))
+        if is_cuda and len(self.peaks) == 2:  # the first steps make what stays, such as the optimizer's state
+            torch.cuda.reset_peak_memory_stats()
 
 
 def measure_one(args: argparse.Namespace, sets: Sequence[str]) -> dict[str, float]:
@@ -91,8 +88,7 @@ def main() -> None:
     """Measure and print."""
     parser = bench_parser(__doc__, device="cuda", sets=True)
     parser.add_argument("--steps", type=int, default=30, help="a multiple of the log interval, 10")
-    args = parse(parser)
-    print_figures("memory", measure(args), args)
+    run_bench("memory", parser, measure)
 
 
 if __name__ == "__main__":

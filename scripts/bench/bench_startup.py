@@ -6,6 +6,7 @@ to the payload of step 1. Numbers are medians over fresh processes with files in
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench_table import Figure, bench_parser, in_turns, median_figure, parse, print_figures
+from bench_table import Figure, bench_parser, in_turns, median_figure, run_bench, seconds_of
 from trainer_run import overrides, write_config
 
 MAX_HELP_SEC = 0.4
@@ -25,9 +26,8 @@ PROGRAM = str(Path(__file__).resolve().parents[2] / "train")
 
 def seconds(command: Sequence[str]) -> float:
     """Run time of a process."""
-    began = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "NO_COLOR": "1"})
-    return time.perf_counter() - began
+    environ = {**os.environ, "NO_COLOR": "1"}
+    return seconds_of(lambda: subprocess.run(command, check=True, capture_output=True, env=environ), "cpu")
 
 
 def seconds_to_first_step(command: Sequence[str]) -> float:
@@ -42,7 +42,7 @@ def seconds_to_first_step(command: Sequence[str]) -> float:
     return spent
 
 
-def measure(rounds: int) -> list[Figure]:
+def measure(args: argparse.Namespace) -> list[Figure]:
     """All figures, measured in turn."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -55,7 +55,7 @@ def measure(rounds: int) -> list[Figure]:
             "import trainer": [sys.executable, "-c", "import trainer.training.main"],
         }
         actions = {title: partial(seconds, command) for title, command in commands.items()}
-        times = in_turns({**actions, "first step": partial(seconds_to_first_step, run)}, rounds)
+        times = in_turns({**actions, "first step": partial(seconds_to_first_step, run)}, args.rounds)
     python, _, torch, trainer, first_step = map(statistics.median, times.values())
     return [
         median_figure("train --help", times["train --help"], "s", at_most=MAX_HELP_SEC),
@@ -71,8 +71,7 @@ def main() -> None:
     """Measure and print."""
     parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    args = parse(parser)
-    print_figures("start-up", measure(args.rounds), args)
+    run_bench("start-up", parser, measure)
 
 
 if __name__ == "__main__":

@@ -152,18 +152,16 @@ def bench_parser(doc: str | None, *, device: str | None = None, sets: bool = Fal
     return parser
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments. On the CPU a benchmark has one thread."""
+def run_bench(
+    bench: str, parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Sequence[Figure | Table]]
+) -> None:
+    """Measure, on the CPU in one thread, and print; with `--check`, exit with 1 if a goal is missed."""
     args = parser.parse_args()
     if getattr(args, "device", "cpu") == "cpu":
         torch.set_num_threads(1)
-    return args
-
-
-def print_figures(
-    bench: str, figures: Sequence[Figure], args: argparse.Namespace, tables: Sequence[Table] = ()
-) -> None:
-    """Print to stdout, with `--json` as JSON; with `--check`, exit with 1 if a goal is missed."""
+    found = measure(args)
+    figures = [each for each in found if isinstance(each, Figure)]
+    tables = [each for each in found if isinstance(each, Table)]
     if args.json:
         rows = [{**asdict(figure), "goal": figure.goal, "is_met": figure.is_met} for figure in figures]
         content = {"figures": rows, "tables": [asdict(table) for table in tables]}

@@ -11,18 +11,7 @@ import statistics
 from functools import partial
 
 import torch
-from bench_table import (
-    Figure,
-    bench_parser,
-    growth_mb,
-    in_child,
-    in_turns,
-    over,
-    parse,
-    print_figures,
-    ratio_figure,
-    seconds_of,
-)
+from bench_table import Figure, bench_parser, growth_mb, in_child, in_turns, over, ratio_figure, run_bench, seconds_of
 from torch import Tensor, nn
 
 from trainer.model import build
@@ -96,8 +85,7 @@ def main() -> None:
     parser.add_argument("--cell", type=int, default=128, help="tokens per cell")
     parser.add_argument("--cells", type=int, default=8, help="cells per row, k")
     parser.add_argument("--rounds", type=int, default=5)
-    args = parse(parser)
-    print_figures("tbptt", measure(args), args)
+    run_bench("tbptt", parser, measure)
 
 
 if __name__ == "__main__":

@@ -78,10 +78,7 @@ def run_in_turns(processes: Mapping[str, Callable[[Turn], None]], device: str, s
                     stack.enter_context(connections[name])
                 else:
                     connections[name].send("go on")
-                block = connections[name].recv()
-                if not isinstance(block, Block):
-                    raise RuntimeError(f"{name}: {block}")
-                found[name].append(block)
+                found[name].append(_next_block(name, connections[name]))
         for connection in connections.values():
             connection.send("go on")
     losses = {name: torch.tensor([loss for block in each for loss in block.losses]) for name, each in found.items()}
@@ -89,6 +86,16 @@ def run_in_turns(processes: Mapping[str, Callable[[Turn], None]], device: str, s
     for name in others:
         torch.testing.assert_close(losses[name], losses[first], rtol=TOLERANCE[device], atol=0.0)
     return found
+
+
+def _next_block(name: str, connection: Connection) -> Block:
+    try:
+        found = connection.recv()
+    except EOFError:
+        found = "it was killed"
+    if isinstance(found, Block):
+        return found
+    raise RuntimeError(f"{name}: {found}")
 
 
 def _run(run: Callable[[Turn], None], turn: Turn, num_threads: int) -> None:
