@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from experiments import Results, Setting, steps_to, study_parser, train
+from experiments import Results, Setting, markdown, steps_to, study_parser, train
 
 from trainer.tools.runs.load import load_run
 
@@ -41,7 +41,6 @@ name = "growth"
 [train]
 tokens = {tokens}
 micro_batches = {size}
-device = "cpu"
 
 [data]
 seq_len = 128
@@ -65,17 +64,10 @@ holdout_fraction = 0.02
 dim = 64
 num_layers = 2
 
-[ledger]
-probe_every = 0
-
 [scheduler]
 name = "cosine"
 warmup_tokens = 50000
 min_lr_ratio = 0.1
-
-[metrics]
-log_interval = 10
-stdout = "off"
 """
 
 
@@ -95,7 +87,7 @@ class Curve:
 def run(setting: Setting, seed: int, text: Path, work: Path) -> dict[str, object]:
     """Train once; its `Curve`."""
     config = CONFIG.format(tokens=TOKENS, size=SIZES[setting.corpus], corpus=text)
-    record = load_run(train(setting, seed, config, work)[0])
+    record = load_run(train(setting, seed, config, work, {"gns.enabled": "true"})[0])
     steps, losses = record.evals.column("eval_loss")
     changes = {int(e["global_step"]): int(e["to"]) for e in record.events if e.get("event") == "micro_batches"}
     tokens = int(record.train.column("tokens_seen")[1][-1])
@@ -104,10 +96,8 @@ def run(setting: Setting, seed: int, text: Path, work: Path) -> dict[str, object
 
 def report(curves: Mapping[str, Sequence[Curve]]) -> None:
     """Print the table, and whether the bar is met."""
-    print(
-        "| seed | batch | steps | tokens | held-out loss | steps to the constant run's loss | of its steps | micro-batches |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    columns = ("seed", "batch", "steps", "tokens", "held-out loss", "steps to the constant run's loss", "of its steps")
+    rows = []
     saved: dict[str, list[float | None]] = {name: [] for name in curves if name != CONSTANT}
     for seed, constant in enumerate(curves[CONSTANT]):
         for name, of_seeds in curves.items():
@@ -117,10 +107,10 @@ def report(curves: Mapping[str, Sequence[Curve]]) -> None:
             sizes = ", ".join([str(START), *(f"{m} from step {step:,}" for step, m in map(tuple, curve.changes))])
             if name != CONSTANT:
                 saved[name].append(None if share is None else 1.0 - share)
-            print(
-                f"| {seed} | {name} | {curve.steps[-1]:,} | {curve.tokens:,} | {curve.losses[-1]:.4f} "
-                f"| {'never' if reached is None else f'{reached:,.0f}'} | {'' if share is None else f'{share:.0%}'} | {sizes} |"
-            )
+            when = ("never", "") if reached is None else (f"{reached:,.0f}", f"{share:.0%}")
+            cells = (seed, name, f"{curve.steps[-1]:,}", f"{curve.tokens:,}", f"{curve.losses[-1]:.4f}")
+            rows.append((*cells, *when, sizes))
+    print(markdown((*columns, "micro-batches"), rows))
     for name, found in saved.items():
         differences = [
             own.losses[-1] - flat.losses[-1] for own, flat in zip(curves[name], curves[CONSTANT], strict=True)

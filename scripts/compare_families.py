@@ -12,13 +12,12 @@ About twenty and ten minutes on two idle cores.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from experiments import Results, Setting, rows_of, study_parser, train
+from experiments import Results, Setting, markdown, mean_of, rows_of, study_parser, train
 
 from trainer.config.schema import ModelTable
 from trainer.training.setup.plan import build_model, size_of
@@ -34,7 +33,6 @@ CONFIG = """
 [train]
 steps = {steps}
 micro_batches = 2
-device = "cpu"
 
 [data]
 max_group_cells = 16
@@ -50,16 +48,6 @@ modalities = ["python"]
 [scheduler]
 name = "cosine"
 warmup_steps = 50
-
-[ledger]
-probe_every = 0
-
-[gns]
-enabled = false
-
-[metrics]
-log_interval = 10
-stdout = "off"
 
 [eval]
 holdout_fraction = 0.01
@@ -132,17 +120,17 @@ def run(setting: Setting, seed: int, text: Path, work: Path) -> dict[str, float]
 
 def at_the_better_rate(found: Sequence[Row], results: Results) -> list[Row]:
     """For each model, the row whose learning rate gave the lower held-out loss on the first seed."""
-    rows: dict[str, list[tuple[float, Row]]] = {}
+    rows: dict[str, list[Row]] = {}
     for row in found:
-        rows.setdefault(row[0], []).append((results.of(row[2], 0)["eval_loss"], row))
-    return [min(choices, key=lambda choice: choice[0])[1] for choices in rows.values()]
+        rows.setdefault(row[0], []).append(row)
+    return [min(choices, key=lambda row: float(results.of(row[2], 0)["eval_loss"])) for choices in rows.values()]
 
 
 def table(found: Sequence[Row], results: Results, seeds: int) -> str:
     """A Markdown table. A seed also decides which documents are held out, so models are compared seed by seed."""
     first = f"minus {found[0][0]}'s"
     names = ("trained", "width", "parameters", "lr", "held-out loss, nats per byte", first, "seconds per step")
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    rows = []
 
     def losses(setting: Setting) -> list[float]:
         return [results.of(setting, seed)["eval_loss"] for seed in range(seeds)]
@@ -154,13 +142,10 @@ def table(found: Sequence[Row], results: Results, seeds: int) -> str:
         assert loss is not None
         assert seconds is not None
         gaps = [one - other for one, other in zip(losses(setting), reference, strict=True)]
-        error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-        gap = f"{statistics.fmean(gaps):+.3f} +- {error:.3f}" if setting is not found[0][2] else ""
-        lines.append(
-            f"| {label} | {keys['model.dim']} | {number:,.0f} | {keys['optimizer.lr']} | {loss[0]:.3f} | {gap} "
-            f"| {seconds[0]:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
+        gap = "{:+.3f} +- {:.3f}".format(*mean_of(gaps)) if setting is not found[0][2] else ""
+        known = (label, keys["model.dim"], f"{number:,.0f}", keys["optimizer.lr"])
+        rows.append((*known, f"{loss[0]:.3f}", gap, f"{seconds[0]:.2f}"))
+    return markdown(names, rows) + "\n"
 
 
 def main() -> None:

@@ -12,15 +12,34 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_LIMIT_SEC = 1200
+# Of every run, unless the study or the setting says otherwise.
+SETS: Mapping[str, object] = {
+    "train.device": '"cpu"',
+    "ledger.probe_every": 0,
+    "gns.enabled": "false",
+    "metrics.log_interval": 10,
+    "metrics.stdout": '"off"',
+}
+
+
+class Named(Protocol):
+    """What a run depends on, apart from its seed."""
+
+    @property
+    def name(self) -> str:
+        """In the file of results."""
+
+
+NamedT = TypeVar("NamedT", bound=Named)
 
 
 @dataclass(frozen=True)
@@ -80,7 +99,7 @@ def train(
         RuntimeError: the run failed.
     """
     folder = f"{zlib.crc32(f'{setting.name}, seed {seed}'.encode()):08x}"
-    sets = {"run.seed": seed, **(sets or {}), **dict(setting.overrides)}
+    sets = {"run.seed": seed, **SETS, **(sets or {}), **dict(setting.overrides)}
     path, run_dir = work / f"{folder}.toml", work / folder
     shutil.rmtree(run_dir, ignore_errors=True)  # of a call that was cut short
     work.mkdir(parents=True, exist_ok=True)
@@ -108,7 +127,7 @@ class Results:
         )
 
     def complete(
-        self, settings: Sequence[Setting], seeds: int, run: Callable[[Setting, int], dict[str, Any]], jobs: int
+        self, settings: Sequence[NamedT], seeds: int, run: Callable[[NamedT, int], dict[str, Any]], jobs: int
     ) -> None:
         """Run what is missing: all settings of one seed before the next seed."""
         missing = [
@@ -126,14 +145,23 @@ class Results:
                 said = ", ".join(f"{key} {value:.4g}" for key, value in each.items() if isinstance(value, float))
                 print(f"{number} of {len(missing)}: {setting.name}, seed {seed}: {said}", file=sys.stderr, flush=True)
 
-    def of(self, setting: Setting, seed: int) -> dict[str, Any]:
+    def of(self, setting: Named, seed: int) -> dict[str, Any]:
         """What a run gave."""
         return self._found[setting.name][str(seed)]
 
-    def mean(self, setting: Setting, key: str) -> tuple[float, float] | None:
+    def mean(self, setting: Named, key: str) -> tuple[float, float] | None:
         """(mean, standard error over the seeds); None if no run has the key."""
         values = [found[key] for found in self._found.get(setting.name, {}).values() if key in found]
-        if not values:
-            return None
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        return statistics.fmean(values), error
+        return mean_of(values) if values else None
+
+
+def mean_of(values: Sequence[float]) -> tuple[float, float]:
+    """(mean, standard error)."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
+
+
+def markdown(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)

@@ -14,6 +14,7 @@ Runs that are in the file are reused, so the script can be interrupted and start
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import platform
@@ -22,11 +23,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from experiments import steps_to
+from experiments import Results, markdown, steps_to
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
@@ -50,7 +53,6 @@ class Setting:
     num_layers: int
     batch: int
     lr: float
-    seed: int
     sequences: int
     """Budget of training sequences."""
     target: float = 0.0
@@ -60,7 +62,7 @@ class Setting:
     def name(self) -> str:
         """Key in the results file."""
         size = f"dim={self.dim} layers={self.num_layers} sequences={self.sequences}"
-        return f"{size} batch={self.batch} lr={self.lr:g} seed={self.seed} target={self.target:.4f}"
+        return f"{size} batch={self.batch} lr={self.lr:g} target={self.target:.4f}"
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Curve:
         return mean, statistics.median(known[-5:])
 
 
+@functools.cache
 def read_corpus(root: Path) -> tuple[Tensor, Tensor]:
     """All texts as bytes, [N] uint8: the training documents, and every 50th document, held out."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -106,16 +109,17 @@ def draw(data: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return data[starts + torch.arange(SEQ_LEN + 1)].long()
 
 
-def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+def loss_of(model: Callable[[Tensor], Any], rows: Tensor) -> Tensor:
     """Mean nats per byte."""
     logits = model(rows[:, :-1]).logits
     return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), rows[:, 1:].reshape(-1))
 
 
-def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
-    """Train from scratch. The sequences depend only on the seed, so every batch size sees the same ones."""
+def run(setting: Setting, seed: int, corpus: Path) -> dict[str, Any]:
+    """Train from scratch; its `Curve`. The sequences depend only on the seed, so every batch size sees the same ones."""
+    train, held_out = read_corpus(corpus)
     began = time.perf_counter()
-    torch.manual_seed(setting.seed)
+    torch.manual_seed(seed)
     model = build(VOCAB, setting.dim, setting.num_layers)
     parameters: list[Tensor] = list(model.parameters())
     averages = [[p.detach().clone() for p in parameters] for _ in SPANS]
@@ -123,7 +127,7 @@ def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
     gns = GradientNoiseScale(model, weights_are_tokens=False)
     num_steps = setting.sequences // setting.batch
     every = max(num_steps // NUM_EVALUATIONS, 1)
-    data_rng = torch.Generator().manual_seed(1000 + setting.seed)
+    data_rng = torch.Generator().manual_seed(1000 + seed)
     fixed = draw(held_out, HELD_OUT_SEQUENCES, torch.Generator().manual_seed(0))
     curve = Curve([], [], [], 0.0)
     for step in range(1, num_steps + 1):
@@ -148,38 +152,14 @@ def run(setting: Setting, train: Tensor, held_out: Tensor) -> Curve:
             curve.held_out.append([loss_with(model, average, fixed) for average in averages])
             if min(curve.held_out[-1]) <= setting.target - PAST_TARGET:
                 break
-    return Curve(**{**asdict(curve), "seconds": time.perf_counter() - began})
+    return {**asdict(curve), "seconds": time.perf_counter() - began}
 
 
 @torch.no_grad()
 def loss_with(model: nn.Module, weights: list[Tensor], rows: Tensor) -> float:
-    """The loss with these weights instead of the model's, which are put back."""
-    parameters: list[Tensor] = list(model.parameters())
-    own: list[Tensor] = [p.detach().clone() for p in parameters]
-    torch._foreach_copy_(parameters, weights)
-    loss = float(loss_of(model, rows))
-    torch._foreach_copy_(parameters, own)
-    return loss
-
-
-class Results:
-    """Curves by setting, cached in a file."""
-
-    def __init__(self, path: Path, corpus: Path) -> None:
-        self._path, self._corpus = path, corpus
-        self._curves = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        self._data: tuple[Tensor, Tensor] | None = None
-
-    def get(self, setting: Setting) -> Curve:
-        """The curve, computed if it is not cached."""
-        if setting.name not in self._curves:
-            self._data = self._data or read_corpus(self._corpus)
-            curve = run(setting, *self._data)
-            print(f"{setting.name}: loss {min(curve.held_out[-1]):.4f}, {curve.seconds:.0f} s", flush=True)
-            self._curves[setting.name] = asdict(curve)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(self._curves), encoding="utf-8")
-        return Curve(**self._curves[setting.name])
+    """The loss with these weights instead of the model's."""
+    named = {name: weight for (name, _), weight in zip(model.named_parameters(), weights, strict=True)}
+    return float(loss_of(functools.partial(functional_call, model, named), rows))
 
 
 def best_rate(cost_at: Callable[[int], float], first: int) -> int:
@@ -218,7 +198,7 @@ class Row:
 
 
 def measure(
-    results: Results, size: tuple[int, int], batches: Sequence[int], sequences: int, seeds: int
+    results: Results, corpus: Path, size: tuple[int, int], batches: Sequence[int], sequences: int, seeds: int
 ) -> tuple[float, list[Row]]:
     """The target, and steps to it by batch size, and B.
 
@@ -230,8 +210,9 @@ def measure(
     """
 
     def curves(batch: int, target: float, rate: int, seeds: int) -> list[Curve]:
-        settings = [Setting(*size, batch, RATES[rate], seed, sequences, target) for seed in range(seeds)]
-        return [results.get(setting) for setting in settings]
+        setting = Setting(*size, batch, RATES[rate], sequences, target)
+        results.complete([setting], seeds, lambda setting, seed: run(setting, seed, corpus), jobs=1)
+        return [Curve(**results.of(setting, seed)) for seed in range(seeds)]
 
     def lowest(curve: Curve) -> float:
         return min(map(min, curve.held_out))
@@ -284,18 +265,23 @@ def report(size: str, target: float, rows: list[Row]) -> None:
     implied = fitted_b(rows)
     smallest = fit(rows, implied)
     print(f"width x layers {size}: target {target:.3f} nats per byte")
-    print(
-        "| batch | lr | span | steps to the target, by seed | mean | fitted theory | B on the way | B at the end | sequences |"
+    columns = (
+        "batch",
+        "lr",
+        "span",
+        "steps to the target, by seed",
+        "mean",
+        "fitted theory",
+        "B on the way",
+        "B at the end",
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    cells = []
     for row in rows:
         seeds = ", ".join(f"{s:.0f}" for s in row.steps)
         theory = smallest * (1.0 + implied / row.batch)
-        means, ends = statistics.fmean(row.b_mean), statistics.fmean(row.b_end)
-        print(
-            f"| {row.batch} | {row.lr:.1e} | {row.span:g} | {seeds} | {row.mean:.0f} | {theory:.0f} | {means:.0f} | {ends:.0f} "
-            f"| {row.mean * row.batch:,.0f} |"
-        )
+        counts = (row.mean, theory, statistics.fmean(row.b_mean), statistics.fmean(row.b_end), row.mean * row.batch)
+        cells.append((row.batch, f"{row.lr:.1e}", f"{row.span:g}", seeds, *(f"{count:,.0f}" for count in counts)))
+    print(markdown((*columns, "sequences"), cells))
     print(
         f"the steps imply B = {implied:.0f}, S_min = {smallest:.0f}; measured on the way {mean:.0f}, at the end {end:.0f}"
     )
@@ -312,10 +298,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results, batches = Results(args.out, args.corpus), [int(batch) for batch in args.batches.split(",")]
+    results, batches = Results(args.out), [int(batch) for batch in args.batches.split(",")]
     for size in args.sizes.split(","):
         dim, num_layers = map(int, size.split("x"))
-        report(size, *measure(results, (dim, num_layers), batches, args.sequences, args.seeds))
+        report(size, *measure(results, args.corpus, (dim, num_layers), batches, args.sequences, args.seeds))
     print(f"{platform.platform()}, torch {torch.__version__}")
 
 

@@ -12,14 +12,12 @@ All 18 runs take about ten minutes of two cores.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments import Results, Setting, rows_of, study_parser, train
+from experiments import Results, Setting, markdown, mean_of, rows_of, study_parser, train
 
 BYTES, LEAST, READ = 65_536, 4_096, 6
 FAMILIES = ("rglru", "gated_delta")
@@ -35,7 +33,6 @@ CONFIG = """
 [train]
 steps = 200
 micro_batches = 1
-device = "cpu"
 [data]
 seq_len = 256
 max_group_cells = 256
@@ -50,16 +47,10 @@ dim = 48
 num_layers = 2
 [ledger]
 wipe_every = 1
-probe_every = 0
 [optimizer]
 lr = 5e-3
 [scheduler]
 warmup_steps = 20
-[gns]
-enabled = false
-[metrics]
-log_interval = 50
-stdout = "off"
 [eval]
 every = 100000
 [[eval.source]]
@@ -96,25 +87,22 @@ def setting_of(family: str, how: str) -> Setting:
     return Setting("stdlib", (("model.family", family), *TRAINED[how]))
 
 
-def table(results: Results, seeds: int) -> Iterator[str]:
-    """Rows in markdown: means over the seeds, +- the standard error over them."""
-    yield "| family, trained |" + "".join(f" loss, {words} | gain | against resets |" for words in DEPTHS)
-    yield "|---" * (1 + 3 * len(DEPTHS)) + "|"
+def table(results: Results, seeds: int) -> str:
+    """A table in markdown: means over the seeds, +- the standard error over them."""
+    columns = ["family, trained", *(name for words in DEPTHS for name in (f"loss, {words}", "gain", "against resets"))]
+    rows = []
     for family in FAMILIES:
         of_resets = [results.of(setting_of(family, RESET), seed)["depth"] for seed in range(seeds)]
         for how in TRAINED:
             runs = [results.of(setting_of(family, how), seed)["depth"] for seed in range(seeds)]
-            cells = []
+            cells = [f"{family}, {how}"]
             for start in DEPTHS.values():
                 losses, gains = ([each[f"{start}/{name}"] for each in runs] for name in ("loss", "carry_gain"))
                 pairs = [loss - each[f"{start}/loss"] for loss, each in zip(losses, of_resets, strict=True)]
-                numbers = ["{:+.3f} +- {:.3f}".format(*_mean(values)) for values in (gains, pairs)]
+                numbers = ["{:+.3f} +- {:.3f}".format(*mean_of(values)) for values in (gains, pairs)]
                 cells += [f"{statistics.fmean(losses):.3f}", numbers[0], numbers[1] if how != RESET else ""]
-            yield f"| {family}, {how} | {' | '.join(cells)} |"
-
-
-def _mean(values: list[float]) -> tuple[float, float]:
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+            rows.append(cells)
+    return markdown(columns, rows)
 
 
 def main() -> None:
@@ -123,7 +111,7 @@ def main() -> None:
     write_corpus(args.work / "corpus")
     settings, results = [setting_of(family, how) for family in FAMILIES for how in TRAINED], Results(args.out)
     results.complete(settings, args.seeds, lambda setting, seed: run(setting, seed, args.work), args.jobs)
-    print("\n".join(table(results, args.seeds)))
+    print(table(results, args.seeds))
 
 
 if __name__ == "__main__":

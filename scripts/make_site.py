@@ -43,21 +43,21 @@ def page_of(package: str) -> str:
     return "\n".join([f"# trainer.{package}\n", *(f"::: {module}\n" for module in modules_of(package))])
 
 
-def mirror() -> None:
-    """Copy all files that pages may link to."""
-    shutil.rmtree(SOURCE, ignore_errors=True)
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PAGES, *FOLDERS]
+def mirror(folder: Path, *paths: str) -> None:
+    """Copy the files that git tracks, or does not ignore; with `paths`, only those below them."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *paths]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in listed.stdout.splitlines():
+    for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
-            target = SOURCE / name
+            target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target)
 
 
 def main() -> int:
     """Mirror, add the reference, build; returns mkdocs's exit code."""
-    mirror()
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    mirror(SOURCE, *PAGES, *FOLDERS)
     (SOURCE / "api").mkdir()
     for package in PACKAGES:
         (SOURCE / "api" / f"{package}.md").write_text(page_of(package), encoding="utf-8")

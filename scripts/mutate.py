@@ -2,18 +2,18 @@
 
     make mutants MODULE=trainer/extensions/spikes.py TESTS=tests/unit/metrics/test_spikes.py
 
-A mutant that survives is a hole in the tests, or changes nothing that matters. Works on a copy of the tracked files.
+A mutant that survives is a hole in the tests, or changes nothing that matters. Works on a copy.
 """
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from make_site import mirror
+
 CONFIG = """\
 [cosmic-ray]
 module-path = "{module}"
@@ -35,11 +35,7 @@ def main() -> int:
     module, *tests = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        for name in filter(None, listed.split("\0")):
-            if (ROOT / name).is_file():
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, copy / name)
+        mirror(copy)
         text = CONFIG.format(module=module, timeout=TIMEOUT_SEC, python=sys.executable, tests=" ".join(tests))
         (copy / "mutate.toml").write_text(text, encoding="utf-8")
         programs = Path(sys.executable).parent

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments import Results, Setting, program, rows_of, study_parser, train
+from experiments import Results, Setting, markdown, program, rows_of, study_parser, train
 
 PROBES = ("state_age", "state_drift", "carry_gain", "stale_gap")
 TEXT, RECALL = "text", "key recall"
@@ -24,7 +24,6 @@ TEXT, RECALL = "text", "key recall"
 CONFIG = """
 [train]
 steps = {steps}
-device = "cpu"
 
 [data]
 seq_len = {cell}
@@ -48,13 +47,6 @@ lr = 3e-3
 [scheduler]
 name = "constant"
 warmup_steps = 20
-
-[gns]
-enabled = false
-
-[metrics]
-log_interval = 10
-stdout = "off"
 
 [eval]
 holdout_fraction = 0.05
@@ -145,14 +137,9 @@ COLUMNS = (
 
 def table(axis: Axis, results: Results) -> str:
     """A Markdown table: mean +- standard error over the seeds."""
-    lines = [
-        f"**{axis.title}**",
-        "",
-        f"| {axis.column} | {' | '.join(name for _, name, _ in COLUMNS)} |",
-        "|---" * (len(COLUMNS) + 1) + "|",
-    ]
+    rows = []
     for label, setting in axis.settings:
-        cells = []
+        cells = [label]
         for key, _, form in COLUMNS:
             found = results.mean(setting, key)
             if found is None:
@@ -161,8 +148,8 @@ def table(axis: Axis, results: Results) -> str:
                 cells.append(f"{found[0]:{form}}")
             else:
                 cells.append(f"{found[0]:{form}} +- {found[1]:{form}}")
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append(cells)
+    return f"**{axis.title}**\n\n{markdown([axis.column, *(name for _, name, _ in COLUMNS)], rows)}\n"
 
 
 def main() -> None:

@@ -8,15 +8,15 @@ smoke config's.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shutil
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
-from bench_table import Figure, bench_parser, over, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, over, ratio_figure, run_bench
 from trainer_run import GPU_CONFIG, TINY, plan_of, run_trainer
 from turns import Turn, run_in_turns
 
@@ -43,12 +43,8 @@ def plan_here(folder: Path, family: str, args: argparse.Namespace, *, is_compile
 
 def measure(family: str, args: argparse.Namespace) -> list[Figure]:
     """Figures of a family."""
-    given = ("--families", family, "--only")
-    blocks = run_in_turns({name: (*given, name) for name in ("eager", "compiled")}, args.steps)
-    losses = ([loss for block in each for loss in block.losses] for each in blocks.values())
-    tolerance = 1e-3 if args.device == "cpu" else 5e-2
-    for step, (eager, compiled) in enumerate(zip(*losses, strict=True), 1):
-        assert math.isclose(eager, compiled, rel_tol=tolerance), (family, step, eager, compiled)
+    runs = {name: partial(only, family, name == "compiled", args) for name in ("eager", "compiled")}
+    blocks = run_in_turns(runs, args.device, args.steps)
     speeds = {name: [block.tokens / block.seconds for block in each[1:]] for name, each in blocks.items()}
     figures = [
         ratio_figure(f"{family}: tokens per second, compiled over eager", over(speeds["compiled"], speeds["eager"]))
@@ -63,6 +59,13 @@ def measure(family: str, args: argparse.Namespace) -> list[Figure]:
     return figures if mfu is None else [*figures, Figure(f"{family}, compiled: MFU", float(mfu))]
 
 
+def figures(args: argparse.Namespace) -> list[Figure]:
+    """Of all families."""
+    if args.device == "cpu" and shutil.which("g++") is None:
+        raise SystemExit("torch compiles for the CPU with a C++ compiler, and g++ is not on PATH")
+    return [figure for family in args.families or FAMILIES[args.device] for figure in measure(family, args)]
+
+
 def mfu_of(family: str, args: argparse.Namespace, tokens_per_sec: float) -> float | torch.Tensor | None:
     """Model FLOPs utilization; None where the device's peak is not known."""
     with tempfile.TemporaryDirectory() as name, torch.device("meta"):
@@ -72,13 +75,12 @@ def mfu_of(family: str, args: argparse.Namespace, tokens_per_sec: float) -> floa
     return compute_mfu(tokens_per_sec=tokens_per_sec, flops_per_token=flops, num_devices=1, peak_tflops=peak)
 
 
-def only(mode: str, args: argparse.Namespace) -> None:
+def only(family: str, is_compiled: bool, args: argparse.Namespace, turn: Turn) -> None:
     """Run one of the two, in its turns."""
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-    device = torch.device(args.device)
     with tempfile.TemporaryDirectory() as name:
-        plan = plan_here(Path(name), args.families[-1], args, is_compiled=mode == "compiled")
-        run_trainer(plan, Path(name), device, Turn(device))
+        plan = plan_here(Path(name), family, args, is_compiled=is_compiled)
+        run_trainer(plan, Path(name), torch.device(args.device), turn)
 
 
 def main() -> None:
@@ -87,16 +89,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", help="only these")
     parser.add_argument("--tiny", action="store_true", help="shrink models and batches: a rehearsal")
     parser.add_argument("--steps", type=int, default=60, help="steps of each run, a multiple of 10")
-    parser.add_argument("--only", choices=["eager", "compiled"], help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    torch.set_num_threads(torch.get_num_threads() if args.device == "cuda" else 1)
-    if args.only:
-        only(args.only, args)
-        return
-    if args.device == "cpu" and shutil.which("g++") is None:
-        parser.error("torch compiles for the CPU with a C++ compiler, and g++ is not on PATH")
-    families = args.families or FAMILIES[args.device]
-    print_figures("compile", [figure for family in families for figure in measure(family, args)], args)
+    run_bench("compile", parser, figures)
 
 
 if __name__ == "__main__":

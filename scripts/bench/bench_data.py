@@ -9,15 +9,15 @@ targets, keeps no position, and reports nothing.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from bench_table import Figure, bench_parser, in_turns, over, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, in_turns, over, ratio_figure, run_bench, seconds_of
 
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.documents import ReadOptions
@@ -43,12 +43,14 @@ def write_corpus(folder: Path, num_streams: int, samples: int) -> list[Path]:
     return paths
 
 
-def dataset(paths: list[Path], name: str, num_mixed: int) -> StreamMixingDataset:
-    """A mixing dataset over some of the files."""
+def dataset(
+    paths: Sequence[Path], name: str, num_mixed: int, *, seq_len: int = SEQ_LEN, eod: int | None = None
+) -> StreamMixingDataset:
+    """A mixing dataset over some headerless token files, in one pool."""
     return StreamMixingDataset(
         discover_direct(paths),
-        CutOptions(name, SEQ_LEN),
-        ReadOptions(IdsTokenizer(VOCAB), dtype="uint16"),
+        CutOptions(name, seq_len),
+        ReadOptions(IdsTokenizer(VOCAB), dtype="uint16", eod=eod),
         MixOptions(num_mixed, batch_size=ROWS),
     )
 
@@ -106,9 +108,7 @@ def time_in_turns(loops: dict[str, Loop], batches: int, rounds: int) -> dict[str
     """Microseconds a batch, of each round."""
 
     def us_per_batch(loop: Loop) -> float:
-        begin = time.perf_counter()
-        loop(batches)
-        return (time.perf_counter() - begin) / batches * 1e6
+        return seconds_of(partial(loop, batches), "cpu") / batches * 1e6
 
     return in_turns({name: partial(us_per_batch, loop) for name, loop in loops.items()}, rounds)
 
@@ -137,7 +137,7 @@ def metrics_cost(paths: list[Path], num_readers: int, picks: int, rounds: int) -
     return [high - low for high, low in zip(times["observed"], times["bare"], strict=True)]
 
 
-def figures(batches: int, rounds: int) -> list[Figure]:
+def measure(args: argparse.Namespace) -> list[Figure]:
     """Everything."""
     with tempfile.TemporaryDirectory() as folder:
         paths = write_corpus(Path(folder), len(WEIGHTS), SAMPLES)
@@ -148,7 +148,7 @@ def figures(batches: int, rounds: int) -> list[Figure]:
             "bare loop": bare_loop(paths, with_targets=False),
             "bare loop with targets": bare_loop(paths, with_targets=True),
         }
-        times = time_in_turns(loops, batches, rounds)
+        times = time_in_turns(loops, args.batches, args.rounds)
     found = []
     for name, each in times.items():
         goal = BATCH_GOAL_US if "metrics on" in name else None
@@ -159,7 +159,7 @@ def figures(batches: int, rounds: int) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         many = write_corpus(Path(folder), max(GOALS_US), 512)
         for size, goal in GOALS_US.items():
-            costs = metrics_cost(many, size, batches, rounds)
+            costs = metrics_cost(many, size, args.batches, args.rounds)
             found.append(Figure(f"one pick's metrics at K={size}", statistics.median(costs), "us", at_most=goal))
     return found
 
@@ -169,8 +169,7 @@ def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--batches", type=int, default=400, help="batches a turn")
     parser.add_argument("--rounds", type=int, default=75, help="turns of each, after one that warms up")
-    args = parser.parse_args()
-    print_figures("data", figures(args.batches, args.rounds), args)
+    run_bench("data", parser, measure)
 
 
 if __name__ == "__main__":

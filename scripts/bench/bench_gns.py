@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from bench_table import Figure, bench_parser, growth_mb, in_child, print_figures, ratio_figure
+from bench_table import Figure, bench_parser, growth_mb, in_child, ratio_figure, run_bench
 from torch import Tensor, nn
 
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, row_norms, square_sum
@@ -83,20 +83,16 @@ class Snapshots:
 class Bench:
     """A model, its optimizer and the ways of measuring."""
 
-    def __init__(self, args: argparse.Namespace, clock: Callable[[], float]) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self._clock = clock
         self._is_cuda = args.device == "cuda"
+        self._clock = time.perf_counter if self._is_cuda else time.process_time
         self.model = build(VOCAB, args.dim, args.layers).to(args.device)
-        self.gns = TimedNoiseScale(self.model, clock)
+        self.num_parameters = sum(p.numel() for p in self.model.parameters())
+        self.gns = TimedNoiseScale(self.model, self._clock)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self._snapshots = Snapshots(self.model)
         self._rows = torch.randint(VOCAB, (args.rows, args.seq_len + 1)).to(args.device)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters of the model."""
-        return sum(p.numel() for p in self.model.parameters())
 
     def step(self, kind: str, m: int) -> float:
         """One optimizer step; its seconds."""
@@ -148,14 +144,16 @@ def ratios(bench: Bench, m: int, rounds: int, rng: random.Random) -> dict[str, l
     return result
 
 
-def peak_growth(make: Callable[[], Bench], kind: str, device: str) -> float:
+def peak_growth(args: argparse.Namespace, kind: str) -> float:
     """Growth of the peak memory in MB over two steps of m = 2, after one without any measuring."""
-    bench = make()
-    return growth_mb(lambda: bench.step("none", 2), lambda: [bench.step(kind, 2) for _ in range(2)], device)
+    args.rows, args.seq_len = 1, 16  # so that activations do not hide it
+    bench = Bench(args)
+    return growth_mb(lambda: bench.step("none", 2), lambda: [bench.step(kind, 2) for _ in range(2)], args.device)
 
 
-def figures(bench: Bench, args: argparse.Namespace) -> list[Figure]:
+def figures(args: argparse.Namespace) -> list[Figure]:
     """Step times by number of micro-batches, and memory."""
+    bench = Bench(args)
     found: list[Figure] = [Figure("parameters", bench.num_parameters)]
     rng = random.Random(0)
     for m in args.micro_batches:
@@ -169,8 +167,7 @@ def figures(bench: Bench, args: argparse.Namespace) -> list[Figure]:
     found.append(Figure("one copy of the gradients", size, "MB"))
     for kind in KINDS:
         goal = 0.1 * size if kind == "hooks" else None
-        # In a process of its own, on one short row, so that activations do not hide it.
-        growth = in_child(f"--memory-of={kind}", "--rows=1", "--seq-len=16")
+        growth = in_child(peak_growth, args, kind)
         found.append(Figure(f"peak memory beyond the first step: {kind}", growth, "MB", at_most=goal))
     return found
 
@@ -184,20 +181,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=8, help="rows per micro-batch")
     parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
-    parser.add_argument("--memory-of", choices=KINDS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-
-    def make() -> Bench:
-        is_cpu_time = args.clock == "cpu" and args.device == "cpu"
-        return Bench(args, time.process_time if is_cpu_time else time.perf_counter)
-
-    if args.memory_of:
-        print(peak_growth(make, args.memory_of, args.device))
-        return
-    print_figures("gns", figures(make(), args), args)
+    run_bench("gns", parser, figures)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from bench_data import ROWS, VOCAB, dataset, loop_over, time_in_turns
 from bench_metrics import make_tracker
-from bench_table import Figure, bench_parser, print_figures
+from bench_table import Figure, bench_parser, run_bench
 from collectives import count_collectives
 
-from trainer.data.documents import ReadOptions
-from trainer.data.groups import CutOptions
-from trainer.data.layout import discover_direct
-from trainer.data.mixing import MixOptions, StreamMixingDataset
-from trainer.data.tokenizer import IdsTokenizer
+from trainer.data.mixing import StreamMixingDataset
 from trainer.metrics.aggregate import rank_operations, reduce_over_ranks
 
-SEQ_LEN, ROWS, VOCAB = 64, 8, 50_000
+SEQ_LEN = 64
 MAX_SLOPE, MAX_FLAT = 1.1, 0.25
 Points = list[tuple[int, float]]
 STRATEGIES = {
@@ -41,27 +38,14 @@ STRATEGIES = {
 BLOCKS = 3
 
 
-def dataset(paths: Sequence[Path], num_mixed: int) -> StreamMixingDataset:
-    """One source of headerless token files in one pool."""
-    return StreamMixingDataset(
-        discover_direct(paths),
-        CutOptions("growth", SEQ_LEN),
-        ReadOptions(IdsTokenizer(VOCAB), dtype="uint16", eod=0),
-        MixOptions(num_mixed, batch_size=ROWS),
-    )
+def pool(paths: Sequence[Path], num_mixed: int) -> StreamMixingDataset:
+    """One source of documents that `write_tokens` wrote."""
+    return dataset(paths, "growth", num_mixed, seq_len=SEQ_LEN, eod=0)
 
 
 def us_per_batch(mixing: StreamMixingDataset, batches: int) -> float:
     """Median of five turns, metrics drained at every batch."""
-    turns = []
-    for turn in range(6):
-        began = time.perf_counter()
-        for _ in range(batches):
-            next(mixing)
-            mixing.drain_step_metrics()
-        if turn:
-            turns.append((time.perf_counter() - began) / batches * 1e6)
-    return statistics.median(turns)
+    return statistics.median(time_in_turns({"mixing": loop_over(mixing, drain=True)}, batches, rounds=5)["mixing"])
 
 
 def write_tokens(path: Path, documents: int, cells: int) -> None:
@@ -83,7 +67,7 @@ def over_streams(sizes: Sequence[int], batches: int) -> tuple[Points, Points]:
             for path in paths[1:]:
                 path.symlink_to(first)  # file systems limit the number of hard links to one file
             began = time.perf_counter()
-            mixing = dataset(paths, 8)
+            mixing = pool(paths, 8)
             opening.append((size, time.perf_counter() - began))
             per_batch.append((size, us_per_batch(mixing, batches)))
     return per_batch, opening
@@ -97,7 +81,7 @@ def over_groups(sizes: Sequence[int], batches: int) -> Points:
             paths = [Path(name, f"s{number}.bin") for number in range(8)]
             for path in paths:
                 write_tokens(path, documents=size // 8, cells=1)
-            points.append((size, us_per_batch(dataset(paths, 8), min(batches, max(size // ROWS // 8, 10)))))
+            points.append((size, us_per_batch(pool(paths, 8), min(batches, max(size // ROWS // 8, 10)))))
     return points
 
 
@@ -109,7 +93,7 @@ def over_pool(sizes: Sequence[int], batches: int) -> Points:
         for path in paths:
             write_tokens(path, documents=32, cells=8)
         for size in sizes:
-            points.append((size, us_per_batch(dataset(paths, size), batches)))
+            points.append((size, us_per_batch(pool(paths, size), batches)))
     return points
 
 
@@ -182,8 +166,7 @@ def main() -> None:
     parser.add_argument("--pool", type=int, nargs="+", default=[4, 16, 64, 256])
     parser.add_argument("--keys", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--batches", type=int, default=300, help="batches (steps) per round")
-    args = parser.parse_args()
-    print_figures("growth", measure(args), args)
+    run_bench("growth", parser, measure)
 
 
 if __name__ == "__main__":

@@ -8,22 +8,11 @@ weight instead of 3, but touch less memory.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from functools import partial
 
 import torch
-from bench_table import (
-    Figure,
-    bench_parser,
-    growth_mb,
-    in_child,
-    in_turns,
-    over,
-    print_figures,
-    ratio_figure,
-    seconds_of,
-)
+from bench_table import Figure, bench_parser, growth_mb, in_child, in_turns, over, ratio_figure, run_bench, seconds_of
 from torch import Tensor, nn
 
 from trainer.model import transformer
@@ -73,7 +62,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     for vocab_size in args.vocabularies:
         ways, tokens = make(args, vocab_size), draw(args, vocab_size)
         times = in_turns({way: partial(step, *ways[way], tokens) for way in WAYS}, args.rounds)
-        memory = {way: in_child("--memory-of", way, str(vocab_size)) for way in WAYS}
+        memory = {way: in_child(memory_of_step, args, way, vocab_size) for way in WAYS}
         is_large = vocab_size >= VOCABULARIES[-1]
         for way in WAYS:
             found.append(Figure(f"V = {vocab_size:,}, {way}: peak memory of a step", memory[way], "MB"))
@@ -96,15 +85,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=128, help="chunk_tokens")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=list(VOCABULARIES), help="sizes")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--memory-of", nargs=2, help="print the MB of this way and vocabulary alone")
-    args = parser.parse_args()
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    if args.memory_of:
-        way, vocab_size = args.memory_of
-        print(json.dumps(memory_of_step(args, way, int(vocab_size))))
-        return
-    print_figures("head", measure(args), args)
+    run_bench("head", parser, measure)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from bench_table import Figure, bench_parser, print_figures
+from bench_table import Figure, bench_parser, over, run_bench, seconds_of
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -37,22 +37,6 @@ MOST_BATCH_BYTES = 2 * 10**8
 MAX_GROWTH = 2.0
 
 
-class LedgerSteps:
-    """The ledger, a micro-batch a step."""
-
-    def __init__(self, capacity: int) -> None:
-        self.ledger = Ledger(state_width=WIDTH, capacity=capacity, wipe_mode="lru")
-        self._cells = np.ones(BATCH, np.int64)
-        self._lasts = np.zeros(BATCH, np.bool_)
-
-    def step(self, step: int, groups: Ints, states: Tensor) -> Tensor:
-        """Look up and store one batch."""
-        self.ledger.begin_step(step)
-        found = self.ledger.lookup(groups, self._cells)
-        self.ledger.store(groups, self._cells, self._lasts, states)
-        return found
-
-
 def window_batches(live: int, rng: np.random.Generator) -> Iterator[Ints]:
     """Batches of groups from a window of `live` groups that moves on by `NUM_NEW` a step."""
     first_new = live
@@ -63,24 +47,16 @@ def window_batches(live: int, rng: np.random.Generator) -> Iterator[Ints]:
         first_new += NUM_NEW
 
 
-def timed(durations: list[float], run: Callable[[], object], device: str = "cpu") -> float:
-    """Run and note how long it took, to the end of what it queued on the device; when the call returned."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    returned = time.perf_counter() - start
-    if device == "cuda":
-        torch.cuda.synchronize()
-    durations.append(time.perf_counter() - start)
-    return returned
-
-
 def measure(live: int, num_steps: int) -> tuple[float, float]:
     """Median microseconds a step of the ledger, and of the bare gather + scatter."""
     rng = np.random.default_rng(live)
-    ledger, slab = LedgerSteps(live), torch.zeros(live, WIDTH)
-    states = torch.randn(BATCH, WIDTH)
+    ledger, slab = Ledger(state_width=WIDTH, capacity=live, wipe_mode="lru"), torch.zeros(live, WIDTH)
+    states, cells, lasts = torch.randn(BATCH, WIDTH), np.ones(BATCH, np.int64), np.zeros(BATCH, np.bool_)
+
+    def look_up_and_store(step: int, groups: Ints) -> None:
+        ledger.begin_step(step)
+        ledger.lookup(groups, cells)
+        ledger.store(groups, cells, lasts, states)
 
     def gather_and_scatter(slots: Tensor) -> None:  # the floor: of rows whose places are known
         slab.index_select(0, slots)
@@ -89,7 +65,7 @@ def measure(live: int, num_steps: int) -> tuple[float, float]:
     step = 0
     for first in range(0, live - live % BATCH, BATCH):
         step += 1
-        ledger.step(step, np.arange(first, first + BATCH), states)
+        look_up_and_store(step, np.arange(first, first + BATCH))
     batches = window_batches(live, np.random.default_rng(live))
     # Made beforehand, so that between the steps nothing but the other store runs.
     planned = [next(batches) for _ in range(num_steps)]
@@ -98,10 +74,9 @@ def measure(live: int, num_steps: int) -> tuple[float, float]:
     ours: list[float] = []
     bare: list[float] = []
     for first in range(0, num_steps, BLOCK):
-        for number, groups in enumerate(planned[first : first + BLOCK], start=step + first + 1):
-            timed(ours, partial(ledger.step, number, groups, states))
-        for slots in places[first : first + BLOCK]:
-            timed(bare, partial(gather_and_scatter, slots))
+        numbered = enumerate(planned[first : first + BLOCK], start=step + first + 1)
+        ours += [seconds_of(partial(look_up_and_store, number, groups), "cpu") for number, groups in numbered]
+        bare += [seconds_of(partial(gather_and_scatter, slots), "cpu") for slots in places[first : first + BLOCK]]
     warm = num_steps // 5
     return statistics.median(ours[warm:]) * 1e6, statistics.median(bare[warm:]) * 1e6
 
@@ -132,12 +107,15 @@ def measure_wide(
     for first in range(0, live, batch):
         filled = np.arange(first, min(first + batch, live))
         ledger.store(filled, cells[: len(filled)], lasts[: len(filled)], states[: len(filled)])
-    times: tuple[list[float], list[float]] = [], []
-    on_host = []
+    ours: list[float] = []
+    bares: list[float] = []
+    on_host: list[float] = []
 
     def use_ledger() -> None:
+        began = time.perf_counter()
         ledger.lookup(groups, cells)
         ledger.store(groups, cells, lasts, states)
+        on_host.append(time.perf_counter() - began)
 
     def use_bare() -> None:
         if is_on_host:
@@ -151,12 +129,10 @@ def measure_wide(
         ledger.begin_step(step)
         groups = rng.choice(live, batch, replace=False)
         places = torch.from_numpy(groups).to(device)
-        for number in (0, 1) if step % 2 else (1, 0):
-            returned = timed(times[number], (use_ledger, use_bare)[number], device)
-            if number == 0:
-                on_host.append(returned)
-    ratio = statistics.median(ours / bares for ours, bares in zip(*times, strict=True))
-    return WideTimes(ratio, statistics.median(times[0]), statistics.median(on_host))
+        both = ((ours, use_ledger), (bares, use_bare))
+        for times, use in both if step % 2 else both[::-1]:
+            times.append(seconds_of(use, device))
+    return WideTimes(statistics.median(over(ours, bares)), statistics.median(ours), statistics.median(on_host))
 
 
 def row_figures(args: argparse.Namespace) -> list[Figure]:
@@ -171,9 +147,8 @@ def row_figures(args: argparse.Namespace) -> list[Figure]:
         where = f"{batch} of {live:,} states of {num_bytes:,} bytes"
         is_on_host = args.device == "cuda" and args.placement == "host"
         yardstick = "pinned copies in one piece" if is_on_host else "bare gather + scatter"
-        over = f"{where}: ledger over {yardstick}"
         found += [
-            Figure(over, took.over_bare, "x"),
+            Figure(f"{where}: ledger over {yardstick}", took.over_bare, "x"),
             Figure(f"{where}: ledger", took.seconds * 1e6, "us"),
             Figure(f"{where}: the host is busy", took.host_seconds * 1e6, "us"),
             Figure(f"{where}: read and written", 2 * batch * num_bytes / took.seconds / 1e9, "GB/s"),
@@ -181,12 +156,17 @@ def row_figures(args: argparse.Namespace) -> list[Figure]:
     return found
 
 
-def figures(lives: Sequence[int], num_steps: int) -> list[Figure]:
+def figures(args: argparse.Namespace) -> list[Figure]:
     """All sizes."""
+    torch.manual_seed(0)
+    if args.row_bytes:
+        return row_figures(args)
+    if args.device == "cuda":
+        raise SystemExit("--device cuda needs --row-bytes: the groups are kept on the CPU")
     found: list[Figure] = []
     costs = []
-    for live in lives:
-        ours, bare = measure(live, num_steps)
+    for live in args.live:
+        ours, bare = measure(live, args.steps)
         costs.append(ours)
         found.append(Figure(f"{live:,} live groups: ledger", ours, "us"))
         name = f"{live:,} live groups: ledger over bare gather + scatter"
@@ -204,19 +184,12 @@ def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--live", type=int, nargs="+", default=[10_000, 1_000_000], help="live groups")
     parser.add_argument("--steps", type=int, default=2000, help="steps per size and pattern")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--row-bytes", type=int, nargs="+", help="measure states of these sizes alone")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="with --row-bytes: of the states")
     parser.add_argument("--placement", default="device", choices=["device", "host"], help="with --row-bytes: on CUDA")
     parser.add_argument("--wide-steps", type=int, default=WIDE_STEPS, help="with --row-bytes: steps per size")
     parser.add_argument("--megabytes", type=int, default=2000, help="with --row-bytes: of all states, at most 65,536")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    if args.device == "cuda" and not args.row_bytes:
-        parser.error("--device cuda needs --row-bytes: the groups are kept on the CPU")
-    found = row_figures(args) if args.row_bytes else figures(args.live, args.steps)
-    print_figures("ledger", found, args)
+    run_bench("ledger", parser, figures)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ means nothing. States in the host's memory must take from the device what the pr
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from bench_table import Figure, bench_parser, in_child, peak_mb, print_figures
+from bench_table import Figure, bench_parser, in_child, peak_mb, run_bench
 from trainer_run import GPU_CONFIG, LOG_INTERVAL, TINY, StepWatcher, plan_of, run_trainer
 
 from trainer.tools.memory import predict_memory, resident_bytes
@@ -36,14 +35,11 @@ class Watch(StepWatcher):
 
     def update(self, step: int, loss: float, tokens: int) -> None:
         """After a step."""
-        if self._device == "cuda":
-            self.in_use.append(torch.cuda.memory_allocated() / 1e6)
-            self.peaks.append(torch.cuda.max_memory_allocated() / 1e6)
-            if len(self.peaks) == 2:  # the first steps make what stays, such as the optimizer's state
-                torch.cuda.reset_peak_memory_stats()
-            return
-        self.in_use.append(resident_bytes() / 1e6)
-        self.peaks.append(peak_mb("cpu"))
+        is_cuda = self._device == "cuda"
+        self.in_use.append((torch.cuda.memory_allocated() if is_cuda else resident_bytes()) / 1e6)
+        self.peaks.append(peak_mb(self._device))
+        if is_cuda and len(self.peaks) == 2:  # the first steps make what stays, such as the optimizer's state
+            torch.cuda.reset_peak_memory_stats()
 
 
 def measure_one(args: argparse.Namespace, sets: Sequence[str]) -> dict[str, float]:
@@ -71,7 +67,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     if args.device == "cuda":
         runs["on the device, compiled"] = [*own, "train.compile=true"]
     for name, sets in runs.items():
-        took = measured[name] = in_child("--one", *(word for each in sets for word in ("--set", each)))
+        took = measured[name] = in_child(measure_one, args, sets)
         is_compiled = name.endswith("compiled")
         ratio = took["measured"] / took["predicted"]
         limits = {} if is_compiled else {"at_least": LEAST_OVER, "at_most": MOST_OVER}
@@ -92,12 +88,7 @@ def main() -> None:
     """Measure and print."""
     parser = bench_parser(__doc__, device="cuda", sets=True)
     parser.add_argument("--steps", type=int, default=30, help="a multiple of the log interval, 10")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        print(json.dumps(measure_one(args, args.sets)))
-        return
-    print_figures("memory", measure(args), args)
+    run_bench("memory", parser, measure)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ wandb is not included: its client's `log` alone takes 75 to 270 us.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_table import Figure, bench_parser, print_figures
+from bench_table import Figure, bench_parser, run_bench, seconds_of
 
 from trainer.metrics.aggregate import SumCount, Value, rank_operations, reduce_over_ranks
 from trainer.metrics.catalog.lookup import CATALOG
@@ -90,24 +91,23 @@ def reduced_us(repeats: int) -> float:
     weighted = dict.fromkeys((key for key, how in plan.items() if how == "weighted_mean"), sums)
     local: dict[str, Value] = {**dict.fromkeys(keys, 1.0), **weighted}
 
-    def reduce(_: int) -> float:
-        began = time.perf_counter()
+    def reduce() -> None:
         reduce_over_ranks(local, plan, device="cpu", world_size=1)
-        return time.perf_counter() - began
 
-    return median_us(reduce, repeats)
+    return median_us(lambda _: seconds_of(reduce, "cpu"), repeats)
 
 
-def measure(repeats: int) -> list[Figure]:
+def measure(args: argparse.Namespace) -> list[Figure]:
     """All figures, in microseconds."""
     unlogged, sections = (
-        median_us(make_step(make_tracker(10**9), {}, sections=of_sections), repeats) for of_sections in (False, True)
+        median_us(make_step(make_tracker(10**9), {}, sections=of_sections), args.repeats)
+        for of_sections in (False, True)
     )
     return [
         Figure("end_step, not logged", unlogged, "us", at_most=20),
-        Figure("end_step, 60 keys to jsonl and stdout", logged_us(repeats), "us", at_most=250),
+        Figure("end_step, 60 keys to jsonl and stdout", logged_us(args.repeats), "us", at_most=250),
         Figure("three timed sections of a step", sections, "us"),
-        Figure("reducing 60 keys on one rank", reduced_us(repeats), "us"),
+        Figure("reducing 60 keys on one rank", reduced_us(args.repeats), "us"),
     ]
 
 
@@ -115,10 +115,7 @@ def main() -> None:
     """Measure and print."""
     parser = bench_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5000, help="steps of each measurement")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    print_figures("metrics", measure(args.repeats), args)
+    run_bench("metrics", parser, measure)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from bench_table import Figure, Table, bench_parser, print_figures
+from bench_table import Figure, Table, bench_parser, run_bench
 from torch.profiler import ProfilerActivity, profile, schedule
 from trainer_run import GPU_CONFIG, TINY, StepWatcher, plan_of, run_trainer
 
@@ -50,7 +50,7 @@ def profile_run(device: str, sets: Sequence[str], trace: Path) -> TraceSummary:
     return summarize(read_trace(trace))
 
 
-def measure(found: TraceSummary) -> tuple[list[Figure], list[Table]]:
+def measure(found: TraceSummary) -> list[Figure | Table]:
     """Figures, and the table of kernels."""
     figures = [
         Figure("profiled steps", found.num_steps),
@@ -71,7 +71,7 @@ def measure(found: TraceSummary) -> tuple[list[Figure], list[Table]]:
     if found.num_synchronizations:
         calls = [(step, name, count) for step, each in found.synchronizations.items() for name, count in each.items()]
         tables.append(Table("Synchronizations", ("profiled step", "call", "times"), calls))
-    return figures, tables
+    return [*figures, *tables]
 
 
 def short(name: str) -> str:
@@ -83,10 +83,7 @@ def main() -> None:
     """Measure and print."""
     parser = bench_parser(__doc__, device="cuda", sets=True)
     parser.add_argument("--trace", type=Path, default=Path("build/trace.json.gz"), help="where the trace is written")
-    args = parser.parse_args()
-    sets = [*(["train.compile=false"] if args.device == "cpu" else []), *args.sets]
-    figures, tables = measure(profile_run(args.device, sets, args.trace))
-    print_figures("profile", figures, args, tables)
+    run_bench("profile", parser, lambda args: measure(profile_run(args.device, args.sets, args.trace)))
 
 
 if __name__ == "__main__":

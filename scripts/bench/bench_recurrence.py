@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench_table import Figure, bench_parser, in_turns, over, print_figures, ratio_figure, seconds_of
+from bench_table import Figure, bench_parser, in_turns, over, ratio_figure, run_bench, seconds_of
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -128,12 +128,16 @@ def scan_bandwidth(batch: int, length: int, dim: int) -> list[Figure]:
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     """Ratios at each length, and how our time per token grows with length."""
+    if args.device == "cuda" and not HAS_TRITON:
+        raise SystemExit("--device cuda measures Triton kernels, and triton is not installed")
+    default = DEFAULT_SIZES[args.device]
+    dim, tokens = args.dim or default["dim"], args.tokens or default["tokens"]
     torch.manual_seed(0)
     found: list[Figure] = []
     medians: dict[int, float] = {}
     for length in args.lengths:
-        x = torch.randn(args.tokens // length, length, args.dim, device=args.device, dtype=dtype_of(args.device))
-        candidates = layers(args.dim, args.device)
+        x = torch.randn(tokens // length, length, dim, device=args.device, dtype=dtype_of(args.device))
+        candidates = layers(dim, args.device)
         times = in_turns(
             {name: functools.partial(seconds, layer, x) for name, layer in candidates.items()}, args.rounds
         )
@@ -147,7 +151,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         found.append(Figure(f"T={length}: ours, seconds", medians[length], "s"))
         found.append(Figure(f"T={length}: ours, minimum bytes over time", moved / medians[length] / 1e9, "GB/s"))
         if args.device == "cuda":
-            found += scan_bandwidth(args.tokens // length, length, args.dim)
+            found += scan_bandwidth(tokens // length, length, dim)
     first, last = args.lengths[0], args.lengths[-1]
     # The number of tokens is fixed: linear cost gives 1, quadratic cost last / first.
     growth = medians[last] / medians[first]
@@ -162,15 +166,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="tokens per batch, at every length; default: 4096, 32768 on CUDA")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    elif not HAS_TRITON:
-        parser.error("--device cuda measures Triton kernels, and triton is not installed")
-    for name, size in DEFAULT_SIZES[args.device].items():
-        if getattr(args, name) is None:
-            setattr(args, name, size)
-    print_figures("recurrence", measure(args), args)
+    run_bench("recurrence", parser, measure)
 
 
 if __name__ == "__main__":

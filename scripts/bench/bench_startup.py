@@ -6,6 +6,7 @@ to the payload of step 1. Numbers are medians over fresh processes with files in
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -13,10 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from bench_table import Figure, bench_parser, print_figures
-from trainer_run import CONFIG, LOG_INTERVAL, write_corpus
+from bench_table import Figure, bench_parser, in_turns, median_figure, run_bench, seconds_of
+from trainer_run import overrides, write_config
 
 MAX_HELP_SEC = 0.4
 PROGRAM = str(Path(__file__).resolve().parents[2] / "train")
@@ -24,14 +26,12 @@ PROGRAM = str(Path(__file__).resolve().parents[2] / "train")
 
 def seconds(command: Sequence[str]) -> float:
     """Run time of a process."""
-    began = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "NO_COLOR": "1"})
-    return time.perf_counter() - began
+    environ = {**os.environ, "NO_COLOR": "1"}
+    return seconds_of(lambda: subprocess.run(command, check=True, capture_output=True, env=environ), "cpu")
 
 
-def seconds_to_first_step(config: Path, runs: Path) -> float:
+def seconds_to_first_step(command: Sequence[str]) -> float:
     """Time from the launch of a run to the payload of its first step on stdout."""
-    command = [sys.executable, PROGRAM, "--config", str(config), "--set", f'run.dir="{runs}"']
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
@@ -42,36 +42,24 @@ def seconds_to_first_step(config: Path, runs: Path) -> float:
     return spent
 
 
-def measure(rounds: int) -> list[Figure]:
+def measure(args: argparse.Namespace) -> list[Figure]:
     """All figures, measured in turn."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_corpus(folder / "corpus")
-        config = folder / "bench.toml"
-        text = CONFIG.format(steps=1, device="cpu", log_interval=LOG_INTERVAL, corpus=folder / "corpus")
-        config.write_text(text.replace("dim = 512\nnum_layers = 6", "dim = 64\nnum_layers = 2"), encoding="utf-8")
+        sets = [f"--set={each}" for each in (*overrides(1, "cpu"), f'run.dir="{folder}/runs"')]
+        run = [sys.executable, PROGRAM, "--config", str(write_config(folder)), *sets]
         commands = {
             "python alone": [sys.executable, "-c", "pass"],
             "train --help": [sys.executable, PROGRAM, "--help"],
             "import torch": [sys.executable, "-c", "import torch"],
             "import trainer": [sys.executable, "-c", "import trainer.training.main"],
         }
-        times: dict[str, list[float]] = {name: [] for name in [*commands, "first step"]}
-        for _ in range(rounds + 1):  # the first round fills the caches
-            for title, command in commands.items():
-                times[title].append(seconds(command))
-            times["first step"].append(seconds_to_first_step(config, folder / "runs"))
-    whole = {title: statistics.quantiles(each[1:], n=4) for title, each in times.items()}
-    python, torch, trainer = (whole[title][1] for title in ("python alone", "import torch", "import trainer"))
-    first_step = whole["first step"][1]
+        actions = {title: partial(seconds, command) for title, command in commands.items()}
+        times = in_turns({**actions, "first step": partial(seconds_to_first_step, run)}, args.rounds)
+    python, _, torch, trainer, first_step = map(statistics.median, times.values())
     return [
-        *(
-            Figure(name, middle, "s", low, high, at_most=at_most)
-            for name, (low, middle, high), at_most in (
-                ("train --help", whole["train --help"], MAX_HELP_SEC),
-                ("launch to first step", whole["first step"], None),
-            )
-        ),
+        median_figure("train --help", times["train --help"], "s", at_most=MAX_HELP_SEC),
+        median_figure("launch to first step", times["first step"], "s"),
         Figure("  of which python itself", python, "s"),
         Figure("  of which importing torch", torch - python, "s"),
         Figure("  of which importing the trainer and its dependencies", trainer - torch, "s"),
@@ -83,8 +71,7 @@ def main() -> None:
     """Measure and print."""
     parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
-    print_figures("start-up", measure(args.rounds), args)
+    run_bench("start-up", parser, measure)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,20 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from trainer.wording import counted
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,17 @@ class Figure:
         return " and ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
 
 
-def ratio_figure(
-    name: str, ratios: Sequence[float], *, at_least: float | None = None, at_most: float | None = None
+def median_figure(
+    name: str, values: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
 ) -> Figure:
+    """The median with the quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return Figure(name, middle, unit, low, high, at_least=at_least, at_most=at_most)
+
+
+def ratio_figure(name: str, ratios: Sequence[float], **goal: float | None) -> Figure:
     """The median of paired ratios with their quartiles."""
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    return Figure(name, middle, "x", low, high, at_least=at_least, at_most=at_most)
+    return median_figure(name, ratios, "x", **goal)
 
 
 def over(ours: Sequence[float], others: Sequence[float]) -> list[float]:
@@ -89,16 +97,10 @@ def growth_mb(small: Callable[[], object], run: Callable[[], object], device: st
     return peak_mb(device) - before
 
 
-def in_child(*arguments: str) -> Any:
-    """What a process of this program with these further arguments prints in its last line, as JSON.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    done = subprocess.run([sys.executable, *sys.argv, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def in_child(function: Callable[..., T], *arguments: object) -> T:
+    """What a function returns in a new process, which has memory of its own, and as many threads."""
+    with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (torch.get_num_threads(),)) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def machine() -> str:
@@ -150,10 +152,16 @@ def bench_parser(doc: str | None, *, device: str | None = None, sets: bool = Fal
     return parser
 
 
-def print_figures(
-    bench: str, figures: Sequence[Figure], args: argparse.Namespace, tables: Sequence[Table] = ()
+def run_bench(
+    bench: str, parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Sequence[Figure | Table]]
 ) -> None:
-    """Print to stdout, with `--json` as JSON; with `--check`, exit with 1 if a goal is missed."""
+    """Measure, on the CPU in one thread, and print; with `--check`, exit with 1 if a goal is missed."""
+    args = parser.parse_args()
+    if getattr(args, "device", "cpu") == "cpu":
+        torch.set_num_threads(1)
+    found = measure(args)
+    figures = [each for each in found if isinstance(each, Figure)]
+    tables = [each for each in found if isinstance(each, Table)]
     if args.json:
         rows = [{**asdict(figure), "goal": figure.goal, "is_met": figure.is_met} for figure in figures]
         content = {"figures": rows, "tables": [asdict(table) for table in tables]}

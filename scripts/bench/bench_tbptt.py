@@ -7,22 +7,11 @@ with activation checkpointing, all with the same gradient. Memory and times are 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from functools import partial
 
 import torch
-from bench_table import (
-    Figure,
-    bench_parser,
-    growth_mb,
-    in_child,
-    in_turns,
-    over,
-    print_figures,
-    ratio_figure,
-    seconds_of,
-)
+from bench_table import Figure, bench_parser, growth_mb, in_child, in_turns, over, ratio_figure, run_bench, seconds_of
 from torch import Tensor, nn
 
 from trainer.model import build
@@ -58,11 +47,11 @@ def step(model: nn.Module, tokens: Tensor) -> float:
     return seconds_of(run, tokens.device.type)
 
 
-def memory_of_step(args: argparse.Namespace) -> float:
+def memory_of_step(args: argparse.Namespace, way: str) -> float:
     """MB by which a step raises the peak, in this process."""
-    ways, tokens = make(args), draw(args, args.memory_of)
+    ways, tokens = make(args), draw(args, way)
     small = partial(step, ways["truncated"], tokens[:1, :1])
-    return growth_mb(small, partial(step, ways[args.memory_of], tokens), args.device)
+    return growth_mb(small, partial(step, ways[way], tokens), args.device)
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
@@ -74,7 +63,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         return step(ways[way], tokens) / tokens.numel() * 1e6
 
     times = in_turns({way: partial(us_per_token, way) for way in ways}, args.rounds)
-    memory = {way: in_child("--memory-of", way) for way in ways}
+    memory = {way: in_child(memory_of_step, args, way) for way in ways}
     found = []
     for way in ("truncated", *WAYS):
         found.append(Figure(f"{way}: time per token", statistics.median(times[way]), "us"))
@@ -96,14 +85,7 @@ def main() -> None:
     parser.add_argument("--cell", type=int, default=128, help="tokens per cell")
     parser.add_argument("--cells", type=int, default=8, help="cells per row, k")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory-of", choices=[*WAYS, "truncated"], help="print the MB of this way alone")
-    args = parser.parse_args()
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    if args.memory_of:
-        print(json.dumps(memory_of_step(args)))
-        return
-    print_figures("tbptt", measure(args), args)
+    run_bench("tbptt", parser, measure)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer_run import CONFIG, write_corpus
+from trainer_run import overrides, write_config
 
 PROGRAM = str(Path(__file__).resolve().parents[2] / "train")
-MICRO_BATCHES, LOG_INTERVAL, STEPS = 2, 4, 8  # the first is that of CONFIG
+MICRO_BATCHES, LOG_INTERVAL, STEPS = 2, 4, 8  # the first is that of the config
 # What torch is asked for: gloo carries a reduce-scatter out as an all-reduce.
 KINDS = {
     "c10d::allreduce_": "all-reduce",
@@ -59,6 +59,8 @@ def build(vocab_size, dim, num_layers):
 """
 
 SETS = (
+    *overrides(STEPS, "cpu"),
+    f"metrics.log_interval={LOG_INTERVAL}",
     'model.target="counted_model:build"',
     "model.contract=false",  # whose calls would be counted too
     "model.dim=16",
@@ -66,7 +68,6 @@ SETS = (
     "data.seq_len=32",
     "data.mixing.num_streams_mixed=2",
     "data.mixing.batch_size=2",
-    "checkpoint.every=0",
 )
 
 
@@ -87,15 +88,11 @@ def count_collectives(world_size: int, *sets: str) -> tuple[Sent, Sent]:
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_corpus(folder / "corpus")
         (folder / "counted_model.py").write_text(COUNTED_MODEL, encoding="utf-8")
-        config = folder / "growth.toml"
-        text = CONFIG.format(steps=STEPS, device="cpu", log_interval=LOG_INTERVAL, corpus=folder / "corpus")
-        config.write_text(text, encoding="utf-8")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-        words = [word for each in (*SETS, f"run.dir={folder}/runs", *sets) for word in ("--set", each)]
+        options = [f"--set={each}" for each in (*SETS, f"run.dir={folder}/runs", *sets)]
         subprocess.run(
-            [*launcher, PROGRAM, "--config", str(config), *words],
+            [*launcher, PROGRAM, "--config", str(write_config(folder)), *options],
             env={**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"},
             check=True,
             capture_output=True,

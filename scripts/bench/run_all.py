@@ -60,12 +60,9 @@ def section(bench: str, found: dict[str, Any], machine: str) -> str:
 def replace_section(page: Path, new: str) -> None:
     """Replace the section of the same title, or append it to the page if there is none."""
     title = new.splitlines()[0]
-    before, old, rest = page.read_text(encoding="utf-8").partition(f"{title}\n")
-    if not old:
-        page.write_text(f"{before.rstrip()}\n\n{new}", encoding="utf-8")
-        return
-    _, following, after = rest.partition("\n## ")
-    page.write_text(f"{before}{new}{following}{after}", encoding="utf-8")
+    before, _, old = page.read_text(encoding="utf-8").partition(f"{title}\n")
+    _, following, after = old.partition("\n## ")
+    page.write_text(f"{before.rstrip()}\n\n{new}{following}{after}", encoding="utf-8")
 
 
 def main() -> None:

@@ -38,9 +38,7 @@ CONFIG = """\
 [run]
 name = "bench"
 [train]
-steps = {steps}
 micro_batches = 2
-device = "{device}"
 [data]
 seq_len = 128
 [data.mixing]
@@ -63,10 +61,6 @@ dim = 384
 num_layers = 6
 [ledger]
 capacity = 1024
-[metrics]
-stdout = "json"
-log_interval = {log_interval}
-wandb = {{ mode = "disabled" }}
 """
 
 
@@ -100,17 +94,21 @@ def write_corpus(root: Path) -> None:
             (folder / f"{stream}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def write_config(folder: Path) -> Path:
+    """A config with a model of 10 M parameters, and its corpus. It needs the `overrides`."""
+    write_corpus(folder / "corpus")
+    path = folder / "bench.toml"
+    path.write_text(CONFIG.format(corpus=folder / "corpus"), encoding="utf-8")
+    return path
+
+
 def plan_of(folder: Path, given: Path | None, *, steps: int, device: str, sets: Sequence[str] = ()) -> Plan:
-    """The run to measure: from the given config, or a model of 10 M parameters on synthetic text.
+    """The run to measure: from the given config, or from that of `write_config`.
 
     Args:
         sets: settings, as after `--set`.
     """
-    if given is None:
-        write_corpus(folder / "corpus")
-        given = folder / "bench.toml"
-        text = CONFIG.format(steps=steps, device=device, log_interval=LOG_INTERVAL, corpus=folder / "corpus")
-        given.write_text(text, encoding="utf-8")
+    given = given or write_config(folder)
     watched = 'extension=[{target="trainer_run:WatchSteps"}]'
     return make_plan(load_config(given, [*overrides(steps, device), watched, *sets]), given, ALONE.world_size)
 

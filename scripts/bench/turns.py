@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from bench_table import peak_mb
 from trainer_run import LOG_INTERVAL, StepWatcher
+
+TOLERANCE = {"cpu": 1e-3, "cuda": 5e-2}
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Block:
 class Turn(StepWatcher):
     """In such a process: gets each of its steps, reports a block of them, and waits for its next turn."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: str, connection: Connection) -> None:
+        self.connection = connection
         self._device = device
-        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")  # the loop may print, too
         self._losses: list[Any] = []
         self._tokens = 0
         self._first = 0.0
-        self._began = float(os.environ["BEGAN"])  # of the process; time.monotonic() is the machine's
+        self._began = time.monotonic()  # in the parent, which is about to start the process
 
     def update(self, step: int, loss: float | torch.Tensor, tokens: int = 0) -> None:
         """A step is finished, or queued on the device."""
@@ -53,48 +53,56 @@ class Turn(StepWatcher):
             return
         losses = [float(each) for each in self._losses]  # waits for the device
         seconds = time.monotonic() - self._began
-        block = Block(seconds, self._first, peak_mb(self._device.type), losses, self._tokens)
-        print(json.dumps(vars(block)), file=self._out, flush=True)
-        sys.stdin.readline()
+        self.connection.send(Block(seconds, self._first, peak_mb(self._device), losses, self._tokens))
+        self.connection.recv()
         self._losses, self._tokens, self._began = [], 0, time.monotonic()
 
 
-def run_in_turns(processes: Mapping[str, Sequence[str]], steps: int) -> dict[str, list[Block]]:
-    """The blocks of each process of this program, started with these further arguments; its first one warms up.
+def run_in_turns(processes: Mapping[str, Callable[[Turn], None]], device: str, steps: int) -> dict[str, list[Block]]:
+    """The blocks of a process for each function; its first one warms up. Losses must agree at every step.
 
     Raises:
         RuntimeError: one failed.
     """
     found: dict[str, list[Block]] = {name: [] for name in processes}
+    spawn, connections = get_context("spawn"), {}
     with ExitStack() as stack:
-        running = {}
         for turn in range(steps // LOG_INTERVAL):
-            for name, arguments in processes.items():
+            for name, run in processes.items():
                 if turn == 0:
-                    running[name] = _start(arguments, stack)
-                found[name].append(_next_block(name, *running[name], is_first=turn == 0))
+                    connections[name], theirs = spawn.Pipe()
+                    process = spawn.Process(target=_run, args=(run, Turn(device, theirs), torch.get_num_threads()))
+                    process.start()
+                    theirs.close()
+                    stack.callback(process.join)
+                    stack.enter_context(connections[name])
+                else:
+                    connections[name].send("go on")
+                found[name].append(_next_block(name, connections[name]))
+        for connection in connections.values():
+            connection.send("go on")
+    losses = {name: torch.tensor([loss for block in each for loss in block.losses]) for name, each in found.items()}
+    first, *others = losses
+    for name in others:
+        torch.testing.assert_close(losses[name], losses[first], rtol=TOLERANCE[device], atol=0.0)
     return found
 
 
-def _start(arguments: Sequence[str], stack: ExitStack) -> tuple[subprocess.Popen[str], Any]:
-    errors = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - it is one
-    command = [sys.executable, *sys.argv, *arguments]
-    environ = {**os.environ, "BEGAN": str(time.monotonic())}
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ
-    )
-    stack.enter_context(process)  # closes its pipes, upon which it ends, and waits
-    return process, errors
+def _next_block(name: str, connection: Connection) -> Block:
+    try:
+        found = connection.recv()
+    except EOFError:
+        found = "it was killed"
+    if isinstance(found, Block):
+        return found
+    raise RuntimeError(f"{name}: {found}")
 
 
-def _next_block(name: str, process: subprocess.Popen[str], errors: Any, *, is_first: bool) -> Block:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    if not is_first:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    if line := process.stdout.readline():
-        return Block(**json.loads(line))
-    process.wait()
-    errors.seek(0)
-    raise RuntimeError(f"{name}: {(errors.read().strip() or f'exit code {process.returncode}').splitlines()[-1]}")
+def _run(run: Callable[[Turn], None], turn: Turn, num_threads: int) -> None:
+    os.dup2(2, 1)  # stdout is for the figures, and the loop may print, too
+    torch.set_num_threads(num_threads)
+    try:
+        run(turn)
+    except Exception as error:
+        turn.connection.send(f"{type(error).__name__}: {error}")
+        raise

@@ -137,13 +137,8 @@ def _of_report(report: Path) -> Iterator[Row]:
         status, reason = PASSED, ""
         for kind, means in (("skipped", SKIPPED), ("failure", FAILED), ("error", FAILED)):
             if (found := case.find(kind)) is not None:
-                status, reason = means, _one_line(found.get("message", ""))
+                status, reason = means, found.get("message", "").strip().partition("\n")[0][:200]
         yield Row(case.get("name", ""), status, seconds=float(case.get("time", 0)), reason=reason)
-
-
-def _one_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[0][:200] if lines else ""
 
 
 def read_figures(ended: Ended, *, is_rehearsal: bool) -> Findings:
