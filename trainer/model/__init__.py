@@ -2,6 +2,5 @@
 
 from trainer.model.encoder import RecurrentEncoder, build
 from trainer.model.protocol import ModelOutput, SequenceModel
-from trainer.model.recurrence import linear_scan
 
-__all__ = ["ModelOutput", "RecurrentEncoder", "SequenceModel", "build", "linear_scan"]
+__all__ = ["ModelOutput", "RecurrentEncoder", "SequenceModel", "build"]

@@ -6,7 +6,7 @@ arXiv 2402.19427, equations 1 to 4).
 
 The scan is one registered operator: `torch.compile` and fake tensors see a single opaque node each way instead of about a
 thousand elementwise ones. On CUDA gates and scan together are one
-(`fused_scan`); `gated_coefficients` and `linear_scan` are its reference, and what a CPU runs.
+(`fused_scan`); what a CPU runs is its reference.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 def gated_scan(
     recurrence_gate: Tensor, input_gate: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run the RG-LRU over time: `linear_scan` of `gated_coefficients`, by Triton kernels on CUDA.
+    """Run the RG-LRU over time, by Triton kernels on CUDA.
+
+    `log a = -c * softplus(Lambda) * sigmoid(r)` and `b = sqrt(1 - a^2) * sigmoid(i) * x` (De et al. 2024, equations 1 to 4).
+    `a_t = 0` is an exact reset to zero: no value or gradient passes it.
 
     It is computed in float32 (float64 inputs: in float64) whatever the inputs' dtype, the carried state included; only the
     returned h is rounded to x's dtype. The kernels' backward reads that h: with 16-bit inputs the gradients of
@@ -54,8 +57,10 @@ def gated_scan(
         if HAS_TRITON:
             return fused_scan(recurrence_gate, input_gate, x, decay, resets, state)
         _warn_of_plain_scan()  # not inside a compiled graph: without Triton torch.compile makes none for CUDA
-    a, b = gated_coefficients(recurrence_gate, input_gate, x, decay, resets)  # [B, T, D] each
-    h = linear_scan(a, b, state.to(a.dtype))  # [B, T, D]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    rate = -GATE_SHARPNESS * F.softplus(decay.to(dtype))
+    gates = recurrence_gate.to(dtype), input_gate.to(dtype)
+    h: Tensor = _GatedScan.apply(*gates, x.to(dtype), state.to(dtype), rate, resets)  # type: ignore[no-untyped-call]
     return h.to(x.dtype), h[:, -1]
 
 
@@ -83,38 +88,41 @@ def _warn_of_plain_scan() -> None:
     logger.warning("triton is not installed (extra: cuda): the gated recurrence runs as many small kernels")
 
 
-def linear_scan(a: Tensor, b: Tensor, h0: Tensor) -> Tensor:
-    """Compute `h_t = a_t * h_{t-1} + b_t` and return every `h_t`.
+class _GatedScan(torch.autograd.Function):
+    """Gates and scan in fewer passes than by autograd, whose nodes a CPU does not fuse."""
 
-    `a_t = 0` is an exact reset to zero: no value or gradient passes it.
-
-    Args:
-        a: decay, [B, T, D], each in [0, 1]; T >= 1.
-        b: input, [B, T, D].
-        h0: state before the first position, [B, D].
-
-    Returns:
-        [B, T, D], computed in the common dtype of the inputs: float32 or float64.
-    """
-    h: Tensor = _LinearScan.apply(a.contiguous(), b.contiguous(), h0.contiguous())  # type: ignore[no-untyped-call]
-    return h
-
-
-class _LinearScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, h0: Tensor) -> Tensor:
-        h: Tensor = _scan_op(a, b, h0, False)
-        ctx.save_for_backward(a, h, h0)
+    def forward(
+        ctx: Any, r: Tensor, i: Tensor, x: Tensor, state: Tensor, rate: Tensor, resets: Tensor | None
+    ) -> Tensor:
+        r, i = r.sigmoid(), i.sigmoid()
+        log_a = r * rate
+        # -expm1(2 log a) is 1 - a^2, accurate where a is close to 1. Where a gate underflows its root has no finite slope: with
+        # the floor a gate's gradient is 0 there, not NaN.
+        scale = (2.0 * log_a).expm1_().neg_().clamp_min_(torch.finfo(x.dtype).tiny).sqrt_()
+        a = log_a.exp_()
+        if resets is not None:
+            a.masked_fill_(resets.unsqueeze(-1), 0.0)
+        h: Tensor = _scan_op(a.contiguous(), (scale * i).mul_(x).contiguous(), state, False)
+        ctx.save_for_backward(r, i, x, state, rate, a, scale, h)
         return h
 
     @staticmethod
-    def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor, ...]:
-        a, h, h0 = ctx.saved_tensors
+    def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor | None, ...]:
+        r, i, x, state, rate, a, scale, h = ctx.saved_tensors
         # g_t = grad_h_t + a_{t+1} * g_{t+1} is the same scan, from the last position to the first.
         following = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], dim=1)
-        grad_b = _scan_op(following, grad_h.contiguous(), torch.zeros_like(h0), True)
-        previous = torch.cat([h0.unsqueeze(1), h[:, :-1]], dim=1)
-        return grad_b * previous, grad_b, a[:, 0] * grad_b[:, 0]
+        grad_b = _scan_op(following, grad_h.contiguous(), torch.zeros_like(state), True)
+        grad_x = grad_b * scale
+        grad_i = (grad_x * x).mul_(i)  # by log(sigmoid(i))
+        grad_x.mul_(i)
+        # By log a: through a, and through the scale, of which d scale / d log a = scale - 1 / scale.
+        grad_r = torch.cat([state.unsqueeze(1), h[:, :-1]], dim=1).mul_(grad_b).mul_(a).add_(grad_i)
+        grad_r.sub_((grad_i / scale).div_(scale)).mul_(r)
+        grad_rate = grad_r.flatten(0, -2).sum(dim=0)
+        grad_r.mul_(rate)
+        grad_r, grad_i = torch.addcmul(grad_r, grad_r, r, value=-1), torch.addcmul(grad_i, grad_i, i, value=-1)
+        return grad_r, grad_i, grad_x, a[:, 0] * grad_b[:, 0], grad_rate, None
 
 
 @torch.library.custom_op("trainer::linear_scan", mutates_args=())
@@ -161,58 +169,6 @@ def _scan_op(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
 @_scan_op.register_fake
 def _(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
     return torch.empty_like(b)
-
-
-def gated_coefficients(
-    recurrence_gate: Tensor, input_gate: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The RG-LRU's `a` and `b` from its gate logits.
-
-    `log a = -c * softplus(Lambda) * sigmoid(r)` and `b = sqrt(1 - a^2) * sigmoid(i) * x` (De et al. 2024,
-    equations 1 to 4). `1 - a^2` is computed as `-expm1(2 log a)`, which stays accurate where `a` is close to 1.
-
-    Args:
-        recurrence_gate, input_gate, x: r, i and x, [B, T, D].
-        decay: Lambda, [D].
-        resets: bool [B, T], True where the recurrence resets to zero, or None.
-
-    Returns:
-        a and b, [B, T, D], in float32 or wider for any input dtype.
-    """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    rate = -GATE_SHARPNESS * F.softplus(decay.to(dtype))
-    given = (each.to(dtype) for each in (recurrence_gate, input_gate, x))
-    a, b = _Coefficients.apply(*given, rate)  # type: ignore[no-untyped-call]
-    if resets is not None:
-        a = a.masked_fill(resets.unsqueeze(-1), 0.0)
-    return a, b
-
-
-class _Coefficients(torch.autograd.Function):
-    """a and b of r, i, x and the rate `log a / sigmoid(r)`, in fewer passes than by autograd, which a CPU does not fuse."""
-
-    @staticmethod
-    def forward(ctx: Any, r: Tensor, i: Tensor, x: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
-        r, i = r.sigmoid(), i.sigmoid()
-        log_a = r * rate
-        # Where a gate underflows the root of 1 - a^2 has no finite slope: with the floor a gate's gradient is 0 there, not NaN.
-        scale = (2.0 * log_a).expm1_().neg_().clamp_min_(torch.finfo(x.dtype).tiny).sqrt_()
-        a = log_a.exp_()
-        ctx.save_for_backward(r, i, x, rate, a, scale)
-        return a, (scale * i).mul_(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
-        r, i, x, rate, a, scale = ctx.saved_tensors
-        grad_x = grad_b * scale
-        grad_i = grad_x * x
-        grad_x.mul_(i)
-        grad_i.mul_(i)  # by log(sigmoid(i)), as that of r below
-        of_scale = (grad_i / scale).div_(scale).mul_(a)  # d scale / d log a = -a^2 / scale
-        grad_r = (grad_a - of_scale).mul_(a).mul_(r)
-        grad_rate = grad_r.flatten(0, -2).sum(dim=0)
-        grad_r.mul_(rate)
-        return torch.addcmul(grad_r, grad_r, r, value=-1), torch.addcmul(grad_i, grad_i, i, value=-1), grad_x, grad_rate
 
 
 class Blocks(NamedTuple):

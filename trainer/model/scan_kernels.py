@@ -7,7 +7,7 @@ scan over the few segments gives each its true initial state, which is added wit
 (a <= 1) and are never divided by: an underflow is a correct zero.
 
 Nothing depends on which programs run together and nothing is added atomically: results repeat bit for bit, and a row's are
-the same in any batch. Formulas are those of `recurrence.gated_coefficients`, which is what the tests compare with.
+the same in any batch. Formulas are those of `recurrence.gated_scan`, which is what the tests compare with.
 """
 
 # No `from __future__ import annotations`: Triton reads annotations as objects. And of `triton.language` only builtins: its
@@ -20,7 +20,7 @@ from trainer.model.protocol import GATE_SHARPNESS
 
 SHARPNESS = tl.constexpr(GATE_SHARPNESS)
 TINY = tl.constexpr(1.1754943508222875e-38)
-"""The smallest normal float32, as in `gated_coefficients`."""
+"""The smallest normal float32, as in `gated_scan`."""
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def load_resets(resets, t, num_steps, STEPS: tl.constexpr, STRIDE: tl.constexpr)
 
 @triton.jit
 def decay_and_root(r, rate):
-    """`log a`, a, `1 - a^2` and its root, with the floor of `gated_coefficients`."""
+    """`log a`, a, `1 - a^2` and its root, with the floor of `gated_scan`."""
     log_a = rate * sigmoid(r)
     a = tl.exp(log_a)
     square = one_minus_square(a, log_a)

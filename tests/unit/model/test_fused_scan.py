@@ -6,18 +6,19 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.kernels import DEVICE
+from tests.unit.model.test_recurrence import step_by_step
 from trainer.model import encoder, recurrence
-from trainer.model.recurrence import BLOCKS, fused_scan, gated_coefficients, gated_scan, linear_scan
+from trainer.model.recurrence import BLOCKS, fused_scan, gated_scan
 
 pytestmark = pytest.mark.cuda
 
@@ -69,27 +70,10 @@ def make_empty(batch: int, num_steps: int, dim: int) -> Inputs:
     return Inputs(r, i, x, torch.empty(dim, requires_grad=True), None, torch.empty(batch, dim, requires_grad=True))
 
 
-def step_by_step(
-    r: Tensor, i: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The definition, one position after the other."""
-    log_a = -8.0 * F.softplus(decay) * torch.sigmoid(r)
-    b = torch.sqrt(-torch.expm1(2.0 * log_a)) * torch.sigmoid(i) * x
-    a = log_a.exp() if resets is None else log_a.exp() * ~resets.unsqueeze(-1)
-    states = []
-    for t in range(x.shape[1]):
-        state = a[:, t] * state + b[:, t]
-        states.append(state)
-    return torch.stack(states, dim=1), state
-
-
-def plain_scan(
-    r: Tensor, i: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def plain_scan(*inputs: Any) -> tuple[Tensor, Tensor]:
     """What the kernels replace."""
-    a, b = gated_coefficients(r, i, x, decay, resets)
-    h = linear_scan(a, b, state.to(a.dtype))
-    return h.to(x.dtype), h[:, -1]
+    with patch.object(recurrence, "KERNEL_DTYPES", ()):
+        return gated_scan(*inputs)
 
 
 def results(scan: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs) -> list[Tensor]:
@@ -148,7 +132,8 @@ def test_no_value_and_no_gradient_passes_a_reset() -> None:
     assert all((grad[:, :9] == 0).all() for grad in grads[:3])
     assert (grads[4] == 0).all()
     # The input at a reset counts in full, as in the plain scan.
-    torch.testing.assert_close(h[:, 9], gated_coefficients(*inputs[:5])[1][:, 9], rtol=1e-5, atol=1e-6)
+    alone, _ = plain_scan(*inputs.times(slice(9, 10), torch.zeros_like(inputs.state)))
+    torch.testing.assert_close(h[:, 9], alone[:, 0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("gate", "decay"), [(-200.0, 0.0), (200.0, 50.0), (200.0, -200.0)], ids=["a=1", "a=0", "flat"])
@@ -257,7 +242,7 @@ def test_cuda_tensors_take_the_kernels_unless_they_are_float64(
 ) -> None:
     taken = []
     monkeypatch.setattr(recurrence, "fused_scan", lambda *args: taken.append("fused") or fused_scan(*args))
-    monkeypatch.setattr(recurrence, "linear_scan", lambda a, b, state: taken.append("plain") or b.cpu())
+    monkeypatch.setattr(recurrence, "_scan_op", lambda a, b, *_: taken.append("plain") or b.cpu())
     with FakeTensorMode():
         x = torch.empty(2, 5, 3, dtype=dtype, device="cuda")
         args = (x, x, x, torch.empty(3, device="cuda"), None, torch.empty(2, 3, device="cuda"))
@@ -282,7 +267,7 @@ def test_a_missing_triton_is_said_once_and_the_plain_scan_runs(
 ) -> None:
     monkeypatch.setattr(recurrence, "HAS_TRITON", False)
     monkeypatch.setattr(recurrence, "fused_scan", lambda *args: pytest.fail("there are no kernels"))
-    monkeypatch.setattr(recurrence, "linear_scan", lambda a, b, state: b.cpu())
+    monkeypatch.setattr(recurrence, "_scan_op", lambda a, b, *_: b.cpu())
     recurrence._warn_of_plain_scan.cache_clear()
     for _ in range(2):
         with FakeTensorMode():
