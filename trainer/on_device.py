@@ -6,16 +6,12 @@ gets the decision as `found_inf`, the flag by which torch's loss scaling makes a
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
@@ -31,14 +27,6 @@ def seed_model(device: torch.device, *key: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors: to get it back from the kernel, page by page, costs a step on a CPU several
-    percent. Other C libraries are left as they are."""
-    with suppress(AttributeError):
-        for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-            ctypes.CDLL(None).mallopt(option, 2**31 - 1)  # bytes
 
 
 class HostCopy:

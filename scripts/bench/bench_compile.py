@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_table import Figure, bench_parser, over, ratio_figure, run_bench
+from bench_table import Figure, Table, bench_parser, over, ratio_figure, run_bench
 from trainer_run import GPU_CONFIG, TINY, plan_of, run_trainer
 from turns import Turn, run_in_turns
 
@@ -41,29 +41,30 @@ def plan_here(folder: Path, family: str, args: argparse.Namespace, *, is_compile
     return plan_of(folder, config, steps=args.steps, device=args.device, sets=[*sets, *args.sets])
 
 
-def measure(family: str, args: argparse.Namespace) -> list[Figure]:
-    """Figures of a family."""
-    runs = {name: partial(only, family, name == "compiled", args) for name in ("eager", "compiled")}
-    blocks = run_in_turns(runs, args.device, args.steps)
-    speeds = {name: [block.tokens / block.seconds for block in each[1:]] for name, each in blocks.items()}
-    figures = [
-        ratio_figure(f"{family}: tokens per second, compiled over eager", over(speeds["compiled"], speeds["eager"]))
-    ]
-    for name, each in blocks.items():
-        figures += [
-            Figure(f"{family}, {name}: tokens per second", statistics.median(speeds[name])),
-            Figure(f"{family}, {name}: launch to first step", each[0].first_step_sec, "s"),
-            Figure(f"{family}, {name}: peak memory", each[-1].peak_mb, "MB"),
-        ]
-    mfu = mfu_of(family, args, statistics.median(speeds["compiled"]))
-    return figures if mfu is None else [*figures, Figure(f"{family}, compiled: MFU", float(mfu))]
-
-
-def figures(args: argparse.Namespace) -> list[Figure]:
-    """Of all families."""
+def measure(args: argparse.Namespace) -> list[Figure | Table]:
+    """Figures, and what they are made of."""
     if args.device == "cpu" and shutil.which("g++") is None:
         raise SystemExit("torch compiles for the CPU with a C++ compiler, and g++ is not on PATH")
-    return [figure for family in args.families or FAMILIES[args.device] for figure in measure(family, args)]
+    figures, rows = [], []
+    for family in args.families or FAMILIES[args.device]:
+        runs = {name: partial(only, family, name == "compiled", args) for name in ("eager", "compiled")}
+        blocks = list(run_in_turns(runs, args.device, args.steps).values())
+        speeds = [[block.tokens / block.seconds for block in each[1:]] for each in blocks]
+        figures.append(ratio_figure(f"{family}: tokens per second, compiled over eager", over(*reversed(speeds))))
+        middles = [statistics.median(each) for each in speeds]
+        firsts, peaks = ([getattr(each[-1], name) for each in blocks] for name in ("first_step_sec", "peak_mb"))
+        mfu = mfu_of(family, args, middles[-1])
+        rows.append((family, *map(round, middles), *firsts, peaks[1] / peaks[0], "" if mfu is None else float(mfu)))
+    columns = (
+        "family",
+        "tokens/s, eager",
+        "compiled",
+        "first step after s, eager",
+        "compiled",
+        "memory, over eager",
+        "MFU",
+    )
+    return [*figures, Table("Medians", columns, rows)]
 
 
 def mfu_of(family: str, args: argparse.Namespace, tokens_per_sec: float) -> float | torch.Tensor | None:
@@ -89,7 +90,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", help="only these")
     parser.add_argument("--tiny", action="store_true", help="shrink models and batches: a rehearsal")
     parser.add_argument("--steps", type=int, default=60, help="steps of each run, a multiple of 10")
-    run_bench("compile", parser, figures)
+    run_bench("compile", parser, measure)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,10 @@ def section(bench: str, found: dict[str, Any], machine: str) -> str:
     for fields in found["figures"]:
         figure = Figure(**{name: fields[name] for name in Figure.__dataclass_fields__})
         rows.append(f"| {figure.name} | {as_text(figure)} | {figure.goal} | {verdict(figure)} |")
+    for table in found["tables"]:
+        cells = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
+        texts = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in cells]
+        rows += ["", f"{table['title']}:", "", *(f"| {' | '.join(row)} |" for row in texts)]
     return f"## {TITLES[bench]}\n\n{first}\n\n" + "\n".join(rows) + f"\n\n{machine}{found['seconds']:.0f} s.\n"
 
 

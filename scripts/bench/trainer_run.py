@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from trainer.cli.launch import give_back_freed_blocks
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.training.extension import Extension
@@ -129,6 +130,7 @@ def run_trainer(plan: Plan, folder: Path, device: torch.device, watcher: StepWat
         contextlib.ExitStack() as stack,
     ):
         WatchSteps.watcher = watcher
+        give_back_freed_blocks()  # as `train` does
         run = open_run(plan, Launch(run_dir=str(folder / "run")), ALONE, device, stack, stack)
         assert run is not None
         run_loop(run)

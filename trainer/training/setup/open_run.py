@@ -30,7 +30,6 @@ from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
 from trainer.objective.auxiliary import Auxiliary
-from trainer.on_device import keep_freed_memory
 from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
 from trainer.training.checkpointing.saver import Saver
@@ -87,7 +86,6 @@ def open_run(
     Raises:
         UserError: on every rank alike.
     """
-    keep_freed_memory()
     run_dir, found, claimed = place_run(plan, launch.run_dir, info, stack)
     data = check_data(plan, found[1] if found is not None else None, info, launch.data_policy)
     strategy = make_strategy(plan.config, info, device)
