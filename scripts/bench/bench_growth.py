@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from bench_data import ROWS, VOCAB, dataset, loop_over, time_in_turns
 from bench_metrics import make_tracker
-from bench_table import Figure, bench_parser, run_bench
+from bench_table import Figure, Table, bench_parser, run_bench
 from collectives import count_collectives
 
 from trainer.data.mixing import StreamMixingDataset
@@ -36,6 +36,7 @@ STRATEGIES = {
     "hsdp, 2 x 2, accumulate whole": (4, ["strategy=hsdp", "replicas=2", "accumulate=whole"]),
 }
 BLOCKS = 3
+KINDS = ("all-gather", "all-reduce", "reduce-scatter")
 
 
 def pool(paths: Sequence[Path], num_mixed: int) -> StreamMixingDataset:
@@ -127,7 +128,7 @@ def figures_of(what: str, unit: str, points: Points, at_most: float) -> list[Fig
     return [*rows, Figure(f"growth with {what} (0 flat, 1 linear)", slope(points), "", at_most=at_most)]
 
 
-def measure(args: argparse.Namespace) -> list[Figure]:
+def measure(args: argparse.Namespace) -> list[Figure | Table]:
     """All figures."""
     found: list[Figure] = []
     for world_size in args.ranks:
@@ -139,11 +140,11 @@ def measure(args: argparse.Namespace) -> list[Figure]:
             Figure(f"{world_size} ranks: collectives per step", number, f"with {sent:,} elements"),
             Figure(f"{world_size} ranks: on a logged step", calls, f"with {added:,} more", at_most=number + 1),
         ]
+    rows = []
     for name, (world_size, sets) in STRATEGIES.items() if args.ranks else ():
         of_strategy = [f"distributed.{each}" for each in sets]
         silent, _ = count_collectives(world_size, f"model.num_layers={BLOCKS}", *of_strategy)
-        for kind, number in sorted(silent.calls.items()):
-            found.append(Figure(f"{name}: {kind}s per step", number, f"with {silent.elements[kind]:,} elements"))
+        rows.append((name, *(f"{silent.calls.get(kind, 0)}: {silent.elements.get(kind, 0):,}" for kind in KINDS)))
     measured: list[tuple[str, str, Callable[[], Points], float]] = [
         ("groups", "us per batch", lambda: over_groups(args.groups, args.batches), MAX_FLAT),
         ("active readers", "us per batch", lambda: over_pool(args.pool, args.batches), MAX_SLOPE),
@@ -154,7 +155,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     found += figures_of("streams", "s to open", opening, MAX_SLOPE)
     for what, unit, points, at_most in measured:
         found += figures_of(what, unit, points(), at_most)
-    return found
+    return [*found, Table("Collectives per step: their elements", ("strategy", *KINDS), rows)]
 
 
 def main() -> None:
