@@ -1,10 +1,10 @@
 """The trainer against a bare loop, `transformers.Trainer` and Lightning: tokens per second and peak memory.
 
-The same model, batches and optimizer in four processes, which take turns, ten steps each. Losses must agree at every step.
+The same model, batches and optimizer in processes that take turns, ten steps each; losses must agree at every step.
 
 The trainer runs in full: mixing with its metrics, prefetching, ledger (state cache), noise scale in every step, timing,
-payloads to /dev/null and metrics.jsonl. The others get the same batches from a data set, keep states in one table, clip, and
-read their losses every ten steps; they measure and record nothing else, and log as little as they can.
+payloads, metrics.jsonl. The others read the same batches from a data set, keep states in one table, clip, and log nothing but
+a loss every ten steps.
 """
 
 from __future__ import annotations
@@ -219,10 +219,8 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         Figure(f"peak memory, trainer over {name}", ours[-1].peak_mb / each[-1].peak_mb, "x", at_most=MAX_MEMORY)
         for name, each in blocks.items()
     ]
-    middles = [
-        Figure(f"seconds per step: {name}", statistics.median(each) / LOG_INTERVAL, "s") for name, each in times.items()
-    ]
-    return [*speeds, *memory, *middles]
+    step = Figure("seconds per step: trainer", statistics.median(times["trainer"]) / LOG_INTERVAL, "s")
+    return [*speeds, *memory, step]
 
 
 def only(loop: str, args: argparse.Namespace, turn: Turn) -> None:
