@@ -1,6 +1,6 @@
 """`train.compile = true` over false, by family: tokens per second, memory, and the time from launch to the first step.
 
-Two full trainers take turns, ten steps each; losses must agree. Nothing compiled comes from a cache. On CUDA the run is
+Two full trainers take turns, step by step; losses must agree. Nothing compiled comes from a cache. On CUDA the run is
 train_configs/gpu_1x.toml, on the CPU a model of 4 layers of width 192.
 """
 
@@ -53,7 +53,8 @@ def measure(args: argparse.Namespace) -> list[Figure | Table]:
         middles = [statistics.median(each) for each in speeds]
         firsts, peaks = ([getattr(each[-1], name) for each in blocks] for name in ("first_step_sec", "peak_mb"))
         mfu = mfu_of(family, args, middles[-1])
-        rows.append((family, *map(round, middles), *firsts, peaks[1] / peaks[0], "" if mfu is None else float(mfu)))
+        found = (family, *map(round, middles), *firsts, peaks[1] / peaks[0])
+        rows.append(found if mfu is None else (*found, float(mfu)))
     columns = (
         "family",
         "tokens/s, eager",
@@ -63,7 +64,7 @@ def measure(args: argparse.Namespace) -> list[Figure | Table]:
         "memory, over eager",
         "MFU",
     )
-    return [*figures, Table("Medians", columns, rows)]
+    return [*figures, Table("Medians", columns[: len(rows[0])], rows)]
 
 
 def mfu_of(family: str, args: argparse.Namespace, tokens_per_sec: float) -> float | torch.Tensor | None:

@@ -1,6 +1,6 @@
 """The trainer against a bare loop, `transformers.Trainer` and Lightning: tokens per second and peak memory.
 
-The same model, batches and optimizer in processes that take turns, ten steps each; losses must agree at every step.
+The same model, batches and optimizer in processes that take turns, step by step; losses must agree at every step.
 
 The trainer runs in full: mixing with its metrics, prefetching, ledger (state cache), noise scale in every step, timing,
 payloads, metrics.jsonl. The others read the same batches from a data set, keep states in one table, clip, and log nothing but

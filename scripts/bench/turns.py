@@ -1,4 +1,4 @@
-"""Processes that take turns, a block of steps each: other load on the machine falls on all alike; each has its own memory."""
+"""Processes that take turns, step by step: other load on the machine falls on all alike, and each has its own memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,7 +20,7 @@ TOLERANCE = {"cpu": 1e-3, "cuda": 5e-2}
 
 @dataclass(frozen=True)
 class Block:
-    """LOG_INTERVAL steps of a process."""
+    """LOG_INTERVAL steps of a process, or one."""
 
     seconds: float
     first_step_sec: float
@@ -49,8 +49,6 @@ class Turn(StepWatcher):
         self._tokens += tokens
         if not self._first:
             self._first = time.monotonic() - self._began
-        if step % LOG_INTERVAL:
-            return
         losses = [float(each) for each in self._losses]  # waits for the device
         seconds = time.monotonic() - self._began
         self.connection.send(Block(seconds, self._first, peak_mb(self._device), losses, self._tokens))
@@ -67,7 +65,7 @@ def run_in_turns(processes: Mapping[str, Callable[[Turn], None]], device: str, s
     found: dict[str, list[Block]] = {name: [] for name in processes}
     spawn, connections = get_context("spawn"), {}
     with ExitStack() as stack:
-        for turn in range(steps // LOG_INTERVAL):
+        for turn in range(steps):
             for name, run in processes.items():
                 if turn == 0:
                     connections[name], theirs = spawn.Pipe()
@@ -85,7 +83,17 @@ def run_in_turns(processes: Mapping[str, Callable[[Turn], None]], device: str, s
     first, *others = losses
     for name in others:
         torch.testing.assert_close(losses[name], losses[first], rtol=TOLERANCE[device], atol=0.0)
-    return found
+    return {
+        name: [_joined(each[at : at + LOG_INTERVAL]) for at in range(0, steps, LOG_INTERVAL)]
+        for name, each in found.items()
+    }
+
+
+def _joined(steps: Sequence[Block]) -> Block:
+    """Logged steps are read at once and the others one step later: only a whole block's time is that of its steps."""
+    losses = [loss for each in steps for loss in each.losses]
+    seconds, tokens = sum(each.seconds for each in steps), sum(each.tokens for each in steps)
+    return replace(steps[-1], seconds=seconds, losses=losses, tokens=tokens)
 
 
 def _next_block(name: str, connection: Connection) -> Block:

@@ -211,7 +211,7 @@ class Flip(Extension):
 
     def step_launched(self, step):
         if step == 4:
-            next(p for p in reversed(list(self.run.model.parameters()))).data.view(-1).view(torch.int32)[0] ^= 1
+            next(p for p in reversed(list(self.run.model.parameters()))).data.view(-1).view(torch.int32)[0] ^= 4096
 """
 
 
