@@ -35,7 +35,7 @@ CEILINGS = {
     "trainer: files": (210, 210),
     "tests: lines": (39_130, 30_000),
     "scripts: lines": (5_165, 5_000),
-    "words of documentation": (41_700, 38_000),
+    "words of documentation": (41_820, 38_000),
     "functions with more than 10 parameters": (4, 4),
     "places that make a UserError": (247, 247),
     "steady step: modules": (24, 24),
