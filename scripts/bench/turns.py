@@ -75,10 +75,10 @@ def run_in_turns(processes: Mapping[str, Callable[[Turn], None]], device: str, s
                     stack.callback(process.join)
                     stack.enter_context(connections[name])
                 else:
-                    connections[name].send("go on")
+                    connections[name].send(None)
                 found[name].append(_next_block(name, connections[name]))
         for connection in connections.values():
-            connection.send("go on")
+            connection.send(None)
     losses = {name: torch.tensor([loss for block in each for loss in block.losses]) for name, each in found.items()}
     first, *others = losses
     for name in others:

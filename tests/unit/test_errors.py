@@ -29,11 +29,8 @@ def test_every_refusal_names_a_fix_or_says_what_must_be_there():
     assert len(found) > 100
     silent = []
     for place, call in found:
-        fixes = [
-            *call.args[2:3],
-            *(each for each in call.args if isinstance(each, ast.Starred)),
-            *(keyword.value for keyword in call.keywords if keyword.arg == "fix"),
-        ]
+        fixes = [*call.args[2:3], *(each for each in call.args if isinstance(each, ast.Starred))]
+        fixes += [keyword.value for keyword in call.keywords if keyword.arg == "fix"]
         has_fix = any(not (isinstance(fix, ast.Constant) and not fix.value) for fix in fixes)
         if not has_fix and not any(word in ast.unparse(call) for word in TELLING):
             silent.append(place)

@@ -66,7 +66,7 @@ class TrainTable(Table):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """fp32; autocast to bf16, or to fp16 with loss scaling (CUDA only). auto: bf16 on a CUDA device that has it, else fp32."""
     compile: bool = False
-    """Compile the model's blocks with torch.compile: faster steps after a slower first one (docs/benchmarks.md)."""
+    """Compile blocks with torch.compile: most families' steps get faster, the first one slower (docs/benchmarks.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"

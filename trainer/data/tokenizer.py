@@ -1,6 +1,4 @@
-"""Tokenizers: raw bytes, a Hugging Face `tokenizer.json` (extra `tokenizers`), or none for files of token ids; and text
-generated token by token, of which what was emitted never changes.
-"""
+"""Tokenizers: raw bytes, a Hugging Face `tokenizer.json` (extra `tokenizers`), or none for files of token ids."""
 
 from __future__ import annotations
 

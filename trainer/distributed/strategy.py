@@ -276,9 +276,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def compile_blocks(model: nn.Module) -> None:
     """Have a model compiled block by block: as fast as in one piece, and what blocks share is compiled once."""
-    whole = (
-        [model] if layout_of(model.parameters()) is None else model.children()
-    )  # a sharded root has hooks of its own
+    # A sharded root has hooks of its own.
+    whole = [model] if layout_of(model.parameters()) is None else model.children()
     for block in blocks_of(model) or whole:
         block.compile()
 

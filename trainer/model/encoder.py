@@ -39,28 +39,29 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
-        if x.device.type != "cpu" or x.dtype.itemsize < 4:
+        # FSDP may gather weights in 16 bits, beside activations in 32.
+        if x.device.type != "cpu" or x.dtype.itemsize < 4 or x.dtype != self.weight.dtype:
             return super().forward(x)
-        normalized: Tensor = _RMSNorm.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        normalized: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return normalized
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(NORM_EPS).rsqrt_()
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         unit = x * scale
         ctx.save_for_backward(unit, scale, weight)
         normalized: Tensor = unit * weight
         return normalized
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         unit, scale, weight = ctx.saved_tensors
         product = grad * unit
         mean = (product @ weight).div_(-unit.shape[-1]).unsqueeze(-1)
-        return torch.addcmul(grad * weight, unit, mean).mul_(scale), product.flatten(0, -2).sum(dim=0)
+        return torch.addcmul(grad * weight, unit, mean).mul_(scale), product.flatten(0, -2).sum(dim=0), None
 
 
 class GatedMLP(nn.Module):

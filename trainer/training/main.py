@@ -116,7 +116,7 @@ def _run_to_end(run: Run) -> int:
     except Exception as error:
         if run.stop.requested and run.position.step == max(run.saver.last_saved, 0):
             # Nothing is lost. The same Ctrl-C may have ended a compiler that the first step waits for.
-            state, reason = "stopped", stopped_by(run)
+            state, reason = "stopped", f"{stopped_by(run)}; it ended {shorten(error_text(error), 150)}"
             raise RunFailed from error
         own = error_text(error)
         reason = run.watchdog.explain(error)

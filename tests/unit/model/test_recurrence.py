@@ -56,14 +56,6 @@ def test_scan_passes_gradcheck_and_opcheck() -> None:
     torch.library.opcheck(torch.ops.trainer.linear_scan.default, (a, b, state, True))
 
 
-def test_no_value_passes_a_reset() -> None:
-    r, i, x, decay, resets, state = inputs(30, torch.float32, share=0.0)
-    resets[:, 11] = True
-    h, _ = gated_scan(r, i, x, decay, resets, 1e30 * torch.ones_like(state))
-    after = gated_scan(r[:, 11:], i[:, 11:], x[:, 11:], decay, None, torch.zeros_like(state))[0]
-    torch.testing.assert_close(h[:, 11:], after, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("rate", [-200.0, 0.0, 200.0])
 @pytest.mark.parametrize("gate", [-200.0, -100.0, 100.0])
 def test_saturated_gates_have_finite_gradients(gate: float, rate: float) -> None:
