@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+from scripts.check_budgets import CEILINGS
+from tests.support.launches import LAUNCHES, watch
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +49,31 @@ def pytest_collection_finish() -> None:
     """Leave what was imported out of garbage collections: there is a million of it, and it stays."""
     gc.freeze()
     gc.enable()
+
+
+MOST_LAUNCHES, _ = CEILINGS["launches in make test"]
+watch()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker has counted."""
+    LAUNCHES.update(getattr(node, "workeroutput", {}).get("launches", {}))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run of the suite that starts more programs than it may."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["launches"] = dict(LAUNCHES)
+    elif LAUNCHES.total() > MOST_LAUNCHES and not session.config.option.markexpr.startswith(("slow", "faults")):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the launches, and who makes most of them."""
+    most = ", ".join(f"{path.removeprefix('tests/')} {number}" for path, number in LAUNCHES.most_common(5))
+    terminalreporter.write_line(f"launches: {LAUNCHES.total()} of at most {MOST_LAUNCHES} in make test ({most})")
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ import torch
 
 import trainer
 from tests.support.forks import fork_server
+from tests.support.launches import count_launch
 from tests.support.runs import environment, free_port, rank_environment, read_rows
 
 NOT_DIAGNOSTIC = {
@@ -217,6 +218,7 @@ def train_with_broken(
     # One a run: a rank that is ahead would meet the store of the run before.
     ports = [free_port() for _ in range(1 + len(cases))]
     context = fork_server()
+    count_launch()
     processes = []
     for rank in range(world_size):
         environ = environment(rank_environment(rank, world_size, ports[0]) if world_size > 1 else {})

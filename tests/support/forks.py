@@ -19,6 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.support.launches import count_launch
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -51,6 +53,8 @@ class Forked:
         max_file_bytes: int | None = None,
         code: str = "",
     ) -> None:
+        if environ.get("RANK", "0") == "0":
+            count_launch()
         self._process = fork_server().Process(
             target=_run_program,
             args=(list(map(str, arguments)), dict(environ), cwd, out, err, max_file_bytes, code),

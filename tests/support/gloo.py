@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from tests.support.forks import fork_server
+from tests.support.launches import count_launch
 
 
 def _worker(
@@ -64,6 +65,7 @@ def run_on_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         fork_server()
+        count_launch()
         start_processes(
             _worker,
             args=(function, world_size, folder, args, torch_keeps_group),

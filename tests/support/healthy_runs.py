@@ -15,6 +15,7 @@ from typing import Any
 import tomli_w
 
 from tests.support.forks import PR_SET_PDEATHSIG, fork_server
+from tests.support.launches import count_launch
 from tests.support.runs import environment, free_port, make_corpus, rank_environment, run, write_tiny_config
 from trainer.model.families import FAMILIES
 
@@ -88,6 +89,7 @@ def make_healthy_runs(directory: Path, world_size: int, seeds: Sequence[int]) ->
         config.write_text(tomli_w.dumps(healthy_config(seed, world_size, directory)), encoding="utf-8")
         jobs.append((config, directory / f"run-{seed}", free_port()))
     logs = [directory / f"rank_{rank}.log" for rank in range(world_size)]
+    count_launch()
     processes = [
         fork_server().Process(target=_train_all, args=(rank, world_size, jobs, log), daemon=True)
         for rank, log in enumerate(logs)
