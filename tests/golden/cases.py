@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -111,19 +111,20 @@ class Left(NamedTuple):
     """Without measured times. None: there is a number, which is not recorded."""
 
 
-def make_runs(folder: Path) -> None:
-    """Make the runs of all cases below `folder`, in one group of ranks."""
+def make_runs(folder: Path, names: Iterable[str] = CASES) -> None:
+    """Make the runs of cases below `folder`, in one group of ranks."""
     tiny, codes = write_tiny_config(folder, EXTRA), {}
     with Group(max(ranks for case in CASES.values() for ranks, _ in case.launches)) as group:
         done = group.run(*f"data synth key-recall --out {folder}/recall --groups 768 --cells 3 --streams 8".split())
         assert done.returncode == 0, done.stderr
         shutil.copytree(folder / "corpus" / "b", folder / "code" / "cpp")
-        for name, case in CASES.items():
-            codes[name] = [_launch(group, name, case, ranks, own, tiny) for ranks, own in case.launches]
+        for name in names:
+            codes[name] = [_launch(group, name, ranks, own, tiny) for ranks, own in CASES[name].launches]
     (folder / "exit_codes.json").write_text(json.dumps(codes))
 
 
-def _launch(group: Group, name: str, case: Case, ranks: int, own: tuple[str, ...], tiny: Path) -> int:
+def _launch(group: Group, name: str, ranks: int, own: tuple[str, ...], tiny: Path) -> int:
+    case = CASES[name]
     config = ROOT / "train_configs" / "diagnostics" / f"{case.config}.toml" if case.config else tiny
     steps = () if "--steps" in own or any("steps=" in each for each in case.sets) else ("--steps", STEPS)
     done = group.run(
