@@ -39,9 +39,9 @@ def compare(name: str, base: Path, here: Path) -> list[str]:
     for (mode, metric), number in sorted(Counter((place.mode, place.metric) for place in odd).items()):
         first = min(place for place in odd if (place.mode, place.metric) == (mode, metric))
         values = f"{now.numbers.get(first)}, was {before.numbers.get(first)}"
-        found.append(f"{metric}: {number} rows, first at step {first.step}: {values}")
+        found.append(f"{metric}: rows: {number}, first at step {first.step}: {values}")
     latest = [folder / name / "checkpoints" / "latest" for folder in (base, here)]
-    contents = [model_content(path) if path.exists() else None for path in latest]
+    contents = [model_content(path) if path.exists() else {} for path in latest]
     return found + [f"checkpoint{place}" for place in differences(*contents)]
 
 
