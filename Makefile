@@ -35,7 +35,7 @@ help:
 	@echo "make smoke-matrix  train one healthy and three faulty configs, and check that the diagnosis tells them apart"
 	@echo "make test       the test suite (make test-slow: the long ones)"
 	@echo "make test-faults  break real runs on purpose: kills, damage, full disks, hangs (long)"
-	@echo "make golden     compare this tree's runs bit for bit with those of a commit, BASE=commit"
+	@echo "make golden     compare this tree's runs bit for bit with those of a commit, BASE=commit (HEAD)"
 	@echo "make mutants    mutate one module, MODULE=file, and run its tests, TESTS=files, against each mutant"
 	@echo "make check      lint, types, layers, generated docs, budgets, and that every test file imports"
 	@echo "make format     format the code"
@@ -102,6 +102,7 @@ test-faults: setup
 	@$(BIN)/python -m pytest $(addprefix tests/distributed/test_,cut_data.py run_dir_faults.py data_change.py)
 	@$(BIN)/python scripts/make_fault_table.py
 
+BASE ?= HEAD
 golden: setup
 	@$(BIN)/python -m tests.golden.same_bits $(BASE)
 
