@@ -60,7 +60,7 @@ class Group:
             out, err = Path(folder, "out"), Path(folder, "err")
             out.touch()
             err.touch()
-            taking_part = self._members[:world_size]
+            taking_part: list[Any] = self._members[:world_size]  # in the place of forks
             for rank, member in enumerate(taking_part):
                 own = environment({**(rank_environment(rank, world_size, port) if nproc else {}), **(extra or {})})
                 member.begin(line, own, cwd or Path.cwd(), out, err)
