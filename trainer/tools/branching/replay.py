@@ -24,7 +24,7 @@ from trainer.data.groups import OpenStream
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.errors import UserError
-from trainer.extensions.digests import KINDS
+from trainer.extensions.digests import BITS, KINDS
 from trainer.extensions.mix import announced, changes_of
 from trainer.files import parse_json, read_lines, write_file
 from trainer.metrics.payload_contract import Restart
@@ -62,7 +62,7 @@ def recorded(run: RunRecord) -> Values:
     for text in read_lines(path) if path.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
             line = parse_json(text)
-            found[line["global_step"]] = {kind: line[kind] for kind in KINDS}
+            found[line["global_step"]] = {kind: f"{int(line[kind], 16) % 4**BITS:x}" for kind in KINDS}
     for name in NUMBERS:
         for step, value in zip(*run.train.column(name), strict=True):
             found.setdefault(step, {})[name] = value
