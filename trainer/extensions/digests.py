@@ -100,10 +100,9 @@ class Digests(Extension):
         self.run.extensions.asks |= self._differs
         self._agreed = self._agreed if self._differs else self._step
         if self.run.info.is_main and self.run.config.metrics.digests == "write":
-            sums_of = zip(KINDS, low, high, strict=True)
-            values = {
-                kind: f"{((int(h) << BITS) + int(w)) % 4**BITS:x}" for kind, w, h in sums_of
-            }  # as one rank sums shards
+            sums = [(int(h) << BITS) + int(w) for w, h in zip(low, high, strict=True)]
+            # As many bits as of one rank, whose shards' digests are summed before.
+            values = {kind: f"{each % 4**BITS:x}" for kind, each in zip(KINDS, sums, strict=True)}
             with (self.run.run_dir.path / "digests.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"global_step": self._step, **values}) + "\n")
 
