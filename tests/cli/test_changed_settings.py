@@ -36,6 +36,8 @@ def test_every_launch_keeps_its_config_and_the_restart_says_what_changed(resumed
     assert event["global_step"] == 8
     assert event["changed"]["optimizer.lr"] == {"before": 0.01, "after": 0.5}
     assert sorted(event["changed"]) == ["data.prefetch", "optimizer.lr", "train.steps"]
+    rows = [*map(json.loads, (resumed / "changed" / "metrics.jsonl").read_text().splitlines())]
+    assert [row.get("restart") for row in rows if "restart" in row or "mode" not in row] == [{"from_step": 8}]
     [restart] = load_run(resumed / "changed").restarts
     assert restart.details["changed"] == event["changed"]
 

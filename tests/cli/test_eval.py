@@ -131,8 +131,8 @@ def test_two_ranks_share_drawn_documents(config, capsys):
         "eval_bits_per_byte",
         "eval_token_type/space/loss",
     } <= logged.keys()
-    assert "held out: carrying " in said
-    assert f"held out {logged['eval_loss']:.4f} +- {logged['eval_loss_se']:.4f} (" in said
+    assert "held out: over documents, carrying " in said
+    assert f"held out {logged['eval_loss']:.4f} +- {2 * logged['eval_loss_se']:.4f} (95 %; " in said
     # Of one rank, twice as many micro-batches are as many documents.
     assert evaluated(run_dir, capsys, "--held-out", "--batches", 4) == pytest.approx(logged, rel=1e-6)
 

@@ -33,9 +33,10 @@ def runs(tmp_path_factory) -> list[Path]:
         done = run("--config", config, "--stdout", "off", *arguments)
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
     shutil.copytree(first, second, symlinks=True)
-    settings, rows = second / "config.resolved.toml", second / "metrics.jsonl"
+    settings = second / "config.resolved.toml"
     settings.write_text(re.sub(r"(?m)^lr = .*$", "lr = 0.01", settings.read_text()))
-    rows.write_text("".join(row for row in rows.read_text().splitlines(keepends=True) if '"restart"' not in row))
+    for rows in (second / "metrics.jsonl", second / "events.jsonl"):
+        rows.write_text("".join(row for row in rows.read_text().splitlines(keepends=True) if '"restart"' not in row))
     return [first, second]
 
 

@@ -103,7 +103,7 @@ def check_end(nodes: list[Node], folder: Path, sets: tuple[str, ...]) -> None:
         assert node.process.wait(timeout=TIMEOUT_SEC) == 0, node.said()[-3000:]
     assert (status(folder / "run")["state"], status(folder / "run")["last_step"]) == ("done", STEPS)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert sum(line.get("event") == "restart" for line in lines) == 1
+    assert sum("restart" in line for line in lines) == 1
     train(folder / "tiny.toml", folder / "uncut", *sets, nproc=2)  # both ranks on one machine, that nothing happened to
     assert losses(folder / "run" / "metrics.jsonl") == losses(folder / "uncut" / "metrics.jsonl")
 

@@ -101,12 +101,17 @@ def test_the_json_schema_and_the_validator_agree(obj: dict[str, Any]) -> None:
 
 
 @profile
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=25))
-def test_a_stream_is_refused_exactly_where_a_step_falls(rows: list[tuple[bool, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from(["row", "event", "section"]), st.integers(0, 30)), max_size=25),
+    st.integers(0, 30),
+)
+def test_a_stream_is_refused_exactly_where_a_step_falls(rows: list[tuple[str, int]], start: int) -> None:
     lines, expected, last = [], [], 0
-    for number, (is_restart, step) in enumerate(rows, start=1):
-        lines.append(encode_payload(build_restart(step) if is_restart else build_payload("train", step, {"a": 1})))
-        if not is_restart and step < last:
+    for number, (kind, step) in enumerate(rows, start=1):
+        section = {"from_step": start} if kind == "section" else None
+        payload = build_payload("train", step, {"a": 1}, restart=section)
+        lines.append(encode_payload(build_restart(step) if kind == "event" else payload))
+        if kind != "event" and step < (start if section else last):
             expected.append(number)
         last = step
     assert [violation.line for violation in validate_stream(lines)] == expected

@@ -205,7 +205,8 @@ def _loss_mismatch(model: nn.Module, output: Any, length: int) -> str:
         return ""
     from trainer.objective.auxiliary import declared_losses, loss_problem  # of models that are written like this alone
 
-    return loss_problem(output, declared_losses(model), (1, length), needs_all=model.training)
+    losses = getattr(output, "losses", None) or {}
+    return loss_problem(losses, declared_losses(model), (1, length), needs_all=model.training)
 
 
 def _place_of_forward(model: nn.Module) -> str:

@@ -56,7 +56,8 @@ class Collator:
             self._fill_together(batch, source, source.windows, rows)
         if num_before:
             self._fill_before(batch, source, rows, num_before)
-        return self._complete(batch, source.stream.modality, source.stream.relative_path, epoch, position)
+        cut = {} if source.cut_documents is None else {"cut_documents": source.cut_documents[rows.owners].tolist()}
+        return self._complete(batch, source.stream.modality, source.stream.relative_path, epoch, position, **cut)
 
     def masked(self, modality: str, stream: str | None, epoch: int, position: int, num_before: int = 0) -> Batch:
         """One row without targets, for a rank that has nothing to read while others do."""
@@ -73,7 +74,9 @@ class Collator:
                 batch["resets_before"] = np.zeros((1, num_before), dtype=np.bool_)
         return self._complete(batch, modality, stream, epoch, position)
 
-    def _complete(self, batch: Batch, modality: str, stream: str | None, epoch: int, position: int) -> Batch:
+    def _complete(
+        self, batch: Batch, modality: str, stream: str | None, epoch: int, position: int, **located: list[int]
+    ) -> Batch:
         rows = len(batch["group_ids"])
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
@@ -82,7 +85,7 @@ class Collator:
         batch["epoch"] = epoch
         origin = {"source": self._name, "stream": stream, "epoch": epoch, "position": position}
         rows_of = {"group_ids": batch["group_ids"].tolist(), "cell_indices": batch["cell_index"].tolist()}
-        batch["instability_meta_json"] = json.dumps(origin | rows_of)
+        batch["instability_meta_json"] = json.dumps({**origin, **rows_of, **located})
         return batch
 
     def _blank(self, rows: int) -> Batch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -154,6 +155,22 @@ def compare(saved: Fingerprint, now: Fingerprint) -> DataChange:
             sources[name] = change
     removed = sorted(name for name in saved.sources.keys() - now.sources.keys() if not name.startswith(EVAL))
     return DataChange(not _agree(saved.tokenizer, now.tokenizer), dict(sorted(sources.items())), removed)
+
+
+def moved(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+    """The name of each file now -> the one that it had, where the name is another and the mark the same."""
+    missing, found = defaultdict[str, list[str]](list), {}
+    for path in sorted(before.keys() - after.keys(), reverse=True):
+        missing[_samples(before[path])].append(path)
+    for path in sorted(after.keys() - before.keys()):
+        if (known := missing[_samples(after[path])]) and _agree(before[known[-1]], after[path]):
+            found[path] = known.pop()
+    return found
+
+
+def _samples(mark: str) -> str:
+    """A mark without the hashes of whole contents."""
+    return "+".join(":".join(one.split(":")[:2]) for one in mark.split("+"))
 
 
 def keep_contents(saved: Fingerprint, now: Fingerprint) -> Fingerprint:

@@ -235,6 +235,13 @@ class OpenStream:
         return int(tokens[self.groups.first_cells > 0].sum()), int(tokens.sum())
 
     @cached_property
+    def cut_documents(self) -> Ints | None:
+        """The document of each group that is a part of one, -1 of others, int64 [G]; None if none is."""
+        groups, ends = self.groups, self.groups.num_cells * self.seq_len
+        is_part = (groups.first_cells > 0) | (ends < self.documents.lengths[groups.documents])
+        return np.where(is_part, groups.documents, -1) if is_part.any() else None
+
+    @cached_property
     def windows(self) -> TokenArray | None:
         """All windows of seq_len + 1 tokens, a view [N - seq_len, seq_len + 1]; None if the file has fewer tokens."""
         tokens = self.documents.tokens

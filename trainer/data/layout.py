@@ -10,7 +10,8 @@ import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import Literal
 
@@ -164,8 +165,8 @@ class Stream:
     Args:
         stream_id: its index in the sorted list.
         path: the file, absolute.
-        relative_path: its permanent name (part of group ids): relative to the root under NESTED, the path as given under
-            DIRECT.
+        relative_path: its permanent name (part of group ids): relative to the root under NESTED, to the working
+            directory under DIRECT (see `_permanent`).
         modality: its label, printable: metric keys and tables hold it.
         root: the directory it was looked for in: under DIRECT, the one that its path or glob names.
         tokens: its documents, tokenized already, as `NAME.bin` with `NAME.idx`; empty if there are none.
@@ -192,6 +193,28 @@ def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
         problem = f"{len(empty):,} of {num_files:,} files {is_or_are} empty, which a run refuses"
         fix = "remove them, or copy the others with train data build text, which skips them"
         raise UserError(few(empty), problem, fix)
+
+
+def _permanent(directory: str, here: str) -> str:
+    """What the names of the files in a directory begin with under DIRECT, however it is spelled: its path from the working
+    directory, `here`; outside of that the absolute one, which is the same wherever a run starts."""
+    absolute, inside = os.path.normpath(os.path.join(here, directory)), os.path.join(here, "")
+    if not f"{absolute}/".startswith(inside):  # the working directory may have another name, by a link
+        real = os.path.realpath(absolute)
+        absolute = real if f"{real}/".startswith(inside) else absolute
+    return f"{absolute}/".removeprefix(inside)
+
+
+def renamed(streams: Sequence[Stream], names: Mapping[str, str]) -> list[Stream]:
+    """Streams of files that had other names: name -> the permanent one. Their modality is that of the directory it names."""
+    found = []
+    for stream in streams:
+        name = names.get(stream.relative_path, stream.relative_path)
+        folder = os.path.basename(os.path.dirname(name))
+        label = printable(folder) if folder and name != stream.relative_path else stream.modality
+        found.append(replace(stream, relative_path=name, modality=label))
+    ordered = sorted(found, key=lambda stream: stream.relative_path)
+    return [replace(stream, stream_id=number) for number, stream in enumerate(ordered)]
 
 
 def _numbered(found: Iterable[tuple[str, str, str, str]]) -> list[Stream]:
@@ -250,7 +273,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
 
 
 def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> list[Stream]:
-    """The streams of a list of files and globs, sorted by path; the modality is the name of the parent directory.
+    """The streams of a list of files and globs, sorted by name; the modality is the name of the parent directory.
 
     A file that is named explicitly is used whatever its extension; one that matches a glob must have a known extension,
     unless `format` is set.
@@ -261,6 +284,11 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     check_format(format)
     found: dict[str, tuple[str, str, str, str]] = {}
     unread: set[str] = set()
+    start = cache(partial(_permanent, here=os.getcwd()))
+
+    def name_of(path: str) -> str:
+        return start(os.path.dirname(path)) + os.path.basename(path)
+
     for given in paths:
         text = os.path.normpath(str(given))
         is_file = os.path.isfile(text)
@@ -277,10 +305,11 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
         unread |= others
         for path in read:
             label = printable(os.path.basename(os.path.dirname(os.path.abspath(path))))
-            found.setdefault(path, (Path(path).as_posix(), path, label, named_directory(text)))
+            name = name_of(path)
+            found.setdefault(name, (name, path, label, named_directory(text)))
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
-    _warn("paths", unread - found.keys())
+    _warn("paths", {path for path in unread if name_of(path) not in found})
     return _numbered(found.values())
 
 

@@ -299,10 +299,10 @@ def stored_direct(paths: Sequence[str], *, format: str, cache: Cache) -> tuple[l
         copies.append(copy)
         for name, url in names.items():
             path = (copy.directory / name).as_posix()
-            urls[path] = url
+            urls[os.path.abspath(path)] = url
             local.append(path)
     streams = [
-        replace(stream, relative_path=urls.get(stream.relative_path, stream.relative_path))
+        replace(stream, relative_path=urls.get(os.path.abspath(stream.path), stream.relative_path))
         for stream in discover_direct(local, format=format)
     ]
     ordered = sorted(streams, key=lambda stream: stream.relative_path)

@@ -5,15 +5,17 @@ the document, or of its part where `max_group_cells` cuts it. Each cell that con
 zero state: the target at place t of the cell then has a context of t tokens, as if the state were reset at each cell. Those of
 a first cell have the same loss in both.
 
-Losses are cross-entropies. Their standard errors, and those of the paired difference, take documents (or such parts) as
-independent draws: the root of n / (n - 1) sum (w_i e_i)^2 / (sum w_i n_i)^2, with the residuals e_i of a ratio and the weights
-w_i = 1 / probability of sampled documents (1 where the set is read whole). Documents of drawn files are added up by file.
+Losses are cross-entropies. Their errors, and those of the paired difference, are over documents as independent draws: the
+`Moments.wide_error` of a ratio of sums, with the weights 1 / probability of sampled documents (1 where the set is read whole).
+Parts of one document are one unit, as are documents of a drawn file, and those of a packed row.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,9 @@ NUM_BUCKETS = 40
 """[0, 1), [1, 2), [2, 4), ...: more than any document has."""
 HELD_ON_DEVICE = 64  # micro-batches whose sums are fetched together
 Floats = NDArray[np.float64]
+Unit = tuple[str | int, ...]
+"""What counts as one draw with other groups: a document in parts, or a drawn file."""
+Part = tuple[int, Floats, dict[Unit, Floats]]
 
 
 def bucket_start(index: int) -> int:
@@ -92,6 +97,7 @@ class Depth(EvalRider):
         self._evaluator = evaluator
         self._cell = 0
         self._by_group: dict[int, Floats] = {}
+        self._cut: dict[int, Unit] = {}
         self._waiting: list[tuple[list[int], Tensor]] = []
 
     def micro_done(self, micro: MicroBatch, state: Tensor | None, results: RowResults) -> None:
@@ -117,7 +123,9 @@ class Depth(EvalRider):
         bucket = buckets(micro)[:, :, None].expand(-1, -1, 3)
         sums = columns.new_zeros(len(targets), NUM_BUCKETS, 3).scatter_add_(1, bucket, columns)
         beyond = columns.sum(1) * is_continued  # [B, 3]
-        self._waiting.append((micro.carry.group_ids.tolist(), torch.cat([sums, beyond[:, None]], dim=1)))
+        groups = micro.carry.group_ids.tolist()
+        self._cut |= _cut_documents(micro.meta, groups)
+        self._waiting.append((groups, torch.cat([sums, beyond[:, None]], dim=1)))
         self._cell = targets.shape[1]
         if len(self._waiting) == HELD_ON_DEVICE:
             self._fetch()
@@ -130,25 +138,25 @@ class Depth(EvalRider):
                     self._by_group[group] = self._by_group.get(group, 0.0) + own
         self._waiting.clear()
 
-    def part(self) -> tuple[int, dict[int, Floats] | Floats] | None:
-        """Cell length, and the moments of this rank's documents; of documents in drawn files, the sums of each file."""
+    def part(self) -> Part | None:
+        """Cell length, the moments of this rank's documents, and the sums of units of which other ranks may have more."""
         return self._guard.run(self._part)
 
-    def _part(self) -> tuple[int, dict[int, Floats] | Floats]:
+    def _part(self) -> Part:
         self._fetch()
-        sample = self._sample
-        if sample is None:
-            return self._cell, _moments(list(self._by_group.values()))
-        # A row that fills up a batch has no document.
-        known = ((sample.groups.get(group), sums) for group, sums in self._by_group.items())
-        weighted = {at: sums * sample.weights[at] for at, sums in known if at is not None}
-        if sample.files is None:
-            return self._cell, _moments(list(weighted.values()))
-        by_file: dict[int, Floats] = {}
-        for at, sums in weighted.items():
-            file = int(sample.files[at])
-            by_file[file] = by_file.get(file, 0.0) + sums
-        return self._cell, by_file
+        alone: list[Floats] = []
+        shared: dict[Unit, Floats] = {}
+        for group, sums in self._by_group.items():
+            unit, weight = self._cut.get(group), 1.0
+            if self._sample is not None:
+                if (at := self._sample.groups.get(group)) is None:  # a row that fills up a batch
+                    continue
+                unit, weight = self._sample.units[at], self._sample.weights[at]
+            if unit is None:
+                alone.append(weight * sums)
+            else:
+                shared[unit] = shared.get(unit, 0.0) + weight * sums
+        return self._cell, _moments(alone), shared
 
     def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         """`depth/<first depth of a bucket>/...`; empty if no document is longer than a cell."""
@@ -156,13 +164,13 @@ class Depth(EvalRider):
         return {} if self._is_off else self._guard.run(self._metrics, by_rank) or {}
 
     def _metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
-        cell = max(length for length, _ in by_rank)
-        parts = [part for _, part in by_rank]
-        if isinstance(parts[0], dict):
-            files = sorted({file for part in parts for file in part})
-            total = _moments([sum(part[file] for part in parts if file in part) for file in files])
-        else:
-            total = np.sum(parts, axis=0)
+        cell = max(length for length, *_ in by_rank)
+        units = {
+            unit: sum(of[unit] for *_, of in by_rank if unit in of) for unit in {u for *_, of in by_rank for u in of}
+        }
+        total = np.sum(
+            [moments for _, moments, _ in by_rank] + [_moments([units[unit] for unit in sorted(units)])], axis=0
+        )
         beyond = total[NUM_BUCKETS]
         if not beyond[0, 0]:
             return {}
@@ -174,6 +182,18 @@ class Depth(EvalRider):
                 kinds = ["loss", "loss_from_zero", "carry_gain"] if 2 * start > cell else ["loss"]
                 found |= _numbers(f"depth/{start}", total[index], kinds)
         return found
+
+
+def _cut_documents(meta: str, groups: Sequence[int]) -> dict[int, Unit]:
+    """The document of each group that is a part of one, by what `Collator` notes of a batch; others' batches say nothing."""
+    with suppress(ValueError, KeyError, TypeError):
+        found = json.loads(meta)
+        return {
+            group: (found["source"], found["stream"], document)
+            for group, document in zip(groups, found["cut_documents"], strict=True)
+            if document >= 0
+        }
+    return {}
 
 
 def _moments(units: Sequence[Any]) -> Floats:
@@ -192,6 +212,6 @@ def _numbers(prefix: str, moments: Floats, names: Sequence[str]) -> dict[str, fl
     for name, each in zip(names, moments, strict=False):
         one = Moments(*each.tolist())
         found[f"{prefix}/{name}"] = one.mean()
-        if not math.isnan(error := one.error()):
+        if not math.isnan(error := one.wide_error()):
             found[f"{prefix}/{name}_se"] = error
     return found

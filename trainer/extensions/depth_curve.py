@@ -7,18 +7,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from trainer.metrics.catalog.lookup import ERRORS_SHOWN
+
 _KEY = re.compile(r"eval/(?:([^/]+)/)?depth/(?:(\d+)|beyond_cell)/(loss|loss_from_zero|carry_gain)")
-NEAR_ERRORS = 2.0
 
 
 class Number(NamedTuple):
-    """A value and its standard error, NaN where it is not known."""
+    """A value and its error over documents, NaN where it is not known; two are 95 %."""
 
     value: float
     error: float
 
     def __str__(self) -> str:
-        return f"{self.value:.4f}" + (f" +- {self.error:.4f}" if math.isfinite(self.error) else "")
+        return f"{self.value:.4f}" + (
+            f" +- {ERRORS_SHOWN * self.error:.4f} (95 %)" if math.isfinite(self.error) else ""
+        )
 
 
 class Point(NamedTuple):
@@ -81,20 +84,21 @@ def unused_from(gains: Sequence[tuple[int, Number]], least: float) -> int | None
     """The depth from which on no gain can be `least` (two errors above the measured one); None if the deepest can."""
     found = None
     for start, gain in reversed(gains):
-        if gain.value + NEAR_ERRORS * gain.error >= least:
+        if gain.value + ERRORS_SHOWN * gain.error >= least:
             break
         found = start
     return found
 
 
 def in_words(curve: DepthCurve, cell: int) -> str:
-    """What carrying is worth: "carrying lowers the loss by 0.12 +- 0.02 beyond 1,024 tokens; nothing beyond 8,192"."""
+    """What carrying is worth: "over documents, carrying lowers the loss by 0.12 +- 0.02 (95 %) beyond 1,024 tokens"."""
     gain, beyond = curve.gain, f"beyond {cell:,} tokens" if cell else "beyond a cell"
-    bound = NEAR_ERRORS * (gain.error if math.isfinite(gain.error) else 0.0)
-    if abs(gain.value) <= bound:
-        return f"carrying changes the loss by {-gain.value:+.4f} +- {gain.error:.4f} {beyond}: nothing to tell from 0"
+    has_error = math.isfinite(gain.error)
+    carrying = "over documents, carrying" if has_error else "carrying"
+    if abs(gain.value) <= (ERRORS_SHOWN * gain.error if has_error else 0.0):
+        return f"{carrying} changes the loss by {gain._replace(value=-gain.value)} {beyond}: nothing to tell from 0"
     if gain.value < 0:
-        return f"carrying raises the loss by {gain._replace(value=-gain.value)} {beyond}"
-    words = f"carrying lowers the loss by {gain} {beyond}"
+        return f"{carrying} raises the loss by {gain._replace(value=-gain.value)} {beyond}"
+    words = f"{carrying} lowers the loss by {gain} {beyond}"
     depth = unused_from(curve.gains, gain.value / 4)
     return f"{words}; nothing beyond {depth:,}" if depth is not None and depth > curve.gains[0][0] else words

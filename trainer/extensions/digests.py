@@ -1,14 +1,15 @@
 """Digests of a logged step: of its batch, the states it began with, its gradient and the weights it led to.
 
-A digest is the sum of the bits of tensors, read as 64-bit integers, with overflow: exact, and changed by any one bit. Over
-ranks it is summed in two pieces, exactly, and with the square of the first: W sum(d^2) = sum(d)^2 only if all W are equal. So
-ranks whose replicas of the weights differ are found in the sums of a logged step, and only then tell each other which.
+A digest is the sum of the bits of tensors, read as 64-bit integers, with overflow: exact, and changed by any one bit. Those of
+batches and states are sums over data shards, whichever ranks run them. Over ranks a digest is summed in two pieces, exactly,
+and with the square of the first: W sum(d^2) = sum(d)^2 only if all W are equal. So ranks whose replicas of the weights differ
+are found in the sums of a logged step, and only then tell each other which.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,23 +56,27 @@ class Digests(Extension):
         self._are_replicas = run.info.world_size > 1 and layout_of(self._parameters) is None
         self._step, self._agreed, self._differs = 0, run.position.step, False
         self._found: dict[str, Tensor] = {}
+        self._states: dict[int, Tensor] = {}
 
     def _own_weights(self) -> Tensor:
         return bit_sum(map(own_part, self._parameters))
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> None:
-        """Begin a step with its batches."""
-        tensors = []
-        for micro in window:
+        """Begin a step with its batches; of ranks that share rows, the first has them."""
+        info, by_shard = self.run.info, defaultdict[int, list[Tensor]](list)
+        for micro in window if info.rank % info.context == 0 else ():
+            tensors = by_shard[micro.shard]
             tensors += [value for _, value in sorted(micro.inputs.items()) if isinstance(value, Tensor)]
             tensors += [micro.targets]
             tensors += [] if micro.carry is None else [to_device(micro.carry.group_ids, micro.targets.device)]
-        self._step, self._found = step, {"batch": bit_sum(tensors)}
+        self._step, self._states, self._found = step, {}, {}
+        if by_shard:
+            self._found["batch"] = torch.stack(list(map(bit_sum, by_shard.values()))).sum()
 
     def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
         """Take in the states of a micro-batch."""
-        before = self._found.get("states")
-        self._found["states"] = bit_sum([state] if before is None else [before, state])
+        before = self._states.get(micro.shard)
+        self._states[micro.shard] = bit_sum([state] if before is None else [before, state])
 
     def gradient_ready(self, squares: Mapping[nn.Parameter, Tensor]) -> None:
         """Take in the gradient by its square norms, which are at hand."""
@@ -80,6 +85,8 @@ class Digests(Extension):
     def updated(self) -> Tensor:
         """The pieces of this rank's digests, and the square that compares replicas."""
         self._found["weights"] = self._own_weights()
+        if self._states:
+            self._found["states"] = torch.stack(list(self._states.values())).sum()
         device = self._found["weights"].device
         nothing = torch.zeros((), dtype=torch.int64, device=device)
         digests = torch.stack([self._found.get(kind, nothing) for kind in KINDS])
@@ -93,7 +100,9 @@ class Digests(Extension):
         self.run.extensions.asks |= self._differs
         self._agreed = self._agreed if self._differs else self._step
         if self.run.info.is_main and self.run.config.metrics.digests == "write":
-            values = {kind: f"{(int(h) << BITS) + int(w):x}" for kind, w, h in zip(KINDS, low, high, strict=True)}
+            sums = [(int(h) << BITS) + int(w) for w, h in zip(low, high, strict=True)]
+            # As many bits as of one rank, whose shards' digests are summed before.
+            values = {kind: f"{each % 4**BITS:x}" for kind, each in zip(KINDS, sums, strict=True)}
             with (self.run.run_dir.path / "digests.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"global_step": self._step, **values}) + "\n")
 

@@ -26,7 +26,7 @@ from trainer.data.groups import GroupTable, OpenStream, file_bytes
 from trainer.data.layout import Stream
 from trainer.data.mixing import StreamMixingDataset
 from trainer.distributed.env import RankInfo
-from trainer.metrics.aggregate import Moments
+from trainer.metrics.aggregate import FEWEST_UNITS, Moments, widened
 from trainer.training.evaluator import EvalRider, Evaluator, RowResults
 from trainer.training.setup.parts import make_dataset
 from trainer.training.setup.plan import Plan
@@ -35,8 +35,8 @@ from trainer.wording import counted
 
 COUNTED_BYTES = 2_000_000_000
 """Of a set's files whose documents are counted when a run starts."""
-LEAST = 4
-"""Documents that are drawn, and files if they are: fewer say nothing of the error."""
+LEAST = 8
+"""Documents that are drawn beside those that always are, and files if they are: fewer say little of the error."""
 
 
 class Drawn(NamedTuple):
@@ -83,7 +83,7 @@ def draw_by_size(sizes: npt.NDArray[Any], num: int, generator: np.random.Generat
 @dataclass(frozen=True)
 class Sample:
     """The documents that were drawn of a set, n of them, with probabilities in proportion to their tokens; of a document that
-    `max_group_cells` cuts, each part counts as one.
+    `max_group_cells` cuts, each part is drawn by itself.
 
     Their sums are weighted by 1 / probability, so that those of all metrics have the sums over the whole set as expectations.
 
@@ -94,6 +94,7 @@ class Sample:
         spread: see `Drawn`.
         files: the file of each, numbers from 0, int64 [n], if documents were drawn from some of the files alone.
         file_chances: the probability that its file was drawn, float64 [n].
+        documents: of which document each is, numbers from 0, int64 [n]; None: each is one.
     """
 
     groups: Mapping[int, int]
@@ -102,6 +103,7 @@ class Sample:
     spread: float
     files: Ints | None = None
     file_chances: npt.NDArray[np.float64] | float = 1.0
+    documents: Ints | None = None
 
     def parts(self, micro: MicroBatch) -> Iterator[tuple[slice, MicroBatch, float]]:
         """The rows of a micro-batch one by one, each with its weight, without masked ones."""
@@ -116,11 +118,20 @@ class Sample:
         """What the sums of each document are multiplied by, [n]."""
         return 1 / (self.chances * self.file_chances)
 
-    def error(self, losses: npt.NDArray[np.float64]) -> float | None:
-        """The standard error of the mean loss per token over the whole set; None if it is not known.
+    @cached_property
+    def units(self) -> list[tuple[int, ...] | None]:
+        """Of each, the file or document that it is a part of, if others may be too: they are no independent draws."""
+        found = self.files if self.files is not None else self.documents
+        if found is None:
+            return [None] * len(self.tokens)
+        is_shared = (np.bincount(found)[found] > 1) | (self.files is not None)
+        return [(int(unit),) if shared else None for unit, shared in zip(found, is_shared, strict=True)]
 
-        Of documents, Hartley and Rao's (1962): 0 for those that are always drawn. Of documents in drawn files, that of a ratio
-        of sums over the files (see `Moments`).
+    def error(self, losses: npt.NDArray[np.float64]) -> float | None:
+        """The error of the mean loss per token against the whole set's, `widened`; None if it is not known.
+
+        Of documents, Hartley and Rao's (1962), with the correction for a finite set: 0 for those that are always drawn. Of
+        documents in drawn files, that of a ratio of sums over the files (see `Moments`).
 
         Args:
             losses: the sum over each document's tokens, [n].
@@ -128,11 +139,11 @@ class Sample:
         means, parts = losses / self.tokens, self.tokens * self.weights
         if self.files is not None:
             totals = [torch.from_numpy(np.bincount(self.files, weights)) for weights in (parts * means, parts)]
-            error = Moments.of(*totals).error()
+            error = Moments.of(*totals).wide_error()
             return None if math.isnan(error) else error
         is_open = self.chances < 1
         means, chances, num = means[is_open], self.chances[is_open], np.count_nonzero(is_open)
-        if num < 2:
+        if num < FEWEST_UNITS:
             return None
         means = means - means.mean()
         squares = means @ means
@@ -140,11 +151,11 @@ class Sample:
         pairs = (1 + self.spread / num) * num * squares
         pairs -= num * (chances @ np.square(means)) + chances.sum() * squares
         share = parts[is_open].sum() / parts.sum()
-        return float(share * np.sqrt(np.maximum(pairs, 0.0) / (num * num * (num - 1))))
+        return widened(float(share * np.sqrt(np.maximum(pairs, 0.0) / (num * num * (num - 1)))), float(num - 1))
 
 
 class SampledLosses(EvalRider):
-    """The standard error of the loss of a sample."""
+    """The error of the loss of a sample."""
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
@@ -152,26 +163,40 @@ class SampledLosses(EvalRider):
     def begin(self, evaluator: Evaluator) -> None:
         """Forget the last evaluation."""
         self._guard = evaluator.guard
+        self._by_rows = [name for name, each in evaluator.auxiliary.losses.items() if each.by == "rows"]
         self._sums: list[tuple[int, Tensor]] = []
 
     def micro_done(self, micro: MicroBatch, state: Tensor | None, results: RowResults) -> None:
-        """Note each row's document and loss."""
+        """Note each row's document, its loss, and those by rows."""
         assert micro.carry is not None
         groups = micro.carry.group_ids.tolist()
-        self._sums += [(self.sample.groups[groups[rows.start]], each.loss_sum.double()) for rows, each in results]
+        for rows, each in results:
+            parts = [each.parts[name] for name in self._by_rows if name in each.parts]
+            nothing = each.loss_sum.new_zeros((), dtype=torch.float64)
+            num_rows = parts[0].num_tokens.double() if parts else nothing
+            sums = [each.loss_sum.double(), sum((part.sum.double() for part in parts), nothing), num_rows]
+            self._sums.append((self.sample.groups[groups[rows.start]], torch.stack(sums)))
 
     def part(self) -> npt.NDArray[np.float64] | None:
-        """The loss of each document's rows on this rank, [n]. Waits for the device."""
+        """Of each document's rows on this rank the loss, the losses by rows, and how many they are, [3, n]. Waits for the
+        device."""
         return self._guard.run(self._by_document)
 
     def _by_document(self) -> npt.NDArray[np.float64]:
-        values = torch.stack([value for _, value in self._sums]).cpu().numpy() if self._sums else np.zeros(0)
+        values = (
+            torch.stack([value for _, value in self._sums], dim=1).cpu().numpy() if self._sums else np.zeros((3, 0))
+        )
         documents = np.array([document for document, _ in self._sums], dtype=np.int64)
-        return np.bincount(documents, values, minlength=len(self.sample.tokens)).astype(np.float64)
+        return np.array([np.bincount(documents, row, minlength=len(self.sample.tokens)) for row in values], np.float64)
 
     def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         """The error, if it is known."""
-        error = self.sample.error(np.sum([part for part in by_rank if part is not None], axis=0))
+        losses, by_rows, num_rows = np.sum([part for part in by_rank if part is not None], axis=0)
+        weights = self.sample.weights
+        if (all_rows := weights @ num_rows) > 0:  # the mean of these is another ratio: its residuals, as if of tokens
+            mean = weights @ by_rows / all_rows
+            losses = losses + (by_rows - mean * num_rows) * (weights @ self.sample.tokens / all_rows)
+        error = self.sample.error(losses)
         return {} if error is None else {"loss_se": error}
 
 
@@ -184,20 +209,23 @@ class _Documents(NamedTuple):
     """Index of `files`, ascending, [n]."""
     group: Ints
     """Of the file, without packing, [n]."""
+    document: Ints
+    """Of all that were counted, [n]; parts of one have the same."""
     tokens: Ints
     """[n]."""
 
 
 def _count(datasets: Sequence[StreamMixingDataset], files: list[tuple[int, Stream]]) -> tuple[_Documents, int]:
     """All documents of these files, and their number, whatever their parts."""
-    found: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 3]
+    found: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 4]
     num_whole = 0
     for at, (index, stream) in enumerate(files):
         opened = datasets[index].open(stream)
         groups = opened.groups
         left = opened.documents.lengths[groups.documents] - groups.first_cells * opened.seq_len
         tokens = np.minimum(left, groups.num_cells * opened.seq_len)
-        found.append((np.full(groups.num_groups, at), np.arange(groups.num_groups), tokens))
+        whole = num_whole + np.cumsum(groups.first_cells == 0) - 1
+        found.append((np.full(groups.num_groups, at), np.arange(groups.num_groups), whole, tokens))
         num_whole += int(np.count_nonzero(groups.first_cells == 0))
     return _Documents(files, *map(np.concatenate, zip(*found, strict=True))), num_whole
 
@@ -217,7 +245,8 @@ def draw_sample(
 
     Args:
         datasets: of the sources, without packing.
-        budget: cells that an evaluation may run, in expectation; but `LEAST` documents are read.
+        budget: cells that an evaluation may run, in expectation; but `LEAST` documents are read, or all of the set where
+            so few are left beside those that always are.
         runs: of each cell but a document's first.
     """
     seq_len, is_packed = plan.config.data.seq_len, plan.config.data.pack
@@ -242,12 +271,16 @@ def draw_sample(
         return ceil(chances_of(represented, num) @ num_runs)
 
     num = min(max(LEAST, bisect_right(range(num_all + 1), budget, key=cost, lo=1) - 1), num_all)
+    while num < num_all and (missing := LEAST + np.count_nonzero(chances_of(represented, num) == 1) - num) > 0:
+        num = min(num + int(missing), num_all)  # of those that are always drawn there are perhaps more now
+    if num == num_all and is_counted:
+        return f"all {what}, {counted(total, 'token')}", None
     chosen, chances, spread = draw_by_size(represented, num, generator)
     taken = _Documents(documents.files, *(column[chosen] for column in documents[1:]))
     parts = what if num_whole == num_all else f"{num_all:,} parts of {what}"
     read = f"{num:,} of {parts}, {int(taken.tokens.sum()):,} of {total:,} tokens"
     copied, groups = _copied(plan, sources, info, datasets, taken)
-    sample = Sample(groups, taken.tokens, chances, spread)
+    sample = Sample(groups, taken.tokens, chances, spread, documents=taken.document)
     if not is_counted:
         read += f", in {len(drawn.chosen):,} of {len(files):,} files"
         sample = replace(sample, files=taken.of_file, file_chances=file_chances[chosen])

@@ -22,10 +22,13 @@ from numpy.typing import NDArray
 from trainer.metrics.best_effort import BestEffort, LeaveOut, as_number, is_name
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX, WORST_SUFFIX, lookup_or_gauge
 from trainer.metrics.catalog.spec import RankReduction, WindowReduction
+from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.wording import message_of, short_repr
 
 Scalar = float | torch.Tensor
 MOST_EXACT = 2**53
+FEWEST_UNITS = 5
+"""Fewer sampled units, documents for example, say too little of the error of their mean."""
 _MEANS = ("mean", "weighted_mean")
 
 
@@ -34,6 +37,11 @@ class SumCount(NamedTuple):
 
     total: Scalar
     weight: Scalar
+
+
+def widened(error: float, freedom: float) -> float:
+    """A standard error with so many degrees of freedom, widened by Student's t: 1.96 of it cover 95 %."""
+    return error * t_quantile(1.96, freedom) / 1.96
 
 
 class Moments(NamedTuple):
@@ -79,6 +87,15 @@ class Moments(NamedTuple):
         squares = float(self.total_sq) - 2 * ratio * float(self.cross) + ratio**2 * float(self.weight_sq)
         # Rounding may leave a sum of squares below zero; a NaN stays one.
         return math.sqrt(0.0 if squares < 0 else squares * num / (num - 1)) / float(self.weight)
+
+    def wide_error(self) -> float:
+        """An error of R that holds for few units of unequal weight, by their effective number (Kish 1965), see `widened`; NaN
+        for fewer than `FEWEST_UNITS`."""
+        num = float(self.num)
+        effective = float(self.weight) ** 2 / max(float(self.weight_sq), 1e-300)
+        if num < FEWEST_UNITS or effective < 2:
+            return math.nan
+        return widened(self.error() * math.sqrt((num - 1) / num * effective / (effective - 1)), effective - 1)
 
 
 Value = Scalar | SumCount

@@ -3,7 +3,8 @@
 A payload is one line of strict JSON,
 `{"schema_version": 1, "mode": "train" | "eval", "global_step": int, "metrics": {key: number}}`, plus optional sections
 that no consumer needs. JSON has no NaN or infinity, so such a metric appears in the section `non_finite` as a word.
-Between payloads a stream may contain a restart event, after which `global_step` may decrease.
+The first payload after a resume has the section `restart`, `{"from_step": int}`, and may be of an earlier step. Streams of
+earlier versions have a line of its own instead, `{"schema_version": 1, "event": "restart", "global_step": int}`.
 
 Only the standard library is used, so that a dashboard can import this module without torch.
 """
@@ -50,6 +51,12 @@ class Payload:
     non_finite: Mapping[str, str] = field(default_factory=dict)
     sections: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def restart(self) -> Restart | None:
+        """That it is the first one after a resume."""
+        section = self.sections.get(RESTART)
+        return None if section is None else Restart(section["from_step"])
+
     def values(self) -> dict[str, float]:
         """All metrics as floats, the non-finite ones included."""
         return all_values({"metrics": self.metrics, "non_finite": self.non_finite})
@@ -57,7 +64,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class Restart:
-    """A restart event: later rows may repeat steps above `global_step`; the last row of a step counts."""
+    """The run resumed from `global_step`: later rows may repeat steps above it, and the last row of a step counts."""
 
     global_step: int
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -93,6 +100,7 @@ def build_payload(
     context: Mapping[str, Any] | None = None,
     batch_extras: Mapping[str, Any] | None = None,
     token_summary: Mapping[str, Any] | None = None,
+    restart: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A payload of these metrics and optional sections; NaN and infinities move to `non_finite`.
 
@@ -114,7 +122,7 @@ def build_payload(
             words[key] = non_finite_word(value)
     payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode, "global_step": global_step}
     payload["metrics"] = finite
-    sections = {"context": context, "batch_extras": batch_extras, "token_summary": token_summary}
+    sections = {"context": context, "batch_extras": batch_extras, "token_summary": token_summary, RESTART: restart}
     for name, section in {"non_finite": words or None, **sections}.items():
         if section is not None:
             payload[name] = dict(section)
@@ -123,7 +131,7 @@ def build_payload(
 
 
 def build_restart(global_step: int, **details: Any) -> dict[str, Any]:
-    """The event that names the checkpointed step from which a stream continues."""
+    """The event that names the checkpointed step from which a run continues."""
     _check_step(global_step)
     return {**details, "schema_version": SCHEMA_VERSION, "event": RESTART, "global_step": global_step}
 
@@ -150,7 +158,7 @@ def parse_payload(line: str | bytes) -> Payload:
 
 
 def parse_line(line: str | bytes) -> Payload | Restart:
-    """Parse one line of a stream: a payload or a restart event.
+    """Parse one line of a stream: a payload, or the restart event of an earlier version.
 
     Raises:
         PayloadError: it is neither.
@@ -228,6 +236,7 @@ def validate_payload(obj: Any) -> None:
             is_finite = type(value) in (int, float) and -_LARGEST <= value <= _LARGEST
             if not (is_finite if name == "metrics" else value in NON_FINITE_WORDS):
                 raise PayloadError(f"{name}.{key}", f"must be {wanted}, got {value!r:.80}")
+    _check_restart(obj.get(RESTART, {"from_step": 0}))
     if both := obj["metrics"].keys() & obj.get("non_finite", {}).keys():
         raise PayloadError(f"non_finite.{min(both)}", "appears in metrics as well")
     if not obj["metrics"] and not obj.get("non_finite"):
@@ -243,9 +252,15 @@ def _check_version(obj: Mapping[str, Any]) -> None:
     raise PayloadError("schema_version", f"{problem}; this reader supports version {SCHEMA_VERSION}")
 
 
-def _check_step(step: Any) -> None:
+def _check_restart(section: Any) -> None:
+    if not isinstance(section, Mapping):
+        raise PayloadError(RESTART, f"must be an object, got {type(section).__name__}")
+    _check_step(section.get("from_step"), f"{RESTART}.from_step")
+
+
+def _check_step(step: Any, key: str = "global_step") -> None:
     if type(step) is not int or step < 0:  # bool is a subclass of int
-        raise PayloadError("global_step", f"must be an integer of at least 0, got {step!r}")
+        raise PayloadError(key, f"must be an integer of at least 0, got {step!r}")
 
 
 def strip_launcher_prefix(line: str) -> str:
@@ -254,10 +269,10 @@ def strip_launcher_prefix(line: str) -> str:
 
 
 def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
-    """Check a stream of lines, each a payload or a restart event; yields every violation in order.
+    """Check a stream of lines, see `parse_line`; yields every violation in order.
 
     Launcher prefixes are tolerated. `global_step` may repeat (evaluation follows training in one step) but must not
-    decrease, except after a restart event.
+    decrease, except to a restart's.
     """
     last_step = 0
     for number, raw in enumerate(lines, start=1):
@@ -266,6 +281,8 @@ def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
         except PayloadError as error:
             yield Violation(number, error.key, error.reason)
             continue
+        if isinstance(found, Payload) and found.restart is not None:
+            last_step = found.restart.global_step
         if isinstance(found, Payload) and found.global_step < last_step:
             yield Violation(number, "global_step", f"falls from {last_step} to {found.global_step} without a restart")
         last_step = found.global_step

@@ -19,7 +19,7 @@ from trainer.files import open_descriptor, parse_json
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.catalog.lookup import EVAL_PREFIX
 from trainer.metrics.logger import format_metrics, format_train_line, get_logger
-from trainer.metrics.payload_contract import RESTART, all_values, encode_payload, non_finite_word
+from trainer.metrics.payload_contract import all_values, encode_payload, non_finite_word
 
 logger = get_logger(__name__)
 
@@ -212,7 +212,7 @@ class LineFile:
 
 
 class JsonlSink(LineFile):
-    """Appends each payload and restart event as one line; write failures raise, since a run needs its record."""
+    """Appends each payload as one line; write failures raise, since a run needs its record."""
 
     is_essential = True
 
@@ -225,9 +225,7 @@ class JsonlSink(LineFile):
         self.append(encode_payload(payload))
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Append a restart event; other events go to events.jsonl."""
-        if event.get("event") == RESTART:
-            self.log(event)
+        """Events go to events.jsonl."""
 
 
 def _strict(value: Any) -> Any:
@@ -355,9 +353,7 @@ class StdoutSink:
             self._write(encode_payload(payload) if self._mode == "json" else render_line(payload))
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Write a restart event, in JSON mode only."""
-        if self._mode == "json" and event.get("event") == RESTART:
-            self.log(event)
+        """Events are no payloads."""
 
     def _write(self, line: str) -> None:
         try:

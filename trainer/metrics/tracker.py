@@ -166,6 +166,7 @@ class MetricsTracker:
         self._open: deque[_OpenStep] = deque()
         self._checked_keys: set[str] = set()
         self._sinks: list[tuple[Sink, BestEffort | None]] = []
+        self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)
 
     def init_backends(self, sinks: Iterable[Sink]) -> None:
@@ -317,9 +318,11 @@ class MetricsTracker:
         prefixes = {key: "" if "/" in key or key.startswith(EVAL_PREFIX) else EVAL_PREFIX for key in found}
         self._emit("eval", step, {prefixes[key] + key: value for key, value in found.items()})
 
-    def log_restart(self, step: int, **details: Any) -> None:
-        """Say in every stream that the run continues after this checkpointed step, so that steps may repeat."""
-        self.log_event(build_restart(step, **details))
+    def log_restart(self, step: int) -> None:
+        """The run continues after this checkpointed step, so that steps may repeat: tell the sinks, and say so in the next
+        payload."""
+        self._restart = {"from_step": step}
+        self.log_event(build_restart(step))
 
     def log_event(self, event: Mapping[str, Any]) -> None:
         """Send an event to the sinks; each takes those that it has a use for."""
@@ -337,7 +340,8 @@ class MetricsTracker:
                 lookup_or_gauge(key)
                 self._checked_keys.add(key)
         if self._sinks and metrics:
-            self._send("log", build_payload(mode, step, metrics))
+            restart, self._restart = self._restart, None
+            self._send("log", build_payload(mode, step, metrics, restart=restart))
 
     def _send(self, method: str, *args: Any) -> None:
         """Call the sinks: an essential one as it is, any other one under its guard."""

@@ -102,7 +102,8 @@ class Cellwise(nn.Module):
         return ModelOutput(torch.cat(logits, dim=1), stored, joined, metrics.drain_metrics())
 
     def _join(self, pieces: Sequence[Mapping[str, Tensor]], rows: int) -> dict[str, Tensor]:
-        """The losses of whole rows: [B, T], where [] counts for each token of its piece; [B], the mean over a row's tokens."""
+        """The losses of whole rows, [B, T]: what is [] or [B] counts for each token of its piece. `Auxiliary`, which knows the
+        targets, makes the number of a row."""
         if any(each.keys() != pieces[0].keys() for each in pieces):
             problem = "the losses of its output are not the same in all cells of a row"
             raise UserError("model.target", problem, "return each of them in every call")
@@ -110,9 +111,8 @@ class Cellwise(nn.Module):
         for name, first in pieces[0].items():
             values = [(each[name], length) for each, length in zip(pieces, lengths, strict=True)]
             if first.ndim == 1:
-                found[name] = torch.stack([value * (length / self._row) for value, length in values]).sum(0)
-            else:
-                found[name] = torch.cat([value.expand(rows, length) for value, length in values], dim=1)
+                values = [(value[:, None], length) for value, length in values]
+            found[name] = torch.cat([value.expand(rows, length) for value, length in values], dim=1)
         return found
 
     def _run(self, tokens: Tensor, state: Tensor | None, inputs: dict[str, Any], *, is_last: bool) -> Any:

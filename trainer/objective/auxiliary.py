@@ -1,7 +1,8 @@
 """Losses beside that of the tokens: those of the model's output, and components of the user's own by import path.
 
 A loss "by tokens" is a number per target token, [B, T], or one for all of them, []; the objective has its mean over the target
-tokens of the step. A loss "by rows" is a number per row, [B]; the objective has its mean over the rows with a target. Both are
+tokens of the step. A loss "by rows" is a number per row, [B]; the objective has its mean over the rows with a target. A row
+that is run cell by cell has the mean over its cells, by their target tokens: one of padding alone counts for nothing. Both are
 sums over micro-batches and ranks, so that any split of a step is one big batch. A number [] counts for all target tokens of its
 micro-batch: what it says of them is the model's affair.
 """
@@ -51,14 +52,13 @@ def declared_losses(model: Any) -> dict[str, By]:
     return dict(keys)
 
 
-def loss_problem(output: Any, declared: Mapping[str, By], shape: Sequence[int], *, needs_all: bool) -> str:
+def loss_problem(found: Mapping[str, Any], declared: Mapping[str, By], shape: Sequence[int], *, needs_all: bool) -> str:
     """What is wrong with the losses of a model's output; empty if nothing is.
 
     Args:
         shape: [B, T] of the targets.
         needs_all: as in training; an evaluation does without those that the model leaves out.
     """
-    found: Mapping[str, Any] = getattr(output, "losses", None) or {}
     if unknown := sorted(found.keys() - declared.keys()):
         return f'the loss {few(unknown)}, which is not in its loss_keys: {{"{unknown[0]}": "tokens"}}, or "rows"'
     if missing := sorted(declared.keys() - found.keys() if needs_all else ()):
@@ -76,6 +76,14 @@ def shape_problem(name: str, value: Any, by: By, shape: Sequence[int]) -> str:
     if list(value.shape) in fitting:
         return ""
     return f"the loss {name} by {by} with the shape {list(value.shape)}, not {' or '.join(map(str, fitting))}"
+
+
+def _of_rows(value: Any, by: By | None, mask: Tensor) -> Any:
+    """A loss by rows that `Cellwise` gives for each token, [B, T], as [B]: the mean over those with a target, or zero."""
+    if by != "rows" or getattr(value, "shape", None) != mask.shape:
+        return value
+    value = value.to(torch.promote_types(value.dtype, torch.float32)).masked_fill(~mask, 0.0)
+    return value.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 class Auxiliary:
@@ -116,11 +124,13 @@ class Auxiliary:
             ObjectiveError: one of the user's own has another shape.
         """
         shape, trains = micro.targets.shape, result.loss_sum.requires_grad
-        if problem := loss_problem(output, self._declared, shape, needs_all=trains):
-            raise UserError("model.target", f"it returns {problem}", "see docs/models.md#losses-and-metrics")
         mask = micro.targets != IGNORED  # [B, T]
+        losses: Mapping[str, Any] = getattr(output, "losses", None) or {}
+        own = {name: _of_rows(value, self._declared.get(name), mask) for name, value in losses.items()}
+        if problem := loss_problem(own, self._declared, shape, needs_all=trains):
+            raise UserError("model.target", f"it returns {problem}", "see docs/models.md#losses-and-metrics")
         total, parts = result.loss_sum, dict(result.parts)
-        found = {**(getattr(output, "losses", None) or {}), **self._of_functions(output, micro)}
+        found = {**own, **self._of_functions(output, micro)}
         for name, each in self.losses.items():
             if (value := found.get(name)) is None:
                 continue

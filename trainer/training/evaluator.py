@@ -63,10 +63,10 @@ class EvalSet(NamedTuple):
 
 
 def rows_of(output: Any, rows: slice) -> ModelOutput:
-    """Some rows' logits, losses and metrics. A loss or metric [] is of all rows."""
-    losses, metrics = extras_of(output)
+    """Some rows' logits and losses. A loss [] is of all rows. Metrics, which are of all rows too, cannot be weighted."""
+    losses, _ = extras_of(output)
     own = {name: value[rows] if getattr(value, "ndim", 0) else value for name, value in (losses or {}).items()}
-    return ModelOutput(output.logits[rows], None, own, metrics)
+    return ModelOutput(output.logits[rows], None, own)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -210,8 +210,8 @@ class Evaluator:
             for rows, part, weight in [(slice(None), micro, 1.0)] if each.sample is None else each.sample.parts(micro):
                 own = output if each.sample is None else rows_of(output, rows)
                 result = self.objective(own.logits, part.targets, meta=micro.meta)
-                self.guard.run(self.details.add, part, self.auxiliary(result, own, part), weight)
-                results.append((rows, result))
+                results.append((rows, self.auxiliary(result, own, part)))
+                self.guard.run(self.details.add, part, results[-1][1], weight)
             for rider in each.riders:
                 rider.micro_done(micro, state, results)
         if ledger is not None and carry is not None and output.state is not None:

@@ -20,6 +20,7 @@ from trainer.config.schema import RunConfig
 from trainer.distributed.env import GroupError, pick_backend, pick_device, process_group, rank_info
 from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError, raise_found
+from trainer.metrics.catalog.lookup import ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import kept_for_payloads
 from trainer.training.checkpointing import checkpoint
@@ -195,13 +196,14 @@ def _mean_loss(losses: Iterable[tuple[int, float]]) -> str:
 
 
 def _evaluated(step: int, metrics: Mapping[str, float], read: Mapping[str, str]) -> list[str]:
-    """The losses of the last evaluation, with their standard errors, and how much of each set was read."""
+    """The losses of the last evaluation, with their errors, and how much of each set was read."""
     losses = []
     for name, text in read.items():
         key = f"eval/{name}/loss" if name else "eval_loss"
         if key in metrics:
-            error = f" +- {metrics[f'{key}_se']:.4f}" if f"{key}_se" in metrics else ""
-            losses.append(f"{name or 'held out'} {metrics[key]:.4f}{error} ({text})")
+            error = metrics.get(key + ERROR_SUFFIX)
+            shown = f" +- {ERRORS_SHOWN * error:.4f} (95 %; {text})" if error is not None else f" ({text})"
+            losses.append(f"{name or 'held out'} {metrics[key]:.4f}{shown}")
     return [f"evaluated at step {step}: {', '.join(losses)}"] if losses else []
 
 

@@ -52,6 +52,21 @@ def test_direct_streams_take_their_parent_directory_as_modality(root):
     assert [(Path(s.path).name, s.modality) for s in streams] == [("x.cpp", "a"), ("a.jsonl", "deep"), ("z.txt", "b")]
 
 
+def test_a_file_has_one_name_however_its_path_is_spelled(root, monkeypatch):
+    monkeypatch.chdir(root)
+    wanted = ["b/deep/a.jsonl", "b/z.txt"]
+    (root.parent / "link").symlink_to(root)
+    for start in ("b", "./b", "a/../b", root / "b", root.parent / "link" / "b", f"../{root.name}/b"):
+        found = discover_direct([f"{start}/**", str(root / "b" / "z.txt")])
+        assert [(stream.relative_path, Path(stream.path).is_file()) for stream in found] == [
+            (each, True) for each in wanted
+        ]
+    monkeypatch.chdir(root / "a")  # outside, by any spelling
+    assert {discover_direct([given])[0].relative_path for given in ("../b/z.txt", str(root / "b/z.txt"))} == {
+        str(root / "b/z.txt")
+    }
+
+
 def test_what_is_not_there_is_refused(root):
     (root / "c").mkdir()
     (root / "c" / "x.csv").write_text("a,b")

@@ -627,7 +627,7 @@ def test_gains_by_depth_are_judged_with_their_errors(rule: str, verdict: str, ro
 
 def test_the_depth_from_which_context_is_not_used_is_named() -> None:
     assert "no context beyond 256 tokens: " in check("context_unused", make_run(depths(0.02, 0.01, 0.0, 0.0))).sentence
-    assert "0.0500 +- 0.0010 from 128 tokens on, 0.0100 +- 0.0010 from 256 on" in (
+    assert "0.0500 +- 0.0020 (95 %) from 128 tokens on, 0.0100 +- 0.0020 (95 %) from 256 on" in (
         check("loss_rises_with_depth", FAULTY["loss_rises_with_depth"]).sentence
     )
 

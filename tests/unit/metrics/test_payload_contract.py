@@ -103,6 +103,14 @@ def test_a_restart_event_round_trips_and_is_no_payload() -> None:
         parse_line('{"schema_version":1,"event":"other","global_step":1}')
     with pytest.raises(PayloadError, match="global_step: must be an integer"):
         parse_line('{"schema_version":1,"event":"restart"}')
+    for mode in ("train", "eval"):
+        first = build_payload(mode, 51, {"loss": 1.0}, restart={"from_step": 50})
+        assert parse_payload(encode_payload(first)).restart == Restart(50)
+        assert not list(validate_stream([*lines_of(60), encode_payload(first)]))
+        assert list(validate_stream([*lines_of(60), encode_payload({**first, "global_step": 49})]))
+    for section in (50, {}, {"from_step": -1}, {"from_step": True}):
+        with pytest.raises(PayloadError, match=r"restart(\.from_step)?: must be"):
+            parse_payload(encode_payload(good(restart=section)))
 
 
 def lines_of(*steps: int) -> list[str]:

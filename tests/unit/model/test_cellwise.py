@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.data.batch import MicroBatch
 from trainer.errors import UserError
 from trainer.model import build
 from trainer.model.protocol import ModelOutput
 from trainer.model.wrappers import Cellwise
+from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
+from trainer.objective.loss import Objective
 
 VOCAB, CELL, ROWS = 13, 8, 3
 
@@ -141,17 +144,29 @@ class Penalized(nn.Module):
 @pytest.mark.parametrize("burn_in", [0, 3])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_losses_of_a_row_are_those_of_its_pieces_together(burn_in, recompute):
+    """Where the row is padded, a loss by rows is that of its cells, by their targets: one of padding alone is none of them."""
     torch.manual_seed(0)
-    model, (tokens, *_) = Penalized(), make_rows(3 * CELL, 3 * CELL, has_resets=False)
+    model, (tokens, targets, _) = Penalized(), make_rows(3 * CELL, 3 * CELL, has_resets=False)
     cut = Cellwise(model, cell=CELL, cells=3, burn_in=burn_in, recompute=recompute)
     before = {"tokens_before": tokens[:, :CELL], "continues": torch.zeros(ROWS, dtype=torch.bool)} if burn_in else {}
     outputs = [model(tokens, torch.zeros(ROWS, model.state_width).double()), cut(tokens, **before)]
     assert [set(output.losses) for output in outputs] == [{"tokens", "rows", "all"}] * 2
     assert outputs[1].metrics == {"my/tokens": 3 * CELL / (4 if burn_in else 3)}  # a gauge: the mean over the pieces
     weights = torch.rand(ROWS, 3 * CELL).double()
+    targets[1, CELL:], targets[2, CELL + 2 :] = -100, -100
+    objective = Auxiliary(
+        {"tokens": AuxiliaryLoss(), "rows": AuxiliaryLoss("rows"), "all": AuxiliaryLoss()}, ["my/tokens"]
+    )
+    part = objective(
+        Objective()(outputs[1].logits.detach(), targets), outputs[1], MicroBatch({}, targets, None, {})
+    ).parts
+    cells = outputs[0].losses["tokens"].reshape(ROWS, 3, CELL).mean(2)
+    expected = cells[0].mean() + cells[1, 0] + (CELL * cells[2, 0] + 2 * cells[2, 1]) / (CELL + 2)
+    torch.testing.assert_close(part["rows"].sum, expected.detach(), rtol=1e-10, atol=0)
     found = []
     for output in outputs:
         shaped = output.losses | {"all": output.losses["all"].expand(weights.shape)}
+        shaped["rows"] = shaped["rows"].reshape(ROWS, -1).mean(1)
         loss = torch.stack([(each * (weights if each.ndim == 2 else weights[:, 0])).sum() for each in shaped.values()])
         found.append([loss.detach(), *torch.autograd.grad(loss.sum(), list(model.parameters()), allow_unused=True)])
     for one, other in zip(*found, strict=True):

@@ -34,15 +34,21 @@ def numbers(gains=(0.0, 0.1, 0.2), error=0.02, name="") -> dict[str, float]:
 @pytest.mark.parametrize(
     ("gains", "words"),
     [
-        ((0.12, 0.12, 0.12), "carrying lowers the loss by 0.1200 +- 0.0020 beyond 16 tokens"),
-        ((0.12, 0.03, 0.02), "carrying lowers the loss by 0.1200 +- 0.0020 beyond 16 tokens; nothing beyond 64"),
-        ((0.0, 0.0, 0.001), "carrying changes the loss by -0.0010 +- 0.0020 beyond 16 tokens: nothing to tell from 0"),
-        ((-0.1, -0.1, -0.1), "carrying raises the loss by 0.1000 +- 0.0020 beyond 16 tokens"),
+        ((0.12, 0.12, 0.12), "lowers the loss by 0.1200 +- 0.0040 (95 %) beyond 16 tokens"),
+        (
+            (0.12, 0.03, 0.02),
+            "lowers the loss by 0.1200 +- 0.0040 (95 %) beyond 16 tokens; nothing beyond 64",
+        ),
+        (
+            (0.0, 0.0, 0.001),
+            "changes the loss by -0.0010 +- 0.0040 (95 %) beyond 16 tokens: nothing to tell from 0",
+        ),
+        ((-0.1, -0.1, -0.1), "raises the loss by 0.1000 +- 0.0040 (95 %) beyond 16 tokens"),
     ],
 )
 def test_the_sentence_says_what_carrying_is_worth(gains, words):
     (curve,) = curves_of(numbers(gains, error=0.002)).values()
-    assert in_words(curve, 16) == words
+    assert in_words(curve, 16) == f"over documents, carrying {words}"
 
 
 def test_each_set_is_drawn_within_its_picture_and_where_its_numbers_are(make_run):
@@ -50,15 +56,15 @@ def test_each_set_is_drawn_within_its_picture_and_where_its_numbers_are(make_run
     run = make_run("a", rows)
     (held_out, words, drawn), (books, _, other) = depth_figures(run)
     assert (held_out, books) == ("held out", "books")
-    assert words.startswith("carrying lowers the loss by 0.2000")
+    assert words.startswith("over documents, carrying lowers the loss by 0.2000")
     root = ElementTree.fromstring(drawn)
     places = [pair for each in root for pair in re.findall(r"([-\d.]+),([-\d.]+)", each.get("points", ""))]
     assert len(places) == len(DRAWN) + 3 + 3 * 3
     assert all(0 <= float(x) <= WIDTH and 0 <= float(y) <= HEIGHT for x, y in places)
     titles = ["".join(each.itertext()) for each in root if each.tag.endswith("circle")]
-    assert titles[0] == "carried, 4 tokens on: 2.9000 +- 0.0200"
-    assert titles[len(DRAWN) + 2] == "from zero at each cell, 64 tokens on: 2.5000 +- 0.0200"
-    assert titles[-1] == "gain of carrying, 64 tokens on: 0.2000 +- 0.0200"
+    assert titles[0] == "carried, 4 tokens on: 2.9000 +- 0.0400 (95 %)"
+    assert titles[len(DRAWN) + 2] == "from zero at each cell, 64 tokens on: 2.5000 +- 0.0400 (95 %)"
+    assert titles[-1] == "gain of carrying, 64 tokens on: 0.2000 +- 0.0400 (95 %)"
     (zero,) = [float(each.get("y1")) for each in root if "muted" in each.get("style", "") and each.get("y1")]
     upper, lower = float(places[-9][1]), float(places[-4][1])  # of the band at 16 tokens, where the gain is 0
     assert lower - zero == pytest.approx(zero - upper, abs=0.11)

@@ -52,9 +52,12 @@ def test_columns_of_an_intact_file(tmp_path: Path) -> None:
     assert run.notes == []
 
 
-def test_after_a_restart_the_later_row_of_a_step_replaces_the_earlier_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_old", [False, True])
+def test_after_a_restart_the_later_row_of_a_step_replaces_the_earlier_one(tmp_path: Path, is_old: bool) -> None:
     first = [train(5, loss=5.0, grad_norm=1.0), train(10, loss=4.0, grad_norm=1.0), train(15, loss=3.0)]
-    second = [restart(5), train(10, loss=40.0)]
+    second = [encode_payload(build_payload("train", 10, {"loss": 40.0}, restart={"from_step": 5}))]
+    if is_old:
+        second = [restart(5), train(10, loss=40.0)]
     run = load_run(write(tmp_path / "metrics.jsonl", *first, *second))
     assert column(run, "loss") == {5: 5.0, 10: 40.0, 15: 3.0}
     assert column(run, "grad_norm") == {5: 1.0}, "keys of the replaced row must be gone"
@@ -62,6 +65,20 @@ def test_after_a_restart_the_later_row_of_a_step_replaces_the_earlier_one(tmp_pa
     assert run.steps_redone == [10]
     assert len(run.notes) == 1
     assert "1 row replaced" in run.notes[0]
+
+
+def test_events_have_the_restarts_after_which_no_row_came(tmp_path: Path) -> None:
+    rows = [train(10, loss=1.0), encode_payload(build_payload("eval", 6, {"eval_loss": 1.0}, restart={"from_step": 5}))]
+    events = [{"event": "restart", "global_step": step, "changed": {"lr": step}} for step in (5, 4, 5, "x", 3)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = load_run(write(tmp_path / "metrics.jsonl", *rows))
+    assert [(each.global_step, each.details["changed"]["lr"]) for each in run.restarts] == [
+        (5, 5),
+        (4, 4),
+        (5, 5),
+        (3, 3),
+    ]
+    assert run.steps_redone == [5, 1, 0, 3]
 
 
 def test_evaluations_of_one_step_are_merged_but_not_across_a_restart(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,9 +23,11 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.extensions.depth import TrainingDepth, bucket_start, depths
 from trainer.extensions.evaluation_sample import Sample
-from trainer.metrics.aggregate import Recorder
+from trainer.metrics import aggregate
+from trainer.metrics.aggregate import Moments, Recorder
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog.lookup import is_known, lookup
+from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.auxiliary import Auxiliary
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
 from trainer.training.setup.parts import make_model, model_and_loss
@@ -78,25 +82,28 @@ def token_losses(plan: Plan, model: torch.nn.Module, text: bytes, size: int) -> 
     return torch.cat(found).numpy()
 
 
-def expected(documents: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray, cell: int) -> dict[str, float]:
-    """What must come out, from (uncut losses, losses by cell) of each document."""
+def expected(
+    parts: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray, cell: int, owners: Sequence[int] = ()
+) -> dict[str, float]:
+    """What must come out, from (carried losses, losses by cell) of each part of a document; `owners`: its document."""
     found = {}
 
     def put(key: str, low: int, high: float, pick) -> None:
-        units = [
-            (weight * pick(*(part[low : int(min(high, len(part)))] for part in each)).sum(), weight * count)
-            for each, weight in zip(documents, weights, strict=True)
-            if (count := min(high, len(each[0])) - low) > 0
-        ]
-        sums, counts = np.array(units).T
+        units = defaultdict(lambda: np.zeros(2))
+        for each, weight, owner in zip(parts, weights, owners or range(len(parts)), strict=True):
+            if (count := min(high, len(each[0])) - low) > 0:
+                total = pick(*(losses[low : int(min(high, len(losses)))] for losses in each)).sum()
+                units[owner] += (weight * total, weight * count)
+        sums, counts = np.array(list(units.values())).T
         ratio = sums.sum() / counts.sum()
         found[key] = ratio
-        if len(units) > 1:
-            squares = np.square(sums - ratio * counts).sum() * len(units) / (len(units) - 1)
-            found[f"{key}_se"] = math.sqrt(squares) / counts.sum()
+        num = counts.sum() ** 2 / np.square(counts).sum()
+        if len(units) > 4 and num >= 2:
+            error = math.sqrt(np.square(sums - ratio * counts).sum() * num / (num - 1)) / counts.sum()
+            found[f"{key}_se"] = error * t_quantile(1.96, num - 1) / 1.96
 
     kinds = {"loss": lambda c, z: c, "loss_from_zero": lambda c, z: z, "carry_gain": lambda c, z: z - c}
-    longest = max(len(carried) for carried, _ in documents)
+    longest = max(len(carried) for carried, _ in parts)
     for low, high in ((0, 1), *((2**k, 2 ** (k + 1)) for k in range(20))):
         for name, pick in kinds.items():
             if low < longest and (name == "loss" or high > cell):
@@ -105,14 +112,26 @@ def expected(documents: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray
     return found
 
 
-def documents_of(plan: Plan, model: torch.nn.Module, texts: list[bytes], cell: int):
-    return [(token_losses(plan, model, text, 10**6), token_losses(plan, model, text, cell)) for text in texts]
+def parts_of(plan: Plan, model: torch.nn.Module, texts: list[bytes], cell: int, most: int = 10**6):
+    """(carried losses, losses by cell) of the parts of so many tokens, and the document of each."""
+    found, owners = [], []
+    for number, text in enumerate(texts):
+        both = [token_losses(plan, model, text, size) for size in (most, cell)]
+        cuts = range(most, len(text), most)
+        found += zip(*(np.split(losses, cuts) for losses in both), strict=True)
+        owners += [number] * (len(cuts) + 1)
+    return found, owners
 
 
 @pytest.mark.parametrize(
     ("cell", "overrides"),
-    [(16, ()), (16, ("objective.z_loss=0.1", "objective.chunk_tokens=16")), (24, ("data.seq_len=24",)), (128, PACKED)],
-    ids=["plain", "chunked_z", "not_a_power", "packed"],
+    [
+        (16, ("objective.z_loss=0.1", "objective.chunk_tokens=16")),
+        (24, ("data.seq_len=24",)),
+        (128, PACKED),
+        (16, ("data.max_group_cells=3",)),
+    ],
+    ids=["chunked_z", "not_a_power", "packed", "cut"],
 )
 def test_every_number_is_that_of_uncut_documents_and_of_cells_from_zero(tmp_path, cell, overrides):
     plan = plan_of(tmp_path, *overrides)
@@ -120,7 +139,9 @@ def test_every_number_is_that_of_uncut_documents_and_of_cells_from_zero(tmp_path
     found = by_depth(evaluated(plan, model))
     texts = held_out_texts(tmp_path, FRACTION)
     assert max(map(len, texts)) > 16 * CELL
-    wanted = expected(documents_of(plan, model, texts, cell), np.ones(len(texts)), cell)
+    parts, owners = parts_of(plan, model, texts, cell, cell * plan.config.data.max_group_cells)
+    assert (len(parts) > len(texts)) == ("data.max_group_cells=3" in overrides)
+    wanted = expected(parts, np.ones(len(parts)), cell, owners)
     if "data.pack=true" in overrides:  # documents that share a row count as one: their error is another
         found, wanted = ({k: v for k, v in each.items() if not k.endswith("_se")} for each in (found, wanted))
     assert found == pytest.approx(wanted, abs=1e-6)
@@ -134,7 +155,7 @@ def test_a_sample_is_weighted_by_its_probabilities(tmp_path, monkeypatch):
     monkeypatch.setattr(Sample, "error", lambda self, totals: seen.append((self, totals)) or original(self, totals))
     found = by_depth(evaluated(plan, model))
     ((sample, losses),) = seen
-    left = documents_of(plan, model, held_out_texts(tmp_path, FRACTION), CELL)
+    left, _ = parts_of(plan, model, held_out_texts(tmp_path, FRACTION), CELL)
     assert 8 < len(sample.tokens) < len(left)
     assert np.ptp(sample.weights) > 0.5
     chosen = []
@@ -150,6 +171,8 @@ def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
 
     sizes = [file.stat().st_size for file in (write_tiny_config(tmp_path).parent / "corpus").rglob("*.jsonl")]
     monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
+    monkeypatch.setattr(evaluation_sample, "LEAST", 4)
+    monkeypatch.setattr(aggregate, "FEWEST_UNITS", 2)
     plan = plan_of(tmp_path, "eval.batches=16")
     one = by_depth(evaluated(plan, model_of(plan)))
     (drawn,) = eval_sets(plan, RankInfo(), CPU)
@@ -160,6 +183,21 @@ def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
     assert wide["beyond_cell/carry_gain"] == pytest.approx(one["beyond_cell/carry_gain"], abs=1e-9)
 
 
+@pytest.mark.parametrize("num", [5, 6, 12, 40])
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_errors_over_few_documents_of_unequal_length_cover(num, spread):
+    """2,000 draws of `num` documents: 95 % and a margin."""
+    generator = np.random.default_rng(num)
+    tokens = generator.lognormal(0, spread, (2000, num))
+    totals = tokens * generator.standard_normal(tokens.shape)
+    moments = [Moments.of(*map(torch.from_numpy, each)) for each in zip(totals, tokens, strict=True)]
+    errors = np.array([each.wide_error() for each in moments])
+    covers = np.abs(totals.sum(1) / tokens.sum(1)) <= 1.96 * errors
+    assert 0.93 <= covers[np.isfinite(errors)].mean() <= 0.98
+    assert np.isfinite(errors).mean() > 0.9
+    assert math.isnan(Moments.of(torch.randn(4), torch.ones(4)).wide_error())
+
+
 def on_rank(rank: int, world: int, directory: str, overrides: tuple[str, ...]) -> dict[str, float]:
     plan = plan_of(Path(directory), *overrides, ranks=world)
     return by_depth(evaluated(plan, model_of(plan), RankInfo(rank, rank, world)), "eval/")
@@ -168,9 +206,10 @@ def on_rank(rank: int, world: int, directory: str, overrides: tuple[str, ...]) -
 @pytest.mark.distributed
 def test_two_ranks_report_what_one_does(tmp_path):
     source = f'eval.source=[{{name="books",paths=["{tmp_path}/corpus/a/*.jsonl"]}}]'
-    plan = plan_of(tmp_path, source)
+    sets = (source, "data.max_group_cells=6")  # parts of a document are on both
+    plan = plan_of(tmp_path, *sets)
     alone = by_depth(evaluated(plan, model_of(plan)), "eval/")
-    first, second = run_on_ranks(on_rank, 2, str(tmp_path), (source,))
+    first, second = run_on_ranks(on_rank, 2, str(tmp_path), sets)
     assert first == second
     assert first == pytest.approx(alone, abs=1e-9)
     assert alone["books/depth/beyond_cell/carry_gain"] != pytest.approx(alone["depth/beyond_cell/carry_gain"], abs=1e-6)

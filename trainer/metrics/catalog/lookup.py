@@ -22,6 +22,8 @@ logger = get_logger(__name__)
 EVAL_PREFIX: Final = "eval_"
 WORST_SUFFIX: Final = "_max"
 ERROR_SUFFIX: Final = "_se"
+ERRORS_SHOWN: Final = 2.0
+"""So many errors are shown as +- and in charts: 95 %."""
 
 # The catalog's rows and registered ones. The latter are process-wide, as an imported module is: a metric is declared
 # where it is defined, and every part that reduces or shows a key has to know it.
@@ -100,13 +102,18 @@ def _sibling(base: MetricSpec, key: str) -> MetricSpec:
     if base.ranks == "sum_and_worst":
         text = f"{base.description} This is the largest value of any rank."
         return replace(base, name=key, ranks="max", title=f"{base.title}, worst rank", description=text)
+    text = f"Standard error of {base.name}; absent for a sample of one."
+    if base.group == "Evaluation":
+        text = (
+            f"Error of {base.name} over documents, widened by Student's t: two are 95 %. Absent below five documents."
+        )
     return replace(
         base,
         name=key,
         ranks="max",
         band=None,
         title=f"{base.title}, standard error",
-        description=f"Standard error of {base.name}; absent for a sample of one.",
+        description=text,
         healthy="Small against the value.",
         pathological="As large as the value: too few rows were sampled to tell.",
     )

@@ -42,7 +42,7 @@ _OF_A_SET: tuple[MetricSpec, ...] = (
         "Jumps (bad batch, learning rate too high), or stays at ln(vocabulary size).",
     ),
     _Row("loss_se", "Loss, standard error", unit="nats/token", window="last", ranks="max")(
-        "Standard error of an evaluation's loss over the documents drawn; absent if all are read.",
+        "Error of a sample's loss against the whole set's, widened by Student's t: two are 95 %. Absent if all is read.",
         "Small against differences between runs.",
         "As large as those: raise eval.batches.",
     ),

@@ -24,7 +24,7 @@ from trainer.data.groups import OpenStream
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.errors import UserError
-from trainer.extensions.digests import KINDS
+from trainer.extensions.digests import BITS, KINDS
 from trainer.extensions.mix import announced, changes_of
 from trainer.files import parse_json, read_lines, write_file
 from trainer.metrics.payload_contract import Restart
@@ -62,7 +62,7 @@ def recorded(run: RunRecord) -> Values:
     for text in read_lines(path) if path.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
             line = parse_json(text)
-            found[line["global_step"]] = {kind: line[kind] for kind in KINDS}
+            found[line["global_step"]] = {kind: f"{int(line[kind], 16) % 4**BITS:x}" for kind in KINDS}
     for name in NUMBERS:
         for step, value in zip(*run.train.column(name), strict=True):
             found.setdefault(step, {})[name] = value
@@ -82,6 +82,7 @@ class Origin:
     run: RunRecord
     config: RunConfig
     environment: Mapping[str, Any]
+    plan: Plan
     path: Path | None
     state: Mapping[str, Any]
     note: str
@@ -94,13 +95,7 @@ class Origin:
     @property
     def num_ranks(self) -> int:
         """Of the run."""
-        size = self.environment.get("world_size")
-        return size if isinstance(size, int) and size >= 1 else 1
-
-    @cached_property
-    def plan(self) -> Plan:
-        """The plan of the run."""
-        return make_plan(self.config, Path(), self.num_ranks, logs_doubts=False)
+        return self.plan.facts.world_size
 
     @cached_property
     def blends(self) -> list[BlendDataset]:
@@ -170,13 +165,14 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     base, data = config_path_of(environment, run_dir).absolute().parent, config.data
     sources = [each.model_copy(update={"include": each.include and str(base / each.include)}) for each in data.source]
     config = config.model_copy(update={"data": data.model_copy(update={"source": sources})})
-    origin = Origin(run, config, environment, kept.get(start), _state(kept[start]) if start else {}, note)
+    state, size = _state(kept[start]) if start else {}, environment.get("world_size")
+    plan = make_plan(config, Path(), size if isinstance(size, int) and size >= 1 else 1, logs_doubts=False)
     try:  # of a run's beginning by a later checkpoint
-        check_data(origin.plan, origin.state or (_state(kept[min(kept)]) if kept else None), RankInfo(), DataPolicy())
+        plan = check_data(plan, state or (_state(kept[min(kept)]) if kept else None), RankInfo(), DataPolicy()).plan
     except UserError as error:
         error.key, error.fix = str(run_dir), error.fix.partition(", or add")[0]
         raise
-    return origin
+    return Origin(run, config, environment, plan, kept.get(start), state, note)
 
 
 def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: bool) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from trainer.extensions.depth_curve import DepthCurve, Number, in_words
+from trainer.metrics.catalog.lookup import ERRORS_SHOWN
 from trainer.tools.diagnostics.depth import last_curves
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import number_text
@@ -16,7 +17,6 @@ LEFT, RIGHT = 52, 26
 LOSSES, GAINS = (24, 184), (226, 306)  # top and bottom of the two parts
 MOST_TICKS = 7
 BEFORE = 2  # buckets before the first carried one
-BAND_ERRORS = 2.0
 # The page's, or outside it these.
 COLORS = {"c0": "#0072b2", "c1": "#d55e00", "c2": "#00866a", "muted": "#7a8794", "grid": "#9993"}
 COLORS = {name: f"var(--{name}, {color})" for name, color in COLORS.items()}
@@ -32,7 +32,7 @@ def depth_figures(run: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def drawing(curve: DepthCurve, name: str = "") -> str:
-    """Both losses over the depth on a logarithmic axis; below, their difference, the gain, with a band of two errors.
+    """Both losses over the depth on a logarithmic axis; below, their difference, the gain, with its 95 % band.
 
     The losses have no band: their errors are mostly of how hard the documents are, which cancels in the gain.
     """
@@ -88,11 +88,11 @@ def _part(
             words = f"<title>{label}, {start:,} tokens on: {value}</title>"
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill: {COLORS[color]}">{words}</circle>'
     names = ", ".join(f'<tspan style="fill: {COLORS[color]}">{label}</tspan>' for label, color, _ in lines)
-    yield _text(LEFT, top - 9, f"{what} {names}, nats per token{' (band: two errors)' * is_gain}", "start")
+    yield _text(LEFT, top - 9, f"{what} {names}, nats per token{' (band: 95 % over documents)' * is_gain}", "start")
 
 
 def _band(number: Number) -> Place:
-    error = BAND_ERRORS * number.error if math.isfinite(number.error) else 0.0
+    error = ERRORS_SHOWN * number.error if math.isfinite(number.error) else 0.0
     return number.value - error, number.value + error
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from trainer.metrics.catalog.lookup import ERRORS_SHOWN
 from trainer.tools.report.charts import Chart, Curve, Floats, Line, Reference
 from trainer.tools.runs.load import RunRecord, mix_changes
 from trainer.wording import number_text
@@ -160,7 +161,7 @@ def _line_traces(chart: Chart, line: Line, columns: _Columns, *, is_single: bool
     drawn |= {"x": columns.number(steps), "y": columns.number(mean), "line": stroke}
     drawn["hovertemplate"] = "%{y:,.6~g}" + (" at %{x:,}" if is_elsewhere else "")
     if line.errors is not None:
-        bars = np.nan_to_num(_broken(curve, 2 * line.errors)[1])
+        bars = np.nan_to_num(_broken(curve, ERRORS_SHOWN * line.errors)[1])
         drawn["error_y"] = {"array": columns.number(bars), "color": f"{hue}/0.5", "thickness": 1, "width": 2}
     if curve.is_reduced and chart.style == "line":
         return [common | _outline(curve, columns) | {"fillcolor": f"{hue}/0.2"}, common | drawn]

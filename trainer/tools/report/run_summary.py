@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from trainer.config.load import recorded_settings
-from trainer.metrics.catalog.lookup import is_known, keys_under, lookup
+from trainer.metrics.catalog.lookup import ERRORS_SHOWN, is_known, keys_under, lookup
 from trainer.tools.diagnostics.diagnose import Diagnosis
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
@@ -175,7 +175,7 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     state, step, reason = (run.status.get(key) for key in ("state", "last_step", "reason"))
     reached = [f"step {step:,}" if isinstance(step, int) else "", str(reason or "")]
     evals, errors = _finite(run, "eval_loss"), _finite(run, "eval_loss_se")
-    part = f", standard error {number_text(list(errors.values())[-1])}" if errors else ""
+    part = f", +- {number_text(ERRORS_SHOWN * list(errors.values())[-1])} (95 %)" if errors else ""
     best = min(evals, key=evals.__getitem__, default=0)
     speeds = _finite(run, "tokens_per_sec")
     speed_note = ("median of " if len(speeds) > 1 else "") + rows_text(list(speeds)) if speeds else ""

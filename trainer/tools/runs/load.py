@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from trainer.errors import UserError
 from trainer.files import did_you_mean, parse_json, read_json, read_lines, read_toml
 from trainer.metrics.payload_contract import (
     MODES,
+    RESTART,
     SCHEMA_VERSION,
     Payload,
     PayloadError,
@@ -46,7 +48,7 @@ class RunRecord:
     """The files of one run, read back from its directory, or from a file of payloads.
 
     Attributes:
-        restarts: in file order; rows after a restart may repeat steps above its `global_step`.
+        restarts: in order; rows after a restart may repeat steps above its `global_step`.
         steps_redone: for each restart, the number of steps between it and the last row before it.
         events: lines of events.jsonl, `restart` included.
         status, config, environment: status.json (see `judged`), config.resolved.toml and env.json; empty if absent.
@@ -116,8 +118,7 @@ class _Reader:
     def __init__(self) -> None:
         self.train = RowTable(merge_same_step=False)
         self.evals = RowTable(merge_same_step=True)
-        self.restarts: list[Restart] = []
-        self.steps_redone: list[int] = []
+        self._restarts: list[tuple[Restart, int]] = []  # each with the step of the row before
         self._num_lines = 0
         self._num_skipped = 0
         self._num_decreases = 0
@@ -172,24 +173,52 @@ class _Reader:
             return
         if found.global_step > MAX_STEP:
             self._skip(PayloadError("global_step", f"must be at most {MAX_STEP}"))
-        elif isinstance(found, Payload):
+            return
+        restart = found.restart if isinstance(found, Payload) else found
+        if restart is not None:
+            self._restarts.append((restart, self._last_step))
+            self._last_step = restart.global_step
+        if isinstance(found, Payload):
             row = found.values()
             self._add(found.mode, found.global_step, tuple(row), row.values())
-        else:
-            self.restarts.append(found)
-            self.steps_redone.append(max(self._last_step - found.global_step, 0))
-            self._last_step = found.global_step
 
     def _add(self, mode: str, step: int, keys: tuple[str, ...], values: Iterable[float]) -> None:
         if step < self._last_step:
             self._num_decreases += 1
         self._last_step = step
         table = self.train if mode == "train" else self.evals
-        table.add(step, len(self.restarts), keys, values)
+        table.add(step, len(self._restarts), keys, values)
 
     def _skip(self, error: PayloadError) -> None:
         self._num_skipped += 1
         self._first_error = self._first_error or (self._num_lines, error)
+
+    def restarts(self, events: Iterable[Mapping[str, Any]]) -> tuple[list[Restart], list[int]]:
+        """All restarts, and for each the number of steps between it and the last row before it.
+
+        Those of events.jsonl have details, and are there also if the run ended before its first row. A row follows the latest
+        event of its step.
+        """
+        known, by_step = list(filter(None, map(_restart_of, events))), defaultdict[int, list[int]](list)
+        for number, each in enumerate(known):
+            by_step[each.global_step].append(number)
+        ends, end = [], len(known)
+        for found, _ in reversed(self._restarts):
+            numbers = by_step[found.global_step]
+            while numbers and numbers[-1] >= end:
+                numbers.pop()
+            end = numbers[-1] if numbers else end
+            ends.append(end + 1 if numbers else 0)  # 0: events.jsonl does not have it
+        done, ordered, redone, groups = 0, list[Restart](), list[int](), list[tuple[list[Restart], int]]()
+        for (found, reached), end in zip(self._restarts, reversed(ends), strict=True):
+            groups.append((known[done:end] or [found], reached))
+            done = max(done, end)
+        for group, reached in [*groups, (known[done:], self._last_step)]:
+            for each in group:
+                ordered.append(each)
+                redone.append(max(reached - each.global_step, 0))
+                reached = each.global_step
+        return ordered, redone
 
     def check_usable(self, path: Path, *, allow_empty: bool) -> None:
         """Refuse a file without a usable row.
@@ -262,7 +291,15 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
     reader.check_usable(metrics, allow_empty=allow_empty)
     notes = reader.notes()
     others = _read_others(metrics.parent, notes) if metrics.name == METRICS_NAME else {}
-    return RunRecord(path, reader.train, reader.evals, reader.restarts, reader.steps_redone, notes=notes, **others)
+    restarts, redone = reader.restarts(others.get("events", []))
+    return RunRecord(path, reader.train, reader.evals, restarts, redone, notes=notes, **others)
+
+
+def _restart_of(event: Mapping[str, Any]) -> Restart | None:
+    step = event.get("global_step")
+    if event.get("event") != RESTART or type(step) is not int or not 0 <= step <= MAX_STEP:
+        return None
+    return Restart(step, {name: value for name, value in event.items() if name not in ("event", "global_step", "time")})
 
 
 def _read_others(directory: Path, notes: list[str]) -> dict[str, Any]:

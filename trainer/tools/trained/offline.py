@@ -20,7 +20,9 @@ from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.metrics.progress_bar import progress_bar
-from trainer.tools.trained.saved_model import load_model, refuse_code
+from trainer.tools.trained.saved_model import find_checkpoint, load_model, refuse_code
+from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.restore import DataPolicy, check_data
 from trainer.training.evaluator import EvalSet
 from trainer.training.setup.evaluation import ALL, eval_sets, make_evaluator
 from trainer.training.setup.parts import model_and_loss
@@ -74,6 +76,10 @@ def evaluate_checkpoint(
         raise UserError(str(directory), f"has {what} to evaluate on", "name a set with --source NAME=PATH")
     plan = _plan(config, sets, directory / "config.resolved.toml", batches)
     info, diagnostics = RankInfo(), Diagnostics()
+    if not sets and (directory / checkpoint.CHECKPOINTS).is_dir():
+        # Which documents are held out follows from the names that the run had for its files.
+        state = checkpoint.named(str(find_checkpoint(directory, saved.step)), checkpoint.read_state)
+        plan = check_data(plan, state, info, DataPolicy(compares=False)).plan
     cell_model, loss = model_and_loss(saved.model, plan.config, device)
     announced = [_announced(each) for each in eval_sets(plan, info, device)]
     auxiliary = make_auxiliary(plan.config.objective, saved.model)

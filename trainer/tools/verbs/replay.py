@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 EXIT_FAILED, EXIT_DIFFERENT = 1, 3
 TINY, SHOWN_ROWS = 1e-300, 8
+ROUNDING = frozenset({"env.world_size", "distributed.strategy", "distributed.context"})
+"""Settings that change how sums are rounded, and not what a step computes."""
+ROUNDED = ("loss", "grad_norm")
+ONLY_ROUNDED = "batches and learning rates are equal; sums are rounded otherwise: relative difference up to {:.1e}"
 REASONS = {
     "batch": "they read other data",
     "states": "the same batch continued from other states",
@@ -97,12 +101,10 @@ def _plain(value: Any) -> Any:
 
 def _outcome(content: Mapping[str, Any]) -> list[str]:
     """The numbers of the step, and how they compare with the record."""
-    lines, worst = [], 0.0
+    lines = []
     for name, (now, then) in content["values"].items():
         said = "not recorded" if then is None else "as recorded" if repr(now) == repr(then) else f"recorded: {then}"
         lines.append(f"{name} {now} ({said})")
-        if isinstance(then, float) and math.isfinite(then - now):
-            worst = max(worst, abs(then - now) / max(abs(then), TINY))
     if len(content["parts"]) > 1:
         lines.append("the loss is " + " + ".join(f"{name} {value:.6g}" for name, value in content["parts"].items()))
     what, bad = "loss", [row for row in content["rows"] if not math.isfinite(row.get("loss") or 0.0)]
@@ -122,6 +124,8 @@ def _outcome(content: Mapping[str, Any]) -> list[str]:
         steps += f" up to step {content['compared_steps'][-1]}"
         lines.append(coloured("healthy", f"equal to the record, bit for bit, in {steps}"))
     elif any(then is not None for _, then in content["values"].values()):
+        now, then = ({name: pair[at] for name, pair in content["values"].items()} for at in (0, 1))
+        worst = _relative(now, then, list(now))
         lines.append(f"on another number of ranks sums are rounded otherwise: relative difference up to {worst:.1e}")
     else:
         lines.append(f"nothing to compare: step {content['step']} was not logged")
@@ -173,11 +177,13 @@ def bisect(
         from trainer.tools.report.run_summary import config_differences
         from trainer.tools.runs.load import load_run
     runs = list(map(load_run, paths))
+    config = [{"key": key, "values": values} for key, values in config_differences(runs)]
+    rounds = not ROUNDING.isdisjoint(each["key"] for each in config)
     marks, note = [recorded(run) for run in runs], ""
     if not (common := [at for at in marks[0] if at in marks[1]]):
         refuse(f"{first}, {second}: have logged no step in common; repeat the steps of one with train replay")
     has_digests = all("weights" in mark[at] for mark in marks for at in common)
-    equal, step, kinds = _first_difference(*marks)
+    equal, step, kinds = _first_difference(*marks, rounds=rounds)
     is_exact = step is not None and has_digests and equal == step - 1
     if replays and step is not None and not is_exact:
         origins = [open_origin(path, step, before=equal + 1, trust_code=trust_code) for path in paths]
@@ -186,16 +192,17 @@ def bisect(
             if differing(own.get(step, {}), mark[step]) or step not in own:
                 note = f"{path}: repeated here, step {step} is not as recorded: machine, versions or data differ"
         if not note:
-            before, step, kinds = _first_difference(*found)
+            before, step, kinds = _first_difference(*found, rounds=rounds)
             assert step is not None
             equal = before or min(equal, step - 1)
             is_exact = equal == step - 1 and (equal == before or has_digests)
     content: dict[str, Any] = {"runs": [first, second], "data": _data_difference(paths), "is_exact": is_exact}
-    content |= {"config": [{"key": key, "values": values} for key, values in config_differences(runs)], "note": note}
-    has_other_seed = "run.seed" in (each["key"] for each in content["config"])
+    content |= {"config": config, "note": note}
+    has_other_seed = "run.seed" in (each["key"] for each in config)
     content["initial_weights"] = has_other_seed and not all(run.setting("model.weights") for run in runs)
     outside = [name for name in ("config", "data", "initial_weights") if content[name]]
     content |= {"last_equal_step": equal or None, "first_different_step": step, "differs_in": [*outside, *kinds]}
+    content["relative_difference"] = max(_relative(marks[0][at], marks[1][at]) for at in common)
     if as_json:
         print_json(_plain(content))
     else:
@@ -209,19 +216,28 @@ def bisect(
             where = f"step {step}" if is_exact else f"a step from {equal + 1} to {step}"
             lines.append(f"the first difference is in {where}: {', '.join(kinds)}")
             lines += [REASONS[kinds[0]]] if is_exact and kinds[0] in REASONS else []
+            if rounds and not {*kinds} - {*ROUNDED}:
+                lines.append(ONLY_ROUNDED.format(content["relative_difference"]))
         echo("\n".join([*lines, *[note] * bool(note)]))
     if step is not None:
         raise typer.Exit(EXIT_DIFFERENT)
 
 
-def _first_difference(first: Values, second: Values) -> tuple[int, int | None, list[str]]:
-    """The last equal step (0: none), the first different one (None: none), and in what it differs."""
+def _relative(now: Mapping[str, Any], then: Mapping[str, Any], names: Sequence[str] = ROUNDED) -> float:
+    """How far the numbers of these names are apart at most, relative to the second; those that are finite."""
+    pairs = [(now[name], then[name]) for name in names if isinstance(then.get(name), float) and name in now]
+    return max((abs(a - b) / max(abs(b), TINY) for a, b in pairs if math.isfinite(a - b)), default=0.0)
+
+
+def _first_difference(first: Values, second: Values, *, rounds: bool) -> tuple[int, int | None, list[str]]:
+    """The last equal step (0: none), the first different one (None: none), and in what it differs. Where `rounds`, digests of
+    what follows from sums over ranks do not compare."""
     from trainer.tools.branching.replay import differing
 
-    equal = 0
+    equal, left_out = 0, ("states", "gradient", "weights") if rounds else ()
     for step in first:
         if step in second:
-            if kinds := differing(first[step], second[step]):
+            if kinds := [kind for kind in differing(first[step], second[step]) if kind not in left_out]:
                 return equal, step, kinds
             equal = step
     return equal, None, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +21,10 @@ from trainer.data.fingerprint import (
     has_contents,
     keep_contents,
     mark_files,
+    moved,
     stream_files,
 )
-from trainer.data.layout import refuse_empty_files
+from trainer.data.layout import refuse_empty_files, renamed
 from trainer.data.mixing import StreamMixingDataset
 from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
@@ -218,13 +219,16 @@ class DataPolicy:
     """`--verify-data`: hash the whole content of every file."""
     accept_change: bool = False
     """`--accept-data-change`: read changed streams from their beginning."""
+    compares: bool = True
+    """False: only find files that moved."""
 
 
 @dataclass(frozen=True)
 class DataCheck:
-    """The data of a run that begins or resumes: its fingerprint `now`, that of the checkpoint (None without one), and what
-    differs between the two, accepted."""
+    """The data of a run that begins or resumes: its plan, in which files that moved have the names of the checkpoint, their
+    fingerprint `now`, that of the checkpoint (None without one), and what differs between the two, accepted."""
 
+    plan: Plan
     now: Fingerprint
     saved: Fingerprint | None = None
     change: DataChange = field(default_factory=DataChange)
@@ -270,9 +274,12 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
         # A run would find them only when it comes to read them, hours later perhaps.
         empty = [path for (_, path), mark in zip(names, marks, strict=True) if mark.startswith("0:")]
         refuse_empty_files(empty, len(names))
-    now = Fingerprint(blocks, tokenizer, marked)
     if before is None:
-        return DataCheck(now)
+        return DataCheck(plan, Fingerprint(blocks, tokenizer, marked))
+    plan = _with_former_names(plan, before, marked)
+    now = Fingerprint(blocks, tokenizer, marked)
+    if not policy.compares:
+        return DataCheck(plan, now, before)
     change = compare(before, now)
     with raise_on_all_ranks(world_size=info.world_size):
         if change and not policy.accept_change:
@@ -281,7 +288,23 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
         logger.warning("--verify-data: the checkpoint has sizes and samples only: contents are verified from now on")
     if policy.accept_change:
         _say_accepted(change)
-    return DataCheck(keep_contents(before, now), before, change)
+    return DataCheck(plan, keep_contents(before, now), before, change)
+
+
+def _with_former_names(plan: Plan, before: Fingerprint, marked: dict[str, dict[str, str]]) -> Plan:
+    """The plan, and `marked`, with the checkpoint's names of the files of `paths` that moved or are spelled otherwise."""
+
+    def kept(source: Source, prefix: str = "") -> Source:
+        key = prefix + source.name
+        names = moved(before.sources.get(key, {}), marked[key]) if source.table.paths is not None else {}
+        if not names:
+            return source
+        logger.info("source %s: %s moved, by their fingerprints the checkpoint's", key, counted(len(names), "file"))
+        marked[key] = dict(sorted((names.get(name, name), mark) for name, mark in marked[key].items()))
+        return replace(source, streams=renamed(source.streams, names))
+
+    sources, sets = list(map(kept, plan.sources)), [kept(source, EVAL) for source in plan.eval_sources]
+    return replace(plan, sources=sources, eval_sources=sets)
 
 
 def _refusal(change: DataChange) -> UserError:

@@ -27,6 +27,7 @@ from trainer.training.setup.parts import autocast_context, make_dataset, make_ev
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 from trainer.training.step.details import StepDetails
+from trainer.wording import few
 
 logger = get_logger(__name__)
 SHARE = 0.15
@@ -130,6 +131,9 @@ def make_evaluator(
     """The evaluator of a run. A task of the user's own gets `model`; a row is run through `cell_model`, which with
     `chunk_tokens` has no output layer."""
     table, autocast = plan.config.eval, autocast_context(plan.config, device)
+    if auxiliary.metric_keys and any(each.sample is not None and not each.name for each in sets):
+        text = "held-out documents: the model's own metrics (%s) are left out: of a sample each row has another weight"
+        logger.info(text, few(auxiliary.metric_keys))
     task = None
     if table.target is not None:
         task = OwnTask(

@@ -88,6 +88,7 @@ def open_run(
     """
     run_dir, found, claimed = place_run(plan, launch.run_dir, info, stack)
     data = check_data(plan, found[1] if found is not None else None, info, launch.data_policy)
+    plan = data.plan
     strategy = make_strategy(plan.config, info, device)
     state = _open_state(plan, info, device, strategy, stack)
     with raise_on_all_ranks(world_size=info.world_size):

@@ -174,7 +174,7 @@ def _open_sinks(
                 changed["data files"] = Change("as saved", str(data))
             pairs = {key: change._asdict() for key, change in changed.items()}
             details = {"checkpoint": found[0].name, "changed": pairs}
-        state.tracker.log_restart(step, **details)
+        state.tracker.log_restart(step)
         ended = {key: previous.get(key) for key in ("state", "reason", "last_step")}
         events.write({"event": "restart", "global_step": step, **details, "previous": ended})
     # After what says that the settings changed: the record is true, wherever this process is killed.
