@@ -235,6 +235,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     return found
 
 
+def is_count(value: object) -> bool:
+    """Whether it is a number of something, in 63 bits."""
+    return type(value) is int and 0 <= value < 2**63
+
+
 def is_file_name(name: object) -> bool:
     """Whether it names a file of the directory that lists it, and nothing else."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.distributed.shards import layout_of, own_part
+from trainer.metrics.sinks import LineFile
 from trainer.on_device import to_device
 from trainer.training.extension import Extension
+from trainer.training.run_dir import DIGESTS
 
 if TYPE_CHECKING:
     from trainer.data.batch import Carry, MicroBatch
@@ -55,6 +57,7 @@ class Digests(Extension):
         self._are_replicas = run.info.world_size > 1 and layout_of(self._parameters) is None
         self._step, self._agreed, self._differs = 0, run.position.step, False
         self._found: dict[str, Tensor] = {}
+        self._file: LineFile | None = None
 
     def _own_weights(self) -> Tensor:
         return bit_sum(map(own_part, self._parameters))
@@ -94,8 +97,14 @@ class Digests(Extension):
         self._agreed = self._agreed if self._differs else self._step
         if self.run.info.is_main and self.run.config.metrics.digests == "write":
             values = {kind: f"{(int(h) << BITS) + int(w):x}" for kind, w, h in zip(KINDS, low, high, strict=True)}
-            with (self.run.run_dir.path / "digests.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"global_step": self._step, **values}) + "\n")
+            # Not before, where a failure on this rank alone would leave the others waiting for its sums.
+            self._file = self._file or LineFile(self.run.run_dir.path / DIGESTS)
+            self._file.append(json.dumps({"global_step": self._step, **values}))
+
+    def closed(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
     def to_exchange(self) -> int | None:
         """This rank's weights, if it has seen that they differ."""

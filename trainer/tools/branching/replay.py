@@ -36,7 +36,7 @@ from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import DataPolicy, check_data
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.extension import Extension
-from trainer.training.run_dir import EVENTS, RunDir
+from trainer.training.run_dir import DIGESTS, EVENTS, RunDir
 from trainer.training.setup.parts import make_blend
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -58,7 +58,7 @@ LATER = "another launch of the run lies in between: the settings used here are t
 def recorded(run: RunRecord) -> Values:
     """What a run has recorded that another one must equal to the bit."""
     found: Values = {}
-    path = run.path / "digests.jsonl"
+    path = run.path / DIGESTS
     for text in read_lines(path) if path.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
             line = parse_json(text)
