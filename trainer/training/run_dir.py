@@ -163,6 +163,11 @@ class RunDir:
             # The reason itself goes to stderr: what ended the run must not be hidden behind a second failure.
             logger.error("%s cannot be written: %s", self.status_file, error.strerror)
 
+    def leave_reason(self, info: RankInfo, reason: str, *, step: int) -> None:
+        """Write that the run failed, if nothing says yet that it has ended (rank 0; other ranks do nothing)."""
+        if info.is_main and self.status().get("state") in (None, "running"):
+            self.leave_status(info, "failed", reason=reason, step=step)
+
     def has_nothing(self) -> bool:
         """Whether the run in it failed, stopped or died without a checkpoint or a row: there is nothing to lose."""
         if self.has_saved() or self.status().get("state") not in (None, "failed", "stopped", "died"):
