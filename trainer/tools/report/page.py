@@ -13,7 +13,7 @@ from typing import Any, Final
 from trainer.config.load import flatten
 from trainer.errors import UserError
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
-from trainer.tools.report.charts import Chart, make_charts
+from trainer.tools.report.charts import Chart, drawn_keys, make_charts
 from trainer.tools.report.depth_chart import depth_figures
 from trainer.tools.report.figures import NUM_COLORS, encode_charts, skipped_step
 from trainer.tools.report.run_summary import SummaryRow, config_differences, rows_text, summarize, value_text
@@ -296,8 +296,11 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
         *(["Events"] if events else []),
     ]
     links = [element("a", name, href=f"#{_slug(name)}") for name in [*names, "Config", "Environment"]]
+    _, num_left_out = drawn_keys(runs)
+    left_out = f"{counted(num_left_out, 'key')} too many for a page: metrics.jsonl has them." * (num_left_out > 0)
     details = [
         chart_groups(charts),
+        _optional("p", left_out),
         events,
         _settings("Config", "config.resolved.toml", [(run.name, run.config) for run in runs]),
         _settings("Environment", "env.json", [(run.name, run.environment) for run in runs]),
