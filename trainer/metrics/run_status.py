@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from trainer.errors import UserError
-from trainer.files import open_descriptor, open_plain, parse_json, read_json, write_file
+from trainer.files import is_count, open_descriptor, open_plain, parse_json, read_json, write_file
 from trainer.wording import error_text
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,9 @@ _TAIL_BYTES: Final = 1 << 20
 ROOM_BYTES, SHORTEST_REASON = 4096, 500
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("state", "reason", "wandb_run_id", "loop", "host"), str),
-    **dict.fromkeys(("last_step", "pid", "world_size", "state_width"), int),
+    **dict.fromkeys(("last_step", "pid", "world_size", "state_width", "threads"), int),
     "time": (int, float),
+    "command": list,
 }
 
 
@@ -107,11 +108,14 @@ def read_status(file: Path) -> dict[str, Any]:
 
 def usable(status: Mapping[str, Any]) -> dict[str, Any]:
     """The content of status.json or env.json without values that none of their writers has written."""
-    return {
-        key: value
-        for key, value in status.items()
-        if isinstance(value, _TYPES.get(key, object)) and not (isinstance(value, int) and not 0 <= value < 2**63)
-    }
+    found = {key: value for key, value in status.items() if isinstance(value, _TYPES.get(key, object))}
+    return {key: value for key, value in found.items() if _is_usable(value)}
+
+
+def _is_usable(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(each, str) for each in value)
+    return is_count(value) if isinstance(value, int) else not isinstance(value, float) or 0 <= value < 2**63
 
 
 def write_status(file: Path, state: str, *, reason: str, step: int | None, **more: Any) -> None:

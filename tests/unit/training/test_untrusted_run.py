@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.in_process import program, train_here
 from tests.support.late import events
+from tests.support.launched import children
 from tests.support.runs import write_tiny_config
 from trainer.training.extension import Extension
 
@@ -102,3 +110,47 @@ def test_no_request_is_lost_and_no_change_forgotten_whatever_becomes_of_their_fi
         for step in (10, 28)
     ]
     assert states == [dict([*changes.items()][:1]), changes]
+
+
+@pytest.fixture
+def trained(tmp_path) -> Path:
+    """A run of three steps, whose beginning can be repeated."""
+    train_here(write_tiny_config(tmp_path), tmp_path / "run", "train.steps=3", "metrics.stdout=off")
+    return tmp_path / "run"
+
+
+def test_numbers_of_its_files_are_checked_before_they_are_used(trained, capsys):
+    environment = json.loads((trained / "env.json").read_text())
+    for size, problem in ((10**9, "what env.json says cannot be"), (9000, "--nproc 9000 starts them")):
+        (trained / "env.json").write_text(json.dumps({**environment, "world_size": size}))
+        done = program(["replay", trained, "--step", 2], capsys)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert problem in done.stderr
+    odd = [{"batch": math.inf}, {"batch": 1e300}, {"batch": -1}, {"batch": 2, "changed": 5}, {"global_step": math.inf}]
+    change = {"data.source.first.weight": {"before": 1, "after": 0.5}}
+    with (trained / "events.jsonl").open("a") as file:
+        for each in odd:
+            file.write(json.dumps({"event": "mix", "global_step": 2, "batch": 9, "changed": change, **each}) + "\n")
+    (trained / "env.json").write_text(json.dumps({**environment, "command": 5, "threads": math.inf}))
+    for verb in (["data", "at", trained, 2], ["compare", trained, trained], ["diagnose", trained]):
+        assert program(verb, capsys).returncode == 0
+    train_here(trained.parent / "tiny.toml", trained, "train.steps=4", "checkpoint.resume=auto")
+
+
+def test_a_replay_that_is_stopped_leaves_nothing(trained, tmp_path, monkeypatch, capsys):
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+
+    def stop() -> None:
+        while not list(place.glob("*/output.txt")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    before = children(os.getpid())
+    done = program(["replay", trained, "--step", 2], capsys)
+    assert done.returncode == 1
+    assert done.stderr.endswith("cannot be repeated to step 2: stopped\n")
+    assert not list(place.iterdir())
+    assert set(children(os.getpid())) <= set(before)
