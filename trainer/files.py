@@ -84,7 +84,7 @@ def replacing_path(path: Path, *, sync: bool = True) -> Iterator[Path]:
 def write_file(path: Path, content: str | bytes, *, sync: bool = True, follow: bool = False) -> None:
     """Write a whole file; text as UTF-8. See `replacing`."""
     with replacing(path, sync=sync, follow=follow) as file:
-        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+        file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, sync: bool = True) -> None:

@@ -154,3 +154,10 @@ def test_a_replay_that_is_stopped_leaves_nothing(trained, tmp_path, monkeypatch,
     assert done.stderr.endswith("cannot be repeated to step 2: stopped\n")
     assert not list(place.iterdir())
     assert set(children(os.getpid())) <= set(before)
+
+
+def test_text_that_is_not_utf_8_is_refused_in_one_line_and_a_path_works(trained, tmp_path, capsys):
+    odd = os.fsdecode(b"caf\xc3")
+    assert program(["export", trained, "--out", tmp_path / odd], capsys).returncode == 0
+    done = program(["sample", trained, "--prompt", odd], capsys)
+    assert (done.returncode, done.stderr) == (2, "--prompt: is not UTF-8; write it as UTF-8\n")
