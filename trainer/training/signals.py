@@ -114,8 +114,8 @@ class StopRequest:
         """End the process at once, and say why."""
 
         def last_words() -> None:
+            self.on_end(reason)  # first: the main thread may hold the lock of the log
             logger.warning(reason)
-            self.on_end(reason)
 
         end_process(code, last_words)
 
