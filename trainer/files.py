@@ -84,7 +84,7 @@ def replacing_path(path: Path, *, sync: bool = True) -> Iterator[Path]:
 def write_file(path: Path, content: str | bytes, *, sync: bool = True, follow: bool = False) -> None:
     """Write a whole file; text as UTF-8. See `replacing`."""
     with replacing(path, sync=sync, follow=follow) as file:
-        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+        file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, sync: bool = True) -> None:
@@ -233,6 +233,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     found: dict[str, Any] = _within_bounds(tomllib.loads, read_bytes(path).decode())
     return found
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a number of something, in 63 bits."""
+    return type(value) is int and 0 <= value < 2**63
 
 
 def is_file_name(name: object) -> bool:

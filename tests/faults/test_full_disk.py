@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.fault_runs import ARGUMENTS, LOST, assert_same, end_with, keep, make_config, whole_run
 from tests.support.ranks import Ranks, status
+from tests.support.runs import train
+from trainer.training.extension import Extension
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 STOP_AT_5 = {"what": "signal", "rank": 0, "step": 5}
@@ -39,6 +41,24 @@ def fill(file: Path) -> None:
         while os.write(descriptor, b"\0" * 4096):
             pass
     os.close(descriptor)
+
+
+class Fills(Extension):
+    """Leaves no byte free from the third step on."""
+
+    def step_launched(self, step):
+        if step == 3:
+            (self.run.run_dir.path.parent / "filler").touch()
+            fill(self.run.run_dir.path.parent / "filler")
+
+
+def test_a_disk_that_stays_full_does_not_keep_the_run_from_saying_how_it_ended(small_disk, tmp_path):
+    config, fills = make_config(tmp_path), "extension=[{target='tests.faults.test_full_disk:Fills'}]"
+    train(config, small_disk / "run", fills, "train.steps=1000", code=1)
+    ended = status(small_disk / "run")
+    assert ended["state"] == "failed"
+    assert "No space left on device (0.0 MB are free)" in ended["reason"]
+    keep(2, "full disk: no byte is left, ever, from step 3 on", lost=LOST)
 
 
 @pytest.mark.parametrize(("left", "background"), [(0, False), (40_000, False), (40_000, True)])

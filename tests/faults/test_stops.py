@@ -115,4 +115,5 @@ def test_a_second_signal_ends_a_run_that_cannot_reach_a_boundary(tmp_path):
         codes = ranks.wait(GRACE_SEC)
     assert codes[0] == 128 + signal.SIGTERM
     assert 0 not in codes
+    assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("failed", "SIGTERM came again: ended at once")
     keep(3, "a second SIGTERM to a run that hangs in a step", lost=LOST)

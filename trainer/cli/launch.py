@@ -69,7 +69,8 @@ def run_training(
     # Before torch is imported, so that a signal during the import stops the run instead of killing it.
     stop = StopRequest(say_stopping)
     stop.install()
-    stop_with_parent(lambda: stop.request("the end of its launcher"), within_sec=config.distributed.timeout_sec)
+    timeout = config.distributed.timeout_sec
+    stop_with_parent(lambda: stop.request("the end of its launcher"), within_sec=timeout, end=stop.end)
     with uncollected():
         importlib.import_module("torch._dynamo")  # which the optimizer's first step imports
         from trainer.training.checkpointing.restore import DataPolicy
@@ -208,8 +209,9 @@ def _ending(exit_code: int) -> str:
     """How a rank ended that failed."""
     if exit_code > 0:
         return f"exited with {exit_code}"
-    hint = "; a data file was cut while it was read, or its disk failed" if -exit_code == signal.SIGBUS else ""
-    return f"was ended by {signal.Signals(-exit_code).name}{hint}"
+    hints = {signal.SIGBUS: "; a data file was cut while it was read, or its disk failed"}
+    hints |= {signal.SIGKILL: ", perhaps for want of memory"}
+    return f"was ended by {signal.Signals(-exit_code).name}{hints.get(signal.Signals(-exit_code), '')}"
 
 
 def _without_nproc(arguments: list[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -46,7 +46,8 @@ Count = Annotated[int, Field(ge=1, le=10**9)]  # over a whole run: steps, groups
 WholeNumber = Annotated[int, Field(ge=0, le=10**9)]
 Size = Annotated[int, Field(ge=1, le=10**6)]  # what exists at once in a step: rows, cells, widths
 Tokens = Annotated[int, Field(ge=0, le=10**15)]  # float64 counts exactly so far; also a position in a run, in any unit
-MicroBatchCount = Annotated[int, Field(ge=1, le=10_000)]
+MOST_MICRO_BATCHES: Final = 10_000  # of a step on one rank, which runs them in turn
+MicroBatchCount = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)]
 Factor = Annotated[float, Field(ge=0, le=1000)]  # multiplies something of the order of 1
 PositiveFactor = Annotated[float, Field(gt=0, le=1000)]
 Amount = Annotated[float, Field(ge=0, le=1e9)]  # in the key's unit: a norm, GB, TFLOPS

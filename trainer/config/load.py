@@ -18,7 +18,7 @@ from trainer.config.data_tables import DatasetFile
 from trainer.config.messages import SAME_KEYS, KeyPath, user_errors
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, UserErrors, raise_found
-from trainer.files import did_you_mean
+from trainer.files import did_you_mean, read_bytes
 from trainer.wording import short_repr
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -168,9 +168,7 @@ def _keys(dotted: str) -> KeyPath:
 
 def _read(path: str | Path) -> str:
     try:
-        if Path(path).exists() and not Path(path).is_file():  # a pipe or a device may never end
-            raise OSError(None, "not a file")
-        data = Path(path).read_bytes()
+        data = read_bytes(Path(path))
     except (OSError, ValueError) as error:
         problem = f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"
         raise UserError(str(path), problem, did_you_mean(path) or "check the path") from None

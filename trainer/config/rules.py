@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from trainer.arrays import MIN_PART
+from trainer.config.base import MOST_MICRO_BATCHES
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, raise_found
@@ -231,6 +232,9 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
         ranks = counted(world_size // table.context, "group" if table.context > 1 else "rank")
         problem = f"{table.shards} data shards cannot be divided among {ranks}"
         yield "distributed.shards", problem, "start a divisor of them, or set it to a multiple of the ranks"
+    elif (micros := table.shards * table.context // world_size * config.micro_batches.most) > MOST_MICRO_BATCHES:
+        problem = f"makes {micros:,} micro-batches of a step on each rank, more than {MOST_MICRO_BATCHES:,}"
+        yield "distributed.shards", problem, "start more ranks, or lower it"
     if table.strategy != "hsdp" and table.replicas:
         problem = f'{table.replicas} replicas, but the strategy is "{table.strategy}"'
         yield "distributed.replicas", problem, 'set it to 0, or the strategy to "hsdp"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -225,10 +226,11 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:
     Raises:
         UserError: the prompt cannot be tokenized.
     """
-    if tokenizer.name != "ids":
+    words, problem, fix = prompt.split(), "is not UTF-8", "write it as UTF-8"
+    if tokenizer.name == "ids":
+        problem, fix = f'with tokenizer "ids", must be ids below {tokenizer.bos_id}; got {prompt!r}', 'write "17 4 99"'
+        if all(word.isdecimal() and int(word) < tokenizer.bos_id for word in words):
+            return [tokenizer.bos_id, *map(int, words)]
+    elif not re.search("[\ud800-\udfff]", prompt):  # as which Python has bytes of a command line that are not UTF-8
         return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
-    words = prompt.split()
-    if not all(word.isdecimal() and int(word) < tokenizer.bos_id for word in words):
-        problem = f'with tokenizer "ids", must be ids below {tokenizer.bos_id}; got {prompt!r}'
-        raise UserError(key, problem, 'write "17 4 99"')
-    return [tokenizer.bos_id, *map(int, words)]
+    raise UserError(key, problem, fix)

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.distributed.shards import layout_of, own_part
+from trainer.metrics.sinks import LineFile
 from trainer.on_device import to_device
 from trainer.training.extension import Extension
+from trainer.training.run_dir import DIGESTS
 
 if TYPE_CHECKING:
     from trainer.data.batch import Carry, MicroBatch
@@ -57,6 +59,7 @@ class Digests(Extension):
         self._step, self._agreed, self._differs = 0, run.position.step, False
         self._found: dict[str, Tensor] = {}
         self._states: dict[int, Tensor] = {}
+        self._file: LineFile | None = None
 
     def _own_weights(self) -> Tensor:
         return bit_sum(map(own_part, self._parameters))
@@ -103,8 +106,14 @@ class Digests(Extension):
             sums = [(int(h) << BITS) + int(w) for w, h in zip(low, high, strict=True)]
             # As many bits as of one rank, whose shards' digests are summed before.
             values = {kind: f"{each % 4**BITS:x}" for kind, each in zip(KINDS, sums, strict=True)}
-            with (self.run.run_dir.path / "digests.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"global_step": self._step, **values}) + "\n")
+            # Not before, where a failure on this rank alone would leave the others waiting for its sums.
+            self._file = self._file or LineFile(self.run.run_dir.path / DIGESTS)
+            self._file.append(json.dumps({"global_step": self._step, **values}))
+
+    def closed(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
     def to_exchange(self) -> int | None:
         """This rank's weights, if it has seen that they differ."""

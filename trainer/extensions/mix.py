@@ -15,9 +15,10 @@ from trainer.config.load import parse_value
 from trainer.data.weights import ConstantWeight, ScheduledWeight, first_all_zero
 from trainer.distributed.agree import from_main_rank
 from trainer.errors import UserError
-from trainer.files import open_plain, parse_json, read_lines
+from trainer.files import is_count, parse_json, read_bytes, read_lines
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
+from trainer.training.run_dir import REQUESTS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from trainer.training.setup.record import Found
 
 logger = get_logger(__name__)
-REQUESTS = "mix.jsonl"
 
 
 def parse(settings: Sequence[str], names: Collection[str] | None) -> dict[str, float]:
@@ -53,9 +53,9 @@ def changes_of(state: Mapping[str, Any], lines: Iterable[bytes], names: Collecti
     changes = {int(batch): dict(weights) for batch, weights in saved.items()}
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, AttributeError):  # a damaged line, or one of a refusal
-            if (event := parse_json(line))["event"] == "mix":
+            if (event := parse_json(line))["event"] == "mix" and is_count(event["batch"]):
                 settings = [f"{key}={pair['after']}" for key, pair in event["changed"].items()]
-                changes.setdefault(int(event["batch"]), {}).update(parse(settings, None))
+                changes.setdefault(event["batch"], {}).update(parse(settings, None))
     return {at: {name: to for name, to in changes[at].items() if name in names} for at in sorted(changes)}
 
 
@@ -81,8 +81,10 @@ class Mix(Extension):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._dataset, self._requests = run.state.dataset, run.run_dir.path / REQUESTS
-        # Nobody waits any more for an answer to what an earlier process was asked.
-        self._offset = self._requests.stat().st_size if self._requests.exists() else 0
+        self._known: set[bytes] = set()
+        self._seen: tuple[int, ...] = ()
+        self._problem = ""
+        self._new_requests()  # nobody waits any more for an answer to what an earlier process was asked
         if run.config.metrics.per_source:
             self.metric_keys = [f"blend/weight/{source.name}" for source in self._dataset.sources]
 
@@ -91,17 +93,31 @@ class Mix(Extension):
         read = max(state["batch_index"] for state in self.run.position.data_states)
         # At the end of its data rank 0 cannot say where the others are.
         if self.run.info.is_main and not all(micro.is_filler for micro in self.run.last_read):
-            with suppress(FileNotFoundError), open_plain(self._requests) as file:
-                file.seek(self._offset)
-                for line in file:
-                    if line.endswith(b"\n"):
-                        self._offset += len(line)
-                        try:
-                            self._take_up(parse_json(line), read)
-                        except Exception as error:  # noqa: BLE001 - this must stay on, to tell all ranks of what is decided
-                            logger.warning("train mix: a request failed: %r", error)
+            for line in self._new_requests():
+                try:
+                    self._take_up(parse_json(line), read)
+                except Exception as error:  # noqa: BLE001 - this must stay on, to tell all ranks of what is decided
+                    logger.warning("train mix: a request failed: %r", error)
         shares = self._dataset.shares_at(self.run.position.step, read - 1)
         return dict(zip(self.metric_keys, shares, strict=False))
+
+    def _new_requests(self) -> list[bytes]:
+        """The complete lines that no earlier call has seen, even if their file was cut or replaced meanwhile."""
+        lines: Iterable[bytes] = ()
+        try:
+            found = self._requests.stat()
+            if (seen := (found.st_ino, found.st_size, found.st_mtime_ns)) != self._seen:
+                lines = dict.fromkeys(read_bytes(self._requests).splitlines(keepends=True))
+                self._seen, self._problem = seen, ""
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:  # no reason to be off: what was decided must reach all ranks
+            if self._problem != str(error):
+                self._problem = str(error)
+                logger.warning("train mix: requests cannot be read: %s", error)
+        new = [line for line in lines if line.endswith(b"\n") and line not in self._known]
+        self._known.update(new)
+        return new
 
     def _take_up(self, request: Mapping[str, Any], read: int) -> None:
         """Announce a change and have the exchange pass it to all ranks, or refuse it."""
@@ -121,7 +137,9 @@ class Mix(Extension):
         for source in blend.sources:
             later = {first: at[source.name] for first, at in changes.items() if source.name in at}
             specs.append(ScheduledWeight("step", {0: 1.0, **later}) if later else source.weight)
-        if gap := first_all_zero(specs, micro_batches=plan.batches_by_steps, num_batches=plan.num_batches):
+        if (last := self.run.position.last_step) is not None and step > last:
+            problem = f"the run ends after step {last}, before new weights could hold"
+        elif gap := first_all_zero(specs, micro_batches=plan.batches_by_steps, num_batches=plan.num_batches):
             problem = f"all weights would be zero from micro-batch {gap[0]} on"
         before = {each.name: weight for each, weight in zip(blend.sources, blend.weights_at(step, batch), strict=True)}
         changed = {f"data.source.{name}.weight": {"before": before[name], "after": to} for name, to in after.items()}

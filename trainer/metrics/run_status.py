@@ -6,7 +6,9 @@ with run_status(directory, rank=rank):
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import json
 import logging
 import os
 import socket
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from trainer.errors import UserError
-from trainer.files import open_descriptor, open_plain, parse_json, read_json, write_json
+from trainer.files import is_count, open_descriptor, open_plain, parse_json, read_json, write_file
 from trainer.wording import error_text
 
 logger = logging.getLogger(__name__)
@@ -27,10 +29,12 @@ OWN_LOOP: Final = "own"
 """`loop` in the status of a run that is not the trainer's: the trainer does not resume it."""
 _METRICS_NAME: Final = "metrics.jsonl"
 _TAIL_BYTES: Final = 1 << 20
+ROOM_BYTES, SHORTEST_REASON = 4096, 500
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("state", "reason", "wandb_run_id", "loop", "host"), str),
-    **dict.fromkeys(("last_step", "pid", "world_size", "state_width"), int),
+    **dict.fromkeys(("last_step", "pid", "world_size", "state_width", "threads"), int),
     "time": (int, float),
+    "command": list,
 }
 
 
@@ -104,11 +108,14 @@ def read_status(file: Path) -> dict[str, Any]:
 
 def usable(status: Mapping[str, Any]) -> dict[str, Any]:
     """The content of status.json or env.json without values that none of their writers has written."""
-    return {
-        key: value
-        for key, value in status.items()
-        if isinstance(value, _TYPES.get(key, object)) and not (isinstance(value, int) and not 0 <= value < 2**63)
-    }
+    found = {key: value for key, value in status.items() if isinstance(value, _TYPES.get(key, object))}
+    return {key: value for key, value in found.items() if _is_usable(value)}
+
+
+def _is_usable(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(each, str) for each in value)
+    return is_count(value) if isinstance(value, int) else not isinstance(value, float) or 0 <= value < 2**63
 
 
 def write_status(file: Path, state: str, *, reason: str, step: int | None, **more: Any) -> None:
@@ -119,8 +126,26 @@ def write_status(file: Path, state: str, *, reason: str, step: int | None, **mor
     """
     known = {"state": state, "reason": reason, "last_step": step, **more}
     known |= {"pid": os.getpid(), "host": socket.gethostname()}
-    # Not synced: it is written while the run is alive, and a crash of the machine leaves the one before it.
-    write_json(file, {**known, "time": round(time.time(), 3)}, sync=False)
+    known |= {"time": round(time.time(), 3)}
+    data = _padded(known)
+    try:
+        # Not synced: it is written while the run is alive, and a crash of the machine leaves the one before it.
+        write_file(file, data, sync=False)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not file.exists():
+            raise
+        if len(data) > ROOM_BYTES:
+            data = _padded({**known, "reason": reason[:SHORTEST_REASON]})
+        descriptor = open_descriptor(file, os.O_WRONLY)
+        try:
+            os.pwrite(descriptor, data.ljust(os.fstat(descriptor).st_size), 0)
+        finally:
+            os.close(descriptor)
+
+
+def _padded(status: Mapping[str, Any]) -> bytes:
+    """JSON that leaves room for the next one, which a full disk must not keep from being written in its place."""
+    return json.dumps(status, indent=1).encode().ljust(ROOM_BYTES - 1) + b"\n"
 
 
 def run_state(directory: Path) -> dict[str, Any]:
@@ -149,7 +174,7 @@ def dead(status: dict[str, Any], directory: Path) -> dict[str, Any]:
     steps = [step for step in (status.get("last_step"), last_step(directory)) if isinstance(step, int)]
     step = max(steps, default=None)
     where = "" if step is None else f" at about step {step}"
-    reason = f"{_process_of(status)} ended without a word{where}: killed, perhaps for want of memory"
+    reason = f"{_process_of(status)} ended without a word{where}: it was killed, or crashed"
     return {**status, "state": "died", "reason": reason, "last_step": step}
 
 

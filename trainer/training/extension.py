@@ -174,6 +174,8 @@ class Extensions:
         self, extensions: Mapping[str, Extension], diagnostics: Diagnostics, *, device: torch.device, world_size: int
     ) -> None:
         self._riders = [_Rider(name, each, diagnostics.best_effort(name)) for name, each in extensions.items()]
+        self._diagnostics = diagnostics
+        self._states: dict[str, Any] = {}
         for each in self._riders:
             if each.has("updated") and not each.extension.num_sums:
                 problem = f"{each.name} has updated() but num_sums = 0"
@@ -294,11 +296,14 @@ class Extensions:
         self._measure(())
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the extensions that have one, by name."""
-        return {each.name: each.call("state_dict") for each in self._by_moment["state_dict"]}
+        """The states of the extensions that have one, by name; of one that is off what it was."""
+        found = {each.name: each.call("state_dict") for each in self._by_moment["state_dict"]}
+        self._states |= {name: state for name, state in found.items() if state is not None}
+        return {name: self._states[name] for name in (*found, *self._diagnostics.disabled) if name in self._states}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Continue from saved states; an extension without one starts anew."""
+        self._states |= {name: state for name, state in states.items() if state is not None}
         for each in self._by_moment["load_state_dict"]:
             if states.get(each.name) is not None:
                 each.extension.load_state_dict(states[each.name])

@@ -20,7 +20,7 @@ from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.files import read_lines, refuse_special, remove_leftovers, write_file, write_json
+from trainer.files import read_bytes, read_lines, refuse_special, remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
 from trainer.metrics.run_status import LOCK_NAME, OWN_LOOP, STATUS_NAME, run_state, take_lock, write_status
@@ -29,12 +29,13 @@ from trainer.training.checkpointing.checkpoint import CHECKPOINTS, LATEST, refus
 
 logger = get_logger(__name__)
 METRICS, EVENTS, ENVIRONMENT = "metrics.jsonl", "events.jsonl", "env.json"
+DIGESTS, REQUESTS = "digests.jsonl", "mix.jsonl"
 CONFIG, RESOLVED_CONFIG = "config.toml", "config.resolved.toml"
 ID_FILE = "remote.json"
 """The id under which the run is known to its store."""
 RECORDED_PACKAGES = ("torch", "numpy", "pydantic", "wandb", "trainer")
 FINISHED = "done"
-OWN_FILES = (METRICS, EVENTS, STATUS_NAME, CONFIG, RESOLVED_CONFIG, ENVIRONMENT, LOCK_NAME, ID_FILE)
+OWN_FILES = (METRICS, EVENTS, STATUS_NAME, CONFIG, RESOLVED_CONFIG, ENVIRONMENT, DIGESTS, REQUESTS, LOCK_NAME, ID_FILE)
 
 
 class RunDir:
@@ -114,7 +115,7 @@ class RunDir:
         with self._writing():
             # A run that continues from it keeps the one written by hand.
             if source.resolve() != self.resolved_config.resolve():
-                _write_kept(self.path / CONFIG, source.read_bytes())
+                _write_kept(self.path / CONFIG, read_bytes(source))
             _write_kept(self.resolved_config, to_toml(config).encode())
             write_json(self.path / ENVIRONMENT, {**environment(info), "state_width": state_width})
 
@@ -162,6 +163,11 @@ class RunDir:
             # The reason itself goes to stderr: what ended the run must not be hidden behind a second failure.
             logger.error("%s cannot be written: %s", self.status_file, error.strerror)
 
+    def leave_reason(self, info: RankInfo, reason: str, *, step: int) -> None:
+        """Write that the run failed, if nothing says yet that it has ended (rank 0; other ranks do nothing)."""
+        if info.is_main and self.status().get("state") in (None, "running"):
+            self.leave_status(info, "failed", reason=reason, step=step)
+
     def has_nothing(self) -> bool:
         """Whether the run in it failed, stopped or died without a checkpoint or a row: there is nothing to lose."""
         if self.has_saved() or self.status().get("state") not in (None, "failed", "stopped", "died"):
@@ -184,7 +190,7 @@ class RunDir:
 
 def _write_kept(path: Path, data: bytes) -> None:
     """Write a file. Another content that it has is kept beside it, under the next number."""
-    if path.is_file() and (before := path.read_bytes()) != data:
+    if path.is_file() and (before := read_bytes(path)) != data:
         kept = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
         write_file(next(name for name in kept if not name.exists()), before)
     write_file(path, data)

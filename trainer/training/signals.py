@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.ending import STOP_SIGNALS, ProcessorUse, end_process
 from trainer.import_path import place_of
@@ -56,6 +56,8 @@ class StopRequest:
         """Set once something else ends the process if it cannot come to its next step."""
         self.requested = False
         """True from the first signal on."""
+        self.on_end: Callable[[str], object] = str
+        """Called with the reason before a stop that waits for nothing ends the process."""
         self.signal_name: str | None = None
         self._cause: str | None = None
 
@@ -105,8 +107,17 @@ class StopRequest:
             if use.is_working():
                 since = time.monotonic()
         if not self.is_watched:
-            text = "%s: nothing has been done for %.0f s; ending without waiting for more"
-            end_process(128 + number, lambda: logger.warning(text, signal.Signals(number).name, GRACE_SEC))
+            text = f"{signal.Signals(number).name}: nothing has been done for {GRACE_SEC:.0f} s"
+            self.end(128 + number, f"{text}; ending without waiting for more")
+
+    def end(self, code: int, reason: str) -> NoReturn:
+        """End the process at once, and say why."""
+
+        def last_words() -> None:
+            self.on_end(reason)  # first: the main thread may hold the lock of the log
+            logger.warning(reason)
+
+        end_process(code, last_words)
 
     def mute(self) -> None:
         """Say nothing from now on, since the run ends by itself: torchrun ends the ranks that are left when one has ended."""
@@ -121,7 +132,7 @@ class StopRequest:
             if self.interrupts:
                 raise StopNow
         elif now - self._since > SAME_REQUEST_SEC:
-            os._exit(128 + number)
+            self.end(128 + number, f"{signal.Signals(number).name} came again: ended at once")
 
 
 class UnexpectedExit(Exception):
@@ -157,12 +168,19 @@ def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
     except Exception:
         raise
     except BaseException as error:
-        what = f"{type(error).__name__} was raised"
-        if isinstance(error, SystemExit | _Exit):
-            what = f"{'os._exit' if isinstance(error, _Exit) else 'sys.exit'}({error.code!r}) was called"
-        raise UnexpectedExit(f"{what}{when()}{place_of(error)}") from error
+        raise as_exception(error, when()) from error
     finally:
         setattr(os, "_exit", real)  # noqa: B010
+
+
+def as_exception(error: BaseException, when: str = "") -> Exception:
+    """The exception itself, or an `UnexpectedExit` for what is no `Exception`."""
+    if isinstance(error, Exception):
+        return error
+    what = f"{type(error).__name__} was raised"
+    if isinstance(error, SystemExit | _Exit):
+        what = f"{'os._exit' if isinstance(error, _Exit) else 'sys.exit'}({error.code!r}) was called"
+    return UnexpectedExit(f"{what}{when}{place_of(error)}")
 
 
 PARENT = "TRAINER_PARENT"
@@ -172,9 +190,13 @@ EXIT_ORPHANED = 1
 
 
 def stop_with_parent(
-    stop: Callable[[], None], *, within_sec: float, environ: MutableMapping[str, str] = os.environ
+    stop: Callable[[], None],
+    *,
+    within_sec: float,
+    end: Callable[[int, str], object] = lambda code, reason: os._exit(code),
+    environ: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Call `stop` from a thread when the launcher that started this process is gone, and end `within_sec` after that.
+    """Call `stop` from a thread when the launcher that started this process is gone, and `end` `within_sec` after that.
 
     The parent is asked for again and again: Linux's signal of its death comes with the end of the parent's thread already,
     and other systems have none. A process that has no launcher (a shell's, a scheduler's) goes on without its parent.
@@ -189,6 +211,6 @@ def stop_with_parent(
             time.sleep(CHECK_EVERY_SEC)
         stop()
         time.sleep(within_sec)
-        os._exit(EXIT_ORPHANED)
+        end(EXIT_ORPHANED, f"its launcher is gone, and no step ended within {within_sec:.0f} s of that")
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

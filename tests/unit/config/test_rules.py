@@ -70,6 +70,10 @@ def plan(directory: Path, *overrides: str, world_size: int = 1):
         (["data.source.second.name=first"], "two sources are named first"),
         (['data.mixing.batch_size_by_modality={"../x"=2}'], "no stream has the modality '../x'; there are a, b"),
         (['train.micro_batches="atuo"'], 'train.micro_batches: must be an integer, "auto" or a table'),
+        (
+            ["distributed.shards=1000000"],
+            "makes 2,000,000 micro-batches of a step on each rank, more than 10,000; start",
+        ),
         (["train.micro_batches=0"], "train.micro_batches: must be >= 1, got 0"),
         (['train.micro_batches={schedule="step",points={0=0}}'], "train.micro_batches.points.0: must be >= 1, got 0"),
         (['train.micro_batches={schedule="auto",start=3,max=5}'], "less than twice start = 3: set max to 6"),

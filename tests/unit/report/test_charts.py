@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.records import write_record
 from trainer.metrics.catalog.lookup import CATALOG
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.charts import make_charts, make_curve
+from trainer.tools.report.page import render_parts
 from trainer.tools.report.run_summary import summarize, with_distinct_names
+from trainer.tools.runs.load import load_run
 
 KEYS = [spec.name.replace("<", "").replace(">", "") for spec in CATALOG]
 WITH_WORST = [f"{spec.name}_max" for spec in CATALOG if spec.ranks == "sum_and_worst"]
@@ -148,3 +153,16 @@ def test_what_does_not_change_is_said_instead_of_drawn_unless_a_view_has_a_value
 def test_one_value_that_is_not_zero_is_drawn(make_run, key, odd):
     zeros = [0.0] * 5
     assert [chart.is_drawn for chart in make_charts([make_run("a", {key: [*zeros, odd, *zeros]})])] == [True]
+
+
+def test_a_page_is_bounded_in_keys_and_marks(tmp_path):
+    run_dir = write_record(tmp_path, {"loss": [2.0, 1.0], **{f"own/{number}": [1.0, 2.0] for number in range(20_000)}})
+    pair = {"data.source.a.weight": {"before": 1, "after": 2}}
+    event = {"event": "mix", "batch": 2, "changed": pair, "note": "x" * 50_000}
+    (run_dir / "events.jsonl").write_text("".join(json.dumps({**event, "global_step": n}) + "\n" for n in range(1000)))
+    (run_dir / "env.json").write_text(json.dumps({f"key{n}": n for n in range(100_000)}))
+    began = time.process_time()
+    parts = render_parts([diagnose(load_run(run_dir))])
+    assert sum(map(len, parts.values())) < 10e6
+    assert "keys too many for a page: metrics.jsonl has them" in parts["details"]
+    assert time.process_time() - began < 20, "2 s where it was written, and 15 s with a search in each row's keys"

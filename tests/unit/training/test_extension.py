@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import subprocess
 import sys
 import weakref
@@ -14,6 +15,7 @@ from tests.support.in_process import train_here
 from tests.support.runs import ROOT, environment, read_rows, run, write_tiny_config
 from trainer.errors import UserError
 from trainer.training import main
+from trainer.training.signals import UnexpectedExit
 
 OWN = '''
 import torch
@@ -58,6 +60,15 @@ class Counts(Extension):
 
 class NoSums(Counts):
     num_sums = 0
+
+
+class Exits(Counts):
+    def __init__(self, run):
+        raise SystemExit(3)
+
+
+def make(run):
+    """Forgets to return what it makes."""
 
 
 class Breaks(Extension):
@@ -130,11 +141,16 @@ def test_they_report_sum_exchange_and_resume_beside_others_that_fail_on_one_rank
         ('{target = "own_extensions:Absent"}', "own_extensions"),
         ('{target = "own_extensions:Counts", args = {other = 1}}', "other"),
         ('{target = "own_extensions:NoSums"}', "but num_sums = 0"),
+        ('{target = "own_extensions:make"}', "must make an Extension, got None"),
+        ('{target = "own_extensions:Exits"}', r"sys.exit\(3\) was called"),
     ],
 )
-def test_one_that_cannot_be_made_is_refused_before_the_first_step(own, given, message):
-    with pytest.raises(UserError, match=message):
+def test_one_that_cannot_be_made_is_refused_before_the_first_step_and_the_record_says_so(own, given, message):
+    with pytest.raises((UserError, UnexpectedExit), match=message):
         train_here(own, own.parent / "run", f"extension=[{given}]")
+    ended = json.loads((own.parent / "run" / "status.json").read_text())
+    assert (ended["state"], ended["last_step"]) == ("failed", 0)
+    assert re.search(message, ended["reason"])
 
 
 def test_what_is_off_is_not_imported(tmp_path):

@@ -100,11 +100,14 @@ def test_the_device_decides_the_precision(config, monkeypatch):
         assert plan(config, "train.device=auto", "train.precision=fp16").config.train.precision == "fp16"
 
 
-def test_to_compile_on_a_cpu_takes_a_compiler(config, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true"])
+def test_to_compile_on_a_cpu_takes_a_compiler_that_works(config, monkeypatch, compiler):
+    monkeypatch.setenv("CXX", compiler)
     (found,) = plan(config, "train.compile=true").unmet_needs(CPU)
     assert found.key == "train.compile"
     assert not plan(config).unmet_needs(CPU)
+    monkeypatch.delenv("CXX")
+    assert not plan(config, "train.compile=true").unmet_needs(CPU)
 
 
 def test_of_a_sharded_model_a_rank_needs_memory_for_its_shards_alone(config, monkeypatch):

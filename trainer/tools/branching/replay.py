@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.arrays import IGNORED, Ints
+from trainer.config.base import MOST_MICRO_BATCHES
 from trainer.config.load import load_config
+from trainer.config.rules import data_shards
 from trainer.config.schema import ExtensionTable, RunConfig
 from trainer.data.blend import BlendDataset
 from trainer.data.groups import OpenStream
@@ -28,6 +30,7 @@ from trainer.extensions.digests import BITS, KINDS
 from trainer.extensions.mix import announced, changes_of
 from trainer.files import parse_json, read_lines, write_file
 from trainer.metrics.payload_contract import Restart
+from trainer.metrics.run_status import usable
 from trainer.tools.branching.run_branches import BranchFailed, run_program, with_tables
 from trainer.tools.branching.study import config_path_of
 from trainer.tools.runs.load import RunRecord, load_run
@@ -36,9 +39,10 @@ from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import DataPolicy, check_data
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.extension import Extension
-from trainer.training.run_dir import EVENTS, RunDir
+from trainer.training.run_dir import DIGESTS, EVENTS, RunDir
 from trainer.training.setup.parts import make_blend
 from trainer.training.setup.plan import Plan, make_plan
+from trainer.wording import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,13 +56,14 @@ NUMBERS = ("loss", "grad_norm", "lr", "tokens_in_step", "tokens_seen")
 """Metrics of a step that repeating it must give again."""
 Values = dict[int, dict[str, Any]]
 """Step -> its digests and `NUMBERS`, as far as they were logged."""
+MOST_THREADS = 1024
 LATER = "another launch of the run lies in between: the settings used here are those of {}"
 
 
 def recorded(run: RunRecord) -> Values:
     """What a run has recorded that another one must equal to the bit."""
     found: Values = {}
-    path = run.path / "digests.jsonl"
+    path = run.path / DIGESTS
     for text in read_lines(path) if path.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
             line = parse_json(text)
@@ -119,13 +124,15 @@ def _state(path: Path) -> dict[str, Any]:
 def _before(run: RunRecord, later: Sequence[Restart]) -> tuple[RunConfig, Mapping[str, Any], str]:
     """Config and environment of a run before some launches, the newest of which is first: what they changed, undone. And a
     note, if that cannot be: a key was not set."""
-    changed = [pair for each in later for pair in (each.details.get("changed") or {}).items()]
-    before = {key: pair["before"] for key, pair in changed if key != "data files"}  # that of the first of them counts
+    tables = [each.details.get("changed") for each in later]
+    changed = [pair for each in tables if isinstance(each, Mapping) for pair in each.items()]
+    # That of the first of them counts.
+    before = {key: pair.get("before") for key, pair in changed if key != "data files" and isinstance(pair, Mapping)}
     env = {key.removeprefix("env."): value for key, value in before.items() if key.startswith("env.")}
     sets = [f"{key}={json.dumps(value)}" for key, value in before.items() if not key.startswith("env.")]
     path = RunDir(run.path).resolved_config
     try:
-        return load_config(path, sets), {**run.environment, **env}, ""
+        return load_config(path, sets), usable({**run.environment, **env}), ""
     except UserError:
         return load_config(path), run.environment, LATER.format(f"the launch after step {later[0].global_step}")
 
@@ -142,9 +149,10 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     later = list(takewhile(lambda each: each.global_step >= step, reversed(run.restarts)))
     until, note = min((each.global_step for each in later), default=0), ""
     path = next((path for at, path in sorted(kept.items()) if step <= at <= until), None)
+    environment: Mapping[str, Any]
     if path is not None:
         state = _state(path)
-        config, environment = config_of(state, path), state.get("environment", {})
+        config, environment = config_of(state, path), usable(state.get("environment", {}))
     else:
         config, environment, note = _before(run, later)
     refuse_code(config, run_dir, trusted=trust_code)
@@ -157,6 +165,11 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
         problem = f"began from a checkpoint of step {resumed[0]} that is gone"
     elif step > config.train.steps and not config.train.tokens:
         problem, fix = f"has {config.train.steps} steps, not {step}", "name one of them"
+    elif (shards := data_shards(config, environment.get("world_size") or 1)) > MOST_MICRO_BATCHES:
+        problem, fix = (
+            f"says that it had {counted(shards, 'data shard')}: what env.json says cannot be",
+            "mend it there",
+        )
     if problem:
         raise UserError(str(run_dir), problem, fix)
     if any(start < at < step for at in resumed):
@@ -260,7 +273,14 @@ class Replay:
         return {name: total / max(tokens, 1) for name, total in sums.items()}
 
 
-def replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all: bool = False) -> Replay:
+def replay(
+    origin: Origin,
+    step: int,
+    *,
+    num_ranks: int | None = None,
+    logs_all: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Replay:
     """Repeat the run up to `step`.
 
     Args:
@@ -281,16 +301,18 @@ def replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all:
     }
     rides = ExtensionTable(target="trainer.tools.branching.replay:Replayed", args={"step": step})
     config = with_tables(origin.config, changed).model_copy(update={"extension": [*origin.config.extension, rides]})
-    environment = {"OMP_NUM_THREADS": str(threads)} if isinstance(threads, int) and num_ranks == own else {}
+    environment = {"OMP_NUM_THREADS": str(threads)} if threads in range(1, MOST_THREADS) and num_ranks == own else {}
     with tempfile.TemporaryDirectory(prefix="trainer-replay-", ignore_cleanup_errors=True) as name:
         write_file(Path(name) / EVENTS, b"".join(announced(origin.run.path / EVENTS)), sync=False)
         try:
-            run_program(num_ranks, config, Path(name), environment, lambda: False)
+            run_program(num_ranks, config, Path(name), environment, should_stop)
         except BranchFailed as error:
             failure = error.reason.splitlines()[-1]
         files = Path(name).glob("replayed_*.json")
         micros = [micro for file in files for micro in json.loads(file.read_text(encoding="utf-8"))]
         values = recorded(again := load_run(name, allow_empty=True))
+    if should_stop():
+        raise BranchFailed("stopped")
     if not micros:
         reason = str(again.status.get("reason")).partition(";")[0]
         ended = f"the run has no such step: it ends after step {again.status.get('last_step')} ({reason})"

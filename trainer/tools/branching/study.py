@@ -17,7 +17,7 @@ from typing import Any
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.files import open_descriptor, read_bytes
-from trainer.metrics.run_status import LOCK_NAME, take_lock
+from trainer.metrics.run_status import LOCK_NAME, take_lock, usable
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.tools.trained.saved_model import config_of, refuse_code
 from trainer.training.checkpointing import checkpoint
@@ -138,10 +138,10 @@ def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origi
 
 def config_path_of(environment: Mapping[str, Any], run_dir: Path) -> Path:
     """The file that the run's included files are relative to."""
-    command = environment.get("command", [])
+    command = usable(environment).get("command", [])
     named = [
         word.partition("=")[2] or following
-        for word, following in zip(command, [*command[1:], ""], strict=True)
+        for word, following in zip(command, [*command, ""][1:], strict=True)
         if word in ("--config", "-c") or word.startswith("--config=")
     ]
     return Path(named[-1]) if named else RunDir(run_dir).resolved_config

@@ -32,6 +32,7 @@ from trainer.wording import counted
 # Over all curves: the page stays below 15 MB, including the 5 MB of plotly.
 POINT_BUDGET: Final = 150_000
 MOST_POINTS, FEWEST_POINTS = 1_500, 100  # of a curve
+MOST_CURVES: Final = POINT_BUDGET // FEWEST_POINTS
 OTHER_GROUP: Final = "Not in the catalog"
 # "Smoothed" repeats other curves, which the page can smooth by itself.
 LAST_GROUPS: Final = ("Smoothed", OTHER_GROUP)
@@ -343,6 +344,15 @@ def points_per_curve(runs: Sequence[RunRecord]) -> int:
     return min(max(POINT_BUDGET // num_curves, FEWEST_POINTS), MOST_POINTS)
 
 
+def drawn_keys(runs: Sequence[RunRecord]) -> tuple[list[str], int]:
+    """The keys that are drawn, as many as the budget has curves for, those of the catalog first; and how many are left out."""
+    # The loss against depth has a drawing of its own.
+    keys = list(dict.fromkeys(key for run in runs for key in run.keys if not is_by_depth(key)))
+    if (num_left_out := len(keys) - MOST_CURVES // max(len(runs), 1)) > 0:
+        keys = sorted(keys, key=lambda key: not is_known(key))[:-num_left_out]
+    return keys, max(num_left_out, 0)
+
+
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """Charts with every other key of every run, sorted by the headings of the catalog; in each group the views come first.
 
@@ -351,8 +361,7 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     means.
     """
     columns = Columns(runs, points_per_curve(runs))
-    # The loss against depth has a drawing of its own.
-    keys = list(dict.fromkeys(key for run in runs for key in run.keys if not is_by_depth(key)))
+    keys, _ = drawn_keys(runs)
     charts: list[Chart] = []
     used: set[str] = set()
     for view in _views(runs):

@@ -22,6 +22,7 @@ WIDEST_GAP: Final = 12
 FEWEST_POINTS: Final = 12  # for a median distance, and to smooth
 _FEW_POINTS: Final = 25  # drawn with markers
 _MOST_BAD_STEPS: Final = 200  # that are marked; the chart states their number
+_MARK_BUDGET: Final = 10_000  # of restarts and changed weights, over all charts
 _MOST_WORDS: Final = 6  # more would overlap; the lines are still drawn
 _WORD: Final = 0.14  # of the width of a chart
 _FLATTENED: Final = 3.0
@@ -85,7 +86,8 @@ class _Columns:
 def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> str:
     """All charts as JSON for a <script> element; None for those that are not drawn."""
     columns = _Columns()
-    figures = [_figure(chart, runs, columns) if chart.is_drawn else None for chart in charts]
+    marks = _marks_of(runs, most=max(_MARK_BUDGET // max(len(charts), 1), 1))
+    figures = [_figure(chart, runs, columns, marks) if chart.is_drawn else None for chart in charts]
     curves = [line.curve for chart in charts for line in chart.lines if len(line.curve.mean)]
     first = min((int(curve.first[0]) for curve in curves), default=0)
     last = max((int(curve.last[-1]) for curve in curves), default=1)
@@ -96,7 +98,14 @@ def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> str:
     return json.dumps(page, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns) -> Json:
+def _marks_of(runs: Sequence[RunRecord], *, most: int) -> list[tuple[int, int, str]]:
+    """Number of the run, step and name of restarts and changed weights, the latest first; of too many each n-th."""
+    marks = {(number, each.global_step, "restart") for number, run in enumerate(runs) for each in run.restarts}
+    marks |= {(number, step, "mix") for number, run in enumerate(runs) for step, *_ in mix_changes(run)}
+    return sorted(marks, key=lambda each: -each[1])[:: -(-len(marks) // most) or 1]
+
+
+def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns, marks: Sequence[tuple[int, int, str]]) -> Json:
     can_be_log = chart.style == "line" and all(bool((line.curve.low > 0).all()) for line in chart.lines)
     highest = max((float(line.curve.high.max()) for line in chart.lines if len(line.curve.high)), default=0.0)
     yaxis: Json = {"title": {"text": chart.axis}}
@@ -110,7 +119,7 @@ def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns) -> Json:
         is_single = len(runs) == 1
         traces = [trace for line in chart.lines for trace in _line_traces(chart, line, columns, is_single=is_single)]
         traces += _legend(chart, is_single=is_single)
-        layout |= {"showlegend": True, "shapes": _shapes(chart, runs), "annotations": _marks(chart)}
+        layout |= {"showlegend": True, "shapes": _shapes(chart, runs, marks), "annotations": _marks(chart)}
     return {
         "name": f"{chart.group}: {chart.title}",
         "data": traces,
@@ -234,7 +243,7 @@ def _is_near(chart: Chart, reference: Reference) -> bool:
     return low - 3 * (high - low) <= reference.value <= 4 * high
 
 
-def _shapes(chart: Chart, runs: Sequence[RunRecord]) -> list[Json]:
+def _shapes(chart: Chart, runs: Sequence[RunRecord], marks: Sequence[tuple[int, int, str]]) -> list[Json]:
     """The healthy band, levels, and marks. An end of None is the end of the axis; the name is the index of the run."""
     shapes: list[Json] = []
     stroke: Json
@@ -254,13 +263,11 @@ def _shapes(chart: Chart, runs: Sequence[RunRecord]) -> list[Json]:
             stroke = {"color": color_of(level.run), "width": 1.5, "dash": "dash"}
             ends = {"y0": level.value, "y1": level.value}
             shapes.append({"type": "line", **across, **ends, "line": stroke, "name": str(level.run)})
-    marks = {(number, each.global_step, "restart") for number, run in enumerate(runs) for each in run.restarts}
-    marks |= {(number, step, "mix") for number, run in enumerate(runs) for step, *_ in mix_changes(run)}
     ends_of_runs = [step for run in runs for step in (*run.steps[:1], *run.steps[-1:])]
     last = max(ends_of_runs, default=0)
     apart = (last - min(ends_of_runs, default=0)) * _WORD
     free = math.inf  # up to where the next word has room
-    for run, step, word in sorted(marks, key=lambda each: -each[1]):
+    for run, step, word in marks:
         if any(line.run == run for line in chart.lines):
             stroke = {"color": color_of(run), "width": 1.2, "dash": "dot"}
             ends = {"yref": "paper", "y0": 0, "y1": 1, "x0": step, "x1": step}

@@ -13,7 +13,7 @@ from typing import Any, Final
 from trainer.config.load import flatten
 from trainer.errors import UserError
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
-from trainer.tools.report.charts import Chart, make_charts
+from trainer.tools.report.charts import Chart, drawn_keys, make_charts
 from trainer.tools.report.depth_chart import depth_figures
 from trainer.tools.report.figures import NUM_COLORS, encode_charts, skipped_step
 from trainer.tools.report.run_summary import SummaryRow, config_differences, rows_text, summarize, value_text
@@ -21,7 +21,7 @@ from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.wording import counted, few, number_text
 
 _MOST_STEP_BUTTONS: Final = 6
-_MOST_EVENTS: Final = 200
+_MOST_EVENTS, _MOST_SETTINGS, _MOST_DETAILS = 200, 2_000, 4_000  # no file of a run makes a page of any size
 DEPTH: Final = "Is context worth its cost?"
 _EVENT_COLUMNS: Final = ("Event", "Run", "Step", "Details")
 
@@ -136,7 +136,7 @@ def _notes(runs: Sequence[RunRecord]) -> Html:
     for run in runs:
         changed = {key: value for key, value in settings_by_step(run).items() if isinstance(value, Mapping)}
         notes = [*run.notes, *(f"changed on a resume: {key} = {value_text(value)}" for key, value in changed.items())]
-        items += [element("li", f"{run.name}: {note}" if len(runs) > 1 else note) for note in notes]
+        items += [element("li", f"{run.name}: {note}" if len(runs) > 1 else note) for note in notes[:_MOST_EVENTS]]
     return _section("About the record", element("ul", *items, class_="notes")) if items else Html("")
 
 
@@ -170,7 +170,7 @@ def _outcome_tables(diagnoses: Sequence[Diagnosis]) -> Html:
     ]
     settings: Html = element("p", "All settings and recorded versions are the same.")
     if different:
-        settings = _table(["Setting", *head[1:]], different, caption="Settings that differ")
+        settings = _table(["Setting", *head[1:]], different[:_MOST_SETTINGS], caption="Settings that differ")
     outcome = _table(head, rows, caption="Outcome of each run", class_="numbers")
     return join([_section("Outcome", outcome), _section("What differs", settings)])
 
@@ -256,7 +256,8 @@ def _events(runs: Sequence[RunRecord]) -> Html:
         for event in run.events[:_MOST_EVENTS]:
             rest = {key: value for key, value in event.items() if key not in ("time", "event", "global_step", "step")}
             step = str(event.get("global_step", event.get("step", "")))
-            rows.append([str(event.get("event", "?")), run.name, step, json.dumps(rest, ensure_ascii=False)])
+            details = json.dumps(rest, ensure_ascii=False)[:_MOST_DETAILS]
+            rows.append([str(event.get("event", "?"))[:_MOST_DETAILS], run.name, step, details])
     is_cut = any(len(run.events) > _MOST_EVENTS for run in runs)
     more = _optional("p", f"The first {_MOST_EVENTS} of each run; events.jsonl has all." if is_cut else "")
     return _section("Events", _table(_EVENT_COLUMNS, rows, caption="Events"), more) if rows else Html("")
@@ -267,7 +268,7 @@ def _settings(title: str, file: str, runs: Sequence[tuple[str, Mapping[str, Any]
     tables = []
     for name, values in runs:
         rows = [[_code(key), _code(value_text(value))] for key, value in flatten(values).items()]
-        inner = _table(("Key", "Value"), rows, caption=f"{title} of {name}")
+        inner = _table(("Key", "Value"), rows[:_MOST_SETTINGS], caption=f"{title} of {name}")
         summary = element("summary", f"{name}: {counted(len(rows), 'value')}")
         tables += [element("details", summary, inner, open=len(runs) == 1)] if rows else []
     return _section(title, *(tables or [element("p", f"No {file} next to metrics.jsonl.")]))
@@ -296,8 +297,11 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
         *(["Events"] if events else []),
     ]
     links = [element("a", name, href=f"#{_slug(name)}") for name in [*names, "Config", "Environment"]]
+    _, num_left_out = drawn_keys(runs)
+    left_out = f"{counted(num_left_out, 'key')} too many for a page: metrics.jsonl has them." * (num_left_out > 0)
     details = [
         chart_groups(charts),
+        _optional("p", left_out),
         events,
         _settings("Config", "config.resolved.toml", [(run.name, run.config) for run in runs]),
         _settings("Environment", "env.json", [(run.name, run.environment) for run in runs]),

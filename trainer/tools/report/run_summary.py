@@ -18,7 +18,7 @@ from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
 from trainer.wording import counted, few, number_text
 
 # The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of a short run.
-_MOST_ROWS: Final = 20
+_MOST_ROWS, _MOST_TEXT = 20, 4_000
 # Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
 _NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
 _NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/")
@@ -214,8 +214,9 @@ def value_text(value: Any) -> str:
     """A config value as JSON; a dash for None. One that a resume changed: `0.01; 0.001 from step 31 on`."""
     if isinstance(value, Mapping) and value:
         first, *later = value.items()
-        return "; ".join([value_text(first[1]), *(f"{value_text(each)} from step {step:,} on" for step, each in later)])
-    return "–" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+        parts = [value_text(first[1]), *(f"{value_text(each)} from step {step:,} on" for step, each in later)]
+        return "; ".join(parts)[:_MOST_TEXT]
+    return "–" if value is None else json.dumps(value, ensure_ascii=False, default=str)[:_MOST_TEXT]
 
 
 def _strict(value: Any) -> Any:

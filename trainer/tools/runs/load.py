@@ -19,7 +19,7 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 from trainer.errors import UserError
-from trainer.files import did_you_mean, parse_json, read_json, read_lines, read_toml
+from trainer.files import did_you_mean, is_count, parse_json, read_json, read_lines, read_toml
 from trainer.metrics.payload_contract import (
     MODES,
     RESTART,
@@ -341,8 +341,9 @@ def mix_changes(run: RunRecord) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
     """What `train mix` changed: the first step, the key, and its values `before` and `after`."""
     for event in run.events:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # a damaged line
-            for key, pair in event["changed"].items() if event["event"] == "mix" else ():
-                yield int(event["global_step"]), key, {name: pair[name] for name in ("before", "after")}
+            if event["event"] == "mix" and is_count(event["global_step"]):
+                for key, pair in event["changed"].items():
+                    yield event["global_step"], key, {name: pair[name] for name in ("before", "after")}
 
 
 def settings_by_step(run: RunRecord) -> dict[str, Any]:

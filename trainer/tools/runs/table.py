@@ -31,7 +31,7 @@ class RowTable:
 
     def _forget(self) -> None:
         self._kept: list[_Row] | None = None
-        self._blocks: list[tuple[tuple[str, ...], array[int], array[float]]] = []
+        self._blocks: list[tuple[dict[str, int], array[int], array[float]]] = []
         self._columns: dict[str, Column] = {}
 
     def add(self, step: int, attempt: int, keys: tuple[str, ...], values: Iterable[float]) -> None:
@@ -76,13 +76,14 @@ class RowTable:
             for keys, group in groupby(self.kept, key=lambda row: row[2]):
                 rows = list(group)
                 values = array("d", chain.from_iterable(row[3] for row in rows))
-                self._blocks.append((keys, array("q", (row[0] for row in rows)), values))
+                places = {name: place for place, name in enumerate(keys)}
+                self._blocks.append((places, array("q", (row[0] for row in rows)), values))
         if key not in self._columns:
             steps, values = array("q"), array("d")
-            for keys, at, values_of_rows in self._blocks:
-                if key in keys:
+            for places, at, values_of_rows in self._blocks:
+                if key in places:
                     steps += at
-                    values += values_of_rows[keys.index(key) :: len(keys)]
+                    values += values_of_rows[places[key] :: len(places)]
             found = dict(zip(steps, values, strict=True)) if self._merge else {}  # of merged rows the last counts
             self._columns[key] = (array("q", found), array("d", found.values())) if found else (steps, values)
         return self._columns[key]

@@ -17,6 +17,7 @@ from rich.table import Table
 from trainer.cli.options import JsonOption
 from trainer.cli.terminal import echo, output, print_json, put_text, writing
 from trainer.errors import UserError, UserErrors
+from trainer.files import read_lines
 from trainer.storage import is_url
 
 EXIT_DIFFERENT, EXIT_INVALID, EXIT_NOT_PUSHED = 1, 1, 1
@@ -91,8 +92,8 @@ def _lines(file: str) -> Iterator[bytes]:
     if file == "-":
         yield from sys.stdin.buffer
         return
-    with writing(file), Path(file).open("rb") as opened:
-        yield from opened
+    with writing(file):
+        yield from read_lines(Path(file))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +26,7 @@ ROUNDING = frozenset({"env.world_size", "distributed.strategy", "distributed.con
 """Settings that change how sums are rounded, and not what a step computes."""
 ROUNDED = ("loss", "grad_norm")
 ONLY_ROUNDED = "batches and learning rates are equal; sums are rounded otherwise: relative difference up to {:.1e}"
+UNASKED_RANKS = 8  # that a machine with fewer CPUs starts too, if the record says so
 REASONS = {
     "batch": "they read other data",
     "states": "the same batch continued from other states",
@@ -81,13 +83,22 @@ def _replay(origin: Origin, step: int, **options: Any) -> Replay:
     """`branching.replay.replay`, said and, if it fails, refused."""
     from trainer.tools.branching.replay import replay as repeat
     from trainer.tools.branching.run_branches import BranchFailed
+    from trainer.training.signals import StopRequest
 
-    echo(f"{origin.run.path}: repeating steps {origin.step + 1:,} to {step:,}", err=True)
+    name, ranks = origin.run.path, counted(origin.num_ranks, "rank")
+    if options.get("num_ranks") is None and origin.num_ranks > max(UNASKED_RANKS, os.cpu_count() or 1):
+        refuse(f"{name}: its record says that it ran on {ranks}; --nproc {origin.num_ranks} starts them")
+    echo(f"{name}: repeating steps {origin.step + 1:,} to {step:,}", err=True)
+    stop = StopRequest(lambda signal: echo(f"{signal}: stopping", err=True))
+    stop.install()
+    stop.is_watched = True  # this process waits for the one that repeats
     try:
-        return repeat(origin, step, **options)
+        return repeat(origin, step, should_stop=lambda: stop.requested, **options)
     except BranchFailed as error:
-        echo(f"{origin.run.path}: cannot be repeated to step {step}: {error}", err=True)
+        echo(f"{name}: cannot be repeated to step {step}: {error}", err=True)
         raise typer.Exit(EXIT_FAILED) from None
+    finally:
+        stop.uninstall()
 
 
 def _plain(value: Any) -> Any:

@@ -297,6 +297,7 @@ class _SavedState(_Part):
     extensions: dict[str, dict[str, Any] | None]
     wandb_run_id: str | None = None
     config: dict[str, Any]
+    environment: dict[str, Any] = {}
 
 
 @contextmanager

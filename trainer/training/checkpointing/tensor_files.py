@@ -348,11 +348,11 @@ def _map_rows(path: Path, *, count: int, width: int, dtype: torch.dtype) -> Tens
     """States that `write_part` wrote, [count, width], as a part of memory that is the file's."""
     needed = count * width * dtype.itemsize
     try:
-        size = path.stat().st_size
+        with open_plain(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) != needed:
+                raise CheckpointError(f"{path}: has {size} bytes, not the {needed} of {counted(count, 'state')}")
+            if not count:
+                return torch.empty(0, width, dtype=dtype)
+            return torch.from_numpy(np.memmap(file, np.uint8, mode="c")).view(dtype).view(count, width)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
-    if size != needed:
-        raise CheckpointError(f"{path}: has {size} bytes, not the {needed} of {counted(count, 'state')}")
-    if not count:
-        return torch.empty(0, width, dtype=dtype)
-    return torch.from_numpy(np.memmap(path, np.uint8, mode="c")).view(dtype).view(count, width)

@@ -51,11 +51,11 @@ from trainer.training.setup.parts import (
 )
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
 from trainer.training.setup.record import begin_record, open_record, place_run, say_rate_change
-from trainer.training.signals import StopRequest, say_stopping
+from trainer.training.signals import StopRequest, as_exception, say_stopping
 from trainer.training.step.details import LoggedDetails, ModelMetrics
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.training.step.step import TrainStep
-from trainer.wording import few
+from trainer.wording import error_text, few, short_repr
 
 logger = get_logger(__name__)
 
@@ -106,6 +106,8 @@ def open_run(
     run_dir = begin_record(info, run_dir, stack, position.step)
     if launch.on_run_dir is not None:
         launch.on_run_dir(run_dir.path)
+    stack.push(partial(_leave_reason, run_dir, info, position))
+    launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
     run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop, found is not None)
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
     open_record(run, found, data.change, stack, config_path=launch.config_path, stdout=launch.stdout)
@@ -135,6 +137,16 @@ def open_run(
     if contract is not None:
         run.event(contract)
     return run
+
+
+def _leave_reason(
+    run_dir: RunDir, info: RankInfo, position: Position, _: Any, error: BaseException | None, __: Any
+) -> None:
+    """Say in status.json why the run ended, if it was refused or failed before it could train."""
+    if error is not None:
+        told = as_exception(error)
+        reason = told.message if isinstance(told, UserError) else error_text(told)
+        run_dir.leave_reason(info, reason, step=position.step)
 
 
 def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, stack: ExitStack) -> TrainState:
@@ -278,6 +290,8 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
         for number, table in enumerate(config.extension):
             with users_code(f"extension {table.target}"):
                 made = resolve_target(table.target, "extension.target")(run, **table.args)
+                if not isinstance(made, Extension):
+                    raise TypeError(f"must make an Extension, got {short_repr(made)}")
             found[f"{table.target} ({number})"] = made
     return Extensions(found, run.diagnostics, device=run.device, world_size=run.info.world_size)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ LONG_WARMUP = 0.5  # share of the run
 LARGEST_LR = 0.1  # AdamW moves every weight by about lr in every step
 MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 """Numbers per parameter that an optimizer keeps at least."""
+COMPILER_SEC = 60.0
 Doubt = tuple[str, str, str]
 """Key, problem and fix."""
 
@@ -152,8 +154,9 @@ def unmet_needs(
         for key, value, wanted, other in for_cuda
         if value == wanted and not is_cuda
     ]
-    if train.compile and not is_cuda and shutil.which(os.environ.get("CXX", "c++")) is None:
-        found.append(UserError("train.compile", "needs a C++ compiler on a CPU", "install g++, or set it to false"))
+    if train.compile and not is_cuda and not _compiles(compiler := os.environ.get("CXX", "g++")):
+        problem = f"needs a C++ compiler on a CPU, and {compiler} (CXX) is none that works"
+        found.append(UserError("train.compile", problem, "install g++, or set it to false"))
     tokens = tokens_per_micro(config, [each.table for each in sources], num_shards=1) or config.row_tokens
     tokens = -(-tokens // config.distributed.context)
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
@@ -170,6 +173,17 @@ def unmet_needs(
     if is_cuda and table.placement == "host":
         found += _exceeding({"ledger.capacity": needs.pop("ledger.capacity")}, torch.device("cpu"))
     return found + _exceeding(needs, device)
+
+
+@cache
+def _compiles(compiler: str) -> bool:
+    """Whether a program makes assembly of C++."""
+    line = [compiler, "-x", "c++", "-S", "-o", "-", "-"]
+    try:
+        done = subprocess.run(line, input=b"#include <cmath>\n", capture_output=True, timeout=COMPILER_SEC, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and bool(done.stdout)
 
 
 def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> list[UserError]:

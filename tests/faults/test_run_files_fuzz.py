@@ -1,0 +1,206 @@
+"""Anything in the files of a run, under every verb and a resume: an answer or one message, in time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import typer
+
+from tests.support.checkpoints import sign
+from tests.support.config_fuzz import NUMBERS, WORDS, places
+from tests.support.fault_runs import keep
+from tests.support.in_process import program
+from tests.support.runs import write_tiny_config
+from trainer.cli.main import app
+from trainer.config.load import load_config
+from trainer.errors import UserError
+from trainer.training.main import train
+from trainer.training.setup.open_run import Launch
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+CASES, CPU_SEC, SEED = 300, 40.0, 56
+WRONG: tuple[Any, ...] = (*NUMBERS, *WORDS, 2**62, 10**400, None, True, [], {}, [[1]], {"a": {"b": [None]}})
+MANY = {f"key{number}": number for number in range(100_000)}
+SETS = (
+    "metrics.digests=write",
+    "metrics.stdout=off",
+    "eval.every=2",
+    "eval.holdout_fraction=0.2",
+    "checkpoint.every=2",
+)
+VERBS = """ls {0}/..
+diagnose {0}
+compare {0} {1}
+report {0} {1} --out {2}/page.html --force
+bisect {0} {1} --no-replay
+sample {0} --tokens 2
+eval {0}
+export {0} --out {2}/model --force
+export {0} --format csv --out {2}/rows.csv --force
+data at {0} 3
+checkpoint list {0}
+checkpoint verify {0}
+config diff {0} {1}
+payload validate {0}/metrics.jsonl
+mix {0} --no-wait --set data.source.first.weight=2
+check --config {0}/config.resolved.toml
+replay {0} --step 10
+cbs {0} --at 3""".splitlines()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, Path]:
+    """A config, and a run of it that was resumed, and whose weights were changed."""
+    directory = tmp_path_factory.mktemp("files")
+    config, run_dir = write_tiny_config(directory), directory / "run"
+    for steps in (4, 6):
+        sets = [*SETS, f"train.steps={steps}", "checkpoint.resume=auto"]
+        assert train(load_config(config, sets), Launch(config_path=config, run_dir=str(run_dir))) == 0
+    changed = {"data.source.first.weight": {"before": 3.0, "after": 2.0}}
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"event": "mix", "global_step": 5, "batch": 10, "request": "1", "changed": changed}) + "\n"
+        )
+    (run_dir / "mix.jsonl").write_text('{"id": "1", "set": ["data.source.first.weight=2"]}\n')
+    (run_dir / "profile").mkdir()
+    (run_dir / "profile" / "summary.json").write_text('{"steps": 1, "kernels": [{"name": "a", "share": 0.5}]}')
+    return config, run_dir
+
+
+def with_wrong(content: Any, chance: random.Random) -> Any:
+    """One value, or the whole, replaced by another one; or very many keys added."""
+    every = list(places(content))
+    if not every or chance.random() < 0.1:
+        return chance.choice(WRONG)
+    *parents, last = chance.choice(every)
+    table = content
+    for key in parents:
+        table = table[key]
+    table[last] = chance.choice(WRONG) if chance.random() < 0.85 else MANY
+    return content
+
+
+def spoil(path: Path, chance: random.Random) -> str:
+    """Put something wrong into the place of a file; returns what."""
+    content = path.read_bytes()
+    kinds = ["link", "zero", "pipe", "directory", "gone", "cut", "bytes", "nested", *["values"] * 8]
+    kind = chance.choice(kinds if path.suffix in (".json", ".jsonl", ".toml") or path.name == "COMPLETE" else kinds[:7])
+    if kind in ("link", "zero", "pipe", "directory", "gone"):
+        path.unlink()
+    if kind in ("link", "zero"):
+        path.symlink_to("/dev/zero" if kind == "zero" else os.environ["VICTIM"])
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "cut":
+        path.write_bytes(content[: chance.randrange(len(content) + 1)])
+    elif kind == "bytes":
+        at = chance.randrange(len(content) + 1)
+        path.write_bytes(content[:at] + chance.randbytes(20) + content[at:])
+    elif kind == "nested":
+        path.write_bytes(content + b"[" * 100_000)
+    elif kind == "values" and path.suffix == ".toml":
+        try:
+            path.write_text(tomli_w.dumps(with_wrong(tomllib.loads(content.decode()), chance)))
+        except (TypeError, ValueError, AttributeError):  # which TOML has not
+            path.write_text("[train]\nsteps = inf\n")
+    elif kind == "values":
+        lines = content.splitlines() if path.suffix == ".jsonl" else [content]
+        number = chance.randrange(len(lines))
+        lines[number] = json.dumps(with_wrong(json.loads(lines[number]), chance)).encode()
+        path.write_bytes(b"\n".join(lines) + b"\n")
+    return kind
+
+
+def resume(config: Path, run_dir: Path) -> None:
+    with contextlib.suppress(UserError):
+        table = load_config(config, [*SETS, "train.steps=7", "checkpoint.resume=auto"])
+        train(table, Launch(config_path=config, run_dir=str(run_dir)))
+
+
+def test_nothing_in_the_files_of_a_run_hangs_a_verb_or_a_resume_or_ends_it_with_a_traceback(
+    whole, tmp_path, capsys, monkeypatch
+):
+    config, original = whole
+    victim = tmp_path / "victim"
+    victim.write_text("precious\n")
+    monkeypatch.setenv("VICTIM", str(victim))
+    chance, found = random.Random(SEED), []
+    names = sorted(
+        str(path.relative_to(original)) for path in original.rglob("*") if path.is_file() and not path.is_symlink()
+    )
+    names += [name for name in names if Path(name).suffix in (".json", ".jsonl")] * 3
+    for number in range(CASES):
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        run_dir = tmp_path / "runs" / "run"
+        shutil.copytree(original, run_dir, symlinks=True)
+        name = chance.choice(names)
+        kind = spoil(run_dir / name, chance)
+        if (
+            name.startswith("checkpoints")
+            and not name.endswith("COMPLETE")
+            and (run_dir / name).is_file()
+            and chance.random() < 0.5
+        ):
+            sign((run_dir / name).parent)
+        for verb in [*chance.sample(VERBS, 3), *["resume"] * (number % 3 == 0)]:
+            began = time.process_time()
+            try:
+                if verb == "resume":
+                    resume(config, run_dir)
+                else:
+                    ended = program(verb.format(run_dir, original, tmp_path).split(), capsys)
+                    assert ended.returncode in (0, 1, 2, 3)
+                    assert "Traceback" not in ended.stderr
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - each is a finding
+                found.append(f"{number} {name} {kind}: {verb}: {error!r}"[:300])
+            if (took := time.process_time() - began) > CPU_SEC:
+                found.append(f"{number} {name} {kind}: {verb}: {took:.0f} s")
+    assert victim.read_text() == "precious\n"
+    assert not found, "\n".join(found)
+    keep(
+        7,
+        "anything in any file of a run, under all verbs and resumes",
+        lost="–",
+        times=CASES,
+    )
+
+
+def options(command: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """The words of each verb, the verb, and each of its arguments and options that takes a value."""
+    for name, verb in getattr(command, "commands", {}).items():
+        yield from options(verb, (*names, name))
+    if not hasattr(command, "commands"):
+        yield from ((names, command, each) for each in command.params if not getattr(each, "is_flag", False))
+
+
+def test_every_option_takes_or_refuses_bytes_that_are_not_utf_8(whole, tmp_path, capsys, monkeypatch):
+    config, run_dir = whole
+    monkeypatch.chdir(tmp_path)
+    odd, given = os.fsdecode(b"caf\xc3"), {"--set": "run.name={}", "--source": "name={}", "--modality": "name={}"}
+    for words, verb, option in options(typer.main.get_command(app)):
+        if option.name in ("help", "steps", "install_completion", "show_completion") or words[:2] == ("data", "build"):
+            continue
+        line = list(words)
+        for each in verb.params:
+            if each.param_type_name == "argument":
+                line.append(odd if each is option else str(run_dir))
+            elif each is option:
+                line += [each.opts[0], given.get(each.opts[0], "{}").format(odd)]
+            elif each.required or each.name == "config":
+                line += [each.opts[0], str(config) if each.name == "config" else "1"]
+        ended = program(line, capsys)
+        assert ended.returncode in (0, 1, 2), line
+        assert "Traceback" not in ended.stderr, line
