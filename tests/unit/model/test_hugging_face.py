@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from trainer.model.protocol import ModelOutput
 from trainer.objective.loss import Objective
 from trainer.training.setup.plan import build_model, make_auxiliary
 
-transformers = pytest.importorskip("transformers", reason="extra hf")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="extra hf")
 
 VOCAB = 97
 ADAPTED = [name for name, family in FAMILIES.items() if "model_type" in family.args]
