@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.in_process import program
-from tests.support.runs import ROOT, overrides, read_rows, run
+from tests.support.in_process import program, train_here
+from tests.support.runs import ROOT, read_rows
 from trainer.config.load import load_config
 from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
@@ -162,13 +162,13 @@ def test_wipes_are_seen_as_cold_starts_alone(corpus: Path, tmp_path: Path) -> No
     assert wiped.counts[COLD] > 100
 
 
-def test_the_shipped_config_runs_on_what_the_program_synthesises(tmp_path: Path) -> None:
-    made = run("data", "synth", "key-recall", "--out", tmp_path / "data", "--groups", 256)
+def test_the_shipped_config_runs_on_what_the_program_synthesises(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = program(["data", "synth", "key-recall", "--out", tmp_path / "data", "--groups", 256], capsys)
     assert made.returncode == 0, made.stderr
     assert "2.0794 nats each without carried state" in made.stderr
-    source = source_override(tmp_path / "data")
-    trained = run("--config", CONFIG, "--set", source, "--steps", 20, "--run-dir", tmp_path / "run")
-    assert trained.returncode == 0, trained.stderr
+    train_here(CONFIG, tmp_path / "run", source_override(tmp_path / "data"), "train.steps=20")
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert "token_type/digit/loss" in rows["train", 20]
     assert rows["train", 20][COLD] == 0
@@ -193,9 +193,7 @@ def build(vocab_size, dim, num_layers):
 def probed(corpus: Path, directory: Path, *changes: str, steps: int) -> tuple[dict[str, float], dict[str, str]]:
     """The last row of a run that probes often, and what the rules about carrying say: name -> verdict."""
     sets = (source_override(corpus), "ledger.probe_every=10", "ledger.probe_cells=16", "metrics.log_interval=10")
-    arguments = overrides(*sets, "eval.every=0", *changes)
-    done = run("--config", CONFIG, "--run-dir", directory / "run", "--steps", steps, *arguments, cwd=directory)
-    assert done.returncode == 0, done.stderr
+    train_here(CONFIG, directory / "run", *sets, f"train.steps={steps}", "eval.every=0", *changes)
     rulings = diagnose(load_run(directory / "run")).rulings
     verdicts = {ruling.rule.name: ruling.outcome.verdict for ruling in rulings}
     return read_rows(directory / "run" / "metrics.jsonl")["train", steps], verdicts
@@ -210,8 +208,11 @@ def test_probes_say_what_carrying_is_worth(corpus: Path, tmp_path: Path) -> None
     assert verdicts["carry_worthless"] == "healthy"
 
 
-def test_probes_say_that_an_ignored_state_is_worth_nothing(corpus: Path, tmp_path: Path) -> None:
+def test_probes_say_that_an_ignored_state_is_worth_nothing(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ignores.py").write_text(IGNORES)
+    monkeypatch.syspath_prepend(tmp_path)
     row, verdicts = probed(corpus, tmp_path, 'model.target="ignores:build"', 'model.trust=["carry"]', steps=100)
     assert (row["ledger/carry_gain"], row["ledger/carry_gain_se"], row["ledger/stale_gap"]) == (0.0, 0.0, 0.0)
     assert row["ledger/state_drift"] > 0.0

@@ -54,7 +54,9 @@ def logits_of(model: nn.Module, **tokens: Tensor) -> Tensor:
 def test_the_reopened_model_computes_and_generates_the_same(tmp_path, family, args, architecture):
     model = noisy(family, **args)
     writer_of(model)(tmp_path)
-    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    from transformers import AutoModelForCausalLM
+
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     references_on_cpu(opened)
     assert architecture in (None, type(opened).__name__)
     assert sum(p.numel() for p in opened.parameters()) == sum(p.numel() for p in model.parameters())
