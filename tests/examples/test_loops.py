@@ -33,6 +33,7 @@ NEEDS = {
 OWN_STEP = ("with_accelerate", "with_lightning")
 CASES = {"whole": (22, 4096), "short window": (3, 80), "short batch": (2, 60)}
 """Steps, and rows of an epoch."""
+ONLY = {"plain_pytorch": "whole", "with_hf_trainer": "short batch"}
 
 
 def each(names: Iterable[str], *quick: str):
@@ -78,7 +79,7 @@ def made(tmp_path_factory):
     @cache
     def run_in_turn(name: str) -> tuple[Path, str]:
         out = tmp_path_factory.mktemp(name)
-        cases = {case: each for case, each in CASES.items() if name != "with_hf_trainer" or case == "short batch"}
+        cases = {case: each for case, each in CASES.items() if case == ONLY.get(name, case)}
         done = run(LOOPS / f"{name}.py", out, json.dumps(cases), code=IN_TURN + OWN.get(name, ""), cwd=out)
         assert done.returncode == 0, done.stderr
         return out, done.stdout
