@@ -34,6 +34,7 @@ FALSE = "ledger/false_evictions/stale"
 EVICTED = "ledger/evictions/stale"
 COLD = "ledger/cold_starts"
 STALE = ("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=5", "ledger.capacity=4096")
+SMALL = ("model.dim=64", "optimizer.lr=4e-3")
 ONE_STREAM = ("data.mixing.num_streams_mixed=1",)
 
 
@@ -133,7 +134,7 @@ def test_with_its_state_the_model_learns_to_answer(corpus: Path, tmp_path: Path)
 
 
 def test_a_stale_threshold_that_is_too_short_shows_in_loss_and_counts(corpus: Path, tmp_path: Path) -> None:
-    stale = train(corpus, tmp_path, *STALE, steps=250)
+    stale = train(corpus, tmp_path, *STALE, *SMALL, steps=250)
     assert stale.loss > 0.5
     assert stale.false_by_step == stale.expected_by_step
     assert sum(stale.expected_by_step) > 200
@@ -143,20 +144,20 @@ def test_a_stale_threshold_that_is_too_short_shows_in_loss_and_counts(corpus: Pa
 @pytest.mark.slow
 def test_evictions_of_groups_that_never_come_back_are_not_false(corpus: Path, tmp_path: Path) -> None:
     # One stream at a time, so that a group never waits; without release, so that those that ended go stale.
-    control = train(corpus, tmp_path, *STALE, *ONE_STREAM, steps=300, releases=False)
+    control = train(corpus, tmp_path, *STALE, *SMALL, *ONE_STREAM, steps=300, releases=False)
     assert control.counts[EVICTED] > 100
     assert control.counts[FALSE] == control.counts[COLD] == 0
-    assert control.loss == train(corpus, tmp_path, *ONE_STREAM, steps=300).loss
+    assert control.loss == train(corpus, tmp_path, *SMALL, *ONE_STREAM, steps=300).loss
 
 
 def test_without_state_nothing_is_learned(corpus: Path, tmp_path: Path) -> None:
-    forgetful = train(corpus, tmp_path, "ledger.wipe_mode=full", "ledger.wipe_every=1", steps=150)
+    forgetful = train(corpus, tmp_path, *SMALL, "ledger.wipe_mode=full", "ledger.wipe_every=1", steps=150)
     assert 2.0 < forgetful.loss < 2.5
     assert forgetful.counts[FALSE] == 0
 
 
 def test_wipes_are_seen_as_cold_starts_alone(corpus: Path, tmp_path: Path) -> None:
-    wiped = train(corpus, tmp_path, "ledger.wipe_mode=full", "ledger.wipe_every=20", steps=100)
+    wiped = train(corpus, tmp_path, *SMALL, "ledger.wipe_mode=full", "ledger.wipe_every=20", steps=100)
     assert wiped.counts["ledger_wipe_count"] == 5
     assert wiped.counts[FALSE] == wiped.counts["ledger/false_evictions/lru"] == 0
     assert wiped.counts[COLD] > 100

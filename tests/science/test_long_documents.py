@@ -32,7 +32,9 @@ def measured(seed: int, length: int) -> NoiseComponents:
     return components
 
 
-@pytest.mark.parametrize(("length", "is_shown"), [(12, True), (20, None), (40, False)])
+@pytest.mark.parametrize(
+    ("length", "is_shown"), [(12, True), pytest.param(20, None, marks=pytest.mark.slow), (40, False)]
+)
 def test_bounds_are_right_or_absent_however_long_documents_are(length: int, is_shown: bool | None) -> None:
     lows, highs = [], []
     for seed in range(RUNS):
