@@ -31,13 +31,9 @@ MOST_GRAPHS = {"gru": 12, "cells": 8, "burn-in": 8}
 needs a gradient, or comes without; a model without blocks compiles with what takes its state apart."""
 
 
+# Of inductor on a CPU: it takes a C++ compiler minutes, and on a busy machine longer than other tests may take.
 @pytest.mark.parametrize(
-    "kind",
-    [
-        *RUNS,
-        # On a CPU minutes of work of a C++ compiler: on a busy machine more than other tests may take.
-        pytest.param("by inductor", marks=[pytest.mark.slow, pytest.mark.timeout(5400)]),
-    ],
+    "kind", [*RUNS, pytest.param("by inductor", marks=[pytest.mark.slow, pytest.mark.timeout(5400)])]
 )
 def test_a_compiled_run_is_the_same_run(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: torch.device, kind: str

@@ -63,22 +63,19 @@ def of(record: gpu_results.Record) -> list[tuple[str, str]]:
 
 
 def test_a_failure_is_a_row_with_its_last_line_and_the_rest_goes_on() -> None:
-    failed, silent, odd, good = run(
+    failed, silent, odd, late, good = run(
         check("failed", "import sys; print('so far', file=sys.stderr); raise OSError('no such thing')"),
         check("silent", "pass"),
         check("odd", "print('{')"),
+        check("late", figures({**FIGURE, **NO_GOAL}) + "\nraise SystemExit(3)"),
         check("good", figures({**FIGURE, **MET})),
     )
     assert of(failed) == [("FAILED", "OSError: no such thing")]
     assert of(silent) == [("FAILED", "no result: it printed nothing")]
     assert of(odd)[0][0] == "FAILED"
+    assert of(late) == [("measured", ""), ("FAILED", "exit code 3")]  # what was printed before is kept
     assert of(good) == [("passed", "")]
     assert good.machine == {"torch": "2.11"}
-
-
-def test_figures_that_were_printed_before_a_failure_are_kept() -> None:
-    (record,) = run(check("late", figures({**FIGURE, **NO_GOAL}) + "\nraise SystemExit(3)"))
-    assert of(record) == [("measured", ""), ("FAILED", "exit code 3")]
 
 
 SLEEPER = """

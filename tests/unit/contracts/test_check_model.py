@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,9 +29,9 @@ SENSITIVE = ("gru", "scan in log space", "experts", "counts in int64", "state in
 
 
 def cases(names, quick, precisions=ON):
-    """Names with precisions; but in fp32, those that are not `quick` run with the slow tests."""
-    each = [(name, at, at != "fp32" and name not in quick) for name in names for at in precisions]
-    return [pytest.param(name, at, marks=[pytest.mark.slow] * is_slow) for name, at, is_slow in each]
+    """Names with precisions; those that are neither in fp32 nor `quick` run with the slow tests."""
+    slow = {(name, at) for name in names for at in precisions if at != "fp32" and name not in quick}
+    return [pytest.param(*each, marks=[pytest.mark.slow] * (each in slow)) for each in product(names, precisions)]
 
 
 def made(make, seed: int = 0) -> nn.Module:
