@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 from tests.support.late import events
 from tests.support.on_device import differences, train_here
@@ -16,6 +15,7 @@ from tests.support.on_device import differences, train_here
 pytestmark = pytest.mark.cuda
 # Batches of 4 and of 2 rows, a last evaluation batch of fewer, and every step measured and logged.
 SETS = ("train.steps=6", "checkpoint.every=0", "eval.every=3", "eval.holdout_fraction=0.2")
+AGAIN = ("objective.chunk_tokens=16", "train.activation_checkpointing=block")
 RUNS = {
     "rglru": (),
     "gated_delta, packed": ('model.family="gated_delta"', "data.pack=true"),
@@ -23,7 +23,7 @@ RUNS = {
     "gru": ('model.family="gru"',),
     "cells": ("train.tbptt_cells=2",),
     "burn-in": ("ledger.burn_in=4",),
-    "blocks run again, head in chunks": ("objective.chunk_tokens=16", "train.activation_checkpointing=block"),
+    "blocks run again, head in chunks": AGAIN,
     "bf16, head in chunks": ("train.precision=bf16", "objective.chunk_tokens=16"),
 }
 MOST_GRAPHS = {"gru": 12, "cells": 8, "burn-in": 8}
@@ -31,15 +31,23 @@ MOST_GRAPHS = {"gru": 12, "cells": 8, "burn-in": 8}
 needs a gradient, or comes without; a model without blocks compiles with what takes its state apart."""
 
 
-@pytest.mark.parametrize("kind", RUNS)
+# Of inductor on a CPU: it takes a C++ compiler minutes, and on a busy machine longer than other tests may take.
+@pytest.mark.parametrize(
+    "kind", [*RUNS, pytest.param("by inductor", marks=[pytest.mark.slow, pytest.mark.timeout(5400)])]
+)
 def test_a_compiled_run_is_the_same_run(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: torch.device, kind: str
 ) -> None:
-    if kind != "blocks run again, head in chunks":
+    changes = RUNS.get(kind, AGAIN)
+    if changes is not AGAIN:
         request.getfixturevalue("chosen_device")  # takes long
-        if device.type == "cpu":  # with a C++ compiler even longer
-            monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
-    sets = (*SETS, *RUNS[kind])
+    if kind not in RUNS:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # others may write to the usual one
+    elif device.type == "cpu":
+        monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    from torch._dynamo.utils import counters  # a second, in each process that collects
+
+    sets = (*SETS, *changes)
     eager = train_here(tmp_path / "eager", device, *sets)
     torch.compiler.reset()
     counters.clear()

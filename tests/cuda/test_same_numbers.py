@@ -30,7 +30,7 @@ def test_metrics_are_those_of_the_cpu(tmp_path: Path, chosen_device: torch.devic
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("family", ["rglru", "gated_delta"])
+@pytest.mark.parametrize("family", [pytest.param("rglru", marks=pytest.mark.slow), "gated_delta"])
 def test_ranks_that_share_rows_and_the_device_compute_what_one_does(
     tmp_path: Path, device: torch.device, family: str
 ) -> None:

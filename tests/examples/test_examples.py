@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.examples import EXAMPLES, run_example
+from tests.support.examples import EXAMPLES, printed_by, run_example
+from tests.support.in_process import program, train_here
 from tests.support.runs import ROOT, environment, read_rows, run
 from tests.support.wandb_file import read_history
 
@@ -21,21 +22,18 @@ def test_the_readme_lists_every_example_and_nothing_else():
     assert listed == {name for name in there if not name.startswith("__pycache__")}
 
 
-def ledger_lines(result: subprocess.CompletedProcess[str]) -> list[tuple[float, int, int]]:
+def ledger_lines(printed: str) -> list[tuple[float, int, int]]:
     """(loss, cold starts, dropped too early) of each line."""
-    assert result.returncode == 0, result.stderr
-    found = re.findall(
-        r"loss ([\d.]+) in cell [123], cold starts (\d+), dropped while still needed (\d+)", result.stdout
-    )
+    found = re.findall(r"loss ([\d.]+) in cell [123], cold starts (\d+), dropped while still needed (\d+)", printed)
     return [(float(loss), int(cold), int(dropped)) for loss, cold, dropped in found]
 
 
 def test_the_ledger_carries_the_key_and_counts_the_states_that_it_lost():
-    kept = ledger_lines(run_example("ledger_gru.py", "--steps", 120))
+    kept = ledger_lines(printed_by("ledger_gru.py", "--steps", 120))
     assert len(kept) == 3
     assert [cold for _, cold, _ in kept] == [0, 0, 0]
     assert kept[-1][0] < 0.3
-    lost = ledger_lines(run_example("ledger_gru.py", "--steps", 120, "--capacity", 8))
+    lost = ledger_lines(printed_by("ledger_gru.py", "--steps", 120, "--capacity", 8))
     assert all(cold > 0 and dropped > 0 for _, cold, dropped in lost)
     assert lost[-1][0] > 2.0  # chance is log 16 = 2.77
 
@@ -53,12 +51,11 @@ def test_the_tracker_writes_one_record_three_ways(tmp_path):
 
 
 def test_the_blend_follows_its_schedule():
-    first = run_example("blend_iterable_datasets.py", "--batches", 400)
-    assert first.returncode == 0, first.stderr
-    easy = [int(count) for count in re.findall(r"easy (\d+)", first.stdout)]
-    assert sum(easy) + sum(map(int, re.findall(r"hard (\d+)", first.stdout))) == 400
+    printed = printed_by("blend_iterable_datasets.py", "--batches", 400)
+    easy = [int(count) for count in re.findall(r"easy (\d+)", printed)]
+    assert sum(easy) + sum(map(int, re.findall(r"hard (\d+)", printed))) == 400
     assert easy[0] > 60 > 50 > easy[3]
-    assert float(first.stdout.split("share error: ")[1]) < 0.05
+    assert float(printed.split("share error: ")[1]) < 0.05
 
 
 PAYLOADS = """\
@@ -84,7 +81,7 @@ def test_the_consumer_needs_the_standard_library_alone(tmp_path):
     assert len((EXAMPLES / "read_payloads.py").read_text(encoding="utf-8").splitlines()) <= 30
 
 
-def test_own_parts_train_by_import_path(tmp_path):
+def test_own_parts_train_by_import_path(tmp_path, monkeypatch, capsys):
     own = EXAMPLES / "own_parts"
     config = ["--config", "own.toml", "--run-dir", tmp_path / "run", "--steps", "40"]
     result = run(*config, cwd=own)
@@ -93,19 +90,19 @@ def test_own_parts_train_by_import_path(tmp_path):
     assert rows["train", 40]["loss"] < 0.7 * rows["train", 1]["loss"]
     assert rows["train", 40]["ledger/cold_starts"] == 0
     assert 0 <= rows["train", 40]["my/saturation"] <= 1
-    spoken = run("sample", tmp_path / "run", "--prompt", "Iron, ", "--tokens", "20", "--trust-code", cwd=own)
+    monkeypatch.chdir(own)
+    spoken = program(["sample", tmp_path / "run", "--prompt", "Iron, ", "--tokens", 20, "--trust-code"], capsys)
     assert spoken.returncode == 0, spoken.stderr
     assert spoken.stdout.startswith("Iron, ")
     assert not list(own.glob("runs*")), "a run must not leave files among the examples"
 
 
-def test_a_balance_loss_keeps_the_experts_of_the_mixture_busy(tmp_path):
+def test_a_balance_loss_keeps_the_experts_of_the_mixture_busy(tmp_path, monkeypatch):
+    monkeypatch.chdir(EXAMPLES / "own_parts")
     rows = {}
     for weight in (0, 0.02):
-        config = ["--config", "experts.toml", "--run-dir", tmp_path / str(weight)]
-        config += ["--set", f"objective.losses.balance={weight}"]
-        result = run(*config, "--steps", "60", cwd=EXAMPLES / "own_parts")
-        assert result.returncode == 0, result.stderr
+        sets = (f"objective.losses.balance={weight}", "train.steps=60")
+        train_here(Path("experts.toml"), tmp_path / str(weight), *sets)
         rows[weight] = read_rows(tmp_path / str(weight) / "metrics.jsonl")
     assert 0 < rows[0.02]["train", 60]["moe/router_entropy"] < 1.39
     held_out = rows[0.02]["eval", 60]
@@ -127,5 +124,5 @@ def test_the_format_of_one_s_own_gives_the_column(monkeypatch):
 
 
 def test_a_model_that_forgets_is_told_from_one_that_carries() -> None:
-    lines = run_example("model_contract.py").stdout.splitlines()
+    lines = printed_by("model_contract.py").splitlines()
     assert any(line.startswith("carry") and "broken" in line and "differ from the uncut row" in line for line in lines)

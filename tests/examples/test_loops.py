@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,18 +31,15 @@ NEEDS = {
     "with_hf_trainer": [needs("accelerate", "transformers")],
 }
 OWN_STEP = ("with_accelerate", "with_lightning")
-WRAPPED = (*OWN_STEP, "with_hf_trainer")
+CASES = {"whole": (22, 4096), "short window": (3, 80), "short batch": (2, 60)}
+"""Steps, and rows of an epoch."""
+ONLY = {"plain_pytorch": "whole", "with_hf_trainer": "short batch"}
 
 
 def each(names: Iterable[str], *quick: str):
-    """Each loop as a case; those that are not `quick` run with the slow tests, for each start imports a framework."""
-    cases = [(name, NEEDS[name] if name in quick else [*NEEDS[name], pytest.mark.slow]) for name in names]
+    """Each loop as a case; those that are not `quick`, if any is, run with the slow tests: a start imports a framework."""
+    cases = [(name, [*NEEDS[name], *[pytest.mark.slow] * (name not in (quick or NEEDS))]) for name in names]
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in cases])
-
-
-def run_loop(name: str, out: Path, *arguments: object, **options: object):
-    """Run a loop to its end."""
-    return run_example(f"loops/{name}.py", "--out", out, *arguments, cwd=out, **options)
 
 
 def numbers(out: Path) -> dict[int, dict[str, float]]:
@@ -54,21 +52,45 @@ def numbers(out: Path) -> dict[int, dict[str, float]]:
     }
 
 
+IN_TURN = """
+import json, os, runpy, sys
+script, out, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+sys.path.insert(0, os.path.dirname(script))
+import task, torch
+for name, (steps, rows) in cases.items():
+    os.mkdir(os.path.join(out, name))
+    os.chdir(os.path.join(out, name))
+    task.Counting.__len__ = lambda self: rows
+    sys.argv = [script, "--out", ".", "--steps", str(steps)]
+    runpy.run_path(script, run_name="__main__")
+os.mkdir(os.path.join(out, "own"))
+os.chdir(os.path.join(out, "own"))
+task.Counting.__len__ = lambda self: 4096
+names = runpy.run_path(script)
+out, rows = names["Path"](), torch.utils.data.Subset(task.Counting(), range(60))
+torch.manual_seed(0)
+"""
+
+
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> dict[int, dict[str, float]]:
-    """What the plain loop measures."""
-    out = tmp_path_factory.mktemp("plain")
-    done = run_loop("plain_pytorch", out, "--steps", 22)
-    assert done.returncode == 0, done.stderr
-    return numbers(out)
+def made(tmp_path_factory):
+    """What a loop leaves in a directory for each of `CASES`, and one's own program around it: in one process, started once."""
+
+    @cache
+    def run_in_turn(name: str) -> tuple[Path, str]:
+        out = tmp_path_factory.mktemp(name)
+        cases = {case: each for case, each in CASES.items() if case == ONLY.get(name, case)}
+        done = run(LOOPS / f"{name}.py", out, json.dumps(cases), code=IN_TURN + OWN.get(name, ""), cwd=out)
+        assert done.returncode == 0, done.stderr
+        return out, done.stdout
+
+    return run_in_turn
 
 
-@each(OWN_STEP, *OWN_STEP)
-def test_every_framework_measures_what_the_plain_loop_does(name, plain, tmp_path):
+@each(OWN_STEP)
+def test_every_framework_measures_what_the_plain_loop_does(name, made):
     """Same model, data and optimizer: loss, gradient norm, noise scale and its bounds are those of the plain loop."""
-    done = run_loop(name, tmp_path, "--steps", 22)
-    assert done.returncode == 0, done.stderr
-    found = numbers(tmp_path)
+    plain, found = (numbers(made(each)[0] / "whole") for each in ("plain_pytorch", name))
     assert found.keys() == plain.keys() == {1, 10, 20, 22}  # the last step is in the record
     for step, row in plain.items():
         assert found[step].keys() == row.keys()
@@ -76,29 +98,20 @@ def test_every_framework_measures_what_the_plain_loop_does(name, plain, tmp_path
     assert plain[20]["gns/b_simple_low"] > 0
 
 
-def with_rows(count: int) -> str:
-    """A prelude that leaves so many examples in an epoch."""
-    return f"import task\ntask.Counting.__len__ = lambda self: {count}"
-
-
-@each(OWN_STEP, "with_lightning")
-def test_a_short_window_at_the_end_of_an_epoch_is_left_out(name, tmp_path):
+@each(OWN_STEP)
+def test_a_short_window_at_the_end_of_an_epoch_is_left_out(name, made):
     """Two whole windows of 4 micro-batches, and 2 micro-batches that are left for the third step."""
-    done = run_loop(name, tmp_path, "--steps", 3, prelude=with_rows(80))
-    assert done.returncode == 0, done.stderr
-    last = numbers(tmp_path)[3]
+    last = numbers(made(name)[0] / "short window")[3]
     assert last["tokens_in_step"] == 16 * 15
     assert last["gns/b_big"] == 32  # of the last whole window
     assert last["gns/skipped"] == 0
     assert last["loss"] == pytest.approx(last["smoothed/loss"], rel=0.2)  # its own mean, not a sum over 4
 
 
-@each(WRAPPED, "with_accelerate")
-def test_an_epoch_s_last_micro_batch_counts_the_rows_it_has(name, tmp_path):
+@each((*OWN_STEP, "with_hf_trainer"))
+def test_an_epoch_s_last_micro_batch_counts_the_rows_it_has(name, made):
     """60 rows in micro-batches of 8 and windows of 4: the second step, which is the last of the run, has 28 rows."""
-    done = run_loop(name, tmp_path, "--steps", 2, prelude=with_rows(60))
-    assert done.returncode == 0, done.stderr
-    found = numbers(tmp_path)
+    found = numbers(made(name)[0] / "short batch")
     assert {step: row["tokens_in_step"] for step, row in found.items()} == {1: 32 * 15, 2: 28 * 15}
     assert found[2]["tokens_seen"] == 60 * 15
     # 1 / sum(factor^2 / rows); the Trainer's factors on a shorter micro-batch are others, and the window is not measured.
@@ -108,7 +121,8 @@ def test_an_epoch_s_last_micro_batch_counts_the_rows_it_has(name, tmp_path):
 
 def test_a_loop_that_fails_says_so_in_its_status(tmp_path):
     prelude = "from trainer.metrics.tracker import MetricsTracker\ndef fail(*_, **__): raise ValueError('broken')\n"
-    done = run_loop("plain_pytorch", tmp_path, "--steps", 2, prelude=prelude + "MetricsTracker.end_step = fail")
+    prelude += "MetricsTracker.end_step = fail"
+    done = run_example("loops/plain_pytorch.py", "--out", tmp_path, "--steps", 2, prelude=prelude)
     assert done.returncode == 1
     status = json.loads((tmp_path / "status.json").read_text(encoding="utf-8"))
     assert (status["state"], status["reason"]) == ("failed", "ValueError: broken")
@@ -117,7 +131,7 @@ def test_a_loop_that_fails_says_so_in_its_status(tmp_path):
 @pytest.mark.distributed
 @each(NEEDS, "with_hf_trainer")
 def test_two_ranks_are_one_run_whose_ranks_read_different_data(name, tmp_path):
-    done = run_loop(name, tmp_path, "--steps", 20, nproc=2)
+    done = run_example(f"loops/{name}.py", "--out", tmp_path, "--steps", 20, nproc=2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "status.json").read_text(encoding="utf-8"))["state"] == "done"
     row = numbers(tmp_path)[20]
@@ -126,11 +140,10 @@ def test_two_ranks_are_one_run_whose_ranks_read_different_data(name, tmp_path):
     assert row["gns/consistency"] == pytest.approx(1.0, abs=4 * row["gns/consistency_se"])
 
 
-def test_the_record_is_a_run_that_the_other_verbs_read(plain, tmp_path, capsys):
-    rows = [{"schema_version": 1, "mode": "train", "global_step": s, "metrics": row} for s, row in plain.items()]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert program(["payload", "validate", tmp_path / "metrics.jsonl"], capsys).returncode == 0
-    assert "every logged loss and gradient norm was finite" in program(["diagnose", tmp_path], capsys).stdout
+def test_the_record_is_a_run_that_the_other_verbs_read(made, capsys):
+    run_dir = made("plain_pytorch")[0] / "whole"
+    assert program(["payload", "validate", run_dir / "metrics.jsonl"], capsys).returncode == 0
+    assert "every logged loss and gradient norm was finite" in program(["diagnose", run_dir], capsys).stdout
 
 
 def blocks(language: str) -> list[str]:
@@ -171,16 +184,6 @@ def test_a_declared_metric_of_one_s_own_is_logged_without_a_warning(tmp_path):
     assert [row["router/entropy"] for row in read_rows(tmp_path / "metrics.jsonl").values()] == [0.5, 0.5]
 
 
-OWN_PROGRAM = """
-import json, runpy, sys, torch
-from pathlib import Path
-sys.path.insert(0, str(Path(sys.argv[1]).parent))
-names = runpy.run_path(sys.argv[1])
-out, rows = Path(sys.argv[2]), torch.utils.data.Subset(names["Counting"](), range(60))
-torch.manual_seed(0)
-{program}
-print("RESULT", json.dumps(result))
-"""
 OWN_HF = """
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
@@ -203,6 +206,7 @@ own.train()
 for row in own.state.log_history:
     if "eval_loss" in row and row["step"]:
         result["evaluations"][row["step"]] = row["eval_loss"]
+print("RESULT", json.dumps(result))
 """
 OWN_LIGHTNING = """
 import lightning
@@ -227,30 +231,20 @@ own.validate(Own(), loader)  # before training: there is no record yet
 own.fit(Own(), loader, loader)
 result["evaluations"] = {step: sum(loss * n for loss, n in seen) / sum(n for _, n in seen)
     for step, seen in result["evaluations"].items() if step}
+print("RESULT", json.dumps(result))
 """
+OWN = {"with_hf_trainer": OWN_HF, "with_lightning": OWN_LIGHTNING}
+"""Programs of one's own around the callback of a loop."""
 
 
-def run_own_program(name: str, program: str, out: Path) -> dict:
-    """What a program of one's own around the callback of a loop prints."""
-    done = run(LOOPS / f"{name}.py", out, code=OWN_PROGRAM.replace("{program}", program), cwd=out)
-    assert done.returncode == 0, done.stderr
-    result: dict = json.loads(done.stdout.split("RESULT ")[1])
-    return result
-
-
-@pytest.mark.parametrize(
-    ("name", "program"),
-    [
-        pytest.param("with_hf_trainer", OWN_HF, marks=NEEDS["with_hf_trainer"]),
-        pytest.param("with_lightning", OWN_LIGHTNING, marks=NEEDS["with_lightning"]),
-    ],
-)
-def test_a_callback_records_the_rate_of_each_step_and_the_evaluations(name, program, tmp_path):
+@each(OWN)
+def test_a_callback_records_the_rate_of_each_step_and_the_evaluations(name, made):
     """A rate that falls from 1e-3 to 0 in 5 steps; two steps per epoch, an evaluation after each epoch."""
-    result = run_own_program(name, program, tmp_path)
-    found = numbers(tmp_path)
+    out, said = made(name)
+    result = json.loads(said.split("RESULT ")[1])
+    found = numbers(out / "own")
     assert {step: row["lr"] for step, row in found.items()} == pytest.approx({1: 1e-3, 3: 6e-4, 5: 2e-4})
-    rows = read_rows(tmp_path / "metrics.jsonl")
+    rows = read_rows(out / "own" / "metrics.jsonl")
     evaluations = {step: row for (mode, step), row in rows.items() if mode == "eval"}
     expected = {int(step): pytest.approx({"eval_loss": loss}) for step, loss in result["evaluations"].items()}
     assert evaluations == expected

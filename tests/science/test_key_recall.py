@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.in_process import program
-from tests.support.runs import ROOT, overrides, read_rows, run
+from tests.support.in_process import program, train_here
+from tests.support.runs import ROOT, read_rows
 from trainer.config.load import load_config
 from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
@@ -34,6 +34,7 @@ FALSE = "ledger/false_evictions/stale"
 EVICTED = "ledger/evictions/stale"
 COLD = "ledger/cold_starts"
 STALE = ("ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=5", "ledger.capacity=4096")
+SMALL = ("model.dim=64", "optimizer.lr=4e-3")
 ONE_STREAM = ("data.mixing.num_streams_mixed=1",)
 
 
@@ -133,7 +134,7 @@ def test_with_its_state_the_model_learns_to_answer(corpus: Path, tmp_path: Path)
 
 
 def test_a_stale_threshold_that_is_too_short_shows_in_loss_and_counts(corpus: Path, tmp_path: Path) -> None:
-    stale = train(corpus, tmp_path, *STALE, steps=250)
+    stale = train(corpus, tmp_path, *STALE, *SMALL, steps=250)
     assert stale.loss > 0.5
     assert stale.false_by_step == stale.expected_by_step
     assert sum(stale.expected_by_step) > 200
@@ -143,32 +144,32 @@ def test_a_stale_threshold_that_is_too_short_shows_in_loss_and_counts(corpus: Pa
 @pytest.mark.slow
 def test_evictions_of_groups_that_never_come_back_are_not_false(corpus: Path, tmp_path: Path) -> None:
     # One stream at a time, so that a group never waits; without release, so that those that ended go stale.
-    control = train(corpus, tmp_path, *STALE, *ONE_STREAM, steps=300, releases=False)
+    control = train(corpus, tmp_path, *STALE, *SMALL, *ONE_STREAM, steps=300, releases=False)
     assert control.counts[EVICTED] > 100
     assert control.counts[FALSE] == control.counts[COLD] == 0
-    assert control.loss == train(corpus, tmp_path, *ONE_STREAM, steps=300).loss
+    assert control.loss == train(corpus, tmp_path, *SMALL, *ONE_STREAM, steps=300).loss
 
 
 def test_without_state_nothing_is_learned(corpus: Path, tmp_path: Path) -> None:
-    forgetful = train(corpus, tmp_path, "ledger.wipe_mode=full", "ledger.wipe_every=1", steps=150)
+    forgetful = train(corpus, tmp_path, *SMALL, "ledger.wipe_mode=full", "ledger.wipe_every=1", steps=150)
     assert 2.0 < forgetful.loss < 2.5
     assert forgetful.counts[FALSE] == 0
 
 
 def test_wipes_are_seen_as_cold_starts_alone(corpus: Path, tmp_path: Path) -> None:
-    wiped = train(corpus, tmp_path, "ledger.wipe_mode=full", "ledger.wipe_every=20", steps=100)
+    wiped = train(corpus, tmp_path, *SMALL, "ledger.wipe_mode=full", "ledger.wipe_every=20", steps=100)
     assert wiped.counts["ledger_wipe_count"] == 5
     assert wiped.counts[FALSE] == wiped.counts["ledger/false_evictions/lru"] == 0
     assert wiped.counts[COLD] > 100
 
 
-def test_the_shipped_config_runs_on_what_the_program_synthesises(tmp_path: Path) -> None:
-    made = run("data", "synth", "key-recall", "--out", tmp_path / "data", "--groups", 256)
+def test_the_shipped_config_runs_on_what_the_program_synthesises(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = program(["data", "synth", "key-recall", "--out", tmp_path / "data", "--groups", 256], capsys)
     assert made.returncode == 0, made.stderr
     assert "2.0794 nats each without carried state" in made.stderr
-    source = source_override(tmp_path / "data")
-    trained = run("--config", CONFIG, "--set", source, "--steps", 20, "--run-dir", tmp_path / "run")
-    assert trained.returncode == 0, trained.stderr
+    train_here(CONFIG, tmp_path / "run", source_override(tmp_path / "data"), "train.steps=20")
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert "token_type/digit/loss" in rows["train", 20]
     assert rows["train", 20][COLD] == 0
@@ -193,9 +194,7 @@ def build(vocab_size, dim, num_layers):
 def probed(corpus: Path, directory: Path, *changes: str, steps: int) -> tuple[dict[str, float], dict[str, str]]:
     """The last row of a run that probes often, and what the rules about carrying say: name -> verdict."""
     sets = (source_override(corpus), "ledger.probe_every=10", "ledger.probe_cells=16", "metrics.log_interval=10")
-    arguments = overrides(*sets, "eval.every=0", *changes)
-    done = run("--config", CONFIG, "--run-dir", directory / "run", "--steps", steps, *arguments, cwd=directory)
-    assert done.returncode == 0, done.stderr
+    train_here(CONFIG, directory / "run", *sets, f"train.steps={steps}", "eval.every=0", *changes)
     rulings = diagnose(load_run(directory / "run")).rulings
     verdicts = {ruling.rule.name: ruling.outcome.verdict for ruling in rulings}
     return read_rows(directory / "run" / "metrics.jsonl")["train", steps], verdicts
@@ -210,8 +209,11 @@ def test_probes_say_what_carrying_is_worth(corpus: Path, tmp_path: Path) -> None
     assert verdicts["carry_worthless"] == "healthy"
 
 
-def test_probes_say_that_an_ignored_state_is_worth_nothing(corpus: Path, tmp_path: Path) -> None:
+def test_probes_say_that_an_ignored_state_is_worth_nothing(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ignores.py").write_text(IGNORES)
+    monkeypatch.syspath_prepend(tmp_path)
     row, verdicts = probed(corpus, tmp_path, 'model.target="ignores:build"', 'model.trust=["carry"]', steps=100)
     assert (row["ledger/carry_gain"], row["ledger/carry_gain_se"], row["ledger/stale_gap"]) == (0.0, 0.0, 0.0)
     assert row["ledger/state_drift"] > 0.0

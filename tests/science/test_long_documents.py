@@ -11,6 +11,7 @@ DIM, MICROS, ROWS, RUNS = 60, 4, 4, 60
 MEAN, T_GROUP, T_ROW = 0.5, 30.0, 78.0
 GRAD_SQ = DIM * MEAN**2
 INDEPENDENT = (T_GROUP + T_ROW) / GRAD_SQ
+SLOW = pytest.param(20, None, marks=pytest.mark.slow)
 DRAWN = (MICROS * T_GROUP + T_ROW) / GRAD_SQ  # all micro-batches of a step continue the same documents
 
 
@@ -32,7 +33,7 @@ def measured(seed: int, length: int) -> NoiseComponents:
     return components
 
 
-@pytest.mark.parametrize(("length", "is_shown"), [(12, True), (20, None), (40, False)])
+@pytest.mark.parametrize(("length", "is_shown"), [(12, True), (40, False), SLOW])
 def test_bounds_are_right_or_absent_however_long_documents_are(length: int, is_shown: bool | None) -> None:
     lows, highs = [], []
     for seed in range(RUNS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from trainer.cli.main import run
 from trainer.config.load import load_config
 from trainer.training.main import train
 from trainer.training.setup.open_run import Launch
+from trainer.training.signals import STOP_SIGNALS
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Ended:
 
 
 def program(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> Ended:
-    """Run `train <arguments>`. Not for runs that train: those install signal handlers."""
+    """Run `train <arguments>`; to train, there is `train_here`."""
     before, sys.argv = sys.argv, ["train", *map(str, arguments)]
     code: object = None
     try:
@@ -39,5 +41,10 @@ def program(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> 
 
 
 def train_here(config: Path, run_dir: Path, *sets: str, code: int = 0) -> None:
-    """A run of one rank, with an exit code. It installs signal handlers: see tests/unit/training/conftest.py."""
-    assert train(load_config(config, list(sets)), Launch(config_path=config, run_dir=str(run_dir))) == code
+    """A run of one rank, with an exit code."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        assert train(load_config(config, list(sets)), Launch(config_path=config, run_dir=str(run_dir))) == code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

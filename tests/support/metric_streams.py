@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import random
+import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ class Scenario:
     pick_mode: str = "weighted"
     batching_mode: str = "per_stream"
     batch_size: int = 4
-    batch_size_by_modality: Mapping[str, int] = field(default_factory=dict)
+    batch_size_by_modality: Mapping[str, int] = field(default_factory=dict, hash=False)
     repeat: bool = True
     num_sources: int = 1
     streams: int = 6
@@ -108,7 +110,7 @@ def healthy_scenario(seed: int, **changes: Any) -> Scenario:
 def write_run(scenario: Scenario, directory: Path) -> Path:
     """Make the run, and leave its record in `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    rows = _make_rows(scenario, directory.parent)
+    rows = {step: dict(row) for step, row in _make_rows(replace(scenario, on_rows=None)).items()}
     if scenario.on_rows is not None:
         scenario.on_rows(rows)
     lines = [encode_payload(build_payload("train", step, row)) for step, row in sorted(rows.items())]
@@ -155,11 +157,11 @@ def _names(scenario: Scenario) -> list[str]:
     return [f"s{i}" for i in range(scenario.num_sources)]
 
 
-def _corpus(scenario: Scenario, parent: Path) -> Path:
-    path = parent / f"corpus-{scenario.streams}-{scenario.documents}-{scenario.seed % 4}"
-    if not path.exists():
-        make_corpus(path, streams=scenario.streams, documents=scenario.documents, seed=scenario.seed % 4)
-    return path
+@lru_cache
+def _corpus(streams: int, documents: int, seed: int) -> tempfile.TemporaryDirectory[str]:
+    directory = tempfile.TemporaryDirectory()
+    make_corpus(Path(directory.name), streams=streams, documents=documents, seed=seed)
+    return directory
 
 
 class _Rank:
@@ -288,10 +290,11 @@ def _loss_at(scenario: Scenario, step: int) -> float:
     return scenario.last_loss + (scenario.first_loss - scenario.last_loss) * float((1 + step / 10) ** -0.9)
 
 
-def _make_rows(scenario: Scenario, parent: Path) -> Rows:
+@lru_cache(32)  # many faults are changes of the same healthy run
+def _make_rows(scenario: Scenario) -> Rows:
     rng = random.Random(f"clock {scenario.seed}")
     noise, probes = np.random.default_rng(scenario.seed), random.Random(f"probes {scenario.seed}")
-    corpus = _corpus(scenario, parent)
+    corpus = Path(_corpus(scenario.streams, scenario.documents, scenario.seed % 4).name)
     ranks = [_Rank(scenario, corpus, rank) for rank in range(scenario.world_size)]
     gns = NoiseScaleAverage(0.95)
     rows: Rows = {}

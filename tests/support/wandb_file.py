@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto import wandb_internal_pb2
-
 BLOCK = 32768
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
@@ -46,6 +44,8 @@ def _chunks(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def read_records(path: Path) -> Iterator[Any]:
     """Every record of the log, as wandb's protobuf `Record`."""
+    from wandb.proto import wandb_internal_pb2
+
     parts: list[bytes] = []
     for kind, body in _chunks(path):
         parts = [body] if kind in (FULL, FIRST) else [*parts, body]

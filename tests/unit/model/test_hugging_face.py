@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from trainer.model.protocol import ModelOutput
 from trainer.objective.loss import Objective
 from trainer.training.setup.plan import build_model, make_auxiliary
 
-transformers = pytest.importorskip("transformers", reason="extra hf")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="extra hf")
 
 VOCAB = 97
 ADAPTED = [name for name, family in FAMILIES.items() if "model_type" in family.args]
@@ -53,7 +54,9 @@ def logits_of(model: nn.Module, **tokens: Tensor) -> Tensor:
 def test_the_reopened_model_computes_and_generates_the_same(tmp_path, family, args, architecture):
     model = noisy(family, **args)
     writer_of(model)(tmp_path)
-    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    from transformers import AutoModelForCausalLM
+
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     references_on_cpu(opened)
     assert architecture in (None, type(opened).__name__)
     assert sum(p.numel() for p in opened.parameters()) == sum(p.numel() for p in model.parameters())

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tests.support.in_process import train_here
 from tests.support.runs import write_tiny_config
-from trainer.config.load import load_config
 from trainer.config.schema import GnsTable, OptimizerTable
 from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.env import RankInfo
@@ -35,9 +35,7 @@ from trainer.objective.loss import CoordSettings, Objective
 from trainer.on_device import HostCopy
 from trainer.training import loop
 from trainer.training.extension import Extensions
-from trainer.training.main import train
 from trainer.training.run import Run, StepInFlight
-from trainer.training.setup.open_run import Launch
 from trainer.training.step.step import HEAD, TrainStep
 
 ROWS, LENGTH, VOCABULARY, MICROS = 4, 12, 11, 2
@@ -163,7 +161,7 @@ READINGS = ("item", "tolist", "cpu", "nonzero", "__float__", "__int__", "__bool_
 
 def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeypatch):
     path = write_tiny_config(tmp_path, 'stdout = "off"\n[checkpoint]\nevery = 9\n')
-    config = load_config(path, ["train.steps=16", "metrics.log_interval=8", "train.on_non_finite=skip"])
+    sets = ("train.steps=16", "metrics.log_interval=8", "train.on_non_finite=skip")
     main, is_forbidden, forbidden, in_flight = threading.current_thread(), [False], [], []
 
     def guard(name: str) -> None:
@@ -199,5 +197,5 @@ def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeyp
 
     monkeypatch.setattr(loop, "take_step", forbid)
     monkeypatch.setattr(HostCopy, "read", allow)
-    assert train(config, Launch(config_path=path, run_dir=str(tmp_path / "run"))) == 0
+    train_here(path, tmp_path / "run", *sets)
     assert forbidden == in_flight == [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15]
