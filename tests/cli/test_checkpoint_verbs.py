@@ -8,7 +8,8 @@ import shutil
 import pytest
 
 from tests.support.in_process import program
-from tests.support.runs import run, write_tiny_config
+from tests.support.runs import write_tiny_config
+from tests.support.standing import run
 
 
 @pytest.fixture(scope="module")

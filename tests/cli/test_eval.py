@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.in_process import program
-from tests.support.runs import losses, read_rows, train, write_tiny_config
+from tests.support.runs import losses, read_rows, write_tiny_config
+from tests.support.standing import train
 from trainer.tools.trained.saved_model import load_model
 
 SETS = """

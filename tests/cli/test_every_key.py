@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import runs
 from tests.support.ranks import status
-from tests.support.runs import make_corpus, read_rows, train, write_tiny_config
+from tests.support.runs import make_corpus, read_rows, write_tiny_config
+from tests.support.standing import train
 from trainer.metrics.catalog.lookup import CATALOG, family, is_known
 
 EXTRA = """
@@ -98,7 +100,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
         "train.steps=500",
         'train.micro_batches={ schedule = "step", points = { 0 = 2, 500 = 3 } }',
     )
-    said = train(write_tiny_config(directory, EXTRA), directory / "run", *sets, nproc=2, cwd=directory)
+    said = runs.train(write_tiny_config(directory, EXTRA), directory / "run", *sets, nproc=2, cwd=directory)
     assert "data exhausted" in said
     return read_rows(directory / "run" / "metrics.jsonl")
 

@@ -11,7 +11,8 @@ import pytest
 
 from tests.support.in_process import program
 from tests.support.ranks import status
-from tests.support.runs import TIMEOUT_SEC, command, environment, read_rows, train, write_tiny_config
+from tests.support.runs import TIMEOUT_SEC, command, environment, read_rows, write_tiny_config
+from tests.support.standing import train
 
 MODULE = """
 import itertools
