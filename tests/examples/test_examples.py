@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.support.examples import EXAMPLES, run_example
-from tests.support.runs import ROOT, environment, read_rows, run
+from tests.support.grouped import run
+from tests.support.runs import ROOT, environment, read_rows
 from tests.support.wandb_file import read_history
 
 
