@@ -8,9 +8,9 @@ import textwrap
 
 import pytest
 
+from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.runs import overrides, write_tiny_config
-from tests.support.standing import train
 from trainer.config.schema import ModelTable
 from trainer.extensions.contract_check import find_size
 

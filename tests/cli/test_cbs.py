@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.forks import Forked
+from tests.support.grouped import run
 from tests.support.in_process import program
 from tests.support.ranks import last_logged
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, write_tiny_config
-from tests.support.standing import run
 
 STEP = 8
 OPTIONS = ("--at", STEP, "--seeds", 2, "--factors", "1/2,2", "--lr-grid", "1", "--tokens", 2_500, "--parallel", 2)

@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
+from tests.support.grouped import run
 from tests.support.in_process import program
 from tests.support.runs import write_tiny_config
-from tests.support.standing import run
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.runs import losses, read_rows, write_tiny_config
-from tests.support.standing import train
 from trainer.tools.trained.saved_model import load_model
 
 SETS = """

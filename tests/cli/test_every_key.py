@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.support import runs
+from tests.support.grouped import train
 from tests.support.ranks import status
 from tests.support.runs import make_corpus, read_rows, write_tiny_config
-from tests.support.standing import train
 from trainer.metrics.catalog.lookup import CATALOG, family, is_known
 
 EXTRA = """

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support import runs
+from tests.support.grouped import run, train
 from tests.support.in_process import program
 from tests.support.runs import losses, read_rows, write_tiny_config
-from tests.support.standing import run, train
 from tests.support.wandb_file import find_wandb_file, read_history
 from trainer.errors import UserError
 from trainer.tools.trained.saved_model import load_model

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.runs import ROOT, losses, make_corpus
-from tests.support.standing import train
 from tests.unit.data.megatron_writer import write_megatron
 from tests.unit.preview.test_forecast import real_run
 from trainer.config.load import load_config

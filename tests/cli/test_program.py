@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from tests.support.grouped import run
 from tests.support.in_process import program
 from tests.support.runs import ROOT, command, environment, losses, overrides, write_tiny_config
-from tests.support.standing import run
 from trainer.cli.launch import EXIT_CODE, report_to_launcher
 from trainer.metrics.payload_contract import validate_stream
 
