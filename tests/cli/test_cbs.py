@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
 import signal
+import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
 
 import pytest
 
 from tests.support.forks import Forked
 from tests.support.grouped import run
-from tests.support.in_process import program
+from tests.support.in_process import Ended, exit_code, program
 from tests.support.ranks import last_logged
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, write_tiny_config
+from trainer.tools.branching import run_branches
+from trainer.training.signals import PARENT, STOP_SIGNALS
 
 STEP = 8
 OPTIONS = ("--at", STEP, "--seeds", 2, "--factors", "1/2,2", "--lr-grid", "1", "--tokens", 2_500, "--parallel", 2)
@@ -47,10 +55,50 @@ def contents(run_dir) -> dict[str, object]:
     }
 
 
+def quietly(*arguments: object) -> Ended:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = exit_code(arguments)
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
 def answer(run_dir) -> dict[str, object]:
     found = json.loads((run_dir / "cbs" / str(STEP) / "cbs.json").read_text())
     assert found.pop("run") == str(run_dir)
     return found
+
+
+class Branch(Forked):
+    """In the place of `subprocess.Popen`: a branch that is forked, by a server for which it does not look."""
+
+    def __init__(self, command: list[str], *, env: Mapping[str, str], stdout: IO[bytes], **_: object) -> None:
+        out = Path(str(stdout.name))
+        own = {name: value for name, value in env.items() if name != PARENT}
+        super().__init__(command[command.index("--config") :], own, cwd=Path.cwd(), out=out, err=out)
+
+
+@contextlib.contextmanager
+def stopped_when(happens: Callable[[], bool]) -> Iterator[None]:
+    """This process gets a SIGTERM when it happens in the block."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.002):
+            if happens():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if (listened := signal.set_wakeup_fd(-1)) != -1:
+            os.close(listened)
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +106,20 @@ def whole(trained):
     """Branches that were interrupted in their midst and went on; and the files before."""
     run_dir = copied(trained, "whole")
     before = contents(run_dir)
-    out, err = trained.with_name("out"), trained.with_name("err")
-    process = Forked(["cbs", run_dir, *OPTIONS], environment(), cwd=Path.cwd(), out=out, err=err)
-    end = time.monotonic() + TIMEOUT_SEC
-    # In the middle of the branches of many steps.
-    while not any(last_logged(each) > STEP for each in run_dir.glob(f"cbs/{STEP}/batch_*/metrics.jsonl")):
-        assert process.poll() is None, err.read_text()
-        assert time.monotonic() < end
-        time.sleep(0.002)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(TIMEOUT_SEC) == 0
-    assert "the same command continues" in err.read_text()
-    assert not (run_dir / "cbs" / str(STEP) / "cbs.json").exists()
-    stopped = [json.loads(path.read_text()) for path in run_dir.glob(f"cbs/{STEP}/batch_*/status.json")]
-    assert any(each["state"] == "stopped" and each["last_step"] > STEP for each in stopped), stopped
-    done = run("cbs", run_dir, *OPTIONS)
+
+    def is_in_the_midst() -> bool:
+        return any(last_logged(each) > STEP for each in run_dir.glob(f"cbs/{STEP}/batch_*/metrics.jsonl"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_branches, "subprocess", SimpleNamespace(Popen=Branch, DEVNULL=None))
+        with stopped_when(is_in_the_midst):
+            ended = quietly("cbs", run_dir, *OPTIONS)
+        assert (ended.returncode, "the same command continues" in ended.stderr) == (0, True), ended.stderr
+        assert not (run_dir / "cbs" / str(STEP) / "cbs.json").exists()
+        stopped = [json.loads(path.read_text()) for path in run_dir.glob(f"cbs/{STEP}/batch_*/status.json")]
+        assert any(each["state"] == "stopped" and each["last_step"] > STEP for each in stopped), stopped
+        with stopped_when(lambda: False):
+            done = quietly("cbs", run_dir, *OPTIONS)
     assert done.returncode == 0, done.stderr
     return run_dir, before, done
 
