@@ -25,8 +25,8 @@ settings.load_profile("no deadline")
 # Neither a login of this machine's user nor a service process per run; tests of wandb itself name a mode.
 os.environ["WANDB_MODE"] = "disabled"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as make test has it; read when torch is imported
-for name in ("COLUMNS", "PYTEST_ADDOPTS"):  # some shells export their terminal's width; the options are this pytest's alone
-    os.environ.pop(name, None)
+os.environ.pop("COLUMNS", None)  # some shells export their terminal's width
+os.environ.pop("PYTEST_ADDOPTS", None)  # has been read, and is not meant for the pytest that a test starts
 # A shell without job control starts what is in the background with SIGINT ignored, nohup with SIGHUP, and every program that
 # a test starts and stops would inherit it. One that is handled here is not ignored there; nohup's goes on without effect here.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):

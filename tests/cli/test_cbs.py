@@ -10,9 +10,8 @@ import json
 import os
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
@@ -55,9 +54,14 @@ def contents(run_dir) -> dict[str, object]:
     }
 
 
-def quietly(*arguments: object) -> Ended:
+def here(*arguments: object) -> Ended:
+    """The program in this process, which gets its signals back."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = exit_code(arguments)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    signal.set_wakeup_fd(-1)
     return Ended(code, out.getvalue(), err.getvalue())
 
 
@@ -68,37 +72,24 @@ def answer(run_dir) -> dict[str, object]:
 
 
 class Branch(Forked):
-    """In the place of `subprocess.Popen`: a branch that is forked, by a server for which it does not look."""
+    """In the place of `subprocess.Popen`: a branch that is forked, by a server for which it does not look.
+
+    In the midst of the first one that takes a step, this process gets a SIGTERM.
+    """
+
+    is_first = True
 
     def __init__(self, command: list[str], *, env: Mapping[str, str], stdout: IO[bytes], **_: object) -> None:
         out = Path(str(stdout.name))
+        self._metrics = out.with_name("metrics.jsonl")
         own = {name: value for name, value in env.items() if name != PARENT}
         super().__init__(command[command.index("--config") :], own, cwd=Path.cwd(), out=out, err=out)
 
-
-@contextlib.contextmanager
-def stopped_when(happens: Callable[[], bool]) -> Iterator[None]:
-    """This process gets a SIGTERM when it happens in the block."""
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(0.002):
-            if happens():
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
-
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if (listened := signal.set_wakeup_fd(-1)) != -1:
-            os.close(listened)
+    def poll(self) -> int | None:
+        if Branch.is_first and last_logged(self._metrics) > STEP:
+            Branch.is_first = False
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().poll()
 
 
 @pytest.fixture(scope="module")
@@ -106,20 +97,15 @@ def whole(trained):
     """Branches that were interrupted in their midst and went on; and the files before."""
     run_dir = copied(trained, "whole")
     before = contents(run_dir)
-
-    def is_in_the_midst() -> bool:
-        return any(last_logged(each) > STEP for each in run_dir.glob(f"cbs/{STEP}/batch_*/metrics.jsonl"))
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_branches, "subprocess", SimpleNamespace(Popen=Branch, DEVNULL=None))
-        with stopped_when(is_in_the_midst):
-            ended = quietly("cbs", run_dir, *OPTIONS)
+        patch.setattr(run_branches, "POLL_SEC", 0.002)
+        ended = here("cbs", run_dir, *OPTIONS)
         assert (ended.returncode, "the same command continues" in ended.stderr) == (0, True), ended.stderr
         assert not (run_dir / "cbs" / str(STEP) / "cbs.json").exists()
         stopped = [json.loads(path.read_text()) for path in run_dir.glob(f"cbs/{STEP}/batch_*/status.json")]
         assert any(each["state"] == "stopped" and each["last_step"] > STEP for each in stopped), stopped
-        with stopped_when(lambda: False):
-            done = quietly("cbs", run_dir, *OPTIONS)
+        done = here("cbs", run_dir, *OPTIONS)
     assert done.returncode == 0, done.stderr
     return run_dir, before, done
 
