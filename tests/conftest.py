@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,14 @@ settings.load_profile("no deadline")
 
 # Neither a login of this machine's user nor a service process per run; tests of wandb itself name a mode.
 os.environ["WANDB_MODE"] = "disabled"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as make test has it; read when torch is imported
 os.environ.pop("COLUMNS", None)  # some shells export their terminal's width
+os.environ.pop("PYTEST_ADDOPTS", None)  # has been read, and is not meant for the pytest that a test starts
+# A shell without job control starts what is in the background with SIGINT ignored, nohup with SIGHUP, and every program that
+# a test starts and stops would inherit it. One that is handled here is not ignored there; nohup's goes on without effect here.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # Files go to the workers whole and in this order: one that takes long must not be the last to begin.
 LONGEST_FIRST = (

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
 
 import pytest
 
 from tests.support.forks import Forked
-from tests.support.in_process import program
+from tests.support.grouped import run
+from tests.support.in_process import Ended, exit_code, program
 from tests.support.ranks import last_logged
-from tests.support.runs import TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
+from tests.support.runs import TIMEOUT_SEC, environment, read_rows, write_tiny_config
+from trainer.tools.branching import run_branches
+from trainer.training.signals import PARENT, STOP_SIGNALS
 
 STEP = 8
 OPTIONS = ("--at", STEP, "--seeds", 2, "--factors", "1/2,2", "--lr-grid", "1", "--tokens", 2_500, "--parallel", 2)
@@ -46,10 +54,42 @@ def contents(run_dir) -> dict[str, object]:
     }
 
 
+def here(*arguments: object) -> Ended:
+    """The program in this process, which gets its signals back."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = exit_code(arguments)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    signal.set_wakeup_fd(-1)
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
 def answer(run_dir) -> dict[str, object]:
     found = json.loads((run_dir / "cbs" / str(STEP) / "cbs.json").read_text())
     assert found.pop("run") == str(run_dir)
     return found
+
+
+class Branch(Forked):
+    """In the place of `subprocess.Popen`: a branch that is forked, by a server for which it does not look.
+
+    In the midst of the first one that takes a step, this process gets a SIGTERM.
+    """
+
+    is_first = True
+
+    def __init__(self, command: list[str], *, env: Mapping[str, str], stdout: IO[bytes], **_: object) -> None:
+        out = Path(str(stdout.name))
+        self._metrics = out.with_name("metrics.jsonl")
+        own = {name: value for name, value in env.items() if name != PARENT}
+        super().__init__(command[command.index("--config") :], own, cwd=Path.cwd(), out=out, err=out)
+
+    def poll(self) -> int | None:
+        if Branch.is_first and last_logged(self._metrics) > STEP:
+            Branch.is_first = False
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().poll()
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +97,15 @@ def whole(trained):
     """Branches that were interrupted in their midst and went on; and the files before."""
     run_dir = copied(trained, "whole")
     before = contents(run_dir)
-    out, err = trained.with_name("out"), trained.with_name("err")
-    process = Forked(["cbs", run_dir, *OPTIONS], environment(), cwd=Path.cwd(), out=out, err=err)
-    end = time.monotonic() + TIMEOUT_SEC
-    # In the middle of the branches of many steps.
-    while not any(last_logged(each) > STEP for each in run_dir.glob(f"cbs/{STEP}/batch_*/metrics.jsonl")):
-        assert process.poll() is None, err.read_text()
-        assert time.monotonic() < end
-        time.sleep(0.002)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(TIMEOUT_SEC) == 0
-    assert "the same command continues" in err.read_text()
-    assert not (run_dir / "cbs" / str(STEP) / "cbs.json").exists()
-    stopped = [json.loads(path.read_text()) for path in run_dir.glob(f"cbs/{STEP}/batch_*/status.json")]
-    assert any(each["state"] == "stopped" and each["last_step"] > STEP for each in stopped), stopped
-    done = run("cbs", run_dir, *OPTIONS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_branches, "subprocess", SimpleNamespace(Popen=Branch, DEVNULL=None))
+        patch.setattr(run_branches, "POLL_SEC", 0.002)
+        ended = here("cbs", run_dir, *OPTIONS)
+        assert (ended.returncode, "the same command continues" in ended.stderr) == (0, True), ended.stderr
+        assert not (run_dir / "cbs" / str(STEP) / "cbs.json").exists()
+        stopped = [json.loads(path.read_text()) for path in run_dir.glob(f"cbs/{STEP}/batch_*/status.json")]
+        assert any(each["state"] == "stopped" and each["last_step"] > STEP for each in stopped), stopped
+        done = here("cbs", run_dir, *OPTIONS)
     assert done.returncode == 0, done.stderr
     return run_dir, before, done
 

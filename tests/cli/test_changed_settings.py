@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.grouped import train
 from tests.support.in_process import program
-from tests.support.runs import train, write_tiny_config
+from tests.support.runs import write_tiny_config
 from trainer.tools.report.run_summary import config_differences
 from trainer.tools.runs.load import load_run
 from trainer.tools.verbs.records import entry_of

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
+from tests.support.grouped import train
 from tests.support.in_process import program
-from tests.support.runs import ROOT, TIMEOUT_SEC, environment, train, write_tiny_config
+from tests.support.runs import ROOT, TIMEOUT_SEC, environment, write_tiny_config
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.import_path import place_of, resolve_target

@@ -7,8 +7,9 @@ import shutil
 
 import pytest
 
+from tests.support.grouped import train
 from tests.support.in_process import program
-from tests.support.runs import train, write_tiny_config
+from tests.support.runs import write_tiny_config
 from trainer.config.schema import ModelTable
 from trainer.tools.trained.saved_model import copy_tokenizer
 from trainer.training.setup.plan import build_model

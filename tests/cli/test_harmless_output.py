@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_ls import make_run
+from tests.support.grouped import run
 from tests.support.in_process import program
-from tests.support.runs import run, write_tiny_config
+from tests.support.runs import write_tiny_config
 from trainer.metrics.payload_contract import build_payload, encode_payload
 
 ODD = "\x1b[31mred\x1b]0;title\x07 \x9b5m \u202e \0 [bold]"

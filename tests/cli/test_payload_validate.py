@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.in_process import program
-from tests.support.runs import PROGRAM, ROOT, environment, make_corpus, overrides, read_rows, run
+from tests.support.grouped import run
+from tests.support.in_process import Ended, program
+from tests.support.runs import ROOT, make_corpus, overrides, read_rows
 from trainer.metrics.catalog.lookup import lookup
 
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -86,17 +86,19 @@ def test_the_first_bad_line_is_named_with_key_and_reason(kind, tmp_path, capsys)
     assert reason in said
 
 
-def test_a_stream_is_read_from_a_pipe_with_prefixes_line_ends_and_restarts_and_all_bad_lines_are_counted():
-    def validate(*arguments: str, stream: list[bytes]) -> subprocess.CompletedProcess[bytes]:
-        line = [sys.executable, str(PROGRAM), "payload", "validate", *arguments, "-"]
-        return subprocess.run(line, input=b"\n".join(stream), env=environment(), capture_output=True, check=False)
+def test_a_stream_is_read_from_stdin_with_prefixes_line_ends_and_restarts_and_all_bad_lines_are_counted(
+    monkeypatch, capsys
+):
+    def validate(*arguments: str, stream: list[bytes]) -> Ended:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n".join(stream)), encoding="utf-8"))
+        return program(["payload", "validate", *arguments, "-"], capsys)
 
     good = [b"[default0]:" + GOOD, b"[default0]: " + GOOD + b"\r", RESTART, text(global_step=4), text(mode="eval")]
     found = validate(stream=good)
-    assert (found.returncode, found.stderr) == (0, b"-: every line is a valid payload\n")
+    assert (found.returncode, found.stderr) == (0, "-: every line is a valid payload\n")
     found = validate("--all", stream=[part for line, _, _ in BAD.values() for part in (text(global_step=7), line)])
     assert found.returncode == 1
-    *said, last = found.stderr.decode().splitlines()
+    *said, last = found.stderr.splitlines()
     assert last == f"{len(BAD)} violations"
     for (_, key, reason), where in zip(BAD.values(), said, strict=True):
         assert f": {key}: " in where

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.grouped import train
 from tests.support.in_process import program
-from tests.support.runs import train, write_tiny_config
+from tests.support.runs import write_tiny_config
 
 pytestmark = pytest.mark.timeout(300)
 FILES = ("metrics.jsonl", "events.jsonl", "status.json", "config.resolved.toml", "profile/summary.json")

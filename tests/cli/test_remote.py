@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 
+from tests.support import grouped
 from tests.support.fault_runs import row_differences
 from tests.support.in_process import program
 from tests.support.ranks import checkpoint_differences
@@ -65,7 +66,7 @@ def test_a_corpus_by_url_gives_the_run_of_the_local_corpus(server, tmp_path):
     ranks = {"nproc": 2, "extra": {**server.environment(), "XDG_CACHE_HOME": str(tmp_path / "cache")}}
     shutil.copytree(tmp_path / "corpus", server.bucket / "corpus")
     server.restart()
-    train(config, tmp_path / "local", **ranks)
+    grouped.train(config, tmp_path / "local", nproc=2)
     config.write_text(config.read_text().replace(str(tmp_path / "corpus"), "s3://bucket/corpus"))
     said = train(config, stored, **ranks)
     assert said.count("downloading 4 files of s3://bucket/corpus") <= 2  # one process for each of two sources
@@ -127,7 +128,7 @@ def test_a_store_that_cannot_be_used_is_refused_before_the_run_in_one_line(serve
 @pytest.mark.usefixtures("client")
 def test_the_verbs_list_verify_and_push_a_store(server, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    train(config_in(tmp_path), run_dir)
+    grouped.train(config_in(tmp_path), run_dir)
     pushed = program(["checkpoint", "push", run_dir, "--to", "s3://bucket/pushed"], capsys)
     assert pushed.returncode == 0, pushed.stderr
     assert complete(server, "pushed") == ["step_00000004", "step_00000006"]

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.forks import Forked
 from tests.support.runs import PROGRAM, TIMEOUT_SEC, command, environment, write_tiny_config
 from tests.support.terminal import Terminal
@@ -17,58 +15,54 @@ from trainer.metrics.payload_contract import build_payload, encode_payload
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
 
 
-def complete(words: str, position: int) -> list[str]:
-    """What bash is told for the word at `position`."""
-    env = environment({"_TRAIN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)})
-    result = subprocess.run(
-        [sys.executable, str(PROGRAM)], env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False
-    )
-    return result.stdout.split()
-
-
-def test_completion_knows_options():
-    assert complete("train export r --format saf", 4) == ["safetensors"]
-
-
 def test_install_completion_writes_what_bash_can_source(tmp_path):
+    """And the function that it defines completes a verb, and the value of an option."""
     env = {**environment({"HOME": str(tmp_path)}), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     line = [sys.executable, str(PROGRAM), "--install-completion", "bash"]
     result = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False)
     assert result.returncode == 0, result.stderr
     assert str(tmp_path / ".bash_completions" / "train.sh") in (tmp_path / ".bashrc").read_text()
-    # Bash itself takes the script, and the function that it defines completes a word.
-    script = f"""
-        PATH={tmp_path}:$PATH
-        source {tmp_path}/.bash_completions/train.sh
-        COMP_WORDS=(train prev) COMP_CWORD=1
-        _train_completion train
-        echo "${{COMPREPLY[@]}}"
-    """
+    script = f"PATH={tmp_path}:$PATH; source {tmp_path}/.bash_completions/train.sh; "
+    for words, position in (("train prev", 1), ("train export r --format saf", 4)):
+        script += f'COMP_WORDS=({words}) COMP_CWORD={position}; _train_completion train; echo "${{COMPREPLY[@]}}"; '
     wrapper = tmp_path / "train"
     wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} {PROGRAM} "$@"\n')
     wrapper.chmod(0o755)
     shell = subprocess.run(
         ["bash", "-c", script], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_SEC, check=False
     )
-    assert shell.stdout.split() == ["preview"], shell.stderr
+    assert shell.stdout.split() == ["preview", "safetensors"], shell.stderr
 
 
-def shown(arguments: list[object], cwd: Path, **extra: str) -> str:
-    """Everything that the program writes on a terminal of its own."""
+EACH_IN_TURN = """
+import os, sys
+from trainer.cli.main import run
+for line in os.environ["COMMANDS"].splitlines():
+    sys.argv = ["train", *line.split()]
+    try:
+        run()
+    except SystemExit as ended:
+        print(f"<{ended.code}>", flush=True)
+"""
+
+
+def shown(lines: list[str], cwd: Path, **extra: str) -> list[str]:
+    """Everything that the program writes on a terminal of its own, for each of these command lines, which end with 0."""
     terminal = Terminal()
     env = {name: value for name, value in environment().items() if name != "NO_COLOR"}
-    env |= {"TERM": "xterm-256color", "COLUMNS": "150", **extra}
-    Forked(arguments, env, cwd=cwd, out=terminal.path, err=terminal.path).wait(TIMEOUT_SEC)
-    return terminal.text()
+    env |= {"TERM": "xterm-256color", "COLUMNS": "150", "COMMANDS": "\n".join(lines), **extra}
+    Forked((), env, cwd=cwd, out=terminal.path, err=terminal.path, code=EACH_IN_TURN).wait(TIMEOUT_SEC)
+    return terminal.text().split("<0>")[:-1]
 
 
 def test_no_color_takes_the_colours_away_everywhere(tmp_path):
-    lines: list[list[object]] = [["--config", write_tiny_config(tmp_path)], ["ls", "runs"], ["--help"]]
-    for arguments in lines:
-        plain = shown(arguments, tmp_path, NO_COLOR="1")
+    lines = [f"--config {write_tiny_config(tmp_path)}", "ls runs", "--help"]
+    for arguments, plain, coloured in zip(
+        lines, shown(lines, tmp_path, NO_COLOR="1"), shown(lines, tmp_path), strict=True
+    ):
         assert len(plain) > 200
         assert not COLOUR.search(plain), arguments
-        assert COLOUR.search(shown(arguments, tmp_path)), f"{arguments}: the test sees no colour at all"
+        assert COLOUR.search(coloured), f"{arguments}: the test sees no colour at all"
 
 
 def test_a_run_whose_standard_streams_are_closed_is_like_any_other(tmp_path):
@@ -85,54 +79,45 @@ def test_a_run_whose_standard_streams_are_closed_is_like_any_other(tmp_path):
         assert all(row.startswith("{") for row in (tmp_path / "run" / name).read_text().splitlines())
 
 
+# What each verb may load; of any but the first, typer itself loads pydantic.
+LOADS = {
+    "--help": "",
+    "diagnose {run}": "pydantic",
+    "ls {run}": "pydantic",
+    "data inspect {data}": "numpy pydantic",
+    "data build text --out {new} --modality prose={data}/*.txt": "numpy pydantic",
+    "init {data} --out {new} --minutes 0": "numpy pydantic",
+    "eval {run} --source x={near}": "numpy pydantic",
+}
 LOADED = """
 import sys
 from trainer.cli.main import run
-try:
-    run()
-    code = 0
-except SystemExit as ended:
-    code = ended.code
-print(*sorted({"torch", "numpy", "pydantic", "wandb"} & {*sys.modules}), file=sys.stderr)
-sys.exit(code)
+for line in sys.argv[1:]:
+    sys.argv = ["train", *line.split()]
+    try:
+        run()
+    except SystemExit as ended:
+        print(ended.code, *sorted({"torch", "numpy", "pydantic", "wandb"} & {*sys.modules}), file=sys.stderr)
+from trainer.cli import launch
+assert "torch" not in sys.modules, "ranks are said to start before it is imported"
 """
 
 
-def started(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-c", LOADED, *arguments]
-    return subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize(
-    ("verb", "loaded"),
-    [
-        ("--help", ""),  # of any other verb typer itself loads pydantic
-        ("diagnose {run}", "pydantic"),
-        ("ls {run}", "pydantic"),
-        ("data inspect {data}", "numpy pydantic"),
-        ("data build text --out {new} --modality prose={data}/*.txt", "numpy pydantic"),
-        ("init {data} --out {new} --minutes 0", "numpy pydantic"),
-    ],
-)
-def test_a_verb_that_looks_at_files_needs_no_torch(tmp_path: Path, verb: str, loaded: str) -> None:
-    data, run = tmp_path / "data", tmp_path / "run"
+def test_what_looks_at_files_or_refuses_a_path_needs_no_torch(tmp_path: Path) -> None:
+    """In one process, the verbs that need least first."""
+    data, run, near = tmp_path / "data", tmp_path / "my_run", tmp_path / "myrun"
     data.mkdir()
     for number in range(3):
         (data / f"{number}.txt").write_text(f"Some text, number {number}.\n" * 50, encoding="utf-8")
     run.mkdir()
     rows = [build_payload("train", step, {"loss": 2.0}) for step in range(1, 9)]
     (run / "metrics.jsonl").write_text("".join(encode_payload(row) + "\n" for row in rows), encoding="utf-8")
-    arguments = [part.format(data=data, run=run, new=tmp_path / "new") for part in verb.split()]
-    ended = started(arguments)
-    assert ended.returncode == 0, ended.stderr
-    assert {*ended.stderr.splitlines()[-1].split()} <= {*loaded.split()}, ended.stderr
-
-
-def test_a_path_that_does_not_exist_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
-    run, near = tmp_path / "my_run", tmp_path / "myrun"
-    run.mkdir()
-    ended = started(["eval", str(run), "--source", f"x={near}"])
-    assert ended.returncode == 2
-    said, loaded = ended.stderr.splitlines()
-    assert f"--source: {near}: no such file or directory; did you mean {run}?" in said
-    assert "torch" not in loaded
+    lines = [line.format(data=data, run=run, near=near, new=tmp_path / f"new{i}") for i, line in enumerate(LOADS)]
+    ended = subprocess.run(
+        [sys.executable, "-c", LOADED, *lines], env=environment(), capture_output=True, text=True, check=True
+    )
+    said = [line for line in ended.stderr.splitlines() if re.fullmatch(r"\d( \w+)*", line)]
+    for line, found, loaded in zip(lines, said, LOADS.values(), strict=True):
+        code, *modules = found.split()
+        assert (code, {*modules} <= {*loaded.split()}) == ("2" if "myrun" in line else "0", True), (line, ended.stderr)
+    assert f"--source: {near}: no such file or directory; did you mean {run}?" in ended.stderr

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
-from tests.support.runs import read_rows, run
+from tests.support.in_process import train_here
+from tests.support.runs import read_rows
+from trainer.data import groups, reader
+from trainer.data.formats import open_documents
+from trainer.data.tokenizer import HuggingFaceTokenizer
+from trainer.model import build
 from trainer.tools.diagnostics import run as run_rules
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.diagnostics.rule import Outcome
@@ -16,38 +25,42 @@ from trainer.tools.runs.load import load_run
 
 SECONDS = re.compile(r"time/.*/(tortoise|hare)")
 tokenizers = pytest.importorskip("tokenizers")
-SLOW_MODULE = """
-import os, time
-from trainer.data.formats import open_documents
-from trainer.data import groups, reader
-from trainer.data.tokenizer import HuggingFaceTokenizer
-from trainer.model import build as build_ours
 
-def slowed(call, is_slow):
-    def called(*arguments, **settings):
-        if is_slow(*arguments):
-            time.sleep(0.05)
-        return call(*arguments, **settings)
-    return called
 
-stage = os.environ["SLOW_STAGE"]
-if stage == "open":
-    groups.open_stream = slowed(groups.open_stream, lambda stream, *_: "tortoise" in stream.path)
-if stage == "tokenize":
-    together = HuggingFaceTokenizer.encode_together
-    HuggingFaceTokenizer.encode_together = slowed(together, lambda _, texts: "slow" in texts[0])
-if stage == "read":
-    reader.check_size = slowed(reader.check_size, lambda source: "tortoise" in source.stream.path)
+def slow_down(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """Have a stage take 0.05 s longer for what is of the source `tortoise`."""
 
-def build(vocab_size, dim, num_layers):
-    model = build_ours(vocab_size, dim=dim, num_layers=num_layers)
-    model.register_forward_pre_hook(lambda *_: time.sleep(0.02))  # beside which reading fast files is nothing
+    def slow(place: object, name: str, is_slow: Callable[..., bool]) -> None:
+        call = getattr(place, name)
+
+        def called(*arguments: Any, **settings: Any) -> Any:
+            if is_slow(*arguments):
+                time.sleep(0.05)
+            return call(*arguments, **settings)
+
+        monkeypatch.setattr(place, name, called)
+
+    if stage == "open":
+        slow(groups, "open_stream", lambda stream, *_: "tortoise" in stream.path)
+    if stage == "tokenize":
+        slow(HuggingFaceTokenizer, "encode_together", lambda _, texts: "slow" in texts[0])
+    if stage == "read":
+        slow(reader, "check_size", lambda source: "tortoise" in source.stream.path)
+
+
+def build_slow(vocab_size: int, dim: int, num_layers: int, *, seconds: float) -> nn.Module:
+    """For `[model] target`: beside its forward passes, reading fast files is nothing."""
+    model = build(vocab_size, dim=dim, num_layers=num_layers)
+    model.register_forward_pre_hook(lambda *_: time.sleep(seconds))
     return model
 
-def load(path, options):
+
+def load_slowly(path: Path, options: Any) -> Any:
+    """For `[[data.source]] format`."""
     time.sleep(0.05)
     return open_documents(path, format="jsonl", tokenizer=options.tokenizer)
-"""
+
+
 CONFIG = """
 [run]
 name = "slow"
@@ -69,7 +82,8 @@ name = "tortoise"
 weight = 4.0
 {tortoise}
 [model]
-target = "slow_module:build"
+target = "{module}:build_slow"
+args = {{ seconds = {seconds} }}
 contract = false
 dim = 8
 num_layers = 1
@@ -78,14 +92,13 @@ log_interval = 1
 per_source = {per_source}
 """
 FILES = 'layout = "direct"\npaths = ["tortoise/*.jsonl"]'
-FORMAT = FILES + '\nformat = "slow_module:load"'
+FORMAT = FILES + f'\nformat = "{__name__}:load_slowly"'
 
 
 def judged(
     directory: Path, monkeypatch: pytest.MonkeyPatch, stage: str, tortoise: str = FILES, *, per_source: bool = True
 ) -> Outcome:
     """What `data_bound` says of a run whose source `tortoise` is slow in a stage."""
-    (directory / "slow_module.py").write_text(SLOW_MODULE)
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"slow": 0, "fast": 1, "?": 2}, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(directory / "tokenizer.json"))
@@ -94,10 +107,11 @@ def judged(
         for number in range(8):  # a batch each, more than are kept open
             (directory / name / f"{number}.jsonl").write_text(json.dumps({"text": f"{word} " * 6}) + "\n")
     config = directory / "config.toml"
-    config.write_text(CONFIG.format(tortoise=tortoise, per_source=str(per_source).lower()))
-    arguments = ("--config", config, "--run-dir", directory / "run", "--steps", 14)
-    done = run(*arguments, cwd=directory, extra={"SLOW_STAGE": stage})
-    assert done.returncode == 0, done.stderr
+    settings = {"module": __name__, "seconds": 0.1 if stage == "none" else 0.02}  # a busy machine makes gaps of 0.03 s
+    config.write_text(CONFIG.format(tortoise=tortoise, per_source=str(per_source).lower(), **settings))
+    monkeypatch.chdir(directory)
+    slow_down(monkeypatch, stage)
+    train_here(config, directory / "run", "train.steps=14")
     monkeypatch.setattr(run_rules, "MIN_SECONDS", 0.3)
     (ruling,) = [each for each in diagnose(load_run(directory / "run")).rulings if each.rule.name == "data_bound"]
     return ruling.outcome

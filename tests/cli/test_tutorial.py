@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
+from tests.support.grouped import run
 from tests.support.in_process import program
-from tests.support.runs import PROGRAM, ROOT, environment, make_corpus, read_rows, run
+from tests.support.runs import PROGRAM, ROOT, environment, make_corpus, read_rows
 
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 # The same commands, smaller: what they show does not depend on the size.

@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.fault_runs import rows_of
 from tests.support.gloo import run_on_ranks
+from tests.support.grouped import train
 from tests.support.late import events
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import train, write_tiny_config
+from tests.support.runs import write_tiny_config
 from trainer.extensions.batch_growth import BatchGrowth
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, Window

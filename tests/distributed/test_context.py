@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tests.distributed.test_data_shards import differences, resumed, weight_difference
 from tests.support.gloo import run_on_ranks
+from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.models import recurrent64
-from tests.support.runs import overrides, read_rows, train, write_tiny_config
+from tests.support.runs import overrides, read_rows, write_tiny_config
 from trainer.config.load import load_config
 from trainer.config.rules import check_sharding
 from trainer.distributed.context import Context

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.fault_runs import keep
-from tests.support.runs import losses, make_corpus, read_rows, run, train, write_tiny_config
+from tests.support.grouped import run, train
+from tests.support.runs import losses, make_corpus, read_rows, write_tiny_config
 from trainer.tools.runs.load import load_run, settings_by_step
 from trainer.training.checkpointing.tensor_files import read_rank
 

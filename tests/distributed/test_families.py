@@ -10,8 +10,9 @@ import sys
 import pytest
 import torch
 
+from tests.support.grouped import run, train
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import read_rows, run, train, write_tiny_config
+from tests.support.runs import read_rows, write_tiny_config
 from trainer.tools.trained.saved_model import load_model
 
 pytestmark = pytest.mark.distributed

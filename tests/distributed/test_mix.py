@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.grouped import run, train
 from tests.support.in_process import program
 from tests.support.late import events
 from tests.support.ranks import Ranks, checkpoint_differences, last_logged
-from tests.support.runs import ROOT, overrides, read_rows, run, train, write_tiny_config
+from tests.support.runs import ROOT, overrides, read_rows, write_tiny_config
 from trainer.tools.runs.load import load_run, settings_by_step
 from trainer.training.extension import Extension
 

@@ -8,9 +8,10 @@ import pytest
 
 from tests.support.checkpoints import file_content
 from tests.support.fault_runs import make_config
+from tests.support.grouped import train
 from tests.support.late import run_differences
 from tests.support.ranks import status
-from tests.support.runs import read_rows, train
+from tests.support.runs import read_rows
 
 pytestmark = pytest.mark.distributed
 

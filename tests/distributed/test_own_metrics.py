@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.runs import read_rows, train, write_tiny_config
+from tests.support.grouped import train
+from tests.support.runs import read_rows, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 

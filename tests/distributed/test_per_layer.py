@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.gloo import run_on_ranks
+from tests.support.grouped import train
 from tests.support.layered import everything
-from tests.support.runs import read_rows, train, write_tiny_config
+from tests.support.runs import read_rows, write_tiny_config
 from trainer.extensions.per_layer import WeightSample
 
 pytestmark = pytest.mark.distributed

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.test_data_shards import EXTRA as EVERY_FOURTH
-from tests.support.runs import ROOT, run, train, write_tiny_config
+from tests.support.grouped import Verb, train
+from tests.support.runs import ROOT, write_tiny_config
+from tests.support.runs import run as launched
 
 pytestmark = pytest.mark.distributed
 
@@ -40,11 +42,16 @@ def config(tmp_path_factory) -> Path:
     return write_tiny_config(tmp_path_factory.mktemp("replay"), EXTRA)
 
 
-def verb(*words: object, code: int = 0) -> Any:
-    """What a verb prints as JSON."""
-    done = run(*words, "--trust-code", "--json", cwd=ROOT)
-    assert done.returncode == code, done.stderr[-2000:]
-    return json.loads(done.stdout)
+@pytest.fixture
+def answer(verb: Verb) -> Callable[..., Any]:
+    """Gives what a verb prints as JSON."""
+
+    def ask(*words: object, cwd: Path = ROOT, by: Callable[..., Any] = verb, code: int = 0) -> Any:
+        done = by(*words, "--trust-code", "--json", cwd=cwd)
+        assert done.returncode == code, done.stderr[-2000:]
+        return json.loads(done.stdout)
+
+    return ask
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -62,12 +69,14 @@ def corpus_text(corpus: Path, row: Mapping[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_repeated_to_the_bit_and_the_run_is_left_alone(config, tmp_path, case):
+def test_a_step_is_repeated_to_the_bit_and_the_run_is_left_alone(config, tmp_path, answer, verb, case):
     ranks, step, sets = CASES[case]
     train(config, tmp_path / "run", *SETS, *sets, nproc=ranks)
     before = contents(tmp_path)
-    found = verb("replay", tmp_path / "run", "--step", step, "--text")
-    read = verb("data", "at", tmp_path / "run", step, "--text")["rows"]
+    # In processes of its own, which it starts itself, once.
+    by = launched if case == "ddp" else verb
+    found = answer("replay", tmp_path / "run", "--step", step, "--text", by=by)
+    read = answer("data", "at", tmp_path / "run", step, "--text")["rows"]
     assert contents(tmp_path) == before
     assert (found["is_equal"], found["from_step"]) == (True, step - step % 4 if step > 4 else 0)
     assert step in found["compared_steps"]
@@ -86,7 +95,7 @@ def test_a_step_is_repeated_to_the_bit_and_the_run_is_left_alone(config, tmp_pat
         row.pop("loss")
     assert read == rows
     if case == "ddp":  # in one process, with digests that do not compare
-        one = verb("replay", tmp_path / "run", "--step", step, "--nproc", 1, "--text")
+        one = answer("replay", tmp_path / "run", "--step", step, "--nproc", 1, "--text")
         assert (one["is_equal"], "weights" in one["values"]) == (None, False)
         assert mean_loss(one["rows"]) == pytest.approx(values["loss"][1], rel=1e-6)
         assert [row["documents"] for row in one["rows"]] == [row["documents"] for row in found["rows"]]
@@ -115,7 +124,7 @@ def build(vocab_size, dim, num_layers, *, fault):
 
 
 @pytest.mark.parametrize("fault", ["error", "loss", "gradient"])
-def test_the_row_that_broke_a_run_is_shown(tmp_path, fault):
+def test_the_row_that_broke_a_run_is_shown(tmp_path, answer, verb, fault):
     raises = fault == "error"
     config = write_tiny_config(tmp_path, EXTRA)
     (tmp_path / "sick.py").write_text(SICK)
@@ -133,11 +142,9 @@ def test_the_row_that_broke_a_run_is_shown(tmp_path, fault):
     if not raises:
         events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
         assert [each["replay"].split() for each in events if each["event"] == "non_finite"] == [["train", *command]]
-    untrusted = run(*command, cwd=tmp_path)
+    untrusted = verb(*command, cwd=tmp_path)
     assert (untrusted.returncode, "--trust-code" in untrusted.stderr) == (2, True)
-    done = run(*command, "--trust-code", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = answer(*command, cwd=tmp_path)
     bad = [row for row in found["rows"] if row.get("loss", "nan") == "nan" or (fault in row and fault == "gradient")]
     sick = [each["document"] % 4 == 3 for row in bad for each in row["documents"]]
     assert all(sick) if fault == "loss" else any(sick)
@@ -146,15 +153,15 @@ def test_the_row_that_broke_a_run_is_shown(tmp_path, fault):
         return
     assert found["is_equal"]
     assert found["values"]["loss" if fault == "loss" else "grad_norm"] == ["nan", "nan"]
-    assert f"not finite: the {fault} of" in run(*command, "--trust-code", cwd=tmp_path).stdout
-    beyond = run(*command[:-1], step + 3, "--trust-code", cwd=tmp_path)
+    assert f"not finite: the {fault} of" in verb(*command, "--trust-code", cwd=tmp_path).stdout
+    beyond = verb(*command[:-1], step + 3, "--trust-code", cwd=tmp_path)
     said = f"no such step: it ends after step {step} (step {step}: loss"
     assert (beyond.returncode, said in beyond.stderr) == (1, True)
 
 
-def test_of_a_run_whose_ranks_shared_rows_the_rows_are_whole(config, tmp_path):
+def test_of_a_run_whose_ranks_shared_rows_the_rows_are_whole(config, tmp_path, answer):
     train(config, tmp_path / "run", *SETS, "distributed.context=2", nproc=2)
-    found = verb("replay", tmp_path / "run", "--step", 6)
+    found = answer("replay", tmp_path / "run", "--step", 6)
     now, then = found["values"]["loss"]
     assert (found["ranks"], found["is_equal"]) == (1, None)
     assert mean_loss(found["rows"]) == pytest.approx(now, rel=1e-6)
@@ -162,39 +169,39 @@ def test_of_a_run_whose_ranks_shared_rows_the_rows_are_whole(config, tmp_path):
     assert sum(row["tokens"] for row in found["rows"]) == found["values"]["tokens_in_step"][1]
 
 
-def test_what_cannot_be_repeated_is_refused(tmp_path):
+def test_what_cannot_be_repeated_is_refused(tmp_path, verb):
     config = write_tiny_config(tmp_path, EXTRA)
     train(config, tmp_path / "run", *SETS)
-    done = run("replay", tmp_path / "run", "--step", 6, "--nproc", 3)
+    done = verb("replay", tmp_path / "run", "--step", 6, "--nproc", 3)
     assert (done.returncode, "--nproc 3: the run's data are in 1 shard" in done.stderr) == (2, True)
     train(config, tmp_path / "sparse", "train.steps=8", "metrics.log_interval=8", "checkpoint.every=2")
-    assert "nothing to compare: step 6 was not logged" in run("replay", tmp_path / "sparse", "--step", 6).stdout
-    done = run("replay", tmp_path / "run", "--step", 9)
+    assert "nothing to compare: step 6 was not logged" in verb("replay", tmp_path / "sparse", "--step", 6).stdout
+    done = verb("replay", tmp_path / "run", "--step", 9)
     assert (done.returncode, "has 8 steps, not 9" in done.stderr) == (2, True)
     file = next((tmp_path / "corpus" / "a").glob("*.jsonl"))
     file.write_text(file.read_text().replace("the", "The"))
     for words in (("replay", tmp_path / "run", "--step", 3), ("data", "at", tmp_path / "run", 6)):
-        done = run(*words)
+        done = verb(*words)
         assert (done.returncode, "the data changed" in done.stderr) == (2, True)
         assert "--accept-data-change" not in done.stderr
 
 
-def test_a_resumed_run_is_repeated_with_the_settings_of_each_launch(config, tmp_path):
+def test_a_resumed_run_is_repeated_with_the_settings_of_each_launch(config, tmp_path, answer, verb):
     train(config, tmp_path / "trunk", *SETS, "train.steps=4")
     branch = ("--resume", tmp_path / "trunk" / "checkpoints" / "step_00000004")
     train(config, tmp_path / "run", *SETS, "optimizer.lr=0.002", "checkpoint.every=2", more=branch)
     train(config, tmp_path / "run", *SETS, "train.steps=10", "optimizer.lr=0.003", more=("--resume", "auto"))
     for step, origin in ((6, 4), (9, 8)):  # from the trunk's checkpoint, and from its own
-        found = verb("replay", tmp_path / "run", "--step", step)
+        found = answer("replay", tmp_path / "run", "--step", step)
         assert (found["is_equal"], found["from_step"]) == (True, origin)
     # Later launches changed settings, and no checkpoint is left of the one that trained the step.
     for steps, *sets in ((4,), (8, "optimizer.lr=0.003", "data.source.second.weight=9"), (12, "optimizer.lr=0.004")):
         more = ("--resume", "auto") if sets else ()
         train(config, tmp_path / "pruned", *SETS, f"train.steps={steps}", "checkpoint.keep_last=1", *sets, more=more)
-    found = verb("replay", tmp_path / "pruned", "--step", 3)
+    found = answer("replay", tmp_path / "pruned", "--step", 3)
     assert (found["is_equal"], found["from_step"], found["note"]) == (True, 0, "")
     shutil.rmtree(tmp_path / "trunk")
-    assert "began from a checkpoint of step 4 that is gone" in run("replay", tmp_path / "run", "--step", 5).stderr
+    assert "began from a checkpoint of step 4 that is gone" in verb("replay", tmp_path / "run", "--step", 5).stderr
 
 
 FLIP = """
@@ -210,7 +217,7 @@ class Flip(Extension):
 """
 
 
-def test_bisect_finds_the_step_at_which_runs_part_and_in_what(tmp_path):
+def test_bisect_finds_the_step_at_which_runs_part_and_in_what(tmp_path, answer, verb):
     config = write_tiny_config(tmp_path, EXTRA)
     (tmp_path / "flips.py").write_text(FLIP)
     other = tmp_path / "other"
@@ -235,9 +242,8 @@ def test_bisect_finds_the_step_at_which_runs_part_and_in_what(tmp_path):
         train(path, tmp_path / name, *SETS, "metrics.log_interval=1", *sets, cwd=tmp_path)
 
     def bisect(name: str, *more: str) -> Any:
-        done = run("bisect", tmp_path / "a", tmp_path / name, "--trust-code", "--json", *more, cwd=tmp_path)
-        assert done.returncode == (0 if name == "same" else 3), done.stderr
-        return json.loads(done.stdout)
+        runs = tmp_path / "a", tmp_path / name
+        return answer("bisect", *runs, *more, cwd=tmp_path, code=0 if name == "same" else 3)
 
     same = bisect("same")
     assert (same["first_different_step"], same["data"], same["differs_in"]) == (None, "", ["config"])
@@ -248,7 +254,7 @@ def test_bisect_finds_the_step_at_which_runs_part_and_in_what(tmp_path):
     assert kinds["lr"][:2] == ["config", "weights"]
     assert kinds["seed"][1:3] == ["initial_weights", "batch"]
     assert kinds["order"][1] == "batch"
-    assert "\ninitial weights: they differ" in run("bisect", tmp_path / "a", tmp_path / "seed", "--no-replay").stdout
+    assert "\ninitial weights: they differ" in verb("bisect", tmp_path / "a", tmp_path / "seed", "--no-replay").stdout
     assert kinds["data"][:3] == ["config", "data", "batch"]
     assert "a/stream2.jsonl" in first["data"]["data"]
     assert first["flip"]["first_different_step"] == 5
@@ -256,7 +262,7 @@ def test_bisect_finds_the_step_at_which_runs_part_and_in_what(tmp_path):
     coarse = bisect("flip", "--no-replay")
     assert (coarse["last_equal_step"], coarse["first_different_step"], coarse["is_exact"]) == (3, 6, False)
     step = first["data"]["first_different_step"]
-    reads = [verb("data", "at", tmp_path / name, step, "--text")["rows"] for name in ("a", "data")]
+    reads = [answer("data", "at", tmp_path / name, step, "--text")["rows"] for name in ("a", "data")]
     assert reads[0] != reads[1]
 
 

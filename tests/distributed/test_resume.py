@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.fault_runs import row_differences
+from tests.support.grouped import train
 from tests.support.launched import children
 from tests.support.ranks import Ranks, checkpoint_differences, last_logged, status
-from tests.support.runs import TIMEOUT_SEC, command, environment, losses, overrides, read_rows, train, write_tiny_config
+from tests.support.runs import TIMEOUT_SEC, command, environment, losses, overrides, read_rows, write_tiny_config
 from trainer.metrics.payload_contract import validate_stream
 
 pytestmark = pytest.mark.distributed

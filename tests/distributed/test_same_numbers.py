@@ -9,9 +9,10 @@ import torch
 
 from tests.support.checkpoints import weights
 from tests.support.fault_runs import MEASURED
+from tests.support.grouped import run, train
 from tests.support.in_process import program
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import losses, overrides, read_rows, run, train, write_tiny_config
+from tests.support.runs import losses, overrides, read_rows, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 EXTRA = """

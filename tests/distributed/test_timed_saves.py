@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.support.checkpoints import weights
+from tests.support.grouped import run, train
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import losses, run, train, write_tiny_config
+from tests.support.runs import losses, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 

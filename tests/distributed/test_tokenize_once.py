@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import TIMEOUT_SEC, command, environment, losses, train, write_tiny_config
+from tests.support.grouped import train
+from tests.support.runs import TIMEOUT_SEC, command, environment, losses, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 tokenizers = pytest.importorskip("tokenizers", reason="extra tokenizers")

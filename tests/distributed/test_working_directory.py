@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.support.runs import make_corpus, read_rows, run
+from tests.support.grouped import run
+from tests.support.runs import make_corpus, read_rows
 
 pytestmark = pytest.mark.distributed
 

@@ -28,6 +28,11 @@ class Ended:
 
 def program(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> Ended:
     """Run `train <arguments>`; to train, there is `train_here`."""
+    return Ended(exit_code(arguments), *capsys.readouterr())
+
+
+def exit_code(arguments: Sequence[object]) -> int:
+    """Run `train <arguments>`; what it prints goes where this process prints."""
     before, sys.argv = sys.argv, ["train", *map(str, arguments)]
     code: object = None
     try:
@@ -37,7 +42,7 @@ def program(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> 
     finally:
         sys.argv = before
     assert isinstance(code, int), code
-    return Ended(code, *capsys.readouterr())
+    return code
 
 
 def train_here(config: Path, run_dir: Path, *sets: str, code: int = 0) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,17 +180,26 @@ def overrides(*sets: str) -> list[str]:
     return [word for each in sets for word in ("--set", each)]
 
 
-def train(config: Path, run_dir: Path, *sets: str, more: tuple[object, ...] = (), code: int = 0, **options: Any) -> str:
+def train(
+    config: Path,
+    run_dir: Path,
+    *sets: str,
+    more: tuple[object, ...] = (),
+    code: int = 0,
+    by: Callable[..., subprocess.CompletedProcess[str]] = run,
+    **options: Any,
+) -> str:
     """Train into `run_dir`; returns stderr.
 
     Args:
         sets: overrides of the config.
         more: further words of the command line.
         code: how it must end.
-        options: of `run`.
+        by: what runs the program, as `run` does.
+        options: of `by`.
     """
     line = ("--config", config, "--run-dir", run_dir, "--stdout", "off", *overrides(*sets), *more)
-    done = run(*line, **options)
+    done = by(*line, **options)
     assert done.returncode == code, done.stderr[-3000:]
     return done.stderr
 

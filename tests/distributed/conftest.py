@@ -1,0 +1,5 @@
+"""Fixtures of these tests."""
+
+from tests.support.grouped import verb
+
+__all__ = ["verb"]
