@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,40 @@ def run_loop(name: str, out: Path, *arguments: object, **options: object):
     return run_example(f"loops/{name}.py", "--out", out, *arguments, cwd=out, **options)
 
 
+# Runs of one loop after another, each with as many examples in an epoch as it says (0: as many as there are).
+SEVERAL = """
+import task
+whole = task.Counting.__len__
+for out, steps, rows in {runs}:
+    task.Counting.__len__ = (lambda self: rows) if rows else whole
+    sys.argv[1:] = ["--out", out, "--steps", str(steps)]
+    runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@cache
+def finished(name: str, folder: Path) -> Path:
+    """A directory with the records of a loop's runs, all of one process, for each start imports a framework."""
+    out = folder / name
+    out.mkdir()
+    ends_its_epochs = name != "plain_pytorch"
+    runs = [(str(out / which), *each) for which, each in RUNS.items() if ends_its_epochs or which == "whole"]
+    prelude = SEVERAL.format(runs=runs, script=str(LOOPS / f"{name}.py")) + "sys.exit()"
+    done = run_example(f"loops/{name}.py", cwd=out, prelude=prelude)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+# Steps, and rows in an epoch: all of them; two whole windows of 4 micro-batches, and 2 micro-batches that are left for the
+# third step; and 28 rows that are left for the second step, which is the last of the run.
+RUNS = {"whole": (22, 0), "short window": (3, 80), "short micro-batch": (2, 60)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("loops")
+
+
 def numbers(out: Path) -> dict[int, dict[str, float]]:
     """Step -> everything that does not depend on the clock."""
     rows = read_rows(out / "metrics.jsonl")
@@ -55,20 +90,15 @@ def numbers(out: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> dict[int, dict[str, float]]:
+def plain(folder) -> dict[int, dict[str, float]]:
     """What the plain loop measures."""
-    out = tmp_path_factory.mktemp("plain")
-    done = run_loop("plain_pytorch", out, "--steps", 22)
-    assert done.returncode == 0, done.stderr
-    return numbers(out)
+    return numbers(finished("plain_pytorch", folder) / "whole")
 
 
 @each(OWN_STEP, *OWN_STEP)
-def test_every_framework_measures_what_the_plain_loop_does(name, plain, tmp_path):
+def test_every_framework_measures_what_the_plain_loop_does(name, plain, folder):
     """Same model, data and optimizer: loss, gradient norm, noise scale and its bounds are those of the plain loop."""
-    done = run_loop(name, tmp_path, "--steps", 22)
-    assert done.returncode == 0, done.stderr
-    found = numbers(tmp_path)
+    found = numbers(finished(name, folder) / "whole")
     assert found.keys() == plain.keys() == {1, 10, 20, 22}  # the last step is in the record
     for step, row in plain.items():
         assert found[step].keys() == row.keys()
@@ -76,29 +106,18 @@ def test_every_framework_measures_what_the_plain_loop_does(name, plain, tmp_path
     assert plain[20]["gns/b_simple_low"] > 0
 
 
-def with_rows(count: int) -> str:
-    """A prelude that leaves so many examples in an epoch."""
-    return f"import task\ntask.Counting.__len__ = lambda self: {count}"
-
-
-@each(OWN_STEP, "with_lightning")
-def test_a_short_window_at_the_end_of_an_epoch_is_left_out(name, tmp_path):
-    """Two whole windows of 4 micro-batches, and 2 micro-batches that are left for the third step."""
-    done = run_loop(name, tmp_path, "--steps", 3, prelude=with_rows(80))
-    assert done.returncode == 0, done.stderr
-    last = numbers(tmp_path)[3]
+@each(OWN_STEP, *OWN_STEP)
+def test_a_short_window_at_the_end_of_an_epoch_is_left_out(name, folder):
+    last = numbers(finished(name, folder) / "short window")[3]
     assert last["tokens_in_step"] == 16 * 15
     assert last["gns/b_big"] == 32  # of the last whole window
     assert last["gns/skipped"] == 0
     assert last["loss"] == pytest.approx(last["smoothed/loss"], rel=0.2)  # its own mean, not a sum over 4
 
 
-@each(WRAPPED, "with_accelerate")
-def test_an_epoch_s_last_micro_batch_counts_the_rows_it_has(name, tmp_path):
-    """60 rows in micro-batches of 8 and windows of 4: the second step, which is the last of the run, has 28 rows."""
-    done = run_loop(name, tmp_path, "--steps", 2, prelude=with_rows(60))
-    assert done.returncode == 0, done.stderr
-    found = numbers(tmp_path)
+@each(WRAPPED, *OWN_STEP)
+def test_an_epoch_s_last_micro_batch_counts_the_rows_it_has(name, folder):
+    found = numbers(finished(name, folder) / "short micro-batch")
     assert {step: row["tokens_in_step"] for step, row in found.items()} == {1: 32 * 15, 2: 28 * 15}
     assert found[2]["tokens_seen"] == 60 * 15
     # 1 / sum(factor^2 / rows); the Trainer's factors on a shorter micro-batch are others, and the window is not measured.
