@@ -45,14 +45,15 @@ SETS = (
     "metrics.per_source=true",
 )
 DELTA = "model.args={family='gated_delta', heads=2}"
-ENDING = ("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin", "data.mixing.batch_size=4")
+ENDING = ("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin")
+LARGE = ("data.mixing.batch_size=8", "data.mixing.batch_size_by_modality={}")  # soon at the end
 # The ranks without groups, and the sizes of groups.
 CASES: Mapping[str, tuple[tuple[str, ...], int, tuple[int, ...]]] = {
     "rglru": (("data.pack=true", "train.activation_checkpointing=block"), 1, (2, 4)),
     "gated_delta": ((DELTA, "data.pack=true", "train.micro_batches=3"), 1, (2,)),
     "two groups": ((DELTA, "distributed.shards=4", "objective.chunk_tokens=7", "train.micro_batches=1"), 2, (2,)),
     "without noise scale": (("gns.enabled=false", "ledger.start=carried", "ledger.start_share=0.5"), 2, (2,)),
-    "exhausted": ((*ENDING, "train.micro_batches=8", "train.steps=99"), 1, (2,)),
+    "exhausted": ((*ENDING, *LARGE, "train.micro_batches=8", "train.steps=99"), 1, (2,)),
 }
 
 

@@ -43,7 +43,10 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "packed": ("data.pack=true", "ledger.start=carried", "data.mixing.batching_mode=device_per_stream"),
     "exchange": ("ledger.ownership=exchange", "ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=2"),
     "growing": ("train.micro_batches={schedule='step', points={0=1, 4=2}}",),
-    "exhausted": ("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin", "train.steps=400"),
+    "exhausted": (
+        *("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin", "train.steps=400"),
+        *("data.mixing.batch_size=8", "data.mixing.batch_size_by_modality={}"),  # so that it is soon at the end
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.test_data_shards import EXTRA as EVERY_FOURTH
-from tests.support.grouped import Verb, train
+from tests.support.grouped import train
 from tests.support.runs import ROOT, write_tiny_config
 from tests.support.runs import run as launched
 
@@ -43,7 +43,7 @@ def config(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def answer(verb: Verb) -> Callable[..., Any]:
+def answer(verb: Callable[..., Any]) -> Callable[..., Any]:
     """Gives what a verb prints as JSON."""
 
     def ask(*words: object, cwd: Path = ROOT, by: Callable[..., Any] = verb, code: int = 0) -> Any:

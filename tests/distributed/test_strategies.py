@@ -36,21 +36,21 @@ STRATEGIES = {
 WHOLE = 'distributed.accumulate="whole"'
 EVERYTHING = """
 [eval]
-every = 3
+every = 5
 batches = 3
 holdout_fraction = 0.2
 
 [sample]
-every = 3
+every = 5
 tokens = 10
 
 [checkpoint]
-every = 3
+every = 5
 """
 FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
 QUIET = ("eval.every=0", "sample.every=0", "checkpoint.every=0")
 SETTINGS = (
-    "ledger.probe_every=3",
+    "ledger.probe_every=5",
     "model.num_layers=3",
     "optimizer.lr=2e-3",
     'scheduler.name="constant"',
@@ -97,16 +97,16 @@ def config(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(config) -> dict[str, Path]:
-    """Six steps of four ranks each, that evaluate, sample, probe and save."""
+    """Ten steps of four ranks each, that evaluate, sample, probe and save."""
     return {
-        name: start(config, config.parent / name, WHOLE, *sets, steps=6, nproc=4) for name, sets in STRATEGIES.items()
+        name: start(config, config.parent / name, WHOLE, *sets, steps=10, nproc=4) for name, sets in STRATEGIES.items()
     }
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_every_number_is_that_of_ddp(runs, strategy):
     assert unequal(runs["ddp"], runs[strategy]) == []
-    assert read_rows(runs[strategy] / "metrics.jsonl")["train", 6]["gns/consistency"] > 0
+    assert read_rows(runs[strategy] / "metrics.jsonl")["train", 10]["gns/consistency"] > 0
 
 
 def test_samples_are_the_same(runs):
@@ -153,27 +153,27 @@ def held_after(rank: int, world: int, config: str, saved: dict[str, str]) -> lis
 
 
 def test_each_checkpoint_is_restored_bit_for_bit_under_each_strategy(config, runs):
-    saved = {name: str(path / "checkpoints/step_00000006") for name, path in runs.items()}
+    saved = {name: str(path / "checkpoints/step_00000010") for name, path in runs.items()}
     found = run_on_ranks(held_after, 4, str(config), saved, torch_keeps_group=True)
     assert [line for each in found for line in each] == []
 
 
 def test_a_run_goes_on_bit_for_bit(config, runs, tmp_path):
-    middle = runs["fsdp"] / "checkpoints/step_00000003"
-    path = start(config, tmp_path / "run", WHOLE, *STRATEGIES["fsdp"], steps=6, nproc=4, more=("--resume", middle))
+    middle = runs["fsdp"] / "checkpoints/step_00000005"
+    path = start(config, tmp_path / "run", WHOLE, *STRATEGIES["fsdp"], steps=10, nproc=4, more=("--resume", middle))
     whole, again = losses(runs["fsdp"] / "metrics.jsonl"), losses(path / "metrics.jsonl")
-    assert again == {step: loss for step, loss in whole.items() if step > 3}
-    name = "checkpoints/step_00000006"
+    assert again == {step: loss for step, loss in whole.items() if step > 5}
+    name = "checkpoints/step_00000010"
     assert checkpoint_differences(runs["fsdp"] / name, path / name) == []
 
 
 def test_shards_of_four_ranks_go_on_whole_on_two(config, runs, tmp_path):
     """The weights are those of the checkpoint, and every document is read once: the ledger misses no state."""
-    saved = runs["fsdp"] / "checkpoints/step_00000006"
-    path = start(config, tmp_path / "run", "ledger.capacity=64", steps=9, more=("--resume", saved))
+    saved = runs["fsdp"] / "checkpoints/step_00000010"
+    path = start(config, tmp_path / "run", "ledger.capacity=64", steps=13, more=("--resume", saved))
     rows = read_rows(path / "metrics.jsonl")
-    assert [rows["train", step]["ledger/cold_starts"] for step in (7, 8, 9)] == [0] * 3
-    assert rows["train", 7]["loss"] < 1.5 * read_rows(runs["fsdp"] / "metrics.jsonl")["train", 6]["loss"]
+    assert [rows["train", step]["ledger/cold_starts"] for step in (11, 12, 13)] == [0] * 3
+    assert rows["train", 11]["loss"] < 1.5 * read_rows(runs["fsdp"] / "metrics.jsonl")["train", 10]["loss"]
 
 
 def test_shards_are_exported_whole_and_another_run_begins_with_them(config, runs, tmp_path):
@@ -213,24 +213,24 @@ def test_muon_steps_the_same(config, tmp_path):
     ids=lambda sets: sets[0],
 )
 def test_what_a_step_can_do_it_does_on_shards(config, tmp_path, sets):
-    paths = ddp_and_fsdp(config, tmp_path, WHOLE, *sets, steps=3)
+    paths = ddp_and_fsdp(config, tmp_path, WHOLE, *sets, steps=5)
     # Of a model that runs more than once before a backward, FSDP keeps the sum where no hook sees it: absent, not wrong.
     runs_again = {"train.tbptt_cells=2", "ledger.burn_in=4"} & set(sets)
     assert unequal(*paths, but=("gns/consistency",) if runs_again else ()) == []
 
 
 def test_gradients_that_are_averaged_in_every_micro_batch_are_the_same(config, runs, tmp_path):
-    path = start(config, tmp_path / "run", *STRATEGIES["fsdp"], steps=3, nproc=4)
+    path = start(config, tmp_path / "run", *STRATEGIES["fsdp"], steps=5, nproc=4)
     expected, found = (read_rows(each / "metrics.jsonl") for each in (runs["ddp"], path))
     for at, row in found.items():
         assert math.isclose(row.get("loss", 0.0), expected[at].get("loss", 0.0), rel_tol=1e-6)
-    one, other = expected["train", 3], found["train", 3]
+    one, other = expected["train", 5], found["train", 5]
     assert math.isclose(one["gns/tr_sigma"], other["gns/tr_sigma"], rel_tol=1e-6)
     assert "gns/consistency" not in other  # no rank has a sum of its own: absent, not wrong
 
 
 def test_bf16_parameters_train_as_autocast_does(config, tmp_path):
-    paths = ddp_and_fsdp(config, tmp_path, "train.precision=bf16", "objective.chunk_tokens=8", steps=3)
+    paths = ddp_and_fsdp(config, tmp_path, "train.precision=bf16", "objective.chunk_tokens=8", steps=5)
     one, other = (losses(path / "metrics.jsonl") for path in paths)
     assert all(math.isclose(one[step], other[step], rel_tol=5e-3) for step in one), (one, other)
     assert {value.dtype for value in weights(paths[1]).values()} == {torch.float32}
@@ -238,14 +238,14 @@ def test_bf16_parameters_train_as_autocast_does(config, tmp_path):
 
 def test_a_stop_of_one_rank_ends_an_evaluation_of_shards_on_all(config, tmp_path):
     words = overrides(*SETTINGS, *STRATEGIES["fsdp"], *FAULTY, "ledger.probe_every=0")
-    arguments = ("--config", config, "--run-dir", tmp_path / "run", "--steps", 5, *words)
+    arguments = ("--config", config, "--run-dir", tmp_path / "run", "--steps", 6, *words)
     # The first forward without training is that which looks for blocks that are not called.
     fault = {"what": "signal", "rank": 1, "mode": "eval", "step": 1, "micro": 1}
     with Ranks(arguments, logs=tmp_path / "logs", fault=fault) as ranks:
         assert ranks.wait() == [0, 0], ranks.said()
-    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["last_step"]) == ("stopped", 3)
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["last_step"]) == ("stopped", 5)
     assert run(*arguments, "--resume", "auto", nproc=2, extra={"PYTHONPATH": str(ROOT)}).returncode == 0
-    assert ("eval", 3) in read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert ("eval", 5) in read_rows(tmp_path / "run" / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(
