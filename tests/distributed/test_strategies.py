@@ -37,12 +37,12 @@ WHOLE = 'distributed.accumulate="whole"'
 EVERYTHING = """
 [eval]
 every = 5
-batches = 3
+batches = 2
 holdout_fraction = 0.2
 
 [sample]
 every = 5
-tokens = 10
+tokens = 4
 
 [checkpoint]
 every = 5

@@ -45,33 +45,30 @@ def run_loop(name: str, out: Path, *arguments: object, **options: object):
     return run_example(f"loops/{name}.py", "--out", out, *arguments, cwd=out, **options)
 
 
-# Runs of one loop after another, each with as many examples in an epoch as it says (0: as many as there are).
-SEVERAL = """
+# Steps, and rows in an epoch: 0, as many as there are; two whole windows of 4 micro-batches, and 2 micro-batches that are left
+# for the third step; and 28 rows that are left for the second step, which is the last of the run.
+RUNS = {"whole": (22, 0), "short window": (3, 80), "short micro-batch": (2, 60)}
+ALL_OF_THEM = """
 import task
 whole = task.Counting.__len__
-for out, steps, rows in {runs}:
+for name, (steps, rows) in {runs}.items():
     task.Counting.__len__ = (lambda self: rows) if rows else whole
-    sys.argv[1:] = ["--out", out, "--steps", str(steps)]
+    sys.argv[1:] = ["--out", name, "--steps", str(steps)]
     runpy.run_path({script!r}, run_name="__main__")
+sys.exit()
 """
 
 
 @cache
 def finished(name: str, folder: Path) -> Path:
-    """A directory with the records of a loop's runs, all of one process, for each start imports a framework."""
+    """A directory with the records of a loop's runs, all of one process: each start imports a framework."""
     out = folder / name
     out.mkdir()
-    ends_its_epochs = name != "plain_pytorch"
-    runs = [(str(out / which), *each) for which, each in RUNS.items() if ends_its_epochs or which == "whole"]
-    prelude = SEVERAL.format(runs=runs, script=str(LOOPS / f"{name}.py")) + "sys.exit()"
+    runs = {"whole": RUNS["whole"]} if name == "plain_pytorch" else RUNS  # it does not come to the end of an epoch
+    prelude = ALL_OF_THEM.format(runs=runs, script=str(LOOPS / f"{name}.py"))
     done = run_example(f"loops/{name}.py", cwd=out, prelude=prelude)
     assert done.returncode == 0, done.stderr
     return out
-
-
-# Steps, and rows in an epoch: all of them; two whole windows of 4 micro-batches, and 2 micro-batches that are left for the
-# third step; and 28 rows that are left for the second step, which is the last of the run.
-RUNS = {"whole": (22, 0), "short window": (3, 80), "short micro-batch": (2, 60)}
 
 
 @pytest.fixture(scope="module")
