@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import runs
+from tests.support import grouped
 from tests.support.fault_runs import rows_of as rows
 from tests.support.runs import make_corpus, read_rows, write_tiny_config
 from trainer.extensions.carry_probe import SAMPLED_KEYS, SHARE_KEY
@@ -22,7 +22,7 @@ Row = dict[str, float]
 def train(directory: Path, name: str, *sets: str, nproc: int | None = 2, steps: int = 12) -> Path:
     """A tiny run of two ranks; returns its directory."""
     words = (f"train.steps={steps}", "checkpoint.every=6", *sets)
-    said = runs.train(write_tiny_config(directory), directory / name, *words, nproc=nproc, cwd=directory)
+    said = grouped.train(write_tiny_config(directory), directory / name, *words, nproc=nproc, cwd=directory)
     (directory / name / "stderr").write_text(said)
     return directory / name
 

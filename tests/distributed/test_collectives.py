@@ -17,28 +17,29 @@ UNITS = BLOCKS + 1  # with what is in no block: embedding, last norm, output lay
 MATRICES = 8 * BLOCKS  # of the reference model
 
 # The config names this module's builder. Every forward leaves a mark, so that the collectives can be told apart by step. The
-# mark is a hook, which stays when the model is sharded; the first one starts the profiler. Names are those of what torch is
-# asked for: gloo carries a reduce-scatter out as an all-reduce.
+# mark is a hook, which stays when the model is sharded; the first starts the profiler, the last ends it. Names are
+# of what torch is asked for: gloo carries a reduce-scatter out as an all-reduce.
 MODULE = """
-import atexit, json, os
+import json, os
 from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, record_function
 from trainer.model import build as build_reference
 
 profiler = profile(activities=[ProfilerActivity.CPU])
 
-is_recording = False
+num_forwards = 0
 
 def mark(module, inputs):
-    global is_recording
+    global num_forwards
     if not module.training:
         return
-    if not is_recording:
-        is_recording = True
+    num_forwards += 1
+    if num_forwards == 1:
         profiler.start()
-        atexit.register(report)
     with record_function("a forward"):
         pass
+    if num_forwards == int(os.environ["LAST_FORWARD"]):
+        report()
 
 def report():
     profiler.stop()
@@ -75,7 +76,8 @@ def count(folder: Path, world_size: int, *sets: str) -> list[list[Counter[str]]]
     text = config.read_text(encoding="utf-8").replace("[model]", '[model]\ntarget = "profiled:build"\ncontract = false')
     config.write_text(text.replace("log_interval = 1", f"log_interval = {LOG_INTERVAL}"), encoding="utf-8")
     words = [word for each in (f"model.num_layers={BLOCKS}", *sets) for word in ("--set", each)]
-    done = run("--config", config, "--steps", STEPS, *words, nproc=world_size, extra={"PYTHONPATH": str(folder)})
+    extra = {"PYTHONPATH": str(folder), "LAST_FORWARD": str(STEPS * MICRO_BATCHES)}
+    done = run("--config", config, "--steps", STEPS, *words, nproc=world_size, extra=extra)
     assert done.returncode == 0, done.stderr
     found = [collectives_by_step(json.loads((folder / f"names{rank}").read_text())) for rank in range(world_size)]
     assert {len(steps) for steps in found} == {STEPS}

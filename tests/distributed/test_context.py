@@ -36,7 +36,7 @@ holdout_fraction = 0.2
 every = 4
 """
 SETS = (
-    "train.steps=8",
+    "train.steps=5",
     "ledger.probe_every=0",
     "data.seq_len=19",  # parts of 4 and 5
     "data.mixing.batch_size=2",
@@ -45,14 +45,15 @@ SETS = (
     "metrics.per_source=true",
 )
 DELTA = "model.args={family='gated_delta', heads=2}"
-ENDING = ("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin", "data.mixing.batch_size=4")
+ENDING = ("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin")
+LARGE = ("data.mixing.batch_size=8", "data.mixing.batch_size_by_modality={}")  # soon at the end
 # The ranks without groups, and the sizes of groups.
 CASES: Mapping[str, tuple[tuple[str, ...], int, tuple[int, ...]]] = {
     "rglru": (("data.pack=true", "train.activation_checkpointing=block"), 1, (2, 4)),
     "gated_delta": ((DELTA, "data.pack=true", "train.micro_batches=3"), 1, (2,)),
     "two groups": ((DELTA, "distributed.shards=4", "objective.chunk_tokens=7", "train.micro_batches=1"), 2, (2,)),
     "without noise scale": (("gns.enabled=false", "ledger.start=carried", "ledger.start_share=0.5"), 2, (2,)),
-    "exhausted": ((*ENDING, "train.micro_batches=8", "train.steps=99"), 1, (2,)),
+    "exhausted": ((*ENDING, *LARGE, "train.micro_batches=8", "train.steps=99"), 1, (2,)),
 }
 
 
@@ -89,7 +90,7 @@ def test_a_row_of_several_cells_is_shared_as_one(config, tmp_path):
 
 def test_a_skipped_step_and_a_resume_with_other_groups_change_nothing(config, tmp_path):
     spoiled = "model.args={bad_forward=5}"
-    sets = (*SETS, spoiled, "train.on_non_finite=skip", "metrics.log_interval=3")
+    sets = (*SETS, spoiled, "train.steps=8", "train.on_non_finite=skip", "metrics.log_interval=3")
     train(config, tmp_path / "1", *sets)
     train(config, tmp_path / "2", *sets, "distributed.context=2", nproc=2)
     assert differences(tmp_path / "1", tmp_path / "2") == []

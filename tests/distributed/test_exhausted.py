@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.grouped import run
+from tests.support.grouped import run, train
 from tests.support.ranks import status
 from tests.support.runs import losses, read_rows, write_tiny_config
 from trainer.tools.runs.load import load_run
@@ -14,7 +14,7 @@ from trainer.tools.runs.load import load_run
 pytestmark = pytest.mark.distributed
 
 MASKED = "stream_mixing/masked_share"
-ENDLESS = ("--steps", "9999", "--set", "data.mixing.repeat=false")
+ENDLESS = ("train.steps=9999", "data.mixing.repeat=false")
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +27,15 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, Path]:
         (corpus / f"{name}.txt").write_text("abcdefghij" * (characters // 10), encoding="utf-8")
     config = write_tiny_config(directory, "[checkpoint]\nevery = 1\nkeep_last = 99\n")
     source = f'data.source=[{{name="only",layout="nested",root="{directory / "corpus"}"}}]'
-    text = ("--set", source, "--set", "data.mixing.batching_mode=device_per_stream", "--set", "data.max_group_cells=64")
-    text = (*text, "--set", "train.micro_batches=1", "--set", "data.mixing.batch_size_by_modality={}")
-    result = run("--config", config, "--run-dir", directory / "run", *text, *ENDLESS, nproc=2)
-    assert result.returncode == 0, result.stderr
+    sets = ("data.mixing.batching_mode=device_per_stream", "data.max_group_cells=64", "train.micro_batches=1")
+    train(config, directory / "run", source, *sets, "data.mixing.batch_size_by_modality={}", *ENDLESS, nproc=2)
     return directory / "run" / "config.resolved.toml", directory / "run"
 
 
-def resumed(whole: tuple[Path, Path], run_dir: Path, step: int, *more: object) -> str:
+def resumed(whole: tuple[Path, Path], run_dir: Path, step: int, *sets: str) -> str:
     config, before = whole
-    checkpoint = before / "checkpoints" / f"step_{step:08d}"
-    result = run("--config", config, "--run-dir", run_dir, "--resume", checkpoint, *ENDLESS, *more, nproc=2)
-    assert result.returncode == 0, result.stderr
-    return result.stderr
+    more = ("--resume", before / "checkpoints" / f"step_{step:08d}")
+    return train(config, run_dir, *ENDLESS, *sets, more=more, nproc=2)
 
 
 def test_a_rank_that_had_read_everything_at_the_checkpoint_continues_masked(uninterrupted, tmp_path):
@@ -61,7 +57,7 @@ def test_a_run_that_had_read_everything_ends_as_it_did_or_continues_with_another
     resumed(uninterrupted, tmp_path / "run", last)
     found = status(tmp_path / "run")
     assert (found["state"], found["reason"], found["last_step"]) == ("done", "data exhausted", last)
-    resumed(uninterrupted, tmp_path / "more", last, "--set", "data.mixing.repeat=true", "--steps", last + 4)
+    resumed(uninterrupted, tmp_path / "more", last, "data.mixing.repeat=true", f"train.steps={last + 4}")
     assert sorted(losses(tmp_path / "more" / "metrics.jsonl")) == list(range(last + 1, last + 5))
 
 
@@ -73,8 +69,7 @@ def test_a_source_that_ends_is_an_event_with_its_step_and_a_finding(tmp_path):
     once = text.replace('modalities = ["b"]', 'modalities = ["b"]\nweight = 5.0\nmixing = { repeat = false }')
     assert once != text
     config.write_text(once)
-    ended = run("--config", config, "--run-dir", tmp_path / "run", "--steps", "120")
-    assert ended.returncode == 0, ended.stderr
+    train(config, tmp_path / "run", "train.steps=120")
     (event,) = [each for each in load_run(tmp_path / "run").events if each["event"] == "source_ended"]
     assert event["sources"] == ["second"]
     counts = {

@@ -6,12 +6,15 @@ import json
 import os
 import re
 import signal
+from contextlib import ExitStack
 
 import pytest
 
+from tests.support.grouped import run
 from tests.support.launched import Launched
 from tests.support.ranks import Ranks, status
-from tests.support.runs import ROOT, TIMEOUT_SEC, run, write_tiny_config
+from tests.support.runs import ROOT, TIMEOUT_SEC, write_tiny_config
+from tests.support.runs import run as run_forked
 from trainer.tools.verbs.records import entry_of
 
 pytestmark = pytest.mark.distributed
@@ -23,11 +26,11 @@ WORDS = {
 }
 
 
-def run_with(fault, tmp_path, *more):
+def run_with(fault, tmp_path, *more, by=run):
     config = write_tiny_config(tmp_path)
     arguments = ["--config", config, "--run-dir", tmp_path / "run", "--steps", 10, "--stdout", "off", *FAULTY, *more]
     extra = {"FAULT": json.dumps({"step": 7, **fault}), "PYTHONPATH": str(ROOT)}
-    return run(*arguments, extra=extra)
+    return by(*arguments, extra=extra)
 
 
 @pytest.mark.parametrize("what", WORDS)
@@ -54,7 +57,7 @@ def test_the_launcher_says_which_rank_was_killed_before_the_run_began(tmp_path):
         "import os\n\ndef build(vocab_size, dim, num_layers):\n    os.kill(os.getpid(), 9)\n"
     )
     arguments = ["--config", write_tiny_config(tmp_path), "--set", "model.target=own:build"]
-    ended = run("--nproc", 2, *arguments, extra={"PYTHONPATH": str(tmp_path)})
+    ended = run_forked("--nproc", 2, *arguments, extra={"PYTHONPATH": str(tmp_path)})
     assert ended.returncode == 1, ended.stderr
     assert re.search(
         r"^train: rank [01] was ended by SIGKILL, perhaps for want of memory$", ended.stderr, re.MULTILINE
@@ -63,7 +66,8 @@ def test_the_launcher_says_which_rank_was_killed_before_the_run_began(tmp_path):
 
 def test_a_resume_says_that_the_process_before_it_was_killed_and_the_record_does_too(tmp_path):
     saves, run_dir = ("--set", "checkpoint.every=4"), tmp_path / "run"
-    assert run_with({"what": "signal", "name": "SIGKILL"}, tmp_path, *saves).returncode == -signal.SIGKILL
+    kill = {"what": "signal", "name": "SIGKILL"}
+    assert run_with(kill, tmp_path, *saves, by=run_forked).returncode == -signal.SIGKILL
     killed = status(run_dir)
     assert killed["state"] == "running"
     reason = (
@@ -133,16 +137,17 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_the_others_end_in_time_and_say_why_in_one_line(tmp_path, moment):
-    arguments = ("--config", write_tiny_config(tmp_path), "--run-dir", tmp_path / "run")
-    with Ranks(
-        (*arguments, "--set", f"distributed.timeout_sec={START_TIMEOUT_SEC}"),
-        logs=tmp_path / "logs",
-        extra={"KILL_AT": MOMENTS[moment]},
-    ) as ranks:
-        codes = ranks.wait(START_TIMEOUT_SEC + 60)
-        said = ranks.said(1)
-    assert codes == [-signal.SIGKILL, 1], said
-    assert "Traceback" not in said
-    assert len([line for line in said.splitlines() if "rank 1: another rank has ended or does not answer" in line]) == 1
+def test_the_others_end_in_time_and_say_why_in_one_line(tmp_path):
+    arguments = ("--config", write_tiny_config(tmp_path), "--set", f"distributed.timeout_sec={START_TIMEOUT_SEC}")
+    groups: dict[str, Ranks] = {}
+    with ExitStack() as stack:  # all of them at once: each waits for its time to pass
+        for moment, function in MOMENTS.items():
+            line = (*arguments, "--run-dir", tmp_path / moment / "run")
+            ranks = Ranks(line, logs=tmp_path / moment, extra={"KILL_AT": function})
+            groups[moment] = stack.enter_context(ranks)
+        for moment, ranks in groups.items():
+            codes, said = ranks.wait(START_TIMEOUT_SEC + 60), ranks.said(1)
+            assert codes == [-signal.SIGKILL, 1], (moment, said)
+            assert "Traceback" not in said, moment
+            lines = [each for each in said.splitlines() if "rank 1: another rank has ended or does not answer" in each]
+            assert len(lines) == 1, (moment, said)

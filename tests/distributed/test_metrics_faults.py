@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.grouped import train
-from tests.support.runs import read_rows, write_tiny_config
+from tests.support.runs import read_rows, train, write_tiny_config
 from trainer.data.tokenizer import BytesTokenizer
 
 pytestmark = pytest.mark.distributed

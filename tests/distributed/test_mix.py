@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.grouped import run, train
+from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.late import events
 from tests.support.ranks import Ranks, checkpoint_differences, last_logged
@@ -56,7 +56,7 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_change_holds_from_its_step_on_and_every_resume_repeats_it(tmp_path, case):
+def test_a_change_holds_from_its_step_on_and_every_resume_repeats_it(tmp_path, verb, case):
     nproc, more = CASES[case]
     config, whole = write_tiny_config(tmp_path, "[checkpoint]\nkeep_last = 99\n"), tmp_path / "whole"
     asks = f'extension=[{{target="tests.distributed.test_mix:Asks", args={{at={ASKS}}}}}]'
@@ -83,9 +83,9 @@ def test_a_change_holds_from_its_step_on_and_every_resume_repeats_it(tmp_path, c
     for saved in (early / "checkpoints").glob("step_*"):
         if saved.name > "step_00000003":
             shutil.rmtree(saved)
-    done = run("replay", early, "--step", off + 1, "--trust-code", "--json", cwd=ROOT)
+    done = verb("replay", early, "--step", off + 1, "--trust-code", "--json", cwd=ROOT)
     assert json.loads(done.stdout)["is_equal"], done.stdout[-2000:]
-    found = json.loads(run("data", "at", early, off + 1, "--trust-code", "--json", cwd=ROOT).stdout)["rows"]
+    found = json.loads(verb("data", "at", early, off + 1, "--trust-code", "--json", cwd=ROOT).stdout)["rows"]
     places = ("shard", "micro_batch", "row", "source", "documents")
     assert [[row[key] for key in places] for row in found] == [
         [row[key] for key in places] for row in json.loads(done.stdout)["rows"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.test_data_shards import EXTRA as EVERY_FOURTH
-from tests.support.grouped import Verb, train
+from tests.support.grouped import train
 from tests.support.runs import ROOT, write_tiny_config
 from tests.support.runs import run as launched
 
@@ -42,16 +42,11 @@ def config(tmp_path_factory) -> Path:
     return write_tiny_config(tmp_path_factory.mktemp("replay"), EXTRA)
 
 
-@pytest.fixture
-def answer(verb: Verb) -> Callable[..., Any]:
-    """Gives what a verb prints as JSON."""
-
-    def ask(*words: object, cwd: Path = ROOT, by: Callable[..., Any] = verb, code: int = 0) -> Any:
-        done = by(*words, "--trust-code", "--json", cwd=cwd)
-        assert done.returncode == code, done.stderr[-2000:]
-        return json.loads(done.stdout)
-
-    return ask
+def answer(by: Callable[..., Any], *words: object, cwd: Path = ROOT, code: int = 0) -> Any:
+    """What a verb prints as JSON."""
+    done = by(*words, "--trust-code", "--json", cwd=cwd)
+    assert done.returncode == code, done.stderr[-2000:]
+    return json.loads(done.stdout)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -69,14 +64,14 @@ def corpus_text(corpus: Path, row: Mapping[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_repeated_to_the_bit_and_the_run_is_left_alone(config, tmp_path, answer, verb, case):
+def test_a_step_is_repeated_to_the_bit_and_the_run_is_left_alone(config, tmp_path, verb, case):
     ranks, step, sets = CASES[case]
     train(config, tmp_path / "run", *SETS, *sets, nproc=ranks)
     before = contents(tmp_path)
     # In processes of its own, which it starts itself, once.
     by = launched if case == "ddp" else verb
-    found = answer("replay", tmp_path / "run", "--step", step, "--text", by=by)
-    read = answer("data", "at", tmp_path / "run", step, "--text")["rows"]
+    found = answer(by, "replay", tmp_path / "run", "--step", step, "--text")
+    read = answer(verb, "data", "at", tmp_path / "run", step, "--text")["rows"]
     assert contents(tmp_path) == before
     assert (found["is_equal"], found["from_step"]) == (True, step - step % 4 if step > 4 else 0)
     assert step in found["compared_steps"]
@@ -95,7 +90,7 @@ def test_a_step_is_repeated_to_the_bit_and_the_run_is_left_alone(config, tmp_pat
         row.pop("loss")
     assert read == rows
     if case == "ddp":  # in one process, with digests that do not compare
-        one = answer("replay", tmp_path / "run", "--step", step, "--nproc", 1, "--text")
+        one = answer(verb, "replay", tmp_path / "run", "--step", step, "--nproc", 1, "--text")
         assert (one["is_equal"], "weights" in one["values"]) == (None, False)
         assert mean_loss(one["rows"]) == pytest.approx(values["loss"][1], rel=1e-6)
         assert [row["documents"] for row in one["rows"]] == [row["documents"] for row in found["rows"]]
@@ -124,7 +119,7 @@ def build(vocab_size, dim, num_layers, *, fault):
 
 
 @pytest.mark.parametrize("fault", ["error", "loss", "gradient"])
-def test_the_row_that_broke_a_run_is_shown(tmp_path, answer, verb, fault):
+def test_the_row_that_broke_a_run_is_shown(tmp_path, verb, fault):
     raises = fault == "error"
     config = write_tiny_config(tmp_path, EXTRA)
     (tmp_path / "sick.py").write_text(SICK)
@@ -144,7 +139,7 @@ def test_the_row_that_broke_a_run_is_shown(tmp_path, answer, verb, fault):
         assert [each["replay"].split() for each in events if each["event"] == "non_finite"] == [["train", *command]]
     untrusted = verb(*command, cwd=tmp_path)
     assert (untrusted.returncode, "--trust-code" in untrusted.stderr) == (2, True)
-    found = answer(*command, cwd=tmp_path)
+    found = answer(verb, *command, cwd=tmp_path)
     bad = [row for row in found["rows"] if row.get("loss", "nan") == "nan" or (fault in row and fault == "gradient")]
     sick = [each["document"] % 4 == 3 for row in bad for each in row["documents"]]
     assert all(sick) if fault == "loss" else any(sick)
@@ -159,9 +154,9 @@ def test_the_row_that_broke_a_run_is_shown(tmp_path, answer, verb, fault):
     assert (beyond.returncode, said in beyond.stderr) == (1, True)
 
 
-def test_of_a_run_whose_ranks_shared_rows_the_rows_are_whole(config, tmp_path, answer):
+def test_of_a_run_whose_ranks_shared_rows_the_rows_are_whole(config, tmp_path, verb):
     train(config, tmp_path / "run", *SETS, "distributed.context=2", nproc=2)
-    found = answer("replay", tmp_path / "run", "--step", 6)
+    found = answer(verb, "replay", tmp_path / "run", "--step", 6)
     now, then = found["values"]["loss"]
     assert (found["ranks"], found["is_equal"]) == (1, None)
     assert mean_loss(found["rows"]) == pytest.approx(now, rel=1e-6)
@@ -186,19 +181,19 @@ def test_what_cannot_be_repeated_is_refused(tmp_path, verb):
         assert "--accept-data-change" not in done.stderr
 
 
-def test_a_resumed_run_is_repeated_with_the_settings_of_each_launch(config, tmp_path, answer, verb):
+def test_a_resumed_run_is_repeated_with_the_settings_of_each_launch(config, tmp_path, verb):
     train(config, tmp_path / "trunk", *SETS, "train.steps=4")
     branch = ("--resume", tmp_path / "trunk" / "checkpoints" / "step_00000004")
     train(config, tmp_path / "run", *SETS, "optimizer.lr=0.002", "checkpoint.every=2", more=branch)
     train(config, tmp_path / "run", *SETS, "train.steps=10", "optimizer.lr=0.003", more=("--resume", "auto"))
     for step, origin in ((6, 4), (9, 8)):  # from the trunk's checkpoint, and from its own
-        found = answer("replay", tmp_path / "run", "--step", step)
+        found = answer(verb, "replay", tmp_path / "run", "--step", step)
         assert (found["is_equal"], found["from_step"]) == (True, origin)
     # Later launches changed settings, and no checkpoint is left of the one that trained the step.
     for steps, *sets in ((4,), (8, "optimizer.lr=0.003", "data.source.second.weight=9"), (12, "optimizer.lr=0.004")):
         more = ("--resume", "auto") if sets else ()
         train(config, tmp_path / "pruned", *SETS, f"train.steps={steps}", "checkpoint.keep_last=1", *sets, more=more)
-    found = answer("replay", tmp_path / "pruned", "--step", 3)
+    found = answer(verb, "replay", tmp_path / "pruned", "--step", 3)
     assert (found["is_equal"], found["from_step"], found["note"]) == (True, 0, "")
     shutil.rmtree(tmp_path / "trunk")
     assert "began from a checkpoint of step 4 that is gone" in verb("replay", tmp_path / "run", "--step", 5).stderr
@@ -217,7 +212,7 @@ class Flip(Extension):
 """
 
 
-def test_bisect_finds_the_step_at_which_runs_part_and_in_what(tmp_path, answer, verb):
+def test_bisect_finds_the_step_at_which_runs_part_and_in_what(tmp_path, verb):
     config = write_tiny_config(tmp_path, EXTRA)
     (tmp_path / "flips.py").write_text(FLIP)
     other = tmp_path / "other"
@@ -243,7 +238,7 @@ def test_bisect_finds_the_step_at_which_runs_part_and_in_what(tmp_path, answer, 
 
     def bisect(name: str, *more: str) -> Any:
         runs = tmp_path / "a", tmp_path / name
-        return answer("bisect", *runs, *more, cwd=tmp_path, code=0 if name == "same" else 3)
+        return answer(verb, "bisect", *runs, *more, cwd=tmp_path, code=0 if name == "same" else 3)
 
     same = bisect("same")
     assert (same["first_different_step"], same["data"], same["differs_in"]) == (None, "", ["config"])
@@ -262,7 +257,7 @@ def test_bisect_finds_the_step_at_which_runs_part_and_in_what(tmp_path, answer, 
     coarse = bisect("flip", "--no-replay")
     assert (coarse["last_equal_step"], coarse["first_different_step"], coarse["is_exact"]) == (3, 6, False)
     step = first["data"]["first_different_step"]
-    reads = [answer("data", "at", tmp_path / name, step, "--text")["rows"] for name in ("a", "data")]
+    reads = [answer(verb, "data", "at", tmp_path / name, step, "--text")["rows"] for name in ("a", "data")]
     assert reads[0] != reads[1]
 
 

@@ -14,8 +14,9 @@ from contextlib import suppress
 import pytest
 
 from tests.support.fault_runs import keep
+from tests.support.grouped import run
 from tests.support.ranks import Ranks, last_logged, status
-from tests.support.runs import PROGRAM, TIMEOUT_SEC, environment, read_rows, run, write_tiny_config
+from tests.support.runs import PROGRAM, TIMEOUT_SEC, environment, read_rows, write_tiny_config
 
 pytestmark = pytest.mark.distributed
 STEPS = 100_000

@@ -15,19 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.grouped import train
 from tests.support.launched import children
 from tests.support.ranks import status
-from tests.support.runs import (
-    PROGRAM,
-    ROOT,
-    TIMEOUT_SEC,
-    environment,
-    free_port,
-    losses,
-    overrides,
-    train,
-    write_tiny_config,
-)
+from tests.support.runs import PROGRAM, ROOT, TIMEOUT_SEC, environment, free_port, losses, overrides, write_tiny_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 STEPS = 200
