@@ -266,10 +266,10 @@ def test_bisect_compares_what_runs_on_other_ranks_have_read(tmp_path):
     shards = ("distributed.shards=2", "train.steps=4", "metrics.digests=write", "metrics.log_interval=1")
     for name, ranks, more in (("a", 2, ()), ("b", 1, ()), ("seed", 1, ("run.seed=8",))):
         train(config, tmp_path / name, *shards, *more, nproc=ranks)
-    same = run("bisect", tmp_path / "a", tmp_path / "b", "--no-replay")
+    same = launched("bisect", tmp_path / "a", tmp_path / "b", "--no-replay")
     assert "batches and learning rates are equal; sums are rounded otherwise: relative difference up to" in same.stdout
     assert "they read other data" not in same.stdout
-    found = json.loads(run("bisect", tmp_path / "a", tmp_path / "b", "--json").stdout)
+    found = json.loads(launched("bisect", tmp_path / "a", tmp_path / "b", "--json").stdout)
     assert {*found["differs_in"]} <= {"config", "loss", "grad_norm"}
     assert 0 < found["relative_difference"] < 1e-4
-    assert "they read other data" in run("bisect", tmp_path / "a", tmp_path / "seed", "--no-replay").stdout
+    assert "they read other data" in launched("bisect", tmp_path / "a", tmp_path / "seed", "--no-replay").stdout
