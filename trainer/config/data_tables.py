@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from trainer.config.base import SOURCE_NAME, Amount, Args, ImportPath, Size, Table, Text, Weight, WholeNumber
 
 PickMode = Literal["weighted", "uniform", "round_robin"]
-BatchingMode = Literal["per_stream", "device_per_stream"]
+BatchingMode = Literal["per_row", "per_stream", "device_per_stream"]
 
 
 class MixingTable(Table):
@@ -20,9 +20,10 @@ class MixingTable(Table):
     pick_mode: PickMode = "weighted"
     """How a micro-batch's stream is picked. weighted: in proportion to the batches left; uniform: equally."""
     batching_mode: BatchingMode = "per_stream"
-    """per_stream: all ranks pick the same stream; device_per_stream: each has its own."""
+    """per_row: full rows, each of which reads documents one behind the other; per_stream: a micro-batch is of one stream, which
+    all ranks pick; device_per_stream: each rank picks its own."""
     batch_size: Size = 8
-    """Cells per micro-batch and rank."""
+    """Rows per micro-batch and rank."""
     batch_size_by_modality: dict[Text, Size] = {}
     """Modality -> batch size, where it differs from batch_size."""
     repeat: bool = True
@@ -116,6 +117,9 @@ class DataTable(Table):
     """Number of token ids, with tokenizer `ids`; 0 with any other."""
     max_group_cells: WholeNumber = 0
     """Most cells per group; longer documents become several groups. 0: only where ranks would wait (docs/mixing.md)."""
+    align: Literal["auto", "stream", "document"] = "auto"
+    """Full rows (batching_mode per_row). stream: without gaps, documents begin within rows; document: each begins a row, and its
+    last one is padded; auto: stream where the model runs resets in one pass."""
     pack: bool = False
     """Pack documents shorter than a cell into shared rows, without carried state."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2

@@ -58,6 +58,11 @@ def mixing_of(config: RunConfig, source: SourceTable) -> MixingTable:
     return config.data.mixing.model_copy(update=source.mixing.model_dump(exclude_none=True))
 
 
+def reads_lanes(config: RunConfig) -> bool:
+    """Whether rows are full, and hold documents of all sources."""
+    return config.data.mixing.batching_mode == "per_row"
+
+
 def data_shards(config: RunConfig, world_size: int) -> int:
     """How many parts the data are read in; with `distributed.shards` whatever the number of ranks."""
     return config.distributed.shards or max(world_size // config.distributed.context, 1)
@@ -110,8 +115,10 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
         UserError: one or several (`UserErrors`) rules are broken.
     """
     mixings = [mixing_of(config, source) for source in sources if source.target is None]
-    # One group in each lane: a reader has a lane per cell of its batch.
+    # One group in each lane: a reader has a lane per cell of its batch. Full rows are lanes themselves.
     in_flight = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)
+    if reads_lanes(config):
+        in_flight = config.data.mixing.batch_size
     num_shards = data_shards(config, world_size)
     micro_tokens = tokens_per_micro(config, sources, num_shards)
     tokens = micro_tokens * config.micro_batches.most
@@ -156,6 +163,7 @@ def _broken_rules(
 ) -> Iterator[Mistake]:
     yield from _broken_lengths(config, steps, tokens_per_step)
     yield from _broken_pairs(config)
+    yield from _broken_lanes(config, sources)
     yield from _broken_sharding(config, world_size)
     batches, ledger, num_shards = config.micro_batches, config.ledger, data_shards(config, world_size)
     if batches.auto is not None and num_shards * batches.first == 1:
@@ -216,6 +224,36 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
     if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
         problem = "does not go with distributed.find_unused_parameters, which would take the output layer for unused"
         yield "objective.chunk_tokens", problem, "set one of them off"
+
+
+def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mistake]:
+    """What makes no sense for full rows, which hold documents of all sources."""
+    own = [(f"source {source.name}: mixing.", source.mixing) for source in sources]
+    if other := [key for key, mixing in own if mixing.batching_mode not in (None, config.data.mixing.batching_mode)]:
+        if reads_lanes(config) or any(mixing.batching_mode == "per_row" for _, mixing in own):
+            yield (
+                f"{other[0]}batching_mode",
+                "rows are full in all sources or in none",
+                "set data.mixing.batching_mode alone",
+            )
+    if not reads_lanes(config):
+        if config.data.align != "auto":
+            yield "data.align", 'needs batching_mode "per_row"', 'set data.mixing.batching_mode = "per_row"'
+        return
+    for key, mixing in (("data.mixing.", config.data.mixing), *own):
+        is_source = key != "data.mixing."
+        for name in ("batch_size_by_modality", *(["batch_size"] if is_source else [])):
+            if getattr(mixing, name):
+                problem = 'does not go with batching_mode "per_row", whose rows hold documents of all sources'
+                yield f"{key}{name}", problem, "remove it, or choose another batching_mode"
+    if config.data.pack:
+        yield "data.pack", 'does not go with batching_mode "per_row", whose rows are full', "remove it"
+    if config.distributed.context > 1:
+        yield (
+            "distributed.context",
+            'does not go with batching_mode "per_row"',
+            'set it to 1, or batching_mode to "per_stream"',
+        )
 
 
 def check_sharding(config: RunConfig, world_size: int) -> None:

@@ -237,7 +237,16 @@ class Ledger:
         steps = self._stored_steps()
         return torch.where(steps >= 0, self._step - steps, -1)
 
-    def store(self, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor) -> None:
+    def store(
+        self,
+        group_ids: Ints,
+        cell_index: Ints,
+        is_last: Flags,
+        states: Tensor,
+        *,
+        end_ids: Ints | None = None,
+        end_cell_index: Ints | None = None,
+    ) -> None:
         """Store the states after a micro-batch's cells ([B, state_width], copied); call it after the backward.
 
         Group id -1 is ignored. A last cell's state is not stored; its group's slot is freed, which is not an eviction.
@@ -248,6 +257,9 @@ class Ledger:
         next store: looked up in between, it reads zeros and is a cold start, not a continuation of the wrong state.
 
         A cell that is not its group's first, of a group that was evicted, counts as a false eviction of that mode.
+
+        Rows in which a group ends and another begins have `end_ids`, the group that each state is of (-1: of none), and its cell,
+        `end_cell_index`. A group that was looked up and is not the one at the row's end has ended.
 
         If it raises, nothing is changed; with `exchange`, on the rank that raises.
 
@@ -269,6 +281,17 @@ class Ledger:
             states = states.detach()
         if states.dtype != self._slab.dtype or states.device != self._slab.device:
             states = states.to(self._slab.device, self._slab.dtype)
+        if end_ids is not None:
+            ended = np.flatnonzero(group_ids != np.asarray(end_ids))  # those come first, and have no state
+            end_ids, end_cell_index = _as_group_ids(end_ids), np.ascontiguousarray(end_cell_index, np.int64)
+            if not end_ids.shape == end_cell_index.shape == group_ids.shape:
+                raise ValueError(f"end_ids and end_cell_index must have the shape {list(group_ids.shape)}")
+            is_last = np.concatenate([np.ones(ended.size, np.bool_), end_ids < 0])
+            group_ids, cell_index = (
+                np.concatenate([of_row[ended], at_end])
+                for of_row, at_end in ((group_ids, end_ids), (cell_index, end_cell_index))
+            )
+            states = torch.cat([states[: ended.size], states]) if ended.size else states
         if self._exchange is not None:
             distinct(group_ids)
             group_ids, cell_index, is_last, states = self._send(self._exchange, group_ids, cell_index, is_last, states)

@@ -132,6 +132,8 @@ class LanguageModel(nn.Module):
     Parameters are drawn from torch's global generator, so `torch.manual_seed` before construction makes them reproducible.
     """
 
+    resets_in_one_pass = True
+
     def __init__(
         self,
         make_block: Callable[[], nn.Module],

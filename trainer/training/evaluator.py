@@ -209,7 +209,7 @@ class Evaluator:
             results = []
             for rows, part, weight in [(slice(None), micro, 1.0)] if each.sample is None else each.sample.parts(micro):
                 own = output if each.sample is None else rows_of(output, rows)
-                result = self.objective(own.logits, part.targets, meta=micro.meta)
+                result = self.objective(own.logits, part.targets, meta=micro.located)
                 self.guard.run(self.details.add, part, self.auxiliary(result, own, part), weight)
                 results.append((rows, result))
             for rider in each.riders:

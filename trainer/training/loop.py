@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.data.batch import MASKED_SHARE, MicroBatch
+from trainer.data.batch import FILL, MASKED_SHARE, MicroBatch
 from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.watchdog import DATA
 from trainer.errors import UserError
@@ -330,7 +330,9 @@ def reduced_metrics(run: Run, taken: StepInFlight, *, drains: bool) -> dict[str,
         drained = guard("metrics").run(recorder.drain_metrics)
         recorded.append(dict.fromkeys(run.operations) if drained is None else drained)  # None: nothing of it is known
     if run.info.rank % run.info.context:  # what a group reads and carries counts once
-        once = {*run.state.dataset.metric_keys, MASKED_SHARE}.union(*(each.metric_keys for *_, each in run.reporters))
+        once = {*run.state.dataset.metric_keys, MASKED_SHARE, FILL}.union(
+            *(each.metric_keys for *_, each in run.reporters)
+        )
         recorded = [{key: value for key, value in each.items() if key not in once} for each in recorded]
     world_size = run.info.world_size
     reduced = reduce_over_ranks(

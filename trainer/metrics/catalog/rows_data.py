@@ -70,6 +70,11 @@ ROWS: tuple[MetricSpec, ...] = (
         "Near 0.",
         "High: data exhausted, or streams with fewer groups than ranks.",
     ),
+    _MixingRow("data/fill", "Fill of the rows", unit="fraction", window="mean", ranks="mean")(
+        "Positions that hold a document's token over those of full rows of all ranks, since the last payload.",
+        "0.999 or more with full rows that run on.",
+        "Low: the device computes padding, or batches are small.",
+    ),
     _BlendRow("blend/max_share_error", "Blend share error", unit="fraction", ranks="max")(
         "Largest difference between a source's actual and configured share so far.",
         "Shrinks with the root of the batches.",

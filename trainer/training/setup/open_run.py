@@ -178,6 +178,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
             burns_in=config.ledger.burn_in > 0,
             prefetch=config.data.prefetch,
             guard=guard,
+            full_tokens=max_tokens_per_micro(plan) if plan.facts.tokens_per_micro else 0,
         )
         for shard in state.shards
     ]

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.rules import check_state_rules, largest_batch, mixing_of
+from trainer.config.rules import check_state_rules, largest_batch, mixing_of, reads_lanes
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, OpenStream
+from trainer.data.lanes import LaneBlend
 from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.own_batches import OwnBatches
+from trainer.data.shard_source import ShardSource
 from trainer.distributed.context import make_context_group
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Replicated, Sharded, Strategy, bypassed, layout_for, shard_units
@@ -101,7 +103,7 @@ def make_model(config: RunConfig, table: ModelTable, vocab_size: int) -> nn.Modu
 def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.device) -> list[DataShard]:
     """This rank's data shards, each with a ledger of its own unless states move between them."""
     shards = info.data_shards(plan.facts.data_shards)
-    blends = [make_blend(plan, shard) for shard in shards]
+    blends = [make_blend(plan, shard, model) for shard in shards]
     ledgers: list[Ledger | None] = [None] * len(shards)
     if width_of(model) and plan.facts.ownership == "exchange":
         owners = Owners("exchange", info.rank, info.world_size)
@@ -197,7 +199,7 @@ def make_dataset(
     is_whole: bool = False,
     pack: bool | None = None,
     in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
-) -> StreamMixingDataset:
+) -> StreamMixingDataset | ShardSource:
     """One source's data set: the training part, or (`is_holdout`) what is evaluated on, read once from its beginning: the
     held-out documents, or (`is_whole`) all. `pack`: None: `data.pack`. `in_memory`: see `StreamOpener`."""
     config, mixing = plan.config, mixing_of(plan.config, source.table)
@@ -216,19 +218,32 @@ def make_dataset(
     mix = MixOptions(
         num_streams_mixed=mixing.num_streams_mixed,
         pick_mode="round_robin" if is_holdout else mixing.pick_mode,
-        batching_mode="per_stream" if is_holdout else mixing.batching_mode,
+        batching_mode="device_per_stream"
+        if mixing.batching_mode == "device_per_stream" and not is_holdout
+        else "per_stream",
         batch_size=mixing.batch_size,
         batch_size_by_modality=mixing.batch_size_by_modality,
         repeat=mixing.repeat and not is_holdout,
         tokens_before=0 if is_holdout else config.ledger.burn_in,
         seed=config.run.seed,
     )
+    if reads_lanes(config) and not is_holdout:
+        place = {"shard": info.rank, "num_shards": info.world_size}
+        return ShardSource(source.streams, cut, read, mix, **place, in_memory=in_memory)
     ranks = {"rank": info.rank, "world_size": info.world_size}
     return StreamMixingDataset(source.streams, cut, read, mix, **ranks, in_memory=in_memory)
 
 
-def make_blend(plan: Plan, info: RankInfo) -> BlendDataset:
-    """All sources, mixed by their weights.
+def runs_on(plan: Plan, model: nn.Module | None) -> bool:
+    """Whether documents begin within rows. `model`: None: it is built without weights, if it decides."""
+    align = plan.config.data.align
+    if align == "auto" and reads_lanes(plan.config):
+        return bool(getattr(model or plan.weightless_model(), "resets_in_one_pass", False))
+    return align == "stream"
+
+
+def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> BlendDataset:
+    """All sources, mixed by their weights. `model`: see `runs_on`.
 
     Raises:
         UserError: a target does not give an iterable.
@@ -242,15 +257,18 @@ def make_blend(plan: Plan, info: RankInfo) -> BlendDataset:
         else:
             dataset = _make_target(plan, source, info)
         blended.append(BlendSource(source.name, dataset, source.weight))
-    return BlendDataset(
-        blended,
-        seed=plan.config.run.seed,
-        micro_batches=plan.config.micro_batches,
-        per_source=plan.config.metrics.per_source,
-        times=True,
-        history_every=plan.config.ledger.probe_every,
-        history_tokens=plan.config.ledger.probe_cells * plan.config.row_tokens,
-    )
+    options: dict[str, Any] = {
+        "seed": plan.config.run.seed,
+        "micro_batches": plan.config.micro_batches,
+        "per_source": plan.config.metrics.per_source,
+        "times": True,
+        "history_every": plan.config.ledger.probe_every,
+        "history_tokens": plan.config.ledger.probe_cells * plan.config.row_tokens,
+    }
+    if not reads_lanes(plan.config):
+        return BlendDataset(blended, **options)
+    rows = {"rows": plan.config.data.mixing.batch_size, "row_tokens": plan.config.row_tokens}
+    return LaneBlend(blended, **rows, runs_on=runs_on(plan, model), tokenizer=plan.tokenizer, **options)
 
 
 def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:

@@ -190,7 +190,7 @@ class TrainStep:
             with nullcontext() if is_last else self.strategy.no_sync():
                 with self.autocast():
                     output = self.model(**micro.inputs, state=state)
-                    result = self.objective(output.logits, micro.targets, meta=micro.meta)
+                    result = self.objective(output.logits, micro.targets, meta=micro.located)
                     has_more = auxiliary.is_on or getattr(output, "losses", None) or getattr(output, "metrics", None)
                     result = auxiliary(result, output, micro) if has_more else result
                 if is_last:
@@ -207,7 +207,8 @@ class TrainStep:
                     kappa = row_tokens.sum().double() * (self._kappa * scale)
                     self._gns_guard.run(self.gns.end_micro, kappa, row_tokens)
             if ledger is not None and carry is not None and output.state is not None:
-                ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
+                ends = {"end_ids": carry.end_ids, "end_cell_index": carry.end_cell_index}
+                ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state, **ends)
             for measure in extensions.on_micro:
                 measure(micro, result)
             self._loss_sum += result.loss_sum.detach()

@@ -1,0 +1,428 @@
+"""Full rows: every micro-batch is [B, T], and the state still follows its document.
+
+A lane is a row of the micro-batch that reads documents one behind the other; a document (or a part of one, where
+`max_group_cells` cuts it) stays on one lane from its beginning to its end. Rows are the lane's consecutive windows of T target
+tokens. With `runs_on` they have no gaps: `resets` marks where a document begins, at the first position of a row too. Without it
+a document begins at the beginning of a row, and its last row is padded.
+
+    lane 3   | doc 17 ............................ | doc 4 | doc 90 | doc 8 .......................
+             row k                      row k+1                      row k+2
+
+Which source the next document comes from is decided by claims, so that weights are shares of tokens: whenever n tokens are handed
+to a lane, each source that can be read gains its current share of n, and the one they came from loses n; the largest claim is
+served next. Nothing is computed from the past, so a weight that changes causes no catching up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.arrays import IGNORED, Ints
+from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.collate import Batch
+from trainer.data.groups import OpenStream
+from trainer.data.reader import check_size
+from trainer.data.shard_source import Handed, ShardSource
+from trainer.data.tokenizer import Tokenizer
+from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
+from trainer.micro_batches import ONE, MicroBatches
+from trainer.wording import counted
+
+logger = get_logger(__name__)
+
+
+class Place(NamedTuple):
+    """Where a lane is in a group."""
+
+    source: str
+    epoch: int
+    stream: int
+    group: int
+    group_id: int
+    offset: int = 0
+    """Tokens read."""
+    rows: int = 0
+    """Rows that it was in."""
+
+
+class Segment(NamedTuple):
+    """What a row holds of a document: target tokens [start, stop) of it."""
+
+    source: str
+    stream: str
+    epoch: int
+    document: int
+    start: int
+    stop: int
+
+
+class Located:
+    """What the rows of a micro-batch hold, as JSON once it is asked for."""
+
+    def __init__(self, rows: Sequence[Sequence[Segment]], group_ids: Ints, cell_index: Ints) -> None:
+        self._rows, self._group_ids, self._cell_index = rows, group_ids, cell_index
+
+    def __str__(self) -> str:
+        rows = [[segment._asdict() for segment in row] for row in self._rows]
+        ids = {"group_ids": self._group_ids.tolist(), "cell_indices": self._cell_index.tolist()}
+        return json.dumps({"rows": rows, **ids})
+
+
+class Lane:
+    """A row position, and the group that it reads."""
+
+    def __init__(self) -> None:
+        self.place: Place | None = None
+        self.left = 0
+        """Tokens of the group that are to be read."""
+
+    def begin(self, place: Place, opened: OpenStream, modality: str) -> None:
+        """Take up a group at its place."""
+        table, documents = opened.groups, opened.documents
+        self.place, self.opened, self.modality = place, opened, modality
+        self.document = int(table.documents[place.group])
+        self.first = int(table.first_cells[place.group]) * opened.seq_len  # of the document's tokens
+        length = min(
+            int(documents.lengths[self.document]) - self.first, int(table.num_cells[place.group]) * opened.seq_len
+        )
+        self.left = length - place.offset
+
+    def read(self, tokens: Ints, targets: Ints, bos: int) -> Segment:
+        """Fill these positions of a row, at most `left`, and move on."""
+        assert self.place is not None
+        size, start = len(targets), self.first + self.place.offset
+        documents = self.opened.documents
+        if start:
+            read = documents.read(self.document, start - 1, start + size)
+            tokens[:], targets[:] = read[:-1], read[1:]
+        else:
+            targets[:] = documents.read(self.document, 0, size)
+            tokens[0], tokens[1:] = bos, targets[:-1]
+        self.left -= size
+        self.place = self.place._replace(offset=self.place.offset + size)
+        source, stream = self.place.source, self.opened.stream.relative_path
+        return Segment(source, stream, self.place.epoch, self.document, start, start + size)
+
+    def before(self, num: int, bos: int) -> tuple[Ints, int]:
+        """The inputs of the last `num` of the group's tokens that were read, and how many there are."""
+        assert self.place is not None
+        offset, documents = self.place.offset, self.opened.documents
+        size = min(num, offset)
+        start = self.first + offset - size
+        read = documents.read(self.document, max(start - 1, 0), start + size - 1).astype(np.int64)
+        return (read if start else np.concatenate([[bos], read])), size
+
+
+class LaneBlend(BlendDataset):
+    """An iterator of micro-batches [B, T] from lanes; see the module.
+
+    Keys beside those of `Collator`: `resets` bool [B, T] (with `runs_on`); `end_ids`, `end_cell_index` int64 [B]: the group that
+    goes on behind the row, -1 for none, and its cell there (with `runs_on`; without, both are those of the row); `depth` int64
+    [B]: tokens of the row's group before the row; `segment_ids` int32 [B, T]: which of the segments a target is of, -1 where
+    there is none. `dataset_labels` and `dataset_segments` name the source and the modality of each segment. Lookup and store:
+    a row that begins with a new group looks up none.
+
+    A source that is no `ShardSource` gives whole micro-batches of its own, by the same claims.
+
+    Args:
+        sources, seed, micro_batches, per_source, times, history_every, history_tokens: see `BlendDataset`.
+        rows: lanes, B.
+        row_tokens: T.
+        runs_on: documents begin within rows.
+
+    Raises:
+        UserError: as `BlendDataset`; a file is unreadable or damaged.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[BlendSource],
+        *,
+        seed: int,
+        rows: int,
+        row_tokens: int,
+        runs_on: bool,
+        tokenizer: Tokenizer,
+        micro_batches: MicroBatches = ONE,
+        **options: Any,
+    ) -> None:
+        super().__init__(sources, seed=seed, micro_batches=micro_batches, **options)
+        self._lanes = [Lane() for _ in range(rows)]
+        self._waiting: list[Place] = []  # of a run with more lanes: begun, and taken up before anything new
+        self._row_tokens, self._runs_on = row_tokens, runs_on
+        self._bos = tokenizer.bos_id
+        types = tokenizer.token_type_table
+        # Extended so that index IGNORED (from the end) is -1: one take then serves all targets.
+        self._types = None if types is None else np.concatenate([types, np.full(-IGNORED, -1, dtype=np.int8)])
+        self._claims = [0.0] * len(sources)
+        self._total = 0
+        self._shares: list[float] = []
+        self._is_constant = all(len(source.weight.points) == 1 for source in sources)
+        self._by_name = {source.name: index for index, source in enumerate(sources)}
+        # A target's batches are its own; lanes read the others.
+        self._laned = [index for index, source in enumerate(sources) if isinstance(source.dataset, ShardSource)]
+        self._batched = [
+            index for index in range(len(sources)) if index not in self._laned and not _is_off(sources[index])
+        ]
+
+    @property
+    def lanes(self) -> list[Place | None]:
+        """Where each lane is."""
+        return [lane.place if lane.left else None for lane in self._lanes]
+
+    @property
+    def groups_in_flight(self) -> list[int]:
+        """Ids of the groups that are begun and not finished."""
+        return [place.group_id for place in (*self.lanes, *self._waiting) if place is not None and place.offset]
+
+    def next_with_tokens_before(self, tokens_before: int) -> Batch:
+        """The next micro-batch, with at least that many tokens of its group before each row.
+
+        Raises:
+            StopIteration: every source is exhausted, or stays at weight zero, and the lanes are dry.
+            UserError: all weights are zero at this batch, and the lanes are dry.
+        """
+        began = time.perf_counter()
+        self._shares = self._shares_now()
+        while (index := self._largest(self._batched)) >= 0 and index == self._largest([*self._laned, *self._batched]):
+            batch = self._batch_of(index, tokens_before)
+            if batch is not None:
+                break
+        else:
+            batch = self._from_lanes(tokens_before)
+            self._note_times(time.perf_counter() - began)
+        self._batch_index += 1
+        return batch
+
+    @property
+    def _num_given(self) -> int:
+        return self._total
+
+    @property
+    def _expected_now(self) -> list[float]:
+        return self._expected[0]
+
+    def _shares_now(self) -> list[float]:
+        at = self._batch_index
+        if self._shares and self._is_constant and not self.changes:
+            return self._shares
+        step = self._micro_batches.step_of(at) if self._is_known_ahead else 0
+        return self.shares_at(step, at)
+
+    def _largest(self, among: Sequence[int]) -> int:
+        """The source with the largest claim that can be read; -1: none can."""
+        found = [index for index in among if self._shares[index] > 0 and not self._ended[index]]
+        return max(found, key=lambda index: (self._claims[index], self._shares[index], -index), default=-1)
+
+    def _hand(self, index: int, num_tokens: int) -> None:
+        """Settle the claims for tokens that a source has given."""
+        open_now = [i for i, share in enumerate(self._shares) if share > 0 and not self._ended[i]]
+        whole = sum(self._shares[i] for i in open_now)
+        for i in range(len(self._claims)):
+            if i in open_now:
+                self._claims[i] += num_tokens * self._shares[i] / whole
+            else:
+                self._claims[i] = 0.0  # nothing is owed to what cannot be read
+        self._claims[index] -= num_tokens
+        self._counts[index] += num_tokens
+        self._total += num_tokens
+        self._expected[0] = [e + share * num_tokens for e, share in zip(self._expected[0], self._shares, strict=True)]
+        self._unsaved.add(index)
+        self._undrained.add(index)
+
+    def _batch_of(self, index: int, tokens_before: int) -> Batch | None:
+        """A batch of a source that makes its own; None if it has ended."""
+        self._now, ask, began = index, self._asks[index], time.perf_counter()
+        try:
+            batch = next(self._iterators[index]) if ask is None else ask(tokens_before)
+        except StopIteration:
+            self._ended[index] = True
+            return None
+        if self._time_names:
+            self._seconds[f"time/own_code/{self._time_names[index]}"] += time.perf_counter() - began
+        self._hand(index, max(int((np.asarray(batch["targets"]) != IGNORED).sum()), 1))
+        if "dataset_labels" not in batch:
+            batch["dataset_labels"] = [self.sources[index].name] * len(batch["tokens"])
+        return batch
+
+    def _from_lanes(self, tokens_before: int) -> Batch:
+        rows, length = len(self._lanes), self._row_tokens
+        batch: Batch = {
+            "tokens": np.zeros((rows, length), np.int64),
+            "targets": np.full((rows, length), IGNORED, np.int64),
+            "group_ids": np.full(rows, -1),
+            "cell_index": np.zeros(rows, np.int64),
+            "is_last": np.zeros(rows, np.bool_),
+            "depth": np.zeros(rows, np.int64),
+            "segment_ids": np.full((rows, length), -1, np.int32),
+        }
+        if self._runs_on:
+            batch |= {"end_ids": np.full(rows, -1), "end_cell_index": np.zeros(rows, np.int64)}
+            batch["resets"] = np.zeros((rows, length), np.bool_)
+        if tokens_before:
+            batch["tokens_before"] = np.zeros((rows, tokens_before), np.int64)
+            if self._runs_on:
+                batch["resets_before"] = np.zeros((rows, tokens_before), np.bool_)
+        segments: list[list[Segment]] = []
+        modalities: list[str] = []
+        for row, lane in enumerate(self._lanes):
+            segments.append(self._fill_row(lane, row, batch, modalities, tokens_before))
+        if not modalities:
+            self._stop_or_refuse()
+        if self._types is not None:
+            batch["token_types"] = self._types.take(batch["targets"])
+        named = [segment.source for segment in chain.from_iterable(segments)]
+        # Tuples: they have no entry for each row.
+        batch |= {"dataset_labels": tuple(named), "dataset_segments": tuple(modalities)}
+        batch["pack_num_samples"] = np.array([len(row) for row in segments], np.int64)
+        batch["epoch"] = max(segment.epoch for segment in chain.from_iterable(segments))
+        batch["instability_meta_json"] = Located(segments, batch["group_ids"], batch["cell_index"])
+        return batch
+
+    def _fill_row(self, lane: Lane, row: int, batch: Batch, modalities: list[str], tokens_before: int) -> list[Segment]:
+        """Read the next window of a lane."""
+        found: list[Segment] = []
+        at, length = 0, self._row_tokens
+        while at < length and (lane.left or self._refill(lane)):
+            assert lane.place is not None
+            group_id, offset, rows = lane.place.group_id, lane.place.offset, lane.place.rows
+            if at == 0:
+                check_size(lane.opened)
+                if offset or not self._runs_on:
+                    batch["group_ids"][row], batch["cell_index"][row], batch["depth"][row] = group_id, rows, offset
+                if tokens_before and offset:
+                    self._put_before(lane, row, batch, tokens_before)
+            if self._runs_on and not offset:
+                batch["resets"][row, at] = True
+            stop = min(at + lane.left, length)
+            batch["segment_ids"][row, at:stop] = len(modalities)
+            modalities.append(lane.modality)
+            found.append(lane.read(batch["tokens"][row, at:stop], batch["targets"][row, at:stop], self._bos))
+            lane.place = lane.place._replace(rows=rows + 1)
+            if not lane.left:
+                batch["is_last"][row] |= group_id == batch["group_ids"][row]
+            elif self._runs_on:
+                batch["end_ids"][row], batch["end_cell_index"][row] = group_id, rows
+            at = stop if self._runs_on else length
+        return found
+
+    def _put_before(self, lane: Lane, row: int, batch: Batch, num: int) -> None:
+        read, size = lane.before(num, self._bos)
+        batch["tokens_before"][row, num - size :] = read
+        assert lane.place is not None
+        if self._runs_on and size == lane.place.offset:
+            batch["resets_before"][row, num - size] = True
+
+    def _refill(self, lane: Lane) -> bool:
+        """Give a lane its next group; False if there is none now."""
+        if self._waiting:
+            place = self._waiting.pop(0)
+            source: Any = self.sources[self._by_name[place.source]].dataset
+            stream = source.streams[place.stream]
+            lane.begin(place, source.open(stream), stream.modality)
+            return True
+        blocked: set[int] = set()
+        while (index := self._largest([each for each in self._laned if each not in blocked])) >= 0:
+            self._now, name = index, self.sources[index].name
+            source = self.sources[index].dataset
+            oldest = min(
+                (p.epoch for p in (*self.lanes, *self._waiting) if p and p.source == name), default=source.epoch
+            )
+            handed: Handed | None = source.hand(may_begin_epoch=oldest >= source.epoch)
+            self._unsaved.add(index)
+            if handed is None:
+                # At the end of an epoch, while a lane still reads one before it.
+                self._ended[index] = source.is_ended
+                blocked.add(index)
+                continue
+            opened = handed.source
+            group_id = int(opened.groups.ids_of(np.array([handed.group]), handed.epoch)[0])
+            stream = opened.stream
+            lane.begin(Place(name, handed.epoch, stream.stream_id, handed.group, group_id), opened, stream.modality)
+            self._hand(index, lane.left)
+            return True
+        return False
+
+    def _note_times(self, seconds: float) -> None:
+        """Note what opening and tokenizing took, by source, and the rest as reading, in proportion to the sources' shares."""
+        if not self._time_names:
+            return
+        for index in self._laned:
+            dataset: Any = self.sources[index].dataset
+            for stage, part in dataset.drain_seconds().items():
+                self._seconds[f"time/{stage}/{self._time_names[index]}"] += part
+                seconds -= part
+        whole = sum(self._shares[index] for index in self._laned) or 1.0
+        for index in self._laned:
+            part = max(seconds, 0.0) * self._shares[index] / whole
+            self._seconds[f"time/read/{self._time_names[index]}"] += part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python; a snapshot that later batches do not change."""
+        lanes = [place and list(place) for place in (*self.lanes, *self._waiting)]
+        own = {"claims": self._claims.copy(), "total": self._total, "rows": len(self._lanes), "lanes": lanes}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue where a run stopped; see `BlendDataset`. On another number of lanes or shards, groups that are begun go on
+        first, in the order of shards and lanes, each on one lane.
+
+        Args:
+            state: this shard's, or those of all shards, in order.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        if any("lanes" not in each for each in states):
+            fix = 'set data.mixing.batching_mode to what it was ("per_stream", say), or start a new run'
+            raise UserError("data.mixing.batching_mode", "the saved state is not one of full rows", fix)
+        super().load_state_dict(state)
+        names = states[0]["names"]
+        for index, name in enumerate(self._names):
+            self._claims[index] = states[0]["claims"][names.index(name)] if name in names else 0.0
+        self._total = states[0]["total"]
+        self._lanes = [Lane() for _ in self._lanes]
+        self._waiting = []
+        saved = [place and Place(*place) for own in states for place in own["lanes"]]
+        if len(states) > 1 or states[0]["rows"] != len(self._lanes):
+            shard, num_shards = self._shard_of() if len(states) > 1 else (0, 1)
+            saved = list(filter(None, saved))[shard::num_shards]
+        places = saved[: len(self._lanes)]
+        self._waiting = list(filter(None, saved[len(self._lanes) :]))
+        for lane, place in zip(self._lanes, places, strict=False):
+            if place is not None:
+                source: Any = self.sources[self._by_name[place.source]].dataset
+                stream = source.streams[place.stream]
+                lane.begin(place, source.open(stream), stream.modality)
+        if self._waiting:
+            text = "%s continue once a row is free: %s were read at once, and now there are %s"
+            whole = len(self._waiting) + len(self._lanes)
+            logger.info(text, counted(len(self._waiting), "document"), whole, len(self._lanes))
+
+    def _shard_of(self) -> tuple[int, int]:
+        state = next(self.sources[index].dataset for index in self._laned).fixed_state  # type: ignore[attr-defined]
+        return state["rank"], state["world_size"]
+
+
+def keep_places(
+    places: Sequence[Sequence[Any] | None], source: ShardSource, before: Sequence[str], changed: Collection[str]
+) -> list[Sequence[Any] | None]:
+    """Saved places, without those of a source's streams that changed or are gone. `before`: its paths, by stream when saved."""
+    now = {stream.relative_path: stream.stream_id for stream in source.streams if stream.relative_path not in changed}
+    found: list[Sequence[Any] | None] = []
+    for place in places:
+        if place is not None and place[0] == source.name:
+            stream = now.get(before[place[2]])
+            found.append(None if stream is None else [*place[:2], stream, *place[3:]])
+        else:
+            found.append(place)
+    return found
+
+
+def _is_off(source: BlendSource) -> bool:
+    return source.weight.zero_from() == 0
