@@ -118,7 +118,7 @@ class DataTable(Table):
     max_group_cells: WholeNumber = 0
     """Most cells per group; longer documents become several groups. 0: only where ranks would wait (docs/mixing.md)."""
     align: Literal["auto", "stream", "document"] = "auto"
-    """Full rows (batching_mode per_row). stream: without gaps, documents begin within rows; document: each begins a row, and its
+    """Of full rows (batching_mode per_row). stream: no gaps, documents begin within rows; document: each begins a row and its
     last one is padded; auto: stream where the model runs resets in one pass."""
     pack: bool = False
     """Pack documents shorter than a cell into shared rows, without carried state."""

@@ -229,13 +229,10 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
 def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mistake]:
     """What makes no sense for full rows, which hold documents of all sources."""
     own = [(f"source {source.name}: mixing.", source.mixing) for source in sources]
-    if other := [key for key, mixing in own if mixing.batching_mode not in (None, config.data.mixing.batching_mode)]:
-        if reads_lanes(config) or any(mixing.batching_mode == "per_row" for _, mixing in own):
-            yield (
-                f"{other[0]}batching_mode",
-                "rows are full in all sources or in none",
-                "set data.mixing.batching_mode alone",
-            )
+    modes = {mixing.batching_mode or config.data.mixing.batching_mode for _, mixing in own}
+    if len(modes) > 1 and "per_row" in modes:
+        problem = 'is "per_row" for some sources, and rows are full in all of them or in none'
+        yield "data.mixing.batching_mode", problem, "set it for all sources alike"
     if not reads_lanes(config):
         if config.data.align != "auto":
             yield "data.align", 'needs batching_mode "per_row"', 'set data.mixing.batching_mode = "per_row"'

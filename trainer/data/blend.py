@@ -79,10 +79,11 @@ _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
 
 @dataclass(frozen=True)
 class BlendSource:
-    """One source: its name, an iterable of micro-batch dicts, and its weight (weights need not sum to 1)."""
+    """One source: its name, an iterable of micro-batch dicts (for lanes, a `ShardSource`), and its weight (weights need not sum
+    to 1)."""
 
     name: str
-    dataset: Iterable[Batch]
+    dataset: Iterable[Any]
     weight: WeightSpec
 
 

@@ -8,9 +8,9 @@ a document begins at the beginning of a row, and its last row is padded.
     lane 3   | doc 17 ............................ | doc 4 | doc 90 | doc 8 .......................
              row k                      row k+1                      row k+2
 
-Which source the next document comes from is decided by claims, so that weights are shares of tokens: whenever n tokens are handed
-to a lane, each source that can be read gains its current share of n, and the one they came from loses n; the largest claim is
-served next. Nothing is computed from the past, so a weight that changes causes no catching up.
+Which source the next document comes from is decided by claims, so that weights are shares of tokens: whenever n tokens are
+handed to a lane, each source that can be read gains its current share of n, and the one they came from loses n; the largest
+claim is served next. Nothing is computed from the past, so a weight that changes causes no catching up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -123,11 +123,10 @@ class Lane:
 class LaneBlend(BlendDataset):
     """An iterator of micro-batches [B, T] from lanes; see the module.
 
-    Keys beside those of `Collator`: `resets` bool [B, T] (with `runs_on`); `end_ids`, `end_cell_index` int64 [B]: the group that
-    goes on behind the row, -1 for none, and its cell there (with `runs_on`; without, both are those of the row); `depth` int64
-    [B]: tokens of the row's group before the row; `segment_ids` int32 [B, T]: which of the segments a target is of, -1 where
-    there is none. `dataset_labels` and `dataset_segments` name the source and the modality of each segment. Lookup and store:
-    a row that begins with a new group looks up none.
+    Keys beside those of `Collator`: with `runs_on`, `resets` bool [B, T], and `end_ids`, `end_cell_index` int64 [B], the group
+    that continues behind the row, -1 for none, and its cell there (a row that begins with a new group looks up none); `depth`
+    int64 [B], tokens of the row's group before the row; `segment_ids` int32 [B, T], the segment of each target, -1 where there
+    is none. `dataset_labels` and `dataset_segments` name the source and the modality of each segment.
 
     A source that is no `ShardSource` gives whole micro-batches of its own, by the same claims.
 
@@ -367,7 +366,8 @@ class LaneBlend(BlendDataset):
     def state_dict(self) -> dict[str, Any]:
         """Plain Python; a snapshot that later batches do not change."""
         lanes = [place and list(place) for place in (*self.lanes, *self._waiting)]
-        own = {"claims": self._claims.copy(), "total": self._total, "rows": len(self._lanes), "lanes": lanes}
+        own = {"claims": self._claims.copy(), "total": self._total, "lanes": lanes}
+        own |= {"rows": len(self._lanes), "shard": list(self._shard)}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -388,10 +388,14 @@ class LaneBlend(BlendDataset):
         self._total = states[0]["total"]
         self._lanes = [Lane() for _ in self._lanes]
         self._waiting = []
+        shard, num_shards = self._shard
+        if len(states) == num_shards > 1:
+            states = [states[shard]]
         saved = [place and Place(*place) for own in states for place in own["lanes"]]
-        if len(states) > 1 or states[0]["rows"] != len(self._lanes):
-            shard, num_shards = self._shard_of() if len(states) > 1 else (0, 1)
+        if states[0]["shard"] != [shard, num_shards]:
             saved = list(filter(None, saved))[shard::num_shards]
+        elif states[0]["rows"] != len(self._lanes):
+            saved = list(filter(None, saved))
         places = saved[: len(self._lanes)]
         self._waiting = list(filter(None, saved[len(self._lanes) :]))
         for lane, place in zip(self._lanes, places, strict=False):
@@ -404,9 +408,13 @@ class LaneBlend(BlendDataset):
             whole = len(self._waiting) + len(self._lanes)
             logger.info(text, counted(len(self._waiting), "document"), whole, len(self._lanes))
 
-    def _shard_of(self) -> tuple[int, int]:
-        state = next(self.sources[index].dataset for index in self._laned).fixed_state  # type: ignore[attr-defined]
-        return state["rank"], state["world_size"]
+    @property
+    def _shard(self) -> tuple[int, int]:
+        """Which data shard this is, of how many."""
+        for index in self._laned:
+            state = cast(ShardSource, self.sources[index].dataset).fixed_state
+            return state["rank"], state["world_size"]
+        return 0, 1
 
 
 def keep_places(

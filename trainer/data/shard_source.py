@@ -1,9 +1,9 @@
 """What one data shard reads of one source: its part of the files, handed out group by group from a pool of open streams.
 
 Files are laid end to end in a keyed order and cut into stretches of equal size, one per data shard, the same in all epochs: a
-large file is divided between shards at group boundaries, and no shard waits for another. Within an epoch each group is handed out
-exactly once over all shards. If a run continues with another number of shards, the cursors of the old ones are kept as a point
-of the epoch, and what they left is dealt anew.
+large file is divided between shards at group boundaries, and no shard waits for another. Within an epoch each group is handed
+out exactly once over all shards. If a run continues with another number of shards, the cursors of the old ones are kept as a
+point of the epoch, and what they left is dealt anew.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class Handed(NamedTuple):
 class ShardSource:
     """Hands out the groups of a source that a data shard reads, shuffled anew in every epoch.
 
-    A pick takes one group from one of `num_streams_mixed` open streams, with `pick_mode = "weighted"` in proportion to the groups
-    left, so that what is left is drawn uniformly. Every choice is a pure function of (name, seed, epoch, shard, number of shards,
-    pick), so the state is cursors.
+    A pick takes one group from one of `num_streams_mixed` open streams, with `pick_mode = "weighted"` in proportion to the
+    groups left, so that what is left is drawn uniformly. Every choice is a pure function of (name, seed, epoch, shard, number
+    of shards, pick), so the state is cursors.
 
     Args:
         streams, cut, read, mix, in_memory: see `StreamMixingDataset`; batch sizes mean nothing here.

@@ -258,8 +258,8 @@ class Ledger:
 
         A cell that is not its group's first, of a group that was evicted, counts as a false eviction of that mode.
 
-        Rows in which a group ends and another begins have `end_ids`, the group that each state is of (-1: of none), and its cell,
-        `end_cell_index`. A group that was looked up and is not the one at the row's end has ended.
+        Rows in which a group ends and another begins have `end_ids`, the group that each state is of (-1: of none), and its
+        cell, `end_cell_index`. A group that was looked up and is not the one at the row's end has ended.
 
         If it raises, nothing is changed; with `exchange`, on the rank that raises.
 

@@ -113,10 +113,11 @@ def _restore_ledgers(
             ledger.load_state_dict([parts[number]["ledger"]] * ledger.owners.world_size)
             ledger.load_undrained(parts[number]["unlogged"]["ledger"])
         else:
-            own = [shard.dataset.groups_in_flight for shard in state.shards if shard.ledger is ledger]
-            owned = None if None in own else partial(np.isin, test_elements=np.concatenate(own))
-            shards = [part["ledger"] for part in parts.values() if "ledger" in part]
-            ledger.load_state_dict(shards, owned=owned, room=0 if owned else room)
+            shards, owned = [part["ledger"] for part in parts.values() if "ledger" in part], None
+            for each in state.shards:
+                if each.ledger is ledger and (groups := each.dataset.groups_in_flight) is not None:
+                    owned, room = partial(np.isin, test_elements=groups), 0  # no other will be asked for
+            ledger.load_state_dict(shards, owned=owned, room=room)
 
 
 def _read_parts(path: Path, num_saved: int, state: TrainState, *, needs_all: bool) -> dict[int, dict[str, Any]]:

@@ -199,9 +199,18 @@ def make_dataset(
     is_whole: bool = False,
     pack: bool | None = None,
     in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
-) -> StreamMixingDataset | ShardSource:
+) -> StreamMixingDataset:
     """One source's data set: the training part, or (`is_holdout`) what is evaluated on, read once from its beginning: the
     held-out documents, or (`is_whole`) all. `pack`: None: `data.pack`. `in_memory`: see `StreamOpener`."""
+    cut, read, mix = _reading(plan, source, is_holdout=is_holdout, is_whole=is_whole, pack=pack)
+    ranks = {"rank": info.rank, "world_size": info.world_size}
+    return StreamMixingDataset(source.streams, cut, read, mix, **ranks, in_memory=in_memory)
+
+
+def _reading(
+    plan: Plan, source: Source, *, is_holdout: bool = False, is_whole: bool = False, pack: bool | None = None
+) -> tuple[CutOptions, ReadOptions, MixOptions]:
+    """How a source is cut, read and mixed; see `make_dataset`."""
     config, mixing = plan.config, mixing_of(plan.config, source.table)
     cut = CutOptions(
         namespace=source.name,
@@ -227,11 +236,7 @@ def make_dataset(
         tokens_before=0 if is_holdout else config.ledger.burn_in,
         seed=config.run.seed,
     )
-    if reads_lanes(config) and not is_holdout:
-        place = {"shard": info.rank, "num_shards": info.world_size}
-        return ShardSource(source.streams, cut, read, mix, **place, in_memory=in_memory)
-    ranks = {"rank": info.rank, "world_size": info.world_size}
-    return StreamMixingDataset(source.streams, cut, read, mix, **ranks, in_memory=in_memory)
+    return cut, read, mix
 
 
 def runs_on(plan: Plan, model: nn.Module | None) -> bool:
@@ -253,7 +258,7 @@ def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> Bl
         if source.is_off:
             dataset: Any = UnreadSource()
         elif source.table.target is None:
-            dataset = make_dataset(plan, source, info, is_holdout=False)
+            dataset = _make_source(plan, source, info)
         else:
             dataset = _make_target(plan, source, info)
         blended.append(BlendSource(source.name, dataset, source.weight))
@@ -267,8 +272,20 @@ def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> Bl
     }
     if not reads_lanes(plan.config):
         return BlendDataset(blended, **options)
-    rows = {"rows": plan.config.data.mixing.batch_size, "row_tokens": plan.config.row_tokens}
-    return LaneBlend(blended, **rows, runs_on=runs_on(plan, model), tokenizer=plan.tokenizer, **options)
+    return LaneBlend(
+        blended,
+        rows=plan.config.data.mixing.batch_size,
+        row_tokens=plan.config.row_tokens,
+        runs_on=runs_on(plan, model),
+        tokenizer=plan.tokenizer,
+        **options,
+    )
+
+
+def _make_source(plan: Plan, source: Source, info: RankInfo) -> StreamMixingDataset | ShardSource:
+    if not reads_lanes(plan.config):
+        return make_dataset(plan, source, info, is_holdout=False)
+    return ShardSource(source.streams, *_reading(plan, source), shard=info.rank, num_shards=info.world_size)
 
 
 def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
