@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.streams import WideTokens, streams_of
@@ -195,8 +195,9 @@ def same(batch: Mapping[str, Any]) -> str:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(LENGTHS, st.booleans(), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(0, 4)), max_size=4))
+@example([[30] * 6], True, [(1, 4, 2), (1, 2, 3)])
 def test_nothing_is_read_twice_or_lost_over_changes_of_shards_and_rows(layout, runs_on, changes):
     """Groups that are begun go on first, from where they were; a second change may come while some still wait."""
     states: list[Any] = []
@@ -248,10 +249,9 @@ def test_a_document_longer_than_an_epoch_leaves_other_lanes_dry_and_not_further_
         reader = blend(streams, rows=3, repeat=True)
         epochs, fills = [], []
         for _, batch in zip(range(16), reader, strict=False):
-            rows = json.loads(str(batch["instability_meta_json"]))["rows"]
-            epochs.append({segment["epoch"] for row in rows for segment in row})
+            epochs.append([place.epoch for place in reader.places if place is not None])
             fills.append(float((batch["targets"] != -100).mean()))
-    assert max(max(each) - min(each) for each in epochs) <= 1
+    assert max(max(each) - min(each) for each in epochs if each) == 1
     assert min(fills) == pytest.approx(2 / 3)  # the long document of two epochs, and nothing else
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +29,7 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.collate import Batch
 from trainer.data.groups import OpenStream
 from trainer.data.reader import check_size
-from trainer.data.shard_source import Handed, ShardSource
+from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
@@ -79,45 +80,60 @@ class Lane:
     """A row position, and the group that it reads."""
 
     def __init__(self) -> None:
-        self.place: Place | None = None
         self.left = 0
-        """Tokens of the group that are to be read."""
+        """Tokens of the group that are to be read; 0: there is none."""
 
-    def begin(self, place: Place, opened: OpenStream, modality: str) -> None:
+    def begin(self, place: Place, opened: OpenStream) -> None:
         """Take up a group at its place."""
         table, documents = opened.groups, opened.documents
-        self.place, self.opened, self.modality = place, opened, modality
-        self.document = int(table.documents[place.group])
-        self.first = int(table.first_cells[place.group]) * opened.seq_len  # of the document's tokens
-        length = min(
-            int(documents.lengths[self.document]) - self.first, int(table.num_cells[place.group]) * opened.seq_len
-        )
-        self.left = length - place.offset
+        self.opened, self.stream = opened, opened.stream.relative_path
+        self.source, self.epoch, _, self.group, self.group_id, self.offset, self.rows = place
+        self.document = int(table.documents[self.group])
+        first = int(table.first_cells[self.group]) * opened.seq_len  # of the document's tokens
+        length = int(documents.lengths[self.document]) - first
+        self.left = min(length, int(table.num_cells[self.group]) * opened.seq_len) - self.offset
+        self.at = first + self.offset
+        """Tokens of the document before the next one that is read."""
+        self._tokens = np.asarray(documents.tokens)  # of a mapped file without the price of a memmap's slices
+        self._begin = int(documents.starts[self.document])
+        self._bounds = documents.bounds
+
+    @property
+    def place(self) -> Place | None:
+        """Where it is."""
+        if not self.left:
+            return None
+        stream = self.opened.stream.stream_id
+        return Place(self.source, self.epoch, stream, self.group, self.group_id, self.offset, self.rows)
 
     def read(self, tokens: Ints, targets: Ints, bos: int) -> Segment:
-        """Fill these positions of a row, at most `left`, and move on."""
-        assert self.place is not None
-        size, start = len(targets), self.first + self.place.offset
-        documents = self.opened.documents
-        if start:
-            read = documents.read(self.document, start - 1, start + size)
+        """Fill these positions of a row, at most `left`, and move on.
+
+        Raises:
+            UserError: an id is outside the vocabulary.
+        """
+        size, at = len(targets), self.at
+        begin = self._begin + at
+        if at:
+            read = self._tokens[begin - 1 : begin + size]
             tokens[:], targets[:] = read[:-1], read[1:]
         else:
-            targets[:] = documents.read(self.document, 0, size)
-            tokens[0], tokens[1:] = bos, targets[:-1]
+            read = self._tokens[begin : begin + size]
+            targets[:] = read
+            tokens[0], tokens[1:] = bos, read[:-1]
+        if self._bounds is not None:
+            self._bounds.check(read, begin - (at > 0))
         self.left -= size
-        self.place = self.place._replace(offset=self.place.offset + size)
-        source, stream = self.place.source, self.opened.stream.relative_path
-        return Segment(source, stream, self.place.epoch, self.document, start, start + size)
+        self.offset += size
+        self.at += size
+        return Segment(self.source, self.stream, self.epoch, self.document, at, at + size)
 
-    def before(self, num: int, bos: int) -> tuple[Ints, int]:
-        """The inputs of the last `num` of the group's tokens that were read, and how many there are."""
-        assert self.place is not None
-        offset, documents = self.place.offset, self.opened.documents
-        size = min(num, offset)
-        start = self.first + offset - size
-        read = documents.read(self.document, max(start - 1, 0), start + size - 1).astype(np.int64)
-        return (read if start else np.concatenate([[bos], read])), size
+    def before(self, num: int, bos: int) -> Ints:
+        """The inputs of the last `num` of the group's tokens that were read, fewer at its beginning."""
+        size = min(num, self.offset)
+        start = self.at - size
+        read = self.opened.documents.read(self.document, max(start - 1, 0), self.at - 1).astype(np.int64)
+        return read if start else np.concatenate([[bos], read])
 
 
 class LaneBlend(BlendDataset):
@@ -172,14 +188,14 @@ class LaneBlend(BlendDataset):
         ]
 
     @property
-    def lanes(self) -> list[Place | None]:
-        """Where each lane is."""
-        return [lane.place if lane.left else None for lane in self._lanes]
+    def places(self) -> list[Place | None]:
+        """Where each lane is, and the groups that wait for one."""
+        return [*(lane.place for lane in self._lanes), *self._waiting]
 
     @property
     def groups_in_flight(self) -> list[int]:
         """Ids of the groups that are begun and not finished."""
-        return [place.group_id for place in (*self.lanes, *self._waiting) if place is not None and place.offset]
+        return [place.group_id for place in self.places if place is not None]
 
     def next_with_tokens_before(self, tokens_before: int) -> Batch:
         """The next micro-batch, with at least that many tokens of its group before each row.
@@ -271,6 +287,8 @@ class LaneBlend(BlendDataset):
                 batch["resets_before"] = np.zeros((rows, tokens_before), np.bool_)
         segments: list[list[Segment]] = []
         modalities: list[str] = []
+        for opened in {id(lane.opened): lane.opened for lane in self._lanes if lane.left}.values():
+            check_size(opened)
         for row, lane in enumerate(self._lanes):
             segments.append(self._fill_row(lane, row, batch, modalities, tokens_before))
         if not modalities:
@@ -288,53 +306,47 @@ class LaneBlend(BlendDataset):
     def _fill_row(self, lane: Lane, row: int, batch: Batch, modalities: list[str], tokens_before: int) -> list[Segment]:
         """Read the next window of a lane."""
         found: list[Segment] = []
-        at, length = 0, self._row_tokens
-        while at < length and (lane.left or self._refill(lane)):
-            assert lane.place is not None
-            group_id, offset, rows = lane.place.group_id, lane.place.offset, lane.place.rows
+        at, length, runs_on = 0, self._row_tokens, self._runs_on
+        tokens, targets, segment_ids = batch["tokens"][row], batch["targets"][row], batch["segment_ids"][row]
+        while at < length and (lane.left or self._refill(lane, at)):
+            group_id, is_begun = lane.group_id, lane.offset > 0
             if at == 0:
-                check_size(lane.opened)
-                if offset or not self._runs_on:
-                    batch["group_ids"][row], batch["cell_index"][row], batch["depth"][row] = group_id, rows, offset
-                if tokens_before and offset:
+                if is_begun or not runs_on:
+                    batch["group_ids"][row], batch["cell_index"][row] = group_id, lane.rows
+                    batch["depth"][row] = lane.offset
+                if tokens_before and is_begun:
                     self._put_before(lane, row, batch, tokens_before)
-            if self._runs_on and not offset:
+            if runs_on and not is_begun:
                 batch["resets"][row, at] = True
             stop = min(at + lane.left, length)
-            batch["segment_ids"][row, at:stop] = len(modalities)
-            modalities.append(lane.modality)
-            found.append(lane.read(batch["tokens"][row, at:stop], batch["targets"][row, at:stop], self._bos))
-            lane.place = lane.place._replace(rows=rows + 1)
+            segment_ids[at:stop] = len(modalities)
+            modalities.append(lane.opened.stream.modality)
+            found.append(lane.read(tokens[at:stop], targets[at:stop], self._bos))
             if not lane.left:
-                batch["is_last"][row] |= group_id == batch["group_ids"][row]
-            elif self._runs_on:
-                batch["end_ids"][row], batch["end_cell_index"][row] = group_id, rows
-            at = stop if self._runs_on else length
+                batch["is_last"][row] |= at == 0 and (is_begun or not runs_on)
+            elif runs_on:
+                batch["end_ids"][row], batch["end_cell_index"][row] = group_id, lane.rows
+            lane.rows += 1
+            at = stop if runs_on else length
         return found
 
     def _put_before(self, lane: Lane, row: int, batch: Batch, num: int) -> None:
-        read, size = lane.before(num, self._bos)
-        batch["tokens_before"][row, num - size :] = read
-        assert lane.place is not None
-        if self._runs_on and size == lane.place.offset:
-            batch["resets_before"][row, num - size] = True
+        read = lane.before(num, self._bos)
+        batch["tokens_before"][row, num - len(read) :] = read
+        if self._runs_on and len(read) == lane.offset:
+            batch["resets_before"][row, num - len(read)] = True
 
-    def _refill(self, lane: Lane) -> bool:
-        """Give a lane its next group; False if there is none now."""
+    def _refill(self, lane: Lane, at: int) -> bool:
+        """Give a lane its next group, at this position of a row; False if there is none now."""
         if self._waiting:
-            place = self._waiting.pop(0)
-            source: Any = self.sources[self._by_name[place.source]].dataset
-            stream = source.streams[place.stream]
-            lane.begin(place, source.open(stream), stream.modality)
-            return True
+            if not at:  # a state is looked up where a row begins, not within it
+                self._take_up(lane, self._waiting.pop(0))
+            return not at
         blocked: set[int] = set()
         while (index := self._largest([each for each in self._laned if each not in blocked])) >= 0:
             self._now, name = index, self.sources[index].name
-            source = self.sources[index].dataset
-            oldest = min(
-                (p.epoch for p in (*self.lanes, *self._waiting) if p and p.source == name), default=source.epoch
-            )
-            handed: Handed | None = source.hand(may_begin_epoch=oldest >= source.epoch)
+            source = cast(ShardSource, self.sources[index].dataset)
+            handed = source.hand(partial(self._may_begin_epoch, source))
             self._unsaved.add(index)
             if handed is None:
                 # At the end of an epoch, while a lane still reads one before it.
@@ -342,12 +354,19 @@ class LaneBlend(BlendDataset):
                 blocked.add(index)
                 continue
             opened = handed.source
-            group_id = int(opened.groups.ids_of(np.array([handed.group]), handed.epoch)[0])
-            stream = opened.stream
-            lane.begin(Place(name, handed.epoch, stream.stream_id, handed.group, group_id), opened, stream.modality)
+            lane.begin(Place(name, handed.epoch, opened.stream.stream_id, handed.group, handed.group_id), opened)
             self._hand(index, lane.left)
             return True
         return False
+
+    def _may_begin_epoch(self, source: ShardSource) -> bool:
+        """Whether no lane reads an epoch of a source before its present one."""
+        epochs = [place.epoch for place in self.places if place is not None and place.source == source.name]
+        return min(epochs, default=source.epoch) >= source.epoch
+
+    def _take_up(self, lane: Lane, place: Place) -> None:
+        source = cast(ShardSource, self.sources[self._by_name[place.source]].dataset)
+        lane.begin(place, source.open(source.streams[place.stream]))
 
     def _note_times(self, seconds: float) -> None:
         """Note what opening and tokenizing took, by source, and the rest as reading, in proportion to the sources' shares."""
@@ -365,7 +384,7 @@ class LaneBlend(BlendDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python; a snapshot that later batches do not change."""
-        lanes = [place and list(place) for place in (*self.lanes, *self._waiting)]
+        lanes = [place and list(place) for place in self.places]
         own = {"claims": self._claims.copy(), "total": self._total, "lanes": lanes}
         own |= {"rows": len(self._lanes), "shard": list(self._shard)}
         return {**super().state_dict(), **own}
@@ -400,9 +419,7 @@ class LaneBlend(BlendDataset):
         self._waiting = list(filter(None, saved[len(self._lanes) :]))
         for lane, place in zip(self._lanes, places, strict=False):
             if place is not None:
-                source: Any = self.sources[self._by_name[place.source]].dataset
-                stream = source.streams[place.stream]
-                lane.begin(place, source.open(stream), stream.modality)
+                self._take_up(lane, place)
         if self._waiting:
             text = "%s continue once a row is free: %s were read at once, and now there are %s"
             whole = len(self._waiting) + len(self._lanes)

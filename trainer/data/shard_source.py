@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -36,6 +36,8 @@ logger = get_logger(__name__)
 
 Cursor = list[Any]
 """`[streams taken from the queue, [[stream, groups taken] of each active reader]]`, of one shard in one epoch."""
+BLOCK = 256
+"""Groups whose ids are computed together."""
 Point = list[Cursor]
 """The cursors of all shards when their number changed in the middle of an epoch."""
 
@@ -75,13 +77,23 @@ def deal_parts(sizes: Sequence[int], order: Sequence[int], num_shards: int) -> l
     return parts
 
 
+class Handed(NamedTuple):
+    """A group that a lane is to read."""
+
+    epoch: int
+    source: OpenStream
+    group: int
+    group_id: int
+
+
 class Reader:
     """An open part of a stream: its groups in reading order, and how many were taken."""
 
-    def __init__(self, source: OpenStream, order: Ints, taken: int = 0) -> None:
-        self.source, self.stream = source, source.stream
+    def __init__(self, source: OpenStream, order: Ints, epoch: int, taken: int = 0) -> None:
+        self.source, self.stream, self.epoch = source, source.stream, epoch
         self.taken = taken
         self._order = order  # the stream's groups, int64 [n]
+        self._block: list[tuple[int, int]] = []  # (group, id) of those to come, the next one last
 
     @property
     def remaining_picks(self) -> int:
@@ -93,18 +105,14 @@ class Reader:
         """Of the reader's groups."""
         return self.remaining_picks / max(len(self._order), 1)
 
-    def take(self) -> int:
+    def take(self) -> Handed:
         """The next group of the stream."""
+        if not self._block:
+            groups = self._order[self.taken : self.taken + BLOCK]
+            ids = self.source.groups.ids_of(groups, self.epoch)
+            self._block = list(zip(groups.tolist(), ids.tolist(), strict=True))[::-1]
         self.taken += 1
-        return int(self._order[self.taken - 1])
-
-
-class Handed(NamedTuple):
-    """A group that a lane is to read."""
-
-    epoch: int
-    source: OpenStream
-    group: int
+        return Handed(self.epoch, self.source, *self._block.pop())
 
 
 class ShardSource:
@@ -210,7 +218,7 @@ class ShardSource:
             for before, count in point.get(part.stream, []):
                 own = in_order(before.of(source) & is_left)
                 is_left[own if count < 0 else own[:count]] = False
-        return Reader(source, in_order(part.of(source) & is_left), taken)
+        return Reader(source, in_order(part.of(source) & is_left), self.epoch, taken)
 
     def _next_reader(self) -> Reader | None:
         start, before = time.perf_counter(), self._tokenizer.seconds
@@ -233,7 +241,7 @@ class ShardSource:
             raise StopIteration
         return handed
 
-    def hand(self, *, may_begin_epoch: bool = True) -> Handed | None:
+    def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True) -> Handed | None:
         """The next group; None at the end (`is_ended`), or at that of an epoch if no other may begin yet.
 
         Raises:
@@ -247,7 +255,7 @@ class ShardSource:
                 self._opener.say_cuts()
             elif not self._has_groups or not self._mix.repeat:
                 self.is_ended = True  # a whole epoch had nothing for this shard, or it was the last
-            elif may_begin_epoch:
+            elif may_begin_epoch():
                 self._begin(self.epoch + 1, self._points)
             else:
                 return None
@@ -256,7 +264,7 @@ class ShardSource:
         slot = pool.pick(self._uniforms(self._num_picks) if len(pool.readers) > 1 else 0.0)
         self._num_picks += 1
         reader = pool.readers[slot]
-        found = Handed(self.epoch, reader.source, reader.take())
+        found: Handed = reader.take()
         if reader.remaining_picks:
             pool.note(slot)
         else:

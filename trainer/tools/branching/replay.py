@@ -190,6 +190,12 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
         return stream, stream.groups.ids_of(np.arange(stream.groups.num_groups))
 
     def documents(meta: Mapping[str, Any], row: int) -> list[dict[str, Any]] | None:
+        if "rows" in meta:  # full rows say themselves what they hold
+            found = [dict(each) for each in meta["rows"][row]]
+            for each in found if with_text else ():
+                table = opened(each["source"], each["stream"])[0].documents
+                each["text"] = origin.plan.tokenizer.decode(table.read(each["document"], each["start"], each["stop"]))
+            return found
         if meta.get("source") not in sources or not meta.get("stream"):
             return None
         stream, ids = opened(meta["source"], meta["stream"])
@@ -214,8 +220,8 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
         except (ValueError, AssertionError):  # of a source of the user's own
             meta = {}
         for number, tokens in enumerate([] if micro["is_filler"] else micro["tokens"]):
-            row = {**place, "row": number, "source": micro["sources"] and micro["sources"][number]}
-            row |= {"stream": meta.get("stream"), "documents": documents(meta, number), "tokens": tokens}
+            held = documents(meta, number)
+            row = {**place, "row": number, **_origin(micro, meta, held, number), "documents": held, "tokens": tokens}
             row["cell"] = meta["cell_indices"][number] if row["documents"] is not None else None
             if "states" in micro:
                 row["state"] = micro["states"][number]
@@ -223,6 +229,16 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
                 row["loss"] = micro["losses"][number] / tokens if tokens else None
             rows.append(row | micro.get("faults", {}))
     return rows
+
+
+def _origin(
+    micro: Mapping[str, Any], meta: Mapping[str, Any], held: Sequence[Mapping[str, Any]] | None, row: int
+) -> dict[str, Any]:
+    """The source and the stream of a row; of a full one, those of its first document."""
+    if "rows" not in meta:
+        return {"source": micro["sources"] and micro["sources"][row], "stream": meta.get("stream")}
+    first = held[0] if held else {}
+    return {"source": first.get("source"), "stream": first.get("stream")}
 
 
 def read_step(origin: Origin, step: int) -> list[dict[str, Any]]:
