@@ -121,7 +121,7 @@ class LedgerTable(Table):
     wipe_mode: Literal["none", "full", "lru", "periodic_stale"] = "lru"
     """Evict: none; full: all, every wipe_every steps; lru: the least recently stored; periodic_stale: the stale."""
     capacity: Count = 4096
-    """Number of groups a rank can hold."""
+    """Number of groups a rank can hold; absent, with full rows: 8 times the rows."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the kept states."""
     placement: Literal["device", "host"] = "device"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -190,12 +190,6 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
         return stream, stream.groups.ids_of(np.arange(stream.groups.num_groups))
 
     def documents(meta: Mapping[str, Any], row: int) -> list[dict[str, Any]] | None:
-        if "rows" in meta:  # full rows say themselves what they hold
-            found = [dict(each) for each in meta["rows"][row]]
-            for each in found if with_text else ():
-                table = opened(each["source"], each["stream"])[0].documents
-                each["text"] = origin.plan.tokenizer.decode(table.read(each["document"], each["start"], each["stop"]))
-            return found
         if meta.get("source") not in sources or not meta.get("stream"):
             return None
         stream, ids = opened(meta["source"], meta["stream"])
@@ -220,15 +214,23 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
         except (ValueError, AssertionError):  # of a source of the user's own
             meta = {}
         for number, tokens in enumerate([] if micro["is_filler"] else micro["tokens"]):
-            held = documents(meta, number)
+            held = documents(meta, number) if "rows" not in meta else [dict(each) for each in meta["rows"][number]]
             row = {**place, "row": number, **_origin(micro, meta, held, number), "documents": held, "tokens": tokens}
             row["cell"] = meta["cell_indices"][number] if row["documents"] is not None else None
             if "states" in micro:
                 row["state"] = micro["states"][number]
+            if with_text and "rows" in meta:  # full rows say themselves what they hold
+                _add_texts(row["documents"], lambda each: opened(each["source"], each["stream"])[0], origin)
             if "losses" in micro:
                 row["loss"] = micro["losses"][number] / tokens if tokens else None
             rows.append(row | micro.get("faults", {}))
     return rows
+
+
+def _add_texts(documents: Sequence[dict[str, Any]], opened: Callable[[Any], OpenStream], origin: Origin) -> None:
+    for each in documents:
+        tokens = opened(each).documents.read(each["document"], each["start"], each["stop"])
+        each["text"] = origin.plan.tokenizer.decode(tokens)
 
 
 def _origin(
