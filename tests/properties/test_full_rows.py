@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 
 from tests.support.streams import WideTokens, streams_of
 from trainer.data.blend import BlendSource
-from trainer.data.documents import ReadOptions
-from trainer.data.groups import CutOptions
+from trainer.data.documents import ReadOptions, TokenTable
+from trainer.data.groups import CutOptions, OpenStream, build_groups
 from trainer.data.lanes import LaneBlend
+from trainer.data.layout import Stream
 from trainer.data.mixing import MixOptions
 from trainer.data.shard_source import Part, ShardSource, deal_parts
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
@@ -332,6 +334,86 @@ def test_the_deal_covers_every_byte_once_and_evenly(sizes, num_shards, random):
     loads = [sum(part.high - part.low for part in shard) for shard in parts]
     assert max(loads) - min(loads) <= 1
     assert all(isinstance(part, Part) for shard in parts for part in shard)
+
+
+def test_documents_that_wait_for_a_row_are_not_swept(tmp_path):
+    import torch
+
+    with corpus({"one": [[40] * 4]}) as streams:
+        wide = blend(streams, rows=4)
+        next(wide)
+        narrow = blend(streams, rows=1)
+        narrow.load_state_dict(json.loads(json.dumps(wide.state_dict())))
+        ledger = Ledger(state_width=1, capacity=4, wipe_mode="periodic_stale", stale_threshold=2)
+        ledger.begin_step(0)
+        groups = np.array(narrow.groups_in_flight)
+        ledger.store(groups, np.zeros(4, int), np.zeros(4, bool), torch.ones(4, 1))
+        ledger.keep(narrow.waiting_groups)
+        assert len(narrow.waiting_groups) == 3
+        for step, batch in enumerate(narrow, start=1):
+            ledger.begin_step(step)
+            state = ledger.lookup(batch["group_ids"], batch["cell_index"])
+            ends = {key: batch[key] for key in ("end_ids", "end_cell_index")}
+            ledger.store(batch["group_ids"], batch["cell_index"], batch["is_last"], state + 1, **ends)
+        found = ledger.last_extra_metrics
+    assert found["ledger/cold_starts"] == found["ledger/evictions/stale"] == found["ledger/live_groups"] == 0
+
+
+def test_a_source_of_whole_batches_shares_by_the_same_claims():
+    class Own:
+        def __init__(self):
+            self.count = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.count += 1
+            return {"tokens": np.zeros((2, 5), int), "targets": np.full((2, 5), 7)}
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    def make(streams: Any) -> LaneBlend:
+        lanes = blend(streams, rows=2, repeat=True)
+        own = BlendSource("own", Own(), ConstantWeight(3.0))
+        return LaneBlend([*lanes.sources, own], seed=0, rows=2, row_tokens=4, runs_on=True, tokenizer=WideTokens())
+
+    with corpus({"one": [[9, 3, 12, 5], [7, 7]]}) as streams:
+        reader, kinds = make(streams), Counter()
+        for number, batch in zip(range(200), reader, strict=False):
+            kinds[batch["targets"].shape] += 1
+            given, expected = np.array(reader._counts), np.array(reader._expected_now)
+            assert np.abs(given - expected).max() <= 2 * 12
+            if number == 100:
+                state = json.loads(json.dumps(reader.state_dict()))
+        assert kinds[2, 5] * 10 == pytest.approx(3 * kinds[2, 4] * 8, rel=0.1)
+        again = make(streams)
+        again.load_state_dict(state)
+        rest = [same(batch) for _, batch in zip(range(99), again, strict=False)]
+        reader.load_state_dict(state)
+        assert rest == [same(batch) for _, batch in zip(range(99), reader, strict=False)]
+
+
+@pytest.mark.slow
+def test_a_reader_takes_8_bytes_a_document():
+    """Of ten million documents, beside what the format keeps of them."""
+    num = 10**7
+    documents = TokenTable(np.broadcast_to(np.uint8(1), 20 * num), np.arange(num) * 20, np.full(num, 20))
+    stream = Stream(0, "a/s.npy", "a", "a/s.npy")
+    groups = build_groups(documents.lengths, np.arange(num), stream.relative_path, CutOptions("one", 4))
+    opened = OpenStream(stream, documents, groups, 4, 0)
+    cut, read = CutOptions("one", 4), ReadOptions(WideTokens())
+    source = ShardSource([stream], cut, read, MixOptions(1), in_memory={stream.relative_path: opened})
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    assert next(source).group >= 0
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (held - before) / num <= 8.1
 
 
 def test_states_of_other_rows_are_refused_by_name():

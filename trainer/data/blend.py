@@ -295,6 +295,11 @@ class BlendDataset:
         return None
 
     @property
+    def waiting_groups(self) -> list[int]:
+        """Ids of those that wait for a row to continue on."""
+        return []
+
+    @property
     def _num_given(self) -> int:
         """What `_counts` count, of all sources."""
         return self._batch_index

@@ -197,6 +197,11 @@ class LaneBlend(BlendDataset):
         """Ids of the groups that are begun and not finished."""
         return [place.group_id for place in self.places if place is not None]
 
+    @property
+    def waiting_groups(self) -> list[int]:
+        """Ids of those that wait for a row to continue on."""
+        return [place.group_id for place in self._waiting]
+
     def next_with_tokens_before(self, tokens_before: int) -> Batch:
         """The next micro-batch, with at least that many tokens of its group before each row.
 

@@ -17,7 +17,7 @@ the right continuation. Only rows that are not finite are dropped. That is decid
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -302,6 +302,10 @@ class Ledger:
             self._stored_at = self._step
         slots[~is_kept] = self._slab.waste_slot
         self._counts["ledger/refused_rows"] += self._slab.write(slots, states)
+
+    def keep(self, group_ids: Iterable[int]) -> None:
+        """Let no sweep evict these groups until they are stored again or have ended: they wait for a row."""
+        self._index.kept = set(group_ids)
 
     @property
     def metric_keys(self) -> tuple[str, ...]:

@@ -208,11 +208,7 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
     for micro in sorted(micros, key=itemgetter("shard")):
         place = {"shard": micro["shard"], "micro_batch": count[micro["shard"]]}
         count[micro["shard"]] += 1
-        try:
-            meta = parse_json(micro["meta"])
-            assert isinstance(meta, dict)
-        except (ValueError, AssertionError):  # of a source of the user's own
-            meta = {}
+        meta = _meta(micro["meta"])
         for number, tokens in enumerate([] if micro["is_filler"] else micro["tokens"]):
             held = documents(meta, number) if "rows" not in meta else [dict(each) for each in meta["rows"][number]]
             row = {**place, "row": number, **_origin(micro, meta, held, number), "documents": held, "tokens": tokens}
@@ -225,6 +221,15 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
                 row["loss"] = micro["losses"][number] / tokens if tokens else None
             rows.append(row | micro.get("faults", {}))
     return rows
+
+
+def _meta(text: str) -> Mapping[str, Any]:
+    """What locates a micro-batch; empty for a source of the user's own, which may say anything."""
+    with suppress(ValueError):
+        found = parse_json(text)
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def _add_texts(documents: Sequence[dict[str, Any]], opened: Callable[[Any], OpenStream], origin: Origin) -> None:

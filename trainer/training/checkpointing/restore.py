@@ -108,6 +108,9 @@ def _restore_ledgers(
 ) -> None:
     if state.ledgers and saved.get("state_layout") != state.state_layout:
         raise ValueError(f"it holds states of {saved.get('state_layout')}, the model's are {state.state_layout}")
+    for shard in state.shards:
+        if shard.ledger is not None:
+            shard.ledger.keep(shard.dataset.waiting_groups)
     for number, ledger in state.ledgers.items():
         if _is_own_ledger(parts, number, ledger):
             ledger.load_state_dict([parts[number]["ledger"]] * ledger.owners.world_size)
