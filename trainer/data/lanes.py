@@ -86,7 +86,7 @@ class Lane:
     def begin(self, place: Place, opened: OpenStream) -> None:
         """Take up a group at its place."""
         table, documents = opened.groups, opened.documents
-        self.opened, self.stream = opened, opened.stream.relative_path
+        self.opened, self.stream, self.modality = opened, opened.stream.relative_path, opened.stream.modality
         self.source, self.epoch, _, self.group, self.group_id, self.offset, self.rows = place
         self.document = int(table.documents[self.group])
         first = int(table.first_cells[self.group]) * opened.seq_len  # of the document's tokens
@@ -273,67 +273,73 @@ class LaneBlend(BlendDataset):
         return batch
 
     def _from_lanes(self, tokens_before: int) -> Batch:
-        rows, length = len(self._lanes), self._row_tokens
+        count, length, runs_on = len(self._lanes), self._row_tokens, self._runs_on
         batch: Batch = {
-            "tokens": np.zeros((rows, length), np.int64),
-            "targets": np.full((rows, length), IGNORED, np.int64),
-            "group_ids": np.full(rows, -1),
-            "cell_index": np.zeros(rows, np.int64),
-            "is_last": np.zeros(rows, np.bool_),
-            "depth": np.zeros(rows, np.int64),
-            "segment_ids": np.full((rows, length), -1, np.int32),
+            "tokens": np.zeros((count, length), np.int64),
+            "targets": np.full((count, length), IGNORED, np.int64),
+            "segment_ids": np.full((count, length), -1, np.int32),
         }
-        if self._runs_on:
-            batch |= {"end_ids": np.full(rows, -1), "end_cell_index": np.zeros(rows, np.int64)}
-            batch["resets"] = np.zeros((rows, length), np.bool_)
+        if runs_on:
+            batch["resets"] = np.zeros((count, length), np.bool_)
         if tokens_before:
-            batch["tokens_before"] = np.zeros((rows, tokens_before), np.int64)
-            if self._runs_on:
-                batch["resets_before"] = np.zeros((rows, tokens_before), np.bool_)
-        segments: list[list[Segment]] = []
-        modalities: list[str] = []
+            batch["tokens_before"] = np.zeros((count, tokens_before), np.int64)
+            if runs_on:
+                batch["resets_before"] = np.zeros((count, tokens_before), np.bool_)
         for opened in {id(lane.opened): lane.opened for lane in self._lanes if lane.left}.values():
             check_size(opened)
-        for row, lane in enumerate(self._lanes):
-            segments.append(self._fill_row(lane, row, batch, modalities, tokens_before))
-        if not modalities:
+        segments: list[list[Segment]] = []
+        labels: list[tuple[str, str]] = []
+        rows = [self._fill_row(*each, batch, segments, labels, tokens_before) for each in enumerate(self._lanes)]
+        if not labels:
             self._stop_or_refuse()
+        columns = np.array(rows, np.int64).T  # a row of it for each key
+        batch |= dict(zip(("group_ids", "cell_index", "depth", "end_ids", "end_cell_index"), columns, strict=True))
+        batch["is_last"] = (batch["group_ids"] >= 0) & (batch["group_ids"] != batch["end_ids"])
+        if not runs_on:
+            del batch["end_ids"], batch["end_cell_index"]
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
-        named = [segment.source for segment in chain.from_iterable(segments)]
         # Tuples: they have no entry for each row.
-        batch |= {"dataset_labels": tuple(named), "dataset_segments": tuple(modalities)}
-        batch["pack_num_samples"] = np.array([len(row) for row in segments], np.int64)
+        batch["dataset_labels"], batch["dataset_segments"] = zip(*labels, strict=True)
+        batch["pack_num_samples"] = np.array(list(map(len, segments)), np.int64)
         batch["epoch"] = max(segment.epoch for segment in chain.from_iterable(segments))
         batch["instability_meta_json"] = Located(segments, batch["group_ids"], batch["cell_index"])
         return batch
 
-    def _fill_row(self, lane: Lane, row: int, batch: Batch, modalities: list[str], tokens_before: int) -> list[Segment]:
-        """Read the next window of a lane."""
+    def _fill_row(
+        self,
+        row: int,
+        lane: Lane,
+        batch: Batch,
+        segments: list[list[Segment]],
+        labels: list[tuple[str, str]],
+        tokens_before: int,
+    ) -> tuple[int, int, int, int, int]:
+        """Read the next window of a lane. Returns the group that is looked up, its cell, its tokens before the row, the group that
+        continues behind the row, and its cell."""
         found: list[Segment] = []
-        at, length, runs_on = 0, self._row_tokens, self._runs_on
+        group_id = end_id = -1
+        cell_index = depth = end_cell = at = 0
+        length, runs_on = self._row_tokens, self._runs_on
         tokens, targets, segment_ids = batch["tokens"][row], batch["targets"][row], batch["segment_ids"][row]
         while at < length and (lane.left or self._refill(lane, at)):
-            group_id, is_begun = lane.group_id, lane.offset > 0
-            if at == 0:
-                if is_begun or not runs_on:
-                    batch["group_ids"][row], batch["cell_index"][row] = group_id, lane.rows
-                    batch["depth"][row] = lane.offset
+            is_begun = lane.offset > 0
+            if not at and (is_begun or not runs_on):
+                group_id, cell_index, depth = lane.group_id, lane.rows, lane.offset
                 if tokens_before and is_begun:
                     self._put_before(lane, row, batch, tokens_before)
             if runs_on and not is_begun:
                 batch["resets"][row, at] = True
             stop = min(at + lane.left, length)
-            segment_ids[at:stop] = len(modalities)
-            modalities.append(lane.opened.stream.modality)
+            segment_ids[at:stop] = len(labels)
+            labels.append((lane.source, lane.modality))
             found.append(lane.read(tokens[at:stop], targets[at:stop], self._bos))
-            if not lane.left:
-                batch["is_last"][row] |= at == 0 and (is_begun or not runs_on)
-            elif runs_on:
-                batch["end_ids"][row], batch["end_cell_index"][row] = group_id, lane.rows
+            if lane.left:
+                end_id, end_cell = lane.group_id, lane.rows
             lane.rows += 1
             at = stop if runs_on else length
-        return found
+        segments.append(found)
+        return group_id, cell_index, depth, end_id, end_cell
 
     def _put_before(self, lane: Lane, row: int, batch: Batch, num: int) -> None:
         read = lane.before(num, self._bos)
