@@ -32,7 +32,6 @@ RUNS = {
     "states on the host": ('ledger.placement="host"',),
     "bf16 states": ('ledger.dtype="bfloat16"',),
     "stale states": ('ledger.wipe_mode="periodic_stale"', "ledger.stale_threshold=5"),
-    "burn-in": ("ledger.burn_in=4",),
     "sgd": ('optimizer.name="sgd"',),
     "muon": ('optimizer.name="muon"',),
     "loss in chunks": ("objective.chunk_tokens=16",),

@@ -194,7 +194,6 @@ def test_any_cut_of_any_rows_is_exact_and_what_is_sent_follows_the_formula(famil
             ("ledger.probe_every=8", "eval.depth=true"),
             "eval.depth: does not go with distributed.context, since each rank has a part",
         ),
-        (("ledger.burn_in=2",), "ledger.burn_in: does not go with distributed.context"),
         (("model.family=transformer",), "distributed.context: Transformer.forward takes no context_group"),
         (("model.family=gru",), "distributed.context: TorchRnn.forward takes no context_group"),
         (("model.target=tests.support.models:dropout",), "distributed.context: DropoutModel.forward takes no"),

@@ -176,7 +176,7 @@ def _broken_rules(
 
 
 def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iterator[Mistake]:
-    train, data, burn_in = config.train, config.data, config.ledger.burn_in
+    train, data = config.train, config.data
     if train.tokens and train.steps not in (0, steps):
         problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both say how long the run is"
         yield "train.steps", problem, "set one of them to 0"
@@ -189,9 +189,6 @@ def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iter
     if 0 < data.max_group_cells < train.tbptt_cells:
         problem = f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {data.max_group_cells})"
         yield "train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"
-    if burn_in >= data.seq_len:
-        problem = f"{burn_in} tokens must be less than a cell (data.seq_len = {data.seq_len})"
-        yield "ledger.burn_in", problem, f"set it to at most {data.seq_len - 1}"
     if train.activation_checkpointing == "cell" and train.tbptt_cells == 1:
         problem = 'is "cell", which saves nothing when a row is one cell (train.tbptt_cells = 1)'
         yield "train.activation_checkpointing", problem, 'raise train.tbptt_cells, or choose "block"'
@@ -269,7 +266,6 @@ WHY_NOT: Final[Mapping[tuple[str, str], tuple[str, tuple[Any, ...]]]] = {
     ("train", "compile"): ("since a compiled model cannot pass states to other ranks", (False,)),
     ("train", "activation_checkpointing"): (WHOLE, ("off", "block")),
     ("ledger", "ownership"): ("whose ranks hold the same states", ("auto", "reader")),
-    ("ledger", "burn_in"): (WHOLE, (0,)),
     ("ledger", "probe_every"): (WHOLE, (0,)),
     ("metrics", "per_depth"): (WHOLE, (False,)),
     ("metrics", "per_layer"): ("since it counts every rank", (False,)),
@@ -306,8 +302,6 @@ def check_state_rules(config: RunConfig, model: Any) -> None:
         if config.train.tbptt_cells > 1:
             problem = "the model has no state, through which the gradient could flow from cell to cell"
             found.append(("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead"))
-        if ledger.burn_in:
-            found.append(("ledger.burn_in", "the model has no state that could be stale", "set it to 0"))
     _refuse(found)
 
 

@@ -132,8 +132,6 @@ class LedgerTable(Table):
     """periodic_stale: steps between sweeps."""
     wipe_every: WholeNumber = 0
     """full: steps between wipes."""
-    burn_in: WholeNumber = 0
-    """r: tokens reread before each cell without gradient (docs/ledger.md), below data.seq_len."""
     ownership: Literal["auto", "exchange", "reader"] = "auto"
     """Which rank holds a group's state. reader: its reader; exchange: by hash; auto: reader where possible."""
     start: Literal["zero", "carried", "noise"] = "zero"

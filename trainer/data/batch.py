@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
 from trainer.errors import UserError
-from trainer.on_device import to_device
 
 CARRY_KEYS = ("group_ids", "cell_index", "is_last")
 MASKED_SHARE = "stream_mixing/masked_share"
@@ -121,12 +120,11 @@ def check_inputs(inputs: Collection[str], accepted: Collection[str]) -> None:
         raise UserError(f"batch key {', '.join(unknown)}", problem, fix)
 
 
-def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None, *, burns_in: bool = False) -> MicroBatch:
+def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> MicroBatch:
     """A data set's dict as a micro-batch.
 
     Args:
         accepted: inputs that the model takes; None: any.
-        burns_in: the model is a `Cellwise` with burn-in: pass it the tokens before each row, and which rows continue.
 
     Raises:
         UserError: `targets` is absent, only some of the carry keys are there, or a key is neither a registered extra nor
@@ -149,8 +147,4 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None, *, bur
         carry = Carry(group_ids, cell_index, is_last, extras.get("epoch", 0))
     if accepted is not None and not inputs.keys() <= accepted:
         check_inputs(inputs, accepted)
-    if burns_in:
-        inputs |= {key: extras[key] for key in ("tokens_before", "resets_before") if key in extras}
-        if carry is not None:
-            inputs["continues"] = to_device((carry.cell_index > 0) & (carry.group_ids >= 0), targets.device)
     return MicroBatch(inputs, targets, carry, extras, meta=str(extras.get("instability_meta_json", "{}")))

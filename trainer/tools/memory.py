@@ -323,7 +323,4 @@ def _micro_batch(plan: Plan) -> MicroBatch:
     inputs = {"tokens": tokens}
     if plan.config.data.pack:
         inputs["resets"] = torch.zeros(rows, length, dtype=torch.bool)
-    if burn_in := plan.config.ledger.burn_in:
-        inputs["tokens_before"] = torch.zeros(rows, burn_in, dtype=torch.int64)
-        inputs["continues"] = torch.ones(rows, dtype=torch.bool)
     return MicroBatch(inputs, torch.zeros_like(tokens), None, {})

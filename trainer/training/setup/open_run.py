@@ -175,7 +175,6 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
             shard.dataset,
             device=device,
             accepted=accepted_inputs(state.model),
-            burns_in=config.ledger.burn_in > 0,
             prefetch=config.data.prefetch,
             guard=guard,
         )

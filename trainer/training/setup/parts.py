@@ -175,15 +175,14 @@ def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], Ab
 
 
 def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
-    """The model as the training step calls it: in pieces, with `tbptt_cells` and `burn_in`. Everything else, checkpoints
-    included, uses the model itself."""
-    if (config.train.tbptt_cells == 1 and config.ledger.burn_in == 0) or config.distributed.context > 1:
+    """The model as the training step calls it: cell by cell, with `tbptt_cells`. Everything else, checkpoints included, uses
+    the model itself."""
+    if config.train.tbptt_cells == 1 or config.distributed.context > 1:
         return model
     return Cellwise(
         model,
         cell=config.data.seq_len,
         cells=config.train.tbptt_cells,
-        burn_in=config.ledger.burn_in,
         recompute=config.train.activation_checkpointing == "cell",
     )
 
@@ -220,7 +219,6 @@ def make_dataset(
         batch_size=mixing.batch_size,
         batch_size_by_modality=mixing.batch_size_by_modality,
         repeat=mixing.repeat and not is_holdout,
-        tokens_before=0 if is_holdout else config.ledger.burn_in,
         seed=config.run.seed,
     )
     ranks = {"rank": info.rank, "world_size": info.world_size}
