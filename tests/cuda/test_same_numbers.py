@@ -16,7 +16,7 @@ SHARED = (*SETS[:-1], "eval.depth=false", "ledger.probe_every=0", "data.pack=tru
 RUNS = {
     "layers": ("metrics.per_layer=true",),
     "head in chunks, states on the host": ("objective.chunk_tokens=16", 'ledger.placement="host"'),
-    "packed, other starts": ("data.pack=true", "ledger.start=carried"),
+    "packed": ("data.pack=true",),
     "delta rule, cells": ('model.family="gated_delta"', "train.tbptt_cells=2"),
     "probe, components": ("ledger.probe_every=3", "gns.components_every=3"),
 }

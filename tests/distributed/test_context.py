@@ -50,7 +50,7 @@ CASES: Mapping[str, tuple[tuple[str, ...], int, tuple[int, ...]]] = {
     "rglru": (("data.pack=true", "train.activation_checkpointing=block"), 1, (2, 4)),
     "gated_delta": ((DELTA, "data.pack=true", "train.micro_batches=3"), 1, (2,)),
     "two groups": ((DELTA, "distributed.shards=4", "objective.chunk_tokens=7", "train.micro_batches=1"), 2, (2,)),
-    "without noise scale": (("gns.enabled=false", "ledger.start=carried", "ledger.start_share=0.5"), 2, (2,)),
+    "without noise scale": (("gns.enabled=false",), 2, (2,)),
     "exhausted": ((*ENDING, "train.micro_batches=8", "train.steps=99"), 1, (2,)),
 }
 

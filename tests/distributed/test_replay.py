@@ -24,7 +24,7 @@ DROPOUT = (OWN[0].format("dropout"), *OWN[1:])
 CASES: Mapping[str, tuple[int | None, int, tuple[str, ...]]] = {
     "ddp": (2, 6, ("distributed.shards=4", "data.mixing.batch_size=2")),
     "fsdp": (2, 3, ("distributed.strategy=fsdp", "ledger.ownership=exchange", "scheduler.name=cosine")),
-    "packed": (None, 6, ("data.pack=true", "data.seq_len=256", "ledger.start=carried", "objective.z_loss=0.01")),
+    "packed": (None, 6, ("data.pack=true", "data.seq_len=256", "objective.z_loss=0.01")),
     "growing": (None, 6, ("train.micro_batches={schedule='step', points={0=1, 5=2}}", "train.tbptt_cells=2")),
     "dropout": (None, 6, DROPOUT),
     "from the start": (

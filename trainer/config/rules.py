@@ -282,9 +282,7 @@ def _unshared(config: RunConfig) -> list[tuple[str, str, Any]]:
 
 
 def check_state_rules(config: RunConfig, model: Any) -> None:
-    """Refuse what needs a recurrent state when the model has none, or has another kind of state."""
-    ledger, leaves = config.ledger, getattr(getattr(model, "state_layout", None), "leaves", ())
-    whole = next((leaf for leaf in leaves if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)), None)
+    """Refuse what needs a recurrent state when the model has none, or cannot hand it on."""
     found: list[Mistake] = []
     if config.distributed.context > 1 and "context_group" not in inspect.signature(model.forward).parameters:
         problem = f"{type(model).__name__}.forward takes no context_group, to pass its states to other ranks"
@@ -293,15 +291,9 @@ def check_state_rules(config: RunConfig, model: Any) -> None:
     by = [*(declared.values() if isinstance(declared, Mapping) else ()), *(each.by for each in losses)]
     if config.distributed.context > 1 and "rows" in by:
         found.append(("distributed.context", "leaves ranks parts of rows, and a loss is by rows", "set it to 1"))
-    if ledger.start == "noise" and whole is not None:
-        problem = f'"noise" makes no sense for {whole.path}, which is {whole.dtype}, such as a position'
-        found.append(("ledger.start", problem, 'use "carried"'))
-    if not model.state_width:
-        if ledger.start != "zero":
-            found.append(("ledger.start", "the model has no state to begin from", 'set it to "zero"'))
-        if config.train.tbptt_cells > 1:
-            problem = "the model has no state, through which the gradient could flow from cell to cell"
-            found.append(("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead"))
+    if not model.state_width and config.train.tbptt_cells > 1:
+        problem = "the model has no state, through which the gradient could flow from cell to cell"
+        found.append(("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead"))
     _refuse(found)
 
 

@@ -134,10 +134,6 @@ class LedgerTable(Table):
     """full: steps between wipes."""
     ownership: Literal["auto", "exchange", "reader"] = "auto"
     """Which rank holds a group's state. reader: its reader; exchange: by hash; auto: reader where possible."""
-    start: Literal["zero", "carried", "noise"] = "zero"
-    """What groups begin from (docs/ledger.md). carried: other groups' states; noise: noise with their moments."""
-    start_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the groups that do not begin from zero."""
     probe_every: WholeNumber = 500
     """Steps between probes of carried states (docs/ledger.md), on logged steps; 0: none."""
     probe_cells: Size = 8
@@ -149,8 +145,6 @@ class LedgerTable(Table):
             raise ValueError('wipe_mode "full" needs wipe_every >= 1')
         if self.wipe_mode == "periodic_stale" and self.stale_threshold == 0:
             raise ValueError('wipe_mode "periodic_stale" needs stale_threshold >= 1')
-        if self.start == "zero" and self.start_share != type(self).model_fields["start_share"].default:
-            raise ValueError('start_share has no effect with start = "zero"')
         return self
 
 

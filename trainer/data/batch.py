@@ -23,7 +23,6 @@ BATCH_EXTRAS: Final[Mapping[str, str]] = {
     "token_types": "type of each target token, small integers [B, T], -1 where masked",
     "tokens_before": "inputs of the row's earlier cells in its group, the last n of them, right-aligned, integers [B, n]",
     "resets_before": "resets of the row's earlier cells, booleans [B, n]",
-    "epoch": "pass over the data that the batch is of, an integer",
     "instability_meta_json": "JSON text that locates the batch: stream, slice position, group ids",
 }
 """The keys of a data set's dict that the model never gets. A new one is registered here."""
@@ -31,12 +30,11 @@ BATCH_EXTRAS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Carry:
-    """Which group each row continues: int64 [B], int64 [B], bool [B]; group -1 carries nothing. `epoch` is the batch's."""
+    """Which group each row continues: int64 [B], int64 [B], bool [B]; group -1 carries nothing."""
 
     group_ids: np.ndarray
     cell_index: np.ndarray
     is_last: np.ndarray
-    epoch: int = 0
 
     @classmethod
     def of_no_group(cls, num_rows: int) -> Self:
@@ -143,8 +141,7 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> Mic
         raise UserError("data", f"a micro-batch has {problem}", fix)
     targets, carry = inputs.pop("targets"), None
     if not missing:
-        group_ids, cell_index, is_last = map(inputs.pop, CARRY_KEYS)
-        carry = Carry(group_ids, cell_index, is_last, extras.get("epoch", 0))
+        carry = Carry(*map(inputs.pop, CARRY_KEYS))
     if accepted is not None and not inputs.keys() <= accepted:
         check_inputs(inputs, accepted)
     return MicroBatch(inputs, targets, carry, extras, meta=str(extras.get("instability_meta_json", "{}")))

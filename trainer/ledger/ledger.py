@@ -128,8 +128,6 @@ class Ledger:
         UserError: a setting is out of range.
     """
 
-    counter_keys: tuple[str, ...] = COUNTER_KEYS
-
     def __init__(
         self,
         *,
@@ -165,7 +163,7 @@ class Ledger:
         self._slab = slab(width=state_width, capacity=capacity, device=device, dtype=dtype)
         self._given_dtype = torch.promote_types(dtype, torch.float32)
         # Numbers, or tensors of the device where it alone knows them.
-        self._counts: dict[str, Native] = dict.fromkeys(self.counter_keys, 0)
+        self._counts: dict[str, Native] = dict.fromkeys(COUNTER_KEYS, 0)
         self._index = GroupIndex(capacity=capacity, wipe_mode=wipe_mode, counts=self._counts)
         # Computed where it is asked for, which is on few steps.
         self._stored_steps: Callable[[], Tensor] | None = None
@@ -202,11 +200,11 @@ class Ledger:
         if self._wipe_mode == "periodic_stale" and is_due(step, previous, self._sweep_every):
             self._index.sweep(step - self._stale_threshold, step)
 
-    def lookup(self, group_ids: Ints, cell_index: Ints, epoch: int = 0) -> Tensor:
+    def lookup(self, group_ids: Ints, cell_index: Ints) -> Tensor:
         """The states from which a micro-batch's cells continue, [B, state_width]: a detached copy, in float32 or wider.
 
         Zeros at the start of a group (cell 0), for group id -1, and where no state is held. The last is counted as a
-        cold start, on the rank that asks. The data's `epoch` changes which groups a `StartingLedger` begins elsewhere.
+        cold start, on the rank that asks.
 
         Raises:
             ValueError: a group appears twice, or an id is neither -1 nor in [0, 2^63).
@@ -283,7 +281,7 @@ class Ledger:
     @property
     def metric_keys(self) -> tuple[str, ...]:
         """All keys of `drain_metrics`; the same on every rank."""
-        return (*self.counter_keys, *GAUGE_KEYS)
+        return (*COUNTER_KEYS, *GAUGE_KEYS)
 
     @property
     def last_extra_metrics(self) -> dict[str, float]:
@@ -307,7 +305,7 @@ class Ledger:
 
     def load_undrained(self, counts: Mapping[str, int]) -> None:
         """Restore the counters from `undrained`, after `load_state_dict`."""
-        self._counts.update({key: counts.get(key, 0) for key in self.counter_keys})
+        self._counts.update({key: counts.get(key, 0) for key in COUNTER_KEYS})
 
     @property
     def recently_evicted(self) -> Mapping[int, Evicted]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -116,11 +114,7 @@ def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
 def make_ledger(plan: Plan, owners: Owners, model: nn.Module, device: torch.device, *, capacity: int) -> Ledger:
     """A training ledger."""
     table = plan.config.ledger
-    make: Callable[..., Ledger] = Ledger
-    if table.start != "zero":
-        make = importlib.import_module("trainer.extensions.starts").StartingLedger
-        make = partial(make, start=table.start, share=table.start_share, seed=plan.config.run.seed)
-    return make(
+    return Ledger(
         state_width=width_of(model),
         capacity=capacity,
         wipe_mode=table.wipe_mode,

@@ -182,7 +182,7 @@ class TrainStep:
                 carry = Carry.of_no_group(len(micro.targets))
             state = None
             if ledger is not None and carry is not None:
-                state = ledger.lookup(carry.group_ids, carry.cell_index, carry.epoch)  # [B, state_width]
+                state = ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
                 for look in extensions.on_state:
                     look(micro, carry, state)
             seed_model(self.device, self.seed, step, self.shards[micro.shard], drawn[micro.shard])
