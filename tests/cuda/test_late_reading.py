@@ -29,7 +29,6 @@ RUNS = {
     "packed": ("data.pack=true",),
     "skipping": ("train.on_non_finite=skip",),
     "layers": ("metrics.per_layer=true",),
-    "states on the host": ('ledger.placement="host"',),
     "bf16 states": ('ledger.dtype="bfloat16"',),
     "stale states": ('ledger.wipe_mode="periodic_stale"', "ledger.stale_threshold=5"),
     "sgd": ('optimizer.name="sgd"',),

@@ -15,7 +15,7 @@ SETS = ("train.steps=6", "checkpoint.every=0", "eval.every=3", "eval.holdout_fra
 SHARED = (*SETS[:-1], "eval.depth=false", "ledger.probe_every=0", "data.pack=true")
 RUNS = {
     "layers": ("metrics.per_layer=true",),
-    "head in chunks, states on the host": ("objective.chunk_tokens=16", 'ledger.placement="host"'),
+    "head in chunks": ("objective.chunk_tokens=16",),
     "packed": ("data.pack=true",),
     "delta rule, cells": ('model.family="gated_delta"', "train.tbptt_cells=2"),
     "probe, components": ("ledger.probe_every=3", "gns.components_every=3"),

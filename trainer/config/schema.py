@@ -124,8 +124,6 @@ class LedgerTable(Table):
     """Number of groups a rank can hold."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the kept states."""
-    placement: Literal["device", "host"] = "device"
-    """Where states are kept. host: in pinned host memory."""
     stale_threshold: WholeNumber = 0
     """periodic_stale: evict groups not stored for more than this many steps."""
     sweep_every: Count = 1

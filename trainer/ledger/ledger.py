@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,11 +31,9 @@ from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
 from trainer.hashing import splitmix64
 from trainer.ledger.index import EVICTION_MODES, WIPE_MODES, Evicted, GroupIndex, WipeMode, distinct, is_due
-from trainer.ledger.slab import HostSlab, Native, Slab
+from trainer.ledger.slab import Native, Slab
 from trainer.ledger.snapshot import Owners, load_shards, save_shard
 from trainer.on_device import to_device
-
-Placement = Literal["device", "host"]
 
 COUNTER_KEYS = (
     *(f"ledger/{what}/{mode}" for what in ("evictions", "false_evictions") for mode in EVICTION_MODES),
@@ -119,9 +117,8 @@ class Ledger:
         stale_threshold: with `periodic_stale`, steps that a group may go without a store.
         sweep_every: with `periodic_stale`, steps between sweeps.
         wipe_every: with `full`, steps between wipes.
-        device: of the states as they are looked up and stored.
+        device: of the states.
         dtype: of the states as they are kept; bfloat16 halves the memory and rounds to 8 bits.
-        placement: where they are kept: `device`; or `host`, in its pinned memory, for more than a CUDA device can hold.
         owners: which rank holds a group.
 
     Raises:
@@ -139,7 +136,6 @@ class Ledger:
         wipe_every: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        placement: Placement = "device",
         owners: Owners = Owners(),  # noqa: B008 - immutable
     ) -> None:
         if wipe_mode not in WIPE_MODES:
@@ -158,9 +154,7 @@ class Ledger:
         self.owners = owners
         self._step: int | None = None
         self._stored_at = -1
-        device = torch.device(device)
-        slab = HostSlab if placement == "host" and device.type == "cuda" else Slab
-        self._slab = slab(width=state_width, capacity=capacity, device=device, dtype=dtype)
+        self._slab = Slab(width=state_width, capacity=capacity, device=torch.device(device), dtype=dtype)
         self._given_dtype = torch.promote_types(dtype, torch.float32)
         # Numbers, or tensors of the device where it alone knows them.
         self._counts: dict[str, Native] = dict.fromkeys(COUNTER_KEYS, 0)

@@ -223,8 +223,7 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
         live.steps = True
         step.launch(lr=config.optimizer.lr, stop=False, saved=False)
     weights, buckets, optimizer = (after - before for before, after in itertools.pairwise([0, *sizes]))
-    table = config.ledger
-    slab = 0 if table.placement == "host" else plan.facts.shards_per_rank * ledger_bytes(table, width_of(model))
+    slab = plan.facts.shards_per_rank * ledger_bytes(config.ledger, width_of(model))
     return Memory(weights, optimizer, slab, buckets, gradients, live.peak + slab)
 
 

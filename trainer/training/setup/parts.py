@@ -123,7 +123,6 @@ def make_ledger(plan: Plan, owners: Owners, model: nn.Module, device: torch.devi
         wipe_every=table.wipe_every,
         device=device,
         dtype=STATE_TYPES[table.dtype],
-        placement=table.placement,
         owners=owners,
     )
 

@@ -167,8 +167,6 @@ def unmet_needs(
         "model": (held * numbers * 4, "weights, gradients and optimizer"),
         "ledger.capacity": (shards // world_size * ledger_bytes(table, state_width), "the states of the ledger"),
     }
-    if is_cuda and table.placement == "host":
-        found += _exceeding({"ledger.capacity": needs.pop("ledger.capacity")}, torch.device("cpu"))
     return found + _exceeding(needs, device)
 
 
@@ -182,8 +180,7 @@ def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> li
     fix = {
         "data.seq_len": "set objective.chunk_tokens, or lower data.seq_len or data.mixing.batch_size",
         "model": "lower dim or num_layers",
-        "ledger.capacity": 'lower it, or set ledger.dtype = "bfloat16"'
-        + ' or ledger.placement = "host"' * (device.type == "cuda"),
+        "ledger.capacity": 'lower it, or set ledger.dtype = "bfloat16"',
     }[key]
     return [UserError(key, problem, fix)]
 
