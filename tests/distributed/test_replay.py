@@ -152,16 +152,6 @@ def test_the_row_that_broke_a_run_is_shown(tmp_path, fault):
     assert (beyond.returncode, said in beyond.stderr) == (1, True)
 
 
-def test_of_a_run_whose_ranks_shared_rows_the_rows_are_whole(config, tmp_path):
-    train(config, tmp_path / "run", *SETS, "distributed.context=2", nproc=2)
-    found = verb("replay", tmp_path / "run", "--step", 6)
-    now, then = found["values"]["loss"]
-    assert (found["ranks"], found["is_equal"]) == (1, None)
-    assert mean_loss(found["rows"]) == pytest.approx(now, rel=1e-6)
-    assert now == pytest.approx(then, rel=1e-6)
-    assert sum(row["tokens"] for row in found["rows"]) == found["values"]["tokens_in_step"][1]
-
-
 def test_what_cannot_be_repeated_is_refused(tmp_path):
     config = write_tiny_config(tmp_path, EXTRA)
     train(config, tmp_path / "run", *SETS)

@@ -382,8 +382,6 @@ class DistributedTable(Table):
     shards: WholeNumber = 0
     """Data shards, a multiple of the ranks; 0: one per rank. With N a run is the same on all ranks that divide N
     (docs/data_shards.md)."""
-    context: Size = 1
-    """Neighbouring ranks that share each row, in parts of its positions (docs/context.md). ddp only."""
     replicas: WholeNumber = 0
     """hsdp: number of replicas, each of neighbouring ranks; 0: one per node."""
     reshard_after_forward: bool = True

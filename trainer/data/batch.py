@@ -76,15 +76,6 @@ class MicroBatch:
         carry = self.carry and replace(self.carry, **{key: getattr(self.carry, key)[part] for key in CARRY_KEYS})
         return replace(self, inputs=cut(self.inputs), targets=self.targets[part], carry=carry, extras=cut(self.extras))
 
-    def columns(self, part: slice, **inputs: Any) -> MicroBatch:
-        """These positions of each row, and further inputs. What is not [B, T, ...] stays as it is."""
-
-        def cut(values: Mapping[str, Any]) -> dict[str, Any]:
-            shape = self.targets.shape
-            return {k: v[:, part] if isinstance(v, Tensor) and v.shape[:2] == shape else v for k, v in values.items()}
-
-        return replace(self, inputs=cut(self.inputs) | inputs, targets=self.targets[:, part], extras=cut(self.extras))
-
     def masked(self) -> MicroBatch:
         """The first row with nothing to predict and no group."""
         first = self.rows(slice(1))

@@ -19,7 +19,6 @@ from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, OpenStream
 from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.own_batches import OwnBatches
-from trainer.distributed.context import make_context_group
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Replicated, Sharded, Strategy, bypassed, layout_for, shard_units
 from trainer.errors import UserError, raise_found
@@ -170,7 +169,7 @@ def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], Ab
 def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
     """The model as the training step calls it: cell by cell, with `tbptt_cells`. Everything else, checkpoints included, uses
     the model itself."""
-    if config.train.tbptt_cells == 1 or config.distributed.context > 1:
+    if config.train.tbptt_cells == 1:
         return model
     return Cellwise(
         model,
@@ -280,9 +279,7 @@ def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> St
         return Strategy()
     layout = layout_for(table.strategy, table.replicas, info)
     if layout is None:
-        context = make_context_group(info, timeout_sec=table.timeout_sec, sums_gradients=config.gns.enabled)
-        find_unused = table.find_unused_parameters
-        return Replicated(world_size=info.world_size, device=device, find_unused=find_unused, context=context)
+        return Replicated(world_size=info.world_size, device=device, find_unused=table.find_unused_parameters)
     if table.strategy == "hsdp" and layout.replicas == 1:
         text = 'distributed.strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node'
         logger.info(text)
