@@ -19,7 +19,6 @@ import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -302,7 +301,6 @@ class LaneBlend(BlendDataset):
         # Tuples: they have no entry for each row.
         batch["dataset_labels"], batch["dataset_segments"] = zip(*labels, strict=True)
         batch["pack_num_samples"] = np.array(list(map(len, segments)), np.int64)
-        batch["epoch"] = max(segment.epoch for segment in chain.from_iterable(segments))
         batch["instability_meta_json"] = Located(segments, batch["group_ids"], batch["cell_index"])
         return batch
 
@@ -315,8 +313,8 @@ class LaneBlend(BlendDataset):
         labels: list[tuple[str, str]],
         tokens_before: int,
     ) -> tuple[int, int, int, int, int]:
-        """Read the next window of a lane. Returns the group that is looked up, its cell, its tokens before the row, the group that
-        continues behind the row, and its cell."""
+        """Read the next window of a lane. Returns the group that is looked up, its cell and its tokens before the row, then the
+        group that continues behind the row, and its cell."""
         found: list[Segment] = []
         group_id = end_id = -1
         cell_index = depth = end_cell = at = 0

@@ -27,7 +27,7 @@ class Loader:
     Args:
         dataset: an iterable of dicts; `state_dict` and `drain_step_metrics` are used where it has them.
         device: where the values of `TENSOR_KEYS` go; to a CUDA device through pinned memory, without waiting for the copy.
-        accepted, burns_in: see `take_apart`.
+        accepted: see `take_apart`.
         prefetch: batches that a thread prepares in advance; 0: no thread.
         guard: of `drain_step_metrics`: its failure costs the metrics, never a batch.
         full_tokens: targets of a micro-batch whose rows are full; 0: those that it has room for.
@@ -42,7 +42,6 @@ class Loader:
         *,
         device: torch.device | str,
         accepted: frozenset[str] | None = None,
-        burns_in: bool = False,
         prefetch: int = 2,
         guard: BestEffort | None = None,
         full_tokens: int = 0,
@@ -52,7 +51,7 @@ class Loader:
         self._iterator = iter(dataset)
         self._device = torch.device(device)
         self._full_tokens = full_tokens
-        self._accepted, self._burns_in = accepted, burns_in
+        self._accepted = accepted
         self._state_dict = getattr(dataset, "state_dict", None)
         self._drain = getattr(dataset, "drain_step_metrics", None)
         self._guard = guard or BestEffort("data metrics")
@@ -136,4 +135,4 @@ class Loader:
         for key in TENSOR_KEYS:
             if key in batch:
                 batch[key] = to_device(batch[key], self._device)
-        return replace(take_apart(batch, self._accepted, burns_in=self._burns_in), state=state, metrics=metrics)
+        return replace(take_apart(batch, self._accepted), state=state, metrics=metrics)

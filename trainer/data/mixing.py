@@ -191,7 +191,6 @@ class MixOptions:
             `repeat`, a rank without any cells yields fully masked rows.
         batch_size, batch_size_by_modality: cells per micro-batch and rank.
         repeat: begin a new epoch after the last cell.
-        tokens_before: n: every batch has the n tokens before each cell too; 0: none. See `Collator`.
         seed: of every random choice.
 
     Raises:
@@ -204,7 +203,6 @@ class MixOptions:
     batch_size: int = 8
     batch_size_by_modality: Mapping[str, int] = field(default_factory=dict)
     repeat: bool = True
-    tokens_before: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -213,9 +211,9 @@ class MixOptions:
                 raise UserError(key, f"must be one of {', '.join(known)}, got {getattr(self, key)!r}")
         sizes = {f"batch_size_by_modality.{modality}": size for modality, size in self.batch_size_by_modality.items()}
         sizes |= {"num_streams_mixed": self.num_streams_mixed, "batch_size": self.batch_size}
-        for key, number, least in (*((*each, 1) for each in sizes.items()), ("tokens_before", self.tokens_before, 0)):
-            if type(number) is not int or number < least:
-                raise UserError(key, f"must be an integer >= {least}, got {number!r}")
+        for key, number in sizes.items():
+            if type(number) is not int or number < 1:
+                raise UserError(key, f"must be an integer >= 1, got {number!r}")
 
 
 class StreamMixingDataset:
@@ -302,14 +300,13 @@ class StreamMixingDataset:
     def __next__(self) -> Batch:
         return self.next_with_tokens_before(0)
 
-    def next_with_tokens_before(self, tokens_before: int) -> Batch:
-        """The next micro-batch, with at least that many tokens before each cell.
+    def next_with_tokens_before(self, num_before: int) -> Batch:
+        """The next micro-batch, with that many tokens before each cell (see `Collator`).
 
         Raises:
             StopIteration: without `repeat`, after the last.
             UserError: a file is unreadable or damaged, or the split has no documents.
         """
-        num_before = max(tokens_before, self._mix.tokens_before)
         pool, queue = self._pool, self._queue
         if not pool.readers and not self._fill():
             self._batch_index += 1

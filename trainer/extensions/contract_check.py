@@ -77,12 +77,10 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         if accepted is not None and not any(source.table.target is not None for source in plan.sources):
             refuse_pack(plan, model, accepted)
             check_inputs({"tokens"}, accepted)
-        burn_in = plan.config.ledger.burn_in
         report = check_model(
             model,
             vocab_size=plan.vocab_size,
             seq_len=tokens,
-            pieces=(tokens - burn_in, burn_in) if burn_in else (),
             autocast=AUTOCAST[plan.config.train.precision],
             rows=largest_batch(plan.config.data.mixing),
             max_seconds=MAX_SECONDS,

@@ -202,8 +202,6 @@ class Evaluator:
         if ledger is not None and carry is not None:
             ledger.begin_step(step)
             state = ledger.lookup(carry.group_ids, carry.cell_index)
-        if (context := self.strategy.context) is not None:
-            micro = context.cut(micro)
         with self.autocast():
             output = self.model(**micro.inputs, state=state)
             results = []

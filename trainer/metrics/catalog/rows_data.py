@@ -129,14 +129,6 @@ ROWS: tuple[MetricSpec, ...] = (
     _Counter("ledger_wipe_count", "Full wipes", unit="wipes")(
         "Wipes of the whole ledger.", "As configured; 0 in the other modes.", "More than configured."
     ),
-    *(
-        _Counter(f"ledger/starts/{kind}", f"Starts ({kind})", unit="groups")(
-            f"Groups that began from {what} (ledger.start).",
-            "In the configured share.",
-            "Only starts from zero: no state is held yet.",
-        )
-        for kind, what in (("zero", "zero"), ("carried", "another group's state"), ("noise", "noise"))
-    ),
     _Probed("ledger/state_age", "Age of the states", unit="steps")(
         "Steps since the probed cells' states were stored.",
         "About the streams in flight per micro-batch.",

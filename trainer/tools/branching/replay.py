@@ -298,13 +298,13 @@ def replay(origin: Origin, step: int, *, num_ranks: int | None = None, logs_all:
         BranchFailed: it did not come to the step.
     """
     own, threads, failure = origin.num_ranks, origin.environment.get("threads"), ""
-    num_ranks = num_ranks or own // origin.config.distributed.context  # rows are repeated whole
+    num_ranks = num_ranks or own
     changed: dict[str, dict[str, Any]] = {
         "train": {"spike_sigma": 0.0},
         "eval": {"every": 0},
         "metrics": {"digests": "write", **({"log_interval": 1} if logs_all else {})},
         "checkpoint": {"resume": "off" if origin.path is None else str(origin.path.absolute())},
-        "distributed": {} if num_ranks == own else {"shards": origin.plan.facts.data_shards, "context": 1},
+        "distributed": {} if num_ranks == own else {"shards": origin.plan.facts.data_shards},
     }
     rides = ExtensionTable(target="trainer.tools.branching.replay:Replayed", args={"step": step})
     config = with_tables(origin.config, changed).model_copy(update={"extension": [*origin.config.extension, rides]})

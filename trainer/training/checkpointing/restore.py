@@ -148,7 +148,6 @@ BREAKING = (
     "data.vocab_size",
     "data.seq_len",
     "train.tbptt_cells",
-    "ledger.burn_in",
     "run.seed",
     "optimizer.name",
     "optimizer.target",

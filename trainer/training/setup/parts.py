@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +21,6 @@ from trainer.data.lanes import LaneBlend
 from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.own_batches import OwnBatches
 from trainer.data.shard_source import ShardSource
-from trainer.distributed.context import make_context_group
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Replicated, Sharded, Strategy, bypassed, layout_for, shard_units
 from trainer.errors import UserError, raise_found
@@ -118,11 +115,7 @@ def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
 def make_ledger(plan: Plan, owners: Owners, model: nn.Module, device: torch.device, *, capacity: int) -> Ledger:
     """A training ledger."""
     table = plan.config.ledger
-    make: Callable[..., Ledger] = Ledger
-    if table.start != "zero":
-        make = importlib.import_module("trainer.extensions.starts").StartingLedger
-        make = partial(make, start=table.start, share=table.start_share, seed=plan.config.run.seed)
-    return make(
+    return Ledger(
         state_width=width_of(model),
         capacity=capacity,
         wipe_mode=table.wipe_mode,
@@ -131,7 +124,6 @@ def make_ledger(plan: Plan, owners: Owners, model: nn.Module, device: torch.devi
         wipe_every=table.wipe_every,
         device=device,
         dtype=STATE_TYPES[table.dtype],
-        placement=table.placement,
         owners=owners,
     )
 
@@ -177,15 +169,14 @@ def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], Ab
 
 
 def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
-    """The model as the training step calls it: in pieces, with `tbptt_cells` and `burn_in`. Everything else, checkpoints
-    included, uses the model itself."""
-    if (config.train.tbptt_cells == 1 and config.ledger.burn_in == 0) or config.distributed.context > 1:
+    """The model as the training step calls it: cell by cell, with `tbptt_cells`. Everything else, checkpoints included, uses
+    the model itself."""
+    if config.train.tbptt_cells == 1:
         return model
     return Cellwise(
         model,
         cell=config.data.seq_len,
         cells=config.train.tbptt_cells,
-        burn_in=config.ledger.burn_in,
         recompute=config.train.activation_checkpointing == "cell",
     )
 
@@ -233,7 +224,6 @@ def _reading(
         batch_size=mixing.batch_size,
         batch_size_by_modality=mixing.batch_size_by_modality,
         repeat=mixing.repeat and not is_holdout,
-        tokens_before=0 if is_holdout else config.ledger.burn_in,
         seed=config.run.seed,
     )
     return cut, read, mix
@@ -324,9 +314,7 @@ def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> St
         return Strategy()
     layout = layout_for(table.strategy, table.replicas, info)
     if layout is None:
-        context = make_context_group(info, timeout_sec=table.timeout_sec, sums_gradients=config.gns.enabled)
-        find_unused = table.find_unused_parameters
-        return Replicated(world_size=info.world_size, device=device, find_unused=find_unused, context=context)
+        return Replicated(world_size=info.world_size, device=device, find_unused=table.find_unused_parameters)
     if table.strategy == "hsdp" and layout.replicas == 1:
         text = 'distributed.strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node'
         logger.info(text)

@@ -12,15 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.rules import (
-    Facts,
-    check_rules,
-    check_state_rules,
-    data_shards,
-    divide_batch,
-    reads_lanes,
-    with_shared_rows,
-)
+from trainer.config.rules import Facts, check_rules, check_state_rules, data_shards, divide_batch, reads_lanes
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
@@ -178,7 +170,7 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
         UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
     """
     here = Path.cwd()
-    config = _with_capacity(with_shared_rows(_with_precision(config)))
+    config = _with_capacity(_with_precision(config))
     num_shards = data_shards(config, world_size)
     sources = resolve_sources(config, config_path, num_shards)
     config = divide_batch(config, leaf_tables(sources), num_shards)
