@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export WANDB_MODE ?= offline
 export WANDB_SILENT ?= true
 
-.PHONY: help setup data smoke smoke-matrix test test-slow test-faults mutants check format docs site \
+.PHONY: help setup data smoke smoke-matrix test test-slow test-faults golden mutants check format docs site \
 	bench $(addprefix bench-,$(BENCHES)) gpu clean
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make smoke-matrix  train one healthy and three faulty configs, and check that the diagnosis tells them apart"
 	@echo "make test       the test suite (make test-slow: the long ones)"
 	@echo "make test-faults  break real runs on purpose: kills, damage, full disks, hangs (long)"
+	@echo "make golden     compare this tree's runs bit for bit with those of a commit, BASE=commit (HEAD)"
 	@echo "make mutants    mutate one module, MODULE=file, and run its tests, TESTS=files, against each mutant"
 	@echo "make check      lint, types, layers, generated docs, budgets, and that every test file imports"
 	@echo "make format     format the code"
@@ -100,6 +101,10 @@ test-faults: setup
 	@$(BIN)/python -m pytest -m faults tests/faults
 	@$(BIN)/python -m pytest $(addprefix tests/distributed/test_,cut_data.py run_dir_faults.py data_change.py)
 	@$(BIN)/python scripts/make_fault_table.py
+
+BASE ?= HEAD
+golden: setup
+	@$(BIN)/python -m tests.golden.same_bits $(BASE)
 
 # One module against its tests: make mutants MODULE=trainer/extensions/spikes.py TESTS=tests/unit/metrics/test_spikes.py
 mutants: setup

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import random
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,9 +11,8 @@ from typing import Any
 
 import tomli_w
 
-from tests.support.forks import PR_SET_PDEATHSIG, fork_server
-from tests.support.launches import count_launch
-from tests.support.runs import environment, free_port, make_corpus, rank_environment, run, write_tiny_config
+from tests.support.many_runs import Group
+from tests.support.runs import make_corpus, run, write_tiny_config
 from trainer.model.families import FAMILIES
 
 WORLD_SIZES = (1, 2, 4)
@@ -83,47 +79,16 @@ def make_healthy_runs(directory: Path, world_size: int, seeds: Sequence[int]) ->
         RuntimeError: a run failed.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    jobs: list[tuple[Path, Path, int]] = []
-    for seed in seeds:
-        config = directory / f"{seed}.toml"
-        config.write_text(tomli_w.dumps(healthy_config(seed, world_size, directory)), encoding="utf-8")
-        jobs.append((config, directory / f"run-{seed}", free_port()))
-    logs = [directory / f"rank_{rank}.log" for rank in range(world_size)]
-    count_launch()
-    processes = [
-        fork_server().Process(target=_train_all, args=(rank, world_size, jobs, log), daemon=True)
-        for rank, log in enumerate(logs)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(SECONDS_PER_RUN * len(jobs))
-        if process.exitcode is None:
-            process.kill()
-    if any(process.exitcode for process in processes):
-        raise RuntimeError("\n".join(log.read_text(encoding="utf-8")[-2000:] for log in logs))
-    return [run_dir for _, run_dir, _ in jobs]
-
-
-def _train_all(rank: int, world_size: int, jobs: Sequence[tuple[Path, Path, int]], log: Path) -> None:
-    """In a fork: this rank of each run."""
-    import torch
-
-    from trainer.config.load import load_config
-    from trainer.training.main import train
-    from trainer.training.setup.open_run import Launch
-
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    torch.set_num_threads(1)
-    code = 0
-    for config, run_dir, port in jobs:
-        os.environ.clear()
-        os.environ.update(environment(rank_environment(rank, world_size, port) if world_size > 1 else {}))
-        code = code or train(load_config(config), Launch(config_path=config, run_dir=str(run_dir)))
-    os._exit(code)
+    found = []
+    with Group(world_size) as group:
+        for seed in seeds:
+            config, run_dir = directory / f"{seed}.toml", directory / f"run-{seed}"
+            config.write_text(tomli_w.dumps(healthy_config(seed, world_size, directory)), encoding="utf-8")
+            done = group.run("--config", config, "--run-dir", run_dir, nproc=world_size if world_size > 1 else None)
+            if done.returncode:
+                raise RuntimeError(done.stderr[-2000:])
+            found.append(run_dir)
+    return found
 
 
 def start(directory: Path, *, overrides: tuple[str, ...], nproc: int | None = None) -> Path:

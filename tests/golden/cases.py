@@ -1,0 +1,168 @@
+"""The golden cases: small runs over the trainer's paths, and what of a run counts.
+
+    python -m tests.golden.cases FOLDER
+
+makes all of them below FOLDER, with whichever `trainer` Python finds.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support.many_runs import Group
+from tests.support.runs import ROOT, overrides, read_rows, write_tiny_config
+
+MEASURED = ("time/", "smoothed/tokens", "smoothed/step", "step_time", "tokens_per_sec", "checkpoint/", "mfu", "gpu/")
+STEPS = 12
+EXTRA = """
+[eval]
+every = 6
+batches = 2
+holdout_fraction = 0.2
+
+[checkpoint]
+every = 6
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, or several in one directory.
+
+    Attributes:
+        sets: `--set` of every launch.
+        launches: per launch the ranks and the arguments of its own.
+        config: one of the diagnostic configs; empty: the tiny one.
+        fault: see `tests.support.faulty_model`.
+    """
+
+    sets: tuple[str, ...] = ()
+    launches: tuple[tuple[int, tuple[str, ...]], ...] = ((2, ()),)
+    config: str = ""
+    fault: str = "{}"
+
+
+def _ranks(number: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    return ((number, ()),)
+
+
+def _resumed(first: int, then: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    return ((first, ("--steps", "6")), (then, ("--resume", "auto")))
+
+
+FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
+NAN = '{"what": "nan", "rank": 1, "step": 5}'
+RECALL = 'data.source=[{name="streams",layout="direct",paths=["recall/recall/*"]}]'
+MIXED = 'data.source=[{name="streams",layout="direct",paths=["recall/recall/*", "code/cpp/*"]}]'
+CASES: dict[str, Case] = {
+    "one_rank": Case(("gns.components_every=4", "metrics.per_layer=true", "metrics.per_source=true"), _ranks(1)),
+    "ddp": Case(("ledger.probe_every=4", "sample.every=6", "sample.tokens=12", "metrics.per_layer=true")),
+    "fsdp": Case(("distributed.strategy=fsdp", "ledger.probe_every=4")),
+    "hsdp": Case(("distributed.strategy=hsdp", "distributed.replicas=2", "distributed.accumulate=whole"), _ranks(4)),
+    "packed": Case(("data.pack=true", "objective.z_loss=1e-4", "objective.chunk_tokens=16")),
+    "tbptt": Case(("train.tbptt_cells=2", "train.activation_checkpointing=cell")),
+    "full_rows": Case(
+        (
+            'data.mixing={batching_mode="per_row", batch_size=4, num_streams_mixed=2}',
+            "ledger.probe_every=4",
+            "metrics.per_source=true",
+        )
+    ),
+    "full_rows_on_fewer_ranks": Case(
+        ('data.mixing={batching_mode="per_row", batch_size=3, num_streams_mixed=2}', 'data.align="document"'),
+        _resumed(2, 1),
+    ),
+    "exchange": Case(("ledger.ownership=exchange", "ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=3")),
+    "resumed_on_fewer_ranks": Case((), _resumed(2, 1)),
+    "resumed_on_more_ranks": Case(("checkpoint.background=true", "distributed.strategy=fsdp"), _resumed(2, 3)),
+    "resumed_in_tokens": Case(
+        ("train.steps=0", "train.tokens=1200", "scheduler.name=wsd"),
+        ((2, ("--set", "train.tokens=700")), (2, ("--resume", "auto"))),
+    ),
+    "skipped_steps": Case((*FAULTY, "train.on_non_finite=skip"), fault=NAN),
+    "stopped_by_nan": Case(FAULTY, fault=NAN),
+    "growing_batch": Case(
+        ('train.micro_batches={schedule="step", points={0=1, 5=2, 9=4}, lr="sqrt"}', "optimizer.name=muon")
+    ),
+    "exhausted": Case(("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin", "train.steps=400")),
+    "device_per_stream": Case(
+        ("data.mixing.batching_mode=device_per_stream", "ledger.dtype=bfloat16", "train.precision=bf16")
+    ),
+    "gated_delta": Case(("model.family=gated_delta", "optimizer.name=sgd"), _ranks(1)),
+    "transformer": Case(("model.family=transformer", "ledger.wipe_mode=full", "ledger.wipe_every=5"), _ranks(1)),
+    "own_model": Case(("model.target=examples.own_parts.my_parts:build_model", "model.num_layers=1"), _ranks(1)),
+    "diag_healthy": Case((MIXED,), config="healthy"),
+    "diag_exhaust_spike": Case((RECALL,), config="diag_exhaust_spike"),
+    "diag_imbalanced_bs": Case((MIXED,), config="diag_imbalanced_bs"),
+    "diag_stale_false_evict": Case((MIXED, "ledger.stale_threshold=1"), config="diag_stale_false_evict"),
+}
+
+
+class Place(NamedTuple):
+    """Of a number in the record of a run."""
+
+    mode: str
+    metric: str
+    step: int
+
+
+class Left(NamedTuple):
+    """What the runs of a case left."""
+
+    exit_codes: list[int]
+    events: list[str]
+    """Each with its step, in order."""
+    numbers: Mapping[Place, float | None]
+    """Without measured times. None: there is a number, which is not recorded."""
+
+
+def make_runs(folder: Path, names: Iterable[str] = CASES) -> None:
+    """Make the runs of cases below `folder`, in one group of ranks."""
+    tiny, codes = write_tiny_config(folder, EXTRA), {}
+    with Group(max(ranks for case in CASES.values() for ranks, _ in case.launches)) as group:
+        done = group.run(*f"data synth key-recall --out {folder}/recall --groups 768 --cells 3 --streams 8".split())
+        assert done.returncode == 0, done.stderr
+        shutil.copytree(folder / "corpus" / "b", folder / "code" / "cpp")
+        for name in names:
+            codes[name] = [_launch(group, name, ranks, own, tiny) for ranks, own in CASES[name].launches]
+    (folder / "exit_codes.json").write_text(json.dumps(codes))
+
+
+def _launch(group: Group, name: str, ranks: int, own: tuple[str, ...], tiny: Path) -> int:
+    case = CASES[name]
+    config = ROOT / "train_configs" / "diagnostics" / f"{case.config}.toml" if case.config else tiny
+    steps = () if "--steps" in own or any("steps=" in each for each in case.sets) else ("--steps", STEPS)
+    done = group.run(
+        *("--config", config, "--run-dir", tiny.parent / name, "--stdout", "off"),
+        *(*overrides(*case.sets), *steps, *own),
+        nproc=ranks if ranks > 1 else None,
+        cwd=tiny.parent if case.config else ROOT,
+        extra={"FAULT": case.fault},
+    )
+    assert done.returncode in (0, 1), f"{name}: {done.stderr[-3000:]}"
+    return done.returncode
+
+
+def read_case(folder: Path, name: str) -> Left:
+    """What a case left below `folder`."""
+    events = [json.loads(line) for line in (folder / name / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    return Left(
+        json.loads((folder / "exit_codes.json").read_text())[name],
+        [f"{event['event']} {event.get('global_step')}" for event in events],
+        {
+            Place(mode, metric, step): value
+            for (mode, step), row in read_rows(folder / name / "metrics.jsonl").items()
+            for metric, value in row.items()
+            if not metric.startswith(MEASURED)
+        },
+    )
+
+
+if __name__ == "__main__":
+    make_runs(Path(sys.argv[1]))
