@@ -59,7 +59,7 @@ OWN: Mapping[str, Mapping[str, object]] = {
 }
 STEPS = {TEXT: 320, RECALL: 480}
 K, LR, TBPTT = "data.mixing.num_streams_mixed", "optimizer.lr", "train.tbptt_cells"
-BURN_IN, WIPE = "ledger.burn_in", "ledger.wipe_mode"
+WIPE = "ledger.wipe_mode"
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class Axis:
 def axes() -> list[Axis]:
     """All tables. Settings that several of them share run once."""
     return [
-        *_axes_of(TEXT, rates=(3e-4, 1e-3, 3e-3, 1e-2), burn_ins=(0, 8, 32, 63)),
-        *_axes_of(RECALL, rates=(3e-4, 1e-3, 3e-3), burn_ins=(0, 2, 5)),
+        *_axes_of(TEXT, rates=(3e-4, 1e-3, 3e-3, 1e-2)),
+        *_axes_of(RECALL, rates=(3e-4, 1e-3, 3e-3)),
     ]
 
 
-def _axes_of(corpus: str, *, rates: Sequence[float], burn_ins: Sequence[int]) -> Iterator[Axis]:
-    base = {K: 32, LR: 3e-3, BURN_IN: 0, TBPTT: 1}
+def _axes_of(corpus: str, *, rates: Sequence[float]) -> Iterator[Axis]:
+    base = {K: 32, LR: 3e-3, TBPTT: 1}
 
     def at(**changed: object) -> Setting:
         return Setting(corpus, tuple((key, value) for key, value in changed.items() if base.get(key) != value))
@@ -97,8 +97,6 @@ def _axes_of(corpus: str, *, rates: Sequence[float], burn_ins: Sequence[int]) ->
         "periodic_stale, 20 steps": at(**{WIPE: '"periodic_stale"', "ledger.stale_threshold": 20}),
     }
     yield Axis(f"{corpus}: wipe mode, K = 32", "ledger", list(wipes.items()))
-    title = f"{corpus}: burn-in, K = 32, lr {rates[-1]:g}, cells of {CELLS[corpus]}"
-    yield Axis(title, "r", by(BURN_IN, burn_ins, **{LR: rates[-1]}))
     cells = [(f"{k}", at(**{TBPTT: k}, **({"data.mixing.batch_size": 8 // k} if k > 1 else {}))) for k in (1, 2, 4, 8)]
     yield Axis(f"{corpus}: gradient through k cells, K = 32, the same tokens per step", "k", cells)
 

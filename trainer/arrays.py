@@ -12,6 +12,3 @@ Flags: TypeAlias = NDArray[np.bool_]
 
 IGNORED: Final = -100
 """The target of a position without anything to predict (the default `ignore_index` of torch's cross-entropy)."""
-
-MIN_PART: Final = 4
-"""Positions of a row that a rank must have where several share it: more than a short convolution looks back."""

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.ledger import Ledger
-from trainer.ledger.ledger import Placement
 
 Ints = NDArray[np.int64]
 
@@ -92,16 +91,11 @@ class WideTimes:
     """Until the calls return; on CUDA the device may still be at work."""
 
 
-def measure_wide(
-    width: int, live: int, batch: int, *, device: str = "cpu", placement: Placement = "device", steps: int = WIDE_STEPS
-) -> WideTimes:
-    """Look-ups and stores of `batch` states of `live`, and what any store has to do: on the ledger's device a gather and a
-    scatter of the rows, for rows in the host's memory a copy of as many bytes from and to pinned memory, in one piece."""
+def measure_wide(width: int, live: int, batch: int, *, device: str = "cpu", steps: int = WIDE_STEPS) -> WideTimes:
+    """Look-ups and stores of `batch` states of `live`, and what any store has to do: a gather and a scatter of the rows."""
     rng = np.random.default_rng(width)
-    ledger = Ledger(state_width=width, capacity=live, wipe_mode="lru", device=torch.device(device), placement=placement)
-    is_on_host = device == "cuda" and placement == "host"
-    bare = torch.zeros(batch if is_on_host else live, width, device="cpu" if is_on_host else device)
-    bare = bare.pin_memory() if is_on_host else bare
+    ledger = Ledger(state_width=width, capacity=live, wipe_mode="lru", device=torch.device(device))
+    bare = torch.zeros(live, width, device=device)
     states, cells, lasts = torch.randn(batch, width, device=device), np.ones(batch, np.int64), np.zeros(batch, np.bool_)
     ledger.begin_step(0)
     for first in range(0, live, batch):
@@ -118,12 +112,8 @@ def measure_wide(
         on_host.append(time.perf_counter() - began)
 
     def use_bare() -> None:
-        if is_on_host:
-            bare.to(device, non_blocking=True)
-            bare.copy_(states, non_blocking=True)
-        else:
-            bare.index_select(0, places)
-            bare.index_copy_(0, places, states)
+        bare.index_select(0, places)
+        bare.index_copy_(0, places, states)
 
     for step in range(1, steps + 1):
         ledger.begin_step(step)
@@ -136,19 +126,15 @@ def measure_wide(
 
 
 def row_figures(args: argparse.Namespace) -> list[Figure]:
-    """States of `--row-bytes` on the device, or in the host's memory."""
+    """States of `--row-bytes`."""
     found: list[Figure] = []
     for num_bytes in args.row_bytes:
         live = min(max(args.megabytes * 10**6 // num_bytes, 8), 65_536)
         batch = min(64, live // 4, max(4, MOST_BATCH_BYTES // num_bytes))
-        took = measure_wide(
-            num_bytes // 4, live, batch, device=args.device, placement=args.placement, steps=args.wide_steps
-        )
+        took = measure_wide(num_bytes // 4, live, batch, device=args.device, steps=args.wide_steps)
         where = f"{batch} of {live:,} states of {num_bytes:,} bytes"
-        is_on_host = args.device == "cuda" and args.placement == "host"
-        yardstick = "pinned copies in one piece" if is_on_host else "bare gather + scatter"
         found += [
-            Figure(f"{where}: ledger over {yardstick}", took.over_bare, "x"),
+            Figure(f"{where}: ledger over bare gather + scatter", took.over_bare, "x"),
             Figure(f"{where}: ledger", took.seconds * 1e6, "us"),
             Figure(f"{where}: the host is busy", took.host_seconds * 1e6, "us"),
             Figure(f"{where}: read and written", 2 * batch * num_bytes / took.seconds / 1e9, "GB/s"),
@@ -186,7 +172,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="steps per size and pattern")
     parser.add_argument("--row-bytes", type=int, nargs="+", help="measure states of these sizes alone")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="with --row-bytes: of the states")
-    parser.add_argument("--placement", default="device", choices=["device", "host"], help="with --row-bytes: on CUDA")
     parser.add_argument("--wide-steps", type=int, default=WIDE_STEPS, help="with --row-bytes: steps per size")
     parser.add_argument("--megabytes", type=int, default=2000, help="with --row-bytes: of all states, at most 65,536")
     run_bench("ledger", parser, figures)

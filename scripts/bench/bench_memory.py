@@ -2,7 +2,7 @@
 
 Each run is a process of its own. On CUDA the measured peak is that of torch's allocator from the second step on, for which the
 prediction is made; on the CPU it is the growth of the resident set since before the model, in a model so tiny that the ratio
-means nothing. States in the host's memory must take from the device what the prediction says.
+means nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from trainer.tools.memory import predict_memory, resident_bytes
 
 # Two micro-batches have the same worst moment as eight.
 SETS = ("train.micro_batches=2", "train.compile=false")
-HOST = ('ledger.placement="host"',)
 MOST_OVER, LEAST_OVER = 1.1, 0.9
 MOST_GROWTH_MB = 4.0  # batches that are prefetched, or in flight, come and go
 
@@ -53,34 +52,28 @@ def measure_one(args: argparse.Namespace, sets: Sequence[str]) -> dict[str, floa
         run_trainer(plan, Path(name), device, watch)
     return {
         "predicted": predicted.peak / 1e6,
-        "ledger": predicted.ledger / 1e6,
         "measured": watch.peaks[-1] - before,
         "growth": watch.in_use[-1] - watch.in_use[LOG_INTERVAL - 1],
     }
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    """Figures of the runs: plain, compiled (which the prediction does not know), and with the states on the host."""
+    """Figures of the runs: plain, and on CUDA compiled, which the prediction does not know."""
     own = [*SETS, *(TINY if args.device == "cpu" else ()), *args.sets]
-    found, measured = [], {}
-    runs = {"on the device": own, "on the host": [*own, *HOST]}
+    found = []
+    runs = {"plain": own}
     if args.device == "cuda":
-        runs["on the device, compiled"] = [*own, "train.compile=true"]
+        runs["compiled"] = [*own, "train.compile=true"]
     for name, sets in runs.items():
-        took = measured[name] = in_child(measure_one, args, sets)
-        is_compiled = name.endswith("compiled")
+        took = in_child(measure_one, args, sets)
         ratio = took["measured"] / took["predicted"]
-        limits = {} if is_compiled else {"at_least": LEAST_OVER, "at_most": MOST_OVER}
+        limits = {} if name == "compiled" else {"at_least": LEAST_OVER, "at_most": MOST_OVER}
         found += [
-            Figure(f"states {name}: predicted peak", took["predicted"], "MB"),
-            Figure(f"states {name}: measured peak", took["measured"], "MB"),
-            Figure(f"states {name}: measured over predicted", ratio, "x", **limits),
-            Figure(f"states {name}: growth from step 10 to the last", took["growth"], "MB", at_most=MOST_GROWTH_MB),
+            Figure(f"{name}: predicted peak", took["predicted"], "MB"),
+            Figure(f"{name}: measured peak", took["measured"], "MB"),
+            Figure(f"{name}: measured over predicted", ratio, "x", **limits),
+            Figure(f"{name}: growth from step 10 to the last", took["growth"], "MB", at_most=MOST_GROWTH_MB),
         ]
-    if args.device == "cuda":
-        plain, host = measured["on the device"], measured["on the host"]
-        saved = (plain["measured"] - host["measured"]) / plain["ledger"]
-        found.append(Figure("saved by states on the host, over their size", saved, "x", at_least=0.9, at_most=1.1))
     return found
 
 

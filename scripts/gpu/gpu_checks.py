@@ -49,8 +49,6 @@ class Bench:
     limit_sec: float
     on_cuda: str
     on_cpu: str
-    program: str = ""
-    """If it is not bench_<name>.py."""
 
 
 ROW_BYTES = "--row-bytes 2048 65536 1048576 20971520"
@@ -75,8 +73,7 @@ BENCHES = (
         "--dim 1024 --rows 16 --length 1024 --chunk 2048 --vocabularies 32000 128000",
         "--rows 2 --length 64 --rounds 1 --vocabularies 4096",
     ),
-    Bench("ledger", "device", 200, f"--placement device {ROW_BYTES}", f"--placement device {FEW_ROWS}", "ledger"),
-    Bench("ledger", "host", 240, f"--placement host {ROW_BYTES}", f"--placement host {FEW_ROWS}", "ledger"),
+    Bench("ledger", "ledger", 200, ROW_BYTES, FEW_ROWS),
     Bench("memory", "memory", 400, "", "--steps 20"),
     Bench(
         "profile",
@@ -112,7 +109,7 @@ def _tests(root: Path, results: Path) -> Iterator[Check]:
 def _benches(device: str) -> Iterator[Check]:
     for bench in BENCHES:
         own = bench.on_cuda if device == "cuda" else bench.on_cpu
-        program = f"scripts/bench/bench_{bench.program or bench.name}.py"
+        program = f"scripts/bench/bench_{bench.name}.py"
         arguments = (program, "--device", device, "--json", *own.split())
         read = partial(read_figures, is_rehearsal=device == "cpu")
         yield Check(bench.part, bench.name, arguments, bench.limit_sec, read)

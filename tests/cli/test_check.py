@@ -37,8 +37,8 @@ def test_a_rule_between_tables_says_where_its_key_is_written(config, capsys):
     written = checked(config, capsys, BY_BATCH)
     assert written.returncode == 2
     assert written.stderr.startswith(f"{config}:{line}: train.micro_batches: ")
-    overridden = checked(config, capsys, BY_BATCH, "train.micro_batches=2", "ledger.burn_in=99")
-    assert overridden.stderr.startswith("--set ledger.burn_in=99: ledger.burn_in: 99 tokens must be less than a cell")
+    overridden = checked(config, capsys, BY_BATCH, "train.micro_batches=2", "train.tbptt_cells=99")
+    assert overridden.stderr.startswith("--set train.tbptt_cells=99: train.tbptt_cells: 99 is more cells than a group")
 
 
 EVAL = """

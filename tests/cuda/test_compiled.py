@@ -22,11 +22,10 @@ RUNS = {
     "transformer": ('model.family="transformer"',),
     "gru": ('model.family="gru"',),
     "cells": ("train.tbptt_cells=2",),
-    "burn-in": ("ledger.burn_in=4",),
     "blocks run again, head in chunks": AGAIN,
     "bf16, head in chunks": ("train.precision=bf16", "objective.chunk_tokens=16"),
 }
-MOST_GRAPHS = {"gru": 12, "cells": 8, "burn-in": 8}
+MOST_GRAPHS = {"gru": 12, "cells": 8}
 """Of others 4: with gradients and without, each for the first shape and for all others. What a row's second cell begins with
 needs a gradient, or comes without; a model without blocks compiles with what takes its state apart."""
 

@@ -19,7 +19,7 @@ FP16, COMPILED = "train.precision=fp16", "train.compile=true"
 CASES = {
     "killed, saved in the background": (signal.SIGKILL, ("checkpoint.background=true",)),
     "stopped": (signal.SIGTERM, ()),
-    "killed, bf16, states on the host": (signal.SIGKILL, ("train.precision=bf16", 'ledger.placement="host"')),
+    "killed, bf16": (signal.SIGKILL, ("train.precision=bf16",)),
     "killed, fp16": (signal.SIGKILL, (FP16,)),
     "killed, compiled": (signal.SIGKILL, (COMPILED,)),
 }

@@ -1,4 +1,4 @@
-"""A run on the device reports what it does on the CPU, or on ranks that share the device: all metrics but times, in fp32."""
+"""A run on the device reports what it does on the CPU: all metrics but times, in fp32."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.on_device import differences, train_apart, train_here
+from tests.support.on_device import differences, train_here
 
 pytestmark = pytest.mark.cuda
 SETS = ("train.steps=6", "checkpoint.every=0", "eval.every=3", "eval.holdout_fraction=0.2", "metrics.per_depth=true")
-# Without what needs whole rows.
-SHARED = (*SETS[:-1], "eval.depth=false", "ledger.probe_every=0", "data.pack=true")
 RUNS = {
     "layers": ("metrics.per_layer=true",),
-    "head in chunks, states on the host": ("objective.chunk_tokens=16", 'ledger.placement="host"'),
-    "packed, other starts": ("data.pack=true", "ledger.start=carried"),
+    "head in chunks": ("objective.chunk_tokens=16",),
+    "packed": ("data.pack=true",),
     "delta rule, cells": ('model.family="gated_delta"', "train.tbptt_cells=2"),
     "probe, components": ("ledger.probe_every=3", "gns.components_every=3"),
 }
@@ -27,16 +25,3 @@ def test_metrics_are_those_of_the_cpu(tmp_path: Path, chosen_device: torch.devic
     places = {"cpu": torch.device("cpu"), "device": chosen_device}
     one, other = (train_here(tmp_path / name, place, *SETS, *RUNS[kind]) for name, place in places.items())
     assert differences(one, other, 1e-3) == {}
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("family", [pytest.param("rglru", marks=pytest.mark.slow), "gated_delta"])
-def test_ranks_that_share_rows_and_the_device_compute_what_one_does(
-    tmp_path: Path, device: torch.device, family: str
-) -> None:
-    sets = (*SHARED, f"model.family={family}")
-    one = train_here(tmp_path / "one", device, *sets)
-    # nccl refuses two ranks on a device.
-    shared, environ = ("distributed.context=2", "distributed.backend=gloo"), {"LOCAL_RANK": "0"}
-    two = train_apart(tmp_path / "two", device, *sets, *shared, environ=environ, nproc=2)
-    assert differences(one, two, 1e-3) == {}

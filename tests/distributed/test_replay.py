@@ -26,7 +26,7 @@ DROPOUT = (OWN[0].format("dropout"), *OWN[1:])
 CASES: Mapping[str, tuple[int | None, int, tuple[str, ...]]] = {
     "ddp": (2, 6, ("distributed.shards=4", "data.mixing.batch_size=2")),
     "fsdp": (2, 3, ("distributed.strategy=fsdp", "ledger.ownership=exchange", "scheduler.name=cosine")),
-    "packed": (None, 6, ("data.pack=true", "data.seq_len=256", "ledger.start=carried", "objective.z_loss=0.01")),
+    "packed": (None, 6, ("data.pack=true", "data.seq_len=256", "objective.z_loss=0.01")),
     "growing": (None, 6, ("train.micro_batches={schedule='step', points={0=1, 5=2}}", "train.tbptt_cells=2")),
     "dropout": (None, 6, DROPOUT),
     "from the start": (
@@ -152,16 +152,6 @@ def test_the_row_that_broke_a_run_is_shown(tmp_path, verb, fault):
     beyond = verb(*command[:-1], step + 3, "--trust-code", cwd=tmp_path)
     said = f"no such step: it ends after step {step} (step {step}: loss"
     assert (beyond.returncode, said in beyond.stderr) == (1, True)
-
-
-def test_of_a_run_whose_ranks_shared_rows_the_rows_are_whole(config, tmp_path, verb):
-    train(config, tmp_path / "run", *SETS, "distributed.context=2", nproc=2)
-    found = answer(verb, "replay", tmp_path / "run", "--step", 6)
-    now, then = found["values"]["loss"]
-    assert (found["ranks"], found["is_equal"]) == (1, None)
-    assert mean_loss(found["rows"]) == pytest.approx(now, rel=1e-6)
-    assert now == pytest.approx(then, rel=1e-6)
-    assert sum(row["tokens"] for row in found["rows"]) == found["values"]["tokens_in_step"][1]
 
 
 def test_what_cannot_be_repeated_is_refused(tmp_path, verb):

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.checkpoints import weights
 from tests.support.fault_runs import MEASURED
-from tests.support.grouped import run, train
+from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import losses, overrides, read_rows, write_tiny_config
@@ -60,14 +60,7 @@ def check_same(one: Path, other: Path) -> None:
             None, (MOVING, "data.pack=true", "train.micro_batches=3"), ROWS, (*CELLS, BY_CELL), id="tbptt, packed"
         ),
         pytest.param(2, (MOVING,), ROWS, (*CELLS, BY_CELL), id="tbptt on two ranks"),
-        pytest.param(None, (STILL, "data.pack=true"), (), ("ledger.burn_in=15",), id="burn-in"),
-        pytest.param(2, (STILL, "train.tbptt_cells=2"), (), ("ledger.burn_in=5", BY_CELL), id="burn-in on two ranks"),
         pytest.param(2, ("ledger.probe_every=2",), (), (CHUNKED, BLOCKS), id="chunked loss"),
-        pytest.param(
-            *(2, (STILL, "data.mixing.repeat=false", "train.steps=400", "eval.every=0"), (), ("ledger.burn_in=5",)),
-            id="burn-in to the end of the data",
-            marks=pytest.mark.slow,
-        ),
         *(
             pytest.param(2, (f"model.family={family}",), (), (CHUNKED, BLOCKS), id=family, marks=pytest.mark.slow)
             for family in ("gated_delta", "transformer")
@@ -78,8 +71,7 @@ def test_no_number_depends_on_it(tmp_path, nproc, common, without, with_it):
     runs = [
         start(tmp_path, name, *common, *sets, nproc=nproc) for name, sets in (("with", with_it), ("without", without))
     ]
-    if "train.steps=400" not in common:
-        check_same(*runs)
+    check_same(*runs)
     found, expected = map(weights, runs)
     assert found.keys() == expected.keys(), "checkpoints hold the model itself"
     for name, tensor in found.items():
@@ -102,7 +94,7 @@ def test_diagnostics_change_no_number_and_no_weight(tmp_path):
 
 
 def test_a_run_with_all_of_them_resumes_bit_for_bit_and_refuses_others(tmp_path):
-    sets = (MOVING, "ledger.burn_in=5", "train.tbptt_cells=2", CHUNKED)
+    sets = (MOVING, "train.tbptt_cells=2", CHUNKED)
     whole = start(tmp_path, "whole", *sets, BY_CELL, nproc=2)
     middle = whole / "checkpoints" / "step_00000006"
     # Recomputed or not, the numbers are the same: it may change.
@@ -111,18 +103,13 @@ def test_a_run_with_all_of_them_resumes_bit_for_bit_and_refuses_others(tmp_path)
     expected = losses(whole / "metrics.jsonl")
     assert losses(again / "metrics.jsonl") == {step: loss for step, loss in expected.items() if step > 6}
     config = write_tiny_config(tmp_path, EXTRA)
-    said = train(
-        config, tmp_path / "other", *sets, "ledger.burn_in=6", "train.tbptt_cells=1", code=2, more=("--resume", middle)
-    )
-    assert "ledger.burn_in: 5 -> 6" in said
+    said = train(config, tmp_path / "other", *sets, "train.tbptt_cells=1", code=2, more=("--resume", middle))
     assert "train.tbptt_cells: 2 -> 1" in said
 
 
 @pytest.mark.parametrize(
     ("sets", "text"),
     [
-        (("ledger.burn_in=16",), "ledger.burn_in: 16 tokens must be less than a cell"),
-        (("ledger.burn_in=4", "model.target=tests.support.models:dropout"), "ledger.burn_in: the model has no state"),
         (("train.tbptt_cells=9",), "train.tbptt_cells: 9 is more cells than a group has"),
         ((BY_CELL,), 'train.activation_checkpointing: is "cell", which saves nothing'),
         (
@@ -142,33 +129,3 @@ def test_what_cannot_work_is_refused(tmp_path, capsys, sets, text):
     assert ended.returncode == 2
     assert text in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-OWN = """
-import numpy as np
-
-def batches(rank, world_size, seed, seq_len, before):
-    rng = np.random.default_rng(seed + rank)
-    history = np.zeros((2, before), dtype=np.int64)
-    for cell in range(100):
-        tokens = rng.integers(97, 110, (2, seq_len))
-        batch = {"tokens": tokens, "targets": tokens, "group_ids": np.array([0, 1]) + 10 * rank,
-                 "cell_index": np.full(2, cell), "is_last": np.zeros(2, dtype=bool)}
-        if before:
-            batch["tokens_before"] = history
-            history = np.concatenate([history, tokens], axis=1)[:, -before:]
-        yield batch
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "said"), [(0, "a micro-batch has no tokens_before"), (4, "6 tokens before a row are needed"), (40, "")]
-)
-def test_a_data_set_of_ones_own_gives_the_tokens_for_burn_in_or_is_refused_in_one_line(tmp_path, before, said):
-    (tmp_path / "own_data.py").write_text(OWN)
-    source = f'data.source=[{{name="own", target="own_data:batches", args={{before={before}}}}}]'
-    sets = (source, "data.mixing={}", "data.max_group_cells=1000", "ledger.burn_in=6", "train.steps=4")
-    done = run("--config", write_tiny_config(tmp_path), *overrides(*sets), cwd=tmp_path)
-    assert bool(done.returncode) == bool(said), done.stderr
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr

@@ -66,7 +66,18 @@ CASES: dict[str, Case] = {
     "fsdp": Case(("distributed.strategy=fsdp", "ledger.probe_every=4")),
     "hsdp": Case(("distributed.strategy=hsdp", "distributed.replicas=2", "distributed.accumulate=whole"), _ranks(4)),
     "packed": Case(("data.pack=true", "objective.z_loss=1e-4", "objective.chunk_tokens=16")),
-    "tbptt_burn_in": Case(("train.tbptt_cells=2", "ledger.burn_in=5", "train.activation_checkpointing=cell")),
+    "tbptt": Case(("train.tbptt_cells=2", "train.activation_checkpointing=cell")),
+    "full_rows": Case(
+        (
+            'data.mixing={batching_mode="per_row", batch_size=4, num_streams_mixed=2}',
+            "ledger.probe_every=4",
+            "metrics.per_source=true",
+        )
+    ),
+    "full_rows_on_fewer_ranks": Case(
+        ('data.mixing={batching_mode="per_row", batch_size=3, num_streams_mixed=2}', 'data.align="document"'),
+        _resumed(2, 1),
+    ),
     "exchange": Case(("ledger.ownership=exchange", "ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=3")),
     "resumed_on_fewer_ranks": Case((), _resumed(2, 1)),
     "resumed_on_more_ranks": Case(("checkpoint.background=true", "distributed.strategy=fsdp"), _resumed(2, 3)),

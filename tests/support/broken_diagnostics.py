@@ -56,7 +56,6 @@ NOT_DIAGNOSTIC = {
         (f"trainer.extensions.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
         "run the model on all ranks, and hold a guard",
     ),
-    "trainer.extensions.starts": "begins groups",
 }
 SHOWN = (
     "trainer.tools.verbs.records",

@@ -30,11 +30,9 @@ def train_here(folder: Path, device: torch.device, *sets: str, extra: str = "") 
     return folder / "run"
 
 
-def train_apart(
-    folder: Path, device: torch.device, *sets: str, extra: str = "", environ: Any = None, nproc: int | None = None
-) -> Path:
-    """Train in a process of its own, or in `nproc` ranks; gives the run's directory."""
-    train(write_tiny_config(folder, extra), folder / "run", *settings(device, *sets), extra=environ, nproc=nproc)
+def train_apart(folder: Path, device: torch.device, *sets: str, extra: str = "", environ: Any = None) -> Path:
+    """Train in a process of its own; gives the run's directory."""
+    train(write_tiny_config(folder, extra), folder / "run", *settings(device, *sets), extra=environ)
     return folder / "run"
 
 

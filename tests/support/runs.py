@@ -38,6 +38,7 @@ max_group_cells = 8
 
 [data.mixing]
 num_streams_mixed = 2
+batching_mode = "per_stream"
 batch_size = 4
 batch_size_by_modality = {{ b = 2 }}
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from trainer.config.base import SOURCE_NAME, Amount, Args, ImportPath, Size, Table, Text, Weight, WholeNumber
 
 PickMode = Literal["weighted", "uniform", "round_robin"]
-BatchingMode = Literal["per_stream", "device_per_stream"]
+BatchingMode = Literal["per_row", "per_stream", "device_per_stream"]
 
 
 class MixingTable(Table):
@@ -19,10 +19,11 @@ class MixingTable(Table):
     """K: number of streams that a source keeps open at once."""
     pick_mode: PickMode = "weighted"
     """How a micro-batch's stream is picked. weighted: in proportion to the batches left; uniform: equally."""
-    batching_mode: BatchingMode = "per_stream"
-    """per_stream: all ranks pick the same stream; device_per_stream: each has its own."""
+    batching_mode: BatchingMode = "per_row"
+    """per_row: full rows, each of which reads documents one behind the other; per_stream: a micro-batch is of one stream, which
+    all ranks pick; device_per_stream: each rank picks its own."""
     batch_size: Size = 8
-    """Cells per micro-batch and rank."""
+    """Rows per micro-batch and rank."""
     batch_size_by_modality: dict[Text, Size] = {}
     """Modality -> batch size, where it differs from batch_size."""
     repeat: bool = True
@@ -87,7 +88,7 @@ class SourceTable(FilesTable):
     args: Args = {}
     """Keyword arguments of the target."""
     weight: Weight = 1.0
-    """Relative share of the micro-batches: a number, or a schedule."""
+    """Relative share of the tokens (of the micro-batches, where rows are not full): a number, or a schedule."""
     mixing: MixingOverride = MixingOverride()
     """Keys of `[data.mixing]` that this source sets differently."""
 
@@ -115,7 +116,11 @@ class DataTable(Table):
     vocab_size: WholeNumber = 0
     """Number of token ids, with tokenizer `ids`; 0 with any other."""
     max_group_cells: WholeNumber = 0
-    """Most cells per group; longer documents become several groups. 0: only where ranks would wait (docs/mixing.md)."""
+    """Most cells per group; longer documents become several groups. 0: full rows cut none, other modes only where ranks would
+    wait (docs/mixing.md)."""
+    align: Literal["auto", "stream", "document"] = "auto"
+    """Of full rows (batching_mode per_row). stream: no gaps, documents begin within rows; document: each begins a row and its
+    last one is padded; auto: stream where the model runs resets in one pass."""
     pack: bool = False
     """Pack documents shorter than a cell into shared rows, without carried state."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2

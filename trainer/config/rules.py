@@ -5,12 +5,10 @@ Checked before the process group starts. Rules that need the data itself are in 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from trainer.arrays import MIN_PART
 from trainer.config.base import MOST_MICRO_BATCHES
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.schema import RunConfig
@@ -28,9 +26,8 @@ class Facts:
     are for the largest number of micro-batches that it can have."""
 
     world_size: int
-    context: int
     data_shards: int
-    """As many as there are ranks that do not share rows, or `distributed.shards`."""
+    """As many as there are ranks, or `distributed.shards`."""
     steps: int
     """Of the run; with `train.tokens` the number if all batches were full, and `micro_batches = "auto"` never grew."""
     cells_per_step: int
@@ -51,7 +48,7 @@ class Facts:
     @property
     def shards_per_rank(self) -> int:
         """Data shards that one rank runs."""
-        return self.data_shards * self.context // self.world_size
+        return self.data_shards // self.world_size
 
 
 def mixing_of(config: RunConfig, source: SourceTable) -> MixingTable:
@@ -59,9 +56,14 @@ def mixing_of(config: RunConfig, source: SourceTable) -> MixingTable:
     return config.data.mixing.model_copy(update=source.mixing.model_dump(exclude_none=True))
 
 
+def reads_lanes(config: RunConfig) -> bool:
+    """Whether rows are full, and hold documents of all sources."""
+    return config.data.mixing.batching_mode == "per_row"
+
+
 def data_shards(config: RunConfig, world_size: int) -> int:
     """How many parts the data are read in; with `distributed.shards` whatever the number of ranks."""
-    return config.distributed.shards or max(world_size // config.distributed.context, 1)
+    return config.distributed.shards or world_size
 
 
 def largest_batch(mixing: MixingTable) -> int:
@@ -95,15 +97,6 @@ def divide_batch(config: RunConfig, sources: Iterable[SourceTable], num_shards: 
     return config.model_copy(update={"train": train.model_copy(update=found)})
 
 
-def with_shared_rows(config: RunConfig) -> RunConfig:
-    """The config without diagnostics that are on by default and that ranks that share rows cannot run."""
-    for table, name, allowed in _unshared(config) if config.distributed.context > 1 else ():
-        own = getattr(config, table)
-        if name not in own.model_fields_set:
-            config = config.model_copy(update={table: own.model_copy(update={name: allowed})})
-    return config
-
-
 def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) -> Facts:
     """Refuse a config, with the sources of its included files, that cannot work; derive numbers from one that can.
 
@@ -111,8 +104,10 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
         UserError: one or several (`UserErrors`) rules are broken.
     """
     mixings = [mixing_of(config, source) for source in sources if source.target is None]
-    # One group in each lane: a reader has a lane per cell of its batch.
+    # One group in each lane: a reader has a lane per cell of its batch. Full rows are lanes themselves.
     in_flight = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)
+    if reads_lanes(config):
+        in_flight = config.data.mixing.batch_size
     num_shards = data_shards(config, world_size)
     micro_tokens = tokens_per_micro(config, sources, num_shards)
     tokens = micro_tokens * config.micro_batches.most
@@ -121,7 +116,6 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     ownership, reason = _ownership(config, sources, num_shards)
     return Facts(
         world_size=world_size,
-        context=config.distributed.context,
         data_shards=num_shards,
         steps=steps,
         cells_per_step=tokens // config.row_tokens,
@@ -157,6 +151,7 @@ def _broken_rules(
 ) -> Iterator[Mistake]:
     yield from _broken_lengths(config, steps, tokens_per_step)
     yield from _broken_pairs(config)
+    yield from _broken_lanes(config, sources)
     yield from _broken_sharding(config, world_size)
     batches, ledger, num_shards = config.micro_batches, config.ledger, data_shards(config, world_size)
     if batches.auto is not None and num_shards * batches.first == 1:
@@ -169,15 +164,13 @@ def _broken_rules(
         problem = f"must hold the states of all documents in flight: {in_flight} "
         problem += f"(open streams x batch size of each source), got {ledger.capacity}"
         yield "ledger.capacity", problem, f"set it to {in_flight} or more"
-    shared = config.distributed.context > 1
-    if (shared or ledger.ownership == "reader") and (foreign := _foreign(sources)) and num_shards > 1:
-        key = "distributed.context" if shared else "ledger.ownership"
-        problem = f"needs every group to stay on one rank, which source {foreign} (a target) does not promise"
-        yield key, problem if shared else f'"reader" {problem}', "set it to 1" if shared else "use exchange or auto"
+    if ledger.ownership == "reader" and (foreign := _foreign(sources)) and num_shards > 1:
+        problem = f'"reader" needs every group to stay on one rank, which source {foreign} (a target) does not promise'
+        yield "ledger.ownership", problem, "use exchange or auto"
 
 
 def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iterator[Mistake]:
-    train, data, burn_in = config.train, config.data, config.ledger.burn_in
+    train, data = config.train, config.data
     if train.tokens and train.steps not in (0, steps):
         problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both say how long the run is"
         yield "train.steps", problem, "set one of them to 0"
@@ -190,9 +183,6 @@ def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iter
     if 0 < data.max_group_cells < train.tbptt_cells:
         problem = f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {data.max_group_cells})"
         yield "train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"
-    if burn_in >= data.seq_len:
-        problem = f"{burn_in} tokens must be less than a cell (data.seq_len = {data.seq_len})"
-        yield "ledger.burn_in", problem, f"set it to at most {data.seq_len - 1}"
     if train.activation_checkpointing == "cell" and train.tbptt_cells == 1:
         problem = 'is "cell", which saves nothing when a row is one cell (train.tbptt_cells = 1)'
         yield "train.activation_checkpointing", problem, 'raise train.tbptt_cells, or choose "block"'
@@ -219,20 +209,38 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
         yield "objective.chunk_tokens", problem, "set one of them off"
 
 
+def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mistake]:
+    """What makes no sense for full rows, which hold documents of all sources."""
+    own = [(f"source {source.name}: mixing.", source.mixing) for source in sources]
+    modes = {mixing.batching_mode or config.data.mixing.batching_mode for _, mixing in own}
+    if len(modes) > 1 and "per_row" in modes:
+        problem = 'is "per_row" for some sources, and rows are full in all of them or in none'
+        yield "data.mixing.batching_mode", problem, "set it for all sources alike"
+    if not reads_lanes(config):
+        if config.data.align != "auto":
+            yield "data.align", 'needs batching_mode "per_row"', 'set data.mixing.batching_mode = "per_row"'
+        return
+    for key, mixing in (("data.mixing.", config.data.mixing), *own):
+        is_source = key != "data.mixing."
+        for name in ("batch_size_by_modality", *(["batch_size"] if is_source else [])):
+            if getattr(mixing, name):
+                problem = 'does not go with batching_mode "per_row", whose rows hold documents of all sources'
+                yield f"{key}{name}", problem, "remove it, or choose another batching_mode"
+    if config.data.pack:
+        yield "data.pack", 'does not go with batching_mode "per_row", whose rows are full', "remove it"
+
+
 def check_sharding(config: RunConfig, world_size: int) -> None:
     """Refuse what of `[distributed]` is impossible with this number of ranks, or with other tables."""
-    _refuse(_broken_sharding(with_shared_rows(config), world_size))
+    _refuse(_broken_sharding(config, world_size))
 
 
 def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     table, strategy = config.distributed, f'strategy "{config.distributed.strategy}"'
-    if table.context > 1:
-        yield from _broken_context(config, world_size)
-    if table.shards * table.context % world_size:
-        ranks = counted(world_size // table.context, "group" if table.context > 1 else "rank")
-        problem = f"{table.shards} data shards cannot be divided among {ranks}"
+    if table.shards % world_size:
+        problem = f"{table.shards} data shards cannot be divided among {counted(world_size, 'rank')}"
         yield "distributed.shards", problem, "start a divisor of them, or set it to a multiple of the ranks"
-    elif (micros := table.shards * table.context // world_size * config.micro_batches.most) > MOST_MICRO_BATCHES:
+    elif (micros := table.shards // world_size * config.micro_batches.most) > MOST_MICRO_BATCHES:
         problem = f"makes {micros:,} micro-batches of a step on each rank, more than {MOST_MICRO_BATCHES:,}"
         yield "distributed.shards", problem, "start more ranks, or lower it"
     if table.strategy != "hsdp" and table.replicas:
@@ -253,66 +261,11 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
         yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"
 
 
-def _broken_context(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    key, size, shortest = "distributed.context", config.distributed.context, config.data.seq_len
-    if world_size % size:
-        problem = f"groups of {size} ranks cannot be made of {counted(world_size, 'rank')}"
-        yield key, problem, "choose a divisor, or start more ranks (train check --nproc)"
-    if shortest < MIN_PART * size:
-        problem = f"cuts a row of {shortest} tokens (data.seq_len) into {size} parts, some of less than {MIN_PART}"
-        yield key, problem, f"set data.seq_len to at least {MIN_PART * size}"
-    for table, name, allowed in _unshared(config):
-        problem = f"does not go with distributed.context, {WHY_NOT[table, name][0]}"
-        yield f"{table}.{name}", problem, f"set it to {str(allowed).lower()}, or distributed.context to 1"
-
-
-WHOLE = "since each rank has a part of every row"
-WHY_NOT: Final[Mapping[tuple[str, str], tuple[str, tuple[Any, ...]]]] = {
-    ("distributed", "strategy"): ("whose ranks hold the whole model", ("ddp",)),
-    ("distributed", "find_unused_parameters"): ("whose ranks must use the same parameters", (False,)),
-    ("train", "compile"): ("since a compiled model cannot pass states to other ranks", (False,)),
-    ("train", "activation_checkpointing"): (WHOLE, ("off", "block")),
-    ("ledger", "ownership"): ("whose ranks hold the same states", ("auto", "reader")),
-    ("ledger", "burn_in"): (WHOLE, (0,)),
-    ("ledger", "probe_every"): (WHOLE, (0,)),
-    ("metrics", "per_depth"): (WHOLE, (False,)),
-    ("metrics", "per_layer"): ("since it counts every rank", (False,)),
-    ("eval", "depth"): (WHOLE, (False,)),
-    ("gns", "components_every"): (WHOLE, (0,)),
-}
-"""What ranks that share rows cannot do: why, and the values that are allowed, of which the first replaces a default."""
-
-
-def _unshared(config: RunConfig) -> list[tuple[str, str, Any]]:
-    """Table, key and first allowed value of what `WHY_NOT` forbids."""
-    found = [(getattr(config, table), table, name, allowed) for (table, name), (_, allowed) in WHY_NOT.items()]
-    return [(table, name, allowed[0]) for own, table, name, allowed in found if getattr(own, name) not in allowed]
-
-
 def check_state_rules(config: RunConfig, model: Any) -> None:
-    """Refuse what needs a recurrent state when the model has none, or has another kind of state."""
-    ledger, leaves = config.ledger, getattr(getattr(model, "state_layout", None), "leaves", ())
-    whole = next((leaf for leaf in leaves if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)), None)
-    found: list[Mistake] = []
-    if config.distributed.context > 1 and "context_group" not in inspect.signature(model.forward).parameters:
-        problem = f"{type(model).__name__}.forward takes no context_group, to pass its states to other ranks"
-        found.append(("distributed.context", problem, "set it to 1, or see docs/context.md"))
-    declared, losses = getattr(model, "loss_keys", None), config.objective.losses.values()
-    by = [*(declared.values() if isinstance(declared, Mapping) else ()), *(each.by for each in losses)]
-    if config.distributed.context > 1 and "rows" in by:
-        found.append(("distributed.context", "leaves ranks parts of rows, and a loss is by rows", "set it to 1"))
-    if ledger.start == "noise" and whole is not None:
-        problem = f'"noise" makes no sense for {whole.path}, which is {whole.dtype}, such as a position'
-        found.append(("ledger.start", problem, 'use "carried"'))
-    if not model.state_width:
-        if ledger.start != "zero":
-            found.append(("ledger.start", "the model has no state to begin from", 'set it to "zero"'))
-        if config.train.tbptt_cells > 1:
-            problem = "the model has no state, through which the gradient could flow from cell to cell"
-            found.append(("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead"))
-        if ledger.burn_in:
-            found.append(("ledger.burn_in", "the model has no state that could be stale", "set it to 0"))
-    _refuse(found)
+    """Refuse what needs a recurrent state when the model has none."""
+    if not model.state_width and config.train.tbptt_cells > 1:
+        problem = "the model has no state, through which the gradient could flow from cell to cell"
+        _refuse([("train.tbptt_cells", problem, "set it to 1, and raise data.seq_len instead")])
 
 
 def _refuse(found: Iterable[Mistake]) -> None:

@@ -121,25 +121,17 @@ class LedgerTable(Table):
     wipe_mode: Literal["none", "full", "lru", "periodic_stale"] = "lru"
     """Evict: none; full: all, every wipe_every steps; lru: the least recently stored; periodic_stale: the stale."""
     capacity: Count = 4096
-    """Number of groups a rank can hold."""
+    """Number of groups a rank can hold; absent, with full rows: 8 times the rows."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the kept states."""
-    placement: Literal["device", "host"] = "device"
-    """Where states are kept. host: in pinned host memory."""
     stale_threshold: WholeNumber = 0
     """periodic_stale: evict groups not stored for more than this many steps."""
     sweep_every: Count = 1
     """periodic_stale: steps between sweeps."""
     wipe_every: WholeNumber = 0
     """full: steps between wipes."""
-    burn_in: WholeNumber = 0
-    """r: tokens reread before each cell without gradient (docs/ledger.md), below data.seq_len."""
     ownership: Literal["auto", "exchange", "reader"] = "auto"
     """Which rank holds a group's state. reader: its reader; exchange: by hash; auto: reader where possible."""
-    start: Literal["zero", "carried", "noise"] = "zero"
-    """What groups begin from (docs/ledger.md). carried: other groups' states; noise: noise with their moments."""
-    start_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the groups that do not begin from zero."""
     probe_every: WholeNumber = 500
     """Steps between probes of carried states (docs/ledger.md), on logged steps; 0: none."""
     probe_cells: Size = 8
@@ -151,8 +143,6 @@ class LedgerTable(Table):
             raise ValueError('wipe_mode "full" needs wipe_every >= 1')
         if self.wipe_mode == "periodic_stale" and self.stale_threshold == 0:
             raise ValueError('wipe_mode "periodic_stale" needs stale_threshold >= 1')
-        if self.start == "zero" and self.start_share != type(self).model_fields["start_share"].default:
-            raise ValueError('start_share has no effect with start = "zero"')
         return self
 
 
@@ -392,8 +382,6 @@ class DistributedTable(Table):
     shards: WholeNumber = 0
     """Data shards, a multiple of the ranks; 0: one per rank. With N a run is the same on all ranks that divide N
     (docs/data_shards.md)."""
-    context: Size = 1
-    """Neighbouring ranks that share each row, in parts of its positions (docs/context.md). ddp only."""
     replicas: WholeNumber = 0
     """hsdp: number of replicas, each of neighbouring ranks; 0: one per node."""
     reshard_after_forward: bool = True

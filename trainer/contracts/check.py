@@ -6,7 +6,7 @@ import inspect
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -49,7 +49,6 @@ def check_model(
     *,
     vocab_size: int,
     seq_len: int = 64,
-    pieces: Sequence[int] = (),
     autocast: torch.dtype | None = None,
     rows: int = LEAST_ROWS,
     max_seconds: float = 60.0,
@@ -64,7 +63,6 @@ def check_model(
             state may be any nest of tensors [B, ...], whose layout is found as `trainer.model.protocol` finds it.
         vocab_size: token ids are below it.
         seq_len: tokens of a cell in training. Only `forward` and models that take no other length use rows of it.
-        pieces: other lengths of rows that training has (burn-in), for `forward`.
         autocast: dtype of autocast in training; None: none.
         rows: of a batch in training; the soak takes `LEAST_ROWS` or more. It takes at most as long as the other checks, or two
             seconds; its verdict says what it tried.
@@ -76,7 +74,7 @@ def check_model(
     how = "nothing was run"
     with _left_alone(model):
         try:
-            request = _Request(vocab_size, (seq_len, *pieces), autocast, rows, time.thread_time(), max_seconds)
+            request = _Request(vocab_size, seq_len, autocast, rows, time.thread_time(), max_seconds)
             how = _check(model, request, verdicts)
         except (CallFailed, NotTestable) as error:
             how, why = "nothing else was run" if verdicts else how, str(error)
@@ -90,7 +88,7 @@ class _Request(NamedTuple):
     """What `check_model` was asked for, and when, in the calling thread's time."""
 
     vocab_size: int
-    lengths: Sequence[int]
+    seq_len: int
     autocast: torch.dtype | None
     rows: int
     began: float
@@ -106,12 +104,12 @@ class _Request(NamedTuple):
         now = time.thread_time()
         deadline = min(self.began + self.max_seconds, now + max(LEAST_SECONDS, now - self.began))
         low = working.with_autocast(self.autocast)
-        return check_soak(trial, low, seq_len=self.lengths[0], rows=self.rows, deadline=deadline)
+        return check_soak(trial, low, seq_len=self.seq_len, rows=self.rows, deadline=deadline)
 
 
 def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) -> str:
     """Fill in the verdicts; returns the circumstances."""
-    vocab_size, lengths, autocast, *_ = request
+    vocab_size, seq_len, autocast, *_ = request
     model = getattr(model, "_orig_mod", model)  # of torch.compile, where a compilation per shape would take minutes
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise NotTestable("the model has no weights (meta device)")
@@ -123,22 +121,21 @@ def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) ->
     with_resets = takes_resets(model)
     drawn = private_copy(model)
     given = next((p.dtype for p in drawn.parameters() if p.is_floating_point()), torch.float32)
-    problem = _find_state(drawn, lengths[0])
+    problem = _find_state(drawn, seq_len)
     working = Subject(without_dropout(drawn), dtype=given)
     live = Subject(drawn, dtype=given, autocast=autocast, is_live=True)
-    for length in dict.fromkeys(lengths):
-        problem = problem or _check_forward(working.with_autocast(autocast), vocab_size, length, with_resets)
+    problem = problem or _check_forward(working.with_autocast(autocast), vocab_size, seq_len, with_resets)
     if problem:
         verdicts["forward"] = Verdict("forward", "broken", problem)
         raise NotTestable("forward fails")
-    verdicts["forward"] = Verdict("forward", "held", f"ran with tokens {[1, lengths[-1]]}")
+    verdicts["forward"] = Verdict("forward", "held", f"ran with tokens {[1, seq_len]}")
     if vocab_size < 2:
         raise NotTestable("a vocabulary of one token says nothing")
-    options: dict[str, Any] = {"vocab_size": vocab_size, "seq_len": lengths[0], "takes_resets": with_resets}
+    options: dict[str, Any] = {"vocab_size": vocab_size, "seq_len": seq_len, "takes_resets": with_resets}
     try:
         return _judge_exactly(working, live, options, request, verdicts)
     except CallFailed as error:
-        text = f"{error}, after it ran with tokens {[1, lengths[0]]}"
+        text = f"{error}, after it ran with tokens {[1, seq_len]}"
         verdicts["forward"] = Verdict("forward", "broken", text)
         raise NotTestable("forward fails") from error
 

@@ -8,8 +8,10 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.documents import ReadOptions, TokenTable, table_from_pieces
 from trainer.data.formats import open_documents
 from trainer.data.groups import CutOptions
+from trainer.data.lanes import LaneBlend
 from trainer.data.layout import Stream, discover_direct, discover_nested
 from trainer.data.mixing import MixOptions, StreamMixingDataset
+from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 
@@ -24,11 +26,13 @@ __all__ = [
     "ConstantWeight",
     "CutOptions",
     "HuggingFaceTokenizer",
+    "LaneBlend",
     "Loader",
     "MicroBatch",
     "MixOptions",
     "ReadOptions",
     "ScheduledWeight",
+    "ShardSource",
     "Stream",
     "StreamMixingDataset",
     "TokenTable",

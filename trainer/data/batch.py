@@ -13,31 +13,47 @@ from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
 from trainer.errors import UserError
-from trainer.on_device import to_device
 
 CARRY_KEYS = ("group_ids", "cell_index", "is_last")
+OPTIONAL_CARRY_KEYS = ("end_ids", "end_cell_index", "depth")
 MASKED_SHARE = "stream_mixing/masked_share"
+FILL = "data/fill"
 BATCH_EXTRAS: Final[Mapping[str, str]] = {
-    "dataset_labels": "source of each row, a list of names",
-    "dataset_segments": "modality of each row, a list of names",
+    "dataset_labels": "source of each row, a list of names; with segment_ids of each segment, a tuple",
+    "dataset_segments": "modality of each row, a list of names; with segment_ids of each segment, a tuple",
+    "segment_ids": "segment of each target, integers [B, T], -1 where there is none",
     "pack_num_samples": "documents in each row, integers [B]",
     "token_types": "type of each target token, small integers [B, T], -1 where masked",
     "tokens_before": "inputs of the row's earlier cells in its group, the last n of them, right-aligned, integers [B, n]",
     "resets_before": "resets of the row's earlier cells, booleans [B, n]",
-    "epoch": "pass over the data that the batch is of, an integer",
-    "instability_meta_json": "JSON text that locates the batch: stream, slice position, group ids",
+    "instability_meta_json": "JSON text that locates the batch, or an object that makes it: streams, documents, group ids",
 }
 """The keys of a data set's dict that the model never gets. A new one is registered here."""
 
 
 @dataclass(frozen=True)
 class Carry:
-    """Which group each row continues: int64 [B], int64 [B], bool [B]; group -1 carries nothing. `epoch` is the batch's."""
+    """Which group each row continues: int64 [B], int64 [B], bool [B]; group -1 carries nothing.
+
+    `end_ids` and `end_cell_index`, int64 [B]: the group that goes on behind the row, and the cell that it had there, where that
+    may be another one. `depth`, int64 [B]: tokens of the row's group before it; None: those of whole cells.
+    """
 
     group_ids: np.ndarray
     cell_index: np.ndarray
     is_last: np.ndarray
-    epoch: int = 0
+    end_ids: np.ndarray | None = None
+    end_cell_index: np.ndarray | None = None
+    depth: np.ndarray | None = None
+
+    def rows(self, part: slice) -> Self:
+        """These rows."""
+        keys = (*CARRY_KEYS, *(key for key in OPTIONAL_CARRY_KEYS if getattr(self, key) is not None))
+        return replace(self, **{key: getattr(self, key)[part] for key in keys})
+
+    def tokens_before(self, row_tokens: int) -> np.ndarray:
+        """Tokens of each row's group before it, int64 [B], of rows of that many tokens."""
+        return self.cell_index * row_tokens if self.depth is None else self.depth
 
     @classmethod
     def of_no_group(cls, num_rows: int) -> Self:
@@ -57,8 +73,8 @@ class MicroBatch:
     """None: the rows have no groups, the model starts from zero."""
     extras: dict[str, Any]
     """Those of `BATCH_EXTRAS`, for monitoring alone."""
-    meta: str = "{}"
-    """What identifies the batch, as JSON."""
+    located: object = "{}"
+    """What identifies the batch: JSON, as it is or once it is asked for."""
     state: Any = None
     """The data set's state after this batch: resuming from it gives the next one, however far a loader has read ahead."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
@@ -68,6 +84,11 @@ class MicroBatch:
     is_filler: bool = False
     """A masked copy, of which nothing is learnt: the data set had nothing left."""
 
+    @property
+    def meta(self) -> str:
+        """What identifies the batch, as JSON."""
+        return str(self.located)
+
     def rows(self, part: slice) -> MicroBatch:
         """These rows. What has no entry for each row stays as it is."""
         num_rows = len(self.targets)
@@ -76,23 +97,14 @@ class MicroBatch:
             by_row = {k for k, v in values.items() if isinstance(v, Tensor | np.ndarray | list) and len(v) == num_rows}
             return {key: value[part] if key in by_row else value for key, value in values.items()}
 
-        carry = self.carry and replace(self.carry, **{key: getattr(self.carry, key)[part] for key in CARRY_KEYS})
+        carry = self.carry and self.carry.rows(part)
         return replace(self, inputs=cut(self.inputs), targets=self.targets[part], carry=carry, extras=cut(self.extras))
 
-    def columns(self, part: slice, **inputs: Any) -> MicroBatch:
-        """These positions of each row, and further inputs. What is not [B, T, ...] stays as it is."""
-
-        def cut(values: Mapping[str, Any]) -> dict[str, Any]:
-            shape = self.targets.shape
-            return {k: v[:, part] if isinstance(v, Tensor) and v.shape[:2] == shape else v for k, v in values.items()}
-
-        return replace(self, inputs=cut(self.inputs) | inputs, targets=self.targets[:, part], extras=cut(self.extras))
-
     def masked(self) -> MicroBatch:
-        """The first row with nothing to predict and no group."""
-        first = self.rows(slice(1))
-        carry = first.carry and Carry.of_no_group(1)
-        targets, metrics = torch.full_like(first.targets, IGNORED), {MASKED_SHARE: 1.0}
+        """The first row with nothing to predict and no group; all rows where batches have one shape."""
+        first = self if "segment_ids" in self.extras else self.rows(slice(1))
+        carry = first.carry and Carry.of_no_group(len(first.targets))
+        targets, metrics = torch.full_like(first.targets, IGNORED), {MASKED_SHARE: 1.0, FILL: 0.0}
         return replace(first, targets=targets, carry=carry, metrics=metrics, is_filler=True)
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -121,12 +133,11 @@ def check_inputs(inputs: Collection[str], accepted: Collection[str]) -> None:
         raise UserError(f"batch key {', '.join(unknown)}", problem, fix)
 
 
-def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None, *, burns_in: bool = False) -> MicroBatch:
+def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> MicroBatch:
     """A data set's dict as a micro-batch.
 
     Args:
         accepted: inputs that the model takes; None: any.
-        burns_in: the model is a `Cellwise` with burn-in: pass it the tokens before each row, and which rows continue.
 
     Raises:
         UserError: `targets` is absent, only some of the carry keys are there, or a key is neither a registered extra nor
@@ -145,12 +156,8 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None, *, bur
         raise UserError("data", f"a micro-batch has {problem}", fix)
     targets, carry = inputs.pop("targets"), None
     if not missing:
-        group_ids, cell_index, is_last = map(inputs.pop, CARRY_KEYS)
-        carry = Carry(group_ids, cell_index, is_last, extras.get("epoch", 0))
+        optional = {key: inputs.pop(key) for key in OPTIONAL_CARRY_KEYS if key in inputs}
+        carry = Carry(*map(inputs.pop, CARRY_KEYS), **optional)
     if accepted is not None and not inputs.keys() <= accepted:
         check_inputs(inputs, accepted)
-    if burns_in:
-        inputs |= {key: extras[key] for key in ("tokens_before", "resets_before") if key in extras}
-        if carry is not None:
-            inputs["continues"] = to_device((carry.cell_index > 0) & (carry.group_ids >= 0), targets.device)
-    return MicroBatch(inputs, targets, carry, extras, meta=str(extras.get("instability_meta_json", "{}")))
+    return MicroBatch(inputs, targets, carry, extras, located=extras.get("instability_meta_json", "{}"))

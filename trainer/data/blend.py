@@ -14,6 +14,7 @@ import numpy as np
 
 from trainer.data.collate import Batch
 from trainer.data.mixing import STAGES, StreamMixingDataset
+from trainer.data.shard_source import ShardSource
 from trainer.data.weights import ConstantWeight, WeightSpec, positions
 from trainer.errors import UserError
 from trainer.hashing import BLOCK, KeyedUniforms
@@ -54,8 +55,11 @@ def parts_of(states: Sequence[Mapping[str, Any]], index: int) -> list[Any]:
 def without_sources(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """A blend's state without some of its sources; the others continue where they are."""
     kept = [index for index, name in enumerate(state["names"]) if name not in names]
-    lists = ("names", "ended", "counts", "expected", "sources")
-    return {**state, **{key: [state[key][index] for index in kept] for key in lists}}
+    lists = {"names", "ended", "counts", "expected", "sources", "claims"} & state.keys()
+    cut = {**state, **{key: [state[key][index] for index in kept] for key in lists}}
+    if "lanes" in state:  # a place begins with its source
+        cut["lanes"] = [None if place and place[0] in names else place for place in state["lanes"]]
+    return cut
 
 
 MAX_SHARE_ERROR = "blend/max_share_error"
@@ -75,10 +79,11 @@ _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
 
 @dataclass(frozen=True)
 class BlendSource:
-    """One source: its name, an iterable of micro-batch dicts, and its weight (weights need not sum to 1)."""
+    """One source: its name, an iterable of micro-batch dicts (for lanes, a `ShardSource`), and its weight (weights need not sum
+    to 1)."""
 
     name: str
-    dataset: Iterable[Batch]
+    dataset: Iterable[Any]
     weight: WeightSpec
 
 
@@ -284,6 +289,26 @@ class BlendDataset:
         problem = f"at batch {index} every source that still has data has weight zero ({names})"
         raise UserError("data.source", problem, "keep at least one weight above zero at every batch")
 
+    @property
+    def groups_in_flight(self) -> list[int] | None:
+        """Ids of the groups that are begun and not finished; None: not known."""
+        return None
+
+    @property
+    def waiting_groups(self) -> list[int]:
+        """Ids of those that wait for a row to continue on."""
+        return []
+
+    @property
+    def _num_given(self) -> int:
+        """What `_counts` count, of all sources."""
+        return self._batch_index
+
+    @property
+    def _expected_now(self) -> list[float]:
+        """What the weights have called for of each source."""
+        return self._expected[self._batch_index - self._first]
+
     def drain_step_metrics(self) -> Drained:
         """The sources' metrics, merged key by key, and how well the shares match the weights; {} before any batch.
         None is what a source should have reported and could not.
@@ -293,7 +318,7 @@ class BlendDataset:
         difference, over the sources, between the share of batches a source gave and the share that the weights call for
         (the mean of its configured probability at each batch, whether or not sources have ended).
         """
-        if not self._batch_index:
+        if not self._num_given:
             return {}
         for index in self._undrained & self._drains.keys():
             drained = self._drains[index]()
@@ -315,14 +340,13 @@ class BlendDataset:
             if None in values:  # of a source that failed; only a mean can do without it
                 values = [v for v in values if v is not None] if self._merges[key] is fmean else []
             metrics[key] = self._merges[key](values) if values else None  # type: ignore[arg-type]
-        expected = self._expected[self._batch_index - self._first]
-        error = float(np.abs(np.subtract(self._counts, expected)).max()) / self._batch_index
+        error = float(np.abs(np.subtract(self._counts, self._expected_now)).max()) / self._num_given
         # A source that is itself a blend has an error of its own.
         metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR) or 0.0)
         metrics[ENDED_SOURCES] = sum(self._ended) + (metrics.get(ENDED_SOURCES) or 0.0)
         if self._per_source:
             for name, count in zip(self._names, self._counts, strict=True):
-                metrics[SHARE_PREFIX + name] = count / self._batch_index
+                metrics[SHARE_PREFIX + name] = count / self._num_given
         metrics.update(self._seconds)
         self._seconds.clear()
         return metrics
@@ -340,7 +364,7 @@ class BlendDataset:
             "names": self._names,
             "ended": self._ended.copy(),
             "counts": self._counts.copy(),
-            "expected": self._expected[self._batch_index - self._first].copy(),
+            "expected": self._expected_now.copy(),
             "sources": self._states.copy(),
         }
 
@@ -410,7 +434,7 @@ def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | No
 def _drain_source(dataset: Any, unknown: Drained, guard: BestEffort) -> Drained:
     """A source's metrics, those that it lists; if it fails, all of them are not known, from then on."""
     drained: dict[str, float | None] | None = guard.run(dataset.drain_step_metrics)
-    if drained is not None and not isinstance(dataset, StreamMixingDataset | BlendDataset):
+    if drained is not None and not isinstance(dataset, StreamMixingDataset | BlendDataset | ShardSource):
         drained = guard.run(checked, drained, guard.leave_out, as_number)
     if drained is None:
         return unknown

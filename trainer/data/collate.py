@@ -21,7 +21,7 @@ class Collator:
 
     Keys (B rows of T tokens): `tokens`, `targets` int64 [B, T]; `resets` bool [B, T] (only with `pack`); `group_ids`,
     `cell_index` int64 [B]; `is_last` bool [B]; `token_types` int8 [B, T] (only if the tokenizer has types);
-    `dataset_labels`, `dataset_segments` lists of B names; `pack_num_samples` int64 [B]; `epoch`; `instability_meta_json`.
+    `dataset_labels`, `dataset_segments` lists of B names; `pack_num_samples` int64 [B]; `instability_meta_json`.
 
     Where n tokens before each cell are asked for: `tokens_before` int64 [B, n], the inputs of the row's earlier cells in
     its group, right-aligned, 0 where the group begins less than n tokens before the cell; with `pack` also
@@ -82,7 +82,6 @@ class Collator:
             batch["token_types"] = self._types.take(batch["targets"])
         batch["dataset_labels"] = [self._name] * rows
         batch["dataset_segments"] = [modality] * rows
-        batch["epoch"] = epoch
         origin = {"source": self._name, "stream": stream, "epoch": epoch, "position": position}
         rows_of = {"group_ids": batch["group_ids"].tolist(), "cell_indices": batch["cell_index"].tolist()}
         batch["instability_meta_json"] = json.dumps({**origin, **rows_of, **located})

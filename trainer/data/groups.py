@@ -125,14 +125,17 @@ class GroupTable:
         )
         return found
 
-    def ids_of(self, groups: Ints) -> Ints:
+    def ids_of(self, groups: Ints, epoch: int = 0) -> Ints:
         """Ids in [0, 2^63) of some groups, in their shape: of the source's name, the stream's path, document and first cell.
 
-        They do not depend on other streams, so adding one never changes an id.
+        They do not depend on other streams, so adding one never changes an id. Where epochs overlap, a group has another id in
+        each.
         """
         base = np.uint64(stable_hash("group", self.namespace, self.relative_path))
         mixed = splitmix64(self.documents[groups].astype(np.uint64) ^ base)
         mixed = splitmix64(mixed + splitmix64(self.first_cells[groups].astype(np.uint64)))
+        if epoch:
+            mixed = splitmix64(mixed + np.uint64(epoch))
         return (mixed >> np.uint64(1)).astype(np.int64)
 
 

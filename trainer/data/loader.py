@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trainer.arrays import IGNORED
-from trainer.data.batch import MASKED_SHARE, MicroBatch, take_apart
+from trainer.data.batch import FILL, MASKED_SHARE, MicroBatch, take_apart
 from trainer.metrics.best_effort import BestEffort
 from trainer.on_device import to_device
 
@@ -27,9 +27,10 @@ class Loader:
     Args:
         dataset: an iterable of dicts; `state_dict` and `drain_step_metrics` are used where it has them.
         device: where the values of `TENSOR_KEYS` go; to a CUDA device through pinned memory, without waiting for the copy.
-        accepted, burns_in: see `take_apart`.
+        accepted: see `take_apart`.
         prefetch: batches that a thread prepares in advance; 0: no thread.
         guard: of `drain_step_metrics`: its failure costs the metrics, never a batch.
+        full_tokens: targets of a micro-batch whose rows are full; 0: those that it has room for.
 
     An exception in the thread is raised from `next()`, after the batches made before it. While the thread runs, nobody
     else may touch the dataset. `close()` ends the thread; the loader is also a context manager.
@@ -41,15 +42,16 @@ class Loader:
         *,
         device: torch.device | str,
         accepted: frozenset[str] | None = None,
-        burns_in: bool = False,
         prefetch: int = 2,
         guard: BestEffort | None = None,
+        full_tokens: int = 0,
     ) -> None:
         assert prefetch >= 0, prefetch
         self._dataset = dataset
         self._iterator = iter(dataset)
         self._device = torch.device(device)
-        self._accepted, self._burns_in = accepted, burns_in
+        self._full_tokens = full_tokens
+        self._accepted = accepted
         self._state_dict = getattr(dataset, "state_dict", None)
         self._drain = getattr(dataset, "drain_step_metrics", None)
         self._guard = guard or BestEffort("data metrics")
@@ -127,8 +129,10 @@ class Loader:
         targets = batch.get("targets")
         # Not of a tensor on a device, which must not be waited for.
         if targets is not None and not (isinstance(targets, torch.Tensor) and targets.device.type != "cpu"):
-            metrics = {**metrics, MASKED_SHARE: float((np.asarray(targets) == IGNORED).all())}
+            num_targets = np.count_nonzero(np.asarray(targets) != IGNORED)
+            fill = num_targets / (self._full_tokens or np.size(targets))
+            metrics = {**metrics, MASKED_SHARE: float(num_targets == 0), FILL: fill}
         for key in TENSOR_KEYS:
             if key in batch:
                 batch[key] = to_device(batch[key], self._device)
-        return replace(take_apart(batch, self._accepted, burns_in=self._burns_in), state=state, metrics=metrics)
+        return replace(take_apart(batch, self._accepted), state=state, metrics=metrics)

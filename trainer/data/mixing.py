@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer.data.collate import Batch, Collator
 from trainer.data.documents import ReadOptions
@@ -71,7 +72,7 @@ class ActivePool:
     """The active readers, one per slot: anything with `stream`, `remaining_picks` and `remaining_fraction`.
 
     `seen` holds the metrics of the last pick: what remained before it, and waits with it counted; empty before the
-    first pick. Each pick makes a new dict, so it may be kept.
+    first pick. They are computed when they are asked for.
 
     Args:
         modalities: all that can occur; each is reported at every pick, zeros included.
@@ -81,7 +82,8 @@ class ActivePool:
 
     def __init__(self, modalities: Sequence[str], pick_mode: PickMode, guard: BestEffort | None = None) -> None:
         self.readers: list[Any] = []
-        self.seen: dict[str, float] = {}
+        self._seen: dict[str, float] | None = {}  # None: to be computed from what the last pick found
+        self._found: tuple[Any, ...] = ()
         self.turn = 0  # the slot that round_robin picks next
         self._pick_mode = pick_mode
         self._stats = np.zeros((6, 0))
@@ -139,20 +141,28 @@ class ActivePool:
         self._num_picks += 1
         stats[_NEG_LAST_PICK, slot] = -self._num_picks
         stats[_SURPRISE, slot] = 0.0
-        self.seen = self._guard.run(self.snapshot) or {}
+        self._seen, self._found = None, (stats.copy(), self._num_picks, self._counts.copy())
         return slot
 
-    def snapshot(self) -> dict[str, float]:
-        """The metrics of the pool as it is."""
-        peaks: list[float] = np.maximum.reduce(self._stats, axis=1).tolist()
+    @property
+    def seen(self) -> dict[str, float]:
+        """The metrics of the last pick."""
+        if self._seen is None:
+            self._seen = self._guard.run(self.snapshot, *self._found) or {}
+        return self._seen
+
+    @staticmethod
+    def snapshot(stats: npt.NDArray[np.float64], num_picks: int, counts: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of a pool with these statistics."""
+        peaks: list[float] = np.maximum.reduce(stats, axis=1).tolist()
         return {
             REMAINING_MIN: -peaks[_NEG_REMAINING],
             REMAINING_MAX: peaks[_REMAINING],
             FRACTION_MIN: 0.0 - peaks[_NEG_FRACTION],  # not a negative zero
             FRACTION_MAX: peaks[_FRACTION],
-            STEPS_SINCE_PICK_MAX: self._num_picks + peaks[_NEG_LAST_PICK],
+            STEPS_SINCE_PICK_MAX: num_picks + peaks[_NEG_LAST_PICK],
             PICK_SURPRISE_MAX: peaks[_SURPRISE],
-            **self._counts,
+            **counts,
         }
 
     def observed(self) -> dict[str, Any]:
@@ -164,7 +174,7 @@ class ActivePool:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what another pool observed, once the same readers are in the same slots."""
-        self._num_picks, self.seen = state["num_picks"], dict(state["seen"])
+        self._num_picks, self._seen = state["num_picks"], dict(state["seen"])
         if state["waits"]:
             self._stats[_NEG_LAST_PICK:] = np.transpose(state["waits"])
 
@@ -181,7 +191,6 @@ class MixOptions:
             `repeat`, a rank without any cells yields fully masked rows.
         batch_size, batch_size_by_modality: cells per micro-batch and rank.
         repeat: begin a new epoch after the last cell.
-        tokens_before: n: every batch has the n tokens before each cell too; 0: none. See `Collator`.
         seed: of every random choice.
 
     Raises:
@@ -194,7 +203,6 @@ class MixOptions:
     batch_size: int = 8
     batch_size_by_modality: Mapping[str, int] = field(default_factory=dict)
     repeat: bool = True
-    tokens_before: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -203,9 +211,9 @@ class MixOptions:
                 raise UserError(key, f"must be one of {', '.join(known)}, got {getattr(self, key)!r}")
         sizes = {f"batch_size_by_modality.{modality}": size for modality, size in self.batch_size_by_modality.items()}
         sizes |= {"num_streams_mixed": self.num_streams_mixed, "batch_size": self.batch_size}
-        for key, number, least in (*((*each, 1) for each in sizes.items()), ("tokens_before", self.tokens_before, 0)):
-            if type(number) is not int or number < least:
-                raise UserError(key, f"must be an integer >= {least}, got {number!r}")
+        for key, number in sizes.items():
+            if type(number) is not int or number < 1:
+                raise UserError(key, f"must be an integer >= 1, got {number!r}")
 
 
 class StreamMixingDataset:
@@ -292,14 +300,13 @@ class StreamMixingDataset:
     def __next__(self) -> Batch:
         return self.next_with_tokens_before(0)
 
-    def next_with_tokens_before(self, tokens_before: int) -> Batch:
-        """The next micro-batch, with at least that many tokens before each cell.
+    def next_with_tokens_before(self, num_before: int) -> Batch:
+        """The next micro-batch, with that many tokens before each cell (see `Collator`).
 
         Raises:
             StopIteration: without `repeat`, after the last.
             UserError: a file is unreadable or damaged, or the split has no documents.
         """
-        num_before = max(tokens_before, self._mix.tokens_before)
         pool, queue = self._pool, self._queue
         if not pool.readers and not self._fill():
             self._batch_index += 1

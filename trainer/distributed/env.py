@@ -26,13 +26,6 @@ class RankInfo:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    context: int = 1
-    """Neighbouring ranks that share each row (`distributed.context`)."""
-
-    @property
-    def reader(self) -> RankInfo:
-        """Which part of the data this rank reads: that of all ranks with which it shares its rows."""
-        return RankInfo(self.rank // self.context, self.local_rank, self.world_size // self.context)
 
     @property
     def is_main(self) -> bool:
@@ -41,9 +34,8 @@ class RankInfo:
 
     def data_shards(self, num_shards: int) -> list[RankInfo]:
         """The data shards that this rank runs, neighbours: each reads and carries what a rank of `num_shards` would."""
-        reader = self.reader
-        each = num_shards // reader.world_size
-        return [RankInfo(reader.rank * each + i, self.local_rank, num_shards) for i in range(each)]
+        each = num_shards // self.world_size
+        return [RankInfo(self.rank * each + i, self.local_rank, num_shards) for i in range(each)]
 
 
 def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:

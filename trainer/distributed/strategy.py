@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.agree import most_of_ranks
-from trainer.distributed.context import Context
 from trainer.distributed.env import RankInfo, num_nodes
 from trainer.distributed.shards import Layout, layout_of, own_part
 from trainer.errors import UserError
@@ -49,17 +48,13 @@ class Strategy:
     """How many ranks hold the same part of the averaged gradient."""
     groups: Sequence[dist.ProcessGroup] = ()
     """Process groups of a part of the ranks, of which each rank is in as many."""
-    context: Context | None = None
-    """The ranks that share this one's rows."""
 
     def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
-        """Leave this rank its part of the model's parameters, in place; a context group sums gradients of its own.
+        """Leave this rank its part of the model's parameters, in place.
 
         Args:
             units: gives the modules whose parameters are gathered one module at a time; asked only if there are shards.
         """
-        if self.context is not None:
-            self.context.sum_gradients(model)
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """What the training step calls. Every rank must call it.
@@ -101,10 +96,8 @@ class Strategy:
 class Replicated(Strategy):
     """DDP: each rank holds the whole model; gradients are averaged in a window's last backward."""
 
-    def __init__(
-        self, *, world_size: int, device: torch.device, find_unused: bool = False, context: Context | None = None
-    ) -> None:
-        self.copies, self.context, self.groups = world_size, context, [context.group] if context is not None else ()
+    def __init__(self, *, world_size: int, device: torch.device, find_unused: bool = False) -> None:
+        self.copies = world_size
         self._device, self._find_unused = device, find_unused
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
@@ -120,12 +113,6 @@ class Replicated(Strategy):
     def no_sync(self) -> AbstractContextManager[None]:
         """DDP's own."""
         return self._ddp.no_sync()
-
-    def most(self, number: int) -> int:
-        """Ranks that share rows run as many forwards: every rank must then call it."""
-        if self.context is None:
-            return number
-        return most_of_ranks(number, device=self._device, world_size=self.copies)[0]
 
     def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
         """DDP waits for the gradient of a parameter that was left out for ever: it averages none of the same bucket, says

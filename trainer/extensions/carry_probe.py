@@ -52,10 +52,9 @@ _LOSSES = 3
 """Forwards that compare losses, beside those that read cells again."""
 _SKIP = 1_000_000
 """What a rank says that cannot measure a micro-batch: no rank then does."""
-# What the probe can give a model for earlier cells too. `tokens_before`, `resets_before` and `continues` are the inputs of a
-# model that reads the end of the cell before again (burn-in).
 TIME_KEY = "time/probe_sec"
-_KNOWN_INPUTS = {"tokens", "resets", "tokens_before", "resets_before", "continues"}
+_KNOWN_INPUTS = {"tokens", "resets"}
+"""What the probe can give a model for earlier cells too."""
 
 
 class CarryProbe:
@@ -149,8 +148,7 @@ class CarryProbe:
             assert tokens_before is not None
             past = _Past(inputs, tokens_before, resets_before, self._length)
             fresh = self._fresh_state(past, np.where(is_exact, cells_before, 0), state, depth)
-            no_row = _without_history(inputs)
-            from_zero = self._loss(no_row, targets, torch.zeros_like(state))
+            from_zero = self._loss(inputs, targets, torch.zeros_like(state))
             stored_loss = self._loss(inputs, targets, state)
             fresh_loss = self._loss(inputs, targets, fresh)
         is_probed = to_device(is_exact, age.device) & (age >= 0)
@@ -192,11 +190,9 @@ class CarryProbe:
         """The states before the cell, [B, state_width], where `cells_before` is above 0; elsewhere anything."""
         state = torch.zeros_like(stored)
         for back in range(depth, 0, -1):
-            continues = cells_before > back  # the others begin here, or later
-            begun = to_device(continues, stored.device)[:, None]
-            inputs = past.inputs(back, continues)
+            begun = to_device(cells_before > back, stored.device)[:, None]  # the others begin here, or later
             # As the ledger would hand it on.
-            state = self._model(**inputs, state=torch.where(begun, state, 0.0)).state.to(stored.dtype)
+            state = self._model(**past.inputs(back), state=torch.where(begun, state, 0.0)).state.to(stored.dtype)
         return state
 
     def _loss(self, inputs: Mapping[str, Any], targets: Tensor, state: Tensor) -> Tensor:
@@ -237,16 +233,11 @@ class _Past:
             resets = torch.zeros_like(tokens, dtype=torch.bool)
         self._resets = resets
 
-    def inputs(self, back: int, continues: Flags) -> dict[str, Any]:
-        """Those of the cell that is `back` cells before the row's, given which rows have begun before it."""
+    def inputs(self, back: int) -> dict[str, Any]:
+        """Those of the cell that is `back` cells before the row's."""
         given: dict[str, Any] = {"tokens": self._cell(self._tokens, back)}
         if "resets" in self._names and self._resets is not None:
             given["resets"] = self._cell(self._resets, back)
-        if "continues" in self._names:
-            given["continues"] = to_device(continues, self._tokens.device)
-            given["tokens_before"] = self._cell(self._tokens, back + 1)
-            if self._resets is not None and "resets_before" in self._names:
-                given["resets_before"] = self._cell(self._resets, back + 1)
         return given
 
     def _cell(self, values: Tensor, back: int) -> Tensor:
@@ -267,13 +258,6 @@ def _check(inputs: Mapping[str, Any], targets: Tensor, tokens_before: Tensor | N
         raise SkipBatch(f"tokens_before has {tokens_before.shape[1]} tokens, less than a cell of {length}")
     if unknown := sorted(inputs.keys() - _KNOWN_INPUTS):
         raise SkipBatch(f"the model's input {', '.join(unknown)} is not known for earlier cells")
-
-
-def _without_history(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of rows that begin their groups: a model that reads tokens again then reads none."""
-    if "continues" not in inputs:
-        return dict(inputs)
-    return {**inputs, "continues": torch.zeros_like(inputs["continues"])}
 
 
 def _norm(rows: Tensor) -> Tensor:

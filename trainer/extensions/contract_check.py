@@ -15,7 +15,7 @@ from trainer.contracts import Report, check_model
 from trainer.data.batch import accepted_inputs, check_inputs
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
-from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss
+from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss, runs_on
 from trainer.training.setup.plan import Plan, build_model, resolve_builder
 
 logger = get_logger(__name__)
@@ -77,12 +77,10 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         if accepted is not None and not any(source.table.target is not None for source in plan.sources):
             refuse_pack(plan, model, accepted)
             check_inputs({"tokens"}, accepted)
-        burn_in = plan.config.ledger.burn_in
         report = check_model(
             model,
             vocab_size=plan.vocab_size,
             seq_len=tokens,
-            pieces=(tokens - burn_in, burn_in) if burn_in else (),
             autocast=AUTOCAST[plan.config.train.precision],
             rows=largest_batch(plan.config.data.mixing),
             max_seconds=MAX_SECONDS,
@@ -148,7 +146,7 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
     """
     broken = {verdict.check: verdict for verdict in report.breaches}
     refused = [broken[check] for check in REFUSED if check in broken and check not in plan.config.model.trust]
-    if not plan.config.data.pack:
+    if not shares_rows(plan, None):
         refused = [verdict for verdict in refused if verdict.check != "resets"]
     if not refused:
         return
@@ -202,23 +200,29 @@ def _count(table: ModelTable, vocab_size: int, tokens: int) -> int:
 
 
 def refuse_pack(plan: Plan, model: nn.Module, accepted: Collection[str]) -> None:
-    """Refuse packed rows for a model that would run from one document into the next.
+    """Refuse rows of several documents for a model that would run from one into the next.
 
     Args:
         accepted: the inputs that the model takes.
 
     Raises:
-        UserError: `data.pack` is on, and the model takes no resets, or runs so often that ranks which share its parameters
+        UserError: documents share rows, and the model takes no resets, or runs so often that ranks which share its parameters
             would wait for each other.
     """
-    if not plan.config.data.pack:
+    if not shares_rows(plan, model):
         return
     _, name, *_ = resolve_builder(plan.config.model)
-    problem, fix = "", "set it to false, or let the model's forward take resets [B, T]"
+    key, off = ("data.pack", "false") if plan.config.data.pack else ("data.align", '"document"')
+    problem, fix = "", f"set it to {off}, or let the model's forward take resets [B, T]"
     if "resets" not in accepted:
         problem = f"documents share a row, and {name} takes no resets, which keep them apart"
     elif plan.layout is not None and getattr(model, "runs_documents", False):
         problem = f"{name} runs each document on its own, and ranks that shard a model must run it equally often"
-        fix = 'set it to false, or distributed.strategy to "ddp"'
+        fix = f'set it to {off}, or distributed.strategy to "ddp"'
     if problem:
-        raise UserError("data.pack", problem, fix)
+        raise UserError(key, problem, fix)
+
+
+def shares_rows(plan: Plan, model: nn.Module | None) -> bool:
+    """Whether rows may hold several documents. `model`: see `runs_on`."""
+    return plan.config.data.pack or runs_on(plan, model)

@@ -45,10 +45,11 @@ def bucket_start(index: int) -> int:
     return 1 << (index - 1) if index else 0
 
 
-def depths(cell_index: Tensor, num_tokens: int, resets: Tensor | None) -> Tensor:
-    """The depth of each target of rows at these cells [B] of their groups; int64 [B, num_tokens]. `resets`: bool, or None."""
-    places = torch.arange(num_tokens, device=cell_index.device)
-    found = cell_index[:, None] * num_tokens + places
+def depths(tokens_before: Tensor, num_tokens: int, resets: Tensor | None) -> Tensor:
+    """The depth of each target of rows before which their groups had so many tokens [B]; int64 [B, num_tokens]. `resets`: bool,
+    or None."""
+    places = torch.arange(num_tokens, device=tokens_before.device)
+    found = tokens_before[:, None] + places
     if resets is None:
         return found
     last = torch.where(resets, places, -1).cummax(1).values  # -1: none so far
@@ -58,8 +59,9 @@ def depths(cell_index: Tensor, num_tokens: int, resets: Tensor | None) -> Tensor
 def buckets(micro: MicroBatch) -> Tensor:
     """The bucket of each target of a micro-batch with groups; int64 [B, T]."""
     assert micro.carry is not None
-    cells = torch.from_numpy(micro.carry.cell_index).to(micro.targets.device)
-    depth = depths(cells, micro.targets.shape[1], micro.inputs.get("resets"))
+    num_tokens = micro.targets.shape[1]
+    before = torch.from_numpy(micro.carry.tokens_before(num_tokens)).to(micro.targets.device)
+    depth = depths(before, num_tokens, micro.inputs.get("resets"))
     return torch.frexp(depth.double()).exponent.long()  # the depth is at least 2 ** (exponent - 1), or 0
 
 
@@ -71,7 +73,9 @@ class TrainingDepth(Extension):
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         """Add the sums of the rows that have a document."""
         if micro.carry is not None:
-            rows = torch.from_numpy(micro.carry.group_ids >= 0).to(micro.targets.device)
+            # Rows of lanes have a document wherever they have a target.
+            is_known = micro.carry.group_ids >= (0 if micro.carry.end_ids is None else -1)
+            rows = torch.from_numpy(is_known).to(micro.targets.device)
             columns = torch.stack([result.token_loss.double(), (micro.targets != IGNORED).double()], dim=-1)
             sums = columns.new_zeros(NUM_BUCKETS, 2).index_add_(
                 0, buckets(micro)[rows].flatten(), columns[rows].flatten(0, 1)
@@ -108,7 +112,7 @@ class Depth(EvalRider):
         from_zero = None
         if self._evaluator.strategy.most(int(continues.any())):  # shards of a model: on all ranks or on none
             output = self._evaluator.model(**micro.inputs, state=torch.zeros_like(state))
-            from_zero = self._evaluator.objective(output.logits, micro.targets, meta=micro.meta).token_loss
+            from_zero = self._evaluator.objective(output.logits, micro.targets, meta=micro.located).token_loss
         self._guard.run(self._add, micro, results, from_zero, continues)
 
     def _add(self, micro: MicroBatch, results: RowResults, from_zero: Tensor | None, continues: Flags) -> None:

@@ -65,9 +65,9 @@ class Digests(Extension):
         return bit_sum(map(own_part, self._parameters))
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> None:
-        """Begin a step with its batches; of ranks that share rows, the first has them."""
-        info, by_shard = self.run.info, defaultdict[int, list[Tensor]](list)
-        for micro in window if info.rank % info.context == 0 else ():
+        """Begin a step with its batches."""
+        by_shard = defaultdict[int, list[Tensor]](list)
+        for micro in window:
             tensors = by_shard[micro.shard]
             tensors += [value for _, value in sorted(micro.inputs.items()) if isinstance(value, Tensor)]
             tensors += [micro.targets]

@@ -104,6 +104,7 @@ def build_gated_delta(vocab_size: int, dim: int, num_layers: int, **args: Any) -
     model = build(vocab_size, dim, num_layers, **args)
     for mixer in mixers(model):
         mixer.rule = partial(_rule, operator=operator)
+    model.resets_in_one_pass = False  # `run_rows` gives each number of documents another shape
     return model
 
 

@@ -350,6 +350,11 @@ def _piece(micro: MicroBatch) -> Piece:
     labels = micro.extras.get("dataset_labels") or [""]
     located = json.loads(micro.meta)
     stream = located.get("stream") if isinstance(located, dict) else None  # a data set of one's own may say anything
+    if "segment_ids" in micro.extras:  # rows of all streams, whatever they hold
+        labels, stream = [""], None
     weights = (micro.targets != IGNORED).sum(dim=1).tolist()
-    groups = micro.carry.group_ids.tolist() if micro.carry is not None else [-1] * len(weights)
+    groups = [-1] * len(weights)
+    if (carry := micro.carry) is not None:
+        at_end = carry.group_ids if carry.end_ids is None else carry.end_ids
+        groups = np.where(carry.group_ids >= 0, carry.group_ids, at_end).tolist()
     return Piece((*sorted(set(labels)), stream), groups, weights)

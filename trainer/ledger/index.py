@@ -57,6 +57,8 @@ class GroupIndex:
         self.last_step: Ints = np.full(capacity, -1, np.int64)
         """Per slot, the step of the last store; -1 if free."""
         self.group_of: Ints = np.full(capacity, -1, np.int64)
+        self.kept: set[int] = set()
+        """Groups that no sweep evicts until they are stored again or have ended: they wait to be read."""
         self._slot_of: dict[int, int] = {}
         # A stack: the first `capacity - num_live` entries are free, the last of them is used next.
         self._free: Ints = np.arange(capacity - 1, -1, -1)
@@ -92,6 +94,8 @@ class GroupIndex:
         ended = slots[is_held & ~is_kept]
         new = (is_kept & ~is_held).nonzero()[0]
         self._check_room(is_kept, self.num_live - ended.size + new.size)
+        if self.kept:
+            self.kept.difference_update(group_ids.tolist())
         if self.evicted:
             self._take_evicted(group_ids[~is_held].tolist(), cell_index[~is_held].tolist())
         if ended.size:
@@ -108,6 +112,8 @@ class GroupIndex:
     def sweep(self, cutoff: int, step: int) -> None:
         """Evict, as stale, the groups whose last store was before step `cutoff`."""
         stale = np.flatnonzero((self.last_step >= 0) & (self.last_step < cutoff))
+        if self.kept:
+            stale = stale[~np.isin(self.group_of[stale], list(self.kept))]
         self._evict(stale[np.argsort(self.last_step[stale], kind="stable")], "stale", step)
 
     def wipe(self) -> None:

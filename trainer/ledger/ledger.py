@@ -17,10 +17,10 @@ the right continuation. Only rows that are not finite are dropped. That is decid
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,11 +31,9 @@ from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
 from trainer.hashing import splitmix64
 from trainer.ledger.index import EVICTION_MODES, WIPE_MODES, Evicted, GroupIndex, WipeMode, distinct, is_due
-from trainer.ledger.slab import HostSlab, Native, Slab
+from trainer.ledger.slab import Native, Slab
 from trainer.ledger.snapshot import Owners, load_shards, save_shard
 from trainer.on_device import to_device
-
-Placement = Literal["device", "host"]
 
 COUNTER_KEYS = (
     *(f"ledger/{what}/{mode}" for what in ("evictions", "false_evictions") for mode in EVICTION_MODES),
@@ -119,16 +117,13 @@ class Ledger:
         stale_threshold: with `periodic_stale`, steps that a group may go without a store.
         sweep_every: with `periodic_stale`, steps between sweeps.
         wipe_every: with `full`, steps between wipes.
-        device: of the states as they are looked up and stored.
+        device: of the states.
         dtype: of the states as they are kept; bfloat16 halves the memory and rounds to 8 bits.
-        placement: where they are kept: `device`; or `host`, in its pinned memory, for more than a CUDA device can hold.
         owners: which rank holds a group.
 
     Raises:
         UserError: a setting is out of range.
     """
-
-    counter_keys: tuple[str, ...] = COUNTER_KEYS
 
     def __init__(
         self,
@@ -141,7 +136,6 @@ class Ledger:
         wipe_every: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        placement: Placement = "device",
         owners: Owners = Owners(),  # noqa: B008 - immutable
     ) -> None:
         if wipe_mode not in WIPE_MODES:
@@ -160,12 +154,10 @@ class Ledger:
         self.owners = owners
         self._step: int | None = None
         self._stored_at = -1
-        device = torch.device(device)
-        slab = HostSlab if placement == "host" and device.type == "cuda" else Slab
-        self._slab = slab(width=state_width, capacity=capacity, device=device, dtype=dtype)
+        self._slab = Slab(width=state_width, capacity=capacity, device=torch.device(device), dtype=dtype)
         self._given_dtype = torch.promote_types(dtype, torch.float32)
         # Numbers, or tensors of the device where it alone knows them.
-        self._counts: dict[str, Native] = dict.fromkeys(self.counter_keys, 0)
+        self._counts: dict[str, Native] = dict.fromkeys(COUNTER_KEYS, 0)
         self._index = GroupIndex(capacity=capacity, wipe_mode=wipe_mode, counts=self._counts)
         # Computed where it is asked for, which is on few steps.
         self._stored_steps: Callable[[], Tensor] | None = None
@@ -202,11 +194,11 @@ class Ledger:
         if self._wipe_mode == "periodic_stale" and is_due(step, previous, self._sweep_every):
             self._index.sweep(step - self._stale_threshold, step)
 
-    def lookup(self, group_ids: Ints, cell_index: Ints, epoch: int = 0) -> Tensor:
+    def lookup(self, group_ids: Ints, cell_index: Ints) -> Tensor:
         """The states from which a micro-batch's cells continue, [B, state_width]: a detached copy, in float32 or wider.
 
         Zeros at the start of a group (cell 0), for group id -1, and where no state is held. The last is counted as a
-        cold start, on the rank that asks. The data's `epoch` changes which groups a `StartingLedger` begins elsewhere.
+        cold start, on the rank that asks.
 
         Raises:
             ValueError: a group appears twice, or an id is neither -1 nor in [0, 2^63).
@@ -237,7 +229,16 @@ class Ledger:
         steps = self._stored_steps()
         return torch.where(steps >= 0, self._step - steps, -1)
 
-    def store(self, group_ids: Ints, cell_index: Ints, is_last: Flags, states: Tensor) -> None:
+    def store(
+        self,
+        group_ids: Ints,
+        cell_index: Ints,
+        is_last: Flags,
+        states: Tensor,
+        *,
+        end_ids: Ints | None = None,
+        end_cell_index: Ints | None = None,
+    ) -> None:
         """Store the states after a micro-batch's cells ([B, state_width], copied); call it after the backward.
 
         Group id -1 is ignored. A last cell's state is not stored; its group's slot is freed, which is not an eviction.
@@ -248,6 +249,9 @@ class Ledger:
         next store: looked up in between, it reads zeros and is a cold start, not a continuation of the wrong state.
 
         A cell that is not its group's first, of a group that was evicted, counts as a false eviction of that mode.
+
+        Rows in which a group ends and another begins have `end_ids`, the group that each state is of (-1: of none), and its
+        cell, `end_cell_index`. A group that was looked up and is not the one at the row's end has ended.
 
         If it raises, nothing is changed; with `exchange`, on the rank that raises.
 
@@ -269,6 +273,17 @@ class Ledger:
             states = states.detach()
         if states.dtype != self._slab.dtype or states.device != self._slab.device:
             states = states.to(self._slab.device, self._slab.dtype)
+        if end_ids is not None:
+            ended = np.flatnonzero(group_ids != np.asarray(end_ids))  # those come first, and have no state
+            end_ids, end_cell_index = _as_group_ids(end_ids), np.ascontiguousarray(end_cell_index, np.int64)
+            if not end_ids.shape == end_cell_index.shape == group_ids.shape:
+                raise ValueError(f"end_ids and end_cell_index must have the shape {list(group_ids.shape)}")
+            is_last = np.concatenate([np.ones(ended.size, np.bool_), end_ids < 0])
+            group_ids, cell_index = (
+                np.concatenate([of_row[ended], at_end])
+                for of_row, at_end in ((group_ids, end_ids), (cell_index, end_cell_index))
+            )
+            states = torch.cat([states[: ended.size], states]) if ended.size else states
         if self._exchange is not None:
             distinct(group_ids)
             group_ids, cell_index, is_last, states = self._send(self._exchange, group_ids, cell_index, is_last, states)
@@ -280,10 +295,14 @@ class Ledger:
         slots[~is_kept] = self._slab.waste_slot
         self._counts["ledger/refused_rows"] += self._slab.write(slots, states)
 
+    def keep(self, group_ids: Iterable[int]) -> None:
+        """Let no sweep evict these groups until they are stored again or have ended: they wait for a row."""
+        self._index.kept = set(group_ids)
+
     @property
     def metric_keys(self) -> tuple[str, ...]:
         """All keys of `drain_metrics`; the same on every rank."""
-        return (*self.counter_keys, *GAUGE_KEYS)
+        return (*COUNTER_KEYS, *GAUGE_KEYS)
 
     @property
     def last_extra_metrics(self) -> dict[str, float]:
@@ -307,7 +326,7 @@ class Ledger:
 
     def load_undrained(self, counts: Mapping[str, int]) -> None:
         """Restore the counters from `undrained`, after `load_state_dict`."""
-        self._counts.update({key: counts.get(key, 0) for key in self.counter_keys})
+        self._counts.update({key: counts.get(key, 0) for key in COUNTER_KEYS})
 
     @property
     def recently_evicted(self) -> Mapping[int, Evicted]:

@@ -75,9 +75,14 @@ class Slab:
         Returns:
             How many rows, without those of `waste_slot`, are not valid: a number, or a tensor [] of the device.
         """
-        refused = self._flag(slots, rows)
-        self._rows[self.native(slots)] = self.native(rows)
-        return refused
+        if self.library is np and rows.nbytes > LARGE_BYTES:
+            is_valid: Native = _are_finite(rows)
+        else:
+            is_valid = self.library.isfinite(self.native(rows)).all(1)
+        index = self.native(slots)
+        self._is_valid[index] = is_valid
+        self._rows[index] = self.native(rows)
+        return self.library.count_nonzero(~is_valid & (index != self.waste_slot))
 
     def restore(self, slots: Ints, rows: Tensor, is_valid: Tensor) -> None:
         """Copy rows and flags of a checkpoint in; tensors of any device."""
@@ -103,68 +108,6 @@ class Slab:
         # numpy takes zeros as the system has them: slots that are never used take no memory. torch would write them.
         zeros = np.zeros((shape[0], self.width * self.dtype.itemsize), np.uint8)
         return torch.from_numpy(zeros).view(self.dtype)
-
-    def _flag(self, slots: Ints, rows: Tensor) -> Native:
-        """Note which rows are finite; returns what `write` does."""
-        if self.library is np and rows.nbytes > LARGE_BYTES:
-            is_valid: Native = _are_finite(rows)
-        else:
-            is_valid = self.library.isfinite(self.native(rows)).all(1)
-        index = self.native(slots)
-        self._is_valid[index] = is_valid
-        return self.library.count_nonzero(~is_valid & (index != self.waste_slot))
-
-
-class HostSlab(Slab):
-    """`Slab` with its rows in pinned memory of the host while the model runs on CUDA: for states that the device cannot hold.
-
-    What is read and written is on `device`, as are the flags. Every copy goes straight between a row's place and the device, in
-    streams of their own, and the host waits for none: since the host issues work ahead of the device, a row is on its way while
-    the device still computes the micro-batch before. Only a row that was just written waits for that write.
-
-    Copies are issued row by row: it is meant for rows of many kilobytes.
-    """
-
-    def __init__(self, *, width: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(width=width, capacity=capacity, device=device, dtype=dtype)
-        self._reading, self._writing = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._written: dict[int, torch.cuda.Event] = {}
-        """Slot -> the end of its last write, if that may still be to come."""
-
-    def read(self, slots: Ints) -> tuple[Tensor, Native]:
-        """As `Slab.read`: the rows are those of the writes before, once the current stream comes to use them."""
-        is_valid = self._is_valid[self.native(slots)]
-        with torch.cuda.stream(self._reading):
-            rows = torch.zeros(len(slots), self.width, device=self.device, dtype=self.dtype)
-            for row, slot in zip(rows, slots.tolist(), strict=True):
-                if slot == self.capacity:
-                    continue
-                if (written := self._written.get(slot)) is not None:
-                    self._reading.wait_event(written)
-                row.copy_(self._rows[slot], non_blocking=True)
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self._reading)
-        rows.record_stream(current)
-        return rows.masked_fill_(~is_valid[:, None], 0), is_valid
-
-    def write(self, slots: Ints, rows: Tensor) -> Native:
-        """As `Slab.write`: the rows are copied once the current stream has computed them."""
-        refused = self._flag(slots, rows)
-        ended = [slot for slot, written in self._written.items() if written.query()]  # type: ignore[no-untyped-call]
-        for slot in ended:
-            del self._written[slot]
-        # A read of the same row that was issued before came first too: the current stream waits for reads.
-        self._writing.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._writing):
-            kept = [(slot, row) for slot, row in zip(slots.tolist(), rows, strict=True) if slot != self.waste_slot]
-            for slot, row in kept:
-                self._rows[slot].copy_(row, non_blocking=True)
-        rows.record_stream(self._writing)
-        self._written.update(dict.fromkeys((slot for slot, _ in kept), self._writing.record_event()))
-        return refused
-
-    def _allocate(self) -> Tensor:
-        return torch.zeros(self.capacity, self.width, dtype=self.dtype, pin_memory=True)
 
 
 def _are_finite(rows: Tensor) -> Flags:

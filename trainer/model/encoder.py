@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.distributed.context import Context
 from trainer.errors import UserError
 from trainer.model.protocol import GATE_SHARPNESS, ModelOutput
-from trainer.model.recurrence import fused_scan, gated_scan, scan_over_ranks
+from trainer.model.recurrence import fused_scan, gated_scan
 
 NORM_EPS = 1e-5
 """As flash-linear-attention and Llama have it. With torch's, 1.2e-7, the norm after the delta rule multiplies rounding."""
@@ -132,6 +130,8 @@ class LanguageModel(nn.Module):
     Parameters are drawn from torch's global generator, so `torch.manual_seed` before construction makes them reproducible.
     """
 
+    resets_in_one_pass = True
+
     def __init__(
         self,
         make_block: Callable[[], nn.Module],
@@ -188,13 +188,10 @@ class GatedRecurrence(nn.Module):
             # log a = -c * softplus(Lambda) / 2, solved for Lambda.
             self.decay.copy_(torch.log(torch.expm1(-2.0 * log_a / GATE_SHARPNESS)))
 
-    def forward(
-        self, x: Tensor, state: Tensor, resets: Tensor | None, group: Context | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mix x [B, T, D] over time from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
         values = self.values(x)  # [B, T, D]
-        scan = self.scan if group is None else partial(scan_over_ranks, self.scan, group)
-        h, state = scan(
+        h, state = self.scan(
             self.recurrence_gate(values), self.input_gate(values), values, self.decay, resets, state
         )  # [B, T, D], [B, D]
         gate = F.gelu(self.output_gate(x))
@@ -211,9 +208,9 @@ class Block(ResidualBlock):
         self.mlp_norm = RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden)
 
-    def forward(self, x: Tensor, state: Tensor, resets: Tensor | None, group: Context | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Map x [B, T, D] from state [B, D]; returns the output [B, T, D] and the final state [B, D]."""
-        mixed, state = self.recurrence(self.recurrence_norm(x), state, resets, group)
+        mixed, state = self.recurrence(self.recurrence_norm(x), state, resets)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), state
 
@@ -229,17 +226,10 @@ class RecurrentEncoder(LanguageModel):
         super().__init__(lambda: Block(sizes["dim"], sizes["hidden"]), **sizes)
         self.state_width = self.num_layers * self.dim
 
-    def forward(
-        self,
-        tokens: Tensor,
-        state: Tensor | None = None,
-        resets: Tensor | None = None,
-        context_group: Context | None = None,
-    ) -> ModelOutput:
+    def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
         """Predict from tokens [B, T], starting from `state` [B, state_width] (None: zero).
 
-        `resets` (bool [B, T]) marks positions before which every layer resets its state to zero. With a `context_group`,
-        tokens and resets are this rank's part of the rows, states those before and after the rows.
+        `resets` (bool [B, T]) marks positions before which every layer resets its state to zero.
         """
         if state is None:
             dtype = torch.promote_types(self.embedding.weight.dtype, torch.float32)
@@ -247,7 +237,7 @@ class RecurrentEncoder(LanguageModel):
         x = self.embedding(tokens)  # [B, T, D]
         ends = []
         for block, layer_state in zip(self.blocks, state.chunk(self.num_layers, dim=1), strict=True):
-            x, end = block(x, layer_state, resets, context_group)
+            x, end = block(x, layer_state, resets)
             ends.append(end)
         return ModelOutput(logits=self.head(self.norm(x)), state=torch.cat(ends, dim=1))
 

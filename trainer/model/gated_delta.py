@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from trainer.distributed.context import Context
 from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
 from trainer.model.protocol import ModelOutput
 
@@ -98,24 +95,6 @@ def gated_delta_rule(
     return torch.cat(outputs, dim=2)[:, :, :length], state
 
 
-def rule_over_ranks(rule: Rule, group: Context, *given: Any) -> tuple[Tensor, Tensor]:
-    """As `rule`, whose arguments are given, over rows of which this rank has a part; `state` is that before the row.
-
-    Outputs are linear in the state that a part begins with, and each column of the state goes its own way: beside those of the
-    part run from zero there are those of the identity, without values. The backward runs them again, or they would be kept.
-    """
-    q, k, v, *gates, state, resets = given
-    sizes = [v.shape[-1], k.shape[-1]]
-    identity = torch.eye(sizes[1], dtype=state.dtype, device=state.device).expand(*state.shape[:2], -1, -1)
-    begin = torch.cat([torch.zeros_like(state), identity], dim=-1)
-    wide = F.pad(v, (0, sizes[1]))
-    found = checkpoint(rule, q, k, wide, *gates, begin, resets, use_reentrant=False, preserve_rng_state=False)
-    (from_zero, by_state), (end, transition) = (torch.split(each, sizes, dim=-1) for each in found)
-    first, last = group.scan(transition, end, state, is_matrix=True)
-    with torch.autocast(state.device.type, enabled=False):
-        return from_zero + by_state @ first, last
-
-
 def _in_chunks(x: Tensor, dim: int, chunk: int) -> Tensor:
     """[..., N * chunk, ...] as [..., N, chunk, ...]."""
     return x.reshape(*x.shape[:dim], -1, chunk, *x.shape[dim + 1 :])
@@ -153,9 +132,7 @@ class DeltaMixer(nn.Module):
             step = torch.empty_like(self.step_bias).uniform_(math.log(low), math.log(high)).exp()
             self.step_bias.copy_(torch.log(torch.expm1(step)))  # softplus of it is the step
 
-    def forward(
-        self, x: Tensor, state: LayerState | None, resets: Tensor | None, group: Context | None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, x: Tensor, state: LayerState | None, resets: Tensor | None) -> tuple[Tensor, LayerState]:
         """Mix x [B, T, D] over time; returns the output [B, T, D] and the state after it."""
         dtype = torch.promote_types(x.dtype, torch.float32)  # from the projections to the norm
         inputs = self.inputs(x).to(dtype)  # [B, T, 3 D]
@@ -165,17 +142,13 @@ class DeltaMixer(nn.Module):
                 "memory": x.new_zeros(x.shape[0], self.heads, width, width, dtype=dtype),
                 "recent": inputs.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim),
             }
-        recent, rule = state["recent"].to(inputs.dtype), self.rule
-        if group is not None:
-            rule = partial(rule_over_ranks, rule, group)
-            recent, after = group.scan(torch.zeros_like(recent), last_inputs(inputs, TAPS - 1, resets), recent)
-        convolved, last = short_convolution(inputs, self.taps, recent, resets)
+        convolved, last = short_convolution(inputs, self.taps, state["recent"].to(inputs.dtype), resets)
         queries, keys, values = (
             part.view(*part.shape[:2], self.heads, -1).transpose(1, 2) for part in F.silu(convolved).chunk(3, dim=-1)
         )  # [B, H, T, K]
         decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]
         log_decay = -self.log_a.to(dtype).exp()[:, None] * F.softplus(decay + self.step_bias.to(dtype)[:, None])
-        mixed, memory = rule(
+        mixed, memory = self.rule(
             normalized(queries) * queries.shape[-1] ** -0.5,
             normalized(keys),
             values,
@@ -186,7 +159,6 @@ class DeltaMixer(nn.Module):
         )
         gate = F.silu(self.output_gate(x))
         normed = self.norm(mixed.transpose(1, 2)).flatten(2)  # [B, T, D]
-        last = last if group is None else after
         return self.out(gate * normed.to(gate.dtype)), {"memory": memory, "recent": last}
 
 
@@ -237,11 +209,9 @@ class DeltaBlock(ResidualBlock):
         self.mlp_norm = RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden, F.silu)
 
-    def forward(
-        self, x: Tensor, state: LayerState | None, resets: Tensor | None, group: Context | None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, x: Tensor, state: LayerState | None, resets: Tensor | None) -> tuple[Tensor, LayerState]:
         """Map x [B, T, D]; see `DeltaMixer`."""
-        mixed, after = self.mixer(self.mixer_norm(x), state, resets, group)
+        mixed, after = self.mixer(self.mixer_norm(x), state, resets)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), after
 
@@ -261,17 +231,13 @@ class GatedDelta(LanguageModel):
         self.heads = heads
 
     def forward(
-        self,
-        tokens: Tensor,
-        state: list[LayerState] | None = None,
-        resets: Tensor | None = None,
-        context_group: Context | None = None,
+        self, tokens: Tensor, state: list[LayerState] | None = None, resets: Tensor | None = None
     ) -> ModelOutput:
         """Predict from tokens [B, T], starting from the layers' states (None: zero); as `RecurrentEncoder`."""
         x = self.embedding(tokens)  # [B, T, D]
         ends: list[LayerState] = []
         for number, block in enumerate(self.blocks):
-            x, end = block(x, None if state is None else state[number], resets, context_group)
+            x, end = block(x, None if state is None else state[number], resets)
             ends.append(end)
         return ModelOutput(self.head(self.norm(x)), ends)  # type: ignore[arg-type]
 

@@ -54,7 +54,8 @@ class SequenceModel(Protocol):
     Required: a `torch.nn.Module` with `state_width` and a `forward` that takes `tokens` and `state` by name and returns
     an object with `.logits` and `.state`. Without `state_width`, `carry_flat` finds it and lets a state
     be any nest of tensors; `[model] target` and `family` do. Optional: `flops_per_token` (without it no MFU is
-    logged), `resets`, which is passed only with `data.pack = true`, `shard_units()`, the modules that FSDP gathers one by one,
+    logged), `resets`, which is passed where rows hold several documents, `resets_in_one_pass = True`, which says that these
+    run at one shape and at the cost of any others, `shard_units()`, the modules that FSDP gathers one by one,
     and `loss_keys` and `metric_keys`, the names of the output's losses and metrics. `train check` runs one forward pass.
     """
 

@@ -14,15 +14,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from trainer.distributed.context import Context
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import GATE_SHARPNESS
 
@@ -62,25 +59,6 @@ def gated_scan(
     gates = recurrence_gate.to(dtype), input_gate.to(dtype)
     h: Tensor = _GatedScan.apply(*gates, x.to(dtype), state.to(dtype), rate, resets)  # type: ignore[no-untyped-call]
     return h.to(x.dtype), h[:, -1]
-
-
-def scan_over_ranks(scan: Callable[..., tuple[Tensor, Tensor]], group: Context, *given: Any) -> tuple[Tensor, Tensor]:
-    """As `scan`, whose arguments are given, over rows of which this rank has a part; `state` is that before the row.
-
-    h is linear in the state that a part begins with: the part is run from zero and, without input, from one, side by side. The
-    backward runs both again, or their gates would be kept twice.
-    """
-    *gates, decay, resets, state = given
-
-    def from_zero_and_one(r: Tensor, i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        pairs = (r, r), (i, i), (x, torch.zeros_like(x)), (torch.zeros_like(state), torch.ones_like(state))
-        *gates, begin = map(torch.cat, pairs)
-        return scan(*gates, decay, None if resets is None else torch.cat([resets, resets]), begin)
-
-    found = checkpoint(from_zero_and_one, *gates, use_reentrant=False, preserve_rng_state=False)
-    (from_zero, products), (end, transition) = (each.chunk(2) for each in found)
-    first, last = group.scan(transition, end, state)
-    return (from_zero + products * first[:, None]).to(from_zero.dtype), last
 
 
 @functools.cache

@@ -151,7 +151,7 @@ class Auxiliary:
                 with users_code(f"objective.losses.{name}"):
                     found[name] = each.function(output=output, micro=micro)
                 if problem := shape_problem(name, found[name], each.by, micro.targets.shape):
-                    raise ObjectiveError(name, f"returned {problem}", micro.meta)
+                    raise ObjectiveError(name, f"returned {problem}", micro.located)
         return found
 
     def _metrics(self, output: Any) -> dict[str, Any]:

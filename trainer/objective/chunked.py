@@ -32,7 +32,7 @@ class ChunkedObjective:
         self._head = head
         self._chunk_tokens = chunk_tokens
 
-    def __call__(self, hidden: Tensor, targets: Tensor, *, meta: str | None = None) -> ObjectiveOutput:
+    def __call__(self, hidden: Tensor, targets: Tensor, *, meta: object = None) -> ObjectiveOutput:
         """As `Objective`, of hidden [B, T, D] and targets int64 [B, T].
 
         Raises:
@@ -58,7 +58,7 @@ class ChunkedObjective:
         )
 
     def _of_chunk(
-        self, hidden: Tensor, targets: Tensor, weights: list[Tensor], *, meta: str | None, names: tuple[str, ...]
+        self, hidden: Tensor, targets: Tensor, weights: list[Tensor], *, meta: object, names: tuple[str, ...]
     ) -> ObjectiveOutput:
         logits = functional_call(self._head, dict(zip(names, weights, strict=True)), (hidden,))
         return self._objective(logits, targets, meta=meta)

@@ -26,7 +26,7 @@ class ObjectiveError(RuntimeError):
         meta: the micro-batch's `instability_meta_json`, which locates its data; None if it has none.
     """
 
-    def __init__(self, component: str, problem: str, meta: str | None) -> None:
+    def __init__(self, component: str, problem: str, meta: object) -> None:
         self.component = component
         self.problem = problem
         self.meta = meta
@@ -112,7 +112,7 @@ def _require(key: str, value: float, is_right: bool, rule: str) -> None:
         raise UserError(f"objective.{key}", f"must be {rule}, got {value}")
 
 
-def coord(prepared: Prepared, settings: CoordSettings, meta: str | None) -> Term:
+def coord(prepared: Prepared, settings: CoordSettings, meta: object) -> Term:
     """Distributional supervision of the targets that are bins, summed and weighted.
 
     With p the softmax over the bins alone, k the true bin and n the number of bins, each such target costs
@@ -175,7 +175,7 @@ class ObjectiveOutput:
 class Loss(Protocol):
     """What computes the loss of a model's output [B, T, ...] against targets int64 [B, T]; see `Objective`."""
 
-    def __call__(self, output: Tensor, targets: Tensor, /, *, meta: str | None = None) -> ObjectiveOutput: ...
+    def __call__(self, output: Tensor, targets: Tensor, /, *, meta: object = None) -> ObjectiveOutput: ...
 
 
 class Objective:
@@ -199,7 +199,7 @@ class Objective:
         """Names of the enabled components."""
         return ("token_ce",) + ("z_loss",) * (self._z_loss > 0) + ("coord",) * (self._coord is not None)
 
-    def __call__(self, logits: Tensor, targets: Tensor, *, meta: str | None = None) -> ObjectiveOutput:
+    def __call__(self, logits: Tensor, targets: Tensor, *, meta: object = None) -> ObjectiveOutput:
         """Compute the loss of logits [B, T, V] against targets int64 [B, T] (`IGNORED` where masked).
 
         `meta` is the batch's `instability_meta_json`, for the message if a component fails. A non-finite loss is

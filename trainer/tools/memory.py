@@ -197,8 +197,6 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
         if HAS_TRITON and (wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())):
             use_kernels(model)
         sizes = [live.now]
-        if not is_sharded:
-            shard_model(strategy, model, config)
         has_buckets = isinstance(strategy, Replicated)
         if has_buckets:
             average_into_buckets(model)
@@ -223,8 +221,7 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
         live.steps = True
         step.launch(lr=config.optimizer.lr, stop=False, saved=False)
     weights, buckets, optimizer = (after - before for before, after in itertools.pairwise([0, *sizes]))
-    table = config.ledger
-    slab = 0 if table.placement == "host" else plan.facts.shards_per_rank * ledger_bytes(table, width_of(model))
+    slab = plan.facts.shards_per_rank * ledger_bytes(config.ledger, width_of(model))
     return Memory(weights, optimizer, slab, buckets, gradients, live.peak + slab)
 
 
@@ -256,8 +253,8 @@ def _assumed_ranks(plan: Plan) -> Iterator[Strategy]:
         UserError: replicas do not fit the ranks.
         ValueError: this process has a process group.
     """
-    info = RankInfo(world_size=plan.facts.world_size, context=plan.facts.context)
-    if plan.layout is None and info.context == 1:
+    info = RankInfo(world_size=plan.facts.world_size)
+    if plan.layout is None:
         yield make_strategy(plan.config, info, CPU)
         return
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
@@ -297,7 +294,7 @@ def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
     row_model = in_cells(cell_model, config)
     gns = GradientNoiseScale(model) if config.gns.enabled else None
     if isinstance(strategy, Replicated):  # DDP needs ranks
-        strategy, strategy.context = Strategy(), strategy.context
+        strategy = Strategy()
     return TrainStep(
         model=strategy.wrap(row_model, model),
         ledgers=(),  # its states are counted by their number; a model without one makes as many zeros as are looked up
@@ -308,7 +305,7 @@ def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
         scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of
         max_tokens_per_micro=max_tokens_per_micro(plan),
         clip_grad_norm=config.train.clip_grad_norm,
-        world_size=1 if strategy.context is None else strategy.context.size,
+        world_size=1,
         device=CPU,
         autocast=autocast_context(config, CPU),
         strategy=strategy,
@@ -323,7 +320,4 @@ def _micro_batch(plan: Plan) -> MicroBatch:
     inputs = {"tokens": tokens}
     if plan.config.data.pack:
         inputs["resets"] = torch.zeros(rows, length, dtype=torch.bool)
-    if burn_in := plan.config.ledger.burn_in:
-        inputs["tokens_before"] = torch.zeros(rows, burn_in, dtype=torch.int64)
-        inputs["continues"] = torch.ones(rows, dtype=torch.bool)
     return MicroBatch(inputs, torch.zeros_like(tokens), None, {})

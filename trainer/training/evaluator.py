@@ -202,14 +202,12 @@ class Evaluator:
         if ledger is not None and carry is not None:
             ledger.begin_step(step)
             state = ledger.lookup(carry.group_ids, carry.cell_index)
-        if (context := self.strategy.context) is not None:
-            micro = context.cut(micro)
         with self.autocast():
             output = self.model(**micro.inputs, state=state)
             results = []
             for rows, part, weight in [(slice(None), micro, 1.0)] if each.sample is None else each.sample.parts(micro):
                 own = output if each.sample is None else rows_of(output, rows)
-                result = self.objective(own.logits, part.targets, meta=micro.meta)
+                result = self.objective(own.logits, part.targets, meta=micro.located)
                 results.append((rows, self.auxiliary(result, own, part)))
                 self.guard.run(self.details.add, part, results[-1][1], weight)
             for rider in each.riders:

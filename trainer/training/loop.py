@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.data.batch import MASKED_SHARE, MicroBatch
+from trainer.data.batch import MicroBatch
 from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.watchdog import DATA
 from trainer.errors import UserError
@@ -162,7 +162,7 @@ def begin_reading(run: Run) -> bool:
         for first, loader in zip(firsts, run.loaders, strict=True)
     ]
     has_data = gather_from_ranks([first is not None for first in firsts], world_size=world_size)
-    flat = [has for own in has_data[:: run.info.context] for has in own]
+    flat = [has for own in has_data for has in own]
     given = next((first for first in firsts if first is not None), None)
     if not any(flat):
         if not run.is_resumed:
@@ -329,9 +329,6 @@ def reduced_metrics(run: Run, taken: StepInFlight, *, drains: bool) -> dict[str,
     for recorder in run.position.unlogged:
         drained = guard("metrics").run(recorder.drain_metrics)
         recorded.append(dict.fromkeys(run.operations) if drained is None else drained)  # None: nothing of it is known
-    if run.info.rank % run.info.context:  # what a group reads and carries counts once
-        once = {*run.state.dataset.metric_keys, MASKED_SHARE}.union(*(each.metric_keys for *_, each in run.reporters))
-        recorded = [{key: value for key, value in each.items() if key not in once} for each in recorded]
     world_size = run.info.world_size
     reduced = reduce_over_ranks(
         recorded, run.operations, device=run.device, world_size=world_size, guard=guard("reduction")

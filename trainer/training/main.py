@@ -58,7 +58,7 @@ def train(config: RunConfig, launch: Launch) -> int:
         if stop.install():  # the signals of a process that goes on after the run are not the run's
             stack.callback(stop.uninstall)
         launch = replace(launch, stdout=stdout)
-        info = replace(rank_info(), context=config.distributed.context)
+        info = rank_info()
         device = pick_device(config.train.device, info, key="train.device")
         plan = make_plan(config, launch.config_path or Path(), info.world_size)
         try:

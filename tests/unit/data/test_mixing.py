@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from trainer.data.batch import take_apart
 from trainer.errors import UserError
 
 LAYOUT = {"a": [[40, 9, 3], [30, 30]], "b": [[8] * 9], "c": [[100], [5, 6, 7]]}
@@ -108,13 +107,6 @@ def test_documents_are_cut_for_the_ranks_that_began_and_it_is_said(write_streams
     whole = Counter(g for b in mixing(streams, max_group_cells=0, repeat=False) for g in b["group_ids"].tolist())
     assert max(whole.values()) == 300
     assert not caplog.text
-
-
-def test_rows_are_told_the_epoch_that_they_are_of(write_streams, mixing):
-    dataset = mixing(write_streams({"a": [[9], [30]]}))
-    for batch in itertools.islice(dataset, 40):
-        assert take_apart(batch, None).carry.epoch == meta(batch)["epoch"]
-    assert meta(batch)["epoch"] > 2
 
 
 def test_a_state_that_does_not_fit_is_refused_naming_what_differs(write_streams, mixing):

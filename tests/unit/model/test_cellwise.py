@@ -141,17 +141,15 @@ class Penalized(nn.Module):
         return output._replace(losses=losses, metrics={"my/tokens": tokens.shape[1]})
 
 
-@pytest.mark.parametrize("burn_in", [0, 3])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_losses_of_a_row_are_those_of_its_pieces_together(burn_in, recompute):
+def test_losses_of_a_row_are_those_of_its_cells_together(recompute):
     """Where the row is padded, a loss by rows is that of its cells, by their targets: one of padding alone is none of them."""
     torch.manual_seed(0)
     model, (tokens, targets, _) = Penalized(), make_rows(3 * CELL, 3 * CELL, has_resets=False)
-    cut = Cellwise(model, cell=CELL, cells=3, burn_in=burn_in, recompute=recompute)
-    before = {"tokens_before": tokens[:, :CELL], "continues": torch.zeros(ROWS, dtype=torch.bool)} if burn_in else {}
-    outputs = [model(tokens, torch.zeros(ROWS, model.state_width).double()), cut(tokens, **before)]
+    cut = Cellwise(model, cell=CELL, cells=3, recompute=recompute)
+    outputs = [model(tokens, torch.zeros(ROWS, model.state_width).double()), cut(tokens)]
     assert [set(output.losses) for output in outputs] == [{"tokens", "rows", "all"}] * 2
-    assert outputs[1].metrics == {"my/tokens": 3 * CELL / (4 if burn_in else 3)}  # a gauge: the mean over the pieces
+    assert outputs[1].metrics == {"my/tokens": CELL}  # a gauge: the mean over the cells
     weights = torch.rand(ROWS, 3 * CELL).double()
     targets[1, CELL:], targets[2, CELL + 2 :] = -100, -100
     objective = Auxiliary(

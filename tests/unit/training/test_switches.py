@@ -97,11 +97,10 @@ def test_resumed_runs_count_what_an_unbroken_run_counts(corpus, tmp_path):
         "optimizer={name='muon', lr=0.01}",
         "optimizer={target='torch.optim:RMSprop', lr=0.01}",
         "model.target=tests.support.models:dropout",
-        "ledger.start=noise",
     ],
 )
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(corpus, tmp_path, own):
-    """Moments of the optimizer; random numbers that the model draws; states that groups begin from."""
+    """Moments of the optimizer; random numbers that the model draws."""
     sets = [own, "scheduler.name=constant"]
     whole = train_once(corpus, tmp_path / "whole", *sets)
     train_once(corpus, tmp_path / "broken", *sets, "train.steps=5")

@@ -70,6 +70,11 @@ ROWS: tuple[MetricSpec, ...] = (
         "Near 0.",
         "High: data exhausted, or streams with fewer groups than ranks.",
     ),
+    _MixingRow("data/fill", "Fill of the rows", unit="fraction", window="mean", ranks="mean")(
+        "Positions that hold a document's token over those of full rows of all ranks, since the last payload.",
+        "0.999 or more with full rows that run on.",
+        "Low: the device computes padding, or batches are small.",
+    ),
     _BlendRow("blend/max_share_error", "Blend share error", unit="fraction", ranks="max")(
         "Largest difference between a source's actual and configured share so far.",
         "Shrinks with the root of the batches.",
@@ -123,14 +128,6 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _Counter("ledger_wipe_count", "Full wipes", unit="wipes")(
         "Wipes of the whole ledger.", "As configured; 0 in the other modes.", "More than configured."
-    ),
-    *(
-        _Counter(f"ledger/starts/{kind}", f"Starts ({kind})", unit="groups")(
-            f"Groups that began from {what} (ledger.start).",
-            "In the configured share.",
-            "Only starts from zero: no state is held yet.",
-        )
-        for kind, what in (("zero", "zero"), ("carried", "another group's state"), ("noise", "noise"))
     ),
     _Probed("ledger/state_age", "Age of the states", unit="steps")(
         "Steps since the probed cells' states were stored.",

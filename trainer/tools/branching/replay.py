@@ -217,21 +217,44 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
     for micro in sorted(micros, key=itemgetter("shard")):
         place = {"shard": micro["shard"], "micro_batch": count[micro["shard"]]}
         count[micro["shard"]] += 1
-        try:
-            meta = parse_json(micro["meta"])
-            assert isinstance(meta, dict)
-        except (ValueError, AssertionError):  # of a source of the user's own
-            meta = {}
+        meta = _meta(micro["meta"])
         for number, tokens in enumerate([] if micro["is_filler"] else micro["tokens"]):
-            row = {**place, "row": number, "source": micro["sources"] and micro["sources"][number]}
-            row |= {"stream": meta.get("stream"), "documents": documents(meta, number), "tokens": tokens}
+            held = documents(meta, number) if "rows" not in meta else [dict(each) for each in meta["rows"][number]]
+            row = {**place, "row": number, **_origin(micro, meta, held, number), "documents": held, "tokens": tokens}
             row["cell"] = meta["cell_indices"][number] if row["documents"] is not None else None
             if "states" in micro:
                 row["state"] = micro["states"][number]
+            if with_text and "rows" in meta:  # full rows say themselves what they hold
+                _add_texts(row["documents"], lambda each: opened(each["source"], each["stream"])[0], origin)
             if "losses" in micro:
                 row["loss"] = micro["losses"][number] / tokens if tokens else None
             rows.append(row | micro.get("faults", {}))
     return rows
+
+
+def _meta(text: str) -> Mapping[str, Any]:
+    """What locates a micro-batch; empty for a source of the user's own, which may say anything."""
+    with suppress(ValueError):
+        found = parse_json(text)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _add_texts(documents: Sequence[dict[str, Any]], opened: Callable[[Any], OpenStream], origin: Origin) -> None:
+    for each in documents:
+        tokens = opened(each).documents.read(each["document"], each["start"], each["stop"])
+        each["text"] = origin.plan.tokenizer.decode(tokens)
+
+
+def _origin(
+    micro: Mapping[str, Any], meta: Mapping[str, Any], held: Sequence[Mapping[str, Any]] | None, row: int
+) -> dict[str, Any]:
+    """The source and the stream of a row; of a full one, those of its first document."""
+    if "rows" not in meta:
+        return {"source": micro["sources"] and micro["sources"][row], "stream": meta.get("stream")}
+    first = held[0] if held else {}
+    return {"source": first.get("source"), "stream": first.get("stream")}
 
 
 def read_step(origin: Origin, step: int) -> list[dict[str, Any]]:
@@ -291,13 +314,13 @@ def replay(
         BranchFailed: it did not come to the step.
     """
     own, threads, failure = origin.num_ranks, origin.environment.get("threads"), ""
-    num_ranks = num_ranks or own // origin.config.distributed.context  # rows are repeated whole
+    num_ranks = num_ranks or own
     changed: dict[str, dict[str, Any]] = {
         "train": {"spike_sigma": 0.0},
         "eval": {"every": 0},
         "metrics": {"digests": "write", **({"log_interval": 1} if logs_all else {})},
         "checkpoint": {"resume": "off" if origin.path is None else str(origin.path.absolute())},
-        "distributed": {} if num_ranks == own else {"shards": origin.plan.facts.data_shards, "context": 1},
+        "distributed": {} if num_ranks == own else {"shards": origin.plan.facts.data_shards},
     }
     rides = ExtensionTable(target="trainer.tools.branching.replay:Replayed", args={"step": step})
     config = with_tables(origin.config, changed).model_copy(update={"extension": [*origin.config.extension, rides]})

@@ -76,7 +76,7 @@ def repeated_data(run: RunRecord) -> Outcome:
         one_each = run.world_size is not None and per_micro and batch.values[-1] / per_micro[-1] < 1.5 * run.world_size
         if run.world_size == 1 or one_each:
             return healthy(f"the micro-batches of a step differ {words}")
-        judged = not_yet if last < MIN_STEPS else not_measured  # sharded ranks and burn-in never have it
+        judged = not_yet if last < MIN_STEPS else not_measured  # sharded ranks never have it
         return judged(f"ranks of several micro-batches need {CONSISTENCY}")
     value, within, evidence = ratio.values[-1], SIGMAS * error.values[-1], ratio.evidence([len(ratio) - 1])
     parts = "the two halves of a step" if run.world_size == 1 else "ranks"

@@ -279,8 +279,7 @@ def stale_states(run: RunRecord) -> Outcome:
     standard errors, {STALE_SHARE:g} of the gain and {STALE_NATS:g} nats.
 
     A gap means that cells are trained on states that inference never has.
-    Change: `data.mixing.num_streams_mixed`: half; or `optimizer.lr`: lower, `ledger.burn_in`, or a smaller
-    `data.max_group_cells`
+    Change: `data.mixing.num_streams_mixed`: half; or `optimizer.lr`: lower, or a smaller `data.max_group_cells`
     """
     found = _late(run, GAP, GAIN)
     if isinstance(found, Outcome):

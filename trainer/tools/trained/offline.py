@@ -125,9 +125,8 @@ def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batche
     changed = {
         "train": config.train.model_copy(update={"steps": 1, "tokens": 0, "micro_batches": 1}),
         "scheduler": SchedulerTable(name="constant", warmup_steps=0),
-        "ledger": config.ledger.model_copy(update={"capacity": ALL, "burn_in": 0}),
+        "ledger": config.ledger.model_copy(update={"capacity": ALL}),
         "metrics": config.metrics.model_copy(update={"profile": 0}),
-        "distributed": config.distributed.model_copy(update={"context": 1}),
     }
     trained, config = config, config.model_copy(update=changed)
     if not sets:

@@ -45,7 +45,6 @@ EXIT_BREACH = 3
 MEANINGS = {
     "precision": "on this machine",
     "data_shards": "parts that the data are read in",
-    "context": "ranks that share each row",
     "cells_per_step": "rows of a step over all ranks, each a chunk of a document",
     "tokens_per_step": "at most, over all ranks",
     "tokens_per_micro": "tokens of a micro-batch over all ranks",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED, EXIT_DIFFERENT = 1, 3
 TINY, SHOWN_ROWS = 1e-300, 8
-ROUNDING = frozenset({"env.world_size", "distributed.strategy", "distributed.context"})
+ROUNDING = frozenset({"env.world_size", "distributed.strategy"})
 """Settings that change how sums are rounded, and not what a step computes."""
 ROUNDED = ("loss", "grad_norm")
 ONLY_ROUNDED = "batches and learning rates are equal; sums are rounded otherwise: relative difference up to {:.1e}"

@@ -138,7 +138,7 @@ def verify(path: Path) -> dict[str, Any]:
     state = read_state(path)
     world_size, num_shards = state["world_size"], data_shards(state)
     # No more names than there are files, whatever number the state holds.
-    shards = range(min(max(num_shards, world_size // state.get("context", 1)), len(files)))
+    shards = range(min(max(num_shards, world_size), len(files)))
     needed = {*map(model_file, state["model_files"]), *map(rank_file, shards)}
     if files.keys() & (rows := {rows_file(shard) for shard in shards[:: max(num_shards // world_size, 1)]}):
         needed |= rows
@@ -286,7 +286,6 @@ class _SavedState(_Part):
     step: Count
     world_size: Annotated[int, Field(ge=1, le=MOST)]
     data_shards: Annotated[int, Field(ge=1, le=MOST)] = 1
-    context: Annotated[int, Field(ge=1, le=MOST)] = 1
     model_files: Annotated[list[Count], Field(min_length=1)]
     reached: Count
     tokens: Annotated[list[Count], Field(min_length=2, max_length=2)]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from trainer.config.load import flatten, recorded_settings
 from trainer.config.schema import RunConfig
@@ -24,8 +27,10 @@ from trainer.data.fingerprint import (
     moved,
     stream_files,
 )
+from trainer.data.lanes import keep_places
 from trainer.data.layout import refuse_empty_files, renamed
 from trainer.data.mixing import StreamMixingDataset
+from trainer.data.shard_source import ShardSource
 from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
@@ -66,9 +71,6 @@ def restore(
     if state.scaler.is_enabled():
         with loading(path, "loss scaling"):
             state.scaler.load_state_dict(tensors.values["scaler"])
-    with loading(path, "ledger"):
-        # Groups in flight here need room beside those of a checkpoint of other shards.
-        _restore_ledgers(state, saved, parts, room=0 if is_same else plan.facts.groups_in_flight)
     with loading(path, "averages"):
         state.load_shared(saved)
     if not is_same:
@@ -83,6 +85,9 @@ def restore(
         for shard in state.shards:
             shard.dataset.load_state_dict(blends[shard.number] if is_same else [*blends.values()])
         position = Position.of(state, saved["step"])
+    with loading(path, "ledger"):
+        # Groups in flight here need room beside those of a checkpoint of other shards.
+        _restore_ledgers(state, saved, parts, room=0 if is_same else plan.facts.groups_in_flight)
     position.reached, position.evaluation_is_due = saved["reached"], saved["evaluation_is_due"]
     position.tokens_before, position.tokens = saved["tokens"]
     before = saved["config"]["train"]["micro_batches"]
@@ -104,12 +109,19 @@ def _restore_ledgers(
 ) -> None:
     if state.ledgers and saved.get("state_layout") != state.state_layout:
         raise ValueError(f"it holds states of {saved.get('state_layout')}, the model's are {state.state_layout}")
+    for shard in state.shards:
+        if shard.ledger is not None:
+            shard.ledger.keep(shard.dataset.waiting_groups)
     for number, ledger in state.ledgers.items():
         if _is_own_ledger(parts, number, ledger):
             ledger.load_state_dict([parts[number]["ledger"]] * ledger.owners.world_size)
             ledger.load_undrained(parts[number]["unlogged"]["ledger"])
         else:
-            ledger.load_state_dict([part["ledger"] for part in parts.values() if "ledger" in part], room=room)
+            shards, owned = [part["ledger"] for part in parts.values() if "ledger" in part], None
+            for each in state.shards:
+                if each.ledger is ledger and (groups := each.dataset.groups_in_flight) is not None:
+                    owned, room = partial(np.isin, test_elements=groups), 0  # no other will be asked for
+            ledger.load_state_dict(shards, owned=owned, room=room)
 
 
 def _read_parts(path: Path, num_saved: int, state: TrainState, *, needs_all: bool) -> dict[int, dict[str, Any]]:
@@ -137,7 +149,6 @@ BREAKING = (
     "data.vocab_size",
     "data.seq_len",
     "train.tbptt_cells",
-    "ledger.burn_in",
     "run.seed",
     "optimizer.name",
     "optimizer.target",
@@ -349,7 +360,7 @@ def restart_changed(
         if (
             before is None
             or source.name not in rewritten[0]["names"]
-            or not isinstance(source.dataset, StreamMixingDataset)
+            or not isinstance(source.dataset, StreamMixingDataset | ShardSource)
         ):
             continue
         now = check.now.sources[source.name]
@@ -358,7 +369,13 @@ def restart_changed(
         if change is None and not changed:
             continue
         index = rewritten[0]["names"].index(source.name)
-        parts = restart_streams(parts_of(rewritten, index), list(before), source.dataset, changed)
+        saved = parts_of(rewritten, index)
+        if isinstance(source.dataset, ShardSource):
+            parts = source.dataset.restarted(saved)
+            for state in rewritten:
+                state["lanes"] = keep_places(state["lanes"], source.dataset, [*before], changed)
+        else:
+            parts = restart_streams(saved, list(before), source.dataset, changed)
         for state in rewritten:
             state["sources"][index], state["ended"][index] = {ALL_RANKS: parts}, False
         _say(source.name, changed, change.missing if change else [], change.new if change else [])

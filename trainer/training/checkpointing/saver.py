@@ -105,8 +105,7 @@ class Saver:
             "tokens": [position.tokens_before, position.tokens],
             "micro_batches": [position.micro_batches, position.micro_batches_since],
             "world_size": self.info.world_size,
-            "context": self.info.context,
-            "data_shards": self.info.reader.world_size * len(self.state.shards),
+            "data_shards": self.info.world_size * len(self.state.shards),
             "model_files": saving_ranks(self.state.model),
             "evaluation_is_due": position.evaluation_is_due,
             **self.state.shared(),
@@ -156,7 +155,7 @@ class Saver:
         """The files that this rank writes."""
         state, rank = self.state, self.info.rank
         parts: dict[str, Part] = {}
-        for index, shard in enumerate(() if rank % self.info.context else state.shards):
+        for index, shard in enumerate(state.shards):
             own: dict[str, Any] = {"data": position.data_states[index], "unlogged": position.counts(index)}
             if (ledger := state.ledgers.get(shard.number)) is not None:
                 own["ledger"], own["unlogged"]["ledger"] = ledger.state_dict(with_rows=False), ledger.undrained()

@@ -94,6 +94,7 @@ HOST_KEYS = (
     "time/slowest_rank_sec",
     "time/fastest_rank_sec",
     "stream_mixing/masked_share",
+    "data/fill",
 )
 
 

@@ -92,7 +92,7 @@ def open_run(
     strategy = make_strategy(plan.config, info, device)
     state = _open_state(plan, info, device, strategy, stack)
     with raise_on_all_ranks(world_size=info.world_size):
-        sets = eval_sets(plan, info.reader, device, has_state=bool(state.ledgers))
+        sets = eval_sets(plan, info, device, has_state=bool(state.ledgers))
         auxiliary = make_auxiliary(plan.config.objective, state.model)
         if found is None:
             begin_from_weights(plan, state.model)
@@ -155,7 +155,7 @@ def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Stra
         state = make_state(plan, info, device, strategy)
     refuse_bypassed_units(strategy, state.model, device, seq_len=plan.config.data.seq_len)
     if plan.config.gns.enabled:
-        group = dist.group.WORLD if info.reader.world_size > 1 else None
+        group = dist.group.WORLD if info.world_size > 1 else None
         state.gns = GradientNoiseScale(state.model, ema=plan.config.gns.ema, process_group=group)
         state.gns.shards_per_rank = len(state.shards)
         stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
@@ -188,9 +188,9 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
             shard.dataset,
             device=device,
             accepted=accepted_inputs(state.model),
-            burns_in=config.ledger.burn_in > 0,
             prefetch=config.data.prefetch,
             guard=guard,
+            full_tokens=max_tokens_per_micro(plan) if plan.facts.tokens_per_micro else 0,
         )
         for shard in state.shards
     ]

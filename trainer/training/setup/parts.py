@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.config.rules import check_state_rules, largest_batch, mixing_of
+from trainer.config.rules import check_state_rules, largest_batch, mixing_of, reads_lanes
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, OpenStream
+from trainer.data.lanes import LaneBlend
 from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.own_batches import OwnBatches
-from trainer.distributed.context import make_context_group
+from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Replicated, Sharded, Strategy, bypassed, layout_for, shard_units
 from trainer.errors import UserError, raise_found
@@ -101,7 +100,7 @@ def make_model(config: RunConfig, table: ModelTable, vocab_size: int) -> nn.Modu
 def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.device) -> list[DataShard]:
     """This rank's data shards, each with a ledger of its own unless states move between them."""
     shards = info.data_shards(plan.facts.data_shards)
-    blends = [make_blend(plan, shard) for shard in shards]
+    blends = [make_blend(plan, shard, model) for shard in shards]
     ledgers: list[Ledger | None] = [None] * len(shards)
     if width_of(model) and plan.facts.ownership == "exchange":
         owners = Owners("exchange", info.rank, info.world_size)
@@ -116,11 +115,7 @@ def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
 def make_ledger(plan: Plan, owners: Owners, model: nn.Module, device: torch.device, *, capacity: int) -> Ledger:
     """A training ledger."""
     table = plan.config.ledger
-    make: Callable[..., Ledger] = Ledger
-    if table.start != "zero":
-        make = importlib.import_module("trainer.extensions.starts").StartingLedger
-        make = partial(make, start=table.start, share=table.start_share, seed=plan.config.run.seed)
-    return make(
+    return Ledger(
         state_width=width_of(model),
         capacity=capacity,
         wipe_mode=table.wipe_mode,
@@ -129,7 +124,6 @@ def make_ledger(plan: Plan, owners: Owners, model: nn.Module, device: torch.devi
         wipe_every=table.wipe_every,
         device=device,
         dtype=STATE_TYPES[table.dtype],
-        placement=table.placement,
         owners=owners,
     )
 
@@ -175,15 +169,14 @@ def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], Ab
 
 
 def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
-    """The model as the training step calls it: in pieces, with `tbptt_cells` and `burn_in`. Everything else, checkpoints
-    included, uses the model itself."""
-    if (config.train.tbptt_cells == 1 and config.ledger.burn_in == 0) or config.distributed.context > 1:
+    """The model as the training step calls it: cell by cell, with `tbptt_cells`. Everything else, checkpoints included, uses
+    the model itself."""
+    if config.train.tbptt_cells == 1:
         return model
     return Cellwise(
         model,
         cell=config.data.seq_len,
         cells=config.train.tbptt_cells,
-        burn_in=config.ledger.burn_in,
         recompute=config.train.activation_checkpointing == "cell",
     )
 
@@ -200,6 +193,15 @@ def make_dataset(
 ) -> StreamMixingDataset:
     """One source's data set: the training part, or (`is_holdout`) what is evaluated on, read once from its beginning: the
     held-out documents, or (`is_whole`) all. `pack`: None: `data.pack`. `in_memory`: see `StreamOpener`."""
+    cut, read, mix = _reading(plan, source, is_holdout=is_holdout, is_whole=is_whole, pack=pack)
+    ranks = {"rank": info.rank, "world_size": info.world_size}
+    return StreamMixingDataset(source.streams, cut, read, mix, **ranks, in_memory=in_memory)
+
+
+def _reading(
+    plan: Plan, source: Source, *, is_holdout: bool = False, is_whole: bool = False, pack: bool | None = None
+) -> tuple[CutOptions, ReadOptions, MixOptions]:
+    """How a source is cut, read and mixed; see `make_dataset`."""
     config, mixing = plan.config, mixing_of(plan.config, source.table)
     cut = CutOptions(
         namespace=source.name,
@@ -216,19 +218,27 @@ def make_dataset(
     mix = MixOptions(
         num_streams_mixed=mixing.num_streams_mixed,
         pick_mode="round_robin" if is_holdout else mixing.pick_mode,
-        batching_mode="per_stream" if is_holdout else mixing.batching_mode,
+        batching_mode="device_per_stream"
+        if mixing.batching_mode == "device_per_stream" and not is_holdout
+        else "per_stream",
         batch_size=mixing.batch_size,
         batch_size_by_modality=mixing.batch_size_by_modality,
         repeat=mixing.repeat and not is_holdout,
-        tokens_before=0 if is_holdout else config.ledger.burn_in,
         seed=config.run.seed,
     )
-    ranks = {"rank": info.rank, "world_size": info.world_size}
-    return StreamMixingDataset(source.streams, cut, read, mix, **ranks, in_memory=in_memory)
+    return cut, read, mix
 
 
-def make_blend(plan: Plan, info: RankInfo) -> BlendDataset:
-    """All sources, mixed by their weights.
+def runs_on(plan: Plan, model: nn.Module | None) -> bool:
+    """Whether documents begin within rows. `model`: None: it is built without weights, if it decides."""
+    align = plan.config.data.align
+    if align == "auto" and reads_lanes(plan.config):
+        return bool(getattr(model or plan.weightless_model(), "resets_in_one_pass", False))
+    return align == "stream"
+
+
+def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> BlendDataset:
+    """All sources, mixed by their weights. `model`: see `runs_on`.
 
     Raises:
         UserError: a target does not give an iterable.
@@ -238,19 +248,34 @@ def make_blend(plan: Plan, info: RankInfo) -> BlendDataset:
         if source.is_off:
             dataset: Any = UnreadSource()
         elif source.table.target is None:
-            dataset = make_dataset(plan, source, info, is_holdout=False)
+            dataset = _make_source(plan, source, info)
         else:
             dataset = _make_target(plan, source, info)
         blended.append(BlendSource(source.name, dataset, source.weight))
-    return BlendDataset(
+    options: dict[str, Any] = {
+        "seed": plan.config.run.seed,
+        "micro_batches": plan.config.micro_batches,
+        "per_source": plan.config.metrics.per_source,
+        "times": True,
+        "history_every": plan.config.ledger.probe_every,
+        "history_tokens": plan.config.ledger.probe_cells * plan.config.row_tokens,
+    }
+    if not reads_lanes(plan.config):
+        return BlendDataset(blended, **options)
+    return LaneBlend(
         blended,
-        seed=plan.config.run.seed,
-        micro_batches=plan.config.micro_batches,
-        per_source=plan.config.metrics.per_source,
-        times=True,
-        history_every=plan.config.ledger.probe_every,
-        history_tokens=plan.config.ledger.probe_cells * plan.config.row_tokens,
+        rows=plan.config.data.mixing.batch_size,
+        row_tokens=plan.config.row_tokens,
+        runs_on=runs_on(plan, model),
+        tokenizer=plan.tokenizer,
+        **options,
     )
+
+
+def _make_source(plan: Plan, source: Source, info: RankInfo) -> StreamMixingDataset | ShardSource:
+    if not reads_lanes(plan.config):
+        return make_dataset(plan, source, info, is_holdout=False)
+    return ShardSource(source.streams, *_reading(plan, source), shard=info.rank, num_shards=info.world_size)
 
 
 def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
@@ -289,9 +314,7 @@ def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> St
         return Strategy()
     layout = layout_for(table.strategy, table.replicas, info)
     if layout is None:
-        context = make_context_group(info, timeout_sec=table.timeout_sec, sums_gradients=config.gns.enabled)
-        find_unused = table.find_unused_parameters
-        return Replicated(world_size=info.world_size, device=device, find_unused=find_unused, context=context)
+        return Replicated(world_size=info.world_size, device=device, find_unused=table.find_unused_parameters)
     if table.strategy == "hsdp" and layout.replicas == 1:
         text = 'distributed.strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node'
         logger.info(text)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.rules import Facts, check_rules, check_state_rules, data_shards, divide_batch, with_shared_rows
+from trainer.config.rules import Facts, check_rules, check_state_rules, data_shards, divide_batch, reads_lanes
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
@@ -35,6 +35,10 @@ from trainer.training.step.schedule import Length, make_schedule
 from trainer.wording import few
 
 logger = get_logger(__name__)
+
+
+LANES_HELD = 8
+"""Capacity of a ledger over the rows of a micro-batch: what a resume on an eighth of the data shards may need."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,15 @@ def width_of(model: nn.Module) -> int:
     return width
 
 
+def _with_capacity(config: RunConfig) -> RunConfig:
+    """The config with the ledger's capacity that follows from full rows, where none is given."""
+    table = config.ledger
+    if not reads_lanes(config) or "capacity" in table.model_fields_set:
+        return config
+    capacity = config.data.mixing.batch_size * LANES_HELD
+    return config.model_copy(update={"ledger": table.model_copy(update={"capacity": capacity})})
+
+
 def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_doubts: bool = True) -> Plan:
     """Check all that can be checked now, and warn about settings that cannot be meant.
 
@@ -157,7 +170,7 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
         UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
     """
     here = Path.cwd()
-    config = with_shared_rows(_with_precision(config))
+    config = _with_capacity(_with_precision(config))
     num_shards = data_shards(config, world_size)
     sources = resolve_sources(config, config_path, num_shards)
     config = divide_batch(config, leaf_tables(sources), num_shards)

@@ -158,10 +158,9 @@ def unmet_needs(
         problem = f"needs a C++ compiler on a CPU, and {compiler} (CXX) is none that works"
         found.append(UserError("train.compile", problem, "install g++, or set it to false"))
     tokens = tokens_per_micro(config, [each.table for each in sources], num_shards=1) or config.row_tokens
-    tokens = -(-tokens // config.distributed.context)
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
     numbers = 2 + (MOMENTS[config.optimizer.name] if config.optimizer.target is None else 0)  # with weight and gradient
-    shards = data_shards(config, world_size) * config.distributed.context
+    shards = data_shards(config, world_size)
     layout = layout_for(config.distributed.strategy, config.distributed.replicas, RankInfo(world_size=world_size))
     held = num_parameters if layout is None else -(-num_parameters // layout.shards)
     logits = tokens * vocab_size * (4 if train.precision == "fp32" else 2)
@@ -170,8 +169,6 @@ def unmet_needs(
         "model": (held * numbers * 4, "weights, gradients and optimizer"),
         "ledger.capacity": (shards // world_size * ledger_bytes(table, state_width), "the states of the ledger"),
     }
-    if is_cuda and table.placement == "host":
-        found += _exceeding({"ledger.capacity": needs.pop("ledger.capacity")}, torch.device("cpu"))
     return found + _exceeding(needs, device)
 
 
@@ -196,8 +193,7 @@ def _exceeding(needs: Mapping[str, tuple[int, str]], device: torch.device) -> li
     fix = {
         "data.seq_len": "set objective.chunk_tokens, or lower data.seq_len or data.mixing.batch_size",
         "model": "lower dim or num_layers",
-        "ledger.capacity": 'lower it, or set ledger.dtype = "bfloat16"'
-        + ' or ledger.placement = "host"' * (device.type == "cuda"),
+        "ledger.capacity": 'lower it, or set ledger.dtype = "bfloat16"',
     }[key]
     return [UserError(key, problem, fix)]
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trainer.arrays import IGNORED
+from trainer.arrays import IGNORED, Ints
 from trainer.data.batch import MicroBatch
 from trainer.metrics.aggregate import Recorder, Reported, SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
 from trainer.objective.loss import ObjectiveOutput, TokenTypeMismatch, token_type_sums
+from trainer.on_device import to_device
 from trainer.training.extension import Extension
 
 if TYPE_CHECKING:
@@ -114,12 +115,34 @@ class StepDetails:
     def _add_labels(
         self, kind: str, names: Collection[str], labels: Sequence[str], micro: MicroBatch, result: ObjectiveOutput
     ) -> None:
+        if (segments := micro.extras.get("segment_ids")) is not None:
+            self._add_segments(kind, names, labels, segments, micro, result)
+            return
         if len(labels) != len(micro.targets):
             raise SkipBatch(f"{len(labels)} labels for {len(micro.targets)} rows")
         for name in sorted(set(labels).intersection(names)):
             rows = torch.tensor([label == name for label in labels], device=result.token_loss.device)
             count = (micro.targets[rows] != IGNORED).sum()
             self._put(f"{kind}/{name}/loss", result.token_loss[rows].sum(), count)
+
+    def _add_segments(
+        self,
+        kind: str,
+        names: Collection[str],
+        labels: Sequence[str],
+        segments: Ints,
+        micro: MicroBatch,
+        result: ObjectiveOutput,
+    ) -> None:
+        """Of rows that hold several documents: `labels` are those of their segments."""
+        loss = result.token_loss.double()
+        columns = torch.stack([loss, (micro.targets != IGNORED).double()], dim=-1).flatten(0, 1)
+        places = to_device(segments.clip(0).ravel(), loss.device)
+        sums = columns.new_zeros(max(len(labels), 1), 2).index_add_(0, places, columns)
+        for name in sorted(set(labels).intersection(names)):
+            is_of_name = torch.tensor([float(label == name) for label in labels], dtype=sums.dtype, device=sums.device)
+            total, count = is_of_name @ sums
+            self._put(f"{kind}/{name}/loss", total, count)
 
 
 class LoggedDetails(Extension):

@@ -140,10 +140,6 @@ class TrainStep:
         self._kappa = 1.0 / self.max_tokens_per_micro  # of the step that accumulates
         self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=self.device)
         self._ready_at = 0.0
-        self._repeats, self._num_gradients = False, self.world_size  # the latter: of which DDP's mean is the mean
-        if (context := self.strategy.context) is not None:
-            self._repeats = context.rank > 0
-            self._num_gradients //= context.size if context.sums_gradients else 1
 
     @property
     def grad_scale(self) -> float | None:
@@ -171,9 +167,7 @@ class TrainStep:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros_like(self._loss_sum)
         exchanged_before, drawn = sum(map(EXCHANGED, self._ledgers)), [0] * len(self.shards)
-        context = self.strategy.context
-        parts = window if context is None else list(map(context.cut, window))
-        for index, (whole, micro) in enumerate(zip(window, parts, strict=True)):
+        for index, micro in enumerate(window):
             is_last = index == len(window) - 1
             ledger = self.ledgers[micro.shard] if self.ledgers else None
             carry = micro.carry if ledger is not None else None
@@ -182,7 +176,7 @@ class TrainStep:
                 carry = Carry.of_no_group(len(micro.targets))
             state = None
             if ledger is not None and carry is not None:
-                state = ledger.lookup(carry.group_ids, carry.cell_index, carry.epoch)  # [B, state_width]
+                state = ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
                 for look in extensions.on_state:
                     look(micro, carry, state)
             seed_model(self.device, self.seed, step, self.shards[micro.shard], drawn[micro.shard])
@@ -190,7 +184,7 @@ class TrainStep:
             with nullcontext() if is_last else self.strategy.no_sync():
                 with self.autocast():
                     output = self.model(**micro.inputs, state=state)
-                    result = self.objective(output.logits, micro.targets, meta=micro.meta)
+                    result = self.objective(output.logits, micro.targets, meta=micro.located)
                     has_more = auxiliary.is_on or getattr(output, "losses", None) or getattr(output, "metrics", None)
                     result = auxiliary(result, output, micro) if has_more else result
                 if is_last:
@@ -199,7 +193,7 @@ class TrainStep:
                 if self.gns is None or not self._gns_guard.enabled:
                     scaled.backward()
                 else:
-                    row_tokens = (whole.targets != IGNORED).sum(dim=1)  # [B]
+                    row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
                     scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
                     self._gns_guard.run(self.gns.begin_micro, is_last)
                     scaled.backward()
@@ -207,7 +201,8 @@ class TrainStep:
                     kappa = row_tokens.sum().double() * (self._kappa * scale)
                     self._gns_guard.run(self.gns.end_micro, kappa, row_tokens)
             if ledger is not None and carry is not None and output.state is not None:
-                ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
+                ends = {"end_ids": carry.end_ids, "end_cell_index": carry.end_cell_index}
+                ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state, **ends)
             for measure in extensions.on_micro:
                 measure(micro, result)
             self._loss_sum += result.loss_sum.detach()
@@ -240,7 +235,7 @@ class TrainStep:
         packed = torch.stack([self._tokens, self._loss_sum, *votes])
         if self.gns is not None:
             sums = self._gns_guard.run(self.gns.local_sums)
-            if sums is None or self._repeats:
+            if sums is None:
                 sums = packed.new_zeros(NUM_SUMS)
             packed = torch.cat([packed, sums])
         if self.scaler.is_enabled():
@@ -262,7 +257,8 @@ class TrainStep:
         numbers = HostCopy(packed)
         tokens, loss_sum, grad_sq = packed[TOKENS], packed[LOSS_SUM], packed[-1]
         is_bad = ~(loss_sum.isfinite() & grad_sq.isfinite()) | (tokens == 0)
-        scale_gradients(gradients, tokens * self._kappa / self._num_gradients, grad_sq, self.clip_grad_norm)
+        # Gradients are the mean over the ranks.
+        scale_gradients(gradients, tokens * self._kappa / self.world_size, grad_sq, self.clip_grad_norm)
         set_lr(self.optimizer, lr)
         if self._decides_on_device:
             step_unless(is_bad, self.optimizer)
@@ -279,10 +275,10 @@ class TrainStep:
         """Read the numbers of a launched step. Steps are finished in the order in which they were launched."""
         *reduced, grad_sq = launched.numbers.read()
         tokens, loss_sum = reduced[TOKENS], reduced[LOSS_SUM]
-        factor = launched.kappa * tokens / self._num_gradients
+        factor = launched.kappa * tokens / self.world_size
         is_finite = math.isfinite(loss_sum) and math.isfinite(grad_sq)
         if self.gns is not None and tokens > 0:
-            if reduced[HEAD + RANKS] == self._num_gradients:
+            if reduced[HEAD + RANKS] == self.world_size:
                 if launched.is_window:
                     self._gns_guard.run(self.gns.finish, reduced[HEAD:], grad_sq, grad_factor=factor)
             else:

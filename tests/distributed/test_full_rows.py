@@ -1,0 +1,149 @@
+"""Real runs on full rows: their losses are those of whole documents, and a resume on any number of ranks loses nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.checkpoints import weights
+from tests.support.ranks import checkpoint_differences
+from tests.support.runs import make_corpus, read_rows, run, train, write_tiny_config
+from trainer.config.load import load_config
+from trainer.training.setup.parts import make_model
+from trainer.training.setup.plan import make_plan
+
+pytestmark = pytest.mark.distributed
+
+EXTRA = """
+[checkpoint]
+every = 4
+
+[optimizer]
+lr = 1e-30
+"""
+PER_ROW = (
+    'data.mixing={batching_mode="per_row", batch_size=4, num_streams_mixed=2, repeat=false}',
+    "data.max_group_cells=0",
+    "train.steps=1000",
+    "metrics.per_source=true",
+)
+# Ranks, settings.
+CASES: Mapping[str, tuple[int | None, tuple[str, ...]]] = {
+    "rglru": (None, ("metrics.per_depth=true", "ledger.probe_every=3")),
+    "rglru, documents, 2 ranks": (2, ('data.align="document"', "data.seq_len=8")),
+    "gated_delta, 2 of 4 shards": (2, ("model.family=gated_delta", "distributed.shards=4")),
+    "gru": (None, ("model.family=gru",)),
+    "tbptt": (None, ("train.tbptt_cells=2", "train.activation_checkpointing=cell", "data.mixing.batch_size=3")),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    make_corpus(folder / "corpus", documents=5)
+    return write_tiny_config(folder, EXTRA)
+
+
+@pytest.fixture(scope="module")
+def runs(config) -> dict[str, Path]:
+    found = {}
+    for name, (ranks, sets) in CASES.items():
+        found[name] = config.parent / name
+        train(config, found[name], *PER_ROW, *sets, nproc=ranks)
+    return found
+
+
+def uncut(config: Path, path: Path, sets: tuple[str, ...]) -> tuple[float, int]:
+    """(sum of the losses of all tokens of whole documents, run from zero, and their number)."""
+    plan = make_plan(load_config(config, [*PER_ROW, *sets]), config, 1)
+    model = make_model(plan.config, plan.config.model, plan.vocab_size)
+    model.load_state_dict(weights(path))
+    total, count = 0.0, 0
+    for file in sorted((config.parent / "corpus").rglob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            document = list(json.loads(line)["text"].encode())
+            tokens = torch.tensor([[plan.tokenizer.bos_id, *document[:-1]]])
+            with torch.no_grad():
+                logits = model(tokens=tokens, state=None).logits[0].double()
+            total += float(F.cross_entropy(logits, torch.tensor(document), reduction="sum"))
+            count += len(document)
+    return total, count
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_epoch_has_the_loss_of_its_documents_run_whole(config, runs, case):
+    """At a learning rate that changes nothing: states follow their documents, over rows, ranks and shards."""
+    expected, num_tokens = uncut(config, runs[case], CASES[case][1])
+    rows = [row for (mode, _), row in read_rows(runs[case] / "metrics.jsonl").items() if mode == "train"]
+    assert sum(row["tokens_in_step"] for row in rows) == num_tokens
+    found = math.fsum(row["loss"] * row["tokens_in_step"] for row in rows if row["tokens_in_step"])
+    assert found / num_tokens == pytest.approx(expected / num_tokens, rel=1e-6)
+    for row in rows:
+        assert row["ledger/cold_starts"] == 0
+        assert row["ledger/false_evictions/lru"] == 0
+    assert rows[-1]["ledger/live_groups"] == 0
+    by_depth = [(row[key], key) for row in rows for key in row if key.startswith("train/depth/")]
+    assert bool(by_depth) == (case == "rglru")
+    gaps = [abs(row["ledger/stale_gap"]) for row in rows if "ledger/stale_gap" in row]
+    assert bool(gaps) == (case == "rglru")
+    assert max(gaps, default=0) < 1e-5  # the probe reads again what made the states
+
+
+def test_rows_are_full_until_the_last_documents(runs):
+    for case, path in runs.items():
+        rows = [row for (mode, _), row in read_rows(path / "metrics.jsonl").items() if mode == "train"]
+        fills = [row["data/fill"] for row in rows]
+        assert len(rows) > 10
+        if CASES[case][0] is None and "gru" not in case:
+            assert fills[: len(fills) * 3 // 4] == [1.0] * (len(fills) * 3 // 4)
+        tokens = [row["tokens_in_step"] for row in rows]
+        assert [t / f for t, f in zip(tokens, fills, strict=True) if f] == pytest.approx(
+            [tokens[0] / fills[0]] * len(tokens)
+        )
+
+
+def test_a_resumed_run_is_the_uncut_one_and_on_other_ranks_reads_the_rest(config, runs, tmp_path):
+    whole, middle = runs["rglru"], runs["rglru"] / "checkpoints"
+    sets = (*PER_ROW, *CASES["rglru"][1], "checkpoint.keep_last=99")
+    train(config, tmp_path / "run", *sets)
+    start = tmp_path / "run" / "checkpoints" / "step_00000008"
+    train(config, tmp_path / "same", *sets, more=("--resume", start))
+    last = (middle / "latest").resolve().name
+    assert checkpoint_differences(middle / last, tmp_path / "same" / "checkpoints" / last) == []
+    before = sum(row["tokens_in_step"] for (mode, step), row in read_rows(whole / "metrics.jsonl").items() if step <= 8)
+    expected, num_tokens = uncut(config, whole, ())
+    done = sum(
+        row["loss"] * row["tokens_in_step"]
+        for (mode, step), row in read_rows(whole / "metrics.jsonl").items()
+        if step <= 8
+    )
+    for ranks, more in ((3, ()), (2, ("data.mixing.batch_size=1",))):
+        path = tmp_path / f"on_{ranks}"
+        train(config, path, *sets, *more, nproc=ranks, more=("--resume", start))
+        rows = [row for _, row in read_rows(path / "metrics.jsonl").items()]
+        assert sum(row["tokens_in_step"] for row in rows) == num_tokens - before
+        rest = math.fsum(row["loss"] * row["tokens_in_step"] for row in rows if row["tokens_in_step"])
+        assert (done + rest) / num_tokens == pytest.approx(expected / num_tokens, rel=1e-6)
+        assert sum(row["ledger/cold_starts"] for row in rows) == 0
+
+
+def test_a_step_is_repeated_and_its_rows_shown(config, runs):
+    path = runs["gated_delta, 2 of 4 shards"]
+    found: dict[str, Any] = json.loads(run("replay", path, "--step", 6, "--text", "--json").stdout)
+    assert found["is_equal"]
+    read = json.loads(run("data", "at", path, 6, "--text", "--json").stdout)["rows"]
+    for row in read:
+        for each in row["documents"]:
+            lines = (config.parent / "corpus" / each["stream"]).read_text().splitlines()
+            text = json.loads(lines[each["document"]])["text"]
+            assert each["text"] == text[each["start"] : each["stop"]]
+        assert sum(each["stop"] - each["start"] for each in row["documents"]) == row["tokens"]
+    assert any(len(row["documents"]) > 1 for row in read)
+    assert [row["documents"] for row in found["rows"]] == [row["documents"] for row in read]

@@ -1,0 +1,423 @@
+"""Full rows: each token once per epoch, each row the continuation of its lane, shares by claims, on any number of shards."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.support.streams import WideTokens, streams_of
+from trainer.data.blend import BlendSource
+from trainer.data.documents import ReadOptions, TokenTable
+from trainer.data.groups import CutOptions, OpenStream, build_groups
+from trainer.data.lanes import LaneBlend
+from trainer.data.layout import Stream
+from trainer.data.mixing import MixOptions
+from trainer.data.shard_source import Part, ShardSource, deal_parts
+from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
+from trainer.errors import UserError
+from trainer.ledger.ledger import Ledger
+
+BOS = WideTokens.bos_id
+Layout = Mapping[str, Sequence[Sequence[int]]]
+
+
+def blend(
+    streams: Mapping[str, Any],
+    *,
+    shard: int = 0,
+    num_shards: int = 1,
+    rows: int = 3,
+    row_tokens: int = 4,
+    runs_on: bool = True,
+    weights: Mapping[str, WeightSpec] | None = None,
+    **options: Any,
+) -> LaneBlend:
+    """The lanes of a shard; options by name."""
+    options = {"seq_len": row_tokens, "num_streams_mixed": 2, "repeat": False, "tokenizer": WideTokens(), **options}
+    sources = []
+    for name, found in streams.items():
+        parts: list[Any] = []
+        for kind in (CutOptions, ReadOptions, MixOptions):
+            names = {each.name for each in fields(kind)} & options.keys()
+            own = {"namespace": name} if kind is CutOptions else {}
+            parts.append(kind(**own, **{key: options[key] for key in names}))
+        dataset = ShardSource(found, *parts, shard=shard, num_shards=num_shards)
+        sources.append(BlendSource(name, dataset, (weights or {}).get(name, ConstantWeight(1.0))))
+    shape = {"rows": rows, "row_tokens": row_tokens, "runs_on": runs_on}
+    return LaneBlend(sources, seed=0, tokenizer=WideTokens(), **shape)
+
+
+@contextmanager
+def corpus(layout: Layout) -> Iterator[dict[str, Any]]:
+    """Streams of each source; token ids are unique in a source."""
+    if not layout:
+        yield {}
+        return
+    (name, own), *others = layout.items()
+    with streams_of(own, is_unique=True) as streams, corpus(dict(others)) as rest:
+        yield {name: streams, **rest}
+
+
+def documents_of(layout: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The tokens of each document of a source, in order."""
+    found, first = [], 0
+    for lengths in layout:
+        for size in lengths:
+            found.append(list(range(first, first + size)))
+            first += size
+    return found
+
+
+class Follower:
+    """Checks each batch against what was read before, and collects the documents as they are read."""
+
+    def __init__(self, shape: tuple[int, int], runs_on: bool) -> None:
+        self.shape, self.runs_on = shape, runs_on
+        self.read: Counter[tuple[str, int, int]] = Counter()  # source, epoch, token
+        self.open: dict[int, list[int]] = {}  # group -> tokens read so far
+        self.whole: list[list[int]] = []
+        self.cells: dict[int, int] = {}
+
+    def take(self, batch: Mapping[str, Any]) -> None:
+        tokens, targets = batch["tokens"], batch["targets"]
+        assert tokens.shape == targets.shape == self.shape
+        for row, segments in enumerate(json.loads(str(batch["instability_meta_json"]))["rows"]):
+            lookup = int(batch["group_ids"][row])
+            known = self.open.pop(lookup, None)
+            at, current = 0, known if known is not None else []
+            assert (known is not None) == (lookup >= 0 and batch["cell_index"][row] > 0)
+            assert batch["depth"][row] == len(current)
+            if known is not None:
+                assert batch["cell_index"][row] == self.cells.pop(lookup)
+            assert self.runs_on or len(segments) <= 1
+            for number, segment in enumerate(segments):
+                size = segment["stop"] - segment["start"]
+                is_new = number > 0 or known is None
+                if is_new:
+                    if number:
+                        self.whole.append(current)
+                    current = []
+                if self.runs_on:
+                    assert bool(batch["resets"][row, at]) == is_new
+                own = targets[row, at : at + size].tolist()
+                before = current[-1] if current else None
+                if before is not None:
+                    assert tokens[row, at] == before
+                assert tokens[row, at + 1 : at + size].tolist() == own[:-1]
+                current = [*current, *own]
+                for token in own:
+                    self.read[segment["source"], segment["epoch"], token] += 1
+                assert set(batch["segment_ids"][row, at : at + size].tolist()) == {
+                    sum(map(len, json.loads(str(batch["instability_meta_json"]))["rows"][:row])) + number
+                }
+                at += size
+            assert (targets[row, at:] == -100).all()
+            if self.runs_on:
+                assert int(batch["resets"][row].sum()) == len(segments) - (known is not None)
+            end = self._end(batch, row, lookup)
+            if end >= 0:
+                self.open[end], self.cells[end] = current, self._end_cell(batch, row) + 1
+            elif segments:
+                self.whole.append(current)
+
+    def _end(self, batch: Mapping[str, Any], row: int, lookup: int) -> int:
+        if self.runs_on:
+            return int(batch["end_ids"][row])
+        return -1 if batch["is_last"][row] else lookup
+
+    def _end_cell(self, batch: Mapping[str, Any], row: int) -> int:
+        return int(batch["end_cell_index" if self.runs_on else "cell_index"][row])
+
+
+LENGTHS = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=6), min_size=1, max_size=4).filter(
+    lambda layout: any(map(any, layout)) and all(map(any, layout))
+)
+
+
+@settings(max_examples=60)
+@given(
+    LENGTHS,
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.booleans(),
+    st.integers(1, 3),
+    st.sampled_from([0, 0, 1, 2]),
+    st.data(),
+)
+def test_each_document_is_read_once_and_in_order(layout, rows, row_tokens, runs_on, num_shards, cut, data):
+    """On all shards together, through any resumes in between."""
+    expected = [document for document in documents_of(layout) if document]
+    if cut:
+        size = cut * row_tokens
+        expected = [document[at : at + size] for document in expected for at in range(0, len(document), size)]
+    found: list[list[int]] = []
+    options = {"rows": rows, "row_tokens": row_tokens, "runs_on": runs_on, "max_group_cells": cut}
+    with corpus({"one": layout}) as streams:
+        for shard in range(num_shards):
+            reader = blend(streams, shard=shard, num_shards=num_shards, **options)
+            follower = Follower((rows, row_tokens), runs_on)
+            stop = data.draw(st.integers(0, 6))
+            for number, batch in enumerate(reader):
+                follower.take(batch)
+                if number == stop:
+                    state = json.loads(json.dumps(reader.state_dict()))
+                    again = blend(streams, shard=shard, num_shards=num_shards, **options)
+                    again.load_state_dict(state)
+                    rest = [same(each) for each in again]
+                    assert rest == [same(each) for each in blend_from(reader, state)]
+                    for each in blend_from(again, state):
+                        follower.take(each)
+                    break
+            assert not follower.open
+            assert max(follower.read.values(), default=1) == 1
+            found += follower.whole
+    assert sorted(found) == sorted(expected)
+
+
+def blend_from(reader: LaneBlend, state: Any) -> Iterator[Any]:
+    """What follows a state."""
+    reader.load_state_dict(state)
+    return iter(reader)
+
+
+def same(batch: Mapping[str, Any]) -> str:
+    """A batch as text."""
+    return json.dumps(
+        {key: value.tolist() if isinstance(value, np.ndarray) else str(value) for key, value in batch.items()}
+    )
+
+
+@settings(max_examples=60)
+@given(LENGTHS, st.booleans(), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(0, 4)), max_size=4))
+@example([[30] * 6], True, [(1, 4, 2), (1, 2, 3)])
+def test_nothing_is_read_twice_or_lost_over_changes_of_shards_and_rows(layout, runs_on, changes):
+    """Groups that are begun go on first, from where they were; a second change may come while some still wait."""
+    states: list[Any] = []
+    followers = Follower((0, 4), runs_on)
+    with corpus({"one": layout}) as streams:
+        for num_shards, rows, batches in [*changes, (2, 2, 10**6)]:
+            shards = [
+                blend(streams, shard=shard, num_shards=num_shards, rows=rows, runs_on=runs_on)
+                for shard in range(num_shards)
+            ]
+            followers.shape = (rows, 4)
+            for number, shard in enumerate(shards):
+                if states:
+                    is_same = len(states) == num_shards
+                    shard.load_state_dict(states[number] if is_same else states)
+                in_flight = set(shard.groups_in_flight)
+                assert in_flight <= followers.open.keys()
+            if states:
+                assert sorted(id for shard in shards for id in shard.groups_in_flight) == sorted(followers.open)
+            for shard in shards:
+                for _, batch in zip(range(batches), shard, strict=False):
+                    followers.take(batch)
+            states = [json.loads(json.dumps(shard.state_dict())) for shard in shards]
+    assert not followers.open
+    assert sorted(followers.whole) == sorted(document for document in documents_of(layout) if document)
+    assert set(followers.read.values()) == {1}
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_rows_are_full_from_the_first_batch_on_and_no_document_is_repeated_within_an_epoch(num_shards):
+    layout = [[7, 30, 2, 11], [5, 5, 9], [40, 1, 3, 8], [12, 12], [6, 17, 3]]
+    sizes = {token: len(document) for document in documents_of(layout) for token in document}
+    with corpus({"one": layout}) as streams:
+        for shard in range(num_shards):
+            follower = Follower((2, 4), True)
+            reader = blend(streams, shard=shard, num_shards=num_shards, rows=2, repeat=True)
+            for _, batch in zip(range(300), reader, strict=False):
+                follower.take(batch)
+                assert (batch["targets"] != -100).all()
+            epochs = Counter(epoch for _, epoch, _ in follower.read)
+            assert max(follower.read.values()) == 1
+            own = {token for _, epoch, token in follower.read if epoch == 1}
+            assert {epochs[epoch] for epoch in range(1, max(epochs) - 1)} == {len(own)}
+            assert sum(sizes[token] > 0 for token in own) == len(own)
+
+
+def test_a_document_longer_than_an_epoch_leaves_other_lanes_dry_and_not_further_ahead():
+    with corpus({"one": [[60, 2, 2]]}) as streams:
+        reader = blend(streams, rows=3, repeat=True)
+        epochs, fills = [], []
+        for _, batch in zip(range(16), reader, strict=False):
+            epochs.append([place.epoch for place in reader.places if place is not None])
+            fills.append(float((batch["targets"] != -100).mean()))
+    assert max(max(each) - min(each) for each in epochs if each) == 1
+    assert min(fills) == pytest.approx(2 / 3)  # the long document of two epochs, and nothing else
+
+
+@settings(max_examples=25)
+@given(st.integers(2, 4), st.integers(0, 10**6))
+def test_weights_are_shares_of_the_tokens_that_lanes_are_handed(num_sources, seed):
+    """Within 2 of the longest document for weights that do not change, 1 + ln S where they do."""
+    rng = np.random.default_rng(seed)
+    layout = {f"s{i}": [rng.integers(1, 30, size=8).tolist() for _ in range(2)] for i in range(num_sources)}
+    longest = max(size for own in layout.values() for lengths in own for size in lengths)
+    constants = {name: ConstantWeight(float(rng.uniform(0.1, 3))) for name in layout}
+    moving = {
+        name: ScheduledWeight("linear", {0: float(rng.uniform(0, 2)), 40: float(rng.uniform(0.1, 3))})
+        for name in layout
+    }
+    with corpus(layout) as streams:
+        for weights, bound in ((constants, 1 if num_sources == 2 else 2), (moving, 1 + np.log(num_sources))):
+            reader = blend(streams, rows=2, repeat=True, weights=weights)
+            for _, _ in zip(range(80), reader, strict=False):
+                given, expected = np.array(reader._counts), np.array(reader._expected_now)
+                assert np.abs(given - expected).max() <= bound * longest + 1e-6
+
+
+def test_a_weight_that_becomes_zero_lets_the_document_be_finished_and_no_other_begin():
+    weights = {"one": ScheduledWeight("step", {0: 1.0, 3: 0.0}), "two": ConstantWeight(1.0)}
+    with corpus({"one": [[50, 50]], "two": [[3] * 20]}) as streams:
+        reader = blend(streams, rows=2, repeat=True, weights=weights)
+        found = []
+        for _, batch in zip(range(20), reader, strict=False):
+            found.append([s for row in json.loads(str(batch["instability_meta_json"]))["rows"] for s in row])
+    begun = [at for at, segments in enumerate(found) for s in segments if s["source"] == "one" and s["start"] == 0]
+    assert begun == [0]
+    assert sum(s["stop"] - s["start"] for segments in found for s in segments if s["source"] == "one") == 50
+
+
+def test_all_weights_zero_is_refused_once_the_lanes_are_dry():
+    weights = {"one": ScheduledWeight("step", {0: 1.0, 1: 0.0, 30: 1.0})}
+    with corpus({"one": [[9, 9, 9]]}) as streams:
+        reader = blend(streams, rows=1, repeat=True, weights=weights)
+        with pytest.raises(UserError, match="weight zero"):
+            list(reader)
+
+
+@settings(max_examples=30)
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 6))
+def test_a_ledger_of_as_many_slots_as_lanes_carries_every_state(layout, rows, row_tokens):
+    """What is looked up is what was stored behind the row before; nothing is evicted or left behind."""
+    import torch
+
+    with corpus({"one": layout}) as streams:
+        reader = blend(streams, rows=rows, row_tokens=row_tokens)
+        ledger = Ledger(state_width=1, capacity=rows, wipe_mode="none")
+        stored: dict[int, float] = {}
+        for step, batch in enumerate(reader):
+            ledger.begin_step(step)
+            state = ledger.lookup(batch["group_ids"], batch["cell_index"])
+            expected = [stored.get(group, 0.0) for group in batch["group_ids"].tolist()]
+            assert state[:, 0].tolist() == expected
+            ends = {key: batch[key] for key in ("end_ids", "end_cell_index")}
+            new = torch.arange(1.0, rows + 1)[:, None] + 10 * step
+            ledger.store(batch["group_ids"], batch["cell_index"], batch["is_last"], new, **ends)
+            stored = dict(zip(batch["end_ids"].tolist(), new[:, 0].tolist(), strict=True))
+            stored.pop(-1, None)
+            assert ledger.last_extra_metrics["ledger/live_groups"] == len(stored)
+        found = ledger.last_extra_metrics
+    assert found["ledger/cold_starts"] == found["ledger/live_groups"] == 0
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 6), st.randoms())
+def test_the_deal_covers_every_byte_once_and_evenly(sizes, num_shards, random):
+    order = list(range(len(sizes)))
+    random.shuffle(order)
+    parts = deal_parts(sizes, order, num_shards)
+    for stream, size in enumerate(sizes):
+        own = sorted((part.low, part.high) for shard in parts for part in shard if part.stream == stream)
+        assert [low for low, _ in own] == [0, *(high for _, high in own[:-1])]
+        assert own[-1][1] == size
+    loads = [sum(part.high - part.low for part in shard) for shard in parts]
+    assert max(loads) - min(loads) <= 1
+    assert all(isinstance(part, Part) for shard in parts for part in shard)
+
+
+def test_documents_that_wait_for_a_row_are_not_swept(tmp_path):
+    import torch
+
+    with corpus({"one": [[40] * 4]}) as streams:
+        wide = blend(streams, rows=4)
+        next(wide)
+        narrow = blend(streams, rows=1)
+        narrow.load_state_dict(json.loads(json.dumps(wide.state_dict())))
+        ledger = Ledger(state_width=1, capacity=4, wipe_mode="periodic_stale", stale_threshold=2)
+        ledger.begin_step(0)
+        groups = np.array(narrow.groups_in_flight)
+        ledger.store(groups, np.zeros(4, int), np.zeros(4, bool), torch.ones(4, 1))
+        ledger.keep(narrow.waiting_groups)
+        assert len(narrow.waiting_groups) == 3
+        for step, batch in enumerate(narrow, start=1):
+            ledger.begin_step(step)
+            state = ledger.lookup(batch["group_ids"], batch["cell_index"])
+            ends = {key: batch[key] for key in ("end_ids", "end_cell_index")}
+            ledger.store(batch["group_ids"], batch["cell_index"], batch["is_last"], state + 1, **ends)
+        found = ledger.last_extra_metrics
+    assert found["ledger/cold_starts"] == found["ledger/evictions/stale"] == found["ledger/live_groups"] == 0
+
+
+def test_a_source_of_whole_batches_shares_by_the_same_claims():
+    class Own:
+        def __init__(self):
+            self.count = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.count += 1
+            return {"tokens": np.zeros((2, 5), int), "targets": np.full((2, 5), 7)}
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    def make(streams: Any) -> LaneBlend:
+        lanes = blend(streams, rows=2, repeat=True)
+        own = BlendSource("own", Own(), ConstantWeight(3.0))
+        return LaneBlend([*lanes.sources, own], seed=0, rows=2, row_tokens=4, runs_on=True, tokenizer=WideTokens())
+
+    with corpus({"one": [[9, 3, 12, 5], [7, 7]]}) as streams:
+        reader, kinds = make(streams), Counter()
+        for number, batch in zip(range(200), reader, strict=False):
+            kinds[batch["targets"].shape] += 1
+            given, expected = np.array(reader._counts), np.array(reader._expected_now)
+            assert np.abs(given - expected).max() <= 2 * 12
+            if number == 100:
+                state = json.loads(json.dumps(reader.state_dict()))
+        assert kinds[2, 5] * 10 == pytest.approx(3 * kinds[2, 4] * 8, rel=0.1)
+        again = make(streams)
+        again.load_state_dict(state)
+        rest = [same(batch) for _, batch in zip(range(99), again, strict=False)]
+        reader.load_state_dict(state)
+        assert rest == [same(batch) for _, batch in zip(range(99), reader, strict=False)]
+
+
+@pytest.mark.slow
+def test_a_reader_takes_8_bytes_a_document():
+    """Of ten million documents, beside what the format keeps of them."""
+    num = 10**7
+    documents = TokenTable(np.broadcast_to(np.uint8(1), 20 * num), np.arange(num) * 20, np.full(num, 20))
+    stream = Stream(0, "a/s.npy", "a", "a/s.npy")
+    groups = build_groups(documents.lengths, np.arange(num), stream.relative_path, CutOptions("one", 4))
+    opened = OpenStream(stream, documents, groups, 4, 0)
+    cut, read = CutOptions("one", 4), ReadOptions(WideTokens())
+    source = ShardSource([stream], cut, read, MixOptions(1), in_memory={stream.relative_path: opened})
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    assert next(source).group >= 0
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (held - before) / num <= 8.1
+
+
+def test_states_of_other_rows_are_refused_by_name():
+    with corpus({"one": [[9, 9]]}) as streams:
+        reader = blend(streams)
+        with pytest.raises(UserError, match="not one of full rows"):
+            reader.load_state_dict({key: value for key, value in reader.state_dict().items() if key != "lanes"})
