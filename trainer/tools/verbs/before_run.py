@@ -182,14 +182,14 @@ def _preview(plan: Plan) -> Preview | None:
 def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
     """Log what a run on this machine would be refused for, and what the forecast shows."""
     from trainer.metrics.logger import get_logger
-    from trainer.tools.preview.config_warnings import mix_warnings, rank_warnings
+    from trainer.tools.preview.config_warnings import fill_warnings, mix_warnings, rank_warnings
 
     logger = get_logger("check")
     for unmet in plan.unmet_needs(device):
         logger.warning("a run on this machine is refused: %s", unmet.message)
-    forecast = () if preview is None else (*mix_warnings(plan, preview), *rank_warnings(plan, preview))
-    for warning in forecast:
-        logger.warning("%s", warning.message)
+    for find in (mix_warnings, rank_warnings, fill_warnings):
+        for warning in find(plan, preview) if preview is not None else ():
+            logger.warning("%s", warning.message)
 
 
 def _derived(plan: Plan) -> dict[str, Any]:
