@@ -298,10 +298,9 @@ def _lane_views(
 ) -> list[SourceView]:
     """The sources of full rows. Where the run was not counted to its end, a source gives its share of the tokens, and its
     modalities theirs of an epoch."""
-    found, scale = (
-        [],
-        0.0 if fill is None else fill.mean * fill.full_tokens * plan.config.train.steps / plan.num_batches,
-    )
+    found = []
+    by_batch = plan.config.train.steps / plan.num_batches
+    scale = 0.0 if fill is None else fill.mean * fill.full_tokens * by_batch
     for source, batches in zip(plan.sources, expected, strict=True):
         share, corpus = batches / plan.num_batches, forecast.corpora.get(source.name)
         view = SourceView(name=source.name, batches=batches, batch_share=share)
