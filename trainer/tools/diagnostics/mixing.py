@@ -329,10 +329,12 @@ def low_fill(run: RunRecord) -> Outcome:
 
     The rest is computed for nothing. Batches of single streams shrink as documents end; full rows have gaps where each document
     begins a row, or where there are fewer documents than rows, or one is longer than a row's share of an epoch.
-    Change: `data.mixing.batching_mode`: "per_row"; with it, fewer rows (`data.mixing.batch_size`), or, where documents are padded, a
-    shorter `data.seq_len` or `data.align`: "stream"
+    Change: `data.mixing.batching_mode`: "per_row" (advice where another one was chosen); with it, fewer rows
+    (`data.mixing.batch_size`), or, where documents are padded, a shorter `data.seq_len` or `data.align`: "stream"
     """
-    fill = series(run, ROWS_FILL)
+    fill, tables = series(run, ROWS_FILL), sources(run)
+    if tables and all(table.get("target") for table in tables):
+        return not_measured("data sets of your own make the rows")
     if len(fill) < FILL_ROWS:
         return not_yet(f"needs {FILL_ROWS} rows, has {len(fill)}")
     mean = fill.total / len(fill)
@@ -342,19 +344,22 @@ def low_fill(run: RunRecord) -> Outcome:
     if mean >= limits.LOW_FILL:
         return healthy(words)
     mode, rows = (run.setting(f"data.mixing.{key}") for key in ("batching_mode", "batch_size"))
-    align, cell = run.setting("data.align"), run.setting("data.seq_len")
     if not has_full_rows(run):
         knob = Knob("data.mixing.batching_mode", mode, "per_row")
-    elif run.setting("data.mixing.repeat") is False and fill.values[0] >= limits.LOW_FILL:
+        return finding(words, fill.evidence(), knob=knob, severity=None if mode is None else "advice")
+    align, cell = run.setting("data.align"), run.setting("data.seq_len")
+    is_built_in, fewer = run.setting("model.target") is None, int(mean * rows) if isinstance(rows, int) else 0
+    if run.setting("data.mixing.repeat") is False and fill.values[0] >= limits.LOW_FILL:
         knob = Knob("data.mixing.repeat", False, True)
-    elif align == "stream" or (align == "auto" and run.setting("model.target") is None) or max(fill.values) >= FULL:
-        fewer = max(int(mean * rows), 1) if isinstance(rows, int) else "fewer"
-        knob = Knob("data.mixing.batch_size", rows, fewer, "or read more data, or set data.max_group_cells")
-    elif align == "document" and run.setting("model.target") is None:
+    elif align == "document" and is_built_in:
         knob = Knob("data.align", align, "stream")
-    else:
+    elif not (align == "stream" or (align == "auto" and is_built_in) or max(fill.values) >= FULL):
         shorter = max(cell // 2, 1) if isinstance(cell, int) else "half"
         knob = Knob("data.seq_len", cell, shorter, "or train a model that runs resets in one pass (docs/models.md)")
+    elif fewer:
+        knob = Knob("data.mixing.batch_size", rows, fewer, "or read more data, or set data.max_group_cells")
+    else:
+        knob = Knob("data.source", None, "more data")
     return finding(words, fill.evidence(), knob=knob)
 
 
