@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from trainer.training.setup.parts import reading, runs_on
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 
-MOST_POSITIONS = 400_000_000
+MOST_POSITIONS = 200_000_000
 """Positions of all counted rows: some seconds, as `MAX_COUNTED` rows are."""
 GOOD_PADDING = 0.08
 """Share of the positions that a shorter row may pad at most, to be worth a mention."""
@@ -193,10 +194,11 @@ def count_lanes(plan: Plan, *, most: int) -> LanesForecast:
             if "segment_ids" not in batch:
                 full[index] -= rows * row_tokens
                 continue
-            sizes = np.bincount(batch["segment_ids"].ravel() + 1)[1:].tolist()
-            tokens[index] += sum(sizes)
-            for name, modality, size in zip(batch["dataset_labels"], batch["dataset_segments"], sizes, strict=True):
-                tallies[name].tokens[modality] += size
+            read = chain.from_iterable(batch["instability_meta_json"].rows)
+            for segment, modality in zip(read, batch["dataset_segments"], strict=True):
+                size = segment.stop - segment.start
+                tokens[index] += size
+                tallies[segment.source].tokens[modality] += size
     # Shards without data run masked rows until none has any.
     ended_at = max(ends) if len(ends) == num_shards else None
     num_batches = len(tokens) if ended_at is None else ended_at
