@@ -123,3 +123,20 @@ def test_what_cannot_be_a_directory_or_a_url_is_refused_in_one_line(config, caps
     assert ended.returncode == 2
     (line,) = [each for each in ended.stderr.splitlines() if "WARNING" not in each]
     assert line.startswith(f"--set {key}={value}: ")
+
+
+FULL_ROWS = ('data.mixing={batching_mode="per_row",batch_size=4,num_streams_mixed=2}', "data.max_group_cells=0")
+
+
+def test_full_rows_are_checked_by_their_fill_and_their_alignment(config, capsys):
+    full = checked(config, capsys, *FULL_ROWS)
+    assert "#   align = stream: documents begin within rows" in full.stdout
+    assert "#   fill = 1.0 " in full.stdout
+    assert "without rows" not in full.stdout
+    own = ("model.target=tests.support.models:dropout", "data.seq_len=128", "model.contract=false")
+    padded = checked(config, capsys, *FULL_ROWS, *own)
+    assert "document: each begins a row, since DropoutModel does not declare resets_in_one_pass" in padded.stdout
+    assert "data.seq_len: 128 pads documents, each of which begins a row, by 33%" in padded.stderr
+    cells = checked(config, capsys)
+    assert "data.mixing.batching_mode: 6" in cells.stderr
+    assert "remove batch_size_by_modality" in cells.stderr

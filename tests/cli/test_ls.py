@@ -37,6 +37,13 @@ def test_an_entry_says_state_step_loss_age_and_verdict(tmp_path):
     assert entry_of(tmp_path / "b", now=NOW, diagnoses=False).verdict is None
 
 
+def test_the_fill_is_shown_of_runs_that_log_it(tmp_path, capsys):
+    make_run(tmp_path / "a", "done", [5.0])
+    assert "fill" not in program(["ls", str(tmp_path)], capsys).stdout.split("\n", 4)[1]
+    write_record(tmp_path / "b", {"loss": [5.0], "data/fill": [0.987]}, status={"state": "done"})
+    assert " 98.7% " in program(["ls", str(tmp_path)], capsys).stdout
+
+
 def test_names_are_shortened_before_a_column_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_run(Path("many/levels/of/folders/tiny-20261125-143000"), "done", [5.0, 4.0, 3.5])

@@ -58,6 +58,16 @@ def test_the_terminal_shows_sources_pools_and_ledger(config: Path, previewed: Pr
     assert not (config.parent / "runs").exists()
 
 
+def test_full_rows_show_their_fill_and_documents(previewed: Previewed) -> None:
+    mixing = 'data.mixing={batching_mode="per_row",batch_size=4,num_streams_mixed=2}'
+    shown = " ".join(previewed("--set", mixing, "--set", "data.max_group_cells=0").split())
+    assert "256 tokens per step of 256 (fill 100.0%, by step 100.0% to 100.0%)" in shown
+    for part in ("documents", "at most 4 states (one per row)", "1 step from one chunk", "fewest"):
+        assert part in shown
+    for part in ("masked", "cells per step", "batches"):
+        assert part not in shown.replace("micro-batches", "")
+
+
 def test_drawn_batches_add_up_to_the_run_and_are_told_from_expected_ones(config: Path, previewed: Previewed) -> None:
     options = ("--set", fading_source(config.parent))
     content = json.loads(previewed(*options, "--json"))

@@ -112,7 +112,7 @@ def test_rows_are_full_until_the_last_documents(runs):
 def test_a_resumed_run_is_the_uncut_one_and_on_other_ranks_reads_the_rest(config, runs, tmp_path):
     whole, middle = runs["rglru"], runs["rglru"] / "checkpoints"
     sets = (*PER_ROW, *CASES["rglru"][1], "checkpoint.keep_last=99")
-    train(config, tmp_path / "run", *sets)
+    assert "full rows, align = stream: " in train(config, tmp_path / "run", *sets)
     start = tmp_path / "run" / "checkpoints" / "step_00000008"
     train(config, tmp_path / "same", *sets, more=("--resume", start))
     last = (middle / "latest").resolve().name

@@ -176,6 +176,11 @@ def _grow_stale(rng: random.Random, rows: Rows) -> None:
             row["ledger/stale_gap"] = -share * abs(row["ledger/carry_gain"]) * rng.uniform(0.7, 1.3)
 
 
+def _empty(rng: random.Random, rows: Rows) -> None:
+    for row in rows.values():
+        row["data/fill"] = rng.uniform(0.2, 0.95)
+
+
 def _nan(_: random.Random, rows: Rows) -> None:
     row = rows[_late(rows)[0]]
     row["loss"] = math.nan
@@ -307,6 +312,7 @@ _MADE: dict[tuple[str, str, int, int], Callable[[int, Path], Path]] = {
     ("masked_ranks", "streams of one group, shared by two ranks", 0, 60): _scenario(
         num_sources=1, world_size=2, batching_mode="per_stream", documents=1, max_group_cells=64, log_interval=5
     ),
+    ("low_fill", "rows of which 20 to 95 % hold a token", 0, 50): _rows(_empty),
     ("shares", "a source that ends early", 0, 350): _scenario(
         **_BUSY | {"num_sources": 2, "micro_batches": 2},
         steps=500,

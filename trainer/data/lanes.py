@@ -67,10 +67,10 @@ class Located:
     """What the rows of a micro-batch hold, as JSON once it is asked for."""
 
     def __init__(self, rows: Sequence[Sequence[Segment]], group_ids: Ints, cell_index: Ints) -> None:
-        self._rows, self._group_ids, self._cell_index = rows, group_ids, cell_index
+        self.rows, self._group_ids, self._cell_index = rows, group_ids, cell_index
 
     def __str__(self) -> str:
-        rows = [[segment._asdict() for segment in row] for row in self._rows]
+        rows = [[segment._asdict() for segment in row] for row in self.rows]
         ids = {"group_ids": self._group_ids.tolist(), "cell_indices": self._cell_index.tolist()}
         return json.dumps({"rows": rows, **ids})
 

@@ -19,6 +19,8 @@ EVEN_BATCHES: Final = 2
 """Factor between the batch sizes of a pool that are still even."""
 IDLE: Final = 0.1
 """Share of its micro-batches in which a rank of a healthy run may have no rows."""
+LOW_FILL: Final = 0.9
+"""Share of the positions of full rows: with fewer that hold a token, a run computes padding, or its batches are small."""
 OVERSIZE_FILL: Final = 0.25
 OVERSIZE_BYTES: Final = 1e9
 OVERSIZE_DEVICE_SHARE: Final = 0.05

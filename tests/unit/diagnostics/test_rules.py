@@ -22,6 +22,7 @@ BY_NAME = {rule.name: rule for rule in RULES}
 POOL = "stream_mixing/active/"
 MASKED = "stream_mixing/masked_share"
 ENDED = "stream_mixing/refill/exhaust_events"
+FILL = "data/fill"
 MIXING = {"num_streams_mixed": 4, "pick_mode": "weighted", "batching_mode": "per_stream", "batch_size": 8}
 CONFIG = {
     "train": {"micro_batches": 2},
@@ -42,6 +43,12 @@ def make_run(columns: Mapping[str, Mapping[int, float] | list[float]], **changes
 def mixed(**changes: Any) -> dict[str, Any]:
     """The config with other keys of `[data.mixing]`."""
     return {**CONFIG, "data": {**CONFIG["data"], "mixing": {**MIXING, **changes}}}
+
+
+def full_rows(model: Mapping[str, Any] = {}, **data: Any) -> dict[str, Any]:
+    """The config of full rows, with these keys of `[data]`."""
+    mixing = {**MIXING, "batching_mode": "per_row"}
+    return {**CONFIG, "model": {**model}, "data": {"align": "auto", "seq_len": 64, "mixing": mixing, **data}}
 
 
 def check(name: str, run: RunRecord) -> Outcome:
@@ -150,6 +157,7 @@ HEALTHY: dict[str, RunRecord] = {
     "starved_modality": make_run(pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0, 0.0, 0.0] * 20})),
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.04] * 60})),
     "masked_ranks": make_run({MASKED: [0.0, 0.2] * 20}),
+    "low_fill": make_run({FILL: [0.85, 0.99] * 20}),
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.01}}),
     "repeated_data": make_run(same_data(1.0), environment={"world_size": 2}),
     "batch_size": make_run({**GNS, "gns/b_big": [16.0] * 40}),
@@ -193,6 +201,7 @@ FAULTY: dict[str, RunRecord] = {
     "starved_modality": make_run(STARVED),
     "exhaust_churn": make_run(pool_rows(**{ENDED: [0.6] * 60})),
     "masked_ranks": make_run({MASKED: [0.4] * 40}),
+    "low_fill": make_run({FILL: [0.6] * 40}),
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.1}}),
     "repeated_data": make_run(same_data(-4e-17), environment={"world_size": 2}),
     "batch_size": make_run(BATCH),
@@ -331,6 +340,10 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         ),
     },
     "healthy": {
+        # Of up to 2 x 60 x 8 x 64 documents, the least likely wait.
+        "stuck_reader: full rows": replace(FAULTY["stuck_reader"], config=full_rows()),
+        # A document that is read is stored in every step; a state that lives for 4 is not lost.
+        "ledger_thrash: full rows": replace(FAULTY["ledger_thrash"], config=full_rows()),
         "repeated_data: one micro-batch each": of_ranks(same_data(None, micro_batches=1), 2),
         "loss_spikes: a rise far below the improvement": losses(*PLATEAU, 2.5, *AFTER_IT),
         "carry_worthless: a small gain": make_run(probes(gain=0.003, gap=0.0, error=0.0005)),
@@ -365,6 +378,13 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "dominant_layer: a large layer": make_run(norm_rows(0.009, 0.008)),
     },
     "not_measured": {
+        **{
+            f"{name}: full rows": replace(FAULTY[name], config=full_rows())
+            for name in ("uneven_slices", "closed_pool_imbalance", "exhaust_churn")
+        },
+        "low_fill: data of the user's own": make_run(
+            {FILL: [0.6] * 40}, config={**CONFIG, "data": {"source": [{"target": "mine:data"}]}}
+        ),
         "closed_pool_imbalance: imbalance of several pools": wide(0.01),
         "dominant_layer: two gradients": make_run(norm_rows(0.015)),
         "ledger_oversize: states of unknown size": replace(oversize(), environment={}),
@@ -427,6 +447,35 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("false_evictions_lru", loop_without_config(2), ("ledger.capacity", 6, 12)),
     ("false_evictions_lru", loop_without_config(None), ("ledger.capacity", None, "twice as many")),
     ("straggling_rank", of_ranks(BUSY, 2), None),
+    ("straggling_rank", replace(FAULTY["straggling_rank"], config=full_rows()), None),
+    ("low_fill", FAULTY["low_fill"], ("data.mixing.batching_mode", "per_stream", "per_row")),
+    ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), ("data.mixing.batch_size", 8, 4)),
+    (
+        "low_fill",
+        replace(FAULTY["low_fill"], config=full_rows(mixing={**MIXING, "batching_mode": "per_row", "batch_size": 1})),
+        ("data.source", None, "more data"),
+    ),
+    (
+        "low_fill",
+        replace(FAULTY["low_fill"], config=full_rows(align="document")),
+        ("data.align", "document", "stream"),
+    ),
+    (
+        "low_fill",
+        replace(FAULTY["low_fill"], config=full_rows({"target": "mine:build"})),
+        ("data.seq_len", 64, 32),
+    ),
+    (
+        "masked_ranks",
+        replace(FAULTY["masked_ranks"], config=full_rows()),
+        ("data.source", None, "more data, or fewer ranks"),
+    ),
+    (
+        "false_evictions_stale",
+        replace(evicting_stale(5), config={**full_rows(), "ledger": {"stale_threshold": 5}}),
+        ("ledger.stale_threshold", 5, 10),
+    ),
+    ("stale_states", make_run(STALE, config=full_rows()), ("optimizer.lr", 1e-3, 5e-4)),
     # Every start fails at one step, however many checkpoints there are.
     ("restarts", VERDICTS["finding"]["restarts: a crash loop"], None),
     ("closed_pool_imbalance", replace(FAULTY["closed_pool_imbalance"], config=CONFIG), None),
@@ -535,6 +584,8 @@ def test_a_spike_between_two_rows_is_found_by_its_flag_unless_flags_return() -> 
     ("name", "run", "severity"),
     [
         ("uneven_slices", wide(0.0), "advice"),
+        ("low_fill", FAULTY["low_fill"], "advice"),
+        ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), None),
         ("uneven_slices", wide(0.0, config=mixed(batch_size_by_modality={"a": 1})), "warning"),
         ("carry_worthless", make_run(probes(gain=-0.1, gap=0.1)), "warning"),
     ],

@@ -20,7 +20,6 @@ FAULTS = {
     "data.mixing.repeat": ["data.mixing.repeat=false", "train.steps=500"],
     "eval.every": ["eval.every=100", "eval.holdout_fraction=0.1"],
     "metrics.log_interval": ["metrics.log_interval=50"],
-    "data.seq_len": ["data.seq_len=1000"],
 }
 
 
@@ -71,7 +70,8 @@ def test_a_harmful_setting_is_named_and_its_suggestion_helps(tmp_path: Path, key
 
 
 def test_a_good_config_has_no_warnings(tmp_path: Path) -> None:
-    _, warnings = preview_of(tmp_path, "train.steps=40")
+    full_rows = 'data.mixing={batching_mode="per_row",batch_size=4,num_streams_mixed=2}'
+    _, warnings = preview_of(tmp_path, "train.steps=40", full_rows, "data.max_group_cells=0")
     assert [each.message for each in warnings] == []
 
 
@@ -88,7 +88,12 @@ def test_a_good_config_has_no_warnings(tmp_path: Path) -> None:
         ((LATE, "ledger.capacity=64"), 2, "source one: weight.points", "a point at 500, but the run has 6 steps"),
         ((TINY,), 2, "source two: weight", "hardly ever read"),
         (("train.steps=2000",), 2, "", "epochs"),
-        (("data.mixing.batch_size=100", "ledger.capacity=400"), 2, "", "average batch has"),
+        (
+            ("data.mixing.batch_size=100", "ledger.capacity=400"),
+            2,
+            "batching_mode",
+            "of the positions of full rows hold",
+        ),
         (("data.mixing.batch_size=64", "ledger.capacity=400"), 30, "mixing.batching_mode", ""),
         (
             (ONE, GROWN % "{0=1,9999=2},unit='tokens'"),

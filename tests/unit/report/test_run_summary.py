@@ -18,10 +18,10 @@ def results(run, **options):
 
 def test_results_come_from_the_rows_and_are_none_if_unknown(make_run):
     train = {"loss": [4.0, 3.0, 1.0, 2.0], "tokens_per_sec": [5.0, 100.0, 110.0, 120.0]}
-    train["ledger/cold_starts"] = [1.0, 0.0, 2.0, 0.0]
+    train |= {"ledger/cold_starts": [1.0, 0.0, 2.0, 0.0], "data/fill": [1.0, 1.0, 1.0, 0.6]}
     found = results(make_run("a", train, {2: {"eval_loss": 2.0}, 4: {"eval_loss": 2.5}}), window=2)
     expected = {"Steps": 4, "Final loss": 1.5, "Best loss": 1.5, "Held-out loss": 2.5, "Best held-out loss": 2.0}
-    expected |= {"Speed": 105.0, "Cold starts": 3.0, "Noise scale": None, "Tokens seen": None}
+    expected |= {"Speed": 105.0, "Fill": 0.9, "Cold starts": 3.0, "Noise scale": None, "Tokens seen": None}
     assert found == found | expected
 
 

@@ -17,6 +17,7 @@ from trainer.tools.diagnostics.rule import (
     aligned,
     batches_through,
     finding,
+    has_full_rows,
     healthy,
     is_one_pool,
     micro_batches,
@@ -39,6 +40,7 @@ REMAINING_MAX = "stream_mixing/active/remaining_max"
 FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"
 EXHAUSTED = "stream_mixing/refill/exhaust_events"
 MASKED = "stream_mixing/masked_share"
+ROWS_FILL = "data/fill"
 SHARE_ERROR = "blend/max_share_error"
 ENDED_SOURCES = "blend/ended_sources"
 
@@ -50,13 +52,16 @@ EVEN_RATIO = 1.5
 CHURN_EVENTS = 20
 MASKED_ROWS = 5
 MASKED_LIMIT = 0.25
+FILL_ROWS = 5
+FULL = 0.999
 
+FULL_ROWS = not_measured("with full rows a document stays on its row, whatever its file has left")
 SEVERAL_POOLS = not_measured("with several sources these keys do not say which source they are of")
 
 
 def _has_own_pools(run: RunRecord) -> bool:
     """Whether every rank picks from its own pool."""
-    return bool(run.setting("data.mixing.batching_mode") == "device_per_stream")
+    return has_full_rows(run) or bool(run.setting("data.mixing.batching_mode") == "device_per_stream")
 
 
 @rule("error", needs=[SURPRISE], uses=[WAIT])
@@ -72,7 +77,10 @@ def stuck_reader(run: RunRecord) -> Outcome:
     if mode == "round_robin":
         return not_measured("round_robin picks readers in turn, so no wait is improbable")
     pools = ranks(run) if _has_own_pools(run) else 1
-    limit = math.log(max(batches_through(run, surprise.steps[-1]) * pools, 2) / ALPHA)
+    picks = batches_through(run, surprise.steps[-1]) * pools
+    if has_full_rows(run):  # a document is a token at least
+        picks *= math.prod(int(run.setting(key, 1)) for key in ("data.mixing.batch_size", "data.seq_len"))
+    limit = math.log(max(picks, 2) / ALPHA)
     hits = surprise.where(lambda value: value > limit)
     if not hits:
         chances = f"the least likely wait has a chance of {_odds(max(surprise.values))}, the alarm is at {_odds(limit)}"
@@ -106,6 +114,8 @@ def uneven_slices(run: RunRecord) -> Outcome:
     batch sizes are even: then the streams differ in size.
     Change: `data.mixing.batch_size_by_modality`: within a factor of {limits.EVEN_BATCHES}
     """
+    if has_full_rows(run):
+        return FULL_ROWS
     if not is_one_pool(run):
         return SEVERAL_POOLS
     least, most, fraction = aligned(*(series(run, key) for key in (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)))
@@ -144,6 +154,8 @@ def closed_pool_imbalance(run: RunRecord) -> Outcome:
     """
     # In picks, which all ranks of a shared pool count alike. Fractions of cells are of a rank's own slice, which ends before
     # the longest one; the least and the largest of them would compare ranks, not readers.
+    if has_full_rows(run):
+        return FULL_ROWS
     if not is_one_pool(run):
         return SEVERAL_POOLS
     if _has_own_pools(run) and ranks(run) > 1:
@@ -259,6 +271,8 @@ def exhaust_churn(run: RunRecord) -> Outcome:
     Most of the work is then opening files and starting groups, and the mix depends on which streams were opened last.
     Change: longer streams, or `data.mixing.batch_size`: a quarter
     """
+    if has_full_rows(run):
+        return FULL_ROWS
     ended = series(run, EXHAUSTED)
     if len(ended) < 2:
         return not_yet("needs 2 rows, has 1")
@@ -283,7 +297,7 @@ def masked_ranks(run: RunRecord) -> Outcome:
     With a shared pool, a rank waits while others finish a stream: briefly, unless it has fewer groups than there are ranks.
     A row holds only the worst rank, which grows with the number of ranks.
     Change: `data.mixing.batching_mode`: "device_per_stream", if `train preview` shows even ranks; a smaller
-    `data.max_group_cells`; or longer streams
+    `data.max_group_cells`; or longer streams; with full rows more data, or fewer ranks
     """
     masked = series(run, MASKED)
     recent = masked.at(range(len(masked) // 2, len(masked)))
@@ -296,7 +310,9 @@ def masked_ranks(run: RunRecord) -> Outcome:
     words += f"(limit for {counted(ranks(run), 'rank')}: {limit:.0%})"
     if share <= limit:
         return healthy(words)
-    if not _has_own_pools(run):
+    if has_full_rows(run) and run.setting("data.mixing.repeat", True):
+        knob = Knob("data.source", None, "more data, or fewer ranks")
+    elif not _has_own_pools(run):
         condition = "if train preview shows even ranks"
         knob = Knob("data.mixing.batching_mode", "per_stream", "device_per_stream", condition)
     elif run.setting("data.mixing.repeat", True) is False:
@@ -305,6 +321,46 @@ def masked_ranks(run: RunRecord) -> Outcome:
         cells = run.setting("data.max_group_cells")
         knob = Knob("data.max_group_cells", cells, "fewer, or longer streams: merge files")
     return finding(words, recent.evidence(recent.where(lambda value: value > limit)), knob=knob)
+
+
+@rule("warning", needs=[ROWS_FILL])
+def low_fill(run: RunRecord) -> Outcome:
+    """Of the positions of full rows, less than {limits.LOW_FILL:.0%} held a document's token, over all logged steps.
+
+    The rest is computed for nothing. Batches of single streams shrink as documents end; full rows have gaps where each document
+    begins a row, or where there are fewer documents than rows, or one is longer than a row's share of an epoch.
+    Change: `data.mixing.batching_mode`: "per_row" (advice where another one was chosen); with it, fewer rows
+    (`data.mixing.batch_size`), or, where documents are padded, a shorter `data.seq_len` or `data.align`: "stream"
+    """
+    fill, tables = series(run, ROWS_FILL), sources(run)
+    if tables and all(table.get("target") for table in tables):
+        return not_measured("data sets of your own make the rows")
+    if len(fill) < FILL_ROWS:
+        return not_yet(f"needs {FILL_ROWS} rows, has {len(fill)}")
+    mean = fill.total / len(fill)
+    words = (
+        f"{mean:.1%} of the positions of full rows held a token (from {min(fill.values):.1%} to {max(fill.values):.1%})"
+    )
+    if mean >= limits.LOW_FILL:
+        return healthy(words)
+    mode, rows = (run.setting(f"data.mixing.{key}") for key in ("batching_mode", "batch_size"))
+    if not has_full_rows(run):
+        knob = Knob("data.mixing.batching_mode", mode, "per_row")
+        return finding(words, fill.evidence(), knob=knob, severity=None if mode is None else "advice")
+    align, cell = run.setting("data.align"), run.setting("data.seq_len")
+    is_built_in, fewer = run.setting("model.target") is None, int(mean * rows) if isinstance(rows, int) else 0
+    if run.setting("data.mixing.repeat") is False and fill.values[0] >= limits.LOW_FILL:
+        knob = Knob("data.mixing.repeat", False, True)
+    elif align == "document" and is_built_in:
+        knob = Knob("data.align", align, "stream")
+    elif not (align == "stream" or (align == "auto" and is_built_in) or max(fill.values) >= FULL):
+        shorter = max(cell // 2, 1) if isinstance(cell, int) else "half"
+        knob = Knob("data.seq_len", cell, shorter, "or train a model that runs resets in one pass (docs/models.md)")
+    elif fewer:
+        knob = Knob("data.mixing.batch_size", rows, fewer, "or read more data, or set data.max_group_cells")
+    else:
+        knob = Knob("data.source", None, "more data")
+    return finding(words, fill.evidence(), knob=knob)
 
 
 def _worst_of_healthy_ranks(batches: int, world_size: int) -> float:
@@ -362,4 +418,13 @@ def _what_ended(run: RunRecord, ended: Series) -> str:
     return f"{counted(max(ended.values), 'source')} exhausted, the first by step {ended.steps[ended.positive[0]]}"
 
 
-RULES = (stuck_reader, uneven_slices, closed_pool_imbalance, starved_modality, exhaust_churn, masked_ranks, shares)
+RULES = (
+    stuck_reader,
+    uneven_slices,
+    closed_pool_imbalance,
+    starved_modality,
+    exhaust_churn,
+    masked_ranks,
+    low_fill,
+    shares,
+)

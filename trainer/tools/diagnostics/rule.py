@@ -134,6 +134,11 @@ def is_one_pool(run: RunRecord) -> bool:
     return not any(series(run, "blend/max_share_error").values)
 
 
+def has_full_rows(run: RunRecord) -> bool:
+    """Whether a document stays on its row, and each data shard has a pool of its own, of which a pick is a document."""
+    return bool(run.setting("data.mixing.batching_mode") == "per_row")
+
+
 def modality_columns(run: RunRecord) -> list[Series]:
     """Active readers by modality."""
     return [series(run, key) for key in run.train.keys if key.startswith(MODALITIES)]

@@ -206,8 +206,9 @@ def straggling_rank(run: RunRecord) -> Outcome:
     worst = sorted(heapq.nlargest(6, range(len(waits)), key=waits.__getitem__))
     evidence = slowest.evidence(worst), fastest.evidence(worst)
     mode = run.setting("data.mixing.batching_mode")
-    if mode == "per_stream":
-        words += "; they read slices of the same streams: look at the machine of the slowest"
+    if mode in ("per_stream", "per_row"):
+        why = "they read slices of the same streams" if mode == "per_stream" else "their rows are full alike"
+        words += f"; {why}: look at the machine of the slowest"
         return finding(words, *evidence)
     condition = "if ranks read different data; otherwise look at the machine of the slowest rank"
     return finding(words, *evidence, knob=Knob("data.mixing.batching_mode", mode, "per_stream", condition))

@@ -17,6 +17,7 @@ from trainer.tools.diagnostics.rule import (
     aligned,
     explained,
     finding,
+    has_full_rows,
     healthy,
     lower_lr,
     micro_batches,
@@ -106,6 +107,8 @@ def false_evictions_stale(run: RunRecord) -> Outcome:
 def _longer_threshold(run: RunRecord) -> Knob:
     """To 2 K n of `limits.wait_bound`, as if all sources were one pool and all slices like the longest logged."""
     current = run.setting("ledger.stale_threshold")
+    if has_full_rows(run):  # what is read is stored in every micro-batch
+        return Knob("ledger.stale_threshold", current, 2 * current if current else 2)
     active: Counter[int] = Counter()  # by step, over ranks; a source reports modalities only after its first batch
     for column in modality_columns(run):
         active.update(dict(zip(column.steps, map(round, column.values), strict=True)))
@@ -172,6 +175,7 @@ def ledger_thrash(run: RunRecord) -> Outcome:
         return healthy("the ledger never had to evict while full")
     life = median(lives.values())
     wait = max(waits.values) / micro_batches(run) if waits else SHORT_LIFE_STEPS
+    wait = 1 if has_full_rows(run) else wait
     words = f"the ledger is full: it keeps a state for {number_text(life)} steps, and documents wait up to "
     words += f"{number_text(wait)} steps for their next chunk"
     if life >= wait:
@@ -296,9 +300,9 @@ def stale_states(run: RunRecord) -> Outcome:
     age, drift = (series(run, key).since(first).values for key in (AGE, DRIFT))
     how_old = f" ({number_text(fmean(age))} steps old, {fmean(drift):.0%} off)" if age and drift else ""
     effect = "training looks better than inference will be" if gap.mean < 0 else "their age costs loss"
-    # Fewer streams in flight make states younger; with one only a smaller step of the weights does.
+    # Fewer streams in flight make states younger; with one, or full rows, only a smaller step of the weights does.
     streams = run.setting("data.mixing.num_streams_mixed")
-    fewer = isinstance(streams, int) and streams > 1
+    fewer = isinstance(streams, int) and streams > 1 and not has_full_rows(run)
     knob = Knob("data.mixing.num_streams_mixed", streams, streams // 2) if fewer else lower_lr(run)
     words = f"states are stale{how_old}: {words}; {effect}"
     return finding(words, gap.shown.evidence(), gain.shown.evidence(), knob=knob)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import starmap
 
 from trainer.config.base import ScheduleTable
-from trainer.config.data_tables import DataTable
+from trainer.config.data_tables import DataTable, MixingOverride, MixingTable
 from trainer.config.schema import RunConfig
 from trainer.tools import limits
-from trainer.tools.preview.summary import LedgerView, Preview, SourceView
+from trainer.tools.preview.summary import FillView, LedgerView, Preview, SourceView
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import never_reached
 from trainer.wording import counted
@@ -23,8 +23,6 @@ BATCH_RATIO = 8  # largest over smallest batch size of a pool
 ABSENT = 0.05  # share of the picks of a pool without a reader of a modality
 MAX_EPOCHS = 4.0
 UNEVEN_RANKS = 2.0  # most over fewest tokens of a rank
-PADDING = 0.3  # share of the tokens of all cells
-LANE_FILL = 0.5  # rows of the average batch over the batch size
 SKEW = 2.0  # of the drawn share over that of the corpus, or the other way
 SEEN = 0.01  # share below which a modality may be skewed
 
@@ -51,8 +49,9 @@ def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
     for source, view in zip(plan.sources, preview.sources, strict=True):
         found += _blend_warnings(source.table.weight, view, preview)
         if view.picks_per_slice is not None:
-            found += _slice_warnings(plan.config, view, preview.data_shards, view.picks_per_slice[1])
-            found += _pool_warnings(view)
+            found += _slice_warnings(view, preview.data_shards, view.picks_per_slice[1])
+        found += _pool_warnings(view)
+    found += [*rank_warnings(plan, preview), *fill_warnings(plan, preview)]
     if preview.ends_at_step is not None:
         problem = f"is false, and the data is exhausted at step {preview.ends_at_step} of {preview.steps}"
         found.append(ConfigWarning("data.mixing.repeat", problem, "true", settable=True))
@@ -86,10 +85,68 @@ def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
 
 
 def rank_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
-    """About batches and ranks that get no rows of a source, and ranks with far fewer tokens than others."""
+    """About ranks that get no rows of a source, or far fewer tokens than others; full rows have no such ranks."""
     for view in preview.sources:
-        if view.rank_token_shares:
+        if view.rank_token_shares and not preview.has_full_rows:
             yield from _rank_warnings(view, plan.config.data)
+
+
+def fill_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
+    """About positions that hold no token: the cause, and the setting that helps."""
+    fill, config = preview.fill, plan.config
+    if fill is None or fill.mean >= limits.LOW_FILL or config.distributed.context > 1:
+        return
+    if fill.runs_on is not None:
+        yield from _empty_positions(plan, fill)
+        return
+    mixings: list[MixingTable | MixingOverride] = [
+        config.data.mixing,
+        *(source.table.mixing for source in plan.sources),
+    ]
+    unfit = {
+        "batch_size_by_modality": any(mixing.batch_size_by_modality for mixing in mixings),
+        "pack": config.data.pack,
+    }
+    unfit["the mixing.batch_size of sources"] = any(mixing.batch_size for mixing in mixings[1:])
+    others = [name for name, is_set in unfit.items() if is_set]
+    problem = (
+        f"{fill.mean:.0%} of the positions of full rows hold a token (by step {fill.least:.0%} to {fill.most:.0%})"
+    )
+    value = f'set it to "per_row" for all sources, and remove {", ".join(others)}' if others else '"per_row"'
+    yield ConfigWarning("data.mixing.batching_mode", problem, value, settable=not others)
+
+
+def _empty_positions(plan: Plan, fill: FillView) -> Iterator[ConfigWarning]:
+    """Why full rows have gaps: too few or too long documents for so many rows, or padding."""
+    config, rows = plan.config, plan.config.data.mixing.batch_size
+    key, share = "data.mixing.batch_size", f"{rows}: {fill.mean:.0%} of the positions hold a token, since"
+    fitting = min(fill.documents, int(fill.row_tokens * rows // max(fill.longest, 1)))
+    if fitting >= rows:
+        if fill.padding > 1 - limits.LOW_FILL:
+            yield _padding(plan, fill)
+        return
+    why = f"the longest document has {fill.longest:,} tokens, and an epoch {fill.row_tokens:,.0f} for each row"
+    if fill.documents < rows:
+        each = "data shard" if plan.facts.data_shards > 1 else "run"
+        why = f"a {each} has {counted(fill.documents, 'document')} for {counted(rows, 'row')}"
+    cells = max(int(fill.row_tokens // config.data.seq_len), config.train.tbptt_cells)
+    others = f"data.max_group_cells = {cells} (which loses state) or more data"
+    if fitting:
+        yield ConfigWarning(key, f"{share} {why} ({others} would also help)", str(fitting), settable=True)
+    else:
+        yield ConfigWarning(key, f"{share} {why}", f"set {others}, or use fewer ranks")
+
+
+def _padding(plan: Plan, fill: FillView) -> ConfigWarning:
+    data, why = plan.config.data, f"pads documents, each of which begins a row, by {fill.padding:.0%}"
+    if data.align == "document" and getattr(plan.weightless_model(), "resets_in_one_pass", False):
+        return ConfigWarning("data.align", f'"document" {why}', '"stream"', settable=True)
+    model = "a model that runs resets in one pass (docs/models.md), which needs no padding"
+    if not fill.better_seq_len:
+        return ConfigWarning("data.seq_len", f"{data.seq_len} {why}", f"train {model}, or on longer documents")
+    return ConfigWarning(
+        "data.seq_len", f"{data.seq_len} {why}; or train {model}", str(fill.better_seq_len), settable=True
+    )
 
 
 def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Preview) -> Iterator[ConfigWarning]:
@@ -106,7 +163,7 @@ def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Pr
         yield ConfigWarning(key, problem, f"lower it about {view.epochs / MAX_EPOCHS:.1f} times, or lower train.steps")
 
 
-def _slice_warnings(config: RunConfig, view: SourceView, world_size: int, median_picks: int) -> Iterator[ConfigWarning]:
+def _slice_warnings(view: SourceView, world_size: int, median_picks: int) -> Iterator[ConfigWarning]:
     key = f"source {view.name}: mixing.batch_size"
     largest = max(modality.batch_size for modality in view.modalities)
     churn = limits.exhaust_churn(median_picks, world_size, largest)
@@ -114,12 +171,6 @@ def _slice_warnings(config: RunConfig, view: SourceView, world_size: int, median
         fix = "make streams longer (merge files), or use fewer ranks"
         fix = fix if churn.better is None else f"set it to {churn.better}"
         yield ConfigWarning(key, f"{largest}: {churn.words}, which takes most of the time", fix)
-    yield from _rank_warnings(view, config.data)
-    if view.padding_share > PADDING and not config.data.pack:
-        cut = "" if config.train.tbptt_cells == 1 else f" (rows of {config.row_tokens}, with train.tbptt_cells)"
-        problem = f"{config.data.seq_len}{cut} pads {view.padding_share:.0%} of the tokens of source {view.name}"
-        shorter = max(int(config.data.seq_len * (1 - view.padding_share) / 2), 1)
-        yield ConfigWarning("data.seq_len", problem, str(shorter), settable=True)
 
 
 def _shorter_groups(data: DataTable) -> str:
@@ -130,15 +181,7 @@ def _shorter_groups(data: DataTable) -> str:
 
 
 def _rank_warnings(view: SourceView, data: DataTable) -> Iterator[ConfigWarning]:
-    """Batches and ranks without rows, and ranks with far fewer tokens than others."""
-    if view.lane_fill < LANE_FILL:
-        largest = max(modality.batch_size for modality in view.modalities)
-        rows = view.lane_fill * largest
-        problem = (
-            f"{largest} is more than the documents that a rank has of a stream: the average batch has {rows:.1f} rows"
-        )
-        fix = f"set it to {max(int(rows), 1)}, or {_shorter_groups(data)}"
-        yield ConfigWarning(f"source {view.name}: mixing.batch_size", problem, fix)
+    """Ranks without rows, and ranks with far fewer tokens than others."""
     key, tokens = f"source {view.name}: mixing.batching_mode", view.rank_token_shares
     is_even = max(tokens) <= UNEVEN_RANKS * min(tokens)
     smaller = f"{_shorter_groups(data)}, " if data.max_group_cells != 1 else ""
@@ -163,6 +206,8 @@ def _rank_warnings(view: SourceView, data: DataTable) -> Iterator[ConfigWarning]
 
 
 def _pool_warnings(view: SourceView) -> Iterator[ConfigWarning]:
+    if not view.modalities:
+        return
     small = min(view.modalities, key=lambda modality: modality.batch_size)
     large = max(view.modalities, key=lambda modality: modality.batch_size)
     if large.batch_size >= BATCH_RATIO * small.batch_size:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trainer.data.mixing import BATCHING_MODES, BatchingMode
+from trainer.arrays import Ints
+from trainer.config.data_tables import BatchingMode, MixingTable
+from trainer.config.rules import mixing_of, reads_lanes
+from trainer.data.mixing import BATCHING_MODES
 from trainer.micro_batches import MicroBatches
 from trainer.tools.limits import wait_bound
 from trainer.tools.preview.forecast import (
@@ -20,6 +24,7 @@ from trainer.tools.preview.forecast import (
     expected_batches,
     source_shape,
 )
+from trainer.tools.preview.lanes_forecast import GOOD_PADDING, Corpus, LanesForecast, count_lanes
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import ledger_bytes
 from trainer.wording import counted
@@ -61,7 +66,6 @@ class SourceView:
         idle_share: of fully masked micro-batches in the configured batching mode, over all ranks.
         rank_token_shares: of the source's tokens that each rank reads in an epoch, in both batching modes.
         masked_share: of fully masked micro-batches on the worst rank, by batching mode.
-        lane_fill: rows of the average batch over the configured batch size.
         behind_cuts_share: of its tokens, those that are read without the state of the text before them in their document.
     """
 
@@ -78,8 +82,6 @@ class SourceView:
     idle_share: float = 0.0
     rank_token_shares: tuple[float, ...] = ()
     masked_share: Mapping[BatchingMode, float] = field(default_factory=dict)
-    padding_share: float = 0.0
-    lane_fill: float = 1.0
     behind_cuts_share: float = 0.0
     wait_bound_steps: int = 0
     modalities: tuple[ModalityView, ...] = ()
@@ -107,6 +109,33 @@ class LedgerView:
 
 
 @dataclass(frozen=True)
+class FillView:
+    """The positions that hold a document's token, as a share of those of full rows, which `data/fill` then measures.
+
+    Attributes:
+        least, mean, most: by step; with full rows the mean is over the whole run.
+        full_tokens: of an average step whose rows are full, over all ranks.
+        runs_on: documents begin within rows; None: rows are not full ones, and what follows is 0.
+        padding: share of the positions that are behind a document's end, where each begins a row.
+        better_seq_len: a shorter `data.seq_len` that pads few positions; 0: none does.
+        documents: of the data shard with fewest in an epoch.
+        longest: tokens of the longest document of the shard where it is most in the way.
+        row_tokens: tokens that a row of that shard reads in an epoch.
+    """
+
+    least: float
+    mean: float
+    most: float
+    full_tokens: float
+    runs_on: bool | None = None
+    padding: float = 0.0
+    better_seq_len: int = 0
+    documents: int = 0
+    longest: int = 0
+    row_tokens: float = 0.0
+
+
+@dataclass(frozen=True)
 class Preview:
     """All numbers of a run before it starts.
 
@@ -116,7 +145,8 @@ class Preview:
         is_counted: picks, exhausts and tokens are counted for this seed; otherwise they are averages.
         counted_batches: batches per rank that were counted.
         ends_at_step: the step at which a source without `repeat` runs out of data.
-        cells_per_step: minimum, mean, maximum over the counted steps, over all ranks.
+        cells_per_step: minimum, mean, maximum over the counted steps, over all ranks; of full rows, all rows.
+        fill: None with data sets of the user's own alone.
         ledger: None for a model without recurrent state.
     """
 
@@ -130,8 +160,14 @@ class Preview:
     counted_batches: int
     ends_at_step: int | None
     cells_per_step: tuple[int, float, int]
+    fill: FillView | None
     sources: tuple[SourceView, ...]
     ledger: LedgerView | None
+
+    @property
+    def has_full_rows(self) -> bool:
+        """Whether rows hold documents of all sources."""
+        return any(source.batching_mode == "per_row" for source in self.sources)
 
 
 def make_preview(plan: Plan, *, most: int = MAX_COUNTED) -> Preview:
@@ -144,13 +180,20 @@ def make_preview(plan: Plan, *, most: int = MAX_COUNTED) -> Preview:
         UserError: a stream cannot be opened, a source has nothing to train on, or the model lacks the state that a setting
             needs.
     """
-    num_shards = plan.facts.data_shards
-    steps, by_steps, num_batches = plan.config.train.steps, plan.batches_by_steps, plan.num_batches
     plan.state_width()  # or an error
-    shapes = [source_shape(plan, source, num_shards) for source in plan.sources]
-    forecast = count_run(plan, shapes, num_shards, most=most)
-    expected = expected_batches([source.weight for source in plan.sources], num_batches, by_steps)
-    sources = [_source_view(plan, *each, forecast) for each in zip(shapes, expected, strict=True)]
+    expected = expected_batches([source.weight for source in plan.sources], plan.num_batches, plan.batches_by_steps)
+    forecast: Forecast | LanesForecast
+    if reads_lanes(plan.config):
+        forecast = lanes = count_lanes(plan, most=most)
+        fill = _lanes_fill(plan, lanes)
+        cells = lanes.full // plan.config.row_tokens
+        sources = _lane_views(plan, expected, lanes, fill)
+    else:
+        shapes = [source_shape(plan, source, plan.facts.data_shards) for source in plan.sources]
+        forecast = counts = count_run(plan, shapes, plan.facts.data_shards, most=most)
+        cells = counts.cells_per_step
+        sources = [_source_view(plan, *each, counts) for each in zip(shapes, expected, strict=True)]
+        fill = _cells_fill(plan, cells, sources)
     tokens = max(sum(source.tokens or 0 for source in sources), 1)
     corpus = max(sum(view.corpus_tokens for source in sources for view in source.modalities), 1)
     for at, source in enumerate(sources):
@@ -159,21 +202,36 @@ def make_preview(plan: Plan, *, most: int = MAX_COUNTED) -> Preview:
             for view in source.modalities
         )
         sources[at] = replace(source, modalities=tuple(views))
-    cells = forecast.cells_per_step
     return Preview(
         name=plan.config.run.name,
         world_size=plan.facts.world_size,
-        data_shards=num_shards,
-        steps=steps,
+        data_shards=plan.facts.data_shards,
+        steps=plan.config.train.steps,
         micro_batches=_micro_batches(plan.config.micro_batches),
-        num_batches=num_batches,
+        num_batches=plan.num_batches,
         is_counted=forecast.is_whole,
         counted_batches=forecast.num_batches,
-        ends_at_step=None if forecast.ended_at is None else by_steps.step_of(forecast.ended_at),
+        ends_at_step=_ends_at(plan, forecast, sources, fill),
         cells_per_step=(int(cells.min()), float(cells.mean()), int(cells.max())) if len(cells) else (0, 0.0, 0),
+        fill=fill,
         sources=tuple(sources),
         ledger=_ledger_view(plan, sources, forecast),
     )
+
+
+def _ends_at(
+    plan: Plan, forecast: Forecast | LanesForecast, sources: Sequence[SourceView], fill: FillView | None
+) -> int | None:
+    """The step at which the data is exhausted; of full rows that were not counted so far, about."""
+    if forecast.ended_at is not None:
+        return plan.batches_by_steps.step_of(forecast.ended_at)
+    tables = [source.table for source in plan.sources if not source.is_off]
+    is_endless = any(table.target is not None or mixing_of(plan.config, table).repeat for table in tables)
+    if isinstance(forecast, Forecast) or fill is None or forecast.is_whole or is_endless:
+        return None
+    tokens = sum(view.corpus_tokens for source in sources for view in source.modalities)
+    step = math.ceil(tokens / (fill.mean * fill.full_tokens))
+    return step if step < plan.config.train.steps else None
 
 
 def _micro_batches(batches: MicroBatches) -> str:
@@ -183,6 +241,118 @@ def _micro_batches(batches: MicroBatches) -> str:
         counted(batches.first, "micro-batch")
         if batches.is_constant
         else f"{batches.least} to {batches.most} micro-batches"
+    )
+
+
+def _cells_fill(plan: Plan, cells: Ints, sources: Sequence[SourceView]) -> FillView | None:
+    """Of batches of cells, whose tokens are those of an average cell."""
+    rows = sum(view.cells for source in sources for view in source.modalities)
+    if not len(cells) or not rows or any(source.tokens is None for source in sources):
+        return None
+    tokens_per_row = sum(source.tokens or 0 for source in sources) / rows
+    steps = np.arange(1, len(cells) + 1)
+    full = np.array([plan.batches_by_steps.at(int(step), 0) for step in steps]) * float(plan.facts.tokens_per_micro)
+    fills = cells * tokens_per_row / full
+    return FillView(fills.min(), cells.sum() * tokens_per_row / full.sum(), fills.max(), full.mean())
+
+
+def _lanes_fill(plan: Plan, forecast: LanesForecast) -> FillView | None:
+    """Of full rows. What was not counted repeats the last epoch that was, or the second half."""
+    tokens, full = (column[forecast.full > 0] for column in (forecast.tokens, forecast.full))
+    if not len(full):
+        return None
+    shards = np.array([corpus.shards for corpus in forecast.corpora.values()])  # [sources, shards, 3]
+    rows, mean = plan.config.data.mixing.batch_size, tokens.sum() / full.sum()
+    by_row, longest = shards[:, :, 0].sum(axis=0) / rows, shards[:, :, 1].max(axis=0)
+    worst = int((longest / np.maximum(by_row, 1)).argmax())
+    if not forecast.is_whole:
+        steps = len(full)
+        period = math.ceil(max(longest[worst], by_row[worst]) * rows * plan.facts.data_shards / full.mean())
+        begin = steps - period if period <= steps else steps // 2
+        times, more = divmod(plan.config.train.steps - steps, steps - begin)
+        sums = [
+            column.sum() + times * column[begin:].sum() + column[begin : begin + more].sum()
+            for column in (tokens, full)
+        ]
+        mean = sums[0] / sums[1]
+    padded, own = sum(corpus.padded for corpus in forecast.corpora.values()), shards[:, :, 0].sum()
+    padding = 1 - own / np.maximum(padded, 1)
+    good = np.flatnonzero(padding <= GOOD_PADDING)
+    fills = tokens / full
+    return FillView(
+        least=float(fills.min()),
+        mean=float(mean),
+        most=float(fills.max()),
+        full_tokens=float(full.mean()),
+        runs_on=forecast.runs_on,
+        padding=0.0 if forecast.runs_on else float(padding[0]),
+        better_seq_len=plan.config.data.seq_len >> int(good[0]) if len(good) and not forecast.runs_on else 0,
+        documents=int(shards[:, :, 2].sum(axis=0).min()),
+        longest=int(longest[worst]),
+        row_tokens=float(by_row[worst]),
+    )
+
+
+def _lane_views(
+    plan: Plan, expected: Sequence[float], forecast: LanesForecast, fill: FillView | None
+) -> list[SourceView]:
+    """The sources of full rows. Where the run was not counted to its end, a source gives its share of the tokens, and its
+    modalities theirs of an epoch."""
+    found = []
+    by_batch = plan.config.train.steps / plan.num_batches
+    scale = 0.0 if fill is None else fill.mean * fill.full_tokens * by_batch
+    for source, batches in zip(plan.sources, expected, strict=True):
+        share, corpus = batches / plan.num_batches, forecast.corpora.get(source.name)
+        view = SourceView(name=source.name, batches=batches, batch_share=share)
+        if corpus is not None:
+            view = _lane_view(plan, view, mixing_of(plan.config, source.table), corpus, forecast, batches * scale)
+        found.append(view)
+    return found
+
+
+def _lane_view(
+    plan: Plan, view: SourceView, mixing: MixingTable, corpus: Corpus, forecast: LanesForecast, expected: float
+) -> SourceView:
+    """A source of full rows. `expected`: its tokens, if they were not counted."""
+    tallies, epoch = forecast.tallies[view.name], sum(corpus.tokens.values())
+    passes = expected / epoch if mixing.repeat else min(expected / epoch, 1.0)
+    modalities = []
+    for name in sorted(corpus.streams):
+        if forecast.is_whole:
+            picks, exhausts = (
+                float(sum(getattr(tally, what)[name] for tally in tallies)) for what in ("picks", "exhausts")
+            )
+            tokens = sum(tally.tokens[name] for tally in tallies)
+        else:
+            picks, exhausts = passes * corpus.groups[name], passes * corpus.streams[name]
+            tokens = passes * corpus.tokens[name]
+        modalities.append(
+            ModalityView(
+                name=name,
+                streams=corpus.streams[name],
+                batch_size=mixing.batch_size,
+                picks=picks,
+                exhausts=exhausts,
+                cells=tokens / plan.config.row_tokens,
+                tokens=tokens,
+                absent_share=sum(tally.absent[name] for tally in tallies)
+                / max(sum(tally.batches for tally in tallies), 1),
+                longest_wait_steps=1,
+                corpus_tokens=corpus.tokens[name],
+            )
+        )
+    tokens = sum(each.tokens for each in modalities)
+    return replace(
+        view,
+        pass_batches=epoch / (plan.facts.tokens_per_micro or 1),
+        tokens=tokens,
+        epochs=tokens / epoch,
+        num_mixed=min(mixing.num_streams_mixed, sum(corpus.streams.values())),
+        batching_mode="per_row",
+        rank_token_shares=tuple((corpus.shards[:, 0] / epoch).tolist()),
+        behind_cuts_share=corpus.behind_cuts / epoch,
+        wait_bound_steps=1,
+        modalities=tuple(modalities),
     )
 
 
@@ -196,7 +366,6 @@ def _source_view(plan: Plan, shape: SourceShape, batches: float, forecast: Forec
     slices = [(stream, part) for stream in shape.streams for part in stream.slices]
     epoch_cells = sum(part.num_cells for _, part in slices)
     epoch_tokens = sum(part.tokens for _, part in slices)
-    rows = sum(len(part.loads) * part.num_picks for _, part in slices)
     masked = shape.masked_shares(shared=shape.shared)
     worst: dict[BatchingMode, float] = {m: max(shape.masked_shares(shared=m == "per_stream")) for m in BATCHING_MODES}
     ranks = range(len(masked))
@@ -214,8 +383,6 @@ def _source_view(plan: Plan, shape: SourceShape, batches: float, forecast: Forec
         idle_share=sum(masked) / len(masked),
         rank_token_shares=tuple(shape.token_shares()),
         masked_share=worst,
-        padding_share=1 - epoch_tokens / (epoch_cells * plan.config.row_tokens),
-        lane_fill=rows / sum(stream.batch_size * part.num_picks for stream, part in slices),
         behind_cuts_share=sum(stream.behind_cuts for stream in shape.streams) / epoch_tokens,
         wait_bound_steps=wait_bound(picks, num_mixed, share, plan.batches_by_steps.least),
         modalities=modalities,
@@ -266,12 +433,14 @@ def _picks(shape: SourceShape, stream: StreamShape, rank: int) -> int:
     return stream.shared_picks if shape.shared else stream.slices[rank].num_picks
 
 
-def _ledger_view(plan: Plan, sources: Sequence[SourceView], forecast: Forecast) -> LedgerView | None:
+def _ledger_view(plan: Plan, sources: Sequence[SourceView], forecast: Forecast | LanesForecast) -> LedgerView | None:
     width, table = plan.state_width(), plan.config.ledger
     if width == 0:
         return None
     tallies = [tally for by_rank in forecast.tallies.values() for tally in by_rank]
     waits = sum((waits for tally in tallies for waits in tally.waits.values()), Counter[int]())
+    if isinstance(forecast, LanesForecast):
+        waits[1] = 1  # a document that is read is stored in every micro-batch
     threshold = table.stale_threshold if table.wipe_mode == "periodic_stale" else None
     beyond = None if threshold is None else sum(times for wait, times in waits.items() if wait > threshold)
     return LedgerView(

@@ -136,6 +136,12 @@ def _total(label: str, run: RunRecord, keys: Sequence[str], unit: str) -> Summar
     return SummaryRow(label, total, unit, f"total of {rows_text(steps)}") if steps else SummaryRow(label, None, unit)
 
 
+def _mean(label: str, run: RunRecord, key: str, unit: str) -> SummaryRow:
+    values = _finite(run, key)
+    note = ("mean of " if len(values) > 1 else "") + rows_text(list(values))
+    return SummaryRow(label, statistics.fmean(values.values()), unit, note) if values else SummaryRow(label, None, unit)
+
+
 def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
     """The mean loss at the end (if none there is finite, the last finite one), and the lowest mean of as many consecutive rows,
     which the final one is one of: the minimum of single rows is luck, and a running average lags."""
@@ -190,6 +196,7 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
         _last_row("Held-out loss", evals, "nats/token", f"last of {num_evals}"),
         _last_row("Best held-out loss", evals, "nats/token", f"best of {num_evals}", best),
         SummaryRow("Speed", statistics.median(speeds.values()) if speeds else None, "tokens/s", speed_note),
+        _mean("Fill", run, "data/fill", "of full rows"),
         _noise_scale(run),
         _total("Cold starts", run, ["ledger/cold_starts"], "cells"),
         _total("False evictions", run, keys_under("ledger/false_evictions/"), "groups"),

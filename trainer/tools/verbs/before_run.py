@@ -48,6 +48,7 @@ MEANINGS = {
     "cells_per_step": "rows of a step over all ranks, each a chunk of a document",
     "tokens_per_step": "at most, over all ranks",
     "tokens_per_micro": "tokens of a micro-batch over all ranks",
+    "fill": "share of tokens_per_step that the run will have, as forecast",
     "groups_in_flight": "documents whose states a data shard keeps at once, at most",
     "capacity_to_change_ranks": "the same after a resume with another number of data shards",
     "ledger_capacity": "states that a data shard has room for",
@@ -91,7 +92,7 @@ def check(
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
         preview = _preview(plan)
         _warn(plan, preview, device)
-        facts = {**_derived(plan), "memory_megabytes": _megabytes(plan, device)}
+        facts = {**_derived(plan), **_fill(plan, preview), "memory_megabytes": _megabytes(plan, device)}
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):
             refuse_breaches(plan, report)
@@ -181,14 +182,14 @@ def _preview(plan: Plan) -> Preview | None:
 def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
     """Log what a run on this machine would be refused for, and what the forecast shows."""
     from trainer.metrics.logger import get_logger
-    from trainer.tools.preview.config_warnings import mix_warnings, rank_warnings
+    from trainer.tools.preview.config_warnings import fill_warnings, mix_warnings, rank_warnings
 
     logger = get_logger("check")
     for unmet in plan.unmet_needs(device):
         logger.warning("a run on this machine is refused: %s", unmet.message)
-    forecast = () if preview is None else (*mix_warnings(plan, preview), *rank_warnings(plan, preview))
-    for warning in forecast:
-        logger.warning("%s", warning.message)
+    for find in (mix_warnings, rank_warnings, fill_warnings):
+        for warning in find(plan, preview) if preview is not None else ():
+            logger.warning("%s", warning.message)
 
 
 def _derived(plan: Plan) -> dict[str, Any]:
@@ -219,6 +220,16 @@ def _derived(plan: Plan) -> dict[str, Any]:
     return facts
 
 
+def _fill(plan: Plan, preview: Preview | None) -> dict[str, Any]:
+    """How full the rows will be, and how documents lie in them."""
+    from trainer.training.setup.parts import alignment
+
+    facts: dict[str, Any] = {"align": align} if (align := alignment(plan, None)) else {}
+    if preview is None:
+        return {**facts, "fill": "not forecast of so much data; train preview does"}
+    return facts if preview.fill is None else {**facts, "fill": round(preview.fill.mean, 4)}
+
+
 def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
     """Streams and modalities of each source, their shares, and what each of several ranks gets of them."""
     sources: dict[str, dict[str, Any]] = {
@@ -233,7 +244,7 @@ def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
             found["behind_cuts_share"] = view.behind_cuts_share
             if plan.facts.data_shards > 1:
                 found["rank_token_shares"] = list(view.rank_token_shares)
-                found["masked_share"] = dict(view.masked_share)
+                found |= {"masked_share": dict(view.masked_share)} if view.masked_share else {}
     return sources
 
 
@@ -282,8 +293,9 @@ def _print_facts(facts: dict[str, Any]) -> None:
             share = found["behind_cuts_share"]
             echo(f"#     {share:.1%} of the tokens are read without the state of the text before them")
         if tokens := found.get("rank_token_shares"):
-            by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in found["masked_share"].items())
-            echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}; without rows, at worst: {by_mode}")
+            by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in found.get("masked_share", {}).items())
+            masked = f"; without rows, at worst: {by_mode}" if by_mode else ""
+            echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}{masked}")
     for name, found in evals.items():
         echo(f"#   eval source {name}: {counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB")
 

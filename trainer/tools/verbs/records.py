@@ -38,7 +38,7 @@ class RunEntry:
     Args:
         state: as in status.json; `died` where that says running but the process is gone, `unknown` if it is another machine's.
         step, steps: the last step, which may be later than the last logged one, and the configured number; None where unknown.
-        loss, eval_loss: the last logged values.
+        loss, eval_loss, fill: the last logged values.
         age_sec: since the run last logged, or wrote its state if it has logged nothing.
         verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 27 rules`.
         reason: why the run ended, from status.json; None if that has none.
@@ -51,6 +51,7 @@ class RunEntry:
     steps: int | None = None
     loss: float | None = None
     eval_loss: float | None = None
+    fill: float | None = None
     age_sec: float | None = None
     verdict: str | None = None
     reason: str | None = None
@@ -126,7 +127,7 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
         return replace(entry, verdict="record unreadable")
     if not run.keys:
         return entry
-    loss, eval_loss = (next(reversed(run.column(key)[1]), None) for key in ("loss", "eval_loss"))
+    loss, eval_loss, fill = (next(reversed(run.column(key)[1]), None) for key in ("loss", "eval_loss", "data/fill"))
     steps = run.setting("train.steps")
     return replace(
         entry,
@@ -134,6 +135,7 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
         steps=steps if isinstance(steps, int) else None,
         loss=loss,
         eval_loss=eval_loss,
+        fill=fill,
         age_sec=max(now - times[0], 0.0),
         verdict=diagnose(run).brief if diagnoses else None,
         changed=[key for key, value in settings_by_step(run).items() if isinstance(value, dict)],
@@ -156,6 +158,9 @@ def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
         Column("eval", evals, "right", leave_out=4),
         Column("age", ages, "right", leave_out=3),
     ]
+    if any(entry.fill is not None for entry in entries):
+        fills = ["-" if entry.fill is None else f"{entry.fill:.1%}" for entry in entries]
+        columns.insert(5, Column("fill", fills, "right", leave_out=5))
     if any(entry.changed for entry in entries):
         changed = [counted(len(entry.changed), "setting") if entry.changed else "" for entry in entries]
         columns.append(Column("changed", changed, leave_out=3))

@@ -193,12 +193,12 @@ def make_dataset(
 ) -> StreamMixingDataset:
     """One source's data set: the training part, or (`is_holdout`) what is evaluated on, read once from its beginning: the
     held-out documents, or (`is_whole`) all. `pack`: None: `data.pack`. `in_memory`: see `StreamOpener`."""
-    cut, read, mix = _reading(plan, source, is_holdout=is_holdout, is_whole=is_whole, pack=pack)
+    cut, read, mix = reading(plan, source, is_holdout=is_holdout, is_whole=is_whole, pack=pack)
     ranks = {"rank": info.rank, "world_size": info.world_size}
     return StreamMixingDataset(source.streams, cut, read, mix, **ranks, in_memory=in_memory)
 
 
-def _reading(
+def reading(
     plan: Plan, source: Source, *, is_holdout: bool = False, is_whole: bool = False, pack: bool | None = None
 ) -> tuple[CutOptions, ReadOptions, MixOptions]:
     """How a source is cut, read and mixed; see `make_dataset`."""
@@ -235,6 +235,18 @@ def runs_on(plan: Plan, model: nn.Module | None) -> bool:
     if align == "auto" and reads_lanes(plan.config):
         return bool(getattr(model or plan.weightless_model(), "resets_in_one_pass", False))
     return align == "stream"
+
+
+def alignment(plan: Plan, model: nn.Module | None) -> str:
+    """How documents lie in full rows, and why; empty for other rows. `model`: see `runs_on`."""
+    if not reads_lanes(plan.config):
+        return ""
+    if runs_on(plan, model):
+        return "stream: documents begin within rows, and no position is padded"
+    if plan.config.data.align == "document":
+        return "document: each begins a row, as data.align says"
+    name = type(model or plan.weightless_model()).__name__
+    return f"document: each begins a row, since {name} does not declare resets_in_one_pass; with stream no row would be padded"
 
 
 def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> BlendDataset:
@@ -275,7 +287,7 @@ def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> Bl
 def _make_source(plan: Plan, source: Source, info: RankInfo) -> StreamMixingDataset | ShardSource:
     if not reads_lanes(plan.config):
         return make_dataset(plan, source, info, is_holdout=False)
-    return ShardSource(source.streams, *_reading(plan, source), shard=info.rank, num_shards=info.world_size)
+    return ShardSource(source.streams, *reading(plan, source), shard=info.rank, num_shards=info.world_size)
 
 
 def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:

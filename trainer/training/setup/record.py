@@ -32,6 +32,7 @@ from trainer.training.checkpointing.restore import Change, changed_settings
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run import Run
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
+from trainer.training.setup.parts import alignment
 from trainer.training.setup.plan import Plan, width_of
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.wording import counted, printable
@@ -239,6 +240,8 @@ def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDi
     tokens = f", up to {facts.tokens_per_step:,} tokens per step" if facts.tokens_per_step else ""
     text = "%s: %s, %s on %s in %s%s, run directory %s"
     logger.info(text, plan.config.run.name, size, ranks, device, plan.config.train.precision, tokens, run_dir.path)
+    if align := alignment(plan, model):
+        logger.info("full rows, align = %s", align)
     if facts.world_size > 1:
         layout = layout_of(model.parameters())
         held = "each rank holds the whole model" if layout is None else str(layout)

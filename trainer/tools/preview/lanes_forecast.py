@@ -1,0 +1,222 @@
+"""The forecast of full rows: the real lanes and pools, over the lengths of the documents.
+
+Each stream is opened once, for its lengths; the real `LaneBlend` of each data shard then reads documents whose tokens are all
+0 and take no memory. What it hands out, masks and exhausts is what a run with this seed does, as far as it is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from trainer.arrays import Ints
+from trainer.data.blend import BlendSource, UnreadSource
+from trainer.data.groups import OpenStream, StreamOpener
+from trainer.data.lanes import LaneBlend
+from trainer.data.shard_source import Handed, Reader, ShardSource
+from trainer.data.tokenizer import IdsTokenizer
+from trainer.tools.preview.forecast import Tally
+from trainer.training.setup.parts import reading, runs_on
+from trainer.training.setup.plan import Plan
+from trainer.training.setup.sources import Source
+
+MOST_POSITIONS = 200_000_000
+"""Positions of all counted rows: some seconds, as `MAX_COUNTED` rows are."""
+GOOD_PADDING = 0.08
+"""Share of the positions that a shorter row may pad at most, to be worth a mention."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What the epochs of a source hold over all data shards, by modality.
+
+    Attributes:
+        shards: of each shard, the tokens of all its groups and of its longest one, and their number, int64 [shards, 3].
+        padded: positions that its groups take where each begins a row of T, T / 2, T / 4, ... tokens.
+    """
+
+    streams: Mapping[str, int]
+    groups: Mapping[str, int]
+    tokens: Mapping[str, int]
+    behind_cuts: int
+    shards: Ints
+    padded: Ints
+
+
+@dataclass(frozen=True)
+class LanesForecast:
+    """Counts of the first `num_batches` batches of each data shard.
+
+    Attributes:
+        is_whole: these are all batches of the run.
+        ended_at: the batch at which no shard has data left, which ends the run; None: not within those counted.
+        tokens, full: of each step over all shards; those of rows without a gap. Data sets of the user's own are not in them.
+            int64 [steps].
+        tallies: of each source, by shard, with picks in place of batches, and without cells and waits.
+        corpora: of each source that has streams and is read.
+        runs_on: documents begin within rows.
+    """
+
+    num_batches: int
+    is_whole: bool
+    ended_at: int | None
+    tokens: Ints
+    full: Ints
+    tallies: Mapping[str, Sequence[Tally]]
+    corpora: Mapping[str, Corpus]
+    runs_on: bool
+
+
+class CountedSource(ShardSource):
+    """A shard's part of a source that counts what is handed out."""
+
+    def __init__(self, *options: Any, **where: Any) -> None:
+        super().__init__(*options, **where)
+        self.tally = Tally()
+        self._opened: Counter[str] = Counter()
+
+    def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True) -> Handed | None:
+        """As for `ShardSource`."""
+        present = {reader.stream.modality for reader in self._pool.readers}
+        handed = super().hand(may_begin_epoch)
+        if handed is not None:
+            tally = self.tally
+            tally.batches += 1
+            tally.picks[handed.source.stream.modality] += 1
+            if present and len(present) < len(self.modalities):
+                tally.absent.update(set(self.modalities) - present)
+        return handed
+
+    def counted(self) -> Tally:
+        """What was handed out so far, with the readers that ended."""
+        return replace(self.tally, exhausts=self._opened - Counter(each.stream.modality for each in self._pool.readers))
+
+    def _next_reader(self) -> Reader | None:
+        reader = super()._next_reader()
+        if reader is not None:
+            self._opened[reader.stream.modality] += 1
+        return reader
+
+    def dealt(self) -> list[int]:
+        """Tokens of the groups that are dealt to this shard, of the longest of them, and their number."""
+        tokens = longest = number = 0
+        for part in self._deal(self._num_shards)[self._shard]:
+            source = self.open(self.streams[part.stream])
+            sizes = _sizes(source)[part.of(source)]
+            tokens, longest = tokens + int(sizes.sum()), max(longest, int(sizes.max(initial=0)))
+            number += len(sizes)
+        return [tokens, longest, number]
+
+
+def _sizes(source: OpenStream) -> Ints:
+    """Target tokens of each group."""
+    return source.groups.num_tokens(source.documents.lengths, source.seq_len)
+
+
+def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
+    """Its streams by relative path, with the places and lengths of their documents, and without tokens.
+
+    Raises:
+        UserError: a file cannot be read or is damaged, or there is no document to train on.
+    """
+    cut, read, _ = reading(plan, source)
+    opener, found = StreamOpener(read, cut, warns=False), {}
+    for stream in source.streams:
+        opened = opener(stream)
+        none = np.broadcast_to(np.uint8(0), len(opened.documents.tokens))
+        found[stream.relative_path] = replace(opened, documents=replace(opened.documents, tokens=none, bounds=None))
+    if not any(opened.groups.num_groups for opened in found.values()):
+        raise opener.nothing_left(f"source {source.name}", "has no document to train on")
+    opener.warn()
+    return found
+
+
+def _corpus(streams: Mapping[str, OpenStream], parts: Sequence[CountedSource], seq_len: int) -> Corpus:
+    counts: dict[str, Counter[str]] = {name: Counter() for name in ("streams", "groups", "tokens")}
+    lengths = [seq_len >> halvings for halvings in range(max(seq_len.bit_length() - 4, 1))]
+    padded = np.zeros(len(lengths), np.int64)
+    for opened in streams.values():
+        sizes, modality = _sizes(opened), opened.stream.modality
+        for name, value in (("streams", 1), ("groups", len(sizes)), ("tokens", int(sizes.sum()))):
+            counts[name][modality] += value
+        padded += [int((-(-sizes // length)).sum()) * length for length in lengths]
+    behind = sum(opened.tokens_behind_cuts[0] for opened in streams.values())
+    return Corpus(**counts, behind_cuts=behind, shards=np.array([part.dealt() for part in parts]), padded=padded)
+
+
+def count_lanes(plan: Plan, *, most: int) -> LanesForecast:
+    """Count what the lanes of a run with this config and seed will read, one step at least.
+
+    Args:
+        most: rows that are counted, over all data shards.
+    """
+    config, batches, num_shards = plan.config, plan.batches_by_steps, plan.facts.data_shards
+    rows, row_tokens = config.data.mixing.batch_size, config.row_tokens
+    streams = {
+        source.name: open_lengths(plan, source) for source in plan.sources if source.streams and not source.is_off
+    }
+    limit = min(most // rows, MOST_POSITIONS // (rows * row_tokens)) // num_shards
+    steps = min(config.train.steps, max(batches.step_of(limit) - 1, 1))
+    firsts = [batches.batches_before(step) for step in range(1, steps + 2)]
+    tokens, full = np.zeros((2, firsts[-1]), np.int64)
+    full += num_shards * rows * row_tokens
+    parts: dict[str, list[CountedSource]] = {name: [] for name in streams}
+    ends, runs_rows_on = [], runs_on(plan, None)
+    for shard in range(num_shards):
+        sources = []
+        for source in plan.sources:
+            dataset: Any = UnreadSource() if source.is_off else _unknown(rows, row_tokens)
+            if source.name in streams:
+                where = {"shard": shard, "num_shards": num_shards, "in_memory": streams[source.name]}
+                dataset = CountedSource(source.streams, *reading(plan, source), **where)
+                parts[source.name].append(dataset)
+            sources.append(BlendSource(source.name, dataset, source.weight))
+        blend = LaneBlend(
+            sources,
+            seed=config.run.seed,
+            rows=rows,
+            row_tokens=row_tokens,
+            runs_on=runs_rows_on,
+            tokenizer=IdsTokenizer(1),
+            micro_batches=batches,
+        )
+        tallies = {name: each[-1].tally for name, each in parts.items()}
+        for index in range(len(tokens)):
+            batch = next(blend, None)
+            if batch is None:
+                ends.append(index)
+                break
+            if "segment_ids" not in batch:
+                full[index] -= rows * row_tokens
+                continue
+            read = chain.from_iterable(batch["instability_meta_json"].rows)
+            for segment, modality in zip(read, batch["dataset_segments"], strict=True):
+                size = segment.stop - segment.start
+                tokens[index] += size
+                tallies[segment.source].tokens[modality] += size
+    # Shards without data run masked rows until none has any.
+    ended_at = max(ends) if len(ends) == num_shards else None
+    num_batches = len(tokens) if ended_at is None else ended_at
+    begun = [first for first in firsts[:-1] if first < num_batches]  # of the steps that have data
+    tokens, full = tokens[: firsts[len(begun)]], full[: firsts[len(begun)]]
+    return LanesForecast(
+        num_batches=num_batches,
+        is_whole=steps == config.train.steps or ended_at is not None,
+        ended_at=ended_at,
+        tokens=np.add.reduceat(tokens, begun),
+        full=np.add.reduceat(full, begun),
+        tallies={name: [part.counted() for part in each] for name, each in parts.items()},
+        corpora={name: _corpus(each, parts[name], row_tokens) for name, each in streams.items()},
+        runs_on=runs_rows_on,
+    )
+
+
+def _unknown(rows: int, row_tokens: int) -> Iterator[dict[str, Any]]:
+    """A data set of the user's own: full batches of unknown content."""
+    while True:
+        yield {"targets": np.zeros((rows, row_tokens), np.int64), "dataset_labels": ()}
