@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import pytest
 
 from trainer.cli.main import run
 from trainer.config.load import load_config
+from trainer.ending import STOP_SIGNALS
 from trainer.training.main import train
 from trainer.training.setup.open_run import Launch
 
@@ -25,12 +27,13 @@ class Ended:
 
 
 def program(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> Ended:
-    """Run `train <arguments>`. Not for runs that train: those install signal handlers."""
+    """Run `train <arguments>`."""
     return Ended(exit_code(arguments), *capsys.readouterr())
 
 
 def exit_code(arguments: Sequence[object]) -> int:
-    """Run `train <arguments>`; what it prints goes where this process prints."""
+    """Run `train <arguments>`; what it prints goes where this process prints, which gets its signal handlers back."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     before, sys.argv = sys.argv, ["train", *map(str, arguments)]
     code: object = None
     try:
@@ -39,6 +42,9 @@ def exit_code(arguments: Sequence[object]) -> int:
         code = end.code
     finally:
         sys.argv = before
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
     assert isinstance(code, int), code
     return code
 
