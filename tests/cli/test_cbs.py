@@ -24,7 +24,7 @@ from tests.support.in_process import Ended, exit_code, program
 from tests.support.ranks import last_logged
 from tests.support.runs import TIMEOUT_SEC, environment, read_rows, write_tiny_config
 from trainer.tools.branching import run_branches
-from trainer.training.signals import PARENT, STOP_SIGNALS
+from trainer.training.signals import PARENT
 
 STEP = 8
 OPTIONS = ("--at", STEP, "--seeds", 2, "--factors", "1/2,2", "--lr-grid", "1", "--tokens", 2_500, "--parallel", 2)
@@ -55,13 +55,8 @@ def contents(run_dir) -> dict[str, object]:
 
 
 def here(*arguments: object) -> Ended:
-    """The program in this process, which gets its signals back."""
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = exit_code(arguments)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    signal.set_wakeup_fd(-1)
     return Ended(code, out.getvalue(), err.getvalue())
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import pytest
 
 from trainer.cli.main import run
 from trainer.config.load import load_config
+from trainer.ending import STOP_SIGNALS
 from trainer.training.main import train
 from trainer.training.setup.open_run import Launch
-from trainer.training.signals import STOP_SIGNALS
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,12 @@ def program(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> 
 
 
 def exit_code(arguments: Sequence[object]) -> int:
-    """Run `train <arguments>`; what it prints goes where this process prints."""
+    """Run `train <arguments>`; what it prints goes where this process prints, which gets its signal handlers back."""
     before, sys.argv = sys.argv, ["train", *map(str, arguments)]
     code: object = None
     try:
-        run()
+        with own_signal_handlers():
+            run()
     except SystemExit as end:
         code = end.code
     finally:
@@ -47,9 +49,17 @@ def exit_code(arguments: Sequence[object]) -> int:
 
 def train_here(config: Path, run_dir: Path, *sets: str, code: int = 0) -> None:
     """A run of one rank, with an exit code."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
+    with own_signal_handlers():
         assert train(load_config(config, list(sets)), Launch(config_path=config, run_dir=str(run_dir))) == code
+
+
+@contextmanager
+def own_signal_handlers() -> Iterator[None]:
+    """This process gets its signal handlers back."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
