@@ -76,8 +76,8 @@ def sizes() -> dict[str, int]:
         "trainer: files": len(files["trainer"]),
         "tests: lines": sum(lines[path] for path in files["tests"]),
         # Counted, and checked, where they are made: tests/conftest.py.
-    "launches in make test": (640, 250),
-    "scripts: lines": sum(lines[path] for path in files["scripts"]),
+        "launches in make test": (640, 250),
+        "scripts: lines": sum(lines[path] for path in files["scripts"]),
         "words of documentation": sum(len(re.findall(r"\S+", path.read_text(encoding="utf-8"))) for path in prose),
         "functions with more than 10 parameters": sum(_parameters(node) > MOST_PARAMETERS for node in nodes),
         "places that make a UserError": sum(
