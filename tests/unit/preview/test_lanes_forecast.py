@@ -119,7 +119,7 @@ def test_the_forecast_is_what_the_lanes_then_read(
 def test_beyond_what_is_counted_the_forecast_is_right_within_2_percent(tmp_path: Path, corpus: str) -> None:
     plan = plan_of(tmp_path, corpus, "train.steps=400", world_size=2)
     fill, tokens, _ = read(plan)
-    preview = make_preview(plan, most=3200 if corpus == HUGE else 1200)  # the longest document, at least
+    preview = make_preview(plan, most=6400 if corpus == HUGE else 2400)  # the longest document, at least
     assert not preview.is_counted
     assert preview.fill is not None
     assert preview.fill.mean == pytest.approx(fill, abs=0.02)
@@ -132,7 +132,7 @@ def test_beyond_what_is_counted_the_forecast_is_right_within_2_percent(tmp_path:
 
 def test_the_end_of_data_without_repeat_is_found_though_it_is_not_counted(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "many a file", "train.steps=2000", "data.mixing.repeat=false")
-    whole, short = make_preview(plan), make_preview(plan, most=400)
+    whole, short = make_preview(plan), make_preview(plan, most=800)
     assert whole.is_counted > short.is_counted
     assert short.ends_at_step == pytest.approx(whole.ends_at_step, rel=0.05)
     assert [source.epochs for source in short.sources] == [1.0]
@@ -180,3 +180,14 @@ def test_low_fill_is_named_and_the_setting_helps(
 def test_full_rows_of_a_sound_corpus_have_no_warnings(tmp_path: Path, corpus: str) -> None:
     _, warnings = warned(tmp_path, corpus, "train.steps=20", world_size=2)
     assert [each.message for each in warnings] == []
+
+
+def test_a_data_set_of_ones_own_is_not_opened_and_its_batches_are_not_counted(tmp_path: Path) -> None:
+    plan_of(tmp_path, "many a file")  # writes it
+    own, files = '{name="own",target="nowhere:nothing"}', f'{{name="one",paths=["{tmp_path}/many a file/one/*"]}}'
+    preview = make_preview(plan_of(tmp_path, "many a file", f"data.source=[{own},{files}]"))
+    assert [source.tokens is None for source in preview.sources] == [True, False]
+    assert preview.fill is not None
+    assert preview.fill.mean == 1.0
+    assert preview.fill.full_tokens == pytest.approx(2 * ROWS * T / 2, rel=0.2)
+    assert make_preview(plan_of(tmp_path, "many a file", f"data.source=[{own}]")).fill is None

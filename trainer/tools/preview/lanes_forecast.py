@@ -18,7 +18,7 @@ from trainer.arrays import Ints
 from trainer.data.blend import BlendSource, UnreadSource
 from trainer.data.groups import OpenStream, StreamOpener
 from trainer.data.lanes import LaneBlend
-from trainer.data.shard_source import Handed, Reader, ShardSource
+from trainer.data.shard_source import Handed, Part, Reader, ShardSource
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.tools.preview.forecast import Tally
 from trainer.training.setup.parts import reading, runs_on
@@ -73,9 +73,10 @@ class LanesForecast:
 
 
 class CountedSource(ShardSource):
-    """A shard's part of a source that counts what is handed out."""
+    """A shard's part of a source that counts what is handed out. `deals` are those of all its shards, by their number."""
 
-    def __init__(self, *options: Any, **where: Any) -> None:
+    def __init__(self, *options: Any, deals: dict[int, list[list[Part]]], **where: Any) -> None:
+        self._deals = deals
         super().__init__(*options, **where)
         self.tally = Tally()
         self._opened: Counter[str] = Counter()
@@ -95,6 +96,11 @@ class CountedSource(ShardSource):
     def counted(self) -> Tally:
         """What was handed out so far, with the readers that ended."""
         return replace(self.tally, exhausts=self._opened - Counter(each.stream.modality for each in self._pool.readers))
+
+    def _deal(self, num_shards: int) -> list[list[Part]]:
+        if num_shards not in self._deals:
+            self._deals[num_shards] = super()._deal(num_shards)
+        return self._deals[num_shards]
 
     def _next_reader(self) -> Reader | None:
         reader = super()._next_reader()
@@ -166,14 +172,15 @@ def count_lanes(plan: Plan, *, most: int) -> LanesForecast:
     tokens, full = np.zeros((2, firsts[-1]), np.int64)
     full += num_shards * rows * row_tokens
     parts: dict[str, list[CountedSource]] = {name: [] for name in streams}
+    deals: dict[str, dict[int, list[list[Part]]]] = {name: {} for name in streams}
     ends, runs_rows_on = [], runs_on(plan, None)
     for shard in range(num_shards):
         sources = []
         for source in plan.sources:
             dataset: Any = UnreadSource() if source.is_off else _unknown(rows, row_tokens)
             if source.name in streams:
-                where = {"shard": shard, "num_shards": num_shards, "in_memory": streams[source.name]}
-                dataset = CountedSource(source.streams, *reading(plan, source), **where)
+                where: dict[str, Any] = {"shard": shard, "num_shards": num_shards, "in_memory": streams[source.name]}
+                dataset = CountedSource(source.streams, *reading(plan, source), deals=deals[source.name], **where)
                 parts[source.name].append(dataset)
             sources.append(BlendSource(source.name, dataset, source.weight))
         blend = LaneBlend(

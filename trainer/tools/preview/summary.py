@@ -184,7 +184,7 @@ def make_preview(plan: Plan, *, most: int = MAX_COUNTED) -> Preview:
     expected = expected_batches([source.weight for source in plan.sources], plan.num_batches, plan.batches_by_steps)
     forecast: Forecast | LanesForecast
     if reads_lanes(plan.config):
-        forecast = lanes = count_lanes(plan, most=most)
+        forecast = lanes = count_lanes(plan, most=most // 2)  # a row costs as much as two counted batches
         fill = _lanes_fill(plan, lanes)
         cells = lanes.full // plan.config.row_tokens
         sources = _lane_views(plan, expected, lanes, fill)
@@ -283,7 +283,7 @@ def _lanes_fill(plan: Plan, forecast: LanesForecast) -> FillView | None:
         least=float(fills.min()),
         mean=float(mean),
         most=float(fills.max()),
-        full_tokens=float(full.mean()),
+        full_tokens=float(forecast.full.mean()),
         runs_on=forecast.runs_on,
         padding=0.0 if forecast.runs_on else float(padding[0]),
         better_seq_len=plan.config.data.seq_len >> int(good[0]) if len(good) and not forecast.runs_on else 0,
