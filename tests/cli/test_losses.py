@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.in_process import program
-from tests.support.runs import overrides, read_rows, train, write_tiny_config
+from tests.support.runs import FULL_ROWS, overrides, read_rows, train, write_tiny_config
 
 MODULE = """
 import torch
@@ -81,7 +81,7 @@ def adds_up(row: dict[str, float], names: tuple[str, ...], *, prefix: str = "") 
     "sets",
     [
         (),
-        ("objective.chunk_tokens=8", "train.activation_checkpointing=block", "data.pack=true"),
+        ("objective.chunk_tokens=8", "train.activation_checkpointing=block", FULL_ROWS),
         ("train.tbptt_cells=2", "train.activation_checkpointing=cell"),
         ("train.precision=bf16", "train.on_non_finite=skip"),
     ],

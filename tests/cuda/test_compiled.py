@@ -12,13 +12,14 @@ from torch._dynamo.utils import counters
 
 from tests.support.late import events
 from tests.support.on_device import differences, train_here
+from tests.support.runs import FULL_ROWS
 
 pytestmark = pytest.mark.cuda
 # Batches of 4 and of 2 rows, a last evaluation batch of fewer, and every step measured and logged.
 SETS = ("train.steps=6", "checkpoint.every=0", "eval.every=3", "eval.holdout_fraction=0.2")
 RUNS = {
     "rglru": (),
-    "gated_delta, packed": ('model.family="gated_delta"', "data.pack=true"),
+    "gated_delta, full rows": ('model.family="gated_delta"', FULL_ROWS),
     "transformer": ('model.family="transformer"',),
     "gru": ('model.family="gru"',),
     "cells": ("train.tbptt_cells=2",),

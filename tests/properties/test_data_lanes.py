@@ -1,4 +1,4 @@
-"""Properties of slices, their deal to ranks, lanes and packing."""
+"""Properties of slices, their deal to ranks, and lanes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from trainer.data.deal import MOST_IDLE, assign_lanes, cut_slices, most_cells, plan_length
 from trainer.data.epochs import QueueKey
-from trainer.data.groups import pack_rows
 from trainer.data.reader import plan_lanes
 from trainer.tools.limits import IDLE
 
@@ -96,24 +95,6 @@ def test_a_plan_reads_each_cell_once_in_order_on_one_lane(cells, num_lanes, seed
         done = [int(c) for batch in batches[:stop] for c in batch]
         taken = [sum(first <= c < first + size for c in done) for first, size in zip(offsets, cells, strict=False)]
         assert plan.taken(cells, stop).tolist() == taken
-
-
-@PROFILE
-@given(lengths_of, st.integers(12, 20))
-def test_rows_are_filled_as_best_fit_decreasing_fills_them(lengths, capacity):
-    rows = pack_rows(lengths, capacity)
-    assert len(rows) == len(lengths)
-    fill = np.bincount(rows, weights=lengths) if len(rows) else np.zeros(0)
-    plain: list[int] = []  # the longest first, each into the fullest row with room
-    for length in sorted(lengths.tolist(), reverse=True):
-        fitting = [row for row in range(len(plain)) if plain[row] + length <= capacity]
-        if fitting:
-            plain[max(fitting, key=plain.__getitem__)] += length
-        else:
-            plain.append(length)
-    assert sorted(fill.astype(int).tolist()) == sorted(plain)
-    firsts = [rows.tolist().index(row) for row in range(len(fill))]
-    assert firsts == sorted(firsts)
 
 
 MAX_GROUP_CELLS = 64

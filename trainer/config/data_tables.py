@@ -121,8 +121,6 @@ class DataTable(Table):
     align: Literal["auto", "stream", "document"] = "auto"
     """Of full rows (batching_mode per_row). stream: no gaps, documents begin within rows; document: each begins a row and its
     last one is padded; auto: stream where the model runs resets in one pass."""
-    pack: bool = False
-    """Pack documents shorter than a cell into shared rows, without carried state."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Micro-batches prepared ahead by a background thread; 0: no thread."""
     cache_dir: Text | None = None

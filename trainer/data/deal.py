@@ -25,7 +25,7 @@ def most_cells(cells: Ints, num_slices: int, num_lanes: int) -> int:
     micro-batches as fill all rows, or as its longest group has cells, if that is more.
 
     Args:
-        cells: of each document, or row of packed ones.
+        cells: of each document.
         num_slices, num_lanes: ranks, and rows per batch.
     """
     most = int(cells.max(initial=0))

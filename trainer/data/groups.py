@@ -1,8 +1,7 @@
 """Opening a stream: its documents, those of the split, and the groups of cells that they are cut into.
 
-A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a document, a run of cells of one
-that is cut, or, with packing, one row of several documents that are shorter than a cell. Which documents are held out from
-training is a pure function of a stable hash.
+A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a document, or a run of cells of one
+that is cut. Which documents are held out from training is a pure function of a stable hash.
 """
 
 from __future__ import annotations
@@ -55,51 +54,16 @@ def documents_of(split: Split, relative_path: str, num_documents: int, fraction:
     return held if split == "holdout" else ~held
 
 
-def pack_rows(lengths: Ints, capacity: int) -> Ints:
-    """Best-fit decreasing: the row of each document, int64 [n]; no row holds more than `capacity` tokens.
-
-    Rows are numbered in the order of their first documents. The free room of all open rows is one bit set, so that the
-    fullest row that still fits is found in a few machine operations.
-    """
-    rows_with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit r is set where a row with room r is open
-    row_of = np.empty(len(lengths), dtype=np.int64)
-    num_rows = 0
-    order = np.argsort(-lengths, kind="stable")
-    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        fitting = rooms >> length
-        if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            row = rows_with_room[room].pop()
-            if not rows_with_room[room]:
-                rooms &= ~(1 << room)
-        else:
-            room, row = capacity, num_rows
-            num_rows += 1
-        row_of[document] = row
-        if left := room - length:
-            rows_with_room[left].append(row)
-            rooms |= 1 << left
-    first = np.full(num_rows, len(lengths), dtype=np.int64)
-    np.minimum.at(first, row_of, np.arange(len(lengths)))
-    number = np.empty(num_rows, dtype=np.int64)
-    number[np.argsort(first)] = np.arange(num_rows)
-    return number[row_of]
-
-
 @dataclass(frozen=True)
 class GroupTable:
     """The groups of a stream in file order, G of them.
 
     Args:
         namespace, relative_path: ids are made of them, see `ids_of`.
-        documents: the group's document (of a packed row: its first), int64 [G].
+        documents: the group's document, int64 [G].
         first_cells: the document's cell at which the group begins, int64 [G].
         num_cells: int64 [G].
         cell_offsets: the stream's cell at which the group begins, int64 [G + 1].
-        segment_offsets: where a packed row's documents are in `segment_documents`, int64 [G + 1]; an empty range for
-            groups that are not packed.
-        segment_documents: int64 [packed documents].
     """
 
     namespace: str
@@ -108,8 +72,6 @@ class GroupTable:
     first_cells: Ints
     num_cells: Ints
     cell_offsets: Ints
-    segment_offsets: Ints
-    segment_documents: Ints
 
     @property
     def num_groups(self) -> int:
@@ -119,10 +81,7 @@ class GroupTable:
     def num_tokens(self, lengths: Ints, seq_len: int) -> Ints:
         """Target tokens of each group, int64 [G]; `lengths`: those of the stream's documents."""
         left = lengths[self.documents] - self.first_cells * seq_len
-        packed = _offsets(lengths[self.segment_documents])[self.segment_offsets]
-        found: Ints = np.where(
-            np.diff(self.segment_offsets) > 0, np.diff(packed), np.minimum(left, self.num_cells * seq_len)
-        )
+        found: Ints = np.minimum(left, self.num_cells * seq_len)
         return found
 
     def ids_of(self, groups: Ints, epoch: int = 0) -> Ints:
@@ -147,7 +106,6 @@ class CutOptions:
         namespace: the source's name, part of every group id: two sources that read the same file do not share groups.
         seq_len: target tokens per cell, T.
         max_group_cells: most cells per group; 0: documents are cut only where ranks would wait (`most_cells`).
-        pack: put several documents shorter than a cell into one row.
         split, holdout_fraction: which documents are used.
 
     Raises:
@@ -157,7 +115,6 @@ class CutOptions:
     namespace: str
     seq_len: int
     max_group_cells: int = 0
-    pack: bool = False
     split: Split = "train"
     holdout_fraction: float = 0.0
 
@@ -200,25 +157,8 @@ def build_groups(lengths: Ints, kept: Ints, relative_path: str, cut: CutOptions)
     sizes = lengths if len(kept) == len(lengths) else lengths[kept]
     if sizes.min(initial=1) == 0:
         kept, sizes = kept[sizes > 0], sizes[sizes > 0]
-    segments = sizes_of_rows = np.empty(0, np.int64)
-    if cut.pack and (is_short := sizes < cut.seq_len).any():
-        short, kept, sizes = kept[is_short], kept[~is_short], sizes[~is_short]
-        row_of = pack_rows(lengths[short], cut.seq_len)
-        segments = short[np.argsort(row_of, kind="stable")]
-        sizes_of_rows = np.bincount(row_of).astype(np.int64)
     documents, first, cells = _runs(kept, sizes, cut)
-    segment_offsets = np.zeros(len(documents) + 1, np.int64)
-    if len(segments):
-        leaders = segments[_offsets(sizes_of_rows)[:-1]]
-        documents = np.concatenate([documents, leaders])
-        first = np.concatenate([first, np.zeros(len(leaders), np.int64)])
-        cells = np.concatenate([cells, np.ones(len(leaders), np.int64)])
-        num_segments = np.concatenate([np.zeros(len(documents) - len(leaders), np.int64), sizes_of_rows])
-        # Packed rows are in the order of their leaders, which sorting keeps: `segments` needs no reordering.
-        order = np.lexsort((first, documents))
-        documents, first, cells = documents[order], first[order], cells[order]
-        segment_offsets = _offsets(num_segments[order])
-    return GroupTable(cut.namespace, relative_path, documents, first, cells, _offsets(cells), segment_offsets, segments)
+    return GroupTable(cut.namespace, relative_path, documents, first, cells, _offsets(cells))
 
 
 @dataclass(frozen=True)

@@ -276,7 +276,7 @@ class StreamMixingDataset:
             "cut_for": shape,
         }
         self._uniforms = KeyedUniforms("pick", name, mix.seed, "all" if self._shared else rank)
-        self._collator = Collator(name=name, tokenizer=read.tokenizer, seq_len=cut.seq_len, pack=cut.pack)
+        self._collator = Collator(name=name, tokenizer=read.tokenizer, seq_len=cut.seq_len)
         # What is held out is read from the files that the training data have, which warn of themselves.
         self._opener = StreamOpener(options, cut, cut_for=shape, warns=cut.split != "holdout", in_memory=in_memory)
         # Readers keep their streams open themselves; the cache serves those of the next epoch.

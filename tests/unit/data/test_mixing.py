@@ -60,13 +60,12 @@ def test_batches_do_not_depend_on_how_many_are_prepared_together(write_streams, 
 
 def test_batch_sizes_differ_by_modality_and_keys_have_the_promised_types(write_streams, mixing):
     streams = write_streams({"a": [[4] * 20], "b": [[4] * 20]})
-    for batch in (next(mixing(streams, batch_size_by_modality={"b": 5}, seed=s, pack=s > 3)) for s in range(8)):
+    for batch in (next(mixing(streams, batch_size_by_modality={"b": 5}, seed=s)) for s in range(8)):
         rows = 5 if batch["dataset_segments"][0] == "b" else 2
         assert batch["dataset_labels"] == ["source"] * rows
         for dtype, shape, keys in (
             ("int64", (rows, 4), ("tokens", "targets")),
             ("int8", (rows, 4), ("token_types",)),
-            ("bool", (rows, 4), ("resets",) if "resets" in batch else ()),
             ("int64", (rows,), ("group_ids", "cell_index", "pack_num_samples")),
             ("bool", (rows,), ("is_last",)),
         ):

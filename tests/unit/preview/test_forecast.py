@@ -22,7 +22,7 @@ MODES = [
     ("data.mixing.pick_mode=uniform", "data.mixing.num_streams_mixed=3"),
     ("data.mixing.pick_mode=round_robin", "data.mixing.num_streams_mixed=7", "train.micro_batches=3"),
     ("data.mixing.batching_mode=device_per_stream", "run.seed=3"),
-    ("data.pack=true", "eval.holdout_fraction=0.2"),
+    ("eval.holdout_fraction=0.2",),
     ("data.mixing.repeat=false", "data.mixing.batch_size=3"),
     ("data.max_group_cells=0", "data.mixing.batch_size=9"),
     ("data.mixing.repeat=false", "data.mixing.batching_mode=device_per_stream", "data.mixing.batch_size=1"),

@@ -10,14 +10,13 @@ from typing import Literal
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.deal import plan_length
-from trainer.data.groups import CutOptions, build_groups, documents_of, held_out
+from trainer.data.groups import held_out
 from trainer.data.layout import Stream
 
 CELLS_PER_DOCUMENT = 8  # enough for carried state to matter
 SEQ_LEN_RANGE = (16, 256)
-PACKED_SEQ_LEN = 128
-LARGEST_BATCH, LARGEST_POOL, LARGEST_GROUP, SMALLEST_GROUP = 8, 8, 64, 4
+SHORT_SEQ_LEN = 128  # of documents that are shorter, several of which a row holds
+LARGEST_BATCH, LARGEST_POOL = 8, 8
 TOKENS_PER_STEP, MOST_MICRO_BATCHES = 4096, 8
 STEPS_RANGE = (100, 2000)
 HOLDOUT_FRACTIONS = (0.02, 0.05, 0.1, 0.2)
@@ -38,8 +37,6 @@ class Sizes:
     `passes`: over the documents that are not held out."""
 
     seq_len: int
-    max_group_cells: int
-    pack: bool
     num_streams_mixed: int
     batch_size: int
     micro_batches: int
@@ -49,31 +46,29 @@ class Sizes:
 
 
 def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: float = 1.0) -> Sizes:
-    """Sizes that fill the rows of a batch and let a run see its training documents about once, within `STEPS_RANGE`.
+    """Sizes with which rows are full and a run sees its training documents about once, within `STEPS_RANGE`.
 
     Args:
         lengths: tokens of each document, by stream; at least one document has a token.
         share: of all data that these streams are.
     """
-    all_lengths = np.concatenate(lengths)
-    total = int(all_lengths.sum())
-    seq_len, pack = _cell(all_lengths, total)
-    cells = [-(-int(each.sum()) // seq_len) if pack else int((-(-each // seq_len)).sum()) for each in lengths]
-    batch = _power_of_two(sum(cells) // 32, 1, LARGEST_BATCH)
-    # The rows of a batch read different groups: long documents are cut so that a stream has enough of them.
-    typical_cells = int(np.median([count for count in cells if count]))
-    group = int(np.clip(typical_cells // (2 * batch), SMALLEST_GROUP, LARGEST_GROUP))
-    groups = cells if pack else [int((-(-each // (seq_len * group))).sum()) for each in lengths]
-    rows = float(np.mean([min(batch, count) for count in groups if count]))
-    micro = int(np.clip(round(TOKENS_PER_STEP / (rows * seq_len)), 1, MOST_MICRO_BATCHES))
     holdout = _holdout(streams, lengths)
-    trained = (total - sum(held for held, _ in _held_out(streams, lengths, holdout).values())) / share
-    tokens_a_step = rows * seq_len * micro
+    kept = np.concatenate(
+        [
+            each[~held_out(stream.relative_path, len(each), holdout)]
+            for stream, each in zip(streams, lengths, strict=True)
+        ]
+    )
+    trained = int(kept.sum()) / share
+    seq_len = _seq_len(kept, int(kept.sum()))
+    # A row reads documents one behind the other, and an epoch has to last longer than its longest document does.
+    fitting = min(np.count_nonzero(kept) / share, trained / int(kept.max()), trained / (32 * seq_len))
+    batch = _power_of_two(int(fitting), 1, LARGEST_BATCH)
+    micro = int(np.clip(round(TOKENS_PER_STEP / (batch * seq_len)), 1, MOST_MICRO_BATCHES))
+    tokens_a_step = batch * seq_len * micro
     steps = int(np.clip(round(trained / tokens_a_step), *STEPS_RANGE))
     return Sizes(
         seq_len=seq_len,
-        max_group_cells=group,
-        pack=pack,
         num_streams_mixed=min(LARGEST_POOL, len(lengths)),
         batch_size=batch,
         micro_batches=micro,
@@ -83,14 +78,14 @@ def choose_sizes(streams: Sequence[Stream], lengths: Sequence[Ints], *, share: f
     )
 
 
-def _cell(lengths: Ints, total: int) -> tuple[int, bool]:
-    """(seq_len, pack): half of all tokens are in documents of at least about `CELLS_PER_DOCUMENT` cells."""
+def _seq_len(lengths: Ints, total: int) -> int:
+    """Half of all tokens are in documents of at least about `CELLS_PER_DOCUMENT` cells, unless most are short."""
     ordered = np.sort(lengths)
     typical = int(ordered[np.searchsorted(np.cumsum(ordered), total / 2)])
     roomy = _power_of_two(total // 64, *SEQ_LEN_RANGE)  # little data still gives some cells
     if typical < 2 * CELLS_PER_DOCUMENT * SEQ_LEN_RANGE[0] and len(lengths) > 1:
-        return min(PACKED_SEQ_LEN, roomy), True
-    return min(_power_of_two(typical // CELLS_PER_DOCUMENT, *SEQ_LEN_RANGE), roomy), False
+        return min(SHORT_SEQ_LEN, roomy)
+    return min(_power_of_two(typical // CELLS_PER_DOCUMENT, *SEQ_LEN_RANGE), roomy)
 
 
 def _power_of_two(value: int, lowest: int, highest: int) -> int:
@@ -138,48 +133,30 @@ class Part:
     """Of the training documents."""
     token_share: float
     """Of all training tokens."""
-    drawn_share: float
-    """Of those that are drawn."""
     weight: float
+    """Its share of those that are drawn."""
 
 
 def parts_of(streams: Sequence[Stream], lengths: Sequence[Ints], sizes: Sizes, mix: Mix) -> list[Part]:
-    """The modalities with the weights that draw them in the shares of `mix`.
-
-    A weight is a share of the micro-batches, whose rows are not all filled: a share of the tokens is that of the micro-batches
-    times the tokens of an average one. So weight = share * batches / tokens, scaled to sum to 1.
-    """
-    passes: dict[str, list[tuple[int, int]]] = {}
+    """The modalities with the weights that draw them in the shares of `mix`: a weight is a share of the tokens."""
+    tokens: dict[str, int] = dict.fromkeys(sorted(stream.modality for stream in streams), 0)
     for stream, each in zip(streams, lengths, strict=True):
-        passes.setdefault(stream.modality, []).append(_pass(stream, each, sizes))
-    tokens = {name: sum(each[0] for each in found) for name, found in sorted(passes.items())}
+        kept = ~held_out(stream.relative_path, len(each), sizes.holdout_fraction)
+        tokens[stream.modality] += int(each[kept].sum())
     tokens = {name: count for name, count in tokens.items() if count}
-    batches = {name: sum(each[1] for each in passes[name]) for name in tokens}
     asked = {name: count ** MIXES[mix][1] for name, count in tokens.items()}
-    raw = {name: asked[name] * batches[name] / tokens[name] for name in tokens}
     sources = _source_names(list(tokens))
     return [
         Part(
             modality=name,
             source=sources[name],
-            streams=len(passes[name]),
+            streams=sum(stream.modality == name for stream in streams),
             tokens=tokens[name],
             token_share=tokens[name] / sum(tokens.values()),
-            drawn_share=asked[name] / sum(asked.values()),
-            weight=raw[name] / sum(raw.values()),
+            weight=asked[name] / sum(asked.values()),
         )
         for name in tokens
     ]
-
-
-def _pass(stream: Stream, lengths: Ints, sizes: Sizes) -> tuple[int, int]:
-    """(tokens, micro-batches) of a pass over the training documents of a stream, as one rank reads it."""
-    kept = np.flatnonzero(documents_of("train", stream.relative_path, len(lengths), sizes.holdout_fraction))
-    cut = CutOptions("", sizes.seq_len, sizes.max_group_cells, sizes.pack)
-    groups = build_groups(lengths, kept, stream.relative_path, cut)
-    if not groups.num_groups:
-        return 0, 0
-    return int(lengths[kept].sum()), plan_length(groups.num_cells, sizes.batch_size)
 
 
 def _source_names(modalities: Sequence[str]) -> dict[str, str]:

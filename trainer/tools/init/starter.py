@@ -29,11 +29,11 @@ micro_batches = {micro_batches}   # micro-batches per optimizer step and rank
 [data]
 seq_len = {seq_len}   # tokens per cell; the recurrent state is carried from cell to cell
 tokenizer = {tokenizer}   # bytes, ids, or the path of a tokenizer.json
-{vocabulary}max_group_cells = {max_group_cells}   # state is carried over at most this many cells
-{packing}
+{vocabulary}
 [data.mixing]
+batching_mode = "per_row"   # each row reads documents one behind the other
 num_streams_mixed = {num_streams_mixed}   # streams read concurrently (K)
-batch_size = {batch_size}   # cells per micro-batch and rank
+batch_size = {batch_size}   # rows per micro-batch and rank
 
 {sources}
 
@@ -61,7 +61,6 @@ VOCABULARY = """\
 # The largest id is {} (it occurs {:,} times). Set this to your tokenizer's vocabulary size.
 vocab_size = {}
 """
-PACKING = "pack = true   # most documents are shorter than a cell, so several share a row\n"
 TYING = "args = { tie_embeddings = true }   # one matrix of vocabulary x dim instead of two\n"
 OBJECTIVE = "[objective]\ntoken_types = true   # report the loss by type of character\n\n"
 EVALUATION = """\
@@ -113,7 +112,7 @@ class Starter:
 
 
 def _shares(part: Part) -> str:
-    return f"{part.token_share:.1%} of the training tokens, {part.drawn_share:.1%} of what is drawn"
+    return f"{part.token_share:.1%} of the training tokens, {part.weight:.1%} of what is drawn"
 
 
 def render_starter(starter: Starter, *, schema: str | None) -> str:
@@ -130,7 +129,6 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
         head="\n".join([*(f"# {line}" for line in starter.found), *notes]),
         length=starter.length,
         vocabulary=VOCABULARY.format(*starter.largest_id, starter.vocab_size) if starter.vocab_size else "",
-        packing=PACKING if sizes.pack else "",
         sources=_sources(starter),
         evaluation=evaluation if sizes.holdout_fraction else NO_EVALUATION,
         tying=TYING if starter.num_ids >= TIE_FROM_VOCABULARY else "",
@@ -152,7 +150,7 @@ def _sources(starter: Starter) -> str:
     head = "# Add [[data.source]] tables to blend in more data; weight sets the proportions."
     if len(starter.sources) > 1:
         others = ", ".join(f"{mix}: {words}" for mix, (words, _) in MIXES.items() if mix != starter.mix)
-        text = "One source per modality. A weight is a share of the micro-batches; these draw each modality "
+        text = "One source per modality. A weight is a share of the tokens; these draw each modality "
         text += f"{MIXES[starter.mix][0]} (train init --weights {starter.mix}). Other choices: {others}."
         head = _comment(text)
     blocks = []

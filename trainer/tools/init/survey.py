@@ -25,7 +25,7 @@ from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.metrics.progress_bar import progress_bar
 from trainer.storage import is_url
-from trainer.tools.init.sizing import Mix, Part, Sizes, choose_sizes, never_held_out, parts_of
+from trainer.tools.init.sizing import Mix, Part, choose_sizes, never_held_out, parts_of
 from trainer.tools.init.starter import Starter, StarterSource, render_starter
 from trainer.tools.inspection.survey import Guess, guess, look
 from trainer.tools.inspection.verify import describe, not_text
@@ -74,7 +74,7 @@ def make_starter(
         raise UserError(paths[0], "holds no token at all", "name files with text or token ids in them")
     sizes = choose_sizes(chosen, lengths, share=share)
     parts = parts_of(chosen, lengths, sizes, weights)
-    notes = _notes(at, lengths, kind, share, sizes)
+    notes = _notes(at, kind, share)
     if strange := not_text(chosen, format):
         notes.append(describe(strange, len(chosen)))
     without = never_held_out(chosen, lengths, sizes.holdout_fraction) if sizes.holdout_fraction else []
@@ -134,7 +134,7 @@ def _found_lines(at: Discovery, chosen: list[Stream], lengths: list[Ints], kind:
     return lines + [f"  modality {name}: {counts(name)}" for name in modalities if len(modalities) > 1]
 
 
-def _notes(at: Discovery, by_stream: list[Ints], kind: Guess, share: float, sizes: Sizes) -> list[str]:
+def _notes(at: Discovery, kind: Guess, share: float) -> list[str]:
     notes = []
     if share < 1.0:
         notes.append(f"only {share:.0%} of the bytes were inspected; ids or lengths may differ in the rest")
@@ -142,14 +142,6 @@ def _notes(at: Discovery, by_stream: list[Ints], kind: Guess, share: float, size
         notes.append(f"not read, because not in a modality's directory: {few(at.left_out)}")
     if kind.dtype is not None:
         notes.append(f"the dtype {kind.dtype} is guessed from the files' bytes; --dtype overrides it")
-    lengths = np.concatenate(by_stream)
-    if num_cut := int((lengths > sizes.seq_len * sizes.max_group_cells).sum()):
-        verb = "is" if num_cut == 1 else "are"
-        length = f"{sizes.seq_len * sizes.max_group_cells:,} tokens (max_group_cells)"
-        notes.append(
-            f"{num_cut:,} of {counted(len(lengths), 'document')} {verb} longer than the {length} over which the recurrent "
-            "state is carried; it begins anew from zero after them"
-        )
     return notes
 
 

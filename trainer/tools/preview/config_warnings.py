@@ -115,7 +115,7 @@ def _slice_warnings(config: RunConfig, view: SourceView, world_size: int, median
         fix = fix if churn.better is None else f"set it to {churn.better}"
         yield ConfigWarning(key, f"{largest}: {churn.words}, which takes most of the time", fix)
     yield from _rank_warnings(view, config.data)
-    if view.padding_share > PADDING and not config.data.pack:
+    if view.padding_share > PADDING:
         cut = "" if config.train.tbptt_cells == 1 else f" (rows of {config.row_tokens}, with train.tbptt_cells)"
         problem = f"{config.data.seq_len}{cut} pads {view.padding_share:.0%} of the tokens of source {view.name}"
         shorter = max(int(config.data.seq_len * (1 - view.padding_share) / 2), 1)

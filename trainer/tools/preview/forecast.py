@@ -142,9 +142,9 @@ def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
         UserError: a file cannot be read or is damaged, or there is no document to train on.
     """
     config, table, mixing = plan.config, source.table, mixing_of(plan.config, source.table)
-    data, holdout = config.data, config.eval.holdout_fraction
+    holdout = config.eval.holdout_fraction
     options = ReadOptions(plan.tokenizer, table.dtype, table.eod, table.text_split, table.format)
-    cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, data.pack, "train", holdout)
+    cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, "train", holdout)
     shared = mixing.batching_mode == "per_stream"
     turns = QueueKey(source.name, config.run.seed, len(source.streams), shared).turns
     sizes = mixing.batch_size, mixing.batch_size_by_modality
