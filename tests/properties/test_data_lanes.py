@@ -9,10 +9,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.deal import MOST_IDLE, assign_lanes, cut_slices, most_cells, plan_length
+from trainer.data.deal import assign_lanes, cut_slices, plan_length
 from trainer.data.epochs import QueueKey
 from trainer.data.reader import plan_lanes
-from trainer.tools.limits import IDLE
 
 PROFILE = settings(max_examples=200, deadline=None, derandomize=True)
 lengths_of = st.lists(st.integers(1, 12), min_size=0, max_size=30).map(lambda values: np.array(values, dtype=np.int64))
@@ -31,30 +30,6 @@ def test_slices_are_contiguous_cover_all_and_are_as_level_as_groups_allow(cells,
     boundaries = np.concatenate([[0], np.cumsum(cells)])
     for cut, bound in enumerate(bounds.tolist()):
         assert abs(boundaries[bound] - cut * ideal) <= np.abs(boundaries - cut * ideal).min() + 1e-9
-
-
-@PROFILE
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 4))
-def test_documents_are_cut_no_shorter_than_it_takes_for_ranks_not_to_wait(cells, num_slices, num_lanes):
-    def idle(most):
-        """The share of micro-batches without rows over all ranks, with all groups of a slice read side by side."""
-        groups = [min(most, size - begin) for size in cells for begin in range(0, size, most)]
-        bounds = cut_slices(np.array(groups), num_slices)
-        picks = [max(*groups[a:b], math.ceil(sum(groups[a:b]) / num_lanes), 0) for a, b in itertools.pairwise(bounds)]
-        return 1 - np.mean(picks) / max(picks)
-
-    found, longest = most_cells(np.array(cells), num_slices, num_lanes), max(cells)
-    tried = [longest] + [2**k for k in range(20, 5, -1) if 2**k < longest]
-    if num_slices == 1 or longest <= 64:
-        assert found == longest
-    else:
-        assert found in tried
-        assert found == 64 or idle(found) <= 0.1 + 1e-9
-        assert all(idle(most) > 0.1 - 1e-9 for most in tried[: tried.index(found)])
-
-
-def test_ranks_are_as_idle_as_the_preview_lets_them_be():
-    assert MOST_IDLE == IDLE
 
 
 @PROFILE

@@ -31,13 +31,6 @@ settings_of = st.fixed_dictionaries(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _short_documents_are_cut_for_ranks_too():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.data.deal.FEWEST_CELLS", 2)
-        yield
-
-
 def dataset(streams, *, rank=0, world_size=1, **kwargs):
     given = {"tokenizer": WideTokens(), "repeat": False, **kwargs}
     return mixing_dataset(streams, rank=rank, world_size=world_size, **given)

@@ -1,45 +1,14 @@
-"""How a stream's groups are dealt: to ranks in slices, in a slice to lanes; and how long they may be for ranks not to wait."""
+"""How a stream's groups are dealt: to ranks in slices, in a slice to lanes."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.arrays import Ints
-
-FEWEST_CELLS: Final = 64
-"""Groups of so many cells are never cut to balance ranks."""
-MOST_IDLE: Final = 0.1
-"""Share of its micro-batches in which a rank of a healthy run may have no rows."""
-
-
-def most_cells(cells: Ints, num_slices: int, num_lanes: int) -> int:
-    """The most cells per group with which ranks that share a stream hardly wait for each other: those of the longest document
-    where it need not be cut.
-
-    Documents are tried uncut, then cut into groups of at most 2^k cells for ever smaller k, until the average rank has no
-    rows in at most `MOST_IDLE` of the stream's micro-batches, or groups have `FEWEST_CELLS`. A slice takes as many
-    micro-batches as fill all rows, or as its longest group has cells, if that is more.
-
-    Args:
-        cells: of each document.
-        num_slices, num_lanes: ranks, and rows per batch.
-    """
-    most = int(cells.max(initial=0))
-    while num_slices > 1 and most > FEWEST_CELLS:
-        counts = -(-cells // most)
-        groups = np.full(counts.sum(), most)
-        groups[np.cumsum(counts) - 1] = cells - (counts - 1) * most
-        bounds = cut_slices(groups, num_slices).tolist()
-        slices = [groups[start:stop] for start, stop in itertools.pairwise(bounds)]
-        picks = [max(-(-part.sum() // num_lanes), part.max(initial=0)) for part in slices]
-        if sum(picks) >= (1 - MOST_IDLE) * max(picks) * num_slices:
-            break
-        most = max(1 << (most - 1).bit_length() - 1, FEWEST_CELLS)
-    return most
 
 
 def cut_slices(cells: Ints, num_slices: int) -> Ints:

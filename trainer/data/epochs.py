@@ -193,7 +193,7 @@ class ReaderQueue:
         )
 
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 State = Mapping[str, Any]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,6 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from trainer.arrays import Ints
-from trainer.data.deal import most_cells
 from trainer.data.documents import ReadOptions, TokenArray, TokenTable
 from trainer.data.formats import format_name, load_documents, takes_option
 from trainer.data.layout import Stream
@@ -105,7 +104,7 @@ class CutOptions:
     Args:
         namespace: the source's name, part of every group id: two sources that read the same file do not share groups.
         seq_len: target tokens per cell, T.
-        max_group_cells: most cells per group; 0: documents are cut only where ranks would wait (`most_cells`).
+        max_group_cells: most cells per group; 0: documents are not cut.
         split, holdout_fraction: which documents are used.
 
     Raises:
@@ -190,35 +189,14 @@ def file_bytes(stream: Stream) -> int:
     return os.stat(path).st_size if os.path.exists(path) else 0
 
 
-CutFor: TypeAlias = Mapping[str, Any]
-"""The `world_size`, `batch_size` and `batch_size_by_modality` that documents are cut for: those with which a run began, so that
-groups stay the same when it continues with others."""
-
-
-def cut_for(
-    batch_size: int, batch_size_by_modality: Mapping[str, int], *, world_size: int, num_streams: int, shared: bool
-) -> CutFor:
-    """What the documents of a source are cut for in a run that begins.
-
-    Ranks that pick alone wait for nobody, and only with fewer streams than ranks would some have nothing to read.
-    """
-    num_ranks = world_size if shared or num_streams < world_size else 1
-    by_modality = dict(batch_size_by_modality)
-    return {"world_size": num_ranks, "batch_size": batch_size, "batch_size_by_modality": by_modality}
-
-
 def lanes_of(stream: Stream, sizes: Mapping[str, Any]) -> int:
-    """The lanes of a reader of this stream, by the batch sizes of a reshard point, a saved state or a `CutFor`."""
+    """The lanes of a reader of this stream, by the batch sizes of a reshard point or a saved state."""
     lanes: int = sizes["batch_size_by_modality"].get(stream.modality, sizes["batch_size"])
     return lanes
 
 
-def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions, cut_for: CutFor | None = None) -> OpenStream:
-    """Read a stream's file and cut it into groups; a UserError if it is unreadable or damaged.
-
-    Args:
-        cut_for: None: nobody shares the stream.
-    """
+def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions) -> OpenStream:
+    """Read a stream's file and cut it into groups; a UserError if it is unreadable or damaged."""
     if stream.tokens:
         options = ReadOptions(options.tokenizer, format="megatron")
     num_bytes = file_bytes(stream)  # before it is read, so that nothing is cut unseen
@@ -226,11 +204,6 @@ def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions, cut_for: 
     is_kept = documents_of(cut.split, stream.relative_path, documents.num_documents, cut.holdout_fraction)
     kept = np.flatnonzero(is_kept)
     groups = build_groups(documents.lengths, kept, stream.relative_path, cut)
-    if cut_for is not None and not cut.max_group_cells:
-        most = most_cells(groups.num_cells, cut_for["world_size"], lanes_of(stream, cut_for))
-        if most < groups.num_cells.max(initial=0):
-            shorter = replace(cut, max_group_cells=most)
-            groups = build_groups(documents.lengths, kept, stream.relative_path, shorter)
     return OpenStream(stream, documents, groups, cut.seq_len, num_bytes)
 
 
@@ -250,8 +223,8 @@ def has_zero_halves(tokens: TokenArray) -> bool:
 class StreamOpener:
     """Opens the streams of a source, counts their documents, and warns of files that `eod` or `dtype` do not fit.
 
-    With `warns` false, `warn` reports all that were opened, otherwise the first of either kind is warned of. For `cut_for` see
-    `open_stream`; `in_memory` has, by relative path, streams that are no files.
+    With `warns` false, `warn` reports all that were opened, otherwise the first of either kind is warned of.
+    `in_memory` has, by relative path, streams that are no files.
     """
 
     def __init__(
@@ -259,12 +232,10 @@ class StreamOpener:
         options: ReadOptions,
         cut: CutOptions,
         *,
-        cut_for: CutFor | None = None,
         warns: bool = True,
         in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
     ) -> None:
         self._options, self._cut, self._warns, self._in_memory = options, cut, warns, in_memory
-        self.cut_for = cut_for
         self._behind_cuts: list[tuple[int, int]] | None = []  # of each stream that was opened; None: it was said
         self.current: Stream | None = None  # being opened, or read from
         self._num_documents: dict[Stream, int] = {}
@@ -278,7 +249,7 @@ class StreamOpener:
         if stream.relative_path in self._in_memory:
             return self._in_memory[stream.relative_path]
         try:
-            opened = open_stream(stream, self._options, self._cut, self.cut_for)
+            opened = open_stream(stream, self._options, self._cut)
         except UserError as error:
             error.where = f"source {self._cut.namespace}"
             raise

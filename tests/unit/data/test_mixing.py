@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -82,30 +81,6 @@ def test_a_rank_whose_slice_has_ended_yields_a_masked_row(write_streams, mixing)
     alone = {"world_size": 3, "batching_mode": "device_per_stream", "max_group_cells": 1000}
     assert sorted(next(mixing(streams, rank=r, **alone))["group_ids"][0] == -1 for r in range(3)) == [0, 1, 1]
     assert sorted(len(list(mixing(streams, rank=r, **alone, repeat=False))) for r in range(3)) == [0, 0, 100]
-
-
-def test_documents_are_cut_for_the_ranks_that_began_and_it_is_said(write_streams, mixing, caplog):
-    """One document of 300 cells among short ones: on one rank it stays whole, on two ranks each reads about a half."""
-    caplog.set_level("INFO")
-    streams = write_streams({"a": [[1200, *[40] * 30]]})
-    began = [mixing(streams, rank=r, world_size=2, max_group_cells=0, repeat=False) for r in (0, 1)]
-    read = [[next(rank) for _ in range(9)] for rank in began]
-    behind = 100 * (1200 - 128 * 4) / 2400
-    text = "source source: of the tokens of 1 stream opened first, %.1f %% are read without the state"
-    assert text % behind in caplog.text
-    caplog.clear()
-    mixing(streams, world_size=2, max_group_cells=0, repeat=False).load_state_dict(began[0].state_dict())
-    assert text % behind in caplog.text
-    alone = mixing(streams, max_group_cells=0, repeat=False)
-    alone.load_state_dict([rank.state_dict() for rank in began])
-    assert "source source: documents stay cut as for 2 ranks" in caplog.text
-    batches = [*itertools.chain(*read), *alone]
-    sizes = Counter(group for batch in batches for group in batch["group_ids"].tolist())
-    assert sorted(sizes.values()) == sorted([128, 128, 44, *[10] * 30])
-    caplog.clear()
-    whole = Counter(g for b in mixing(streams, max_group_cells=0, repeat=False) for g in b["group_ids"].tolist())
-    assert max(whole.values()) == 300
-    assert not caplog.text
 
 
 def test_a_state_that_does_not_fit_is_refused_naming_what_differs(write_streams, mixing):

@@ -198,9 +198,10 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
             number, cell = int(groups.documents[owner]), groups.first_cells[owner] + meta["cell_indices"][row]
             start = int(cell) * stream.seq_len
             stop = min(start + stream.seq_len, int(table.lengths[number]))
-            found.append({"document": number, "start": start, "stop": stop})
+            entry: dict[str, Any] = {"document": number, "start": start, "stop": stop}
             if with_text:
-                found[-1] |= {"text": origin.plan.tokenizer.decode(table.read(number, start, stop))}
+                entry["text"] = origin.plan.tokenizer.decode(table.read(number, start, stop))
+            found.append(entry)
         return found
 
     rows, count = [], Counter[int]()

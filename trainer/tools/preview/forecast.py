@@ -24,7 +24,7 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.deal import assign_lanes, cut_slices
 from trainer.data.documents import ReadOptions
 from trainer.data.epochs import QueueKey
-from trainer.data.groups import CutOptions, OpenStream, StreamOpener, cut_for
+from trainer.data.groups import CutOptions, OpenStream, StreamOpener
 from trainer.data.mixing import ActivePool, PickMode
 from trainer.data.weights import WeightSpec, positions
 from trainer.hashing import KeyedUniforms
@@ -147,9 +147,7 @@ def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
     cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, "train", holdout)
     shared = mixing.batching_mode == "per_stream"
     turns = QueueKey(source.name, config.run.seed, len(source.streams), shared).turns
-    sizes = mixing.batch_size, mixing.batch_size_by_modality
-    shape = cut_for(*sizes, world_size=world_size, num_streams=len(source.streams), shared=shared)
-    shapes, opener = [], StreamOpener(options, cut, cut_for=shape, warns=False)
+    shapes, opener = [], StreamOpener(options, cut, warns=False)
     for stream, turn in zip(source.streams, turns, strict=True) if not source.is_off else ():
         batch_size = mixing.batch_size_by_modality.get(stream.modality, mixing.batch_size)
         shapes.append(stream_shape(opener(stream), batch_size=batch_size, world_size=world_size, turn=turn))

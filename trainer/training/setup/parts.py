@@ -46,7 +46,6 @@ from trainer.training.setup.sources import Source
 from trainer.training.step.optimizer import build_optimizer
 
 STATE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-UNCUT = 2**62  # cells
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -205,8 +204,7 @@ def _reading(
     cut = CutOptions(
         namespace=source.name,
         seq_len=config.data.seq_len if is_holdout else config.row_tokens,
-        # What is evaluated on is not cut for ranks, so that losses do not depend on their number.
-        max_group_cells=(config.data.max_group_cells or UNCUT) if is_holdout else config.max_group_rows,
+        max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
         split="holdout" if is_holdout and not is_whole else "train",
         holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,
     )
