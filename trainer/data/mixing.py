@@ -396,6 +396,15 @@ class StreamMixingDataset:
             "chapters": list(map(list, self._queue.points.items())),
         }
 
+    def restarted(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The states of all saving ranks for files that changed since: the next epoch begins, of the files as they are.
+
+        States of groups that are no longer read age out of the ledger.
+        """
+        fresh, epoch = self.state_dict(), max(state["epoch"] for state in states) + 1
+        kept = ("rank", "world_size", "num_streams_mixed", "batch_size", "batch_size_by_modality", "batch_index")
+        return [{**fresh, "epoch": epoch, **{key: state[key] for key in kept}} for state in states]
+
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where a run stopped.
 
