@@ -9,9 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.deal import assign_lanes, cut_slices, plan_length
 from trainer.data.epochs import QueueKey
-from trainer.data.reader import plan_lanes
+from trainer.data.reader import assign_lanes, cut_slices, plan_lanes, plan_length
 
 PROFILE = settings(max_examples=200, deadline=None, derandomize=True)
 lengths_of = st.lists(st.integers(1, 12), min_size=0, max_size=30).map(lambda values: np.array(values, dtype=np.int64))

@@ -21,11 +21,11 @@ import numpy.typing as npt
 from trainer.arrays import Ints
 from trainer.config.rules import mixing_of
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.deal import assign_lanes, cut_slices
 from trainer.data.documents import ReadOptions
 from trainer.data.epochs import QueueKey
 from trainer.data.groups import CutOptions, OpenStream, StreamOpener
 from trainer.data.mixing import ActivePool, PickMode
+from trainer.data.reader import assign_lanes, cut_slices
 from trainer.data.weights import WeightSpec, positions
 from trainer.hashing import KeyedUniforms
 from trainer.micro_batches import MicroBatches

@@ -33,10 +33,10 @@ from trainer.data.shard_source import ShardSource
 from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
+from trainer.files import is_url
 from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.logger import get_logger
-from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import data_shards, loading
 from trainer.training.checkpointing.tensor_files import read_rank
