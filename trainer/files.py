@@ -27,6 +27,11 @@ from typing import Any, BinaryIO, Final, cast
 _LEFTOVER = re.compile(r"\.(.+\.\d+\.tmp|(latest|status\.json|env\.json)\.\d+)")
 
 
+def is_url(text: str) -> bool:
+    """Whether a path in a config or on the command line names a store."""
+    return "://" in text
+
+
 def did_you_mean(path: str | Path) -> str:
     """The question whether an existing path was meant that differs in one name that looks alike; empty if there is none."""
     wanted = Path(path)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.grouped import train
 from tests.support.in_process import program
-from tests.support.runs import overrides, write_tiny_config
+from tests.support.runs import FULL_ROWS, overrides, write_tiny_config
 from trainer.config.schema import ModelTable
 from trainer.extensions.contract_check import find_size
 
@@ -156,18 +156,21 @@ def test_a_model_that_drops_its_state_is_refused_in_one_clear_sentence(check):
     assert check(PEEKS).stderr.startswith(f"{place}breaks causality: ")
 
 
-def test_packed_rows_are_refused_for_a_model_without_resets(check):
-    ended = check(model(GOOD), "data.pack=true")
+ALIGN = 'data.align="stream"'
+
+
+def test_rows_of_several_documents_are_refused_for_a_model_without_resets(check):
+    ended = check(model(GOOD), ALIGN, FULL_ROWS)
     assert ended.returncode == 2
     assert ended.stderr.startswith(
-        "--set data.pack=true: data.pack: documents share a row, and broken_model:build takes no resets, which keep them "
+        f"--set {ALIGN}: data.align: documents share a row, and broken_model:build takes no resets, which keep them "
     )
     assert ended.stderr.count("\n") == 1
 
 
-def test_packed_rows_are_refused_for_a_sharded_model_that_runs_each_document_on_its_own(tmp_path, capsys):
+def test_rows_of_several_documents_are_refused_for_a_sharded_model_that_runs_each_document_on_its_own(tmp_path, capsys):
     pytest.importorskip("transformers", reason="extra hf")
-    options = [f"--set={each}" for each in ("data.pack=true", "model.family=bamba", "model.dim=32")]
+    options = [f"--set={each}" for each in (ALIGN, FULL_ROWS, "model.family=bamba", "model.dim=32")]
     config = write_tiny_config(tmp_path)
     for strategy, code in (("ddp --no-contract", 0), ("fsdp", 2)):
         check = ["check", "--config", config, *options, "--nproc", "2", "--strategy", *strategy.split()]

@@ -263,4 +263,4 @@ def test_a_resume_on_a_set_that_changed_is_refused_and_continues_on_purpose(conf
     _, accepted = trained(config, more=(*more, "--accept-data-change"))
     assert "validation set near: 1 changed (" in accepted
     assert "do not compare with earlier ones" in accepted
-    assert "the others continue" not in accepted  # no training stream changed
+    assert "begins its next epoch" not in accepted  # no training stream changed

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.grouped import train
 from tests.support.in_process import program
-from tests.support.runs import overrides, read_rows, write_tiny_config
+from tests.support.runs import FULL_ROWS, overrides, read_rows, write_tiny_config
 
 MODULE = """
 import torch
@@ -82,7 +82,7 @@ def adds_up(row: dict[str, float], names: tuple[str, ...], *, prefix: str = "") 
     "sets",
     [
         (),
-        ("objective.chunk_tokens=8", "train.activation_checkpointing=block", "data.pack=true"),
+        ("objective.chunk_tokens=8", "train.activation_checkpointing=block", FULL_ROWS),
         ("train.tbptt_cells=2", "train.activation_checkpointing=cell"),
         ("train.precision=bf16", "train.on_non_finite=skip"),
     ],

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.support.late import events
 from tests.support.on_device import differences, train_here
+from tests.support.runs import FULL_ROWS
 
 pytestmark = pytest.mark.cuda
 # Batches of 4 and of 2 rows, a last evaluation batch of fewer, and every step measured and logged.
@@ -18,7 +19,7 @@ SETS = ("train.steps=6", "checkpoint.every=0", "eval.every=3", "eval.holdout_fra
 AGAIN = ("objective.chunk_tokens=16", "train.activation_checkpointing=block")
 RUNS = {
     "rglru": (),
-    "gated_delta, packed": ('model.family="gated_delta"', "data.pack=true"),
+    "gated_delta, full rows": ('model.family="gated_delta"', FULL_ROWS),
     "transformer": ('model.family="transformer"',),
     "gru": ('model.family="gru"',),
     "cells": ("train.tbptt_cells=2",),

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.late import events
 from tests.support.on_device import around_steps, forbid_synchronization, synchronization_forbidden, train_here
+from tests.support.runs import FULL_ROWS
 from trainer.data.loader import Loader
 from trainer.on_device import HostCopy, to_device
 from trainer.training import loop
@@ -26,7 +27,7 @@ WARM_UP = 2  # the first steps make the optimizer's state and ask what libraries
 RUNS = {
     "plain": (),
     "bf16": ("train.precision=bf16",),
-    "packed": ("data.pack=true",),
+    "full rows": (FULL_ROWS,),
     "skipping": ("train.on_non_finite=skip",),
     "layers": ("metrics.per_layer=true",),
     "bf16 states": ('ledger.dtype="bfloat16"',),

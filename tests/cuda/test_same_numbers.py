@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from tests.support.on_device import differences, train_here
+from tests.support.runs import FULL_ROWS
 
 pytestmark = pytest.mark.cuda
 SETS = ("train.steps=6", "checkpoint.every=0", "eval.every=3", "eval.holdout_fraction=0.2", "metrics.per_depth=true")
 RUNS = {
     "layers": ("metrics.per_layer=true",),
     "head in chunks": ("objective.chunk_tokens=16",),
-    "packed": ("data.pack=true",),
+    "full rows": (FULL_ROWS,),
     "delta rule, cells": ('model.family="gated_delta"', "train.tbptt_cells=2"),
     "probe, components": ("ledger.probe_every=3", "gns.components_every=3"),
 }

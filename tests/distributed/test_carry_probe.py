@@ -67,7 +67,7 @@ def test_ages_are_known_to_readers_that_own_nothing(whole: Path) -> None:
 def test_without_learning_nothing_drifts(tmp_path: Path) -> None:
     """A learning rate whose updates vanish in rounding, and streams of one length, whose batches keep their shape."""
     make_corpus(tmp_path / "corpus", streams=2, documents=40)
-    sets = ("train.tbptt_cells=2", "train.activation_checkpointing=cell", "data.pack=true")
+    sets = ("train.tbptt_cells=2", "train.activation_checkpointing=cell")
     run_dir = train(tmp_path, "still", *PROBES, "optimizer.lr=1e-30", *sets, nproc=None, steps=8)
     for step in (4, 8):
         row = rows(run_dir)[step]

@@ -96,7 +96,7 @@ def test_a_change_is_refused_by_name_and_accepted_on_purpose(stopped, resume, tm
     assert not (tmp_path / "run").exists()
     accepted = resume("--accept-data-change")
     assert "--accept-data-change: source " in accepted
-    assert "the others continue" in accepted
+    assert "it begins its next epoch, of the files as they are" in accepted
     assert ("may have been trained on" in accepted) == ("changed" in message)
     assert changed(tmp_path / "run") in refused
     assert sorted(losses(tmp_path / "run" / "metrics.jsonl")) == [5, 6, 7, 8]
@@ -208,7 +208,7 @@ def test_a_tokenizer_with_other_ids_of_the_same_number_is_refused(tmp_path):
     again = ("--resume", "auto")
     assert "the tokenizer.json changed" in train(config, tmp_path / "run", *sets, more=again, code=2)
     said = train(config, tmp_path / "run", *sets, more=(*again, "--accept-data-change"))
-    assert "source first: 4 streams read from the beginning (a/stream0.jsonl, " in said
+    assert "source first: 4 changed (a/stream0.jsonl, " in said
 
 
 def test_files_are_the_same_however_their_paths_are_spelled_and_wherever_they_are(tmp_path):

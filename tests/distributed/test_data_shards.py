@@ -40,7 +40,7 @@ OF_RANKS = (*MEASURED, "gns/consistency")
 CASES: Mapping[str, tuple[str, ...]] = {
     "ddp": (),
     "fsdp": ("distributed.strategy=fsdp", "train.micro_batches=1"),
-    "packed": ("data.pack=true", "data.mixing.batching_mode=device_per_stream"),
+    "own pools": ("data.mixing.batching_mode=device_per_stream",),
     "exchange": ("ledger.ownership=exchange", "ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=2"),
     "growing": ("train.micro_batches={schedule='step', points={0=1, 4=2}}",),
     "exhausted": (

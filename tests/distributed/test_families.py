@@ -12,7 +12,7 @@ import torch
 
 from tests.support.grouped import run, train
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import read_rows, write_tiny_config
+from tests.support.runs import FULL_ROWS, read_rows, write_tiny_config
 from trainer.tools.trained.saved_model import load_model
 
 pytestmark = pytest.mark.distributed
@@ -34,18 +34,18 @@ def start(tmp_path, name, family, *sets, more=()):
 
 
 @pytest.mark.parametrize(
-    ("family", "pack"),
+    ("family", "rows"),
     [
-        ("gated_delta", "true"),
-        ("transformer", "true"),
-        pytest.param("gated_delta", "false", marks=pytest.mark.slow),
-        pytest.param("gru", "false", marks=pytest.mark.slow),
-        pytest.param("lstm", "false", marks=pytest.mark.slow),
-        pytest.param("mamba2", "true", marks=[pytest.mark.slow, needs_transformers]),
+        ("gated_delta", FULL_ROWS),
+        ("transformer", FULL_ROWS),
+        pytest.param("gated_delta", "data.mixing.repeat=true", marks=pytest.mark.slow),
+        pytest.param("gru", "data.mixing.repeat=true", marks=pytest.mark.slow),
+        pytest.param("lstm", "data.mixing.repeat=true", marks=pytest.mark.slow),
+        pytest.param("mamba2", FULL_ROWS, marks=[pytest.mark.slow, needs_transformers]),
     ],
 )
-def test_a_run_resumes_bit_for_bit(tmp_path, family, pack):
-    sets = (f"data.pack={pack}", "eval.every=3", "eval.holdout_fraction=0.2", 'scheduler.name="constant"')
+def test_a_run_resumes_bit_for_bit(tmp_path, family, rows):
+    sets = (rows, "eval.every=3", "eval.holdout_fraction=0.2", 'scheduler.name="constant"')
     whole = start(tmp_path, "whole", family, *sets)
     middle = whole / "checkpoints" / "step_00000003"
     resumed = start(tmp_path, "resumed", family, *sets, more=("--resume", middle))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed.test_data_shards import EXTRA as EVERY_FOURTH
 from tests.support.grouped import train
-from tests.support.runs import ROOT, write_tiny_config
+from tests.support.runs import FULL_ROWS, ROOT, write_tiny_config
 from tests.support.runs import run as launched
 
 pytestmark = pytest.mark.distributed
@@ -26,7 +26,7 @@ DROPOUT = (OWN[0].format("dropout"), *OWN[1:])
 CASES: Mapping[str, tuple[int | None, int, tuple[str, ...]]] = {
     "ddp": (2, 6, ("distributed.shards=4", "data.mixing.batch_size=2")),
     "fsdp": (2, 3, ("distributed.strategy=fsdp", "ledger.ownership=exchange", "scheduler.name=cosine")),
-    "packed": (None, 6, ("data.pack=true", "data.seq_len=256", "objective.z_loss=0.01")),
+    "full rows": (None, 6, (FULL_ROWS, "data.seq_len=256", "objective.z_loss=0.01")),
     "growing": (None, 6, ("train.micro_batches={schedule='step', points={0=1, 5=2}}", "train.tbptt_cells=2")),
     "dropout": (None, 6, DROPOUT),
     "from the start": (
@@ -82,7 +82,7 @@ def test_a_step_is_repeated_to_the_bit_and_the_run_is_left_alone(config, tmp_pat
     assert sum(row["tokens"] for row in rows) == num_tokens
     assert sum(found["parts"].values()) == pytest.approx(values["loss"][1], rel=1e-6)
     assert mean_loss(rows) == pytest.approx(found["parts"]["token_ce"], rel=1e-6)
-    assert ("z_loss" in found["parts"]) == (case == "packed")
+    assert ("z_loss" in found["parts"]) == (case == "full rows")
     for row in rows:
         assert [each["text"] for each in row["documents"]] == corpus_text(config.parent / "corpus", row)
         assert sum(each["stop"] - each["start"] for each in row["documents"]) == row["tokens"]
@@ -94,7 +94,7 @@ def test_a_step_is_repeated_to_the_bit_and_the_run_is_left_alone(config, tmp_pat
         assert (one["is_equal"], "weights" in one["values"]) == (None, False)
         assert mean_loss(one["rows"]) == pytest.approx(values["loss"][1], rel=1e-6)
         assert [row["documents"] for row in one["rows"]] == [row["documents"] for row in found["rows"]]
-    assert case != "packed" or any(len(row["documents"]) > 1 for row in rows)
+    assert case != "full rows" or any(len(row["documents"]) > 1 for row in rows)
 
 
 SICK = """

@@ -56,9 +56,7 @@ def check_same(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("nproc", "common", "without", "with_it"),
     [
-        pytest.param(
-            None, (MOVING, "data.pack=true", "train.micro_batches=3"), ROWS, (*CELLS, BY_CELL), id="tbptt, packed"
-        ),
+        pytest.param(None, (MOVING, "train.micro_batches=3"), ROWS, (*CELLS, BY_CELL), id="tbptt"),
         pytest.param(2, (MOVING,), ROWS, (*CELLS, BY_CELL), id="tbptt on two ranks"),
         pytest.param(2, ("ledger.probe_every=2",), (), (CHUNKED, BLOCKS), id="chunked loss"),
         *(

@@ -15,7 +15,7 @@ from tests.support.gloo import run_on_ranks
 from tests.support.grouped import run, train
 from tests.support.in_process import program
 from tests.support.ranks import Ranks, checkpoint_differences, status
-from tests.support.runs import ROOT, losses, overrides, read_rows, write_tiny_config
+from tests.support.runs import FULL_ROWS, ROOT, losses, overrides, read_rows, write_tiny_config
 from tests.support.runs import train as train_forked
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
@@ -206,7 +206,7 @@ def test_muon_steps_the_same(config, tmp_path):
             *("objective.chunk_tokens=8", "distributed.reshard_after_forward=false"),
             *("train.activation_checkpointing=block", "model.args={tie_embeddings=true}"),
         ),
-        pytest.param(("data.pack=true", "model.family=gated_delta"), marks=pytest.mark.slow),
+        pytest.param((FULL_ROWS, "model.family=gated_delta"), marks=pytest.mark.slow),
         pytest.param(("train.compile=true", "eval.every=0", "sample.every=0"), marks=pytest.mark.slow),
     ],
     ids=lambda sets: sets[0],

@@ -65,7 +65,7 @@ CASES: dict[str, Case] = {
     "ddp": Case(("ledger.probe_every=4", "sample.every=6", "sample.tokens=12", "metrics.per_layer=true")),
     "fsdp": Case(("distributed.strategy=fsdp", "ledger.probe_every=4")),
     "hsdp": Case(("distributed.strategy=hsdp", "distributed.replicas=2", "distributed.accumulate=whole"), _ranks(4)),
-    "packed": Case(("data.pack=true", "objective.z_loss=1e-4", "objective.chunk_tokens=16")),
+    "chunked": Case(("objective.z_loss=1e-4", "objective.chunk_tokens=16")),
     "tbptt": Case(("train.tbptt_cells=2", "train.activation_checkpointing=cell")),
     "full_rows": Case(
         (

@@ -1,4 +1,4 @@
-"""Properties of slices, their deal to ranks, lanes and packing."""
+"""Properties of slices, their deal to ranks, and lanes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.deal import MOST_IDLE, assign_lanes, cut_slices, most_cells, plan_length
 from trainer.data.epochs import QueueKey
-from trainer.data.groups import pack_rows
-from trainer.data.reader import plan_lanes
-from trainer.tools.limits import IDLE
+from trainer.data.reader import assign_lanes, cut_slices, plan_lanes, plan_length
 
 PROFILE = settings(max_examples=200, deadline=None, derandomize=True)
 lengths_of = st.lists(st.integers(1, 12), min_size=0, max_size=30).map(lambda values: np.array(values, dtype=np.int64))
@@ -32,30 +29,6 @@ def test_slices_are_contiguous_cover_all_and_are_as_level_as_groups_allow(cells,
     boundaries = np.concatenate([[0], np.cumsum(cells)])
     for cut, bound in enumerate(bounds.tolist()):
         assert abs(boundaries[bound] - cut * ideal) <= np.abs(boundaries - cut * ideal).min() + 1e-9
-
-
-@PROFILE
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 4))
-def test_documents_are_cut_no_shorter_than_it_takes_for_ranks_not_to_wait(cells, num_slices, num_lanes):
-    def idle(most):
-        """The share of micro-batches without rows over all ranks, with all groups of a slice read side by side."""
-        groups = [min(most, size - begin) for size in cells for begin in range(0, size, most)]
-        bounds = cut_slices(np.array(groups), num_slices)
-        picks = [max(*groups[a:b], math.ceil(sum(groups[a:b]) / num_lanes), 0) for a, b in itertools.pairwise(bounds)]
-        return 1 - np.mean(picks) / max(picks)
-
-    found, longest = most_cells(np.array(cells), num_slices, num_lanes), max(cells)
-    tried = [longest] + [2**k for k in range(20, 5, -1) if 2**k < longest]
-    if num_slices == 1 or longest <= 64:
-        assert found == longest
-    else:
-        assert found in tried
-        assert found == 64 or idle(found) <= 0.1 + 1e-9
-        assert all(idle(most) > 0.1 - 1e-9 for most in tried[: tried.index(found)])
-
-
-def test_ranks_are_as_idle_as_the_preview_lets_them_be():
-    assert MOST_IDLE == IDLE
 
 
 @PROFILE
@@ -96,24 +69,6 @@ def test_a_plan_reads_each_cell_once_in_order_on_one_lane(cells, num_lanes, seed
         done = [int(c) for batch in batches[:stop] for c in batch]
         taken = [sum(first <= c < first + size for c in done) for first, size in zip(offsets, cells, strict=False)]
         assert plan.taken(cells, stop).tolist() == taken
-
-
-@PROFILE
-@given(lengths_of, st.integers(12, 20))
-def test_rows_are_filled_as_best_fit_decreasing_fills_them(lengths, capacity):
-    rows = pack_rows(lengths, capacity)
-    assert len(rows) == len(lengths)
-    fill = np.bincount(rows, weights=lengths) if len(rows) else np.zeros(0)
-    plain: list[int] = []  # the longest first, each into the fullest row with room
-    for length in sorted(lengths.tolist(), reverse=True):
-        fitting = [row for row in range(len(plain)) if plain[row] + length <= capacity]
-        if fitting:
-            plain[max(fitting, key=plain.__getitem__)] += length
-        else:
-            plain.append(length)
-    assert sorted(fill.astype(int).tolist()) == sorted(plain)
-    firsts = [rows.tolist().index(row) for row in range(len(fill))]
-    assert firsts == sorted(firsts)
 
 
 MAX_GROUP_CELLS = 64

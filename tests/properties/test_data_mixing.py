@@ -26,17 +26,9 @@ settings_of = st.fixed_dictionaries(
         "batch_size": st.integers(1, 4),
         "seq_len": st.integers(1, 5),
         "max_group_cells": st.integers(0, 4),
-        "pack": st.booleans(),
         "seed": st.integers(0, 3),
     }
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_documents_are_cut_for_ranks_too():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.data.deal.FEWEST_CELLS", 2)
-        yield
 
 
 def dataset(streams, *, rank=0, world_size=1, **kwargs):
@@ -113,10 +105,6 @@ def test_inputs_are_the_tokens_before_the_targets(layout, kwargs):
             is_target = batch["targets"] != -100
             expected = np.where(begins_at, 1999, batch["targets"] - 1)
             assert (batch["tokens"] == np.where(is_target, expected, 0)).all()
-            assert ("resets" in batch) == kwargs["pack"]
-            if kwargs["pack"]:
-                begins_at[:, 0] = False
-                assert (batch["resets"] == begins_at)[is_target].all()
 
 
 def same(a, b):

@@ -1,4 +1,4 @@
-"""`tokens_before` equals what the row's group really held before the cell, for any corpus, cut, packing, world and resume."""
+"""`tokens_before` equals what the row's group really held before the cell, for any corpus, cut, world and resume."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.weights import ConstantWeight
 from trainer.micro_batches import MicroBatches
 
-ADDED = {"tokens_before", "resets_before"}
-
 
 def asking(rank, n):
     """Its batches, each with the n tokens before its cells."""
@@ -32,13 +30,10 @@ class Oracle:
     def __init__(self):
         self.inputs: dict[int, list[int]] = defaultdict(list)
 
-    def check(self, batch, n, *, pack):
+    def check(self, batch, n):
         rows = len(batch["group_ids"])
         assert batch["tokens_before"].shape == (rows, n)
         assert batch["tokens_before"].dtype == np.int64
-        assert ("resets_before" in batch) == pack
-        if pack:
-            assert (batch["resets_before"] == np.zeros((rows, n), bool)).all()  # a packed row is a group of one cell
         for row, group in enumerate(batch["group_ids"].tolist()):
             held = self.inputs[group][-n:] if group >= 0 else []
             assert batch["tokens_before"][row].tolist() == [0] * (n - len(held)) + held
@@ -67,7 +62,7 @@ def test_tokens_before_are_the_groups_own_in_any_world_and_after_any_resume(layo
                 if states is not None:
                     rank.load_state_dict(states)
                 for batch in itertools.islice(asking(rank, n), batches):
-                    oracle.check(batch, n, pack=kwargs["pack"])
+                    oracle.check(batch, n)
                     oracle.read(batch)
             states = [state_of(rank) for rank in ranks]
         assert sum(len(held) for group, held in oracle.inputs.items() if group >= 0) == sum(map(sum, layout))
@@ -87,15 +82,15 @@ def test_a_blend_adds_them_on_the_steps_asked_for_and_changes_nothing_else(
             return BlendDataset(sources, seed=kwargs["seed"], micro_batches=count, **history)
 
         plain, oracle, whole = list(blend()), Oracle(), []
-        assert not any(ADDED & batch.keys() for batch in plain)
+        assert not any("tokens_before" in batch for batch in plain)
         asked, resumed = (blend(history_every=every, history_tokens=n) for _ in range(2))
         for index, (batch, expected) in enumerate(zip(asked, plain, strict=True)):
             whole.append(batch)
-            assert same({key: value for key, value in batch.items() if key not in ADDED}, expected)
+            assert same({key: value for key, value in batch.items() if key != "tokens_before"}, expected)
             is_due = (index // micro_batches + 1) % every == 0
             assert ("tokens_before" in batch) == is_due
             if is_due:
-                oracle.check(batch, n, pack=kwargs["pack"])
+                oracle.check(batch, n)
             oracle.read(batch)
             if index + 1 == stop:
                 resumed.load_state_dict(state_of(asked))

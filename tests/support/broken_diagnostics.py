@@ -49,6 +49,8 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.sinks.BackgroundSink._run": "holds a guard",
     "trainer.extensions.mirror": "has faults of its own",
     "trainer.extensions.remote": "has faults of its own",
+    "trainer.extensions.storage": "has faults of its own",
+    "trainer.extensions.stored": "copies what is read",
     "trainer.extensions.contract_check": "refuses a model",
     "trainer.extensions.batch_growth": "decides on the batch",
     "trainer.extensions.evaluation_sample": "draws what is evaluated",

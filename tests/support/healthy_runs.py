@@ -57,7 +57,6 @@ def healthy_config(seed: int, world_size: int, directory: Path) -> dict[str, Any
         "data": {
             "seq_len": 16,
             "max_group_cells": rng.choice((8, 32)),
-            "pack": rng.random() < 0.3,
             "mixing": mixing,
             "source": [
                 {"name": "".join(part), "layout": "nested", "root": str(corpus), "modalities": part, "weight": weight}
@@ -117,7 +116,6 @@ REAL_RUNS: Mapping[str, Callable[[Path], Path]] = {
         start, overrides=("run.seed=4", "data.mixing.num_streams_mixed=4", 'train.on_non_finite="skip"')
     ),
     "probed": partial(start, overrides=("run.seed=6", "ledger.probe_every=5", "metrics.log_interval=5")),
-    "packed": partial(start, overrides=("run.seed=5", "data.pack=true", "train.micro_batches=4")),
     **{
         f"layers, {family}": partial(start, overrides=("metrics.per_layer=true", f'model.family="{family}"'))
         for family in FAMILIES

@@ -86,6 +86,10 @@ def make_corpus(root: Path, *, streams: int = 4, documents: int = 12, seed: int 
     return root
 
 
+FULL_ROWS = 'data.mixing={batching_mode="per_row", batch_size=4, num_streams_mixed=2}'
+"""Documents begin within rows."""
+
+
 def write_tiny_config(directory: Path, extra: str = "") -> Path:
     """A config for a run of seconds on a corpus beside it; `extra` is TOML that follows."""
     corpus = directory / "corpus"

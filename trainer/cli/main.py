@@ -93,7 +93,7 @@ def train(
     ] = False,
     accept_data_change: Annotated[
         bool,
-        typer.Option("--accept-data-change", help="Resume on changed data: reread changed streams from the beginning."),
+        typer.Option("--accept-data-change", help="Resume on changed data: changed sources begin their next epoch."),
     ] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:

@@ -116,13 +116,10 @@ class DataTable(Table):
     vocab_size: WholeNumber = 0
     """Number of token ids, with tokenizer `ids`; 0 with any other."""
     max_group_cells: WholeNumber = 0
-    """Most cells per group; longer documents become several groups. 0: full rows cut none, other modes only where ranks would
-    wait (docs/mixing.md)."""
+    """Most cells per group; longer documents become several groups. 0: no document is cut."""
     align: Literal["auto", "stream", "document"] = "auto"
     """Of full rows (batching_mode per_row). stream: no gaps, documents begin within rows; document: each begins a row and its
     last one is padded; auto: stream where the model runs resets in one pass."""
-    pack: bool = False
-    """Pack documents shorter than a cell into shared rows, without carried state."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Micro-batches prepared ahead by a background thread; 0: no thread."""
     cache_dir: Text | None = None

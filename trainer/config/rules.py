@@ -226,8 +226,6 @@ def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mis
             if getattr(mixing, name):
                 problem = 'does not go with batching_mode "per_row", whose rows hold documents of all sources'
                 yield f"{key}{name}", problem, "remove it, or choose another batching_mode"
-    if config.data.pack:
-        yield "data.pack", 'does not go with batching_mode "per_row", whose rows are full', "remove it"
 
 
 def check_sharding(config: RunConfig, world_size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trainer.arrays import IGNORED, Ints
-from trainer.data.documents import IdBounds, TokenArray, TokenTable
+from trainer.data.documents import IdBounds, TokenArray
 from trainer.data.groups import OpenStream
 from trainer.data.reader import Rows, StreamReader
 from trainer.data.tokenizer import Tokenizer
@@ -19,23 +19,22 @@ Batch = dict[str, Any]
 class Collator:
     """Builds the micro-batches of one source.
 
-    Keys (B rows of T tokens): `tokens`, `targets` int64 [B, T]; `resets` bool [B, T] (only with `pack`); `group_ids`,
-    `cell_index` int64 [B]; `is_last` bool [B]; `token_types` int8 [B, T] (only if the tokenizer has types);
-    `dataset_labels`, `dataset_segments` lists of B names; `pack_num_samples` int64 [B]; `instability_meta_json`.
+    Keys (B rows of T tokens): `tokens`, `targets` int64 [B, T]; `group_ids`, `cell_index` int64 [B]; `is_last` bool [B];
+    `token_types` int8 [B, T] (only if the tokenizer has types); `dataset_labels`, `dataset_segments` lists of B names;
+    `pack_num_samples` int64 [B]; `instability_meta_json`.
 
     Where n tokens before each cell are asked for: `tokens_before` int64 [B, n], the inputs of the row's earlier cells in
-    its group, right-aligned, 0 where the group begins less than n tokens before the cell; with `pack` also
-    `resets_before` bool [B, n]. Every cell before a group's last is full: the last min(n, cell_index * T) count.
+    its group, right-aligned, 0 where the group begins less than n tokens before the cell. Every cell before a group's last
+    is full: the last min(n, cell_index * T) count.
     """
 
-    def __init__(self, *, name: str, tokenizer: Tokenizer, seq_len: int, pack: bool) -> None:
+    def __init__(self, *, name: str, tokenizer: Tokenizer, seq_len: int) -> None:
         self._name = name
         self._bos = tokenizer.bos_id
         table = tokenizer.token_type_table
         # Extended so that index IGNORED (from the end) is -1: one take then serves all targets.
         self._types = None if table is None else np.concatenate([table, np.full(-IGNORED, -1, dtype=np.int8)])
         self._seq_len = seq_len
-        self._pack = pack
 
     def batch(
         self, reader: StreamReader, rows: Rows | None, *, epoch: int, position: int, num_before: int = 0
@@ -50,7 +49,7 @@ class Collator:
         if rows is None:
             return self.masked(source.stream.modality, source.stream.relative_path, epoch, position, num_before)
         batch: Batch = {"group_ids": rows.group_ids, "cell_index": rows.cell_index, "is_last": rows.is_last}
-        if self._pack or source.windows is None:
+        if source.windows is None:
             self._fill_row_by_row(batch, source, rows)
         else:
             self._fill_together(batch, source, source.windows, rows)
@@ -70,8 +69,6 @@ class Collator:
         }
         if num_before:
             batch["tokens_before"] = np.zeros((1, num_before), dtype=np.int64)
-            if self._pack:
-                batch["resets_before"] = np.zeros((1, num_before), dtype=np.bool_)
         return self._complete(batch, modality, stream, epoch, position)
 
     def _complete(
@@ -89,18 +86,15 @@ class Collator:
 
     def _blank(self, rows: int) -> Batch:
         shape = (rows, self._seq_len)
-        blank: Batch = {
+        return {
             "tokens": np.zeros(shape, dtype=np.int64),
             "targets": np.full(shape, IGNORED, dtype=np.int64),
             "pack_num_samples": np.ones(rows, dtype=np.int64),
         }
-        if self._pack:
-            blank["resets"] = np.zeros(shape, dtype=np.bool_)
-        return blank
 
     def _fill_together(self, batch: Batch, source: OpenStream, windows: TokenArray, rows: Rows) -> None:
         """All rows in one gather; then fix the rows that begin or end a document."""
-        documents, groups = source.documents, source.groups
+        documents = source.documents
         block = windows[rows.windows]  # [B, T + 1]
         if documents.bounds is not None:
             _check(documents.bounds, block, rows.windows)
@@ -108,36 +102,18 @@ class Collator:
         tokens[rows.is_first, 0] = self._bos
         for row in np.flatnonzero(rows.is_odd).tolist():
             tokens[row], targets[row] = 0, IGNORED
-            owner = rows.owners[row]
-            cell = groups.first_cells[owner] + rows.cell_index[row]
-            self._fill_row(documents, groups.documents[owner], cell, tokens[row], targets[row])
+            self._fill_row(source, rows, row, tokens[row], targets[row])
         batch["tokens"], batch["targets"] = tokens, targets
         batch["pack_num_samples"] = np.ones(len(tokens), dtype=np.int64)
 
     def _fill_row_by_row(self, batch: Batch, source: OpenStream, rows: Rows) -> None:
-        """For packed rows, and for files that are shorter than a window."""
-        documents, groups = source.documents, source.groups
+        """For files that are shorter than a window."""
         batch.update(self._blank(len(rows.owners)))
-        for row, owner in enumerate(rows.owners.tolist()):
-            packed = groups.segment_documents[groups.segment_offsets[owner] : groups.segment_offsets[owner + 1]]
-            tokens, targets = batch["tokens"][row], batch["targets"][row]
-            if not len(packed):
-                cell = groups.first_cells[owner] + rows.cell_index[row]
-                self._fill_row(documents, groups.documents[owner], cell, tokens, targets)
-                continue
-            batch["pack_num_samples"][row] = len(packed)
-            at = 0
-            for document in packed.tolist():
-                size = int(documents.lengths[document])
-                self._fill_row(documents, document, 0, tokens[at : at + size], targets[at : at + size])
-                batch["resets"][row, at] = at > 0
-                at += size
+        for row in range(len(rows.owners)):
+            self._fill_row(source, rows, row, batch["tokens"][row], batch["targets"][row])
 
     def _fill_before(self, batch: Batch, source: OpenStream, rows: Rows, num_before: int) -> None:
-        """The inputs of earlier cells, in one gather: a group is a run of one document's tokens.
-
-        Packed rows need none: each is a group of one cell.
-        """
+        """The inputs of earlier cells, in one gather: a group is a run of one document's tokens."""
         documents, groups = source.documents, source.groups
         columns = np.arange(num_before)
         of_document = groups.documents[rows.owners]
@@ -154,12 +130,13 @@ class Collator:
         tokens = read.astype(np.int64)
         tokens[is_earlier & ~is_token] = self._bos
         batch["tokens_before"] = tokens
-        if self._pack:
-            batch["resets_before"] = np.zeros(tokens.shape, dtype=np.bool_)
 
-    def _fill_row(self, documents: TokenTable, document: int, cell: int, tokens: Ints, targets: Ints) -> None:
-        """Write the cell of a document to the beginning of a row."""
-        start = int(cell) * self._seq_len
+    def _fill_row(self, source: OpenStream, rows: Rows, row: int, tokens: Ints, targets: Ints) -> None:
+        """Write the cell of a row to the beginning of its arrays."""
+        documents, owner = source.documents, rows.owners[row]
+        document = source.groups.documents[owner]
+        cell = int(source.groups.first_cells[owner] + rows.cell_index[row])
+        start = cell * self._seq_len
         stop = min(start + self._seq_len, int(documents.lengths[document]))
         size = stop - start
         if cell == 0:

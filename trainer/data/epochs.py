@@ -4,18 +4,15 @@ An epoch that runs on one world from its beginning is a keyed permutation. When 
 (or pool, or batch size) in the middle of an epoch, the cursors of the old ranks are kept as a `ReshardPoint`, and the
 rest of the epoch is planned from these points: what the readers left of a stream is cut into new slices. Points hold
 cursors only, are dropped at the end of the epoch, and may follow one another.
-
-Changed files are a reshard too: streams that did not change keep their past reads, so nothing of them is read twice or lost;
-the others have none.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -26,9 +23,6 @@ from trainer.data.layout import Stream
 from trainer.data.reader import PastReads, StreamReader, remaining_stream
 from trainer.errors import UserError
 from trainer.hashing import keyed_generator, stable_hash
-
-if TYPE_CHECKING:
-    from trainer.data.mixing import StreamMixingDataset
 
 
 class ReshardPoint(TypedDict):
@@ -193,7 +187,7 @@ class ReaderQueue:
         )
 
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 State = Mapping[str, Any]
 
 
@@ -264,82 +258,3 @@ def reshard(states: Sequence[State], num_streams: int, *, shared: bool) -> tuple
             ReshardPoint(batch_size=size, batch_size_by_modality=by_modality, cursors=cursors),
         ]
     return min(epochs), points
-
-
-def restart_streams(
-    states: Sequence[State], before: Sequence[str], dataset: StreamMixingDataset, restarted: Collection[str]
-) -> list[dict[str, Any]]:
-    """The states of a world that continues where another stopped, with changed files.
-
-    Args:
-        states: of all ranks of the world that stopped, in rank order; as are those that are returned.
-        before: relative paths of its streams, by stream id.
-        dataset: one that has read nothing, of the streams as they are now.
-        restarted: relative paths of the streams that are read from their beginning. New ones always are.
-    """
-    saved, fresh = states[0], dataset.state_dict()
-    fingerprint = saved["fingerprint"]
-    shared = fingerprint["batching_mode"] == "per_stream"
-    old = QueueKey(fingerprint["namespace"], fingerprint["seed"], len(before), shared)
-    new = replace(old, num_streams=len(dataset.streams))
-    epoch, points = reshard(states, len(before), shared=shared)
-    kept = {path: old for old, path in enumerate(before) if path not in restarted}
-    old_ids = [kept.get(stream.relative_path) for stream in dataset.streams]
-    generator = keyed_generator("restart", old.name, old.seed, epoch, len(points[epoch]))
-    order: list[int] = generator.permutation(len(old_ids)).tolist()
-    rewritten = {
-        at: [_with_ids(old, new, at, parts[: number + 1], old_ids, order) for number in range(len(parts))]
-        for at, parts in points.items()
-    }
-    common = {
-        "fingerprint": {**fingerprint, "streams": fresh["fingerprint"]["streams"]},
-        "epoch": epoch,
-        "batch_index": max(state["batch_index"] for state in states),
-        "queue_index": 0,
-        "turn": 0,
-        "is_barren": False,
-        "pool": [],
-        "observed": fresh["observed"],
-        "chapters": [list(each) for each in rewritten.items()],
-    }
-    return [{**state, **common} for state in states]
-
-
-def _with_ids(
-    old: QueueKey,
-    new: QueueKey,
-    epoch: int,
-    points: Sequence[ReshardPoint],
-    old_ids: Sequence[int | None],
-    order: Sequence[int],
-) -> ReshardPoint:
-    """The last of `points` for other stream ids, with every unfinished stream listed as active.
-
-    The old queues are permutations of the old ids: cursors into them mean nothing for the new ones. A stream of which
-    nothing was read is active with no picks.
-
-    Args:
-        old_ids: the old id of each stream; None: it begins anew.
-        order: the new ids in the order in which streams follow.
-    """
-    past = points[-1]["cursors"]
-    before = EpochOrder(old, epoch, points[:-1])
-    waiting = [set(before.of_rank(rank)[index:]) for rank, (index, _) in enumerate(past)]
-    active = [dict(pairs) for _, pairs in past]
-    cursors: list[list[Any]] = []
-    for rank in range(len(past)):
-        begun: list[list[int]] = []
-        unread: list[list[int]] = []
-        for stream in order:
-            known = old_ids[stream]
-            if known is None:
-                unread.append([stream, 0])
-                continue
-            # Which rank reads a slice depends on the stream's id: this rank continues what another one began.
-            reader = (rank - new.turns[stream] + old.turns[known]) % len(past)
-            if known in active[reader]:
-                begun.append([stream, active[reader][known]])
-            elif known in waiting[reader]:
-                unread.append([stream, 0])
-        cursors.append([len(old_ids), [*begun, *unread]])
-    return {**points[-1], "cursors": cursors}

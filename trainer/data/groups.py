@@ -1,8 +1,7 @@
 """Opening a stream: its documents, those of the split, and the groups of cells that they are cut into.
 
-A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a document, a run of cells of one
-that is cut, or, with packing, one row of several documents that are shorter than a cell. Which documents are held out from
-training is a pure function of a stable hash.
+A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a document, or a run of cells of one
+that is cut. Which documents are held out from training is a pure function of a stable hash.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +20,6 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from trainer.arrays import Ints
-from trainer.data.deal import most_cells
 from trainer.data.documents import ReadOptions, TokenArray, TokenTable
 from trainer.data.formats import format_name, load_documents, takes_option
 from trainer.data.layout import Stream
@@ -55,51 +53,16 @@ def documents_of(split: Split, relative_path: str, num_documents: int, fraction:
     return held if split == "holdout" else ~held
 
 
-def pack_rows(lengths: Ints, capacity: int) -> Ints:
-    """Best-fit decreasing: the row of each document, int64 [n]; no row holds more than `capacity` tokens.
-
-    Rows are numbered in the order of their first documents. The free room of all open rows is one bit set, so that the
-    fullest row that still fits is found in a few machine operations.
-    """
-    rows_with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit r is set where a row with room r is open
-    row_of = np.empty(len(lengths), dtype=np.int64)
-    num_rows = 0
-    order = np.argsort(-lengths, kind="stable")
-    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        fitting = rooms >> length
-        if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            row = rows_with_room[room].pop()
-            if not rows_with_room[room]:
-                rooms &= ~(1 << room)
-        else:
-            room, row = capacity, num_rows
-            num_rows += 1
-        row_of[document] = row
-        if left := room - length:
-            rows_with_room[left].append(row)
-            rooms |= 1 << left
-    first = np.full(num_rows, len(lengths), dtype=np.int64)
-    np.minimum.at(first, row_of, np.arange(len(lengths)))
-    number = np.empty(num_rows, dtype=np.int64)
-    number[np.argsort(first)] = np.arange(num_rows)
-    return number[row_of]
-
-
 @dataclass(frozen=True)
 class GroupTable:
     """The groups of a stream in file order, G of them.
 
     Args:
         namespace, relative_path: ids are made of them, see `ids_of`.
-        documents: the group's document (of a packed row: its first), int64 [G].
+        documents: the group's document, int64 [G].
         first_cells: the document's cell at which the group begins, int64 [G].
         num_cells: int64 [G].
         cell_offsets: the stream's cell at which the group begins, int64 [G + 1].
-        segment_offsets: where a packed row's documents are in `segment_documents`, int64 [G + 1]; an empty range for
-            groups that are not packed.
-        segment_documents: int64 [packed documents].
     """
 
     namespace: str
@@ -108,8 +71,6 @@ class GroupTable:
     first_cells: Ints
     num_cells: Ints
     cell_offsets: Ints
-    segment_offsets: Ints
-    segment_documents: Ints
 
     @property
     def num_groups(self) -> int:
@@ -119,10 +80,7 @@ class GroupTable:
     def num_tokens(self, lengths: Ints, seq_len: int) -> Ints:
         """Target tokens of each group, int64 [G]; `lengths`: those of the stream's documents."""
         left = lengths[self.documents] - self.first_cells * seq_len
-        packed = _offsets(lengths[self.segment_documents])[self.segment_offsets]
-        found: Ints = np.where(
-            np.diff(self.segment_offsets) > 0, np.diff(packed), np.minimum(left, self.num_cells * seq_len)
-        )
+        found: Ints = np.minimum(left, self.num_cells * seq_len)
         return found
 
     def ids_of(self, groups: Ints, epoch: int = 0) -> Ints:
@@ -146,8 +104,7 @@ class CutOptions:
     Args:
         namespace: the source's name, part of every group id: two sources that read the same file do not share groups.
         seq_len: target tokens per cell, T.
-        max_group_cells: most cells per group; 0: documents are cut only where ranks would wait (`most_cells`).
-        pack: put several documents shorter than a cell into one row.
+        max_group_cells: most cells per group; 0: documents are not cut.
         split, holdout_fraction: which documents are used.
 
     Raises:
@@ -157,7 +114,6 @@ class CutOptions:
     namespace: str
     seq_len: int
     max_group_cells: int = 0
-    pack: bool = False
     split: Split = "train"
     holdout_fraction: float = 0.0
 
@@ -200,25 +156,8 @@ def build_groups(lengths: Ints, kept: Ints, relative_path: str, cut: CutOptions)
     sizes = lengths if len(kept) == len(lengths) else lengths[kept]
     if sizes.min(initial=1) == 0:
         kept, sizes = kept[sizes > 0], sizes[sizes > 0]
-    segments = sizes_of_rows = np.empty(0, np.int64)
-    if cut.pack and (is_short := sizes < cut.seq_len).any():
-        short, kept, sizes = kept[is_short], kept[~is_short], sizes[~is_short]
-        row_of = pack_rows(lengths[short], cut.seq_len)
-        segments = short[np.argsort(row_of, kind="stable")]
-        sizes_of_rows = np.bincount(row_of).astype(np.int64)
     documents, first, cells = _runs(kept, sizes, cut)
-    segment_offsets = np.zeros(len(documents) + 1, np.int64)
-    if len(segments):
-        leaders = segments[_offsets(sizes_of_rows)[:-1]]
-        documents = np.concatenate([documents, leaders])
-        first = np.concatenate([first, np.zeros(len(leaders), np.int64)])
-        cells = np.concatenate([cells, np.ones(len(leaders), np.int64)])
-        num_segments = np.concatenate([np.zeros(len(documents) - len(leaders), np.int64), sizes_of_rows])
-        # Packed rows are in the order of their leaders, which sorting keeps: `segments` needs no reordering.
-        order = np.lexsort((first, documents))
-        documents, first, cells = documents[order], first[order], cells[order]
-        segment_offsets = _offsets(num_segments[order])
-    return GroupTable(cut.namespace, relative_path, documents, first, cells, _offsets(cells), segment_offsets, segments)
+    return GroupTable(cut.namespace, relative_path, documents, first, cells, _offsets(cells))
 
 
 @dataclass(frozen=True)
@@ -257,35 +196,14 @@ def file_bytes(stream: Stream) -> int:
     return os.stat(path).st_size if os.path.exists(path) else 0
 
 
-CutFor: TypeAlias = Mapping[str, Any]
-"""The `world_size`, `batch_size` and `batch_size_by_modality` that documents are cut for: those with which a run began, so that
-groups stay the same when it continues with others."""
-
-
-def cut_for(
-    batch_size: int, batch_size_by_modality: Mapping[str, int], *, world_size: int, num_streams: int, shared: bool
-) -> CutFor:
-    """What the documents of a source are cut for in a run that begins.
-
-    Ranks that pick alone wait for nobody, and only with fewer streams than ranks would some have nothing to read.
-    """
-    num_ranks = world_size if shared or num_streams < world_size else 1
-    by_modality = dict(batch_size_by_modality)
-    return {"world_size": num_ranks, "batch_size": batch_size, "batch_size_by_modality": by_modality}
-
-
 def lanes_of(stream: Stream, sizes: Mapping[str, Any]) -> int:
-    """The lanes of a reader of this stream, by the batch sizes of a reshard point, a saved state or a `CutFor`."""
+    """The lanes of a reader of this stream, by the batch sizes of a reshard point or a saved state."""
     lanes: int = sizes["batch_size_by_modality"].get(stream.modality, sizes["batch_size"])
     return lanes
 
 
-def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions, cut_for: CutFor | None = None) -> OpenStream:
-    """Read a stream's file and cut it into groups; a UserError if it is unreadable or damaged.
-
-    Args:
-        cut_for: None: nobody shares the stream.
-    """
+def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions) -> OpenStream:
+    """Read a stream's file and cut it into groups; a UserError if it is unreadable or damaged."""
     if stream.tokens:
         options = ReadOptions(options.tokenizer, format="megatron")
     num_bytes = file_bytes(stream)  # before it is read, so that nothing is cut unseen
@@ -293,11 +211,6 @@ def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions, cut_for: 
     is_kept = documents_of(cut.split, stream.relative_path, documents.num_documents, cut.holdout_fraction)
     kept = np.flatnonzero(is_kept)
     groups = build_groups(documents.lengths, kept, stream.relative_path, cut)
-    if cut_for is not None and not cut.max_group_cells:
-        most = most_cells(groups.num_cells, cut_for["world_size"], lanes_of(stream, cut_for))
-        if most < groups.num_cells.max(initial=0):
-            shorter = replace(cut, max_group_cells=most)
-            groups = build_groups(documents.lengths, kept, stream.relative_path, shorter)
     return OpenStream(stream, documents, groups, cut.seq_len, num_bytes)
 
 
@@ -317,8 +230,8 @@ def has_zero_halves(tokens: TokenArray) -> bool:
 class StreamOpener:
     """Opens the streams of a source, counts their documents, and warns of files that `eod` or `dtype` do not fit.
 
-    With `warns` false, `warn` reports all that were opened, otherwise the first of either kind is warned of. For `cut_for` see
-    `open_stream`; `in_memory` has, by relative path, streams that are no files.
+    With `warns` false, `warn` reports all that were opened, otherwise the first of either kind is warned of.
+    `in_memory` has, by relative path, streams that are no files.
     """
 
     def __init__(
@@ -326,12 +239,10 @@ class StreamOpener:
         options: ReadOptions,
         cut: CutOptions,
         *,
-        cut_for: CutFor | None = None,
         warns: bool = True,
         in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
     ) -> None:
         self._options, self._cut, self._warns, self._in_memory = options, cut, warns, in_memory
-        self.cut_for = cut_for
         self._behind_cuts: list[tuple[int, int]] | None = []  # of each stream that was opened; None: it was said
         self.current: Stream | None = None  # being opened, or read from
         self._num_documents: dict[Stream, int] = {}
@@ -345,7 +256,7 @@ class StreamOpener:
         if stream.relative_path in self._in_memory:
             return self._in_memory[stream.relative_path]
         try:
-            opened = open_stream(stream, self._options, self._cut, self.cut_for)
+            opened = open_stream(stream, self._options, self._cut)
         except UserError as error:
             error.where = f"source {self._cut.namespace}"
             raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,17 +29,14 @@ from trainer.data.epochs import (
     reshard,
 )
 from trainer.data.formats import is_import_path
-from trainer.data.groups import CutOptions, OpenStream, StreamOpener, cut_for
+from trainer.data.groups import CutOptions, OpenStream, StreamOpener
 from trainer.data.layout import Stream
 from trainer.data.reader import StreamReader
 from trainer.data.tokenizer import TimedTokenizer, Tokenizer
 from trainer.errors import UserError
 from trainer.hashing import KeyedUniforms
 from trainer.metrics.best_effort import BestEffort
-from trainer.wording import counted, printable
-
-if TYPE_CHECKING:
-    pass
+from trainer.wording import printable
 
 PickMode: TypeAlias = Literal["weighted", "uniform", "round_robin"]
 PICK_MODES: tuple[PickMode, ...] = ("weighted", "uniform", "round_robin")
@@ -263,8 +260,6 @@ class StreamMixingDataset:
         self._opening = "own_code" if is_import_path(read.format) else "open"
         self._seconds: defaultdict[str, float] = defaultdict(float)  # see `drain_seconds`
         options = replace(read, tokenizer=cast(Tokenizer, self._tokenizer))
-        sizes = mix.batch_size, mix.batch_size_by_modality
-        shape = cut_for(*sizes, world_size=world_size, num_streams=len(streams), shared=self._shared)
         self._fixed_state: dict[str, Any] = {  # the part of a state that is constant throughout a run
             "version": STATE_VERSION,
             "fingerprint": fingerprint(self.streams, read, cut, seed=mix.seed, batching_mode=mix.batching_mode),
@@ -273,12 +268,11 @@ class StreamMixingDataset:
             "num_streams_mixed": mix.num_streams_mixed,
             "batch_size": mix.batch_size,
             "batch_size_by_modality": dict(mix.batch_size_by_modality),
-            "cut_for": shape,
         }
         self._uniforms = KeyedUniforms("pick", name, mix.seed, "all" if self._shared else rank)
-        self._collator = Collator(name=name, tokenizer=read.tokenizer, seq_len=cut.seq_len, pack=cut.pack)
+        self._collator = Collator(name=name, tokenizer=read.tokenizer, seq_len=cut.seq_len)
         # What is held out is read from the files that the training data have, which warn of themselves.
-        self._opener = StreamOpener(options, cut, cut_for=shape, warns=cut.split != "holdout", in_memory=in_memory)
+        self._opener = StreamOpener(options, cut, warns=cut.split != "holdout", in_memory=in_memory)
         # Readers keep their streams open themselves; the cache serves those of the next epoch.
         self._open = lru_cache(2 * mix.num_streams_mixed)(self._opener)
         self._queue = ReaderQueue(
@@ -402,6 +396,15 @@ class StreamMixingDataset:
             "chapters": list(map(list, self._queue.points.items())),
         }
 
+    def restarted(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The states of all saving ranks for files that changed since: the next epoch begins, of the files as they are.
+
+        States of groups that are no longer read age out of the ledger.
+        """
+        fresh, epoch = self.state_dict(), max(state["epoch"] for state in states) + 1
+        kept = ("rank", "world_size", "num_streams_mixed", "batch_size", "batch_size_by_modality", "batch_index")
+        return [{**fresh, "epoch": epoch, **{key: state[key] for key in kept}} for state in states]
+
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where a run stopped.
 
@@ -422,12 +425,6 @@ class StreamMixingDataset:
         if not self._shared and (own["rank"] != self._rank if is_same else len(states) != own["world_size"]):
             problem = f"the state is that of rank {own['rank']} of {own['world_size']}, and this is rank {self._rank}"
             raise UserError(self.name, problem, "give each rank its own, or the states of all ranks, in rank order")
-        if own["cut_for"] != self._fixed_state["cut_for"]:
-            self._fixed_state["cut_for"] = self._opener.cut_for = own["cut_for"]
-            self._open.cache_clear()
-            if not own["fingerprint"]["max_group_cells"]:
-                text = "source %s: documents stay cut as for %s, so that groups continue: ranks may wait longer for each other"
-                logger.info(text, self.name, counted(own["cut_for"]["world_size"], "rank"))
         self._pool = ActivePool(self.modalities, self._mix.pick_mode, self._guard)
         self._has_no_cells = False
         self._exhaust_events = 0

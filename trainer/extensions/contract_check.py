@@ -75,7 +75,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             model_and_loss(model, plan.config, device)
         accepted = accepted_inputs(model)
         if accepted is not None and not any(source.table.target is not None for source in plan.sources):
-            refuse_pack(plan, model, accepted)
+            refuse_align(plan, model, accepted)
             check_inputs({"tokens"}, accepted)
         report = check_model(
             model,
@@ -146,7 +146,7 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
     """
     broken = {verdict.check: verdict for verdict in report.breaches}
     refused = [broken[check] for check in REFUSED if check in broken and check not in plan.config.model.trust]
-    if not shares_rows(plan, None):
+    if not runs_on(plan, None):
         refused = [verdict for verdict in refused if verdict.check != "resets"]
     if not refused:
         return
@@ -199,7 +199,7 @@ def _count(table: ModelTable, vocab_size: int, tokens: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def refuse_pack(plan: Plan, model: nn.Module, accepted: Collection[str]) -> None:
+def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> None:
     """Refuse rows of several documents for a model that would run from one into the next.
 
     Args:
@@ -209,20 +209,14 @@ def refuse_pack(plan: Plan, model: nn.Module, accepted: Collection[str]) -> None
         UserError: documents share rows, and the model takes no resets, or runs so often that ranks which share its parameters
             would wait for each other.
     """
-    if not shares_rows(plan, model):
+    if not runs_on(plan, model):
         return
     _, name, *_ = resolve_builder(plan.config.model)
-    key, off = ("data.pack", "false") if plan.config.data.pack else ("data.align", '"document"')
-    problem, fix = "", f"set it to {off}, or let the model's forward take resets [B, T]"
+    problem, fix = "", 'set it to "document", or let the model\'s forward take resets [B, T]'
     if "resets" not in accepted:
         problem = f"documents share a row, and {name} takes no resets, which keep them apart"
     elif plan.layout is not None and getattr(model, "runs_documents", False):
         problem = f"{name} runs each document on its own, and ranks that shard a model must run it equally often"
-        fix = f'set it to {off}, or distributed.strategy to "ddp"'
+        fix = 'set it to "document", or distributed.strategy to "ddp"'
     if problem:
-        raise UserError(key, problem, fix)
-
-
-def shares_rows(plan: Plan, model: nn.Module | None) -> bool:
-    """Whether rows may hold several documents. `model`: see `runs_on`."""
-    return plan.config.data.pack or runs_on(plan, model)
+        raise UserError("data.align", problem, fix)

@@ -208,7 +208,7 @@ class _Documents(NamedTuple):
     of_file: Ints
     """Index of `files`, ascending, [n]."""
     group: Ints
-    """Of the file, without packing, [n]."""
+    """Of the file, [n]."""
     document: Ints
     """Of all that were counted, [n]; parts of one have the same."""
     tokens: Ints
@@ -244,12 +244,12 @@ def draw_sample(
     Documents are counted by opening their files; of more than `COUNTED_BYTES` of files, only of some that are drawn first.
 
     Args:
-        datasets: of the sources, without packing.
+        datasets: of the sources.
         budget: cells that an evaluation may run, in expectation; but `LEAST` documents are read, or all of the set where
             so few are left beside those that always are.
         runs: of each cell but a document's first.
     """
-    seq_len, is_packed = plan.config.data.seq_len, plan.config.data.pack
+    seq_len = plan.config.data.seq_len
     files = [(index, stream) for index, dataset in enumerate(datasets) for stream in dataset.streams]
     sizes = np.array([max(file_bytes(stream), 1) for _, stream in files], dtype=np.int64)
     drawn = draw_by_size(sizes, max(LEAST, int(len(files) * COUNTED_BYTES / sizes.sum())), generator)
@@ -260,7 +260,7 @@ def draw_sample(
     is_counted = len(drawn.chosen) == len(files)
     covered = {documents.files[at][0] for at in np.unique(documents.of_file)}
     is_missed = len(covered) < len(datasets)  # all of it says which
-    is_cheap = num_runs.sum() - (cells.sum() - total / seq_len if is_packed else 0) <= budget or num_all <= LEAST
+    is_cheap = num_runs.sum() <= budget or num_all <= LEAST
     what = counted(num_whole, "document")
     if num_all == 0 or (is_counted and (is_cheap or is_missed)):
         return f"all {what}, {counted(total, 'token')}", None
@@ -312,7 +312,7 @@ def _copied(
             numbers |= dict(zip(ids, those, strict=True))
         if in_memory:
             part = replace(source, streams=[each.stream for each in in_memory.values()])
-            made.append(make_dataset(plan, part, info, is_holdout=True, pack=False, in_memory=in_memory))
+            made.append(make_dataset(plan, part, info, is_holdout=True, in_memory=in_memory))
     return made, numbers
 
 
@@ -335,7 +335,6 @@ def _copy(
     begins = table.starts + (first > 0) - first * seq_len
     num_cells = -(-tokens // seq_len)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_cells)])
-    no_segments = np.zeros(len(tokens) + 1, np.int64), np.zeros(0, np.int64)
     numbers = np.arange(len(tokens))
-    groups = GroupTable(dataset.name, stream.relative_path, numbers, first, num_cells, offsets, *no_segments)
+    groups = GroupTable(dataset.name, stream.relative_path, numbers, first, num_cells, offsets)
     return OpenStream(stream, TokenTable(table.tokens, begins, first * seq_len + tokens), groups, seq_len, 0)

@@ -18,11 +18,11 @@ from typing import Any
 from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
 from trainer.extensions.remote import ABANDONED, Claimed, kept, save_id
+from trainer.extensions.storage import StorageError
 from trainer.files import read_bytes
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import EventWriter
-from trainer.storage import StorageError
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import MARKER, checkpoint_name, step_of
 from trainer.training.checkpointing.tensor_files import CheckpointError

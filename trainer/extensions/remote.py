@@ -20,7 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
+from trainer.extensions.storage import MissingError, Storage, StorageError, StoredFile
 from trainer.files import (
+    is_url,
     open_plain,
     parse_json,
     read_bytes,
@@ -31,7 +33,6 @@ from trainer.files import (
     write_json,
 )
 from trainer.metrics.logger import get_logger
-from trainer.storage import MissingError, Storage, StorageError, StoredFile, is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import MARKER, checkpoint_name, parse_marker, step_of
 from trainer.training.checkpointing.tensor_files import CheckpointError

@@ -70,7 +70,7 @@ class SequenceModel(Protocol):
         """Run `tokens` (int64 [B, T]) starting from `state` ([B, state_width]; None: zero).
 
         `resets` (bool [B, T]; None: nowhere) is True where the state resets to zero inside a row. Optional: it is passed
-        by name and only with packed rows, so a model for other data need not accept it.
+        by name and only where documents begin within rows, so a model for other data need not accept it.
         """
         ...
 

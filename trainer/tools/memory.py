@@ -42,6 +42,7 @@ from trainer.training.setup.parts import (
     make_strategy,
     max_tokens_per_micro,
     model_and_loss,
+    runs_on,
     shard_model,
 )
 from trainer.training.setup.plan import Plan, make_auxiliary, width_of
@@ -207,7 +208,7 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
         step.launch(lr=config.optimizer.lr, stop=False, saved=False)  # makes the optimizer's state
         live.steps = False
         sizes.append(live.now)
-        window = [_micro_batch(plan)]
+        window = [_micro_batch(plan, model)]
         if (
             config.micro_batches.most * plan.facts.shards_per_rank > 1
         ):  # the last of them is the worst: the gradients of the others are there
@@ -312,12 +313,12 @@ def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
     )
 
 
-def _micro_batch(plan: Plan) -> MicroBatch:
+def _micro_batch(plan: Plan, model: nn.Module) -> MicroBatch:
     """The largest micro-batch of the run's sources."""
     length = plan.config.row_tokens
     rows = max_tokens_per_micro(plan) // length
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     inputs = {"tokens": tokens}
-    if plan.config.data.pack:
+    if runs_on(plan, model):
         inputs["resets"] = torch.zeros(rows, length, dtype=torch.bool)
     return MicroBatch(inputs, torch.zeros_like(tokens), None, {})

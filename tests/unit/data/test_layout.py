@@ -192,16 +192,11 @@ def test_the_held_out_share_is_right_stable_and_monotone():
     assert not documents_of("holdout", "a/x.md", 1000, 0.0).any()
 
 
-def test_long_documents_become_runs_and_short_ones_share_rows():
+def test_long_documents_become_runs():
     lengths, cut = np.array([25, 0, 3, 4, 5, 1, 8]), CutOptions("s", seq_len=4, max_group_cells=3)
     groups = build_groups(lengths, np.arange(7), "p", cut)
     assert groups.documents.tolist() == [0, 0, 0, 2, 3, 4, 5, 6]
     assert groups.first_cells.tolist() == [0, 3, 6, 0, 0, 0, 0, 0]
     assert groups.num_cells.tolist() == [3, 3, 1, 1, 1, 2, 1, 2]
-    packed = build_groups(lengths, np.arange(7), "p", replace(cut, pack=True))
-    assert packed.documents.tolist() == [0, 0, 0, 2, 3, 4, 6]
-    assert packed.num_cells.tolist() == [3, 3, 1, 1, 1, 2, 2]
-    assert packed.segment_documents.tolist() == [2, 5]
-    assert np.diff(packed.segment_offsets).tolist() == [0, 0, 0, 2, 0, 0, 0]
     kept = build_groups(lengths, np.array([3, 6]), "p", cut)
     assert kept.ids_of(np.arange(2)).tolist() == groups.ids_of(np.array([4, 7])).tolist()

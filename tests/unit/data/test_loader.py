@@ -34,16 +34,18 @@ class Counting:
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_batches_metrics_and_states_are_those_of_the_dataset(write_streams, mixing, prefetch):
     streams = write_streams(LAYOUT)
-    plain = mixing(streams, pack=True)
-    with Loader(mixing(streams, pack=True), device="cpu", prefetch=prefetch) as loader:
+    plain = mixing(streams)
+    with Loader(mixing(streams), device="cpu", prefetch=prefetch) as loader:
         for loaded in (next(loader) for _ in range(25)):
             expected = next(plain)
-            masked = {"stream_mixing/masked_share": float((expected["targets"] == -100).all())}
-            assert loaded.metrics == plain.drain_step_metrics() | masked
+            is_target = expected["targets"] != -100
+            shares = {"stream_mixing/masked_share": float(not is_target.any()), "data/fill": is_target.mean()}
+            assert loaded.metrics == plain.drain_step_metrics() | shares
             assert loaded.state == plain.state_dict()
-            found = loaded.inputs | loaded.extras | vars(loaded.carry) | {"targets": loaded.targets}
+            carry = {key: value for key, value in vars(loaded.carry).items() if value is not None}
+            found = loaded.inputs | loaded.extras | carry | {"targets": loaded.targets}
             assert found.keys() == expected.keys()
-            for key in ("tokens", "targets", "resets", "token_types"):
+            for key in ("tokens", "targets", "token_types"):
                 assert isinstance(found[key], torch.Tensor)
                 assert (found[key].numpy() == expected[key]).all()
             assert isinstance(found["group_ids"], np.ndarray)

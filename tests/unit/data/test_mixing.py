@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -60,13 +59,12 @@ def test_batches_do_not_depend_on_how_many_are_prepared_together(write_streams, 
 
 def test_batch_sizes_differ_by_modality_and_keys_have_the_promised_types(write_streams, mixing):
     streams = write_streams({"a": [[4] * 20], "b": [[4] * 20]})
-    for batch in (next(mixing(streams, batch_size_by_modality={"b": 5}, seed=s, pack=s > 3)) for s in range(8)):
+    for batch in (next(mixing(streams, batch_size_by_modality={"b": 5}, seed=s)) for s in range(8)):
         rows = 5 if batch["dataset_segments"][0] == "b" else 2
         assert batch["dataset_labels"] == ["source"] * rows
         for dtype, shape, keys in (
             ("int64", (rows, 4), ("tokens", "targets")),
             ("int8", (rows, 4), ("token_types",)),
-            ("bool", (rows, 4), ("resets",) if "resets" in batch else ()),
             ("int64", (rows,), ("group_ids", "cell_index", "pack_num_samples")),
             ("bool", (rows,), ("is_last",)),
         ):
@@ -83,30 +81,6 @@ def test_a_rank_whose_slice_has_ended_yields_a_masked_row(write_streams, mixing)
     alone = {"world_size": 3, "batching_mode": "device_per_stream", "max_group_cells": 1000}
     assert sorted(next(mixing(streams, rank=r, **alone))["group_ids"][0] == -1 for r in range(3)) == [0, 1, 1]
     assert sorted(len(list(mixing(streams, rank=r, **alone, repeat=False))) for r in range(3)) == [0, 0, 100]
-
-
-def test_documents_are_cut_for_the_ranks_that_began_and_it_is_said(write_streams, mixing, caplog):
-    """One document of 300 cells among short ones: on one rank it stays whole, on two ranks each reads about a half."""
-    caplog.set_level("INFO")
-    streams = write_streams({"a": [[1200, *[40] * 30]]})
-    began = [mixing(streams, rank=r, world_size=2, max_group_cells=0, repeat=False) for r in (0, 1)]
-    read = [[next(rank) for _ in range(9)] for rank in began]
-    behind = 100 * (1200 - 128 * 4) / 2400
-    text = "source source: of the tokens of 1 stream opened first, %.1f %% are read without the state"
-    assert text % behind in caplog.text
-    caplog.clear()
-    mixing(streams, world_size=2, max_group_cells=0, repeat=False).load_state_dict(began[0].state_dict())
-    assert text % behind in caplog.text
-    alone = mixing(streams, max_group_cells=0, repeat=False)
-    alone.load_state_dict([rank.state_dict() for rank in began])
-    assert "source source: documents stay cut as for 2 ranks" in caplog.text
-    batches = [*itertools.chain(*read), *alone]
-    sizes = Counter(group for batch in batches for group in batch["group_ids"].tolist())
-    assert sorted(sizes.values()) == sorted([128, 128, 44, *[10] * 30])
-    caplog.clear()
-    whole = Counter(g for b in mixing(streams, max_group_cells=0, repeat=False) for g in b["group_ids"].tolist())
-    assert max(whole.values()) == 300
-    assert not caplog.text
 
 
 def test_a_state_that_does_not_fit_is_refused_naming_what_differs(write_streams, mixing):

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_corpus
+from trainer.data.cache import Cache
 from trainer.data.layout import discover_nested
-from trainer.data.stored import Cache, discover_stored, stored_direct, stored_nested
 from trainer.errors import UserError
-from trainer.storage import Storage
+from trainer.extensions.storage import Storage
+from trainer.extensions.stored import copy as copy_files
+from trainer.extensions.stored import discover_stored, stored_direct, stored_nested
 
 
 @pytest.fixture
@@ -144,7 +146,7 @@ def test_a_key_that_leads_out_of_the_copy_is_refused(tmp_path):
     storage.write("a/x.txt", b"x")
     files = {"a/../../x.txt": storage.files()["a/x.txt"]}
     with pytest.raises(UserError, match="which cannot be a file"):
-        Cache(tmp_path / "cache", 0).copy(storage, files)
+        copy_files(Cache(tmp_path / "cache", 0), storage, files)
 
 
 def test_those_that_start_together_download_once(corpus, tmp_path, monkeypatch):

@@ -267,11 +267,14 @@ def falling(count: int, at: int, rise: float) -> RunRecord:
     return losses(*(6.0 / (1 + i / 10) + 0.01 * math.sin(i * i) + rise * (i == at) for i in range(count)))
 
 
-def contract_run(*verdicts: tuple[str, str, str], trust: tuple[str, ...] = (), pack: bool = False) -> RunRecord:
+def contract_run(*verdicts: tuple[str, str, str], trust: tuple[str, ...] = (), align: str = "document") -> RunRecord:
     """A run of one start with these verdicts: (check, status, text)."""
     found = [dict(zip(("check", "status", "text"), verdict, strict=True)) for verdict in verdicts]
     event = {"event": "contract", "global_step": 0, "trusted": list(trust), "verdicts": found}
-    config = {"model": {"target": "mine:build", "trust": list(trust)}, "data": {"pack": pack}}
+    config = {
+        "model": {"target": "mine:build", "trust": list(trust)},
+        "data": {"align": align, "mixing": {"batching_mode": "per_row"}},
+    }
     return make_run({"loss": [1.0]}, events=[event], config=config)
 
 
@@ -335,8 +338,8 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "throughput_regression: longer steps": speed([2.0] * 60 + [4.0] * 40),
         # A share is of the squared norm: the others with 0.9 % of the norm.
         "dominant_layer: a dominant layer": make_run(norm_rows(0.007, 0.006)),
-        "model_contract: broken resets with packed rows": contract_run(
-            ("causality", "held", ""), ("resets", "broken", "x"), pack=True
+        "model_contract: broken resets in rows of several documents": contract_run(
+            ("causality", "held", ""), ("resets", "broken", "x"), align="stream"
         ),
     },
     "healthy": {

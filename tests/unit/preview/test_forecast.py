@@ -22,7 +22,7 @@ MODES = [
     ("data.mixing.pick_mode=uniform", "data.mixing.num_streams_mixed=3"),
     ("data.mixing.pick_mode=round_robin", "data.mixing.num_streams_mixed=7", "train.micro_batches=3"),
     ("data.mixing.batching_mode=device_per_stream", "run.seed=3"),
-    ("data.pack=true", "eval.holdout_fraction=0.2"),
+    ("eval.holdout_fraction=0.2",),
     ("data.mixing.repeat=false", "data.mixing.batch_size=3"),
     ("data.max_group_cells=0", "data.mixing.batch_size=9"),
     ("data.mixing.repeat=false", "data.mixing.batching_mode=device_per_stream", "data.mixing.batch_size=1"),
@@ -83,10 +83,7 @@ def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> tuple[Plan,
 
 @pytest.mark.parametrize("overrides", MODES)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_counts_match_the_real_pipeline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], world_size: int
-) -> None:
-    monkeypatch.setattr("trainer.data.deal.FEWEST_CELLS", 2)
+def test_counts_match_the_real_pipeline(tmp_path: Path, overrides: tuple[str, ...], world_size: int) -> None:
     plan, shapes = plan_of(tmp_path, *overrides, world_size=world_size)
     forecast = count_run(plan, shapes, world_size)
     real = real_run(plan, world_size)
@@ -100,8 +97,8 @@ def test_counts_match_the_real_pipeline(
         # The tokens of a slice in progress are estimated in proportion to its cells.
         tokens = sum(sum(tally.tokens.values()) for tally in tallies)
         assert tokens == pytest.approx(real.tokens[shape.name], rel=0.05)
-        if "data.max_group_cells=0" in overrides:
-            assert any(stream.behind_cuts for stream in shape.streams) == (world_size > 1)
+        is_cut = "data.max_group_cells=0" not in overrides
+        assert any(stream.behind_cuts for stream in shape.streams) == is_cut
     assert forecast.cells_per_step.tolist() == [
         real.cells_per_step[step + 1] for step in range(len(forecast.cells_per_step))
     ]

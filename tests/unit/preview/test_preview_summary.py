@@ -32,15 +32,12 @@ def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> Plan:
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12),
     max_cells=st.integers(1, 4),
-    pack=st.booleans(),
     every=st.integers(1, 2),
 )
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_every_token_of_the_documents_belongs_to_one_group(
-    lengths: list[int], max_cells: int, pack: bool, every: int
-) -> None:
+def test_every_token_of_the_documents_belongs_to_one_group(lengths: list[int], max_cells: int, every: int) -> None:
     sizes, kept = np.array(lengths), np.arange(0, len(lengths), every)
-    groups = build_groups(sizes, kept, "s", CutOptions("", 6, max_cells, pack))
+    groups = build_groups(sizes, kept, "s", CutOptions("", 6, max_cells))
     tokens = groups.num_tokens(sizes, 6)
     assert tokens.sum() == sizes[kept].sum()
     assert (tokens > 0).all()

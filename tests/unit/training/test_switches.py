@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.in_process import train_here
-from tests.support.runs import losses, read_rows, write_tiny_config
+from tests.support.runs import FULL_ROWS, losses, read_rows, write_tiny_config
 from trainer.metrics.payload_contract import validate_stream
 
 EXTRA = """
@@ -58,7 +58,7 @@ def test_switches_that_only_watch_or_store_change_no_loss(corpus, baseline, tmp_
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("train.precision=bf16", "train.clip_grad_norm=0", "data.pack=true", "data.seq_len=7"),
+        ("train.precision=bf16", "train.clip_grad_norm=0", FULL_ROWS, "data.seq_len=7"),
         (
             "objective.coord={first_token=97, num_bins=20, sigma=1.5}",
             "model.args={tie_embeddings=true}",

@@ -204,13 +204,13 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
         stream, ids = opened(meta["source"], meta["stream"])
         groups, table, found = stream.groups, stream.documents, []
         for owner in np.flatnonzero(ids == meta["group_ids"][row])[:1]:
-            packed = groups.segment_documents[slice(*groups.segment_offsets[owner : owner + 2])].tolist()
-            start = 0 if packed else int(groups.first_cells[owner] + meta["cell_indices"][row]) * stream.seq_len
-            for number in packed or [int(groups.documents[owner])]:
-                stop = min(start + stream.seq_len, int(table.lengths[number]))
-                found.append({"document": number, "start": start, "stop": stop})
-                if with_text:
-                    found[-1]["text"] = origin.plan.tokenizer.decode(table.read(number, start, stop))
+            number, cell = int(groups.documents[owner]), groups.first_cells[owner] + meta["cell_indices"][row]
+            start = int(cell) * stream.seq_len
+            stop = min(start + stream.seq_len, int(table.lengths[number]))
+            entry: dict[str, Any] = {"document": number, "start": start, "stop": stop}
+            if with_text:
+                entry["text"] = origin.plan.tokenizer.decode(table.read(number, start, stop))
+            found.append(entry)
         return found
 
     rows, count = [], Counter[int]()

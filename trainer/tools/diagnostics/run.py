@@ -263,7 +263,7 @@ def ending(run: RunRecord) -> Outcome:
 
 @rule("warning", uses=["the `contract` events of events.jsonl"])
 def model_contract(run: RunRecord) -> Outcome:
-    """A check of the model was broken when the run or a resume began (`resets`: with `data.pack = true`).
+    """A check of the model was broken when the run or a resume began (`resets`: where documents may begin within rows).
 
     A model that drops its state, sees later tokens or mixes rows trains without another symptom ([contracts.md](contracts.md)).
     Change: the model; then empty `model.trust` where it names something
@@ -273,8 +273,9 @@ def model_contract(run: RunRecord) -> Outcome:
         if "model" in run.config and run.setting("model.target") is None:
             return healthy("a built-in model, which the tests prove")
         return not_measured("the run has no record of a check of its model (trainer.contracts.check_model)")
-    # Without packing no row has a reset inside.
-    unused = "resets" if run.setting("data.pack", None) is False else None
+    # Where each document begins a row, none has a reset inside.
+    begins_rows = run.setting("data.mixing.batching_mode") != "per_row" or run.setting("data.align") == "document"
+    unused = "resets" if begins_rows else None
     broken: dict[str, str] = {}
     starts: Counter[int] = Counter()  # breaches found at each step
     judged, why = False, "unknown reason"

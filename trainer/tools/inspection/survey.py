@@ -4,7 +4,7 @@ files, whether they hold text or token ids, and of which dtype."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from trainer.metrics.progress_bar import Report, silent
 CHUNK = 1 << 20  # tokens counted together
 UNBOUNDED = 1 << 40  # larger than any vocabulary
 NUM_TOP_IDS = 10
-COUNTS = ("documents", "empty_documents", "tokens", "groups", "cells", "packed_cells")
+COUNTS = ("documents", "empty_documents", "tokens", "groups", "cells")
 PEEK_BYTES = 1 << 20
 # Ids of a vocabulary below a million leave at most this in the upper half of a 32-bit word.
 LARGEST_UPPER_HALF = 15
@@ -60,8 +60,8 @@ def survey(
 ) -> dict[str, Any]:
     """What `train data inspect --json` says of the streams, read once, if their documents are cut so.
 
-    `streams` has a row for each; `packed_cells` are its cells if documents shared them. `modalities` and `totals` are sums of
-    the rows, `histogram` says how often each type of token and the most frequent ids occur.
+    `streams` has a row for each, `modalities` and `totals` are sums of the rows, `histogram` says how often each type of token
+    and the most frequent ids occur.
 
     Raises:
         UserError: for the first file that is unreadable or damaged.
@@ -71,14 +71,11 @@ def survey(
     for stream in each_stream(streams, report):
         documents = load_documents(stream.path, options)
         lengths = documents.lengths
-        plain, packed = (
-            build_groups(lengths, np.arange(len(lengths)), stream.relative_path, replace(cut, pack=pack))
-            for pack in (False, True)
-        )
+        groups = build_groups(lengths, np.arange(len(lengths)), stream.relative_path, cut)
         for chunk in token_chunks(documents):
             counts += np.bincount(chunk.astype(np.intp, copy=False), minlength=len(counts))
-        cells = int(plain.cell_offsets[-1]), int(packed.cell_offsets[-1])
-        numbers = (len(lengths), int((lengths == 0).sum()), int(lengths.sum()), plain.num_groups, *cells)
+        cells = int(groups.cell_offsets[-1])
+        numbers = (len(lengths), int((lengths == 0).sum()), int(lengths.sum()), groups.num_groups, cells)
         row = {"stream": stream.relative_path, "modality": stream.modality}
         row["format"] = format_name(Path(stream.path), options.format)
         rows.append({**row, **dict(zip(COUNTS, numbers, strict=True))})
@@ -96,10 +93,8 @@ def survey(
 def _totals(rows: Sequence[dict[str, Any]], seq_len: int) -> dict[str, float]:
     """Sums, and the padding as a share of the cells' tokens."""
     totals: dict[str, float] = {"streams": len(rows), **{name: sum(row[name] for row in rows) for name in COUNTS}}
-    for kind in ("", "packed_"):
-        tokens = totals[f"{kind}cells"] * seq_len
-        totals[f"{kind}padding_share"] = 1.0 - totals["tokens"] / tokens if tokens else 0.0
-    return totals
+    room = totals["cells"] * seq_len
+    return {**totals, "padding_share": 1.0 - totals["tokens"] / room if room else 0.0}
 
 
 def _histogram(counts: Ints, tokenizer: Tokenizer) -> dict[str, Any]:

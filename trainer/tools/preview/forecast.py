@@ -21,11 +21,11 @@ import numpy.typing as npt
 from trainer.arrays import Ints
 from trainer.config.rules import mixing_of
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.deal import assign_lanes, cut_slices
 from trainer.data.documents import ReadOptions
 from trainer.data.epochs import QueueKey
-from trainer.data.groups import CutOptions, OpenStream, StreamOpener, cut_for
+from trainer.data.groups import CutOptions, OpenStream, StreamOpener
 from trainer.data.mixing import ActivePool, PickMode
+from trainer.data.reader import assign_lanes, cut_slices
 from trainer.data.weights import WeightSpec, positions
 from trainer.hashing import KeyedUniforms
 from trainer.micro_batches import MicroBatches
@@ -142,14 +142,12 @@ def source_shape(plan: Plan, source: Source, world_size: int) -> SourceShape:
         UserError: a file cannot be read or is damaged, or there is no document to train on.
     """
     config, table, mixing = plan.config, source.table, mixing_of(plan.config, source.table)
-    data, holdout = config.data, config.eval.holdout_fraction
+    holdout = config.eval.holdout_fraction
     options = ReadOptions(plan.tokenizer, table.dtype, table.eod, table.text_split, table.format)
-    cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, data.pack, "train", holdout)
+    cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, "train", holdout)
     shared = mixing.batching_mode == "per_stream"
     turns = QueueKey(source.name, config.run.seed, len(source.streams), shared).turns
-    sizes = mixing.batch_size, mixing.batch_size_by_modality
-    shape = cut_for(*sizes, world_size=world_size, num_streams=len(source.streams), shared=shared)
-    shapes, opener = [], StreamOpener(options, cut, cut_for=shape, warns=False)
+    shapes, opener = [], StreamOpener(options, cut, warns=False)
     for stream, turn in zip(source.streams, turns, strict=True) if not source.is_off else ():
         batch_size = mixing.batch_size_by_modality.get(stream.modality, mixing.batch_size)
         shapes.append(stream_shape(opener(stream), batch_size=batch_size, world_size=world_size, turn=turn))

@@ -35,7 +35,6 @@ _HELD_OUT_SETTINGS: Final = (
     "data.tokenizer",
     "data.seq_len",
     "data.max_group_cells",
-    "data.pack",
 )
 
 

@@ -129,9 +129,10 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
     from trainer.data.layout import refuse_empty
     from trainer.distributed.strategy import shard_units
+    from trainer.extensions.storage import Storage
+    from trainer.files import is_url
     from trainer.model.weights import check_fit, read_weights
     from trainer.model.wrappers import output_layer, recompute_blocks
-    from trainer.storage import Storage, is_url
     from trainer.training.checkpointing.restore import check_resume
     from trainer.training.setup.plan import make_auxiliary
     from trainer.training.step.optimizer import check_optimizer

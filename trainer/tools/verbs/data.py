@@ -239,7 +239,7 @@ def inspect(
 
     at = discover(paths, format=format)
     options = _read_options(at, format, tokenizer, vocab_size, dtype, eod, text_split)
-    cut = CutOptions("", seq_len, max_group_cells, False)
+    cut = CutOptions("", seq_len, max_group_cells)
     with progress_bar() as report:
         found = survey(at.streams, options, cut, report=report)
     asked = {"paths": paths, "layout": at.layout, "seq_len": seq_len, "max_group_cells": max_group_cells}
@@ -269,12 +269,11 @@ def _print_tables(content: dict[str, Any]) -> None:
     console.print(f"layout {content['layout']}; {cells}", highlight=False)
     table = Table("modality")
     names = ("streams", "documents", "tokens", "groups", "cells")
-    for name in (*names, "padding", "if packed"):
+    for name in (*names, "padding"):
         table.add_column(name, justify="right")
     rows = list(content["modalities"].items())
     for name, facts in [*rows, *([("all", content["totals"])] if len(rows) > 1 else [])]:
-        paddings = (facts["padding_share"], facts["packed_padding_share"])
-        table.add_row(escape(name), *(f"{facts[key]:,}" for key in names), *(f"{share:.1%}" for share in paddings))
+        table.add_row(escape(name), *(f"{facts[key]:,}" for key in names), f"{facts['padding_share']:.1%}")
     console.print(table)
     histogram = content["histogram"]
     if histogram["types"]:

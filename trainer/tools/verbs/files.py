@@ -17,8 +17,7 @@ from rich.table import Table
 from trainer.cli.options import JsonOption
 from trainer.cli.terminal import echo, output, print_json, put_text, writing
 from trainer.errors import UserError, UserErrors
-from trainer.files import read_lines
-from trainer.storage import is_url
+from trainer.files import is_url, read_lines
 
 EXIT_DIFFERENT, EXIT_INVALID, EXIT_NOT_PUSHED = 1, 1, 1
 OutOption = Annotated[str | None, typer.Option(help="File to write; default: stdout.", metavar="FILE")]
@@ -139,8 +138,8 @@ def push(
     from trainer.config.load import load_config
     from trainer.extensions.mirror import start_mirror
     from trainer.extensions.remote import Claimed, RemoteCheckpoints, claim
+    from trainer.extensions.storage import StorageError
     from trainer.metrics.best_effort import Diagnostics
-    from trainer.storage import StorageError
     from trainer.training.run_dir import RunDir
 
     run = RunDir(Path(run_dir))
@@ -177,8 +176,8 @@ def _entries(place: str, *, is_deep: bool) -> list[CheckpointEntry]:
 
 def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
     from trainer.extensions.remote import RemoteCheckpoints
+    from trainer.extensions.storage import StorageError
     from trainer.files import parse_json
-    from trainer.storage import StorageError
     from trainer.training.checkpointing.checkpoint import MARKER, STATE_FILE, checkpoint_name
 
     remote, entries = RemoteCheckpoints(url, key="URL"), []
@@ -207,7 +206,7 @@ def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
 
 def _state_of(path: str, read: Callable[[], Any]) -> tuple[str | None, int | None]:
     """(what is wrong with a checkpoint, its number of ranks), by a function that reads its state.json."""
-    from trainer.storage import StorageError
+    from trainer.extensions.storage import StorageError
     from trainer.training.checkpointing.tensor_files import CheckpointError
 
     try:

@@ -22,8 +22,7 @@ from trainer.cli.options import (
 )
 from trainer.cli.terminal import echo, output, print_json, refuse_existing, writing
 from trainer.errors import UserError
-from trainer.files import did_you_mean
-from trainer.storage import is_url
+from trainer.files import did_you_mean, is_url
 
 if TYPE_CHECKING:
     from trainer.config.data_tables import EvalSourceTable

@@ -13,12 +13,12 @@ import numpy as np
 from trainer.config.load import flatten, recorded_settings
 from trainer.config.schema import RunConfig
 from trainer.data.blend import ALL_RANKS, BlendDataset, parts_of, without_sources
-from trainer.data.epochs import restart_streams
 from trainer.data.fingerprint import (
     EVAL,
     FINGERPRINT_KEY,
     DataChange,
     Fingerprint,
+    SourceChange,
     blocks_per_file,
     compare,
     has_contents,
@@ -34,17 +34,17 @@ from trainer.data.shard_source import ShardSource
 from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
+from trainer.files import is_url
 from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.logger import get_logger
-from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import data_shards, loading
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.checkpointing.train_state import Position, TrainState, load_optimizer, load_weights_of, open_model
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
-from trainer.wording import counted, few
+from trainer.wording import counted
 
 logger = get_logger(__name__)
 
@@ -229,7 +229,7 @@ class DataPolicy:
     verify_whole: bool = False
     """`--verify-data`: hash the whole content of every file."""
     accept_change: bool = False
-    """`--accept-data-change`: read changed streams from their beginning."""
+    """`--accept-data-change`: begin the next epoch of sources whose files changed."""
     compares: bool = True
     """False: only find files that moved."""
 
@@ -319,7 +319,7 @@ def _with_former_names(plan: Plan, before: Fingerprint, marked: dict[str, dict[s
 
 
 def _refusal(change: DataChange) -> UserError:
-    fix = "put the data back, or add --accept-data-change to read these streams from the beginning"
+    fix = "put the data back, or add --accept-data-change to begin the next epoch of these sources, of the files as they are"
     if change.removed:
         fix = "put the source back, with weight = 0 to read nothing of it (a renamed one under its old name)"
         fix += ", or add --accept-data-change to continue without it"
@@ -352,7 +352,7 @@ def _data_files(sources: Mapping[str, Source], tokenizer: str) -> tuple[list[tup
 def restart_changed(
     states: Sequence[Mapping[str, Any]], dataset: BlendDataset, check: DataCheck, *, holds_out: bool
 ) -> list[dict[str, Any]]:
-    """The blend's states of all saving ranks, so that changed streams are read from their beginning; say so."""
+    """The blend's states of all saving ranks, so that changed sources begin their next epoch; say so."""
     assert check.saved is not None
     rewritten = [without_sources(state, check.change.removed) for state in states]
     for source in dataset.sources:
@@ -369,16 +369,13 @@ def restart_changed(
         if change is None and not changed:
             continue
         index = rewritten[0]["names"].index(source.name)
-        saved = parts_of(rewritten, index)
-        if isinstance(source.dataset, ShardSource):
-            parts = source.dataset.restarted(saved)
-            for state in rewritten:
-                state["lanes"] = keep_places(state["lanes"], source.dataset, [*before], changed)
-        else:
-            parts = restart_streams(saved, list(before), source.dataset, changed)
+        parts = source.dataset.restarted(parts_of(rewritten, index))
         for state in rewritten:
             state["sources"][index], state["ended"][index] = {ALL_RANKS: parts}, False
-        _say(source.name, changed, change.missing if change else [], change.new if change else [])
+            if isinstance(source.dataset, ShardSource):
+                state["lanes"] = keep_places(state["lanes"], source.dataset, [*before], changed)
+        text = "--accept-data-change: source %s: %s; it begins its next epoch, of the files as they are"
+        logger.warning(text, source.name, change or SourceChange(changed))
         if changed and holds_out:
             text = (
                 "--accept-data-change: source %s: documents are held out by their place in a stream: those of changed "
@@ -386,9 +383,3 @@ def restart_changed(
             text += "streams may have been trained on, and held-out losses do not compare with earlier ones"
             logger.warning(text, source.name)
     return rewritten
-
-
-def _say(source: str, changed: Sequence[str], missing: Sequence[str], new: Sequence[str]) -> None:
-    done = (("read from the beginning", changed), ("dropped", missing), ("added", new))
-    listed = ", ".join(f"{counted(len(paths), 'stream')} {what} ({few(paths)})" for what, paths in done if paths)
-    logger.warning("--accept-data-change: source %s: %s; the others continue", source, listed)

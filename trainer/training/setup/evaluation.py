@@ -69,9 +69,8 @@ def _eval_set(
         cells = plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells
         budget = num_batches * rows * plan.facts.data_shards or int(SHARE * steps * cells)
         generator = keyed_generator("evaluation", name, plan.config.run.seed)
-        whole = [make(source=source, pack=False) for source in sources]
         draw = _extension("evaluation_sample").draw_sample
-        read, drawn = draw(plan, sources, whole, budget, 1 if num_batches else runs, info, generator)
+        read, drawn = draw(plan, sources, datasets, budget, 1 if num_batches else runs, info, generator)
         if drawn is not None:
             datasets, rider = drawn
             riders.append(rider)

@@ -46,7 +46,6 @@ from trainer.training.setup.sources import Source
 from trainer.training.step.optimizer import build_optimizer
 
 STATE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-UNCUT = 2**62  # cells
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -188,27 +187,24 @@ def make_dataset(
     *,
     is_holdout: bool,
     is_whole: bool = False,
-    pack: bool | None = None,
     in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
 ) -> StreamMixingDataset:
     """One source's data set: the training part, or (`is_holdout`) what is evaluated on, read once from its beginning: the
-    held-out documents, or (`is_whole`) all. `pack`: None: `data.pack`. `in_memory`: see `StreamOpener`."""
-    cut, read, mix = reading(plan, source, is_holdout=is_holdout, is_whole=is_whole, pack=pack)
+    held-out documents, or (`is_whole`) all. `in_memory`: see `StreamOpener`."""
+    cut, read, mix = reading(plan, source, is_holdout=is_holdout, is_whole=is_whole)
     ranks = {"rank": info.rank, "world_size": info.world_size}
     return StreamMixingDataset(source.streams, cut, read, mix, **ranks, in_memory=in_memory)
 
 
 def reading(
-    plan: Plan, source: Source, *, is_holdout: bool = False, is_whole: bool = False, pack: bool | None = None
+    plan: Plan, source: Source, *, is_holdout: bool = False, is_whole: bool = False
 ) -> tuple[CutOptions, ReadOptions, MixOptions]:
     """How a source is cut, read and mixed; see `make_dataset`."""
     config, mixing = plan.config, mixing_of(plan.config, source.table)
     cut = CutOptions(
         namespace=source.name,
         seq_len=config.data.seq_len if is_holdout else config.row_tokens,
-        # What is evaluated on is not cut for ranks, so that losses do not depend on their number.
-        max_group_cells=(config.data.max_group_cells or UNCUT) if is_holdout else config.max_group_rows,
-        pack=config.data.pack if pack is None else pack,
+        max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
         split="holdout" if is_holdout and not is_whole else "train",
         holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,
     )

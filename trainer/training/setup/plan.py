@@ -19,6 +19,7 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import Layout
 from trainer.distributed.strategy import layout_for
 from trainer.errors import UserError
+from trainer.files import is_url
 from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.metrics.catalog.lookup import is_built_in
 from trainer.metrics.logger import get_logger
@@ -28,7 +29,6 @@ from trainer.model.protocol import carry_flat
 from trainer.model.weights import load_weights
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss, declared_losses
 from trainer.objective.loss import COMPONENTS
-from trainer.storage import is_url
 from trainer.training.setup.plausible import doubts, unmet_needs
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.schedule import Length, make_schedule

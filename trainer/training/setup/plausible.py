@@ -17,7 +17,7 @@ from trainer.data.layout import unread_parts
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import layout_for
 from trainer.errors import UserError
-from trainer.storage import is_url
+from trainer.files import is_url
 from trainer.training.setup.sources import Source
 from trainer.wording import counted, few, printable
 

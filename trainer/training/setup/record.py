@@ -21,12 +21,12 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import layout_of
 from trainer.distributed.strategy import num_parameters
 from trainer.errors import UserError
+from trainer.files import is_url
 from trainer.metrics.best_effort import Diagnostics, EventCallback
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.run_status import dead
 from trainer.metrics.services import CLOSE_SEC, TensorboardSink, WandbSink, resolve_mode
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink, resolve_stdout_mode
-from trainer.storage import is_url
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import Change, changed_settings
 from trainer.training.checkpointing.train_state import Position, TrainState

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,20 +20,19 @@ from trainer.config.data_tables import SourceTable
 from trainer.config.load import load_dataset_file
 from trainer.config.rules import divide_batch, least_steps, tokens_per_micro
 from trainer.config.schema import RunConfig
+from trainer.data.cache import ENTRY, Cache, Snapshot
 from trainer.data.documents import IdBounds
 from trainer.data.formats import FORMATS, file_kind, format_name, is_import_path
 from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
-from trainer.data.stored import ENTRY, Cache, Snapshot, stored_direct, stored_nested
 from trainer.data.tokenize import TextFile, tokenize_files
 from trainer.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.files import did_you_mean, write_json
+from trainer.files import did_you_mean, is_url, write_json
 from trainer.import_path import resolve_target
 from trainer.metrics.logger import get_logger
 from trainer.metrics.progress_bar import Report, now_and_then, progress_bar
-from trainer.storage import is_url
 
 if TYPE_CHECKING:
     from trainer.training.setup.plan import Plan
@@ -178,12 +178,14 @@ def _streams(
     key = f"{source}: {'paths' if table.root is None else 'root'}"
     try:
         if table.root is not None and is_url(table.root):
-            streams, copy = stored_nested(table.root, table.modalities, format=table.format, cache=cache)
+            streams, copy = _stores().stored_nested(table.root, table.modalities, format=table.format, cache=cache)
             return streams, (copy,)
         if table.root is not None:
             return discover_nested(table.root, table.modalities, format=table.format), ()
         if table.paths is not None and any(map(is_url, table.paths)):
-            return stored_direct(table.paths, format=table.format, cache=cache)
+            found: tuple[list[Stream], tuple[Snapshot, ...]]
+            found = _stores().stored_direct(table.paths, format=table.format, cache=cache)
+            return found
         if table.paths is not None:
             return discover_direct(table.paths, format=table.format), ()
     except UserError as error:
@@ -193,6 +195,11 @@ def _streams(
             fix = did_you_mean(str(table.root)) or made
         raise UserError(key, problem, fix, where=file) from None
     return [], ()
+
+
+def _stores() -> Any:
+    """What reads sources that are URLs."""
+    return importlib.import_module("trainer.extensions.stored")
 
 
 def check_reading(sources: Sequence[Source], eval_sources: Sequence[Source], tokenizer: Tokenizer) -> None:

@@ -43,11 +43,6 @@ class StoredFile:
     """Changes with the content: an ETag, or a time."""
 
 
-def is_url(text: str) -> bool:
-    """Whether a path in a config or on the command line names a store."""
-    return "://" in text
-
-
 class Storage:
     """The files below a URL. Names are relative to it, with `/` between their parts.
 

@@ -1,0 +1,174 @@
+"""The directory of local files that the ranks of a node share: copies of what URLs name, and text that was tokenized once.
+
+    CACHE/<key>/entry.json      what it is a copy of; written last, and what makes it whole
+    CACHE/<key>/files/          the files
+    CACHE/<key>.lock            held shared by every process that uses them, exclusively by the one that makes or deletes them
+
+What no process uses is deleted, the least recently used first, where room is needed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.errors import UserError
+from trainer.files import open_plain, read_json
+from trainer.metrics.logger import get_logger
+
+logger = get_logger(__name__)
+ENTRY = "entry.json"
+POLL_SEC, HEAD_START_SEC = 0.2, 5.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A local copy. It is not deleted while this object, or another process's like it, exists."""
+
+    key: str
+    directory: Path
+    is_new: bool
+    """Whether this process has just made it."""
+    lock: BinaryIO
+
+
+class Cache:
+    """The copies below a directory.
+
+    Args:
+        directory: absolute.
+        limit: bytes of all copies together; 0: none.
+    """
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        self.directory = directory
+        self.limit = limit
+
+    @classmethod
+    def of(cls, directory: str | None, limit_gb: float) -> Cache:
+        """The cache that `[data] cache_dir` and `cache_gb` name."""
+        place = Path(directory or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data"))
+        with suppress(OSError, RuntimeError):  # a name that is too long, a circle of links, no such user's home
+            place = place.expanduser().resolve()
+            if place.is_dir() or not place.exists():
+                return cls(place, round(limit_gb * 1e9))
+        raise UserError("data.cache_dir", f"{place} cannot be a directory", "name another one")
+
+    def hold(
+        self,
+        key: str,
+        target: Path,
+        *,
+        is_whole: Callable[[], bool],
+        make: Callable[[], None],
+        waiting: str,
+        is_first: bool = True,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> Snapshot:
+        """What lies under a key, made unless it is whole: one process makes it, others wait for that.
+
+        Args:
+            target: the directory, below that of the key.
+            waiting: what to say when it is waited for.
+            is_first: False: leave it to another process to begin, for some seconds.
+            on_wait: called now and then.
+        """
+        place = self.directory / key
+        others_until = time.monotonic() + (0.0 if is_first else HEAD_START_SEC)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = open_plain(self.directory / f"{key}.lock", "ab")
+            is_new = has_said = False
+            # Shared by those that use the copy, alone by the one that makes it; a lock that is changed may be lost in between.
+            while not (_try(lock, fcntl.LOCK_SH) and is_whole()):
+                if time.monotonic() >= others_until and _try(lock, fcntl.LOCK_EX):
+                    if not is_whole():
+                        make()
+                        is_new = True
+                    continue
+                fcntl.flock(lock, fcntl.LOCK_UN)  # two that both have it shared would wait for each other
+                if not has_said:
+                    logger.info("%s", waiting)
+                has_said = True
+                on_wait()
+                time.sleep(POLL_SEC * random.uniform(0.5, 1.5))
+            os.utime(place / ENTRY)
+        except OSError as error:
+            where, problem = str(error.filename or self.directory), f"cannot be used: {error.strerror}"
+            raise UserError(where, problem, "name another directory: data.cache_dir") from None
+        return Snapshot(key, target, is_new, lock)
+
+    def make_room(self, url: str, size: int, to_download: int, place: Path) -> None:
+        """Delete the least recently used copies that nobody uses, as far as needed."""
+        others = {other: int(read_entry(other / "plan.json").get("bytes", 0)) for other in self.others(place)}
+        used = sum(others.values())
+
+        def lack() -> str:
+            if self.limit and used + size > self.limit:
+                return f"data.cache_gb = {self.limit / 1e9:g}, of which {used / 1e9:.3g} GB are in use"
+            free = shutil.disk_usage(self.directory).free
+            return "" if free >= to_download else f"{free / 1e9:.3g} GB are free in {self.directory}"
+
+        for other, num_bytes in others.items():
+            # Nothing is deleted for what can never fit.
+            if not lack() or 0 < self.limit < size:
+                break
+            if self._delete(other):
+                used -= num_bytes
+        if problem := lack():
+            shutil.rmtree(place)
+            fix = "raise data.cache_gb, name another data.cache_dir, or read fewer modalities"
+            raise UserError(url, f"takes {size / 1e9:.3g} GB as a local copy; {problem}", fix)
+
+    def others(self, place: Path) -> list[Path]:
+        """The other copies, the least recently used first."""
+        others = [path.parent for path in self.directory.glob("*/plan.json") if path.parent != place]
+
+        def used_at(path: Path) -> float:
+            with suppress(OSError):
+                return (path / ENTRY).stat().st_mtime
+            return 0.0
+
+        return sorted(others, key=used_at)
+
+    def _delete(self, place: Path) -> bool:
+        """Delete a copy, unless a process uses it."""
+        with open_plain(self.directory / f"{place.name}.lock", "ab") as lock:
+            if not _try(lock, fcntl.LOCK_EX):
+                return False
+            url = read_entry(place / "plan.json").get("url")
+            (place / ENTRY).unlink(missing_ok=True)
+            shutil.rmtree(place)
+        logger.info("deleted the local copy of %s to make room", url)
+        return True
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Held while room is counted and made."""
+        with open_plain(self.directory / "room.lock", "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _try(lock: BinaryIO, kind: int) -> bool:
+    """Take a lock, unless another process has one that it excludes."""
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def read_entry(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return {}
