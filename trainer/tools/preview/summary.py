@@ -107,7 +107,6 @@ class FillView:
     Attributes:
         least, mean, most: by step; the mean is over the whole run.
         full_tokens: of an average step whose rows are full, over all ranks.
-        runs_on: documents begin within rows.
         padding: share of the positions that are behind a document's end, where each begins a row.
         better_seq_len: a shorter `data.seq_len` that pads few positions; 0: none does.
         documents: of the data shard with fewest in an epoch.
@@ -119,7 +118,6 @@ class FillView:
     mean: float
     most: float
     full_tokens: float
-    runs_on: bool
     padding: float
     better_seq_len: int
     documents: int
@@ -261,7 +259,6 @@ def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) ->
         mean=float(mean),
         most=float(fills.max()),
         full_tokens=float(full.mean()),
-        runs_on=forecast.runs_on,
         padding=0.0 if forecast.runs_on else float(padding[0]),
         better_seq_len=plan.config.data.seq_len >> int(good[0]) if len(good) and not forecast.runs_on else 0,
         documents=int(shards[:, :, 2].sum(axis=0).min()),
