@@ -18,7 +18,6 @@ from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import never_reached
 from trainer.wording import counted
 
-ABSENT = 0.05  # share of the documents of a pool that are drawn without a reader of a modality
 MAX_EPOCHS = 4.0
 SKEW = 2.0  # of the drawn share over that of the corpus, or the other way
 SEEN = 0.01  # share below which a modality may be skewed
@@ -45,7 +44,6 @@ def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
     found = [ConfigWarning(doubt.key, doubt.problem, doubt.fix) for doubt in plan.doubts]
     for source, view in zip(plan.sources, preview.sources, strict=True):
         found += _blend_warnings(source.table.weight, view, preview)
-        found += _pool_warnings(view)
     found += fill_warnings(plan, preview)
     if preview.ends_at_step is not None:
         problem = f"is false, and the data is exhausted at step {preview.ends_at_step} of {preview.steps}"
@@ -125,19 +123,6 @@ def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Pr
     if view.epochs is not None and view.epochs > MAX_EPOCHS:
         problem = f"reads the source for {view.epochs:.1f} epochs; beyond {MAX_EPOCHS:.0f}, repeated tokens add little"
         yield ConfigWarning(key, problem, f"lower it about {view.epochs / MAX_EPOCHS:.1f} times, or lower train.steps")
-
-
-def _pool_warnings(view: SourceView) -> Iterator[ConfigWarning]:
-    total = sum(modality.streams for modality in view.modalities)
-    for modality in view.modalities:
-        if modality.absent_share is not None and modality.absent_share > ABSENT:
-            wanted = min(total, -(-2 * total // modality.streams))
-            problem = (
-                f"{view.num_mixed} open streams at a time leave {modality.name} ({modality.streams} of {total} streams) out in "
-                f"{modality.absent_share:.0%} of the documents that are drawn"
-            )
-            fix = f"set it to {wanted}, or make {modality.name} a source of its own"
-            yield ConfigWarning(f"source {view.name}: mixing.num_streams_mixed", problem, fix)
 
 
 def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) -> Iterator[ConfigWarning]:

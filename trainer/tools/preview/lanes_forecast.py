@@ -6,7 +6,7 @@ Each stream is opened once, for its lengths; the real `LaneBlend` of each data s
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -49,19 +49,11 @@ class Corpus:
 
 @dataclass
 class Tally:
-    """Counts of one source on one data shard, by modality.
+    """Counts of one source on one data shard, by modality: documents begun, streams ended, and tokens."""
 
-    Attributes:
-        batches: groups that were handed to lanes.
-        picks: the same, by modality.
-        absent: groups that were handed out while no reader of the modality was active.
-    """
-
-    batches: int = 0
     picks: Counter[str] = field(default_factory=Counter)
     exhausts: Counter[str] = field(default_factory=Counter)
-    tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    absent: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -99,14 +91,9 @@ class CountedSource(ShardSource):
 
     def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True) -> Handed | None:
         """As for `ShardSource`."""
-        present = {reader.stream.modality for reader in self._pool.readers}
         handed = super().hand(may_begin_epoch)
         if handed is not None:
-            tally = self.tally
-            tally.batches += 1
-            tally.picks[handed.source.stream.modality] += 1
-            if present and len(present) < len(self.modalities):
-                tally.absent.update(set(self.modalities) - present)
+            self.tally.picks[handed.source.stream.modality] += 1
         return handed
 
     def counted(self) -> Tally:

@@ -54,7 +54,7 @@ def _headline(preview: Preview) -> str:
         lines.append(f"the data is exhausted at step {preview.ends_at_step:,}")
     elif not preview.is_counted:
         lines.append(
-            f"the fill and absences were counted over the first {preview.counted_batches:,} of {preview.num_batches:,} "
+            f"the fill was counted over the first {preview.counted_batches:,} of {preview.num_batches:,} "
             "batches; all other numbers are averages"
         )
     return "\n".join(lines)
@@ -106,9 +106,8 @@ def _modality_columns(preview: Preview) -> tuple[str, list[Column]]:
         numbers("tokens", [view.tokens for view in views], 2),
         share,
         numbers("of\ndrawn", [view.drawn_share for view in views], 1, ".1%"),
-        numbers("absent", [view.absent_share for view in views], 0, ".1%"),
     ]
-    return "Modalities, over all ranks; absent: share of the documents drawn while no stream of it was open", columns
+    return "Modalities, over all ranks", columns
 
 
 def _rank_columns(preview: Preview) -> tuple[str, list[Column]]:

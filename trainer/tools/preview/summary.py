@@ -54,7 +54,6 @@ class ModalityView:
     picks: float | None = None
     exhausts: float | None = None
     tokens: float | None = None
-    absent_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,8 +322,7 @@ def _with_draws(
                     float(sum(getattr(tally, what)[each.name] for tally in tallies)) for what in ("picks", "exhausts")
                 )
                 tokens = sum(tally.tokens[each.name] for tally in tallies)
-            absent = sum(tally.absent[each.name] for tally in tallies) / max(sum(tally.batches for tally in tallies), 1)
-            modalities.append(replace(each, picks=picks, exhausts=exhausts, tokens=tokens, absent_share=absent))
+            modalities.append(replace(each, picks=picks, exhausts=exhausts, tokens=tokens))
         tokens = sum(each.tokens or 0.0 for each in modalities)
         shares = tuple((forecast.shards[view.name][:, 0] / epoch).tolist())
         view = replace(view, tokens=tokens, epochs=tokens / epoch, rank_token_shares=shares)
