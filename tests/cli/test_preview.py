@@ -17,7 +17,7 @@ from trainer.tools.preview.show import print_preview
 from trainer.tools.preview.summary import make_preview
 from trainer.training.setup.plan import make_plan
 
-FADING = 'weight={schedule="linear",points={0=3.0,6=0.0}}'
+FULL_ROWS = 'data.mixing={batching_mode="per_row",batch_size=4,num_streams_mixed=2}'
 
 
 @pytest.fixture
@@ -41,16 +41,17 @@ def previewed(config: Path, capsys: pytest.CaptureFixture[str]) -> Previewed:
     return preview
 
 
-def fading_source(tmp_path: Path) -> str:
-    root = tmp_path / "corpus"
-    first = f'{{name="first",layout="nested",root="{root}",modalities=["a"],{FADING}}}'
-    return f'data.source=[{first},{{name="second",layout="nested",root="{root}",modalities=["b"]}}]'
-
-
 def test_the_terminal_shows_sources_pools_and_ledger(config: Path, previewed: Previewed) -> None:
     shown = previewed()
     assert "tiny: 6 steps of 2 micro-batches on 2 ranks" in shown
-    for part in ("Sources", "Modalities", "Ledger", "first"):
+    for part in (
+        "Sources",
+        "Modalities",
+        "Ledger",
+        "first",
+        "at most 256 tokens per step",
+        "forecast of full rows only",
+    ):
         assert part in shown
     assert "has a point at 20, but the run has 6 steps" in " ".join(shown.split())
     assert "\x1b" not in shown
@@ -59,36 +60,27 @@ def test_the_terminal_shows_sources_pools_and_ledger(config: Path, previewed: Pr
 
 
 def test_full_rows_show_their_fill_and_documents(previewed: Previewed) -> None:
-    mixing = 'data.mixing={batching_mode="per_row",batch_size=4,num_streams_mixed=2}'
-    shown = " ".join(previewed("--set", mixing, "--set", "data.max_group_cells=0").split())
+    shown = " ".join(previewed("--set", FULL_ROWS, "--set", "data.max_group_cells=0").split())
     assert "256 tokens per step of 256 (fill 100.0%, by step 100.0% to 100.0%)" in shown
     for part in ("documents", "at most 4 states (one per row)", "1 step from one chunk", "fewest"):
         assert part in shown
-    for part in ("masked", "cells per step", "batches"):
-        assert part not in shown.replace("micro-batches", "")
 
 
-def test_drawn_batches_add_up_to_the_run_and_are_told_from_expected_ones(config: Path, previewed: Previewed) -> None:
-    options = ("--set", fading_source(config.parent))
-    content = json.loads(previewed(*options, "--json"))
-    assert content["schema_version"] == 1
-    first, second = content["sources"]
-    assert first["drawn_batches"] + second["drawn_batches"] == 12
-    assert first["batches"] + second["batches"] == pytest.approx(12)
-    assert first["batches"] == pytest.approx(sum(w / (w + 1) for w in (3.0, 2.5, 2.0, 1.5, 1.0, 0.5)))
-    for source in (first, second):
-        assert 2 * source["drawn_batches"] == sum(view["picks"] for view in source["modalities"])
-    assert content["ledger"]["groups_in_flight"] <= content["ledger"]["capacity"]
-    assert content["ledger"]["capacity_to_change_ranks"] == 3 * content["ledger"]["groups_in_flight"]
-    shown = previewed(*options)
-    assert "(12 per rank)" in shown
-    row = next(line for line in shown.splitlines() if line.startswith("│ first"))
-    assert [cell.strip() for cell in row.split("│")[2:4]] == [str(first["drawn_batches"]), f"{first['batches']:.1f}"]
+def test_shares_are_expected_ones_and_only_full_rows_have_tokens(previewed: Previewed) -> None:
+    for sets, has_tokens in ((), False), (("--set", FULL_ROWS), True):
+        content = json.loads(previewed(*sets, "--json"))
+        assert content["schema_version"] == 2
+        weights = [3.0 - step * 0.1 for step in range(1, 7)]
+        share = sum(weight / (weight + 1) for weight in weights) / len(weights)
+        assert [each["batch_share"] for each in content["sources"]] == pytest.approx([share, 1 - share])
+        assert [each["tokens"] is not None for each in content["sources"]] == [has_tokens] * 2
+        assert content["ledger"]["groups_in_flight"] <= content["ledger"]["capacity"]
+        assert content["ledger"]["capacity_to_change_ranks"] == 3 * content["ledger"]["groups_in_flight"]
 
 
 def test_no_number_is_cut_on_a_narrow_screen(config: Path) -> None:
     width = 60
-    plan = make_plan(load_config(config, []), config, 2)
+    plan = make_plan(load_config(config, [FULL_ROWS]), config, 2)
     found = make_preview(plan)
     file = io.StringIO()
     print_preview(found, [], Console(file=file, width=width))
@@ -100,7 +92,6 @@ def test_no_number_is_cut_on_a_narrow_screen(config: Path) -> None:
         assert f" {source.tokens:,.0f} " in shown
         for view in source.modalities:
             assert f" {view.picks:,.0f} " in shown
-            assert f" {view.longest_wait_steps:,} steps " in shown
 
 
 def test_all_warnings_are_shown_once_and_counted(

@@ -26,7 +26,6 @@ _HEADER = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
 _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 # These name a run, so they always differ.
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
-SAME_BATCH: Final = frozenset({"micro_batches", "global_batch", "global_batch_tokens"})
 _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices")
 
 
@@ -224,9 +223,6 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
         if len(path) < len(parts):
             node = node.setdefault(step, {}) if isinstance(node, dict) else node[int(step)]
     node[path[-1]] = parse_value(value.strip())
-    if path[:-1] == ("train",) and path[-1] in SAME_BATCH:  # the file's other one is no longer meant
-        for other in SAME_BATCH.difference(path):
-            node.pop(other, None)
     return path
 
 

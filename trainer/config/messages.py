@@ -93,7 +93,7 @@ EXPLAINED = {
     "num_gpus": _LAUNCHER,
     "world_size": _LAUNCHER,
     "num_workers": "there are no worker processes; data.prefetch sets how many micro-batches a thread prepares ahead",
-    "global_batch_size": "set train.global_batch (rows over all ranks) or train.global_batch_tokens",
+    "global_batch_size": "set train.micro_batches: rows over all ranks = micro_batches * data.batch_size * ranks",
     "epochs": _EPOCHS,
     "num_epochs": _EPOCHS,
     "debug_log_active_every_n_batches": "remove it: every logged step reports the open streams as stream_mixing/*",

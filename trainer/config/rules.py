@@ -71,32 +71,6 @@ def largest_batch(mixing: MixingTable) -> int:
     return max([mixing.batch_size, *mixing.batch_size_by_modality.values()])
 
 
-def divide_batch(config: RunConfig, sources: Iterable[SourceTable], num_shards: int) -> RunConfig:
-    """The config with the `train.micro_batches` that follow from a batch over all data shards, where that was given.
-
-    Raises:
-        UserError: the micro-batches of all of them do not divide it.
-    """
-    train, unit = config.train, 1 if config.train.global_batch else config.row_tokens
-    if not (wanted := train.global_batch or train.global_batch_tokens):
-        return config
-    key = "train.global_batch" if unit == 1 else "train.global_batch_tokens"
-    mixings = [mixing_of(config, source) for source in sources if source.target is None]
-    sizes = sorted({size for each in mixings for size in (each.batch_size, *each.batch_size_by_modality.values())})
-    if len(sizes) != 1:
-        problem = f"needs one batch size for all sources, and there are {', '.join(map(str, sizes)) or 'none'}"
-        raise UserError(key, problem, "set train.micro_batches instead")
-    one = sizes[0] * num_shards * unit
-    count, rest = divmod(wanted, one)
-    if rest or not count:
-        rows = f"data.batch_size = {sizes[0]} on {counted(num_shards, 'data shard' if config.distributed.shards else 'rank')}"
-        others = " or ".join(f"{each * one:,}" for each in (count, count + 1) if each)
-        problem = f"{wanted:,} is no multiple of {one:,} ({rows})"
-        raise UserError(key, problem, f"set it to {others}, or change data.batch_size")
-    found = {"micro_batches": count, "global_batch": 0, "global_batch_tokens": 0}
-    return config.model_copy(update={"train": train.model_copy(update=found)})
-
-
 def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) -> Facts:
     """Refuse a config, with the sources of its included files, that cannot work; derive numbers from one that can.
 

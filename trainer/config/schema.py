@@ -53,10 +53,6 @@ class TrainTable(Table):
     """Length in target tokens over all ranks, to within two steps; 0: see steps."""
     micro_batches: BatchSize = 1
     """m: micro-batches per optimizer step and rank (gradient accumulation): a number, a schedule, or "auto" (docs/gns.md)."""
-    global_batch: WholeNumber = 0
-    """Rows (sequences) per optimizer step over all ranks, from which micro_batches follows; 0: see micro_batches."""
-    global_batch_tokens: Tokens = 0
-    """The same in tokens."""
     tbptt_cells: Size = 1
     """k: cells that the gradient flows through (truncated BPTT). Rows have k * data.seq_len tokens."""
     activation_checkpointing: Literal["off", "block", "cell"] = "off"
@@ -80,11 +76,6 @@ class TrainTable(Table):
     def _has_a_length(self) -> TrainTable:
         if self.steps == 0 and self.tokens == 0:
             raise ValueError("how long is the run? set steps, or tokens")
-        keys = {"global_batch": self.global_batch, "global_batch_tokens": self.global_batch_tokens}
-        given = [key for key, size in keys.items() if size]
-        given += ["micro_batches"] * ("micro_batches" in self.model_fields_set)
-        if len(given) > 1 and given != ["micro_batches"]:
-            raise ValueError(f"{' and '.join(given)} say the same: keep one")
         return self
 
 

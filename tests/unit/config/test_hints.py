@@ -15,7 +15,6 @@ from tests.support.config_fuzz import schema_keys
 from tests.support.in_process import program
 from trainer.config.load import load_config, load_dataset_file, to_toml
 from trainer.config.messages import EXPLAINED, OTHER_NAMES, SAME_KEYS, hint, keys_of, user_errors
-from trainer.config.rules import divide_batch
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 
@@ -102,25 +101,6 @@ def test_a_key_under_both_names_is_refused_and_a_wrong_value_is_found_in_its_lin
         config_of(tmp_path, "[train]\nsteps = 1\n[data]\nbatch_size = 2\n[data.mixing]\nbatch_size = 2\n")
     with pytest.raises(UserError, match=r"x\.toml:7: optimizer\.lr: must be > 0"):
         config_of(tmp_path, "[train]\nsteps = 1\n[optimizer]\nlearning_rate = 0\n")
-
-
-@pytest.mark.parametrize("key", ["global_batch=48", "global_batch_tokens=6144"])
-def test_micro_batches_follow_from_a_batch_over_all_ranks(tmp_path: Path, key: str) -> None:
-    text = f"[train]\nsteps = 1\n{key}\n[data]\nseq_len = 128\nbatch_size = 4\n"
-    config = config_of(tmp_path, text)
-    plain = config_of(tmp_path, text.replace(key, "micro_batches = 6"))
-    assert divide_batch(config, config.data.source, 2) == plain
-    assert divide_batch(plain, plain.data.source, 2) == plain
-    with pytest.raises(UserError, match=r"is no multiple of .* on 5 ranks\); set it to .* or "):
-        divide_batch(config, config.data.source, 5)
-    with pytest.raises(UserError, match=r"set it to [\d,]+, or"):
-        divide_batch(config, config.data.source, 100)
-    mixed = config_of(tmp_path, text, "data.mixing.batch_size_by_modality={a=2}")
-    with pytest.raises(UserError, match="one batch size for all sources, and there are 2, 4"):
-        divide_batch(mixed, mixed.data.source, 2)
-    with pytest.raises(UserError, match=r"global_batch.* and micro_batches say the same: keep one"):
-        config_of(tmp_path, text.replace(key, f"{key}\nmicro_batches = 6"))
-    assert config_of(tmp_path, text, "train.micro_batches=6") == plain  # the last word counts
 
 
 def test_dotted_options_set_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

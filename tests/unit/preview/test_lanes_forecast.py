@@ -112,7 +112,7 @@ def test_the_forecast_is_what_the_lanes_then_read(
         assert preview.fill.padding == pytest.approx(1 - expected)
     ledger = preview.ledger
     assert ledger is not None
-    assert (ledger.wait_bound_steps, ledger.counted_wait_steps, ledger.groups_in_flight) == (1, 1, ROWS)
+    assert (ledger.wait_bound_steps, ledger.groups_in_flight) == (1, ROWS)
 
 
 @pytest.mark.parametrize("corpus", CORPORA)
@@ -145,7 +145,6 @@ def warned(folder: Path, corpus: str, *overrides: str, world_size: int = 1) -> t
 
 
 BIG = "data.mixing.batch_size=16"
-CELLS = 'data.mixing={batch_size=8,num_streams_mixed=3,batching_mode="per_stream"}'
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,6 @@ CELLS = 'data.mixing={batch_size=8,num_streams_mixed=3,batching_mode="per_stream
             "pads documents",
         ),
         (SHORT, ('data.align="document"',), "data.align", "pads documents"),
-        (SHORT, (CELLS,), "data.mixing.batching_mode", "of the positions"),
     ],
 )
 def test_low_fill_is_named_and_the_setting_helps(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +15,14 @@ from hypothesis import strategies as st
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
 from trainer.data.groups import CutOptions, build_groups
+from trainer.data.mixing import ActivePool
 from trainer.data.weights import ConstantWeight, ScheduledWeight
+from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.micro_batches import ONE
 from trainer.tools.limits import wait_bound
-from trainer.tools.preview.forecast import count_run, expected_batches, source_shape
-from trainer.tools.preview.summary import _source_view, make_preview
+from trainer.tools.preview.summary import expected_batches, make_preview
+from trainer.training.setup.parts import make_blend
 from trainer.training.setup.plan import Plan, make_plan
 
 
@@ -53,29 +57,63 @@ def test_expected_batches_sum_the_probabilities_over_chunks() -> None:
 
 
 @pytest.mark.parametrize("mode", ["per_stream", "device_per_stream"])
-def test_averages_of_a_long_run_agree_with_its_counts(tmp_path: Path, mode: str) -> None:
-    plan = plan_of(tmp_path, "train.steps=400", f"data.mixing.batching_mode={mode}")
-    shapes = [source_shape(plan, source, 2) for source in plan.sources]
-    counted = make_preview(plan)
-    assert counted.is_counted
-    short = count_run(plan, shapes, 2, most=40)
-    assert not short.is_whole
-    for source, shape in zip(counted.sources, shapes, strict=True):
-        view = _source_view(plan, shape, source.batches, short)
-        for own, other in zip(view.modalities, source.modalities, strict=True):
-            assert own.picks == pytest.approx(other.picks, rel=0.1)
-            # Counts leave out the readers that the run has not finished, about 4 of 35.
-            assert own.exhausts == pytest.approx(other.exhausts, rel=0.2)
-            assert own.tokens == pytest.approx(other.tokens, rel=0.1)
-
-
-def test_the_step_at_which_data_is_exhausted_is_found(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, "train.steps=500", "data.mixing.repeat=false")
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_without_full_rows_the_corpus_is_measured_and_no_wait_is_longer_than_said(
+    tmp_path: Path, mode: str, world_size: int
+) -> None:
+    sets = ("train.steps=60", f"data.mixing.batching_mode={mode}", "data.max_group_cells=3", "ledger.capacity=200")
+    plan = plan_of(tmp_path, *sets, world_size=world_size)
     preview = make_preview(plan)
-    assert preview.ends_at_step is not None
-    assert preview.ends_at_step < 500
-    # Everything is read once.
-    assert [source.epochs for source in preview.sources] == [pytest.approx(1.0)] * 2
+    assert (preview.has_full_rows, preview.fill, preview.is_counted) == (False, None, False)
+    for source, modality in zip(preview.sources, "ab", strict=True):
+        paths = (tmp_path / "corpus" / modality).iterdir()
+        sizes = [len(json.loads(line)["text"].encode()) for path in paths for line in path.read_text().splitlines()]
+        (view,) = source.modalities
+        assert (view.name, view.streams, view.corpus_tokens, view.tokens) == (modality, 5, sum(sizes), None)
+    longest, num_micro = 0, plan.config.train.micro_batches
+    for rank in range(world_size):
+        blend = make_blend(plan, RankInfo(rank=rank, local_rank=rank, world_size=world_size))
+        last: dict[int, int] = {}
+        for index in range(plan.num_batches):
+            batch = next(blend)
+            for group, cell in zip(batch["group_ids"].tolist(), batch["cell_index"].tolist(), strict=True):
+                longest = max(longest, index // num_micro - last[group] if cell > 0 else 0)
+                last[group] = index // num_micro
+    assert preview.ledger is not None
+    assert 0 < longest <= preview.ledger.wait_bound_steps
+
+
+def waits(num_mixed: int, picks: int, seed: int) -> Iterator[int]:
+    """Waits of a pool of K readers with n picks per slice, refilled from 4 K streams, over 10 K n picks."""
+    pool, draw, unread = ActivePool(["m"], "weighted"), np.random.Generator(np.random.Philox(seed)), 0
+
+    def new() -> SimpleNamespace:
+        stream = SimpleNamespace(modality="m")
+        return SimpleNamespace(stream=stream, remaining_picks=picks, remaining_fraction=1.0, last=None)
+
+    for at in range(10 * num_mixed * picks):
+        if not pool.readers:
+            unread = 3 * num_mixed
+            for _ in range(num_mixed):
+                pool.add(new())
+        slot = pool.pick(draw.random())
+        reader = pool.readers[slot]
+        if reader.last is not None:
+            yield at - reader.last
+        reader.last, reader.remaining_picks = at, reader.remaining_picks - 1
+        if reader.remaining_picks:
+            pool.note(slot)
+        else:
+            pool.replace(slot, new() if unread else None)
+            unread -= unread > 0
+
+
+@pytest.mark.parametrize("num_mixed", [4, 8])
+@pytest.mark.parametrize("picks", [20, 50, 100])
+def test_no_wait_is_longer_than_2_k_n(num_mixed: int, picks: int) -> None:
+    longest = max(max(waits(num_mixed, picks, seed)) for seed in range(3))
+    assert longest <= 2 * num_mixed * picks
+    assert longest > 0.4 * num_mixed * picks  # the bound is tight: a threshold far below is not safe
 
 
 def test_wait_bound_is_two_k_n_in_steps() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import http.client
 import json
+import re
 import shutil
 import threading
+from html import escape, unescape
 
-import numpy as np
 import pytest
 
 from trainer.errors import UserError
@@ -36,7 +36,7 @@ class Followed:
 
     def start(self):
         self.follower = Follower([str(self.directory)], clock=self.clock)
-        self.version = self.ask("")["version"]
+        self.version = self.follower.version()
         return self
 
     def write(self, text, mode="a"):
@@ -47,11 +47,14 @@ class Followed:
         value = {"state": state, "reason": reason, "last_step": 1, "time": time}
         (self.directory / "status.json").write_text(json.dumps(value))
 
-    def ask(self, since=None, wait=1000.0):
+    def news(self, wait=1000.0):
+        """The page, if it is another one by now."""
         self.now += wait
-        found = json.loads(self.follower.answer(self.version if since is None else since))
-        self.version = found["version"]
-        return found
+        before, self.version = self.version, self.follower.version()
+        return "" if self.version == before else self.page()
+
+    def page(self):
+        return self.follower.page(plotly="var plotly;")
 
 
 @pytest.fixture
@@ -59,22 +62,19 @@ def run(tmp_path):
     return Followed(tmp_path / "run")
 
 
-def drawn_steps(found):
-    data = json.loads(found["parts"]["data"])
-    decoded = [np.frombuffer(base64.b64decode(column["bdata"]), column["dtype"]).tolist() for column in data["columns"]]
-    traces = [trace for figure in filter(None, data["charts"]) for trace in figure["data"]]
-    return sorted({step for trace in traces for step in decoded[trace["x"]["column"]]})
+def live_line(page):
+    return unescape(re.search(r'<p id="live"[^>]*>(.*?)</p>', page)[1])
 
 
 def test_a_resumed_run_and_a_truncated_file_are_read_anew(run):
     run.write("".join(line(step) for step in range(1, 7)))
     run.start()
     run.write(encode_payload(build_restart(3)) + "\n" + line(4, 9.0))
-    found = run.ask()
-    assert '"text":"restart"' in found["parts"]["data"]
-    assert "replaced by later rows" in found["parts"]["overview"]
+    page = run.news()
+    assert '"text":"restart"' in page
+    assert "replaced by later rows" in page
     run.write(line(1) + line(2), mode="w")
-    assert drawn_steps(run.ask()) == [1, 2]
+    assert "2 rows, steps 1 to 2" in run.news()
 
 
 def test_a_directory_that_is_gone_leaves_the_page_as_it_was_and_may_come_back(run):
@@ -82,14 +82,14 @@ def test_a_directory_that_is_gone_leaves_the_page_as_it_was_and_may_come_back(ru
     run.start()
     kept = run.directory.with_name("moved")
     run.directory.rename(kept)
-    found = run.ask()
-    assert found["line"] == "run: is gone; the page shows what was read before"
-    assert drawn_steps(run.ask("")) == [1, 2]
+    page = run.news()
+    assert live_line(page) == "run: is gone; the page shows what was read before"
+    assert "2 rows, steps 1 to 2" in page
     shutil.copytree(kept, run.directory)
     run.write(line(3))
-    found = run.ask()
-    assert drawn_steps(found) == [1, 2, 3]
-    assert "gone" not in found["line"]
+    page = run.news()
+    assert "3 rows, steps 1 to 3" in page
+    assert "gone" not in live_line(page)
 
 
 def test_a_heartbeat_is_no_news_and_the_end_is(run):
@@ -97,17 +97,13 @@ def test_a_heartbeat_is_no_news_and_the_end_is(run):
     run.status("running")
     run.start()
     run.status("running", time=5.0)
-    assert "parts" not in run.ask()
+    assert not run.news()
     run.status("done", reason="all steps are done")
-    found = run.ask()
-    assert "parts" in found
-    assert found["line"] == "run has ended at step 1: done, all steps are done"
+    assert live_line(run.news()) == "run has ended at step 1: done, all steps are done"
     run.status("running")
-    assert "running at step 1, read at " in run.ask()["line"]
+    assert "running at step 1, read at " in live_line(run.news())
     run.lock.close()  # a process that is killed writes nothing
-    found = run.ask()
-    assert "has ended at step 1: died, process" in found["line"]
-    assert "parts" in found
+    assert "has ended at step 1: died, process" in live_line(run.news())
 
 
 def test_reading_pauses_in_proportion_to_how_long_it_takes(run):
@@ -115,20 +111,20 @@ def test_reading_pauses_in_proportion_to_how_long_it_takes(run):
     run.write(line(1))
     run.start()
     run.write(line(2))
-    run.ask()
+    assert run.news()
     run.write(line(3))
-    assert "parts" not in run.ask(wait=BUSY_FACTOR * 3.0 - 10.0)
-    assert "parts" in run.ask(wait=10.0)
+    assert not run.news(wait=BUSY_FACTOR * 3.0 - 20.0)
+    assert run.news(wait=20.0)
 
 
 def test_a_run_that_does_not_exist_yet_is_waited_for(run):
     shutil.rmtree(run.directory)
     run.start()
-    assert run.ask("")["line"] == f"run: waiting for {run.directory}, which does not exist yet"
+    assert live_line(run.page()) == f"run: waiting for {run.directory}, which does not exist yet"
     run.directory.mkdir()
-    assert run.ask()["line"].startswith("run: state not known, no row yet")
+    assert live_line(run.news()).startswith("run: state not known, no row yet")
     run.write(line(1) + line(2))
-    assert drawn_steps(run.ask()) == [1, 2]
+    assert "2 rows, steps 1 to 2" in run.news()
 
 
 def test_a_path_in_a_directory_that_does_not_exist_is_refused_at_the_start(tmp_path):
@@ -147,23 +143,23 @@ def server(make_run):
         thread.join()
 
 
-def ask(server, path, **headers):
+def ask(server, path="/", method="GET", **headers):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
-    connection.request("GET", path, headers={"Host": f"127.0.0.1:{server.server_port}", **headers})
+    connection.request(method, path, headers={"Host": f"127.0.0.1:{server.server_port}", **headers})
     answer = connection.getresponse()
     return answer.status, dict(answer.getheaders()), answer.read()
 
 
-def test_the_page_and_its_parts_are_the_only_content(server):
-    status, headers, body = ask(server, "/")
+def test_the_page_is_the_only_content(server):
+    status, headers, body = ask(server)
     assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
     assert b"plotly_is_here" in body
     assert headers["X-Frame-Options"] == "DENY"
     assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
-    status, _, body = ask(server, "/parts?since=0")
-    assert status == 200
-    assert json.loads(ask(server, f"/parts?since={json.loads(body)['version']}")[2]).keys() == {"version", "line"}
-    for path in ("/metrics.jsonl", "/%2e%2e/a/metrics.jsonl", "/parts/"):
+    status, headers, nothing = ask(server, method="HEAD")
+    assert (status, nothing) == (200, b"")
+    assert f'data-version="{escape(headers["ETag"])}"'.encode() in body
+    for path in ("/metrics.jsonl", "/%2e%2e/a/metrics.jsonl", "/parts"):
         assert ask(server, path)[::2] == (404, b"not found\n")
 
 
@@ -175,10 +171,9 @@ def test_the_page_and_its_parts_are_the_only_content(server):
     ],
 )  # fmt: skip
 def test_another_name_for_this_machine_is_refused(server, host, status):
-    for path in ("/", "/parts"):
-        found, _, body = ask(server, path, Host=host)
-        assert found == status
-        assert (b"loss" in body) == (status == 200)
+    found, _, body = ask(server, Host=host)
+    assert (found, b"loss" in body) == (status, status == 200)
+    assert ask(server, method="HEAD", Host=host)[0] == status
 
 
 def test_a_port_in_use_is_a_mistake_of_one_line(server, make_run):

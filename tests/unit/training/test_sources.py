@@ -12,7 +12,7 @@ from trainer.config.load import load_config
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.tools.preview.forecast import source_shape
+from trainer.tools.preview.lanes_forecast import open_lengths
 from trainer.training.setup.parts import make_dataset
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sources import Source, resolve_sources
@@ -145,7 +145,7 @@ def test_a_preview_warns_once_of_all_files_of_a_source_that_eod_does_not_occur_i
         np.save(f"tokens/{name}.npy", np.array(ids))
     plan = planned(tables=source("t", 'paths = ["tokens/*.npy"]\neod = 7'))
     caplog.clear()
-    source_shape(plan, plan.sources[0], 2)
+    open_lengths(plan, plan.sources[0])
     assert [record.getMessage() for record in caplog.records] == [
         "source t: eod = 7 does not occur in 2 of 3 files, tokens/b.npy (2 tokens), tokens/c.npy (3 tokens): "
         "such a file is one document; check the id"

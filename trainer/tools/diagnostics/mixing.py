@@ -296,7 +296,7 @@ def masked_ranks(run: RunRecord) -> Outcome:
 
     With a shared pool, a rank waits while others finish a stream: briefly, unless it has fewer groups than there are ranks.
     A row holds only the worst rank, which grows with the number of ranks.
-    Change: `data.mixing.batching_mode`: "device_per_stream", if `train preview` shows even ranks; a smaller
+    Change: `data.mixing.batching_mode`: "device_per_stream", if there are many files per rank; a smaller
     `data.max_group_cells`; or longer streams; with full rows more data, or fewer ranks
     """
     masked = series(run, MASKED)
@@ -313,7 +313,7 @@ def masked_ranks(run: RunRecord) -> Outcome:
     if has_full_rows(run) and run.setting("data.mixing.repeat", True):
         knob = Knob("data.source", None, "more data, or fewer ranks")
     elif not _has_own_pools(run):
-        condition = "if train preview shows even ranks"
+        condition = "if there are many files per rank"
         knob = Knob("data.mixing.batching_mode", "per_stream", "device_per_stream", condition)
     elif run.setting("data.mixing.repeat", True) is False:
         knob = Knob("data.mixing.repeat", False, True)

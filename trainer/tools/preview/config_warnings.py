@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import starmap
 
 from trainer.config.base import ScheduleTable
-from trainer.config.data_tables import DataTable, MixingOverride, MixingTable
 from trainer.config.schema import RunConfig
 from trainer.tools import limits
 from trainer.tools.preview.summary import FillView, LedgerView, Preview, SourceView
@@ -19,10 +18,7 @@ from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import never_reached
 from trainer.wording import counted
 
-BATCH_RATIO = 8  # largest over smallest batch size of a pool
-ABSENT = 0.05  # share of the picks of a pool without a reader of a modality
 MAX_EPOCHS = 4.0
-UNEVEN_RANKS = 2.0  # most over fewest tokens of a rank
 SKEW = 2.0  # of the drawn share over that of the corpus, or the other way
 SEEN = 0.01  # share below which a modality may be skewed
 
@@ -48,10 +44,7 @@ def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
     found = [ConfigWarning(doubt.key, doubt.problem, doubt.fix) for doubt in plan.doubts]
     for source, view in zip(plan.sources, preview.sources, strict=True):
         found += _blend_warnings(source.table.weight, view, preview)
-        if view.picks_per_slice is not None:
-            found += _slice_warnings(view, preview.data_shards, view.picks_per_slice[1])
-        found += _pool_warnings(view)
-    found += [*rank_warnings(plan, preview), *fill_warnings(plan, preview)]
+    found += fill_warnings(plan, preview)
     if preview.ends_at_step is not None:
         problem = f"is false, and the data is exhausted at step {preview.ends_at_step} of {preview.steps}"
         found.append(ConfigWarning("data.mixing.repeat", problem, "true", settable=True))
@@ -65,60 +58,29 @@ def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
 
     Not of a blend with a schedule, whose shares are meant to change.
     """
-    if any(isinstance(source.table.weight, ScheduleTable) for source in plan.sources):
+    if not preview.has_full_rows or any(isinstance(source.table.weight, ScheduleTable) for source in plan.sources):
         return
     known = [source for source in preview.sources if source.modalities]
-    skewed = [
-        f"{view.name} is {view.corpus_share:.1%} of the corpus and {view.drawn_share:.1%} of what is drawn"
-        for source in known
-        for view in source.modalities
-        if max(view.corpus_share, view.drawn_share) >= SEEN
-        and not 1 / SKEW <= view.drawn_share / max(view.corpus_share, 1e-12) <= SKEW
-    ]
+    skewed = []
+    for view in (view for source in known for view in source.modalities):
+        drawn = view.drawn_share or 0.0
+        is_alike = 1 / SKEW <= drawn / max(view.corpus_share, 1e-12) <= SKEW
+        if max(view.corpus_share, drawn) >= SEEN and not is_alike:
+            skewed.append(f"{view.name} is {view.corpus_share:.1%} of the corpus and {drawn:.1%} of what is drawn")
     fix = "give each modality a source of its own, with a weight (train init writes that), or train longer"
     if len(known) > 1:
-        total = sum(source.pass_batches for source in known)
-        weights = ", ".join(f"{source.name} = {source.pass_batches / total:.3g}" for source in known)
+        shares = {source.name: sum(view.corpus_share for view in source.modalities) for source in known}
+        weights = ", ".join(f"{name} = {share:.3g}" for name, share in shares.items())
         fix = f"if that is not meant, the shares of the corpus come from the weights {weights}"
     if skewed:
         yield ConfigWarning("data.source.weight", "; ".join(skewed), fix)
 
 
-def rank_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
-    """About ranks that get no rows of a source, or far fewer tokens than others; full rows have no such ranks."""
-    for view in preview.sources:
-        if view.rank_token_shares and not preview.has_full_rows:
-            yield from _rank_warnings(view, plan.config.data)
-
-
 def fill_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
-    """About positions that hold no token: the cause, and the setting that helps."""
-    fill, config = preview.fill, plan.config
-    if fill is None or fill.mean >= limits.LOW_FILL or config.distributed.context > 1:
-        return
-    if fill.runs_on is not None:
-        yield from _empty_positions(plan, fill)
-        return
-    mixings: list[MixingTable | MixingOverride] = [
-        config.data.mixing,
-        *(source.table.mixing for source in plan.sources),
-    ]
-    unfit = {
-        "batch_size_by_modality": any(mixing.batch_size_by_modality for mixing in mixings),
-        "pack": config.data.pack,
-    }
-    unfit["the mixing.batch_size of sources"] = any(mixing.batch_size for mixing in mixings[1:])
-    others = [name for name, is_set in unfit.items() if is_set]
-    problem = (
-        f"{fill.mean:.0%} of the positions of full rows hold a token (by step {fill.least:.0%} to {fill.most:.0%})"
-    )
-    value = f'set it to "per_row" for all sources, and remove {", ".join(others)}' if others else '"per_row"'
-    yield ConfigWarning("data.mixing.batching_mode", problem, value, settable=not others)
-
-
-def _empty_positions(plan: Plan, fill: FillView) -> Iterator[ConfigWarning]:
     """Why full rows have gaps: too few or too long documents for so many rows, or padding."""
-    config, rows = plan.config, plan.config.data.mixing.batch_size
+    fill, config, rows = preview.fill, plan.config, plan.config.data.mixing.batch_size
+    if fill is None or fill.mean >= limits.LOW_FILL:
+        return
     key, share = "data.mixing.batch_size", f"{rows}: {fill.mean:.0%} of the positions hold a token, since"
     fitting = min(fill.documents, int(fill.row_tokens * rows // max(fill.longest, 1)))
     if fitting >= rows:
@@ -163,86 +125,13 @@ def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Pr
         yield ConfigWarning(key, problem, f"lower it about {view.epochs / MAX_EPOCHS:.1f} times, or lower train.steps")
 
 
-def _slice_warnings(view: SourceView, world_size: int, median_picks: int) -> Iterator[ConfigWarning]:
-    key = f"source {view.name}: mixing.batch_size"
-    largest = max(modality.batch_size for modality in view.modalities)
-    churn = limits.exhaust_churn(median_picks, world_size, largest)
-    if churn.is_beyond:
-        fix = "make streams longer (merge files), or use fewer ranks"
-        fix = fix if churn.better is None else f"set it to {churn.better}"
-        yield ConfigWarning(key, f"{largest}: {churn.words}, which takes most of the time", fix)
-
-
-def _shorter_groups(data: DataTable) -> str:
-    """How to cut documents into shorter groups, which lose the state of what is before them."""
-    return (
-        f"lower data.max_group_cells ({data.max_group_cells})" if data.max_group_cells else "set data.max_group_cells"
-    )
-
-
-def _rank_warnings(view: SourceView, data: DataTable) -> Iterator[ConfigWarning]:
-    """Ranks without rows, and ranks with far fewer tokens than others."""
-    key, tokens = f"source {view.name}: mixing.batching_mode", view.rank_token_shares
-    is_even = max(tokens) <= UNEVEN_RANKS * min(tokens)
-    smaller = f"{_shorter_groups(data)}, " if data.max_group_cells != 1 else ""
-    fix = f"{smaller}merge files into longer streams, or use fewer ranks"
-    num_idle = sum(not share for share in tokens)
-    if view.idle_share > limits.IDLE or num_idle:
-        never = f"; {num_idle:,} of {counted(len(tokens), 'rank')} never read it" if num_idle else ""
-        problem = (
-            f'"{view.batching_mode}" leaves ranks without rows in {view.idle_share:.0%} of their micro-batches '
-            f"({view.masked_share[view.batching_mode]:.0%} on the worst rank{never}), because streams have too few documents "
-            f"for {len(tokens)} ranks"
-        )
-        if is_even and (other := view.masked_share["device_per_stream"]) < view.idle_share / 2:
-            fix = f'set it to "device_per_stream" (then {other:.0%}), or {fix}'
-        yield ConfigWarning(key, problem, fix)
-    elif view.batching_mode == "device_per_stream" and not is_even:
-        problem = (
-            f"gives the ranks between {min(tokens):.1%} and {max(tokens):.1%} of the tokens: documents of a rank with few "
-            "tokens are repeated more often"
-        )
-        yield ConfigWarning(key, problem, fix)
-
-
-def _pool_warnings(view: SourceView) -> Iterator[ConfigWarning]:
-    if not view.modalities:
-        return
-    small = min(view.modalities, key=lambda modality: modality.batch_size)
-    large = max(view.modalities, key=lambda modality: modality.batch_size)
-    if large.batch_size >= BATCH_RATIO * small.batch_size:
-        problem = (
-            f"{large.name} has {large.batch_size} and {small.name} {small.batch_size}: {large.name} has fewer batches, so "
-            f"that its documents wait up to {large.longest_wait_steps} steps for their next chunk ({small.name}: "
-            f"{small.longest_wait_steps}), and the number of tokens per step varies by this factor"
-        )
-        even = f"{{ {small.name} = {-(-large.batch_size // limits.EVEN_BATCHES)} }}"
-        yield ConfigWarning("data.mixing.batch_size_by_modality", problem, even)
-    total = sum(modality.streams for modality in view.modalities)
-    for modality in view.modalities:
-        if modality.absent_share > ABSENT:
-            wanted = min(total, -(-2 * total // modality.streams))
-            problem = (
-                f"{view.num_mixed} open streams at a time leave {modality.name} ({modality.streams} of {total} streams) out in "
-                f"{modality.absent_share:.0%} of the batches"
-            )
-            fix = f"set it to {wanted}, or make {modality.name} a source of its own"
-            yield ConfigWarning(f"source {view.name}: mixing.num_streams_mixed", problem, fix)
-
-
 def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) -> Iterator[ConfigWarning]:
-    threshold, bound, longest = ledger.stale_threshold, ledger.wait_bound_steps, ledger.counted_wait_steps
-    if threshold is not None and threshold < max(min(bound, preview.steps), longest):
+    threshold, bound = ledger.stale_threshold, ledger.wait_bound_steps
+    if threshold is not None and threshold < min(bound, preview.steps):
         problem = (
-            f"{threshold} steps is enough for this seed (longest wait {longest}), but with another one a document may wait "
-            f"up to {bound} steps for its next chunk"
+            f"{threshold} steps: a document may wait up to {bound} steps for its next chunk, and its state is evicted"
         )
-        if ledger.waits_beyond_threshold:
-            problem = (
-                f"{threshold} steps: documents wait up to {longest} steps for their next chunk, and "
-                f"{ledger.waits_beyond_threshold} waits are longer; their states are evicted while they are needed"
-            )
-        yield ConfigWarning("ledger.stale_threshold", problem, str(max(bound, longest)), settable=True)
+        yield ConfigWarning("ledger.stale_threshold", problem, str(bound), settable=True)
     if ledger.mode == "full" and config.ledger.wipe_every <= preview.steps:
         problem = (
             f'"full" drops every state {preview.steps // config.ledger.wipe_every} times in this run, and does not count '

@@ -1,4 +1,4 @@
-"""The forecast of full rows: the real lanes and pools, over the lengths of the documents.
+"""What a corpus holds, and the forecast of full rows: the real lanes and pools, over the lengths of the documents.
 
 Each stream is opened once, for its lengths; the real `LaneBlend` of each data shard then reads documents whose tokens are all
 0 and take no memory. What it hands out, masks and exhausts is what a run with this seed does, as far as it is counted.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -20,23 +20,23 @@ from trainer.data.groups import OpenStream, StreamOpener
 from trainer.data.lanes import LaneBlend
 from trainer.data.shard_source import Handed, Part, Reader, ShardSource
 from trainer.data.tokenizer import IdsTokenizer
-from trainer.tools.preview.forecast import Tally
 from trainer.training.setup.parts import reading, runs_on
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 
+MAX_COUNTED = 200_000
+"""Rows over all data shards, which take some seconds. The rest of a longer run is extrapolated."""
 MOST_POSITIONS = 200_000_000
-"""Positions of all counted rows: some seconds, as `MAX_COUNTED` rows are."""
+"""Positions of all counted rows: as long."""
 GOOD_PADDING = 0.08
 """Share of the positions that a shorter row may pad at most, to be worth a mention."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What the epochs of a source hold over all data shards, by modality.
+    """What an epoch of a source holds, by modality.
 
     Attributes:
-        shards: of each shard, the tokens of all its groups and of its longest one, and their number, int64 [shards, 3].
         padded: positions that its groups take where each begins a row of T, T / 2, T / 4, ... tokens.
     """
 
@@ -44,8 +44,16 @@ class Corpus:
     groups: Mapping[str, int]
     tokens: Mapping[str, int]
     behind_cuts: int
-    shards: Ints
     padded: Ints
+
+
+@dataclass
+class Tally:
+    """Counts of one source on one data shard, by modality: documents begun, streams ended, and tokens."""
+
+    picks: Counter[str] = field(default_factory=Counter)
+    exhausts: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -57,8 +65,9 @@ class LanesForecast:
         ended_at: the batch at which no shard has data left, which ends the run; None: not within those counted.
         tokens, full: of each step over all shards; those of rows without a gap. Data sets of the user's own are not in them.
             int64 [steps].
-        tallies: of each source, by shard, with picks in place of batches, and without cells and waits.
-        corpora: of each source that has streams and is read.
+        tallies: of each source that has streams and is read, by shard.
+        shards: of each of them, per shard, the tokens of all its groups and of its longest one, and their number,
+            int64 [shards, 3].
         runs_on: documents begin within rows.
     """
 
@@ -68,7 +77,7 @@ class LanesForecast:
     tokens: Ints
     full: Ints
     tallies: Mapping[str, Sequence[Tally]]
-    corpora: Mapping[str, Corpus]
+    shards: Mapping[str, Ints]
     runs_on: bool
 
 
@@ -83,14 +92,9 @@ class CountedSource(ShardSource):
 
     def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True) -> Handed | None:
         """As for `ShardSource`."""
-        present = {reader.stream.modality for reader in self._pool.readers}
         handed = super().hand(may_begin_epoch)
         if handed is not None:
-            tally = self.tally
-            tally.batches += 1
-            tally.picks[handed.source.stream.modality] += 1
-            if present and len(present) < len(self.modalities):
-                tally.absent.update(set(self.modalities) - present)
+            self.tally.picks[handed.source.stream.modality] += 1
         return handed
 
     def counted(self) -> Tally:
@@ -142,30 +146,28 @@ def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
     return found
 
 
-def _corpus(streams: Mapping[str, OpenStream], parts: Sequence[CountedSource], seq_len: int) -> Corpus:
+def measure(streams: Mapping[str, OpenStream], row_tokens: int) -> Corpus:
+    """What an epoch of the open streams of a source holds."""
     counts: dict[str, Counter[str]] = {name: Counter() for name in ("streams", "groups", "tokens")}
-    lengths = [seq_len >> halvings for halvings in range(max(seq_len.bit_length() - 4, 1))]
+    lengths = [row_tokens >> halvings for halvings in range(max(row_tokens.bit_length() - 4, 1))]
     padded = np.zeros(len(lengths), np.int64)
     for opened in streams.values():
         sizes, modality = _sizes(opened), opened.stream.modality
         for name, value in (("streams", 1), ("groups", len(sizes)), ("tokens", int(sizes.sum()))):
             counts[name][modality] += value
         padded += [int((-(-sizes // length)).sum()) * length for length in lengths]
-    behind = sum(opened.tokens_behind_cuts[0] for opened in streams.values())
-    return Corpus(**counts, behind_cuts=behind, shards=np.array([part.dealt() for part in parts]), padded=padded)
+    return Corpus(**counts, behind_cuts=sum(opened.tokens_behind_cuts[0] for opened in streams.values()), padded=padded)
 
 
-def count_lanes(plan: Plan, *, most: int) -> LanesForecast:
+def count_lanes(plan: Plan, streams: Mapping[str, Mapping[str, OpenStream]], *, most: int) -> LanesForecast:
     """Count what the lanes of a run with this config and seed will read, one step at least.
 
     Args:
+        streams: from `open_lengths`, of each source that has streams and is read.
         most: rows that are counted, over all data shards.
     """
     config, batches, num_shards = plan.config, plan.batches_by_steps, plan.facts.data_shards
     rows, row_tokens = config.data.mixing.batch_size, config.row_tokens
-    streams = {
-        source.name: open_lengths(plan, source) for source in plan.sources if source.streams and not source.is_off
-    }
     limit = min(most // rows, MOST_POSITIONS // (rows * row_tokens)) // num_shards
     steps = min(config.train.steps, max(batches.step_of(limit) - 1, 1))
     firsts = [batches.batches_before(step) for step in range(1, steps + 2)]
@@ -218,7 +220,7 @@ def count_lanes(plan: Plan, *, most: int) -> LanesForecast:
         tokens=np.add.reduceat(tokens, begun),
         full=np.add.reduceat(full, begun),
         tallies={name: [part.counted() for part in each] for name, each in parts.items()},
-        corpora={name: _corpus(each, parts[name], row_tokens) for name, each in streams.items()},
+        shards={name: np.array([part.dealt() for part in each]) for name, each in parts.items()},
         runs_on=runs_rows_on,
     )
 

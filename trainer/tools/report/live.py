@@ -1,11 +1,10 @@
-"""A page that follows its runs: read again when their files have changed, and served to this machine's browser.
+"""A page that follows its runs: made anew when their files have changed, and served to this machine's browser.
 
 Reads only, takes no lock, and reads nothing while no page is open.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -17,7 +16,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import parse_qs
 
 from trainer.errors import UserError
 from trainer.metrics.run_status import run_state
@@ -106,12 +104,12 @@ class Follower:
             empty = RunRecord(path, RowTable(merge_same_step=False), RowTable(merge_same_step=True))
             awaited = not path.exists() and path.parent.is_dir()
             self._runs.append(_Followed(path, empty if awaited else load_run(path, allow_empty=True)))
-        self._first = time.time_ns()  # a page of an earlier server asks with versions of that one
+        self._first = time.time_ns()  # the pages of an earlier server had other versions
         self._count, self._due = 0, -float("inf")
         self._refresh()
 
     def _refresh(self) -> None:
-        """Read and render again if a file has changed and the pause is over."""
+        """Read again if a file has changed and the pause is over."""
         start = self._clock()
         if start < self._due or not [followed for followed in self._runs if followed.is_changed()]:
             return
@@ -120,26 +118,24 @@ class Follower:
         self._parts = render_parts([diagnose(run) for run in records])
         self._line = " · ".join(each.line(run.name) for each, run in zip(self._runs, records, strict=True))
         self._count += 1
-        self._version = f"{self._first}-{self._count}"
         end = self._clock()
         self._due = end + max(SHORTEST_PAUSE_SEC, BUSY_FACTOR * (end - start))
 
-    def page(self, *, plotly: str) -> str:
-        """The whole page, which asks for newer parts."""
+    def version(self) -> str:
+        """Of the page, as an ETag."""
         with self._lock:
             self._refresh()
-            return render_page(self._names, self._parts, plotly=plotly, version=self._version, line=self._line)
+            return f'"{self._first}-{self._count}"'
 
-    def answer(self, since: str) -> str:
-        """JSON: how the runs stand and the version; the parts too, if that is not the version `since`."""
+    def page(self, *, plotly: str) -> str:
+        """The whole page, which reloads itself when the version is another."""
+        version = self.version()
         with self._lock:
-            self._refresh()
-            parts = {} if since == self._version else {"parts": self._parts}
-            return json.dumps({"version": self._version, "line": self._line, **parts})
+            return render_page(self._names, self._parts, plotly=plotly, version=version, line=self._line)
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves the page of a `Follower` on the loopback: two fixed routes.
+    """Serves the page of a `Follower` on the loopback, and nothing else.
 
     Args:
         port: 0 takes a free one.
@@ -171,28 +167,29 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30  # s; for a client that never ends its request
 
     def do_GET(self) -> None:
-        """Answer `/` and `/parts`, and nothing else."""
-        path, _, query = self.path.partition("?")
+        """Answer `/`."""
         hosts = self.headers.get_all("Host") or []
         # Another site's name may lead here (DNS rebinding), and then its scripts could read the answer.
         if len(hosts) != 1 or hosts[0].partition(":")[0].lower() not in _HOSTS:
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "open the page by 127.0.0.1 or localhost\n")
-        elif path == "/":
-            self._send(HTTPStatus.OK, "text/html", self.server.follower.page(plotly=self.server.plotly))
-        elif path == "/parts":
-            since = parse_qs(query).get("since", [""])[0]
-            self._send(HTTPStatus.OK, "application/json", self.server.follower.answer(since))
-        else:
+        elif self.path.partition("?")[0] != "/":
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found\n")
+        elif self.command == "HEAD":
+            self._send(HTTPStatus.OK, "text/html", "", self.server.follower.version())
+        else:
+            self._send(HTTPStatus.OK, "text/html", self.server.follower.page(plotly=self.server.plotly))
 
-    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+    do_HEAD = do_GET  # what the page asks every two seconds
+
+    def _send(self, status: HTTPStatus, kind: str, text: str, etag: str = "") -> None:
         body = text.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
         self.send_response(status)
         own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        own |= {"ETag": etag} if etag else {}
         for name, value in (own | _HEADERS).items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(body if self.command == "GET" else b"")
 
     def log_message(self, format: str, *args: object) -> None:
         """Requests are not logged: there is one every two seconds."""

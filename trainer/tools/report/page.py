@@ -278,7 +278,7 @@ def _settings(title: str, file: str, runs: Sequence[tuple[str, Mapping[str, Any]
 
 
 def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
-    """What on the page changes with the rows of its runs: HTML by the id of its element, and the charts as JSON under `data`.
+    """What on the page comes from its runs: HTML by the id of its element, and the charts as JSON under `data`.
 
     Args:
         diagnoses: of one run, or of several to overlay in the order of the colors.
@@ -343,7 +343,7 @@ def render_page(
         names: of the runs, in the order of the colors.
         parts: from `render_parts`.
         plotly: the source of plotly.js; empty: it is in `plotly_file`, next to the page.
-        version: of the parts. Given, the page asks its server for newer ones; otherwise it makes no network request.
+        version: given, the page asks its server for the newest, to reload itself; otherwise it makes no network request.
         line: how the runs stand, for a page that asks.
     """
     title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"

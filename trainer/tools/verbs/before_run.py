@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 WorldSizeOption = Annotated[int, typer.Option("--world-size", "--nproc", min=1, help="World size to assume.")]
 MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `train preview` counts any amount
 SCHEMA_NAME = "config.schema.json"
-COUNTED = 20_000  # micro-batches over all ranks
+COUNTED = 20_000  # rows over all data shards
 EXIT_BREACH = 3
 MEANINGS = {
     "precision": "on this machine",
@@ -183,12 +183,12 @@ def _preview(plan: Plan) -> Preview | None:
 def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
     """Log what a run on this machine would be refused for, and what the forecast shows."""
     from trainer.metrics.logger import get_logger
-    from trainer.tools.preview.config_warnings import fill_warnings, mix_warnings, rank_warnings
+    from trainer.tools.preview.config_warnings import fill_warnings, mix_warnings
 
     logger = get_logger("check")
     for unmet in plan.unmet_needs(device):
         logger.warning("a run on this machine is refused: %s", unmet.message)
-    for find in (mix_warnings, rank_warnings, fill_warnings):
+    for find in (mix_warnings, fill_warnings):
         for warning in find(plan, preview) if preview is not None else ():
             logger.warning("%s", warning.message)
 
@@ -228,6 +228,8 @@ def _fill(plan: Plan, preview: Preview | None) -> dict[str, Any]:
     facts: dict[str, Any] = {"align": align} if (align := alignment(plan, None)) else {}
     if preview is None:
         return {**facts, "fill": "not forecast of so much data; train preview does"}
+    if not preview.has_full_rows:
+        return {**facts, "fill": 'forecast of full rows only (data.mixing.batching_mode = "per_row")'}
     return facts if preview.fill is None else {**facts, "fill": round(preview.fill.mean, 4)}
 
 
@@ -241,11 +243,11 @@ def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
         if view.modalities:
             found = sources[view.name]
             found["corpus_share"] = {each.name: each.corpus_share for each in view.modalities}
-            found["drawn_share"] = {each.name: each.drawn_share for each in view.modalities}
             found["behind_cuts_share"] = view.behind_cuts_share
-            if plan.facts.data_shards > 1:
-                found["rank_token_shares"] = list(view.rank_token_shares)
-                found |= {"masked_share": dict(view.masked_share)} if view.masked_share else {}
+            if preview is not None and preview.has_full_rows:
+                found["drawn_share"] = {each.name: each.drawn_share for each in view.modalities}
+                if plan.facts.data_shards > 1:
+                    found["rank_token_shares"] = list(view.rank_token_shares)
     return sources
 
 
@@ -289,14 +291,13 @@ def _print_facts(facts: dict[str, Any]) -> None:
         what = f"{counted(found['streams'], 'stream')}, modalities {', '.join(found['modalities'])}"
         echo(f"#   source {name}: {what if found['streams'] else 'a data set of your own'}")
         for modality, share in found.get("corpus_share", {}).items():
-            echo(f"#     {modality}: {share:.1%} of the corpus, {found['drawn_share'][modality]:.1%} of what is drawn")
+            drawn = f", {found['drawn_share'][modality]:.1%} of what is drawn" if "drawn_share" in found else ""
+            echo(f"#     {modality}: {share:.1%} of the corpus{drawn}")
         if found.get("behind_cuts_share"):
             share = found["behind_cuts_share"]
             echo(f"#     {share:.1%} of the tokens are read without the state of the text before them")
         if tokens := found.get("rank_token_shares"):
-            by_mode = ", ".join(f"{share:.1%} with {mode}" for mode, share in found.get("masked_share", {}).items())
-            masked = f"; without rows, at worst: {by_mode}" if by_mode else ""
-            echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}{masked}")
+            echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}")
     for name, found in evals.items():
         echo(f"#   eval source {name}: {counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB")
 
@@ -323,7 +324,7 @@ def preview(
     warnings = find_warnings(plan, forecast)
     if as_json:
         found = [{**asdict(each), "message": each.message} for each in warnings]
-        print_json({"schema_version": 1, "config": config_path, **asdict(forecast), "warnings": found})
+        print_json({"schema_version": 2, "config": config_path, **asdict(forecast), "warnings": found})
         return
     print_preview(forecast, warnings, output(), num_logged=len(logged))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.rules import Facts, check_rules, check_state_rules, data_shards, divide_batch, reads_lanes
+from trainer.config.rules import Facts, check_rules, check_state_rules, data_shards, reads_lanes
 from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
@@ -173,7 +173,6 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
     config = _with_capacity(_with_precision(config))
     num_shards = data_shards(config, world_size)
     sources = resolve_sources(config, config_path, num_shards)
-    config = divide_batch(config, leaf_tables(sources), num_shards)
     facts = check_rules(config, leaf_tables(sources), world_size)
     if config.train.tokens:  # the number of full steps is what forecasts go by
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": facts.steps})})

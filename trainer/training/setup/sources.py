@@ -18,7 +18,7 @@ import numpy as np
 from trainer.config.base import ScheduleTable, Weight
 from trainer.config.data_tables import SourceTable
 from trainer.config.load import load_dataset_file
-from trainer.config.rules import divide_batch, least_steps, tokens_per_micro
+from trainer.config.rules import least_steps, tokens_per_micro
 from trainer.config.schema import RunConfig
 from trainer.data.cache import ENTRY, Cache, Snapshot
 from trainer.data.documents import IdBounds
@@ -79,7 +79,6 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> li
     leaves: list[Source] = []
     cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
     _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),), cache)
-    config = divide_batch(config, leaf_tables(leaves), num_shards)
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
     _refuse_unknown_steps(config, leaves)
     # What `auto` may come to: a gap would end the run. A length in tokens has the same number of batches for every m.

@@ -202,40 +202,18 @@
     if (matches) plots.forEach(draw); else drawAll();
   });
 
-  /* ---- A page that is served: new parts for old ones. Elements that stay keep their plot, focus, place and open sections ---- */
-  const nameOf = (element) => element.id || element.dataset?.name || "";
-  function morph(old, next) {
-    if (old.matches("svg")) return next;  // drawn as a whole
-    for (const { name, value } of next.attributes) if (name !== "class" && name !== "open") old.setAttribute(name, value);
-    if (old.matches(".plot")) return old;
-    const pool = [...old.children];
-    const children = [...next.childNodes].map((child) => {
-      const at = pool.findIndex((each) => each.tagName === child.tagName && nameOf(each) === nameOf(child));
-      return at < 0 ? child : morph(pool.splice(at, 1)[0], child);
-    });
-    old.className = next.className;
-    for (const node of [...old.childNodes]) if (!children.includes(node)) node.remove();
-    children.forEach((child, at) => { if (old.childNodes[at] !== child) old.insertBefore(child, old.childNodes[at] ?? null); });
-    return old;
-  }
-
-  const live = $("live");
-  let isPressed = false;  // new charts under a pressed mouse would break off a zoom
+  /* ---- A page that is served reloads when there is news; zoom and smoothing are kept here, the place by the browser ---- */
+  const live = $("live"), line = live?.textContent;
+  let isPressed = false;  // a reload under a pressed mouse would break off a zoom
   async function poll() {
     try {
-      const answer = document.hidden || isPressed ? null : await (await fetch(`/parts?since=${live.dataset.version}`, { cache: "no-store" })).json();
-      if (answer?.parts) {
-        $("data").textContent = answer.parts.data;
-        for (const id of ["contents", "overview", "details"]) {
-          const next = $(id).cloneNode();
-          next.innerHTML = answer.parts[id];
-          morph($(id), next);
-        }
-        live.dataset.version = answer.version;
-        load();
-        drawAll();
+      const answer = document.hidden || isPressed ? null : await fetch("/", { method: "HEAD", cache: "no-store" });
+      if (answer && answer.headers.get("ETag") !== live.dataset.version) {
+        sessionStorage.setItem("view", JSON.stringify([state.smoothing, state.log, state.range]));
+        location.reload();
+        return;
       }
-      if (answer && live.textContent !== answer.line) live.textContent = answer.line;
+      if (answer) live.textContent = line;
     } catch {
       if (!live.textContent.startsWith("No answer")) live.textContent = `No answer from train report --follow since ${new Date().toLocaleTimeString("en-GB")}; the page keeps what it shows.`;
     }
@@ -245,6 +223,10 @@
   showTheme();
   drawAll();
   if (live) {
+    const [smoothing, isLogged, range] = JSON.parse(sessionStorage.getItem("view") ?? "[]");
+    if (smoothing) document.querySelector(`[data-smoothing="${smoothing}"]`).click();
+    if (isLogged) $("log").click();
+    if (range) setRange(range);
     for (const kind of ["pointerdown", "pointerup", "pointercancel", "blur"]) addEventListener(kind, () => { isPressed = kind === "pointerdown"; }, true);
     setTimeout(poll, 2000);
   }
