@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import attrgetter
@@ -213,7 +214,90 @@ class MixOptions:
                 raise UserError(key, f"must be an integer >= 1, got {number!r}")
 
 
-class StreamMixingDataset:
+class StreamSource:
+    """Opens the streams of a source one after another into a pool, and reports what that takes and what the pool shows.
+
+    Args:
+        streams, cut, read, mix, in_memory: see `StreamMixingDataset`.
+
+    Raises:
+        UserError: no streams, or one twice.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        cut: CutOptions,
+        read: ReadOptions,
+        mix: MixOptions,
+        in_memory: Mapping[str, OpenStream],
+    ) -> None:
+        self.name = cut.namespace
+        twice = [path for path, times in Counter(stream.relative_path for stream in streams).items() if times > 1]
+        if twice or not streams:
+            problem = f"lists the stream {twice[0]} twice" if twice else "has no streams"
+            raise UserError(self.name, problem, "name each of its files once")
+        # Renumbered: they may be only a part of those discovered.
+        self.streams = [replace(stream, stream_id=i) for i, stream in enumerate(streams)]
+        self.modalities = sorted({stream.modality for stream in streams})
+        self._mix = mix
+        self._tokenizer = TimedTokenizer(read.tokenizer)
+        self._opening = "own_code" if is_import_path(read.format) else "open"
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # of each of the `STAGES`
+        options = replace(read, tokenizer=cast(Tokenizer, self._tokenizer))
+        # What is held out is read from the files that the training data have, which warn of themselves.
+        self._opener = StreamOpener(options, cut, warns=cut.split != "holdout", in_memory=in_memory)
+        # Readers keep their streams open themselves; the cache serves those of the next epoch.
+        self._open = lru_cache(2 * mix.num_streams_mixed)(self._opener)
+        self._guard = BestEffort(f"pool metrics of {self.name} ({cut.split})")
+        self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
+        self._pool = ActivePool(self.modalities, mix.pick_mode, self._guard)
+        self._exhaust_events = 0
+
+    def open(self, stream: Stream) -> OpenStream:
+        """One of its streams, with its groups.
+
+        Raises:
+            UserError: the file is unreadable or damaged.
+        """
+        return self._open(stream)
+
+    @property
+    def now_reading(self) -> str:
+        """The file that was opened or read last; empty before the first. For any thread."""
+        return "" if self._opener.current is None else printable(self._opener.current.path)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Note the time that opening takes, tokenizing apart."""
+        start, before = time.perf_counter(), self._tokenizer.seconds
+        yield
+        tokenizing = self._tokenizer.seconds - before
+        self._seconds["tokenize"] += tokenizing
+        self._seconds[self._opening] += time.perf_counter() - start - tokenizing
+
+    def _is_read_out(self) -> bool:
+        """Whether nothing is left to pick from."""
+        raise NotImplementedError
+
+    def drain_step_metrics(self) -> dict[str, float | None]:
+        """The pool's metrics at the last pick, and the exhausted readers since the last drain; {} before any pick.
+
+        Once all data are read, only the counts: no reader is active, of any modality. None is what could not be measured.
+        """
+        gauges: Mapping[str, float | None] = self._pool.seen
+        if not self._guard.enabled:
+            gauges = dict.fromkeys(pool_metric_keys(self.modalities))
+        elif self._is_read_out():
+            gauges = {MODALITY_PREFIX + modality: 0.0 for modality in self.modalities}
+        elif not gauges:
+            return {}
+        metrics = {**gauges, EXHAUST_EVENTS: float(self._exhaust_events)}
+        self._exhaust_events = 0
+        return metrics
+
+
+class StreamMixingDataset(StreamSource):
     """An iterator of micro-batches; see `Collator` for their keys.
 
     `num_streams_mixed` readers are active. For each micro-batch one is picked and gives up to `batch_size` cells; an
@@ -244,22 +328,9 @@ class StreamMixingDataset:
     ) -> None:
         mix = mix or MixOptions()
         assert 0 <= rank < world_size, (rank, world_size)
-        self.name = name = cut.namespace
-        twice = [path for path, times in Counter(stream.relative_path for stream in streams).items() if times > 1]
-        if twice or not streams:
-            problem = f"lists the stream {twice[0]} twice" if twice else "has no streams"
-            raise UserError(name, problem, "name each of its files once")
-        # Renumbered: they may be only a part of those discovered.
-        self.streams = [replace(stream, stream_id=i) for i, stream in enumerate(streams)]
-        self.modalities = sorted({stream.modality for stream in streams})
-        self._mix, self._rank, self._world_size = mix, rank, world_size
+        super().__init__(streams, cut, read, mix, in_memory)
+        self._rank, self._world_size = rank, world_size
         self._shared = mix.batching_mode == "per_stream"
-        self._guard = BestEffort(f"pool metrics of {name} ({cut.split})")
-        self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
-        self._tokenizer = TimedTokenizer(read.tokenizer)
-        self._opening = "own_code" if is_import_path(read.format) else "open"
-        self._seconds: defaultdict[str, float] = defaultdict(float)  # see `drain_seconds`
-        options = replace(read, tokenizer=cast(Tokenizer, self._tokenizer))
         self._fixed_state: dict[str, Any] = {  # the part of a state that is constant throughout a run
             "version": STATE_VERSION,
             "fingerprint": fingerprint(self.streams, read, cut, seed=mix.seed, batching_mode=mix.batching_mode),
@@ -269,23 +340,17 @@ class StreamMixingDataset:
             "batch_size": mix.batch_size,
             "batch_size_by_modality": dict(mix.batch_size_by_modality),
         }
-        self._uniforms = KeyedUniforms("pick", name, mix.seed, "all" if self._shared else rank)
-        self._collator = Collator(name=name, tokenizer=read.tokenizer, seq_len=cut.seq_len)
-        # What is held out is read from the files that the training data have, which warn of themselves.
-        self._opener = StreamOpener(options, cut, warns=cut.split != "holdout", in_memory=in_memory)
-        # Readers keep their streams open themselves; the cache serves those of the next epoch.
-        self._open = lru_cache(2 * mix.num_streams_mixed)(self._opener)
+        self._uniforms = KeyedUniforms("pick", self.name, mix.seed, "all" if self._shared else rank)
+        self._collator = Collator(name=self.name, tokenizer=read.tokenizer, seq_len=cut.seq_len)
         self._queue = ReaderQueue(
             self.streams,
             open=self._open,
-            key=QueueKey(name, mix.seed, len(streams), self._shared),
+            key=QueueKey(self.name, mix.seed, len(streams), self._shared),
             sizes=self._fixed_state,
             rank=rank,
             world_size=world_size,
         )
-        self._pool = ActivePool(self.modalities, mix.pick_mode, self._guard)
         self._batch_index = 0
-        self._exhaust_events = 0
         self._has_no_cells = False  # a whole epoch had none for this rank
 
     def __iter__(self) -> Iterator[Batch]:
@@ -318,19 +383,6 @@ class StreamMixingDataset:
             pool.replace(slot, self._next_reader())
         return batch
 
-    def open(self, stream: Stream) -> OpenStream:
-        """One of its streams, with its groups.
-
-        Raises:
-            UserError: the file is unreadable or damaged.
-        """
-        return self._opener(stream)
-
-    @property
-    def now_reading(self) -> str:
-        """The file that is being read; empty before the first. For any thread."""
-        return "" if self._opener.current is None else printable(self._opener.current.path)
-
     def _fill(self) -> bool:
         """Fill the empty pool, from the next epoch if this one is over; False if this rank never gets a cell."""
         pool, queue = self._pool, self._queue
@@ -353,12 +405,8 @@ class StreamMixingDataset:
         return False
 
     def _next_reader(self) -> StreamReader | None:
-        start, before = time.perf_counter(), self._tokenizer.seconds
-        reader = self._queue.next_reader()
-        tokenizing = self._tokenizer.seconds - before
-        self._seconds["tokenize"] += tokenizing
-        self._seconds[self._opening] += time.perf_counter() - start - tokenizing
-        return reader
+        with self._timed():
+            return self._queue.next_reader()
 
     def drain_seconds(self, seconds: float) -> dict[str, float]:
         """What each of the `STAGES` took since the last call, of so many seconds in all."""
@@ -366,21 +414,9 @@ class StreamMixingDataset:
         self._seconds.clear()
         return stages
 
-    def drain_step_metrics(self) -> dict[str, float | None]:
-        """The pool's metrics at the last pick, and the exhausted readers since the last drain; {} before any pick.
-
-        Once all data are read, only the counts: no reader is active, of any modality. None is what could not be measured.
-        """
-        gauges: Mapping[str, float | None] = self._pool.seen
-        if not self._guard.enabled:
-            gauges = dict.fromkeys(pool_metric_keys(self.modalities))
-        elif not gauges:
-            return {}
-        elif not self._mix.repeat and not self._pool.readers and self._queue.is_empty:
-            gauges = {MODALITY_PREFIX + modality: 0.0 for modality in self.modalities}
-        metrics = {**gauges, EXHAUST_EVENTS: float(self._exhaust_events)}
-        self._exhaust_events = 0
-        return metrics
+    def _is_read_out(self) -> bool:
+        was_picked_from = bool(self._pool.seen)
+        return was_picked_from and not self._mix.repeat and not self._pool.readers and self._queue.is_empty
 
     def state_dict(self) -> dict[str, Any]:
         """Cursors and the pool's observations as plain Python; a snapshot that later picks do not change."""

@@ -8,29 +8,23 @@ point of the epoch, and what they left is dealt anew.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainer.arrays import Flags, Ints
 from trainer.data.documents import ReadOptions
 from trainer.data.epochs import STATE_VERSION, check_states, fingerprint
-from trainer.data.formats import is_import_path
-from trainer.data.groups import CutOptions, OpenStream, StreamOpener, file_bytes
+from trainer.data.groups import CutOptions, OpenStream, file_bytes
 from trainer.data.layout import Stream
-from trainer.data.mixing import EXHAUST_EVENTS, MODALITY_PREFIX, ActivePool, MixOptions, pool_metric_keys
-from trainer.data.tokenizer import TimedTokenizer, Tokenizer
+from trainer.data.mixing import ActivePool, MixOptions, StreamSource
 from trainer.errors import UserError
 from trainer.hashing import KeyedUniforms, keyed_generator
-from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
-from trainer.wording import printable
 
 logger = get_logger(__name__)
 
@@ -115,7 +109,7 @@ class Reader:
         return Handed(self.epoch, self.source, *self._block.pop())
 
 
-class ShardSource:
+class ShardSource(StreamSource):
     """Hands out the groups of a source that a data shard reads, shuffled anew in every epoch.
 
     A pick takes one group from one of `num_streams_mixed` open streams, with `pick_mode = "weighted"` in proportion to the
@@ -139,23 +133,11 @@ class ShardSource:
         in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
     ) -> None:
         assert 0 <= shard < num_shards, (shard, num_shards)
-        if not streams:
-            raise UserError(cut.namespace, "has no streams", "name its files")
-        self.name = cut.namespace
-        self.streams = [replace(stream, stream_id=i) for i, stream in enumerate(streams)]
-        self.modalities = sorted({stream.modality for stream in streams})
+        super().__init__(streams, cut, read, mix, in_memory)
         self.is_ended = False
         """Without `repeat`: everything was handed out. Or this shard has no group at all."""
         self.epoch = 0
-        self._mix, self._shard, self._num_shards = mix, shard, num_shards
-        self._tokenizer = TimedTokenizer(read.tokenizer)
-        self._opening = "own_code" if is_import_path(read.format) else "open"
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        options = replace(read, tokenizer=cast(Tokenizer, self._tokenizer))
-        self._opener = StreamOpener(options, cut, warns=cut.split != "holdout", in_memory=in_memory)
-        self._open = lru_cache(2 * mix.num_streams_mixed)(self._opener)
-        self._guard = BestEffort(f"pool metrics of {self.name} ({cut.split})")
-        self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
+        self._shard, self._num_shards = shard, num_shards
         self.fixed_state: dict[str, Any] = {
             "version": STATE_VERSION,
             "fingerprint": fingerprint(self.streams, read, cut, seed=mix.seed, batching_mode="per_row"),
@@ -163,8 +145,7 @@ class ShardSource:
             "world_size": num_shards,
         }
         self._uniforms = KeyedUniforms("pick", self.name, mix.seed, shard, num_shards)
-        self._pool = ActivePool(self.modalities, mix.pick_mode, self._guard)
-        self._num_picks = self._exhaust_events = 0
+        self._num_picks = 0
         self._begin(0, {})
 
     @cached_property
@@ -221,17 +202,13 @@ class ShardSource:
         return Reader(source, in_order(part.of(source) & is_left), self.epoch, taken)
 
     def _next_reader(self) -> Reader | None:
-        start, before = time.perf_counter(), self._tokenizer.seconds
-        found = None
-        while found is None and self._index < len(self._queue):
-            reader = self._reader(self._queue[self._index])
-            self._index += 1
-            if reader.remaining_picks:
-                found = reader
-        tokenizing = self._tokenizer.seconds - before
-        self._seconds["tokenize"] += tokenizing
-        self._seconds[self._opening] += time.perf_counter() - start - tokenizing
-        return found
+        with self._timed():
+            while self._index < len(self._queue):
+                reader = self._reader(self._queue[self._index])
+                self._index += 1
+                if reader.remaining_picks:
+                    return reader
+        return None
 
     def __iter__(self) -> Iterator[Handed]:
         return self
@@ -277,40 +254,14 @@ class ShardSource:
         while len(self._pool.readers) < self._mix.num_streams_mixed and (reader := self._next_reader()) is not None:
             self._pool.add(reader)
 
-    def open(self, stream: Stream) -> OpenStream:
-        """One of its streams, with its groups.
-
-        Raises:
-            UserError: the file is unreadable or damaged.
-        """
-        return self._open(stream)
-
-    @property
-    def now_reading(self) -> str:
-        """The file that was opened last; empty before the first. For any thread."""
-        return "" if self._opener.current is None else printable(self._opener.current.path)
-
     def drain_seconds(self) -> dict[str, float]:
         """What opening and tokenizing took since the last call."""
         found = dict(self._seconds)
         self._seconds.clear()
         return found
 
-    def drain_step_metrics(self) -> dict[str, float | None]:
-        """The pool's metrics at the last pick, and the exhausted readers since the last drain; {} before any pick.
-
-        None is what could not be measured.
-        """
-        gauges: Mapping[str, float | None] = self._pool.seen
-        if not self._guard.enabled:
-            gauges = dict.fromkeys(pool_metric_keys(self.modalities))
-        elif self.is_ended:
-            gauges = {MODALITY_PREFIX + modality: 0.0 for modality in self.modalities}
-        elif not gauges:
-            return {}
-        metrics = {**gauges, EXHAUST_EVENTS: float(self._exhaust_events)}
-        self._exhaust_events = 0
-        return metrics
+    def _is_read_out(self) -> bool:
+        return self.is_ended
 
     def state_dict(self) -> dict[str, Any]:
         """Cursors and the pool's observations as plain Python; a snapshot that later picks do not change."""
