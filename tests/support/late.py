@@ -13,7 +13,7 @@ from trainer.metrics.catalog.lookup import is_known, lookup
 
 # The first two are of the steps that are logged alone, by definition; the third is the worst rank's mean of all steps, which is
 # not the mean of what the worst ranks had.
-OWN = (*MEASURED, "gns/skipped", "stream_mixing/masked_share")
+OWN = (*MEASURED, "gns/skipped", "stream_mixing/masked_share", "data/fill")
 
 
 def said(run_dir: Path, name: str) -> str:

@@ -232,8 +232,8 @@ def test_a_failure_costs_the_depth_alone(tmp_path, monkeypatch):
 
 def test_depth_counts_from_the_last_reset():
     resets = torch.tensor([[False, False, True, False], [True, False, False, True]])
-    assert depths(torch.tensor([3, 0]), 4, None).tolist() == [[12, 13, 14, 15], [0, 1, 2, 3]]
-    assert depths(torch.tensor([3, 0]), 4, resets).tolist() == [[12, 13, 0, 1], [0, 1, 2, 0]]
+    assert depths(torch.tensor([12, 0]), 4, None).tolist() == [[12, 13, 14, 15], [0, 1, 2, 3]]
+    assert depths(torch.tensor([12, 0]), 4, resets).tolist() == [[12, 13, 0, 1], [0, 1, 2, 0]]
     assert [bucket_start(index) for index in range(5)] == [0, 1, 2, 4, 8]
 
 
