@@ -10,15 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from trainer.wording import counted, number_text
-
 RARE_WAIT: Final = 1e-9
 """The probability that a single reader waits longer than its bound."""
-CHURN_PICKS: Final = 4.0
-EVEN_BATCHES: Final = 2
-"""Factor between the batch sizes of a pool that are still even."""
-IDLE: Final = 0.1
-"""Share of its micro-batches in which a rank of a healthy run may have no rows."""
 LOW_FILL: Final = 0.9
 """Share of the positions of full rows: with fewer that hold a token, a run computes padding, or its batches are small."""
 OVERSIZE_FILL: Final = 0.25
@@ -28,21 +21,11 @@ OVERSIZE_DEVICE_SHARE: Final = 0.05
 
 @dataclass(frozen=True)
 class Assessment:
-    """Whether some numbers exceed a limit, in words, and the value to set then; None: no setting would help."""
+    """Whether some numbers exceed a limit, in words, and the value to set then."""
 
     is_beyond: bool
     words: str
-    better: int | None
-
-
-def exhaust_churn(picks_per_slice: float, world_size: int, batch_size: int | None) -> Assessment:
-    """Slices of `CHURN_PICKS` picks or fewer: most of the work is opening streams and starting groups. Without any exhausted
-    reader `picks_per_slice` is infinity."""
-    each, rate = number_text(picks_per_slice), number_text(world_size / picks_per_slice)
-    words = f"a stream gives a rank {each} batches before it ends: {rate} are opened per micro-batch"
-    words += f" on {counted(world_size, 'rank')}" if world_size > 1 else ""
-    better = max(batch_size // 4, 1) if batch_size is not None and batch_size >= 2 else None
-    return Assessment(picks_per_slice <= CHURN_PICKS, words, better)
+    better: int
 
 
 def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: float = 0.0) -> Assessment:

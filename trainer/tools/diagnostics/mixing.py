@@ -49,6 +49,9 @@ UNEVEN_RATIO = 16.0
 UNEVEN_SHARE = 0.05
 UNEVEN_ROWS = 5
 EVEN_RATIO = 1.5
+CHURN_PICKS = 4.0
+EVEN_BATCHES = 2  # factor between the batch sizes of a pool that are still even
+IDLE = 0.1  # share of its micro-batches in which a rank of a healthy run may have no rows
 CHURN_EVENTS = 20
 MASKED_ROWS = 5
 MASKED_LIMIT = 0.25
@@ -112,7 +115,7 @@ def uneven_slices(run: RunRecord) -> Outcome:
 
     Picks are weighted by remaining picks, so readers with few picks (large batches) wait. Advice if the configured
     batch sizes are even: then the streams differ in size.
-    Change: `data.mixing.batch_size_by_modality`: within a factor of {limits.EVEN_BATCHES}
+    Change: `data.mixing.batch_size_by_modality`: within a factor of {EVEN_BATCHES}
     """
     if has_full_rows(run):
         return FULL_ROWS
@@ -135,8 +138,8 @@ def uneven_slices(run: RunRecord) -> Outcome:
     shown = hits[:: max(len(hits) // 6, 1)][:6]
     evidence = least.evidence(shown), most.evidence(shown)
     sizes = _batch_sizes(run)
-    if sizes and max(sizes) > limits.EVEN_BATCHES * min(sizes):
-        value = f"sizes within a factor of {limits.EVEN_BATCHES}"
+    if sizes and max(sizes) > EVEN_BATCHES * min(sizes):
+        value = f"sizes within a factor of {EVEN_BATCHES}"
         knob = Knob("data.mixing.batch_size_by_modality", f"{min(sizes)} to {max(sizes)}", value)
         return finding(words, *evidence, knob=knob, severity="warning")
     return finding(words, *evidence, knob=Knob("data.source", None, "streams of similar size"), severity="advice")
@@ -266,7 +269,7 @@ def _longest_absence(refills: Sequence[float], counts: Sequence[Sequence[float]]
 
 @rule("warning", needs=[EXHAUSTED])
 def exhaust_churn(run: RunRecord) -> Outcome:
-    """A reader lasts {limits.CHURN_PICKS:g} picks or fewer on average, over {CHURN_EVENTS} exhausted readers per rank or more.
+    """A reader lasts {CHURN_PICKS:g} picks or fewer on average, over {CHURN_EVENTS} exhausted readers per rank or more.
 
     Most of the work is then opening files and starting groups, and the mix depends on which streams were opened last.
     Change: longer streams, or `data.mixing.batch_size`: a quarter
@@ -280,19 +283,21 @@ def exhaust_churn(run: RunRecord) -> Outcome:
     picks = batches_through(run, ended.steps[-1]) - batches_through(run, ended.steps[0])
     size = run.setting("data.mixing.batch_size")
     per_slice = ranks(run) * picks / events if events else math.inf
-    judged = limits.exhaust_churn(per_slice, ranks(run), size if isinstance(size, int) else None)
-    if not judged.is_beyond or events < CHURN_EVENTS * ranks(run):
-        return healthy(judged.words if events else "no stream ended")
+    each, rate = number_text(per_slice), number_text(ranks(run) / per_slice)
+    words = f"a stream gives a rank {each} batches before it ends: {rate} are opened per micro-batch"
+    words += f" on {counted(ranks(run), 'rank')}" if ranks(run) > 1 else ""
+    if per_slice > CHURN_PICKS or events < CHURN_EVENTS * ranks(run):
+        return healthy(words if events else "no stream ended")
     knob = Knob("data.source", None, "longer streams: merge files")
-    if judged.better is not None:
-        knob = Knob("data.mixing.batch_size", size, judged.better)
-    return finding(judged.words, ended.evidence(ended.positive), knob=knob)
+    if isinstance(size, int) and size >= 2:
+        knob = Knob("data.mixing.batch_size", size, max(size // 4, 1))
+    return finding(words, ended.evidence(ended.positive), knob=knob)
 
 
 @rule("warning", needs=[MASKED])
 def masked_ranks(run: RunRecord) -> Outcome:
     """Over the second half of the rows, the worst rank had no target in more than {MASKED_LIMIT:.0%} of its micro-batches, and
-    in more than the worst of as many ranks has that are each masked in {limits.IDLE:.0%}.
+    in more than the worst of as many ranks has that are each masked in {IDLE:.0%}.
 
     With a shared pool, a rank waits while others finish a stream: briefly, unless it has fewer groups than there are ranks.
     A row holds only the worst rank, which grows with the number of ranks.
@@ -364,14 +369,14 @@ def low_fill(run: RunRecord) -> Outcome:
 
 
 def _worst_of_healthy_ranks(batches: int, world_size: int) -> float:
-    """The expected share of masked micro-batches on the worst of some ranks that are masked in `limits.IDLE` of theirs.
+    """The expected share of masked micro-batches on the worst of some ranks that are masked in `IDLE` of theirs.
 
     E max of W binomials is the sum of P(max >= k) = 1 - F(k - 1)^W. Beyond 200 batches the excess over their mean is small.
     """
     n = min(max(batches, 1), 200)
     below, excess = 0.0, 0.0
     for k in range(n):
-        below += math.comb(n, k) * limits.IDLE**k * (1 - limits.IDLE) ** (n - k)
+        below += math.comb(n, k) * IDLE**k * (1 - IDLE) ** (n - k)
         excess += 1 - min(below, 1.0) ** world_size
     return excess / n
 
