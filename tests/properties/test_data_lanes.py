@@ -9,11 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.deal import MOST_IDLE, assign_lanes, cut_slices, most_cells, plan_length
+from trainer.data.deal import assign_lanes, cut_slices, most_cells, plan_length
 from trainer.data.epochs import QueueKey
 from trainer.data.groups import pack_rows
 from trainer.data.reader import plan_lanes
-from trainer.tools.limits import IDLE
 
 PROFILE = settings(max_examples=200, deadline=None, derandomize=True)
 lengths_of = st.lists(st.integers(1, 12), min_size=0, max_size=30).map(lambda values: np.array(values, dtype=np.int64))
@@ -52,10 +51,6 @@ def test_documents_are_cut_no_shorter_than_it_takes_for_ranks_not_to_wait(cells,
         assert found in tried
         assert found == 64 or idle(found) <= 0.1 + 1e-9
         assert all(idle(most) > 0.1 - 1e-9 for most in tried[: tried.index(found)])
-
-
-def test_ranks_are_as_idle_as_the_preview_lets_them_be():
-    assert MOST_IDLE == IDLE
 
 
 @PROFILE
