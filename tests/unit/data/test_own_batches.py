@@ -9,10 +9,10 @@ import torch
 from trainer.data.batch import BATCH_EXTRAS, accepted_inputs, take_apart
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.loader import Loader
-from trainer.data.own_batches import OwnBatches
 from trainer.data.weights import ConstantWeight
 from trainer.errors import UserError
 from trainer.extensions.noise_components import halves
+from trainer.extensions.own_batches import OwnBatches
 
 
 class OneBuffer:

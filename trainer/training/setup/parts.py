@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,6 @@ from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, OpenStream
 from trainer.data.lanes import LaneBlend
 from trainer.data.mixing import MixOptions, StreamMixingDataset
-from trainer.data.own_batches import OwnBatches
 from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Replicated, Sharded, Strategy, bypassed, layout_for, shard_units
@@ -298,7 +298,8 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
     if not hasattr(dataset, "__iter__"):
         problem = f"gave a {type(dataset).__name__}, which cannot be iterated"
         raise UserError(key, problem, "return an iterable of dicts")
-    return OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {source.table.target}")
+    own = importlib.import_module("trainer.extensions.own_batches")  # which no other source needs
+    return own.OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {source.table.target}")
 
 
 def max_tokens_per_micro(plan: Plan) -> int:
