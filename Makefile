@@ -46,10 +46,11 @@ help:
 
 setup: $(STAMP)
 
-# $(call install,REQUIREMENTS): with uv where it is on PATH, otherwise, or if that fails (its settings are not pip's), with pip.
+# $(call install,REQUIREMENTS): with uv where it is on PATH, otherwise, or if that fails (its settings are not pip's), with pip,
+# whose errors are shown and not its warnings, such as those of a configured index that is absent.
 define install
 	@{ command -v uv >/dev/null && uv pip install --quiet --python $(BIN)/python -c constraints.txt $(1) >&2; } || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(1) >&2
+		$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(1) >&2
 endef
 
 $(RUN_STAMP): constraints.txt pyproject.toml Makefile

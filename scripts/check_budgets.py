@@ -29,16 +29,16 @@ AROUND = ("extensions", "contracts", "tools")
 MOST_PARAMETERS = 10
 # Each with its goal, where the project is still above it: such a ceiling is lowered with every step towards the goal.
 CEILINGS = {
-    "core: lines": (23_680, 21_000),
-    "core: files": (125, 125),
+    "core: lines": (23_640, 21_000),
+    "core: files": (115, 115),
     "trainer: lines": (42_450, 33_000),
     "trainer: files": (210, 210),
     "tests: lines": (39_130, 30_000),
-    "launches in make test": (640, 250),  # counted and checked in tests/conftest.py
-    "scripts: lines": (5_165, 5_000),
-    "words of documentation": (41_820, 38_000),
-    "functions with more than 10 parameters": (4, 4),
-    "places that make a UserError": (247, 247),
+    "launches in make test": (180, 180),  # counted and checked in tests/conftest.py
+    "scripts: lines": (5_140, 5_000),
+    "words of documentation": (41_300, 38_000),
+    "functions with more than 10 parameters": (3, 3),
+    "places that make a UserError": (245, 245),
     "steady step: modules": (24, 24),
     "steady step: classes": (25, 20),
     "steady step: functions": (82, 80),

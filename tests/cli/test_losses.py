@@ -89,7 +89,9 @@ def adds_up(row: dict[str, float], names: tuple[str, ...], *, prefix: str = "") 
     ids=lambda sets: " ".join(sets) or "plain",
 )
 def test_losses_are_trained_on_and_reported_whatever_the_step_does(config, sets):
-    rows, said = trained(config, *sets, "objective.losses={energy=0.5, size=3}", "metrics.log_interval=3")
+    rows, said = trained(
+        config, *sets, "objective.losses={energy=0.5, size=3}", "metrics.log_interval=3", "eval.batches=1000"
+    )
     for at in (("train", 1), ("train", 3), ("train", 6)):
         assert adds_up(rows[at], LOSSES), rows[at]
     for step in (4, 6):

@@ -20,6 +20,7 @@ ROOTS = {
     "pytext": ("python", "cpp", "prose"),
     "gpu_1x": ("code", "prose"),
     "gpu_8x": ("code", "prose"),
+    "gpu_4x8": ("corpus",),
     "key_recall": ("recall",),
 }
 SMALL = """

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.grouped import train
-from tests.support.runs import losses, write_tiny_config
+from tests.support.runs import losses, train, write_tiny_config
 from trainer.extensions.profile import SETTLING, WARM_UP
 
 

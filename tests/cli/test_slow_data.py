@@ -72,6 +72,7 @@ seq_len = 8
 prefetch = 0  # or a machine that is busy computes longer than the slow source reads
 tokenizer = "tokenizer.json"
 [data.mixing]
+batching_mode = "per_stream"
 num_streams_mixed = 1
 [[data.source]]
 name = "hare"

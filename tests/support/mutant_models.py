@@ -260,8 +260,8 @@ class ZeroGate(Language):
 
 
 class _LeakyBlock(Block):
-    def forward(self, x: Tensor, state: Tensor, resets: Tensor | None, group: None) -> tuple[Tensor, Tensor]:
-        return super().forward(x, state, None, group)
+    def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
+        return super().forward(x, state, None)
 
 
 def leaky_encoder(leaky: int = 2) -> nn.Module:

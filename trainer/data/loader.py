@@ -130,7 +130,7 @@ class Loader:
         # Not of a tensor on a device, which must not be waited for.
         if targets is not None and not (isinstance(targets, torch.Tensor) and targets.device.type != "cpu"):
             num_targets = np.count_nonzero(np.asarray(targets) != IGNORED)
-            fill = num_targets / (self._full_tokens or np.size(targets))
+            fill = num_targets / (self._full_tokens or np.asarray(targets).size)
             metrics = {**metrics, MASKED_SHARE: float(num_targets == 0), FILL: fill}
         for key in TENSOR_KEYS:
             if key in batch:

@@ -186,7 +186,7 @@ def make_preview(plan: Plan, *, most: int = MAX_COUNTED) -> Preview:
     ]
     lanes, fill = None, None
     if reads_lanes(plan.config):
-        lanes = count_lanes(plan, streams, most=most)
+        lanes = count_lanes(plan, streams, most=most // 2)  # a row costs as much as two counted batches
         fill = _fill(plan, corpora, lanes)
         sources = _with_draws(plan, sources, lanes, fill)
     return Preview(
@@ -257,7 +257,7 @@ def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) ->
         least=float(fills.min()),
         mean=float(mean),
         most=float(fills.max()),
-        full_tokens=float(full.mean()),
+        full_tokens=float(forecast.full.mean()),
         padding=0.0 if forecast.runs_on else float(padding[0]),
         better_seq_len=plan.config.data.seq_len >> int(good[0]) if len(good) and not forecast.runs_on else 0,
         documents=int(shards[:, :, 2].sum(axis=0).min()),

@@ -131,9 +131,10 @@ def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Call
     """What makes the own, empty ledger of a set that is evaluated: as large as its groups in flight, never swept."""
     if width_of(model) == 0:
         return None
-    # All held-out parts together, or one [[eval.source]].
-    mixing = plan.config.data.mixing
-    capacity = max(plan.facts.groups_in_flight, mixing.num_streams_mixed * largest_batch(mixing))
+    # All held-out parts together, each of which is read from streams of its own, or one [[eval.source]].
+    own, *mixings = [plan.config.data.mixing, *(mixing_of(plan.config, source.table) for source in plan.sources)]
+    together = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)
+    capacity = max(together, own.num_streams_mixed * largest_batch(own))
     dtype = STATE_TYPES[plan.config.ledger.dtype]
     return lambda: Ledger(state_width=width_of(model), capacity=capacity, wipe_mode="none", device=device, dtype=dtype)
 
