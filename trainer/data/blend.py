@@ -299,15 +299,9 @@ class BlendDataset:
         """Ids of those that wait for a row to continue on."""
         return []
 
-    @property
-    def _num_given(self) -> int:
-        """What `_counts` count, of all sources."""
-        return self._batch_index
-
-    @property
-    def _expected_now(self) -> list[float]:
-        """What the weights have called for of each source."""
-        return self._expected[self._batch_index - self._first]
+    def _given(self) -> tuple[int, list[float]]:
+        """What `_counts` count, of all sources, and what the weights have called for of each."""
+        return self._batch_index, self._expected[self._batch_index - self._first]
 
     def drain_step_metrics(self) -> Drained:
         """The sources' metrics, merged key by key, and how well the shares match the weights; {} before any batch.
@@ -318,7 +312,8 @@ class BlendDataset:
         difference, over the sources, between the share of batches a source gave and the share that the weights call for
         (the mean of its configured probability at each batch, whether or not sources have ended).
         """
-        if not self._num_given:
+        total, expected = self._given()
+        if not total:
             return {}
         for index in self._undrained & self._drains.keys():
             drained = self._drains[index]()
@@ -340,13 +335,13 @@ class BlendDataset:
             if None in values:  # of a source that failed; only a mean can do without it
                 values = [v for v in values if v is not None] if self._merges[key] is fmean else []
             metrics[key] = self._merges[key](values) if values else None  # type: ignore[arg-type]
-        error = float(np.abs(np.subtract(self._counts, self._expected_now)).max()) / self._num_given
+        error = float(np.abs(np.subtract(self._counts, expected)).max()) / total
         # A source that is itself a blend has an error of its own.
         metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR) or 0.0)
         metrics[ENDED_SOURCES] = sum(self._ended) + (metrics.get(ENDED_SOURCES) or 0.0)
         if self._per_source:
             for name, count in zip(self._names, self._counts, strict=True):
-                metrics[SHARE_PREFIX + name] = count / self._num_given
+                metrics[SHARE_PREFIX + name] = count / total
         metrics.update(self._seconds)
         self._seconds.clear()
         return metrics
@@ -364,7 +359,7 @@ class BlendDataset:
             "names": self._names,
             "ended": self._ended.copy(),
             "counts": self._counts.copy(),
-            "expected": self._expected_now.copy(),
+            "expected": self._given()[1].copy(),
             "sources": self._states.copy(),
         }
 

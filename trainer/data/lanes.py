@@ -19,6 +19,7 @@ import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -182,6 +183,8 @@ class LaneBlend(BlendDataset):
         self._by_name = {source.name: index for index, source in enumerate(sources)}
         # A target's batches are its own; lanes read the others.
         self._laned = [index for index, source in enumerate(sources) if isinstance(source.dataset, ShardSource)]
+        first: Any = sources[self._laned[0]].dataset if self._laned else None
+        self._shard = (first.fixed_state["rank"], first.fixed_state["world_size"]) if self._laned else (0, 1)
         self._batched = [
             index for index in range(len(sources)) if index not in self._laned and not _is_off(sources[index])
         ]
@@ -189,7 +192,7 @@ class LaneBlend(BlendDataset):
     @property
     def places(self) -> list[Place | None]:
         """Where each lane is, and the groups that wait for one."""
-        return [*(lane.place for lane in self._lanes), *self._waiting]
+        return [*map(attrgetter("place"), self._lanes), *self._waiting]
 
     @property
     def groups_in_flight(self) -> list[int]:
@@ -210,23 +213,15 @@ class LaneBlend(BlendDataset):
         """
         began = time.perf_counter()
         self._shares = self._shares_now()
-        while (index := self._largest(self._batched)) >= 0 and index == self._largest([*self._laned, *self._batched]):
-            batch = self._batch_of(index, tokens_before)
-            if batch is not None:
-                break
-        else:
+        batch = self._whole_batch(tokens_before) if self._batched else None
+        if batch is None:
             batch = self._from_lanes(tokens_before)
             self._note_times(time.perf_counter() - began)
         self._batch_index += 1
         return batch
 
-    @property
-    def _num_given(self) -> int:
-        return self._total
-
-    @property
-    def _expected_now(self) -> list[float]:
-        return self._expected[0]
+    def _given(self) -> tuple[int, list[float]]:
+        return self._total, self._expected[0]
 
     def _shares_now(self) -> list[float]:
         at = self._batch_index
@@ -256,6 +251,13 @@ class LaneBlend(BlendDataset):
         self._unsaved.add(index)
         self._undrained.add(index)
 
+    def _whole_batch(self, tokens_before: int) -> Batch | None:
+        """A batch of a source that makes its own, if one has the largest claim."""
+        while (index := self._largest(self._batched)) >= 0 and index == self._largest([*self._laned, *self._batched]):
+            if (batch := self._batch_of(index, tokens_before)) is not None:
+                return batch
+        return None
+
     def _batch_of(self, index: int, tokens_before: int) -> Batch | None:
         """A batch of a source that makes its own; None if it has ended."""
         self._now, ask, began = index, self._asks[index], time.perf_counter()
@@ -284,8 +286,12 @@ class LaneBlend(BlendDataset):
             batch["tokens_before"] = np.zeros((count, tokens_before), np.int64)
             if runs_on:
                 batch["resets_before"] = np.zeros((count, tokens_before), np.bool_)
-        for opened in {id(lane.opened): lane.opened for lane in self._lanes if lane.left}.values():
-            check_size(opened)
+        opened: dict[int, OpenStream] = {}
+        for lane in self._lanes:
+            if lane.left:
+                opened[id(lane.opened)] = lane.opened
+        for each in opened.values():
+            check_size(each)
         segments: list[list[Segment]] = []
         labels: list[tuple[str, str]] = []
         rows = [self._fill_row(*each, batch, segments, labels, tokens_before) for each in enumerate(self._lanes)]
@@ -386,7 +392,7 @@ class LaneBlend(BlendDataset):
             for stage, part in dataset.drain_seconds().items():
                 self._seconds[f"time/{stage}/{self._time_names[index]}"] += part
                 seconds -= part
-        whole = sum(self._shares[index] for index in self._laned) or 1.0
+        whole = sum(map(self._shares.__getitem__, self._laned)) or 1.0
         for index in self._laned:
             part = max(seconds, 0.0) * self._shares[index] / whole
             self._seconds[f"time/read/{self._time_names[index]}"] += part
@@ -433,14 +439,6 @@ class LaneBlend(BlendDataset):
             text = "%s continue once a row is free: %s were read at once, and now there are %s"
             whole = len(self._waiting) + len(self._lanes)
             logger.info(text, counted(len(self._waiting), "document"), whole, len(self._lanes))
-
-    @property
-    def _shard(self) -> tuple[int, int]:
-        """Which data shard this is, of how many."""
-        for index in self._laned:
-            state = cast(ShardSource, self.sources[index].dataset).fixed_state
-            return state["rank"], state["world_size"]
-        return 0, 1
 
 
 def keep_places(

@@ -91,14 +91,14 @@ class LossSpikes(Extension):
         super().__init__(run)
         self._detector = SpikeDetector(run.config.train.spike_sigma)
         self._found: list[tuple[int, Spike, float]] = []  # with step and gradient norm, not reported yet
-        self._recent: dict[int, Sequence[str]] = {}  # step -> what identifies this rank's micro-batches
+        self._recent: dict[int, Sequence[object]] = {}  # step -> what identifies this rank's micro-batches
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
         """Remember the step's batches, and the spike if its loss is one."""
         step, spike = taken.step, None
         if outcome.is_finite and outcome.tokens:
             self._recent = {at: metas for at, metas in self._recent.items() if at > step - KEPT_STEPS}
-            self._recent[step] = [micro.meta for micro in taken.window]
+            self._recent[step] = [micro.located for micro in taken.window]
             spike = self._detector.update(outcome.loss)
             if spike is not None:
                 self._found.append((step, spike, outcome.grad_norm))
@@ -108,7 +108,7 @@ class LossSpikes(Extension):
     def to_exchange(self) -> tuple[list[tuple[int, Spike, float]], dict[int, Sequence[str]]]:
         """The spikes that this rank has found, and its recent batches."""
         found, self._found = self._found, []
-        return found, self._recent
+        return found, {step: list(map(str, batches)) for step, batches in self._recent.items()}
 
     def exchanged(self, by_rank: Sequence[Any]) -> None:
         """Write the spikes that any rank has found, with the batches of all."""

@@ -279,10 +279,8 @@ class Ledger:
             if not end_ids.shape == end_cell_index.shape == group_ids.shape:
                 raise ValueError(f"end_ids and end_cell_index must have the shape {list(group_ids.shape)}")
             is_last = np.concatenate([np.ones(ended.size, np.bool_), end_ids < 0])
-            group_ids, cell_index = (
-                np.concatenate([of_row[ended], at_end])
-                for of_row, at_end in ((group_ids, end_ids), (cell_index, end_cell_index))
-            )
+            group_ids = np.concatenate([group_ids[ended], end_ids])
+            cell_index = np.concatenate([cell_index[ended], end_cell_index])
             states = torch.cat([states[: ended.size], states]) if ended.size else states
         if self._exchange is not None:
             distinct(group_ids)
