@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,7 @@ def exit_code(arguments: Sequence[object]) -> int:
         code = end.code
     finally:
         sys.argv = before
+        logging.disable(logging.NOTSET)  # which verbs that print JSON leave behind
     assert isinstance(code, int), code
     return code
 
