@@ -61,8 +61,10 @@ class TrainTable(Table):
     """Maximum gradient norm; 0: no clipping."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """fp32; autocast to bf16, or to fp16 with loss scaling (CUDA only). auto: bf16 on a CUDA device that has it, else fp32."""
-    compile: bool = False
-    """Compile blocks with torch.compile: most families' steps get faster, the first one slower (docs/benchmarks.md)."""
+    compile: Literal["auto", True, False] = "auto"
+    """Compile blocks with torch.compile: steps get faster, the first one slower. auto: built-in families on CUDA with Triton."""
+    cuda_graph: Literal["auto", True, False] = "auto"
+    """Replay forward and backward as CUDA graphs (docs/models.md#cuda-graphs). auto: built-in families where it is possible."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"

@@ -99,15 +99,18 @@ class Replicated(Strategy):
     def __init__(self, *, world_size: int, device: torch.device, find_unused: bool = False) -> None:
         self.copies = world_size
         self._device, self._find_unused = device, find_unused
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        """On which DDP is made: a CUDA graph of its backward has to be captured there."""
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """DDP around it."""
-        self._ddp = DistributedDataParallel(
-            row_model,
-            device_ids=[self._device] if self._device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=self._find_unused,
-        )
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            self._ddp = DistributedDataParallel(
+                row_model,
+                device_ids=[self._device] if self._device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=self._find_unused,
+            )
         return self._ddp
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -163,7 +163,7 @@ class Samples(Extension):
     def _text(self) -> str:
         model, device, tokenizer = self.run.model, self.run.device, self.run.plan.tokenizer
         fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with fork, torch.compiler.set_stance("force_eager"), self._autocast(), evaluating(model):
+        with fork, self._autocast(), evaluating(model):
             cell, forbidden = self.run.config.data.seq_len, [tokenizer.bos_id]
             tokens = generate(model, self._prompt, draw=self._draw, cell=cell, forbidden=forbidden, device=device)
             return tokenizer.decode(np.array([*itertools.islice(tokens, self._table.tokens)], dtype=np.int64))

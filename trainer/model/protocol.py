@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -179,11 +179,12 @@ class StateLayout:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards it is in the mode that it was in."""
-    was_training = model.training
+    """The model in evaluation mode, uncompiled: other shapes would be compiled anew. Afterwards it is in the mode it was in."""
+    was_training, is_compiled = model.training, any(each._compiled_call_impl is not None for each in model.modules())
     model.eval()
     try:
-        yield
+        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+            yield
     finally:
         model.train(was_training)
 

@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -120,6 +120,9 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._window_fires: set[int] = set()
         self._is_active = self._has_warned = False
         self._failure: Exception | None = None  # of a hook
+        # In fixed places, where the graphs of `repeat` add to them.
+        self._sums = torch.zeros(noise_scale.NUM_SUMS, dtype=torch.float64, device=self._parameters[0].device)
+        self._squares: Tensor | None = None
         self.begin_window()
         self._handles: list[Any] = []
         # torch stores hooks where the garbage collector does not look. A strong reference to the owner, and through it to
@@ -140,11 +143,13 @@ class GradientNoiseScale(NoiseScaleAverage):
             pairs: whether `pair_norms` is asked for, which takes a second pass over the gradients of each micro-batch.
             by_parameter: keep the square norms of each parameter's micro-gradients apart too, for `PerLayer`.
         """
-        device = self._parameters[0].device
-        self._sums = torch.zeros(noise_scale.NUM_SUMS, dtype=torch.float64, device=device)
+        self._sums.zero_()
         self._sums[noise_scale.RANKS].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
         self._pairs: list[Tensor] | None = [] if pairs else None
-        self.parameter_squares = self._sums.new_zeros(len(self._parameters)) if by_parameter else None
+        if by_parameter:
+            self._squares = self._sums.new_zeros(len(self._parameters)) if self._squares is None else self._squares
+            self._squares.zero_()
+        self.parameter_squares = self._squares if by_parameter else None
         self._middle_at = (num_micros + 1) // 2 if num_micros is not None and self._world_size == 1 else None
         self._window_start = self._micro
         self._is_moved = False  # `.grad` is no longer what this rank has accumulated
@@ -217,6 +222,27 @@ class GradientNoiseScale(NoiseScaleAverage):
             self._sums[middle : middle + 2] = self._sums[own : own + 2]
             self._sums[noise_scale.MIDDLE_KAPPA] = self._sums[noise_scale.KAPPA].square()
             self._sums[noise_scale.MIDDLE_SQUARE] = square
+
+    @property
+    def kind(self) -> tuple[bool, ...]:
+        """What the device's work for the micro-batch that has begun depends on."""
+        return self._is_first, self._is_middle, self._pairs is not None, self.parameter_squares is not None
+
+    def trace(self) -> Trace:
+        """What `repeat` needs of the micro-batch that has just ended, in which a CUDA graph was captured."""
+        return Trace(frozenset(self._fired), None if self._pairs is None else self._pairs.pop())
+
+    def repeat(self, trace: Trace) -> None:
+        """In place of backward and `end_micro`: their work on the device was that of the micro-batch of `trace`, replayed."""
+        self._is_active = False
+        self._window_fires |= trace.fired
+        if self._pairs is not None and trace.pair is not None:
+            self._pairs.append(trace.pair.clone())
+
+    def again(self) -> None:
+        """Begin the micro-batch anew that has begun."""
+        self._window_start += 1
+        self.begin_micro(self._is_middle)
 
     def local_sums(self) -> Tensor:
         """[NUM_SUMS] float64 on the device: this rank's sums of the window, to be SUM-reduced over ranks."""
@@ -304,6 +330,14 @@ class GradientNoiseScale(NoiseScaleAverage):
             return
         self._sum_fires += 1
         self._sum_norms += row_norms(parameter.grad)
+
+
+class Trace(NamedTuple):
+    """What the hooks of a micro-batch noted on the host."""
+
+    fired: frozenset[int]
+    pair: Tensor | None
+    """Of `pair_norms`, in the graph's memory."""
 
 
 @dataclass(frozen=True)

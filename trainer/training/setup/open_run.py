@@ -229,6 +229,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
     stack.callback(run.extensions.close)
     decides_every = config.micro_batches.auto.every if config.micro_batches.auto is not None else 0
     run.periods = (run.extensions.periods | {config.eval.every, config.checkpoint.every, decides_every}) - {0}
+    replays = device.type == "cuda" and config.train.cuda_graph
     run.train_step = TrainStep(
         model=step_model,
         ledgers=[shard.ledger for shard in state.shards if shard.ledger is not None],
@@ -247,6 +248,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
         strategy=run.strategy,
         extensions=run.extensions,
         diagnostics=diagnostics,
+        graphs=importlib.import_module("trainer.extensions.cuda_graph").make(run, auxiliary) if replays else None,
     )
     first = state.shards[0].number
     run.reporters = [("ledger metrics", number - first, ledger) for number, ledger in state.ledgers.items()]

@@ -26,6 +26,7 @@ from trainer.metrics.logger import get_logger
 from trainer.micro_batches import MicroBatches
 from trainer.model.families import DEFAULT, FAMILIES, Family
 from trainer.model.protocol import carry_flat
+from trainer.model.recurrence import HAS_TRITON
 from trainer.model.weights import load_weights
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss, declared_losses
 from trainer.objective.loss import COMPONENTS
@@ -170,7 +171,7 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
         UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
     """
     here = Path.cwd()
-    config = _with_capacity(_with_precision(config))
+    config = _with_capacity(_for_this_device(config))
     num_shards = data_shards(config, world_size)
     sources = resolve_sources(config, config_path, num_shards)
     facts = check_rules(config, leaf_tables(sources), world_size)
@@ -198,12 +199,15 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
     return Plan(config, sources, tokenizer, facts, eval_sources, found, here)
 
 
-def _with_precision(config: RunConfig) -> RunConfig:
-    """`train.precision = "auto"`, decided."""
-    if config.train.precision != "auto":
-        return config
-    has_bf16 = config.train.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
-    update = {"precision": "bf16" if has_bf16 else "fp32"}
+def _for_this_device(config: RunConfig) -> RunConfig:
+    """`train.precision` and `train.compile`, decided where they are "auto"."""
+    is_cuda = config.train.device != "cpu" and torch.cuda.is_available()
+    update: dict[str, Any] = {}
+    if config.train.precision == "auto":
+        update["precision"] = "bf16" if is_cuda and torch.cuda.is_bf16_supported(False) else "fp32"
+    if config.train.compile == "auto":
+        is_own = config.model.target is None and family_of(config.model).is_own
+        update["compile"] = is_cuda and HAS_TRITON and is_own
     return config.model_copy(update={"train": config.train.model_copy(update=update)})
 
 

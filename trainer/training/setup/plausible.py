@@ -147,10 +147,15 @@ def unmet_needs(
     for_cuda = (
         ("train.device", train.device, "cuda", ""),
         ("train.precision", train.precision, "fp16", ', or "bf16" or "fp32"'),
+        ("train.cuda_graph", train.cuda_graph, True, ', or "auto"'),
         ("distributed.backend", config.distributed.backend, "nccl", ', or "auto"'),
     )
     found = [
-        UserError(key, f'"{value}" needs a CUDA device, and torch finds none here', f"use a machine with one{other}")
+        UserError(
+            key,
+            f'"{str(value).lower()}" needs a CUDA device, and torch finds none here',
+            f"use a machine with one{other}",
+        )
         for key, value, wanted, other in for_cuda
         if value == wanted and not is_cuda
     ]

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
 from trainer.data.batch import Carry, MicroBatch
@@ -40,7 +40,7 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, row_norms, square_sum
 from trainer.objective.auxiliary import Auxiliary
-from trainer.objective.loss import Loss
+from trainer.objective.loss import Loss, ObjectiveOutput
 from trainer.on_device import HostCopy, scale_gradients, seed_model, step_unless, supports_found_inf
 from trainer.training.extension import Extensions, Measured
 from trainer.training.step.schedule import set_lr
@@ -128,6 +128,8 @@ class TrainStep:
     """Guards of the noise scale, whose failure never costs the step."""
     extensions: Extensions = field(default=None)  # type: ignore[assignment]
     """Are called at the moments of the step."""
+    graphs: Any = None
+    """`cuda_graph.MicroGraphs`, which stand for `run_micro`."""
 
     def __post_init__(self) -> None:
         self.extensions = self.extensions or Extensions(
@@ -135,7 +137,7 @@ class TrainStep:
         )
         self._ledgers = dict.fromkeys(self.ledgers)  # each once
         self._gns_guard = self.diagnostics.best_effort("gns")
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._decides_on_device = supports_found_inf(self.optimizer) and not self.scaler.is_enabled()
         self._kappa = 1.0 / self.max_tokens_per_micro  # of the step that accumulates
         self._loss_sum = self._tokens = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -158,9 +160,9 @@ class TrainStep:
         # The same on all ranks, whatever the halves of a window are.
         self._kappa = 1.0 / (len(window) * self.max_tokens_per_micro)
         window = self.extensions.begin_step(step, window, is_logged=is_logged)
-        extensions, kept, auxiliary = self.extensions, self.extensions.kept, self.auxiliary
-        if auxiliary.by_rows:
-            auxiliary.begin_window(window, world_size=self.world_size)
+        extensions, kept = self.extensions, self.extensions.kept
+        if self.auxiliary.by_rows:
+            self.auxiliary.begin_window(window, world_size=self.world_size)
         if self.gns is not None:
             pairs, by_parameter = "pairs" in kept, "by_parameter" in kept
             self._gns_guard.run(self.gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
@@ -182,31 +184,50 @@ class TrainStep:
             seed_model(self.device, self.seed, step, self.shards[micro.shard], drawn[micro.shard])
             drawn[micro.shard] += 1
             with nullcontext() if is_last else self.strategy.no_sync():
-                with self.autocast():
-                    output = self.model(**micro.inputs, state=state)
-                    result = self.objective(output.logits, micro.targets, meta=micro.located)
-                    has_more = auxiliary.is_on or getattr(output, "losses", None) or getattr(output, "metrics", None)
-                    result = auxiliary(result, output, micro) if has_more else result
-                if is_last:
-                    self._ready_at = time.perf_counter() - (sum(map(EXCHANGED, self._ledgers)) - exchanged_before)
-                scaled: Any = self.scaler.scale(result.loss_sum * self._kappa)  # torch leaves backward without types
-                if self.gns is None or not self._gns_guard.enabled:
-                    scaled.backward()
-                else:
-                    row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
-                    scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+                if self.gns is not None:
                     self._gns_guard.run(self.gns.begin_micro, is_last)
-                    scaled.backward()
-                    # Integers times a float would be a float32, and its rounding all that separates the noise scale from exact.
-                    kappa = row_tokens.sum().double() * (self._kappa * scale)
-                    self._gns_guard.run(self.gns.end_micro, kappa, row_tokens)
-            if ledger is not None and carry is not None and output.state is not None:
+                self._ready_at = time.perf_counter()
+                if self.graphs is None:
+                    end, result = self.run_micro(micro, state, self._kappa)
+                else:
+                    given = {"is_first": index == 0, "is_last": is_last}
+                    end, result = self.graphs(self, micro, state, self._kappa, **given)
+                self._ready_at -= sum(map(EXCHANGED, self._ledgers)) - exchanged_before
+            if ledger is not None and carry is not None and end is not None:
                 ends = {"end_ids": carry.end_ids, "end_cell_index": carry.end_cell_index}
-                ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state, **ends)
+                ledger.store(carry.group_ids, carry.cell_index, carry.is_last, end, **ends)
             for measure in extensions.on_micro:
                 measure(micro, result)
             self._loss_sum += result.loss_sum.detach()
             self._tokens += result.num_tokens
+
+    def run_micro(
+        self, micro: MicroBatch, state: Tensor | None, kappa: float | Tensor
+    ) -> tuple[Tensor | None, ObjectiveOutput]:
+        """Forward, loss and backward of a micro-batch, of which nothing is read: a CUDA graph can stand for it.
+
+        Args:
+            state: before its rows, [B, state_width].
+            kappa: factor on its sum of losses.
+
+        Returns:
+            The state after its rows, and its loss.
+        """
+        auxiliary = self.auxiliary
+        with self.autocast():
+            output = self.model(**micro.inputs, state=state)
+            result = self.objective(output.logits, micro.targets, meta=micro.located)
+            has_more = auxiliary.is_on or getattr(output, "losses", None) or getattr(output, "metrics", None)
+            result = auxiliary(result, output, micro) if has_more else result
+        self._ready_at = time.perf_counter()
+        scaled: Any = self.scaler.scale(result.loss_sum * kappa)  # torch leaves backward without types
+        scaled.backward()
+        if self.gns is not None:
+            row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
+            scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+            # Integers times a float would be a float32, and its rounding all that separates the noise scale from exact.
+            self._gns_guard.run(self.gns.end_micro, row_tokens.sum().double() * (kappa * scale), row_tokens)
+        return output.state, result
 
     def launch(
         self,
@@ -241,7 +262,7 @@ class TrainStep:
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         used, own = [], []
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.grad is not None:
                 used.append(parameter)
                 own.append(parameter.grad)

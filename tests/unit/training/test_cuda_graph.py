@@ -1,0 +1,98 @@
+"""A step whose micro-batches are replayed equals the same step without graphs, to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.dropout_model import DropoutModel
+from tests.support.replayed import use_recorded_graphs
+from tests.support.steps import make_step
+from trainer.data.batch import Carry, MicroBatch
+from trainer.distributed.strategy import Strategy
+from trainer.extensions.cuda_graph import MicroGraphs
+from trainer.ledger.ledger import Ledger
+from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.objective.loss import Objective
+from trainer.training.extension import Extension, Extensions
+
+ROWS, LENGTH, VOCABULARY, WIDTH = 4, 6, 11, 8
+CPU = torch.device("cpu")
+
+
+class Keeps(Extension):
+    """Keeps results of logged steps."""
+
+    def __init__(self, keeps: str, found: list[Tensor]) -> None:
+        super().__init__(SimpleNamespace())  # type: ignore[arg-type]
+        self.keeps, self.found = keeps, found
+
+    def micro_done(self, micro: MicroBatch, result: Any) -> None:
+        """Keeps what the next replay writes again."""
+        self.found.append(result.token_loss)
+
+
+def window(step: int, micros: int) -> list[MicroBatch]:
+    draw = torch.Generator().manual_seed(step)
+    made = []
+    for k in range(micros):
+        tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=draw)
+        targets = tokens[:, 1:].masked_fill(torch.rand(ROWS, LENGTH, generator=draw) < 0.2, -100)
+        resets = torch.rand(ROWS, LENGTH, generator=draw) < 0.05
+        groups = np.arange(ROWS) + ROWS * k
+        carry = Carry(groups, np.full(ROWS, step), np.full(ROWS, step % 4 == 3))
+        made.append(MicroBatch({"tokens": tokens[:, :-1], "resets": resets}, targets, carry, {}))
+    return made
+
+
+def run(graphs: MicroGraphs | None, *, keeps: str = "", micros: int = 3, steps: int = 7) -> dict[str, Any]:
+    """Some steps, of which every third is logged; all that they compute."""
+    torch.manual_seed(0)
+    model, seen, found = DropoutModel(VOCABULARY, WIDTH), [], list[Tensor]()
+    gns = GradientNoiseScale(model)
+    extensions = Extensions(
+        {"keeps": Keeps(keeps, found)}, SimpleNamespace(best_effort=_guard), device=CPU, world_size=1
+    )  # type: ignore[arg-type]
+    step = make_step(
+        model,
+        Strategy(),
+        gns=gns,
+        ledgers=[Ledger(state_width=WIDTH, capacity=64, wipe_mode="none")],
+        objective=Objective(z_loss=1e-2),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5, fused=True),
+        clip_grad_norm=1.0,
+        autocast=nullcontext,
+        extensions=extensions,
+        graphs=graphs,
+    )
+    for number in range(1, steps + 1):
+        step.accumulate(number, window(number, micros), is_logged=number % 3 == 0)
+        launched = step.launch(lr=0.05, stop=False, saved=False)
+        seen.append(torch.tensor(launched.numbers.read()))
+        seen += [each.clone() for each in (gns.pair_norms(), gns.parameter_squares) if each is not None]
+        step.finish(launched)
+    return {"numbers": seen, "kept": found, "model": model.state_dict()}
+
+
+def _guard(name: str) -> Any:
+    return BestEffort(name, on_event=lambda event: pytest.fail(str(event)))
+
+
+@pytest.mark.parametrize(("keeps", "micros"), [*itertools.product(["", "pairs", "by_parameter"], [1, 2, 4])])
+def test_replayed_steps_equal_the_same_steps_without_graphs(monkeypatch, keeps, micros):
+    plain = run(None, keeps=keeps, micros=micros)
+    use_recorded_graphs(monkeypatch)
+    graphs = MicroGraphs(CPU, is_asked=True)
+    replayed = run(graphs, keeps=keeps, micros=micros)
+    assert sum(each.graph.num_replays for each in graphs._graphs.values()) == 6 * micros
+    assert len(graphs._graphs) <= 4 if not keeps else 8
+    torch.testing.assert_close(replayed, plain, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(replayed["model"]["unused"], torch.ones(3)), "a parameter without a gradient is not decayed"

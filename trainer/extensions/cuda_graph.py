@@ -1,0 +1,209 @@
+"""Forward, loss and backward of a micro-batch as CUDA graphs: the host launches one of them instead of thousands of kernels.
+
+There is a graph for each kind of micro-batch: the first of a step, whose gradients are new, those that add to them, the last one
+where DDP averages gradients, and all of them again where the noise scale measures more. They read their inputs, and leave
+gradients and results, in the same places. What a first graph leaves as gradients stays in its memory, so that nothing is zeroed,
+and a parameter that had no part in a step has no gradient.
+
+The first step runs without graphs: it compiles, and lets libraries set themselves up. Python runs while a graph is captured,
+not when it is replayed: a model whose Python chooses what to compute, or draws random numbers of its own, must not be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.config.rules import reads_lanes
+from trainer.distributed.strategy import Replicated
+from trainer.errors import UserError
+from trainer.metrics.logger import get_logger
+from trainer.wording import error_text
+
+if TYPE_CHECKING:
+    from trainer.data.batch import MicroBatch
+    from trainer.metrics.noise_scale.hooks import Trace
+    from trainer.objective.auxiliary import Auxiliary
+    from trainer.objective.loss import ObjectiveOutput
+    from trainer.training.run import Run
+    from trainer.training.step.step import TrainStep
+
+logger = get_logger(__name__)
+
+STEPS_WITHOUT = 1
+STEPS_WITHOUT_OF_DDP = 11  # which measures itself in its first ten
+
+
+def make(run: Run, auxiliary: Auxiliary) -> MicroGraphs | None:
+    """What replays the micro-batches of a run on a CUDA device; None if it runs without.
+
+    Raises:
+        UserError: graphs are asked for and impossible.
+    """
+    config, is_asked, strategy = run.config, run.config.train.cuda_graph is True, run.strategy
+    if not is_asked and not run.plan.has_built_in_model:  # what its Python does is not known
+        return None
+    has_ddp = isinstance(strategy, Replicated)
+    reasons = {
+        "with several ranks only where it is asked for, of which several devices have not been tried": not is_asked
+        and run.info.world_size > 1,
+        "FSDP gathers parameters within the backward": run.info.world_size > 1 and not has_ddp,
+        "loss scaling (fp16) waits for the device": config.train.precision == "fp16",
+        "only full rows have one shape": not reads_lanes(config),
+        "losses and metrics of the model's output are looked at by Python": auxiliary.is_on,
+    }
+    problem = next((reason for reason, holds in reasons.items() if holds), "")
+    if problem and is_asked:
+        raise UserError("train.cuda_graph", f"not possible here: {problem}", 'set it to "auto"')
+    if problem:
+        logger.info("the step runs without CUDA graphs: %s", problem)
+        return None
+    return MicroGraphs(
+        run.device, is_asked=is_asked, stream=strategy.stream if isinstance(strategy, Replicated) else None
+    )
+
+
+class Graph(NamedTuple):
+    """One kind of micro-batch, captured."""
+
+    graph: torch.cuda.CUDAGraph
+    end: Tensor | None
+    """The state after its rows."""
+    result: ObjectiveOutput
+    gradients: Sequence[Tensor | None]
+    """Of all parameters, after it."""
+    trace: Trace | None
+
+
+class MicroGraphs:
+    """Stands for `TrainStep.run_micro`, of the micro-batches that have the shapes of the first one captured.
+
+    Args:
+        is_asked: what cannot be captured is refused; otherwise the run goes on without graphs, which is said.
+        stream: on which DDP was made; None: nothing averages gradients.
+    """
+
+    def __init__(self, device: torch.device, *, is_asked: bool, stream: torch.cuda.Stream | None = None) -> None:
+        self._is_asked, self._stream = is_asked, stream
+        self._steps_without = STEPS_WITHOUT if stream is None else STEPS_WITHOUT_OF_DDP
+        self._num_steps = 0
+        self._graphs: dict[Any, Graph] = {}
+        self._inputs: dict[str, Tensor] = {}
+        self._sums: Sequence[Tensor | None] = ()  # the gradients to which a step's later micro-batches add
+        self._kappa = torch.zeros((), dtype=torch.float64, device=device)
+
+    def __call__(
+        self, step: TrainStep, micro: MicroBatch, state: Tensor | None, kappa: float, *, is_first: bool, is_last: bool
+    ) -> tuple[Tensor | None, ObjectiveOutput]:
+        """As `TrainStep.run_micro`.
+
+        Raises:
+            UserError: it is asked for and cannot be captured.
+        """
+        self._num_steps += is_first
+        given = {**micro.inputs, "targets": micro.targets, **({} if state is None else {"state": state})}
+        is_ready = self._num_steps > self._steps_without and self._fits(given) and (is_first or self._adds(step))
+        if not is_ready:
+            return self._run_without(step, micro, state, kappa)
+        self._kappa.fill_(kappa)
+        for name, value in given.items():
+            self._inputs[name].copy_(value)
+        averages = is_last and self._stream is not None
+        kind = is_first, averages, None if step.gns is None else step.gns.kind
+        if kind not in self._graphs:
+            try:
+                self._graphs[kind] = self._capture(step, micro, is_first=is_first, averages=averages)
+            except Exception as error:  # noqa: BLE001 - whatever hinders it
+                self._give_up(step, error, is_first=is_first)
+                return self._run_without(step, micro, state, kappa)
+        found = self._graphs[kind]
+        found.graph.replay()
+        if is_first or averages:
+            _set_gradients(step, found.gradients)
+        if step.gns is not None and found.trace is not None:
+            step.gns.repeat(found.trace)
+        return found.end, _copied(found.result) if step.extensions.on_micro else found.result
+
+    def _fits(self, given: dict[str, Any]) -> bool:
+        """Whether inputs have the shapes of the graphs' own, which the first ones decide."""
+        if not self._inputs and all(isinstance(value, Tensor) for value in given.values()):
+            self._inputs = {name: torch.empty_like(value) for name, value in given.items()}
+        return given.keys() == self._inputs.keys() and all(
+            value.shape == own.shape and value.dtype == own.dtype
+            for value, own in zip(given.values(), self._inputs.values(), strict=True)
+        )
+
+    def _adds(self, step: TrainStep) -> bool:
+        """Whether the step's gradients are where the graphs add to them: not after a first micro-batch without a graph."""
+        return bool(self._sums) and all(p.grad is own for p, own in zip(step.parameters, self._sums, strict=True))
+
+    def _run_without(
+        self, step: TrainStep, micro: MicroBatch, state: Tensor | None, kappa: float
+    ) -> tuple[Tensor | None, ObjectiveOutput]:
+        if self._stream is None:
+            return step.run_micro(micro, state, kappa)
+        # The nodes in which gradients are added up belong to the stream on which they are first used.
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            found = step.run_micro(micro, state, kappa)
+        here.wait_stream(self._stream)
+        return found
+
+    def _capture(self, step: TrainStep, micro: MicroBatch, *, is_first: bool, averages: bool) -> Graph:
+        inputs, graph = dict(self._inputs), torch.cuda.CUDAGraph()
+        targets, state = inputs.pop("targets"), inputs.pop("state", None)
+        pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            end, result = step.run_micro(replace(micro, inputs=inputs, targets=targets), state, self._kappa)
+            gradients: Sequence[Tensor | None] = [parameter.grad for parameter in step.parameters]
+            if not averages:  # those averaged are in DDP's buckets
+                gradients = self._at_one_place(gradients)
+        # With its history a loss would keep the nodes of the backward, which belong to the capture.
+        result = replace(result, loss_sum=result.loss_sum.detach())
+        trace = None if step.gns is None else step.gns.trace()
+        return Graph(graph, None if end is None else end.detach(), result, gradients, trace)
+
+    def _at_one_place(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The sums, to which another kind of first micro-batch copies its gradients."""
+        self._sums = self._sums or gradients
+        moved = [(own, each) for own, each in zip(self._sums, gradients, strict=True) if own is not each]
+        if any(own is None or each is None for own, each in moved):
+            raise ValueError("its micro-batches do not use the same parameters")
+        if moved:
+            places, found = zip(*moved, strict=True)
+            torch._foreach_copy_(places, found)
+        return self._sums
+
+    def _give_up(self, step: TrainStep, error: Exception, *, is_first: bool) -> None:
+        """Go on without graphs.
+
+        Raises:
+            UserError: they are asked for.
+        """
+        if self._is_asked:
+            problem = f"the step cannot be captured: {error_text(error)}"
+            raise UserError("train.cuda_graph", problem, 'set it to false, or to "auto"') from error
+        logger.warning("the step runs without CUDA graphs, since it cannot be captured: %s", error_text(error))
+        self._num_steps = -(10**18)
+        self._graphs.clear()
+        _set_gradients(step, [None] * len(step.parameters) if is_first else self._sums)
+        if step.gns is not None:
+            step.gns.again()
+
+
+def _set_gradients(step: TrainStep, gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(step.parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _copied(result: ObjectiveOutput) -> ObjectiveOutput:
+    """For those who may keep it: the next replay writes to the same places."""
+    tensors = {each.name: getattr(result, each.name) for each in fields(result)}
+    clones: dict[str, Any] = {name: value.clone() for name, value in tensors.items() if isinstance(value, Tensor)}
+    parts = {name: type(term)(*(part.clone() for part in term)) for name, term in result.parts.items()}
+    return replace(result, **clones, parts=parts)
