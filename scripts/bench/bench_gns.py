@@ -20,7 +20,7 @@ import torch
 from bench_table import Figure, bench_parser, growth_mb, in_child, ratio_figure, run_bench
 from torch import Tensor, nn
 
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale, row_norms, square_sum
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale, norms_of, square_sum
 from trainer.model import build
 
 VOCAB = 256
@@ -111,9 +111,7 @@ class Bench:
             elif kind == "snapshot":
                 self._snapshots.measure()
         # As in the trainer's step: clipping measures the gradient with the same kernel, and the noise scale reuses that.
-        grad_sq = square_sum(
-            [norms for p in self.model.parameters() if p.grad is not None for norms in row_norms(p.grad)]
-        )
+        grad_sq = square_sum(norms_of([p.grad for p in self.model.parameters() if p.grad is not None]))
         if kind == "hooks":
             self.gns.take(grad_sq)
         elif kind == "snapshot":

@@ -18,6 +18,7 @@ from tests.support.ranks import checkpoint_differences
 from tests.support.replayed import use_recorded_graphs
 from tests.support.runs import FULL_ROWS, read_rows
 from trainer.distributed.strategy import Replicated
+from trainer.errors import UserError
 from trainer.extensions.cuda_graph import MicroGraphs
 from trainer.training.setup import open_run
 from trainer.training.step.step import TrainStep
@@ -90,7 +91,7 @@ def test_what_waits_for_the_device_cannot_be_captured(tmp_path: Path, device: to
     if device.type == "cpu":
         pytest.skip("nothing waits on a CPU")
     waits = ('model.target="tests.support.waiting_model:build"', "model.contract=false")
-    with pytest.raises(AssertionError):
+    with pytest.raises(UserError, match="cannot be captured"):
         train_here(tmp_path / "asked", device, *SETS, *waits, "train.cuda_graph=true")
     graphs: list[MicroGraphs] = []
     plain = train(tmp_path / "plain", device, *waits)

@@ -40,7 +40,7 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.aggregate.Recorder": "the road of every metric, which guards each value",
     "trainer.metrics.sinks.JsonlSink": "the record",
     "trainer.metrics.sinks.LineFile": "writes the record",
-    "trainer.metrics.noise_scale.hooks.row_norms": "clipping needs the norm",
+    "trainer.metrics.noise_scale.hooks.norms_of": "clipping needs the norm",
     "trainer.metrics.noise_scale.hooks.square_sum": "clipping needs the norm",
     "trainer.metrics.aggregate.reduce_over_ranks": "a collective",
     "trainer.metrics.aggregate._length": "size of the collective's vector; the same on all ranks",

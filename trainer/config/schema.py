@@ -62,7 +62,7 @@ class TrainTable(Table):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """fp32; autocast to bf16, or to fp16 with loss scaling (CUDA only). auto: bf16 on a CUDA device that has it, else fp32."""
     compile: Literal["auto", True, False] = "auto"
-    """Compile blocks with torch.compile: steps get faster, the first one slower. auto: built-in families on CUDA with Triton."""
+    """Compile blocks with torch.compile: faster steps, a slower first one. auto: built-in families on CUDA with Triton."""
     cuda_graph: Literal["auto", True, False] = "auto"
     """Replay forward and backward as CUDA graphs (docs/models.md#cuda-graphs). auto: built-in families where it is possible."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -1,9 +1,9 @@
 """Forward, loss and backward of a micro-batch as CUDA graphs: the host launches one of them instead of thousands of kernels.
 
-There is a graph for each kind of micro-batch: the first of a step, whose gradients are new, those that add to them, the last one
-where DDP averages gradients, and all of them again where the noise scale measures more. They read their inputs, and leave
-gradients and results, in the same places. What a first graph leaves as gradients stays in its memory, so that nothing is zeroed,
-and a parameter that had no part in a step has no gradient.
+There is a graph for each kind of micro-batch: the first of a step, whose gradients are new, those that add to them, the last
+one where DDP averages gradients, and all of them again where the noise scale measures more. They read their inputs, and leave
+gradients and results, in the same places. What a first graph leaves as gradients stays in its memory, so that nothing is
+zeroed, and a parameter that had no part in a step has no gradient.
 
 The first step runs without graphs: it compiles, and lets libraries set themselves up. Python runs while a graph is captured,
 not when it is replayed: a model whose Python chooses what to compute, or draws random numbers of its own, must not be captured.

@@ -37,7 +37,7 @@ from trainer.metrics.noise_scale.estimate import (
     Window,
     estimate,
 )
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale, row_norms, square_sum
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale, norms_of, square_sum
 from trainer.training.extension import Extension
 from trainer.training.step.optimizer import group_number, optimizer_parts
 
@@ -117,7 +117,7 @@ class PerLayer:
         """
         if squares is None:
             with_grad = [(p, p.grad) for p in self._parameters if p.grad is not None]
-            squares = {parameter: square_sum(row_norms(own_part(grad))) for parameter, grad in with_grad}
+            squares = {parameter: square_sum(norms_of([own_part(grad)])) for parameter, grad in with_grad}
         zero = torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
         self._squares = [squares.get(parameter, zero).to(zero.device) for parameter in self._parameters]
         self._sample.take()

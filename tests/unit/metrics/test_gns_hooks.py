@@ -15,8 +15,16 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.gns_windows import loss_sum, micro, rows, window
 from trainer.errors import UserError
 from trainer.metrics.noise_scale import estimate as noise_scale
+from trainer.metrics.noise_scale import hooks
 from trainer.metrics.noise_scale.estimate import Window
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale, row_norms, square_sum
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale, norms_of, square_sum
+
+
+@pytest.fixture(params=["tensor by tensor", "many tensors at once"], autouse=True)
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms of CUDA run on the CPU, too."""
+    if request.param != "tensor by tensor":
+        monkeypatch.setattr(hooks, "MULTI_TENSOR", {"cuda", "cpu"})
 
 
 def gradient_of(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
@@ -112,21 +120,21 @@ SHAPES = [(), (3,), (0,), (1024,), (1025,), (1_000_003,), (300, 257), (2, 3, 500
 def test_sum_of_squares_is_exact_for_every_shape_and_type(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = (1.0 + torch.rand(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).to(dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
-    assert float(square_sum(row_norms(x))) == pytest.approx(float(x.double().square().sum()), rel=tolerance)
-    assert square_sum(row_norms(x)).dtype == torch.float64
+    assert float(square_sum(norms_of([x]))) == pytest.approx(float(x.double().square().sum()), rel=tolerance)
+    assert square_sum(norms_of([x])).dtype == torch.float64
 
 
 def test_sum_of_squares_is_accurate_where_fp32_is_not() -> None:
     x = torch.full((20_000_000,), 1.1)
     exact = 20_000_000 * float(torch.tensor(1.1).double()) ** 2
-    assert float(square_sum(row_norms(x))) == pytest.approx(exact, rel=1e-6)
+    assert float(square_sum(norms_of([x]))) == pytest.approx(exact, rel=1e-6)
 
 
 def test_sum_of_squares_of_strided_and_sparse_tensors() -> None:
     x = torch.randn(70, 130)
-    assert float(square_sum(row_norms(x.t()))) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
+    assert float(square_sum(norms_of([x.t()]))) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
     twice = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
-    assert float(square_sum(row_norms(twice))) == pytest.approx(25.0)
+    assert float(square_sum(norms_of([twice]))) == pytest.approx(25.0)
 
 
 def test_a_micro_batch_without_tokens_carries_no_weight(model: nn.Module, gns: GradientNoiseScale) -> None:

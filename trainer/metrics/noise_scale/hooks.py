@@ -45,33 +45,44 @@ from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Wind
 
 log = logging.getLogger(__name__)
 _CHUNK = 1024  # elements summed in fp32; 256 takes twice as long, 4,096 loses a digit in bf16
+# Where a kernel takes many tensors: one for each would cost a small model a tenth of its step.
+MULTI_TENSOR = {"cuda"}
+HELD_BYTES = 2**26  # of gradients that wait for such a kernel
 
 
-def row_norms(tensor: Tensor) -> list[Tensor]:
-    """Numbers whose squares add up to the sum of squares of all elements: norms of rows of 1,024, in fp32, and what is left.
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers, [n] each, whose squares `square_sum` adds up to the sum of squares of all elements of the tensors.
 
-    Almost a single kernel, where the sum itself takes five; `square_sum` adds those of many tensors at once.
+    On CUDA the norm of each tensor, in fp64; otherwise norms of rows of 1,024 elements, in fp32, and what is left: almost a
+    single kernel, where the sum itself takes five.
     """
-    flat = tensor.detach()
-    if flat.is_sparse:
-        flat = flat.coalesce().values()
-    if flat.is_complex():
-        flat = torch.view_as_real(flat)
-    flat = flat.reshape(-1)
-    in_rows = flat.numel() // _CHUNK * _CHUNK
+    flat = [_flat(tensor.detach()) for tensor in tensors]
+    if flat and flat[0].device.type in MULTI_TENSOR:
+        return [torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64))]
     found = []
-    if in_rows > 0:
-        accumulate = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        found.append(torch.linalg.vector_norm(flat[:in_rows].view(-1, _CHUNK), dim=1, dtype=accumulate))
-    if in_rows < flat.numel() or not found:
-        found.append(flat[in_rows:].to(torch.float64, copy=True))  # a view would keep the tensor
+    for each in flat:
+        in_rows = each.numel() // _CHUNK * _CHUNK
+        if in_rows > 0:
+            accumulate = torch.float64 if each.dtype == torch.float64 else torch.float32
+            found.append(torch.linalg.vector_norm(each[:in_rows].view(-1, _CHUNK), dim=1, dtype=accumulate))
+        if in_rows < each.numel() or in_rows == 0:
+            found.append(each[in_rows:].to(torch.float64, copy=True))  # a view would keep the tensor
     return found
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Its elements, real: [n]."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.reshape(-1)
 
 
 def square_sum(norms: Sequence[Tensor]) -> Tensor:
     """[] float64 on the first tensor's device: the sum of the squares of all numbers, in fp64.
 
-    Of `row_norms`: relative error about 1e-9 (5e-7 if all elements are equal) in 1.3 to 1.7 times the time of one fp32 norm on
+    Of `norms_of`: relative error about 1e-9 (5e-7 if all elements are equal) in 1.3 to 1.7 times the time of one fp32 norm on
     a CPU, whose error at 39 million elements is 5e-3.
     """
     by_type: dict[torch.dtype, list[Tensor]] = {}  # to join several types takes much longer on CUDA
@@ -163,6 +174,12 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._is_first = in_window == 1
         self._sums_up = self._is_middle or self._pairs is not None
         self._micro_norms: list[Tensor] = []
+        self._held: list[
+            tuple[int, Tensor]
+        ] = []  # whose norms are to be taken: gradients, or parameters that have them
+        self._held_bytes = 0
+        # DDP replaces what a parameter has as soon as it has it.
+        self._may_wait = self._sums.device.type in MULTI_TENSOR and not (last and self._world_size > 1)
         self._sum_norms: list[Tensor] = []  # of the running sum
         self._sum_fires = self._repeats = 0
         self._fired: list[int] = []  # in this micro-batch, in order
@@ -182,9 +199,11 @@ class GradientNoiseScale(NoiseScaleAverage):
             raise self._failure
         assert self._is_active, "end_micro without begin_micro"
         self._is_active = False
-        if self._world_size == 1 and self._sums_up:
-            for index in self._fired:
-                self._accumulated(self._leaves.hooked[index])
+        self._measure_held()
+        if self._world_size == 1 and self._sums_up and not self._is_first:
+            sums = [leaf.grad for leaf in map(self._leaves.hooked.__getitem__, self._fired) if leaf.grad is not None]
+            self._sum_fires += len(sums)
+            self._sum_norms += norms_of(sums)
         nothing = self._sums.new_zeros(1)
         micro_square = square = square_sum([nothing, *self._micro_norms])
         if self._sums_up and not self._is_first:
@@ -262,11 +281,8 @@ class GradientNoiseScale(NoiseScaleAverage):
 
         If FSDP2 shards the parameters this is the rank's share, to be SUM-reduced over the ranks of the group.
         """
-        norms = [self._sums.new_zeros(1)]
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                norms += row_norms(own_part(parameter.grad))
-        return square_sum(norms) / self._leaves.copies
+        own = [own_part(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        return square_sum([self._sums.new_zeros(1), *norms_of(own)]) / self._leaves.copies
 
     def finish(
         self, reduced_sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None
@@ -319,9 +335,27 @@ class GradientNoiseScale(NoiseScaleAverage):
             self._is_moved |= ddp.require_backward_grad_sync  # it reduces after this backward: not under `no_sync`
         self._window_fires.add(index)
         self._fired.append(index)
-        norms = row_norms(grad)
-        self._micro_norms += norms
-        if self.parameter_squares is not None:
+        leaf = self._leaves.hooked[index]
+        # A gradient that is held would be copied to become the parameter's own.
+        is_own = self._may_wait and leaf.grad is None
+        self._held.append((index, leaf if is_own else grad))
+        self._held_bytes += 0 if is_own else grad.nbytes
+        if self._held_bytes > HELD_BYTES * self._may_wait:
+            self._measure_held()
+
+    def _measure_held(self) -> None:
+        held = []
+        for index, each in self._held:
+            is_leaf = each is self._leaves.hooked[index]
+            if (gradient := each.grad if is_leaf else each) is not None:
+                held.append((index, gradient))
+        self._held, self._held_bytes = [], 0
+        if self.parameter_squares is None:
+            self._micro_norms += norms_of([gradient for _, gradient in held])
+            return
+        for index, gradient in held:
+            norms = norms_of([gradient])
+            self._micro_norms += norms
             self.parameter_squares[index] += square_sum(norms)
 
     def _accumulated(self, parameter: Tensor) -> None:
@@ -329,7 +363,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         if not self._sums_up or self._is_first or parameter.grad is None:
             return
         self._sum_fires += 1
-        self._sum_norms += row_norms(parameter.grad)
+        self._sum_norms += norms_of([parameter.grad])
 
 
 class Trace(NamedTuple):

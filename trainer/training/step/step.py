@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -38,7 +37,7 @@ from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS, RANKS
-from trainer.metrics.noise_scale.hooks import GradientNoiseScale, row_norms, square_sum
+from trainer.metrics.noise_scale.hooks import GradientNoiseScale, norms_of, square_sum
 from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss, ObjectiveOutput
 from trainer.on_device import HostCopy, scale_gradients, seed_model, step_unless, supports_found_inf
@@ -267,10 +266,11 @@ class TrainStep:
                 used.append(parameter)
                 own.append(parameter.grad)
         gradients = self.strategy.reduced(own)
-        norms = list(map(row_norms, gradients))
-        for look in self.extensions.on_gradient:
-            look(dict(zip(used, map(square_sum, norms), strict=True)))
-        own_sq = square_sum(list(chain.from_iterable(norms)))
+        if self.extensions.on_gradient:
+            squares = [square_sum(norms_of([gradient])) for gradient in gradients]
+            for look in self.extensions.on_gradient:
+                look(dict(zip(used, squares, strict=True)))
+        own_sq = square_sum(norms_of(gradients))
         packed = torch.cat([packed, own_sq.reshape(1) / self.strategy.copies])
         if self.world_size > 1:
             dist.all_reduce(packed)
