@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +111,17 @@ class _OpenStep:
     """Section -> seconds."""
 
 
+@dataclass
+class _Since:
+    """The steps since the last payload."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: Scalar = 0
+    parts: Counter[str] = field(default_factory=Counter)
+    """Section -> seconds."""
+
+
 class MetricsTracker:
     """Times steps, smooths, and sends payloads to the sinks on logging steps.
 
@@ -164,6 +175,7 @@ class MetricsTracker:
         self._tokens_seen: Scalar = 0
         self._outside_sec = 0.0
         self._open: deque[_OpenStep] = deque()
+        self._since = _Since()
         self._checked_keys: set[str] = set()
         self._sinks: list[tuple[Sink, BestEffort | None]] = []
         self._restart: dict[str, int] | None = None  # for the next payload
@@ -205,6 +217,12 @@ class MetricsTracker:
         yield
         parts[name] = parts.get(name, 0.0) + self._clock() - began - (self._outside_sec - outside)
 
+    def times(self) -> dict[str, float]:
+        """Seconds of each section, a step, since the last payload and with the step that ends next; for `extra`, where ranks
+        combine them."""
+        parts = self._since.parts + Counter(self._open[0].parts)
+        return {f"time/{part}_sec": seconds / (self._since.steps + 1) for part, seconds in parts.items()}
+
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Takes a part out of the times of the step and of its sections: what measures a step is not work of that step."""
@@ -231,6 +249,8 @@ class MetricsTracker:
     ) -> StepMetrics | None:
         """Close the step: timing, MFU, memory, smoothing, and on logging steps logging.
 
+        Times and speeds of a payload are those of all steps since the last one.
+
         Args:
             loss: the step's loss over all ranks, per token; None for a step without a target.
             grad_norm: before clipping; None if it is not computed.
@@ -238,7 +258,7 @@ class MetricsTracker:
             tokens_trained: those that count in `tokens_seen`: 0 for a step whose update was skipped. None: all of them.
             extra: other values over all ranks, by catalog key. The catalog says how those since the last logged step combine:
                 counters add up, means are taken. None is left out. What is no number, or has the name of something that the
-                tracker reports itself (`loss`, `mfu`, times of sections), is left out with one warning.
+                tracker reports itself (`loss`, `mfu`), is left out with one warning. Times of sections are those of all ranks.
             force_log: log this step whatever the interval says (the last step, an evaluation step).
 
         Returns:
@@ -253,6 +273,13 @@ class MetricsTracker:
             raise RuntimeError("end_step without start_step")
         ended = self._open.popleft()
         step_time = (self._clock() if ended.stop is None else ended.stop) - ended.start
+        since = self._since
+        since.steps, since.seconds, since.tokens = (
+            since.steps + 1,
+            since.seconds + step_time,
+            since.tokens + tokens_in_step,
+        )
+        since.parts.update(ended.parts)
         self._tokens_seen = self._tokens_seen + (tokens_in_step if tokens_trained is None else tokens_trained)
         guard = self.diagnostics.best_effort
         for average, sample in zip(self._smoothed.values(), (loss, tokens_in_step, step_time), strict=True):
@@ -264,7 +291,8 @@ class MetricsTracker:
             return None
         # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
         memory = guard("memory").run(get_memory_stats, self._device) if self._device.type == "cuda" else None
-        speed = float(tokens_in_step / step_time) if step_time > 0.0 else None
+        self._since, step_time = _Since(), since.seconds / since.steps
+        speed = float(since.tokens / since.seconds) if since.seconds > 0.0 else None
         metrics = StepMetrics(
             loss=None if loss is None else float(loss),
             grad_norm=None if grad_norm is None else float(grad_norm),
@@ -280,10 +308,12 @@ class MetricsTracker:
         values |= {"tokens_in_step": float(tokens_in_step), "tokens_seen": float(self._tokens_seen)}
         values["tokens_per_sec_per_device"] = None if speed is None else speed / self._num_devices
         self._add_averages(values)
-        for part, seconds in ended.parts.items():
-            values[f"time/{part}_sec"] = seconds
-            values[f"time/{part}_share"] = seconds / step_time if step_time > 0.0 else None
-        self._add_extras(values)
+        own = {f"time/{part}_sec": seconds / since.steps for part, seconds in since.parts.items()}
+        shares = [key.replace("_sec", "_share") for key in own]
+        self._add_extras(values, reserved={*values, *shares})
+        for key, share in zip(own, shares, strict=True):
+            values.setdefault(key, own[key])
+            values[share] = values[key] / step_time if step_time > 0.0 else None  # type: ignore[operator]
         self._emit("train", step, values)
         return metrics
 
@@ -295,10 +325,10 @@ class MetricsTracker:
         values |= {"smoothed/loss": loss, "smoothed/tokens_per_sec": speed, "smoothed/step_time": seconds}
         values["smoothed/mfu"] = mfu
 
-    def _add_extras(self, values: dict[str, float | None]) -> None:
+    def _add_extras(self, values: dict[str, float | None], *, reserved: Collection[str]) -> None:
         """Add what was reported since the last logged step; waits for its devices."""
         for key, value in (self.diagnostics.best_effort("extra").run(self._extra.drain_metrics) or {}).items():
-            if key in values:
+            if key in reserved:
                 self._leave_out(key, "the name is one of the tracker's own")
             elif value is not None:
                 try:

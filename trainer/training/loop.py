@@ -317,6 +317,7 @@ def reduced_metrics(run: Run, taken: StepInFlight, *, drains: bool) -> dict[str,
         run.record("train/micro_batches", float(run.position.micro_batches))
     if (grad_scale := run.train_step.grad_scale) is not None:
         run.record("grad_scale", grad_scale)
+    run.recorder.add(run.tracker.times())
     if run.info.world_size > 1:
         ready_after = taken.launched.ready_at - run.tracker.step_start
         run.recorder.add({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})

@@ -114,8 +114,9 @@ def test_counters_of_silent_steps_are_in_the_next_logged_one() -> None:
     assert found == [1.0, 4.0, 4.0]
 
 
-def test_sections_name_the_slow_part_of_this_step() -> None:
+def test_times_are_means_over_the_steps_since_the_last_payload() -> None:
     run = Run()
+    run.step(1, seconds=100.0)
     for step, seconds in ((9, 7.0), (10, 1.0)):
         run.tracker.start_step()
         for _ in range(2):
@@ -125,10 +126,22 @@ def test_sections_name_the_slow_part_of_this_step() -> None:
             run.clock.now += 2.0
         run.tracker.end_step(step, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=1)
     found = run.metrics()
-    assert (found["time/data_sec"], found["time/optimizer_sec"], found["step_time_sec"]) == (2.0, 2.0, 4.0)
-    assert (found["time/data_share"], found["time/optimizer_share"]) == (0.5, 0.5)
+    assert (found["time/data_sec"], found["time/optimizer_sec"], found["step_time_sec"]) == (8.0, 2.0, 10.0)
+    assert (found["time/data_share"], found["time/optimizer_share"]) == (0.8, 0.2)
+    assert found["tokens_per_sec"] == 0.1
     assert "time/forward_backward_sec" not in found
     assert "grad_norm" not in found
+
+
+def test_times_of_all_ranks_replace_those_of_this_one() -> None:
+    run = Run()
+    run.tracker.start_step()
+    with run.tracker.section("data"):
+        run.clock.now += 1.0
+    assert run.tracker.times() == {"time/data_sec": 1.0}
+    run.clock.now += 3.0
+    run.tracker.end_step(10, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=1, extra={"time/data_sec": 3.0})
+    assert (run.metrics()["time/data_sec"], run.metrics()["time/data_share"]) == (3.0, 0.75)
 
 
 def test_a_non_finite_loss_is_said_and_does_not_spoil_the_average() -> None:

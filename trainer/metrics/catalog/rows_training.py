@@ -16,6 +16,18 @@ _SpeedRow = partial(row_of, group="Speed", ranks="max")
 _TimeRow = partial(row_of, group="Time in a step", ranks="max")
 _MemoryRow = partial(row_of, group="Device memory", unit="GB", window="max", ranks="max")
 
+_PARTS: tuple[tuple[str, str, RankReduction, str, str, str], ...] = (
+    (
+        "data",
+        "waiting for data",
+        "max",
+        ", of the rank that waits longest",
+        "Far below the compute time.",
+        "Close to the compute time: data is too slow.",
+    ),
+    ("forward_backward", "forward and backward", "mean", "", "Most of the step.", "Uneven: batches or a slow rank."),
+    ("optimizer", "clipping and the optimizer", "mean", "", "A few percent.", "Large: tiny batch, unfused optimizer."),
+)
 _RANK_TIMES: tuple[tuple[str, RankReduction, str], ...] = (
     ("slowest", "max", "Far above the fastest in most steps."),
     ("fastest", "min", "Far below the slowest in most steps."),
@@ -150,7 +162,7 @@ ROWS: tuple[MetricSpec, ...] = (
         "Grows: disk full or slow.",
     ),
     _SpeedRow("tokens_per_sec", "Tokens per second", unit="tokens/s", window="last")(
-        "Target tokens of the step over its time.",
+        "Target tokens over time, of all steps since the last payload.",
         "Flat after the first steps.",
         "Falls over time (leak, throttling) or oscillates (data).",
     ),
@@ -165,17 +177,15 @@ ROWS: tuple[MetricSpec, ...] = (
         "Above 1: wrong peak or FLOP count. Below 0.1: data, kernel launches or communication dominate.",
     ),
     _SpeedRow("step_time_sec", "Step time", unit="s")(
-        "Time of the logged step, without evaluation and checkpoints.", "Flat.", "Single slow steps: see time/*."
+        "Mean time of the steps since the last payload, without evaluation and checkpoints.",
+        "Flat.",
+        "Grows: see time/*.",
     ),
     *(
-        _TimeRow(f"time/{part}_sec", f"Time: {words}", unit="s", window="sum")(
-            f"Host time in {words}.", healthy, pathological
+        _TimeRow(f"time/{part}_sec", f"Time: {words}", unit="s", ranks=ranks)(
+            f"Host time of a step in {words}, mean since the last payload{whose}.", healthy, pathological
         )
-        for part, words, healthy, pathological in (
-            ("data", "waiting for data", "Far below the compute time.", "Close to the compute time: data is too slow."),
-            ("forward_backward", "forward and backward", "Most of the step.", "Uneven: uneven batches or a slow rank."),
-            ("optimizer", "clipping and the optimizer", "A few percent.", "Large: tiny batch or an unfused optimizer."),
-        )
+        for part, words, ranks, whose, healthy, pathological in _PARTS
     ),
     *(
         _TimeRow(f"time/{stage}/<source>", f"Reading: {words}", unit="s", kind="counter", window="sum")(

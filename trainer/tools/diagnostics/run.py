@@ -139,7 +139,7 @@ def _growth(times: Series, cut: int) -> float:
 
 @rule("warning", needs=(DATA_TIME, STEP_TIME), uses=[f"{key}<source>" for key in STAGE_KEYS])
 def data_bound(run: RunRecord) -> Outcome:
-    """Waiting for data takes more than {DATA_SHARE:.0%} of the logged step time, over {MIN_SECONDS:g} s or more.
+    """Waiting for data takes more than {DATA_SHARE:.0%} of the time of the steps, over {MIN_SECONDS:g} s or more.
 
     With a prefetch thread the wait is close to 0 until loading is slower than computing. Reading ahead helps if single steps
     wait; if the typical step does, only speeding up the slowest stage helps. The first rows are judged separately.
@@ -149,14 +149,15 @@ def data_bound(run: RunRecord) -> Outcome:
     waits, times = aligned(_warm(run, DATA_TIME), _warm(run, STEP_TIME))
     if len(waits) < MIN_ROWS:
         return not_yet(f"needs {MIN_ROWS} rows after warm-up, has {len(waits)}")
-    share = waits.total / max(times.total, 1e-12)
-    words = f"{share:.1%} of the logged step time was spent waiting for data"
+    waited, lasted = _seconds(waits), _seconds(times)
+    share = waited / max(lasted, 1e-12)
+    words = f"{share:.1%} of the time of the steps was spent waiting for data"
     first = [value for step, value in zip(*run.column(DATA_TIME), strict=True) if step < waits.steps[0]]
-    if sum(first) > DATA_SHARE * (times.total + sum(first)):
+    if sum(first) > DATA_SHARE * (lasted + sum(first)):
         words += f", without {number_text(sum(first))} s before step {waits.steps[0]}, while the data was opened"
     if share <= DATA_SHARE:
         return healthy(words)
-    if _seconds(times) < MIN_SECONDS:
+    if lasted < MIN_SECONDS:
         return not_yet(f"needs {MIN_SECONDS:g} s of steps: {words}")
     evidence = [waits.evidence(waits.largest(6))]
     typical = median(wait / time for wait, time in zip(waits.values, times.values, strict=True) if time > 0)
@@ -168,7 +169,7 @@ def data_bound(run: RunRecord) -> Outcome:
         faster = f"{STAGES['tokenize'][1]}, {faster}"
     columns = [series(run, key).since(waits.steps[0]) for key in run.train.keys if key.startswith(STAGE_KEYS)]
     total = sum(column.total for column in columns)
-    if columns and total >= waits.total / 2:  # otherwise something else took the time
+    if columns and total >= waited / 2:  # otherwise something else took the time
         slowest = max(columns, key=lambda column: column.total)
         stage, source = slowest.key.split("/", 2)[1:]
         what, faster = STAGES[stage]
