@@ -17,7 +17,7 @@ MATRIX := data/smoke_matrix
 MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json) $(MATRIX)/mixed/cpp
 # Tests wait for processes and pipes much of the time: 3 on two cores.
 WORKERS ?= 3
-BENCHES := loop compile gns recurrence ledger data metrics startup growth tbptt head
+BENCHES := loop step gns recurrence ledger data metrics startup growth tbptt head
 
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: without bytecode on disk each would compile the package again.
@@ -140,7 +140,7 @@ $(addprefix bench-,$(BENCHES)): bench-%: setup
 	@$(BIN)/python scripts/bench/bench_$*.py
 
 # On one CUDA device, from a bare checkout and with the packages of the interpreter that PYTHON names: nothing is installed.
-# PART=tests|runs|speed|compile|ledger|memory|profile runs one part, CHECK=name the checks of that name; DEVICE=cpu rehearses all of it.
+# PART=tests|runs|speed|models|ledger|memory|profile runs one part, CHECK=name the checks of that name; DEVICE=cpu rehearses all of it.
 DEVICE ?= cuda
 PART ?= all
 CHECK ?=

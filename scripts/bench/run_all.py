@@ -16,7 +16,6 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
 TITLES = {
     "loop": "The trainer against other loops",
-    "compile": "The compiled step",
     "gns": "Gradient noise scale",
     "recurrence": "Recurrence against nn.GRU and causal attention",
     "ledger": "Ledger",
@@ -31,7 +30,6 @@ TITLES = {
 SHORTER = {
     "gns": ["--rounds", "2"],
     "loop": ["--steps", "40"],
-    "compile": ["--steps", "30"],
     "ledger": ["--steps", "1000"],
 }
 INTRODUCTION = """\

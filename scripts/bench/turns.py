@@ -1,4 +1,7 @@
-"""Processes that take turns, step by step: other load on the machine falls on all alike, and each has its own memory."""
+"""Processes that take turns, step by step: other load on the machine falls on all alike, and each has its own memory.
+
+On a device, which nothing else uses and whose memory may not hold all of them, they run one after another, some steps a turn.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -37,7 +41,7 @@ class Turn(StepWatcher):
 
     def __init__(self, device: str, connection: Connection) -> None:
         self.connection = connection
-        self._device = device
+        self._device, self._every = device, steps_of_a_turn(device)
         self._losses: list[Any] = []
         self._tokens = 0
         self._first = 0.0
@@ -48,12 +52,20 @@ class Turn(StepWatcher):
         self._losses.append(loss)
         self._tokens += tokens
         if not self._first:
+            float(loss)
             self._first = time.monotonic() - self._began
+        if step % self._every:
+            return
         losses = [float(each) for each in self._losses]  # waits for the device
         seconds = time.monotonic() - self._began
         self.connection.send(Block(seconds, self._first, peak_mb(self._device), losses, self._tokens))
         self.connection.recv()
         self._losses, self._tokens, self._began = [], 0, time.monotonic()
+
+
+def steps_of_a_turn(device: str) -> int:
+    """To wait for a device after each step would leave it idle until it is given the next one."""
+    return LOG_INTERVAL if device == "cuda" else 1
 
 
 def run_in_turns(processes: Mapping[str, Callable[[Turn], None]], device: str, steps: int) -> dict[str, list[Block]]:
@@ -64,28 +76,34 @@ def run_in_turns(processes: Mapping[str, Callable[[Turn], None]], device: str, s
     """
     found: dict[str, list[Block]] = {name: [] for name in processes}
     spawn, connections = get_context("spawn"), {}
+    each = steps_of_a_turn(device)
+    turns = [(turn, name) for name in processes for turn in range(steps // each)]
+    if device != "cuda":
+        turns.sort(key=itemgetter(0))
     with ExitStack() as stack:
-        for turn in range(steps):
-            for name, run in processes.items():
-                if turn == 0:
-                    connections[name], theirs = spawn.Pipe()
-                    process = spawn.Process(target=_run, args=(run, Turn(device, theirs), torch.get_num_threads()))
-                    process.start()
-                    theirs.close()
-                    stack.callback(process.join)
-                    stack.enter_context(connections[name])
-                else:
-                    connections[name].send(None)
-                found[name].append(_next_block(name, connections[name]))
-        for connection in connections.values():
-            connection.send(None)
-    losses = {name: torch.tensor([loss for block in each for loss in block.losses]) for name, each in found.items()}
-    first, *others = losses
-    for name in others:
-        torch.testing.assert_close(losses[name], losses[first], rtol=TOLERANCE[device], atol=0.0)
+        for turn, name in turns:
+            if turn == 0:
+                connections[name], theirs = spawn.Pipe()
+                process = spawn.Process(
+                    target=_run, args=(processes[name], Turn(device, theirs), torch.get_num_threads())
+                )
+                process.start()
+                theirs.close()
+                stack.callback(process.join)
+                stack.enter_context(connections[name])
+            else:
+                connections[name].send(None)
+            found[name].append(_next_block(name, connections[name]))
+            if turn == steps // each - 1:
+                connections[name].send(None)
+                if device == "cuda":
+                    process.join()
+    losses = {name: torch.tensor([loss for block in own for loss in block.losses]) for name, own in found.items()}
+    for each_losses in losses.values():
+        torch.testing.assert_close(each_losses, next(iter(losses.values())), rtol=TOLERANCE[device], atol=0.0)
+    size = LOG_INTERVAL // each
     return {
-        name: [_joined(each[at : at + LOG_INTERVAL]) for at in range(0, steps, LOG_INTERVAL)]
-        for name, each in found.items()
+        name: [_joined(blocks[at : at + size]) for at in range(0, len(blocks), size)] for name, blocks in found.items()
     }
 
 

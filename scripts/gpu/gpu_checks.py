@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +54,12 @@ class Bench:
 
 ROW_BYTES = "--row-bytes 2048 65536 1048576 20971520"
 FEW_ROWS = "--row-bytes 2048 65536 1048576 --megabytes 64 --wide-steps 6"
-LOOP = "--config train_configs/gpu_1x.toml --set objective.z_loss=0 --set objective.token_types=false"
+TWO = "--set train.micro_batches=2"
+LOOP = f"--config train_configs/gpu_1x.toml --set objective.z_loss=0 --set objective.token_types=false {TWO}"
+SMALL = "--dim 384 --layers 12 --rows 8 --length 512"
+SMALL_SETS = "--set model.dim=384 --set model.num_layers=12 --set data.seq_len=512 --set data.mixing.batch_size=8"
+ONE = "--variants run --families"
+RATIOS = "--variants run 'without noise scale'"
 # A part ends within 8 minutes on CUDA whatever happens; what has a goal comes first.
 BENCHES = (
     Bench("speed", "recurrence", 90, "--dim 1024 --tokens 32768", "--dim 64 --tokens 512 --lengths 64 256 --rounds 2"),
@@ -64,8 +70,23 @@ BENCHES = (
         "--dim 1024 --layers 12 --rows 16 --seq-len 1024 --micro-batches 2 8 --rounds 3",
         "--dim 64 --layers 2 --seq-len 32 --micro-batches 4 --rounds 1",
     ),
-    Bench("speed", "loop", 200, f"{LOOP} --steps 60 --set train.micro_batches=2", f"{LOOP} --steps 20 --tiny"),
-    Bench("compile", "compile", 400, "--steps 40", "--tiny --families rglru --steps 20"),
+    Bench("speed", "step-small", 90, f"{SMALL} {RATIOS} --steps 200", f"--tiny {RATIOS} --steps 20"),
+    Bench("speed", "step-large", 90, f"{RATIOS} --steps 40", "--tiny --variants run --steps 20"),
+    Bench("speed", "step-variants", 90, "--variants run uncompiled --steps 40", "--tiny --variants run --steps 20"),
+    Bench("speed", "loop-small", 90, f"{LOOP} {SMALL_SETS} --steps 200", f"{LOOP} --steps 20 --tiny"),
+    Bench("speed", "loop-large", 90, f"{LOOP} --steps 40", f"{LOOP} --steps 20 --tiny"),
+    *(
+        Bench(
+            "models",
+            f"step-{family}-{size}M-{length}",
+            90,
+            f"{ONE} {family} --steps 40 --dim {dim} --layers {layers} --rows {32768 // length} --length {length}",
+            f"{ONE} {family} --steps 20 --tiny",
+        )
+        for size, dim, layers in ((30, 384, 12), (130, 768, 20), (277, 1024, 24))
+        for length in (1024, 4096)
+        for family in ("rglru", "gated_delta", "transformer", "gpt")
+    ),
     Bench(
         "speed",
         "head",
@@ -109,8 +130,8 @@ def _tests(root: Path, results: Path) -> Iterator[Check]:
 def _benches(device: str) -> Iterator[Check]:
     for bench in BENCHES:
         own = bench.on_cuda if device == "cuda" else bench.on_cpu
-        program = f"scripts/bench/bench_{bench.name}.py"
-        arguments = (program, "--device", device, "--json", *own.split())
+        program = f"scripts/bench/bench_{bench.name.partition('-')[0]}.py"
+        arguments = (program, "--device", device, "--json", *shlex.split(own))
         read = partial(read_figures, is_rehearsal=device == "cpu")
         yield Check(bench.part, bench.name, arguments, bench.limit_sec, read)
 

@@ -29,7 +29,7 @@ PART_SEC = {"cuda": 480.0, "cpu": 900.0}
 CORPUS = ROOT / "data" / "pytext"
 CORPUS_SEC = 240.0
 EXIT_BAD, EXIT_CANNOT = 1, 2
-NEED_CORPUS = frozenset({"speed", "compile", "memory", "profile"})
+NEED_CORPUS = frozenset({"speed", "models", "memory", "profile"})
 OF_TORCH = """
 import json, torch
 cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()

@@ -1,0 +1,185 @@
+"""The step of full runs, in variants, beside the model alone: tokens per second, MFU, memory, and the time to the first step.
+
+A plain GPT, in a hand-written loop, is there to compare families with. Losses of the variants of a family must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bench_table import Figure, Table, bench_parser, over, ratio_figure, run_bench
+from torch import Tensor, nn
+from trainer_run import GPU_CONFIG, LOG_INTERVAL, TINY, plan_of, run_trainer
+from turns import Block, Turn, run_in_turns
+
+from trainer.distributed.strategy import compile_blocks
+from trainer.metrics.device import compute_mfu, resolve_peak_tflops
+from trainer.model.protocol import ModelOutput
+from trainer.training.setup.parts import autocast_context
+from trainer.training.setup.plan import Plan, build_model
+
+VARIANTS = {
+    "run": (),
+    "without graphs": ("train.cuda_graph=false",),
+    "uncompiled": ("train.compile=false", "train.cuda_graph=false"),
+    "without noise scale": ("gns.enabled=false",),
+}
+SMALL = 100e6  # parameters
+FIRST_STEP_SEC = 10.0
+HEAD_WIDTH = 128
+
+
+class GptBlock(nn.Module):
+    """Attention with one projection for queries, keys and values, and a gated MLP."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.heads = max(dim // HEAD_WIDTH, 1)
+        self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=1e-5) for _ in range(2))
+        self.attention, self.mlp = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, 4 * dim, bias=False)
+        self.out, self.down = nn.Linear(dim, dim, bias=False), nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [B, T, D]."""
+        heads = self.attention(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        queries, keys, values = heads.unbind()
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        values, gate = self.mlp(self.norms[1](x)).chunk(2, -1)
+        mapped: Tensor = self.down(F.gelu(gate, approximate="tanh") * values)
+        return x + mapped
+
+
+class Gpt(nn.Module):
+    """A plain Transformer without positions, states or documents."""
+
+    def __init__(self, vocab_size: int, dim: int, num_layers: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size, bias=False)
+        self.blocks = nn.ModuleList(GptBlock(dim) for _ in range(num_layers))
+
+    def forward(self, tokens: Tensor) -> ModelOutput:
+        """Predict from tokens [B, T]."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return ModelOutput(self.head(x), None)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """6 per weight of a matrix product, and the products of attention."""
+        weights = sum(p.numel() for p in self.parameters()) - self.embedding.weight.numel()
+        return 6.0 * weights + 12.0 * len(self.blocks) * seq_len * self.embedding.embedding_dim
+
+
+def plan_here(folder: Path, family: str, args: argparse.Namespace, sets: Sequence[str] = ()) -> Plan:
+    """The run of a family."""
+    sizes = {
+        "model.dim": args.dim,
+        "model.num_layers": args.layers,
+        "data.seq_len": args.length,
+        "data.mixing.batch_size": args.rows,
+    }
+    own = [f"{key}={value}" for key, value in sizes.items() if value]
+    own += ["train.micro_batches=2", *([f"model.family={family}"] if family != "gpt" else ()), *sets, *args.sets]
+    return plan_of(folder, GPU_CONFIG, steps=args.steps, device=args.device, sets=[*(TINY if args.tiny else ()), *own])
+
+
+def model_of(plan: Plan, family: str) -> nn.Module:
+    """The model of a plan, or the plain GPT of its size."""
+    table = plan.config.model
+    return Gpt(plan.vocab_size, table.dim, table.num_layers) if family == "gpt" else build_model(table, plan.vocab_size)
+
+
+def trained(family: str, sets: Sequence[str], args: argparse.Namespace, turn: Turn) -> None:
+    """The full trainer, in its turns."""
+    with tempfile.TemporaryDirectory() as name:
+        run_trainer(plan_here(Path(name), family, args, sets), Path(name), torch.device(args.device), turn)
+
+
+def alone(family: str, args: argparse.Namespace, turn: Turn) -> None:
+    """The model on one batch that is there already: forward, loss, backward, clip, fused AdamW."""
+    device = torch.device(args.device)
+    with tempfile.TemporaryDirectory() as name:
+        config = (plan := plan_here(Path(name), family, args)).config
+    model = model_of(plan, family).to(device)
+    if config.train.compile:
+        compile_blocks(model)
+    parameters, autocast = list(model.parameters()), autocast_context(config, device)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    tokens = torch.randint(plan.vocab_size, (config.data.mixing.batch_size, config.row_tokens + 1), device=device)
+    for step in range(1, args.steps + 1):
+        for _ in range(2):
+            with autocast():
+                logits = model(tokens[:, :-1]).logits.flatten(0, 1).float()
+                loss: Any = F.cross_entropy(logits, tokens[:, 1:].flatten()) / 2
+            loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        turn.update(step, loss.detach(), 2 * tokens[:, 1:].numel())
+
+
+def measure(args: argparse.Namespace) -> list[Figure | Table]:
+    """Figures, and what they are made of."""
+    figures: list[Figure] = []
+    rows = []
+    for family in args.families:
+        runs = (
+            {} if family == "gpt" else {name: partial(trained, family, VARIANTS[name], args) for name in args.variants}
+        )
+        blocks = run_in_turns(runs, args.device, args.steps)
+        blocks |= run_in_turns({"alone": partial(alone, family, args)}, args.device, args.steps)
+        with tempfile.TemporaryDirectory() as name, torch.device("meta"):
+            plan = plan_here(Path(name), family, args)
+            model = model_of(plan, family)
+        size, flops = sum(p.numel() for p in model.parameters()), model.flops_per_token(plan.config.row_tokens)  # type: ignore[operator]
+        speeds = {name: [block.tokens / block.seconds for block in each[1:]] for name, each in blocks.items()}
+        figures += figures_of(family, size, speeds, blocks)
+        for name, each in blocks.items():
+            middle, peak = statistics.median(speeds[name]), resolve_peak_tflops(args.device)
+            mfu = compute_mfu(tokens_per_sec=middle, flops_per_token=flops, num_devices=1, peak_tflops=peak)
+            sizes = round(size / 1e6), round(middle), float(mfu or 0.0)
+            rows.append((family, name, *sizes, each[-1].first_step_sec, each[-1].peak_mb / 1e3))
+    columns = ("family", "variant", "million parameters", "tokens/s", "MFU", "first step after s", "GB")
+    return [*figures, Table("Medians", columns, rows)]
+
+
+def figures_of(family: str, size: int, speeds: dict[str, list[float]], blocks: dict[str, list[Block]]) -> list[Figure]:
+    """What has a goal, and what the variants gain."""
+    if "run" not in speeds:
+        return []
+    is_small, own = size < SMALL, speeds["run"]
+    goal = {"alone": 0.90 if is_small else 0.97, "without noise scale": 1 / (1.03 if is_small else 1.01)}
+    found = [
+        ratio_figure(f"{family}: tokens per second, run over {name}", over(own, each), at_least=goal.get(name))
+        for name, each in speeds.items()
+        if name != "run"
+    ]
+    first = Figure(f"{family}: first step after", blocks["run"][0].first_step_sec, "s", at_most=FIRST_STEP_SEC)
+    return [*found, first]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__, device="cuda", sets=True)
+    parser.add_argument("--families", nargs="+", default=["rglru"], help="gpt is a plain Transformer")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    for name in ("dim", "layers", "rows", "length"):
+        parser.add_argument(f"--{name}", type=int, default=0, help="0: as in train_configs/gpu_1x.toml")
+    parser.add_argument("--tiny", action="store_true", help="shrink models and batches: a rehearsal")
+    parser.add_argument(
+        "--steps", type=int, default=6 * LOG_INTERVAL, help=f"of each run, a multiple of {LOG_INTERVAL}"
+    )
+    run_bench("step", parser, measure)
+
+
+if __name__ == "__main__":
+    main()
