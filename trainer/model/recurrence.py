@@ -5,8 +5,7 @@ and carrying `h` over the cut changes only rounding. The coefficients are those 
 arXiv 2402.19427, equations 1 to 4).
 
 The scan is one registered operator: `torch.compile` and fake tensors see a single opaque node each way instead of about a
-thousand elementwise ones. On CUDA gates and scan together are one
-(`fused_scan`); what a CPU runs is its reference.
+thousand elementwise ones. On CUDA gates and scan together are one (`fused_scan`); what a CPU runs is its reference.
 """
 
 from __future__ import annotations
@@ -174,12 +173,8 @@ def fused_scan(
     The coefficients `a` and `b` never reach memory: forward reads r, i and x and writes h, backward reads those, h and its
     gradient and writes three gradients.
     """
-    given = (recurrence_gate, input_gate, x, decay)
-    h, final_state = _gated_scan_op(
-        *(tensor.contiguous() for tensor in given),
-        None if resets is None else resets.contiguous(),
-        state.float().contiguous(),
-    )
+    given = (tensor.contiguous() for tensor in (recurrence_gate, input_gate, x, decay))
+    h, final_state = _gated_scan_op(*given, None if resets is None else resets.contiguous(), state.float().contiguous())
     return h, final_state
 
 

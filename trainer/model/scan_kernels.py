@@ -5,9 +5,7 @@ keeping the state in float32 registers. Inside a tile each segment first runs fr
 scan over the few segments gives each its true initial state, from which it runs again. So gates and scan use `SEGMENTS`
 times more threads than there are channels, without which few rows could not fill a GPU. Decays only shrink (a <= 1) and are
 never divided by: an underflow is a correct zero.
-
-A GPU's instructions are what limits the kernels, before its memory: about 55 for each value of the forward, 80 of the
-backward (`test_scan_kernels.py` compiles them). Hence few kinds of arithmetic, and several channels per thread.
+Instructions limit the kernels before memory does: about 53 for each value of the forward, 79 of the backward.
 
 Nothing depends on which programs run together and nothing is added atomically: results repeat bit for bit, and a row's are
 the same in any batch. Formulas are those of `recurrence.gated_scan`, which is what the tests compare with.
@@ -30,7 +28,6 @@ INFINITY = tl.constexpr(math.inf)
 # Exponentials are powers of two and divisions are `rsqrt`: one instruction each on a GPU, where `exp` takes five and `/` nine.
 LOG2_E = tl.constexpr(1 / math.log(2))
 SINH_1, SINH_3, SINH_5, SINH_7 = (tl.constexpr(-2 * math.log(2) ** n / math.factorial(n)) for n in (1, 3, 5, 7))
-"""Of the series of `-2 sinh(log(2) x)`."""
 
 
 @triton.jit
@@ -77,10 +74,7 @@ def chain(scale_1, shift_1, scale_before_1, shift_before_1, scale_2, shift_2, sc
 
 @triton.jit
 def run_segments(scale, shift, state, segment, SEGMENTS: tl.constexpr):
-    """The state before each segment [SEGMENTS, CHANNELS] and the one after all of them [1, CHANNELS].
-
-    They follow from each segment's map and the state [1, CHANNELS] before them.
-    """
+    """From each segment's map and the state before them: the state before each, and the one after all [1, CHANNELS]."""
     scale, shift, scale_before, shift_before = tl.associative_scan(
         (scale, shift, tl.full(scale.shape, 1.0, tl.float32), tl.full(scale.shape, 0.0, tl.float32)), 0, chain
     )
@@ -95,13 +89,12 @@ def load(pointer, offset, mask):
 
 @triton.jit
 def load_steps(pointer, first, time, num_steps, dim, channel, is_channel, other, STEPS: tl.constexpr):
-    """A row's values at `first + time`, `first + time + 1`, ...: [SEGMENTS, CHANNELS] each; `other` outside the row."""
+    """A row's values at `first + time` and the times after it: [SEGMENTS, CHANNELS] each; `other` outside the row."""
     pointer += tl.cast(first, tl.int64) * dim
     found = ()
     for step in tl.static_range(STEPS):
-        t = time + step
-        mask = (first + t >= 0) & (first + t < num_steps) & is_channel
-        found = found + (tl.load(pointer + (t * dim + channel), mask=mask, other=other),)
+        mask = (first + time + step >= 0) & (first + time + step < num_steps) & is_channel
+        found = found + (tl.load(pointer + ((time + step) * dim + channel), mask=mask, other=other),)
     return found
 
 
@@ -221,8 +214,8 @@ def backward_kernel(
             by_square = by_root * sigmoid_i * values[step].to(tl.float32)
             by_i = by_square * square
             by_rate = sigmoid_r * (current * previous - a * (a * by_square))
-            grad_rate += by_rate
             by_r = by_rate * (rate - rate * sigmoid_r) * (1 / LOG2_E)
+            grad_rate += by_rate
             t = time + step
             store(grad_recurrence_gate + begin, first, t, num_steps, dim, channel, is_channel, by_r)
             store(grad_input_gate + begin, first, t, num_steps, dim, channel, is_channel, by_i - by_i * sigmoid_i)
