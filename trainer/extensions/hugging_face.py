@@ -345,13 +345,12 @@ def _save_as_llama(model: Any, directory: Path) -> None:
             block.mlp,
             {
                 "input_layernorm": block.attention_norm,
-                "self_attn.q_proj": block.attention.queries,
-                "self_attn.k_proj": block.attention.keys,
-                "self_attn.v_proj": block.attention.values,
                 "self_attn.o_proj": block.attention.out,
                 "post_attention_layernorm": block.mlp_norm,
             },
         )
+        parts = zip("qkv", block.attention.inputs.weight.split((model.dim, model.kv_dim, model.kv_dim)), strict=True)
+        weights |= {f"model.layers.{number}.self_attn.{name}_proj.weight": part for name, part in parts}
     _save(config, weights, directory)
 
 

@@ -5,8 +5,7 @@ and carrying `h` over the cut changes only rounding. The coefficients are those 
 arXiv 2402.19427, equations 1 to 4).
 
 The scan is one registered operator: `torch.compile` and fake tensors see a single opaque node each way instead of about a
-thousand elementwise ones. On CUDA gates and scan together are one
-(`fused_scan`); what a CPU runs is its reference.
+thousand elementwise ones. On CUDA gates and scan together are one (`fused_scan`); what a CPU runs is its reference.
 """
 
 from __future__ import annotations
@@ -152,16 +151,15 @@ def _(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
 class Blocks(NamedTuple):
     """How a kernel cuts its work. Rounding depends on it, so it is fixed, and neither tuned nor derived from the batch."""
 
-    channels: int = 32
-    """Per program: 64 bytes of each row in 16 bits, and 256 programs for 8 rows of width 1024 (an H100 has 132 SMs)."""
+    channels: int = 64
+    """Per program: a row's 128 bytes in 16 bits are a whole line of the cache."""
     segments: int = 8
     """Side by side in time."""
-    steps: int = 8
-    """Per segment: unrolled and held in registers, two positions per thread and step."""
-    stages: int = 2
-    """Tiles in shared memory: one is computed while the next is loaded. Forward in 16 bits that keeps 12 KiB per program
-    in flight; bandwidth times latency is about 18 KiB per SM of an H100, which holds at least two programs."""
+    steps: int = 4
+    """Per segment, held in registers: 4 channels, 8 bytes, per thread and step, so that addresses and masks cost little."""
     num_warps: int = 4
+    maxnreg: int = 168
+    """Registers per thread: 12 warps fit a multiprocessor, which is what hides the memory's latency."""
 
 
 BLOCKS: Final = Blocks()
@@ -175,12 +173,8 @@ def fused_scan(
     The coefficients `a` and `b` never reach memory: forward reads r, i and x and writes h, backward reads those, h and its
     gradient and writes three gradients.
     """
-    given = (recurrence_gate, input_gate, x, decay)
-    h, final_state = _gated_scan_op(
-        *(tensor.contiguous() for tensor in given),
-        None if resets is None else resets.contiguous(),
-        state.float().contiguous(),
-    )
+    given = (tensor.contiguous() for tensor in (recurrence_gate, input_gate, x, decay))
+    h, final_state = _gated_scan_op(*given, None if resets is None else resets.contiguous(), state.float().contiguous())
     return h, final_state
 
 
@@ -238,8 +232,8 @@ def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], inputs: Any) -> Non
             CHANNELS=BLOCKS.channels,
             SEGMENTS=BLOCKS.segments,
             STEPS=BLOCKS.steps,
-            STAGES=BLOCKS.stages,
             num_warps=BLOCKS.num_warps,
+            maxnreg=BLOCKS.maxnreg,
         )
 
 

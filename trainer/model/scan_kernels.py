@@ -2,9 +2,10 @@
 
 A program owns one row of the batch and `CHANNELS` channels, and walks the row in tiles of `SEGMENTS * STEPS` positions,
 keeping the state in float32 registers. Inside a tile each segment first runs from zero, all segments side by side; then a
-scan over the few segments gives each its true initial state, which is added with the decays' products. So gates and scan use
-`SEGMENTS` times more threads than there are channels, without which few rows could not fill a GPU. Decays only shrink
-(a <= 1) and are never divided by: an underflow is a correct zero.
+scan over the few segments gives each its true initial state, from which it runs again. So gates and scan use `SEGMENTS`
+times more threads than there are channels, without which few rows could not fill a GPU. Decays only shrink (a <= 1) and are
+never divided by: an underflow is a correct zero.
+Instructions limit the kernels before memory does: about 53 for each value of the forward, 79 of the backward.
 
 Nothing depends on which programs run together and nothing is added atomically: results repeat bit for bit, and a row's are
 the same in any batch. Formulas are those of `recurrence.gated_scan`, which is what the tests compare with.
@@ -12,6 +13,8 @@ the same in any batch. Formulas are those of `recurrence.gated_scan`, which is w
 
 # No `from __future__ import annotations`: Triton reads annotations as objects. And of `triton.language` only builtins: its
 # own @jit functions (`tl.sum`) would be compiled ones where the tests interpret just this module.
+
+import math
 
 import triton
 import triton.language as tl
@@ -21,11 +24,16 @@ from trainer.model.protocol import GATE_SHARPNESS
 SHARPNESS = tl.constexpr(GATE_SHARPNESS)
 TINY = tl.constexpr(1.1754943508222875e-38)
 """The smallest normal float32, as in `gated_scan`."""
+INFINITY = tl.constexpr(math.inf)
+# Exponentials are powers of two and divisions are `rsqrt`: one instruction each on a GPU, where `exp` takes five and `/` nine.
+LOG2_E = tl.constexpr(1 / math.log(2))
+SINH_1, SINH_3, SINH_5, SINH_7 = (tl.constexpr(-2 * math.log(2) ** n / math.factorial(n)) for n in (1, 3, 5, 7))
 
 
 @triton.jit
 def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2_E))
+    return root * root
 
 
 @triton.jit
@@ -47,10 +55,10 @@ def softplus_and_slope(x):
 
 @triton.jit
 def one_minus_square(a, log_a):
-    """`1 - a^2` for `a = exp(log_a)`, without the cancellation where a is close to 1: there it is `-2 a sinh(log a)`."""
-    square = log_a * log_a
-    sinh = log_a * (1.0 + square * (1 / 6 + square * (1 / 120 + square * (1 / 5040))))
-    return tl.where(log_a > -0.5, -2.0 * a * sinh, 1.0 - a * a)
+    """`1 - a^2` for `a = exp2(log_a)`; where a is close to 1 as `-2 a sinh(log(2) log_a)`, which does not cancel."""
+    q = log_a * log_a
+    sinh = log_a * (SINH_1 + q * (SINH_3 + q * (SINH_5 + q * SINH_7)))
+    return tl.where(log_a > -0.75, a * sinh, 1.0 - a * a)
 
 
 @triton.jit
@@ -65,12 +73,13 @@ def chain(scale_1, shift_1, scale_before_1, shift_before_1, scale_2, shift_2, sc
 
 
 @triton.jit
-def initial_states(scale, shift, state):
-    """The state before each segment [SEGMENTS, CHANNELS], from each segment's map and the state [CHANNELS] before them."""
-    _, _, scale_before, shift_before = tl.associative_scan(
+def run_segments(scale, shift, state, segment, SEGMENTS: tl.constexpr):
+    """From each segment's map and the state before them: the state before each, and the one after all [1, CHANNELS]."""
+    scale, shift, scale_before, shift_before = tl.associative_scan(
         (scale, shift, tl.full(scale.shape, 1.0, tl.float32), tl.full(scale.shape, 0.0, tl.float32)), 0, chain
     )
-    return scale_before * state[None, :] + shift_before
+    last = tl.reduce(tl.where(segment == SEGMENTS - 1, scale * state + shift, 0.0), 0, add)
+    return scale_before * state + shift_before, last[None, :]
 
 
 @triton.jit
@@ -79,88 +88,68 @@ def load(pointer, offset, mask):
 
 
 @triton.jit
-def store(pointer, offset, value, mask):
-    tl.store(pointer + offset, value.to(pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_resets(resets, t, num_steps, STEPS: tl.constexpr, STRIDE: tl.constexpr):
-    """The resets at times t, t + STRIDE, ... [SEGMENTS, 1] each; none outside the row."""
+def load_steps(pointer, first, time, num_steps, dim, channel, is_channel, other, STEPS: tl.constexpr):
+    """A row's values at `first + time` and the times after it: [SEGMENTS, CHANNELS] each; `other` outside the row."""
+    pointer += tl.cast(first, tl.int64) * dim
     found = ()
     for step in tl.static_range(STEPS):
-        time = t + step * STRIDE
-        found = found + (tl.load(resets + time, mask=(time >= 0) & (time < num_steps), other=0),)
+        mask = (first + time + step >= 0) & (first + time + step < num_steps) & is_channel
+        found = found + (tl.load(pointer + ((time + step) * dim + channel), mask=mask, other=other),)
     return found
 
 
 @triton.jit
-def decay_and_root(r, rate):
-    """`log a`, a, `1 - a^2` and its root, with the floor of `gated_scan`."""
-    log_a = rate * sigmoid(r)
-    a = tl.exp(log_a)
-    square = one_minus_square(a, log_a)
-    return log_a, a, square, tl.sqrt(tl.where(square < TINY, TINY, square))
-
-
-@triton.jit
-def gradient_factors(log_a, a, square, root, sigmoid_r, sigmoid_i, value, previous, is_kept):
-    """What the gradient of h is multiplied by for those of the rate, r, i and x; `is_kept` is 0 at a reset."""
-    # At its floor the root has no slope.
-    root_slope = tl.where(square < TINY, 0.0, -a * a / root)
-    of_log_a = tl.where(is_kept, a * previous, 0.0) + root_slope * sigmoid_i * value
-    of_x = root * sigmoid_i
-    return of_log_a * sigmoid_r, of_log_a * log_a * (1.0 - sigmoid_r), of_x * value * (1.0 - sigmoid_i), of_x
+def store(pointer, first, time, num_steps, dim, channel, is_channel, value):
+    pointer += tl.cast(first, tl.int64) * dim
+    mask = (first + time < num_steps) & is_channel
+    tl.store(pointer + (time * dim + channel), value.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def forward_kernel(
     recurrence_gate, input_gate, x, decay, resets, state, h, final_state,
     num_steps, dim,
-    HAS_RESETS: tl.constexpr, CHANNELS: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_RESETS: tl.constexpr, CHANNELS: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Read r, i, x [B, T, D], Lambda [D], resets [B, T] and the state [B, D]; write h [B, T, D] and the final state."""
     blocks = (dim + CHANNELS - 1) // CHANNELS
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    channel = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
+    channel = (tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS))[None, :]
     is_channel = channel < dim
     segment = tl.arange(0, SEGMENTS)[:, None]
+    time = segment * STEPS
     softplus, _slope = softplus_and_slope(load(decay, channel, is_channel))
-    rate = (softplus * -SHARPNESS)[None, :]
+    rate = softplus * (-SHARPNESS * LOG2_E)
     carried = load(state, row * dim + channel, is_channel)
-    # Single bytes cannot be copied asynchronously like the rest, so resets are loaded a tile ahead by hand.
-    if HAS_RESETS:
-        resets += row * num_steps
-        next_resets = load_resets(resets, segment * STEPS, num_steps, STEPS, 1)
+    begin = row * num_steps * dim
 
-    for first in tl.range(0, num_steps, SEGMENTS * STEPS, num_stages=STAGES):
+    for first in tl.range(0, num_steps, SEGMENTS * STEPS):
+        # Past the end of the row the state stays what it is: a is 1 and x is 0 there.
+        rs = load_steps(recurrence_gate + begin, first, time, num_steps, dim, channel, is_channel, -INFINITY, STEPS)
+        gates = load_steps(input_gate + begin, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
+        values = load_steps(x + begin, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
         if HAS_RESETS:
-            is_reset = next_resets
-            next_resets = load_resets(resets, first + (SEGMENTS + segment) * STEPS, num_steps, STEPS, 1)
+            is_reset = load_steps(resets + row * num_steps, first, time, num_steps, 1, 0, True, 0, STEPS)
         end = tl.full([SEGMENTS, CHANNELS], 0.0, tl.float32)
         product = tl.full([SEGMENTS, CHANNELS], 1.0, tl.float32)
         kept = ()
         for step in tl.static_range(STEPS):
-            t = first + segment * STEPS + step
-            is_inside = t < num_steps
-            mask = is_inside & is_channel[None, :]
-            offset = (row * num_steps + t) * dim + channel[None, :]
-            _, a, _, root = decay_and_root(load(recurrence_gate, offset, mask), rate)
-            b = root * sigmoid(load(input_gate, offset, mask)) * load(x, offset, mask)
+            log_a = rate * sigmoid(rs[step].to(tl.float32))
+            a = tl.exp2(log_a)
+            square = one_minus_square(a, log_a)
+            # sqrt(square) * sigmoid(i) = square / sqrt(square * (1 + exp(-i))^2)
+            inverse = 1.0 + tl.exp2(gates[step].to(tl.float32) * -LOG2_E)
+            b = square * tl.rsqrt(square * inverse * inverse + TINY) * values[step].to(tl.float32)
             if HAS_RESETS:
                 a = tl.where(is_reset[step] != 0, 0.0, a)
-            # Past the end of the row the state stays what it is: x is 0 there, hence b.
-            a = tl.where(is_inside, a, 1.0)
             end = a * end + b
             product = product * a
-            kept = kept + ((product, end),)
-        initial = initial_states(product, end, carried)
+            kept = kept + ((a, b),)
+        current, carried = run_segments(product, end, carried, segment, SEGMENTS)
         for step in tl.static_range(STEPS):
-            t = first + segment * STEPS + step
-            offset = (row * num_steps + t) * dim + channel[None, :]
-            end = kept[step][0] * initial + kept[step][1]
-            store(h, offset, end, (t < num_steps) & is_channel[None, :])
-        carried = tl.reduce(tl.where(segment == SEGMENTS - 1, end, 0.0), 0, add)
-    store(final_state, row * dim + channel, carried, is_channel)
+            current = kept[step][0] * current + kept[step][1]
+            store(h + begin, first, time + step, num_steps, dim, channel, is_channel, current)
+    tl.store(final_state + row * dim + channel, carried, mask=is_channel)
 
 
 @triton.jit
@@ -168,65 +157,69 @@ def backward_kernel(
     grad_h, grad_final_state, recurrence_gate, input_gate, x, decay, resets, state, h,
     grad_recurrence_gate, grad_input_gate, grad_x, grad_decay, grad_state,
     num_steps, dim,
-    HAS_RESETS: tl.constexpr, CHANNELS: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_RESETS: tl.constexpr, CHANNELS: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """The forward's gradients, walking from the last position to the first; `grad_decay` [B, D] is each row's share.
 
-    With g_t the gradient of h_t, `g_t = grad_h_t + a_{t+1} g_{t+1}`; what is carried is `a_{t+1} g_{t+1}`. Every gradient at
-    a position is g_t times a factor that does not depend on g.
+    With g_t the gradient of h_t, `g_t = grad_h_t + a_{t+1} g_{t+1}`; what is carried is `a_{t+1} g_{t+1}`.
     """
     blocks = (dim + CHANNELS - 1) // CHANNELS
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    channel = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
+    channel = (tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS))[None, :]
     is_channel = channel < dim
     segment = tl.arange(0, SEGMENTS)[:, None]
+    time = (SEGMENTS - 1 - segment) * STEPS  # the first segment is the latest
     softplus, slope = softplus_and_slope(load(decay, channel, is_channel))
-    rate = (softplus * -SHARPNESS)[None, :]
-    first_state = load(state, row * dim + channel, is_channel)[None, :]
+    rate = softplus * (-SHARPNESS * LOG2_E)
     carried = load(grad_final_state, row * dim + channel, is_channel)
     grad_rate = tl.full([SEGMENTS, CHANNELS], 0.0, tl.float32)
-    last = (num_steps + SEGMENTS * STEPS - 1) // (SEGMENTS * STEPS) * (SEGMENTS * STEPS) - 1
-    if HAS_RESETS:
-        resets += row * num_steps
-        next_resets = load_resets(resets, last - segment * STEPS, num_steps, STEPS, -1)
+    begin = row * num_steps * dim
+    last = (num_steps - 1) // (SEGMENTS * STEPS) * (SEGMENTS * STEPS)
 
-    for behind in tl.range(0, num_steps, SEGMENTS * STEPS, num_stages=STAGES):
+    for behind in tl.range(0, num_steps, SEGMENTS * STEPS):
+        first = last - behind
+        # Past the end of the row the gradient stays what it is: a is 1 and everything else 0 there.
+        grads = load_steps(grad_h + begin, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
+        rs = load_steps(recurrence_gate + begin, first, time, num_steps, dim, channel, is_channel, -INFINITY, STEPS)
+        gates = load_steps(input_gate + begin, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
+        values = load_steps(x + begin, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
+        states = load_steps(h + begin, first, time - 1, num_steps - 1, dim, channel, is_channel, 0.0, STEPS)
         if HAS_RESETS:
-            is_reset = next_resets
-            next_resets = load_resets(resets, last - behind - (SEGMENTS + segment) * STEPS, num_steps, STEPS, -1)
+            is_reset = load_steps(resets + row * num_steps, first, time, num_steps, 1, 0, True, 0, STEPS)
         end = tl.full([SEGMENTS, CHANNELS], 0.0, tl.float32)
         product = tl.full([SEGMENTS, CHANNELS], 1.0, tl.float32)
         kept = ()
-        for step in tl.static_range(STEPS):
-            t = last - behind - segment * STEPS - step
-            is_inside = t < num_steps
-            mask = is_inside & is_channel[None, :]
-            offset = (row * num_steps + t) * dim + channel[None, :]
-            r, i = load(recurrence_gate, offset, mask), load(input_gate, offset, mask)
-            value = load(x, offset, mask)
-            previous = tl.where(t == 0, first_state, load(h, offset - dim, mask & (t > 0)))
-            log_a, a, square, root = decay_and_root(r, rate)
-            is_kept = is_inside
+        for step in tl.static_range(STEPS - 1, -1, -1):
+            sigmoid_r = sigmoid(rs[step].to(tl.float32))
+            a = tl.exp2(rate * sigmoid_r)
+            passed = a
             if HAS_RESETS:
-                is_kept = is_inside & (is_reset[step] == 0)
-            # Past the end of the row x and the state before are 0, hence the factors, and the gradient stays what it is.
-            factors = gradient_factors(log_a, a, square, root, sigmoid(r), sigmoid(i), value, previous, is_kept)
-            end = end + load(grad_h, offset, mask)
-            kept = kept + ((product, end, factors),)
-            a = tl.where(is_kept, a, tl.where(is_inside, 0.0, 1.0))
-            end = a * end
-            product = product * a
-        initial = initial_states(product, end, carried)
-        carried = tl.reduce(tl.where(segment == SEGMENTS - 1, product * initial + end, 0.0), 0, add)
-        for step in tl.static_range(STEPS):
-            t = last - behind - segment * STEPS - step
-            mask = (t < num_steps) & is_channel[None, :]
-            offset = (row * num_steps + t) * dim + channel[None, :]
-            grad = kept[step][0] * initial + kept[step][1]
-            per_rate, per_r, per_i, per_x = kept[step][2]
-            grad_rate += grad * per_rate
-            store(grad_recurrence_gate, offset, grad * per_r, mask)
-            store(grad_input_gate, offset, grad * per_i, mask)
-            store(grad_x, offset, grad * per_x, mask)
-    store(grad_state, row * dim + channel, carried, is_channel)
-    store(grad_decay, row * dim + channel, slope * -SHARPNESS * tl.reduce(grad_rate, 0, add), is_channel)
+                passed = tl.where(is_reset[step] != 0, 0.0, a)
+            end = passed * (end + grads[step].to(tl.float32))
+            product = product * passed
+            kept = ((sigmoid_r, a, passed),) + kept
+        current, carried = run_segments(product, end, carried, segment, SEGMENTS)
+        for step in tl.static_range(STEPS - 1, -1, -1):
+            sigmoid_r, a, passed = kept[step]
+            sigmoid_i = sigmoid(gates[step].to(tl.float32))
+            previous = states[step].to(tl.float32)
+            if step == 0:
+                previous += load(state, row * dim + channel, (first + time == 0) & is_channel)
+            grad = current + grads[step].to(tl.float32)
+            current = passed * grad
+            square = one_minus_square(a, rate * sigmoid_r)
+            # By the root, of which d root / d log a = -a^2 / root; where a gate underflows it has no finite slope: 0.
+            by_root = grad * tl.where(square < TINY, 0.0, tl.rsqrt(square))
+            by_gated = by_root * square
+            by_square = by_root * sigmoid_i * values[step].to(tl.float32)
+            by_i = by_square * square
+            by_rate = sigmoid_r * (current * previous - a * (a * by_square))
+            by_r = by_rate * (rate - rate * sigmoid_r) * (1 / LOG2_E)
+            grad_rate += by_rate
+            t = time + step
+            store(grad_recurrence_gate + begin, first, t, num_steps, dim, channel, is_channel, by_r)
+            store(grad_input_gate + begin, first, t, num_steps, dim, channel, is_channel, by_i - by_i * sigmoid_i)
+            store(grad_x + begin, first, t, num_steps, dim, channel, is_channel, by_gated * sigmoid_i)
+    tl.store(grad_state + row * dim + channel, carried, mask=is_channel)
+    grad_rate = slope * -SHARPNESS * tl.reduce(grad_rate, 0, add)[None, :]
+    tl.store(grad_decay + row * dim + channel, grad_rate, mask=is_channel)

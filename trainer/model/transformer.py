@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from trainer.errors import UserError
 from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
 from trainer.model.protocol import ModelOutput
+from trainer.model.recurrence import HAS_TRITON
 
 ROTARY_BASE = 10_000.0
+Mask = Tensor | BlockMask | None
 
 
 class KeysAndValues:
@@ -42,31 +46,29 @@ class Attention(nn.Module):
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
-        self.queries = nn.Linear(dim, dim, bias=False)
-        self.keys = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.values = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.inputs = nn.Linear(dim, (heads + 2 * kv_heads) * self.head_dim, bias=False)  # queries, keys, values
         self.out = nn.Linear(dim, dim, bias=False)
 
     def init_weights(self, residual_scale: float) -> None:
         """Draw all parameters from torch's global generator; `residual_scale` applies to the output projection."""
-        for linear in (self.queries, self.keys, self.values):
-            init_matrix(linear.weight)
+        init_matrix(self.inputs.weight)
         init_matrix(self.out.weight, residual_scale)
 
     def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeysAndValues | None, layer: int
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Mask, cache: KeysAndValues | None, layer: int
     ) -> Tensor:
-        """Mix x [B, T, D]. `mask` (bool, broadcast to [B, 1, T, S]) is True where a query sees a key; None: causal."""
-        queries, keys, values = (
-            linear(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-            for linear in (self.queries, self.keys, self.values)
-        )  # [B, heads or kv_heads, T, head_dim]
-        queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
+        """Mix x [B, T, D]. `mask` tells which keys a query sees (bool: broadcast to [B, 1, T, S]); None: causal."""
+        inputs = self.inputs(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # [B, each head, T, head_dim]
+        turned, values = inputs.tensor_split((self.heads + self.kv_heads,), dim=1)
+        queries, keys = rotate(turned, *rotation).tensor_split((self.heads,), dim=1)
+        values = values.contiguous()  # else the backward would keep the whole projection for them
         if cache is not None:
             keys, values = cache.extend(layer, keys, values)
-        if self.kv_heads != self.heads:
-            keys, values = (part.repeat_interleave(self.heads // self.kv_heads, dim=1) for part in (keys, values))
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
+        if isinstance(mask, BlockMask):
+            attend = flex_attention if torch.compiler.is_compiling() else compiled_attention()
+            mixed = attend(queries, keys, values, block_mask=mask, enable_gqa=True)
+        else:
+            mixed = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=mask is None, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -81,7 +83,7 @@ class TransformerBlock(ResidualBlock):
         self.mlp = GatedMLP(dim, hidden)
 
     def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeysAndValues | None, layer: int
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Mask, cache: KeysAndValues | None, layer: int
     ) -> Tensor:
         """Map x [B, T, D]; see `Attention`."""
         x = x + self.attention(self.attention_norm(x), rotation, mask, cache, layer)
@@ -122,10 +124,10 @@ class Transformer(LanguageModel):
         seen = 0 if cache is None else cache.length
         x = self.embedding(tokens)  # [B, T, D]
         rotation = rotations(seen, tokens.shape[1], self.head_dim, x)
-        mask = None
+        mask: Mask = None
         if resets is not None:
-            document = resets.cumsum(1)  # [B, T]
-            mask = (document[:, None, :, None] == document[:, None, None, :]).tril()  # [B, 1, T, T]
+            is_large = tokens.shape[1] >= 128 and self.head_dim >= 16  # a block; the fewest that flex attention takes
+            mask = document_mask(resets, in_blocks=x.is_cuda and HAS_TRITON and is_large)
         elif seen:
             mask = torch.ones(tokens.shape[1], seen + tokens.shape[1], dtype=torch.bool, device=x.device).tril(seen)
         for layer, block in enumerate(self.blocks):
@@ -145,6 +147,25 @@ class Transformer(LanguageModel):
         mixing = 2 * self.dim**2 + 2 * self.dim * self.kv_dim
         weights = self.num_layers * (mixing + 3 * self.dim * self.hidden) + self.dim * self.vocab_size
         return 6.0 * weights + 12.0 * self.num_layers * seq_len * self.dim
+
+
+def document_mask(resets: Tensor, *, in_blocks: bool) -> Mask:
+    """Which keys each query sees, for `resets` [B, T]: bool [B, 1, T, T], or `in_blocks`, so that empty ones are skipped."""
+    document = resets.cumsum(1)  # [B, T]
+    if not in_blocks:
+        return (document[:, None, :, None] == document[:, None, None, :]).tril()
+
+    def is_seen(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document[row, query] == document[row, key])
+
+    rows, length = resets.shape
+    return create_block_mask(is_seen, rows, None, length, length, device=resets.device)
+
+
+@functools.cache
+def compiled_attention() -> Any:
+    """For layers that are not compiled: without a compiler, flex attention holds all scores."""
+    return torch.compile(flex_attention)
 
 
 def rotations(first: int, length: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:

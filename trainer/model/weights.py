@@ -105,5 +105,5 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path
     if problems:
         more = f" and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
         listed = "; ".join(problems[:MOST_NAMED])
-        fix = "use the [model] and data.tokenizer settings that the weights were trained with"
+        fix = "use the [model], the data.tokenizer and the release that the weights were trained with"
         raise UserError(key, f"{path} does not fit the model: {listed}{more}", fix)

@@ -20,7 +20,10 @@ from tests.unit.model.test_recurrence import step_by_step
 from trainer.model import encoder, recurrence
 from trainer.model.recurrence import BLOCKS, fused_scan, gated_scan
 
-pytestmark = pytest.mark.cuda
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, where infinities are meant
+]
 
 TILE = BLOCKS.segments * BLOCKS.steps
 SHAPES = [(1, 1, 1), (2, 5, 3), (3, 2, 70), (1, TILE - 1, 33), (2, TILE, 32), (1, TILE + 1, 31), (1, 3 * TILE + 7, 5)]
@@ -88,8 +91,8 @@ def results(scan: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs) -> list[
 NAMES = ("h", "final state", "grad r", "grad i", "grad x", "grad decay", "grad state")
 
 
-# A device's exp and division are approximate: off by 1.4 times what the interpreter's are held to, at most, on an H100.
-ROUNDING = 2.0**-20 if DEVICE == "cpu" else 2.0**-18
+# A device's exp2 and rsqrt are approximate.
+ROUNDING = 2.0**-19 if DEVICE == "cpu" else 2.0**-18
 
 
 def assert_accurate(inputs: Inputs, rounding: float = ROUNDING) -> None:

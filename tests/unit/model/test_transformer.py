@@ -9,14 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.errors import UserError
 from trainer.extensions.samples import Draw, GenerationError, draw_token, generate
-from trainer.model import build
+from trainer.model import build, transformer
 from trainer.model.protocol import ModelOutput
 from trainer.model.transformer import build as build_transformer
+from trainer.model.transformer import document_mask
 
 
 def small(**settings: object):
@@ -36,12 +38,49 @@ def test_packed_documents_equal_the_same_run_apart():
             torch.testing.assert_close(packed[row : row + 1, start:stop], alone, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_attention_in_blocks_equals_the_mask(monkeypatch, kv_heads):
+    """Forward only: on CPUs flex attention has no backward (tests/cuda/test_documents.py)."""
+    model, generator = small(kv_heads=kv_heads), torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 29, (2, 300), generator=generator)
+    resets = torch.rand(2, 300, generator=generator) < 0.02
+    with torch.no_grad():
+        expected = model(tokens, resets=resets).logits
+        monkeypatch.setattr(
+            transformer, "document_mask", lambda resets, in_blocks: document_mask(resets, in_blocks=True)
+        )
+        monkeypatch.setattr(transformer, "compiled_attention", lambda: transformer.flex_attention)
+        torch.testing.assert_close(model(tokens, resets=resets).logits, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_blocks_of_documents_are_found_without_a_look_at_the_device():
+    with FakeTensorMode():  # refuses to read a number
+        mask = document_mask(torch.zeros(2, 300, dtype=torch.bool), in_blocks=True)
+    assert mask.kv_indices.shape == (2, 1, 3, 3)
+
+
+def test_kept_bytes_per_token_layer_and_channel():
+    """Under bf16; the difference of two batches leaves out the weights' copies."""
+
+    def kept(rows: int, layers: int) -> int:
+        found: dict[int, int] = {}
+        model = build_transformer(29, 64, layers, heads=1)
+        save = lambda x: found.update({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}) or x  # noqa: E731
+        with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+            model(torch.zeros(rows, 64, dtype=torch.int64))
+        return sum(found.values())
+
+    per_layer = [kept(rows, 3) - kept(rows, 1) for rows in (2, 6)]
+    assert (per_layer[1] - per_layer[0]) / (2 * 4 * 64 * 64) < 40.5
+
+
 def test_grouped_heads_are_heads_with_equal_keys_and_values():
     grouped, full = small(), small(kv_heads=4)
     weights = grouped.state_dict()
     for name, weight in weights.items():
-        if name.endswith(("attention.keys.weight", "attention.values.weight")):
-            weights[name] = weight.unflatten(0, (2, 8)).repeat_interleave(2, dim=0).flatten(0, 1)
+        if name.endswith("attention.inputs.weight"):
+            queries, *others = weight.unflatten(0, (8, 8)).split((4, 2, 2))
+            weights[name] = torch.cat([queries, *(each.repeat_interleave(2, dim=0) for each in others)]).flatten(0, 1)
     full.load_state_dict(weights)
     tokens = torch.arange(20).reshape(2, 10)
     torch.testing.assert_close(full(tokens).logits, grouped(tokens).logits)

@@ -218,7 +218,7 @@ def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
     problems = _misfits(own, shared, saved)
     if problems:
         problem = f"the checkpoint holds another model: {few(problems)}"
-        raise UserError("--resume", problem, "resume with the [model] it was trained with")
+        raise UserError("--resume", problem, "resume with the [model] and the release it was trained with")
     given: dict[str, Any] = {}
     for name, value in own.items():
         if name not in shared:
