@@ -151,15 +151,13 @@ def _(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
 class Blocks(NamedTuple):
     """How a kernel cuts its work. Rounding depends on it, so it is fixed, and neither tuned nor derived from the batch."""
 
-    channels: int = 64
-    """Per program: a row's 128 bytes in 16 bits are a whole line of the cache."""
-    segments: int = 8
+    channels: int = 32
+    """Per program: as few as let few rows fill a device."""
+    segments: int = 16
     """Side by side in time."""
     steps: int = 4
     """Per segment, held in registers: 4 channels, 8 bytes, per thread and step, so that addresses and masks cost little."""
     num_warps: int = 4
-    maxnreg: int = 168
-    """Registers per thread: 12 warps fit a multiprocessor, which is what hides the memory's latency."""
 
 
 BLOCKS: Final = Blocks()
@@ -233,7 +231,6 @@ def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], inputs: Any) -> Non
             SEGMENTS=BLOCKS.segments,
             STEPS=BLOCKS.steps,
             num_warps=BLOCKS.num_warps,
-            maxnreg=BLOCKS.maxnreg,
         )
 
 

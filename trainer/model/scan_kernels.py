@@ -99,6 +99,14 @@ def load_steps(pointer, first, time, num_steps, dim, channel, is_channel, other,
 
 
 @triton.jit
+def load_gates(r, i, x, first, time, num_steps, dim, channel, is_channel, STEPS: tl.constexpr):
+    """Past the end of the row the state stays what it is: a is 1 and x is 0 there."""
+    rs = load_steps(r, first, time, num_steps, dim, channel, is_channel, -INFINITY, STEPS)
+    gates = load_steps(i, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
+    return rs, gates, load_steps(x, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
+
+
+@triton.jit
 def store(pointer, first, time, num_steps, dim, channel, is_channel, value):
     pointer += tl.cast(first, tl.int64) * dim
     mask = (first + time < num_steps) & is_channel
@@ -123,13 +131,19 @@ def forward_kernel(
     carried = load(state, row * dim + channel, is_channel)
     begin = row * num_steps * dim
 
+    inputs = recurrence_gate + begin, input_gate + begin, x + begin
+    # Of the next tile, whose loads need not be waited for.
+    next_rs, next_gates, next_values = load_gates(*inputs, 0, time, num_steps, dim, channel, is_channel, STEPS)
+    if HAS_RESETS:
+        next_resets = load_steps(resets + row * num_steps, 0, time, num_steps, 1, 0, True, 0, STEPS)
+
     for first in tl.range(0, num_steps, SEGMENTS * STEPS):
-        # Past the end of the row the state stays what it is: a is 1 and x is 0 there.
-        rs = load_steps(recurrence_gate + begin, first, time, num_steps, dim, channel, is_channel, -INFINITY, STEPS)
-        gates = load_steps(input_gate + begin, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
-        values = load_steps(x + begin, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
+        rs, gates, values = next_rs, next_gates, next_values
+        ahead = first + SEGMENTS * STEPS
+        next_rs, next_gates, next_values = load_gates(*inputs, ahead, time, num_steps, dim, channel, is_channel, STEPS)
         if HAS_RESETS:
-            is_reset = load_steps(resets + row * num_steps, first, time, num_steps, 1, 0, True, 0, STEPS)
+            is_reset = next_resets
+            next_resets = load_steps(resets + row * num_steps, ahead, time, num_steps, 1, 0, True, 0, STEPS)
         end = tl.full([SEGMENTS, CHANNELS], 0.0, tl.float32)
         product = tl.full([SEGMENTS, CHANNELS], 1.0, tl.float32)
         kept = ()
@@ -176,16 +190,24 @@ def backward_kernel(
     begin = row * num_steps * dim
     last = (num_steps - 1) // (SEGMENTS * STEPS) * (SEGMENTS * STEPS)
 
+    inputs = recurrence_gate + begin, input_gate + begin, x + begin
+    # Past the end of the row the gradient stays what it is: a is 1 and everything else 0 there.
+    next_grads = load_steps(grad_h + begin, last, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
+    next_rs, next_gates, next_values = load_gates(*inputs, last, time, num_steps, dim, channel, is_channel, STEPS)
+    next_states = load_steps(h + begin, last, time - 1, num_steps - 1, dim, channel, is_channel, 0.0, STEPS)
+    if HAS_RESETS:
+        next_resets = load_steps(resets + row * num_steps, last, time, num_steps, 1, 0, True, 0, STEPS)
+
     for behind in tl.range(0, num_steps, SEGMENTS * STEPS):
         first = last - behind
-        # Past the end of the row the gradient stays what it is: a is 1 and everything else 0 there.
-        grads = load_steps(grad_h + begin, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
-        rs = load_steps(recurrence_gate + begin, first, time, num_steps, dim, channel, is_channel, -INFINITY, STEPS)
-        gates = load_steps(input_gate + begin, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
-        values = load_steps(x + begin, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
-        states = load_steps(h + begin, first, time - 1, num_steps - 1, dim, channel, is_channel, 0.0, STEPS)
+        grads, rs, gates, values, states = next_grads, next_rs, next_gates, next_values, next_states
+        ahead = first - SEGMENTS * STEPS
+        next_grads = load_steps(grad_h + begin, ahead, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
+        next_rs, next_gates, next_values = load_gates(*inputs, ahead, time, num_steps, dim, channel, is_channel, STEPS)
+        next_states = load_steps(h + begin, ahead, time - 1, num_steps - 1, dim, channel, is_channel, 0.0, STEPS)
         if HAS_RESETS:
-            is_reset = load_steps(resets + row * num_steps, first, time, num_steps, 1, 0, True, 0, STEPS)
+            is_reset = next_resets
+            next_resets = load_steps(resets + row * num_steps, ahead, time, num_steps, 1, 0, True, 0, STEPS)
         end = tl.full([SEGMENTS, CHANNELS], 0.0, tl.float32)
         product = tl.full([SEGMENTS, CHANNELS], 1.0, tl.float32)
         kept = ()
