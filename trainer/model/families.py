@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainer.config.schema import ModelTable
+from trainer.model.gated_delta import fewest_heads
 from trainer.model.protocol import ModelOutput
 
 DEFAULT = "rglru"
@@ -34,8 +36,7 @@ def _hugging_face(model_type: str) -> Family:
 
 FAMILIES: dict[str, Family] = {
     "rglru": Family("trainer.model.encoder:build"),
-    "gated_delta": Family("trainer.model.gated_delta:build"),
-    "fla_gated_delta": Family("trainer.extensions.flash_linear_attention:build_gated_delta", is_own=False),
+    "gated_delta": Family("trainer.extensions.flash_linear_attention:build"),
     "transformer": Family("trainer.model.transformer:build"),
     "gru": Family("trainer.model.families:gru", is_own=False),
     "lstm": Family("trainer.model.families:lstm", is_own=False),
@@ -45,6 +46,31 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": _hugging_face("qwen3_next"),
     "kimi_linear": _hugging_face("kimi_linear"),
 }
+
+GONE = {"fla_gated_delta": 'use "gated_delta", which runs the same kernels on CUDA where fla-core is installed'}
+
+
+def as_trained(table: Any) -> Any:
+    """The `[model]` that a checkpoint recorded, as this version writes it.
+
+    A gated_delta without heads is of a version that gave it one per 64 of `dim`: since then they are recorded.
+    """
+    match table:
+        case {"family": "gated_delta" | "fla_gated_delta", "dim": int(dim), "args": {**args}}:
+            return {**table, "family": "gated_delta", "args": {**args, "heads": args.get("heads") or max(dim // 64, 1)}}
+    return table
+
+
+def with_sizes(table: ModelTable, trained: Any = None) -> ModelTable:
+    """`[model]` with the heads that it leaves open: those of the checkpoint's `[model]`, if there is one."""
+    if table.family != "gated_delta" or table.args.get("heads"):
+        return table
+    match trained:
+        case {"args": {"heads": int(heads)}}:
+            pass
+        case _:
+            heads = fewest_heads(table.dim)
+    return table.model_copy(update={"args": {**table.args, "heads": heads}})
 
 
 class TorchRnn(nn.Module):

@@ -28,6 +28,7 @@ from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNor
 from trainer.model.protocol import ModelOutput
 
 CHUNK = 64
+WIDEST = 128  # heads by default
 TAPS = 4  # positions that the short convolution sees
 INITIAL_DECAY_RANGE = (1.0, 16.0)  # of A; the step is about 0.001 to 0.1, as in Mamba-2
 INITIAL_STEP_RANGE = (1e-3, 1e-1)
@@ -226,6 +227,8 @@ class GatedDelta(LanguageModel):
         sizes: of `LanguageModel`.
     """
 
+    implementation: Callable[[torch.device, str], str]  # what runs the rule on a device in a precision, and why
+
     def __init__(self, *, heads: int, **sizes: Any) -> None:
         super().__init__(lambda: DeltaBlock(sizes["dim"], sizes["hidden"], heads), **sizes)
         self.heads = heads
@@ -254,18 +257,23 @@ class GatedDelta(LanguageModel):
         return 6.0 * (weights + self.dim * self.vocab_size) + self.num_layers * rule
 
 
+def fewest_heads(dim: int) -> int:
+    """The fewest heads that divide `dim` and are at most `WIDEST` wide, the width at which kernels are fastest."""
+    return next((n for n in range(-(-dim // WIDEST), dim) if n and dim % n == 0), max(dim, 1))
+
+
 def build(
     vocab_size: int, dim: int, num_layers: int, *, heads: int = 0, mlp_ratio: float = 2.0, tie_embeddings: bool = False
 ) -> GatedDelta:
     """Build a `GatedDelta` with parameters drawn from torch's global generator.
 
     Args:
-        heads: 0: one per 64 of `dim`, at least one. The state has dim^2 / heads numbers per layer, beside the convolution's.
+        heads: 0: `fewest_heads`. The state has dim^2 / heads numbers per layer, beside the convolution's.
         mlp_ratio, tie_embeddings: as in `check_sizes`.
 
     Raises:
         UserError: the heads do not divide `dim`.
     """
-    heads = heads or max(dim // 64, 1)
+    heads = heads or fewest_heads(dim)
     sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings, heads=(heads,))
     return GatedDelta(heads=heads, **sizes)

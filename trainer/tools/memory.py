@@ -31,6 +31,7 @@ from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Replicated, Strategy
+from trainer.extensions import flash_linear_attention
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.encoder import use_kernels
 from trainer.model.recurrence import HAS_TRITON
@@ -197,6 +198,7 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
         wanted = config.train.device
         if HAS_TRITON and (wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())):
             use_kernels(model)
+            flash_linear_attention.use_kernels(model, config.train.precision)
         sizes = [live.now]
         has_buckets = isinstance(strategy, Replicated)
         if has_buckets:

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
 from trainer.objective.auxiliary import Auxiliary
 from trainer.training.checkpointing.checkpoint import loading
-from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
+from trainer.training.checkpointing.restore import DataPolicy, check_data, restore, with_trained_sizes
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.tensor_files import pack
 from trainer.training.checkpointing.train_state import HOST_KEYS, Position, TrainState
@@ -87,6 +87,7 @@ def open_run(
         UserError: on every rank alike.
     """
     run_dir, found, claimed = place_run(plan, launch.run_dir, info, stack)
+    plan = replace(plan, config=with_trained_sizes(plan.config, {} if found is None else found[1]["config"]))
     data = check_data(plan, found[1] if found is not None else None, info, launch.data_policy)
     plan = data.plan
     strategy = make_strategy(plan.config, info, device)
