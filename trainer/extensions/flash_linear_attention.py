@@ -177,12 +177,6 @@ def rule(queries: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return gated_delta_rule(queries, *args)
 
 
-def use_kernels(model: nn.Module, precision: str) -> None:
-    """Let the model run as on CUDA wherever its tensors are: fake ones on a CPU then need the memory of a CUDA run."""
-    if isinstance(model, GatedDelta) and precision != "fp32" and not refusal_here(0, model.dim // model.heads):
-        use_rule(model, kernel_rule)
-
-
 def use_rule(model: nn.Module, rule: Rule) -> None:
     """Let a rule run in all mixers."""
     for module in model.modules():

@@ -71,8 +71,10 @@ def gated_delta_rule(
     padding = -length % chunk
     parts = [queries, keys, values, log_decay[..., None], rate[..., None]]
     # [B, H, N, C, .]; padded by positions that change nothing: a = 1, b = 0.
-    q, k, v, log_a, b = (_in_chunks(F.pad(part.to(state.dtype), (0, 0, 0, padding)), 2, chunk) for part in parts)
-    document = _in_chunks(F.pad(resets, (0, padding)), 1, chunk).cumsum(-1)[:, None]  # [B, 1, N, C]
+    q, k, v, log_a, b = (
+        torch.unflatten(F.pad(part.to(state.dtype), (0, 0, 0, padding)), 2, (-1, chunk)) for part in parts
+    )
+    document = torch.unflatten(F.pad(resets, (0, padding)), 1, (-1, chunk)).cumsum(-1)[:, None]  # [B, 1, N, C]
 
     since_start = log_a[..., 0].cumsum(-1)  # [B, H, N, C]
     is_later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
@@ -94,11 +96,6 @@ def gated_delta_rule(
             outputs.append(from_state[:, :, n] * (q[:, :, n] @ state) + mixing[:, :, n] @ correction)
             state = from_state[:, :, n, -1:] * state + to_end[:, :, n].transpose(-1, -2) @ correction
     return torch.cat(outputs, dim=2)[:, :, :length], state
-
-
-def _in_chunks(x: Tensor, dim: int, chunk: int) -> Tensor:
-    """[..., N * chunk, ...] as [..., N, chunk, ...]."""
-    return x.reshape(*x.shape[:dim], -1, chunk, *x.shape[dim + 1 :])
 
 
 class DeltaMixer(nn.Module):
@@ -189,15 +186,8 @@ def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | 
         if document is not None:
             earlier = earlier * (document[:, before - j : before - j + length] == document[:, before:])
         y = y + taps[j].to(x.dtype) * earlier
-    return y, last_inputs(whole, before, None if resets is None else F.pad(resets, (before, 0)))
-
-
-def last_inputs(x: Tensor, num: int, resets: Tensor | None) -> Tensor:
-    """The last `num` positions of x [B, T, D], of T or more, with zeros for other documents than that of the last one."""
-    if resets is None:
-        return x[:, -num:]
-    document = resets.cumsum(1)[..., None]
-    return x[:, -num:] * (document[:, -num:] == document[:, -1:])
+    last = whole[:, -before:]
+    return y, last if document is None else last * (document[:, -before:] == document[:, -1:])
 
 
 class DeltaBlock(ResidualBlock):

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from trainer.config.load import load_config, to_toml
-from trainer.config.schema import ModelTable, RunConfig
+from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import write_file
@@ -193,8 +193,7 @@ def load_model(
     found: int | None
     if (place / WEIGHTS_FILE).is_file():
         config, source = load_config(place / CONFIG_FILE), place
-        trained = as_trained(config.model.model_dump())
-        config = config.model_copy(update={"model": ModelTable.model_validate(trained)})
+        config = RunConfig.model_validate(as_trained(config.model_dump(mode="json")))
         weights, metadata = read_weights(place)
         found = int(metadata["step"]) if metadata.get("step", "").isdigit() else None
         own = place / "tokenizer.json"

@@ -178,9 +178,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}") from None
     if (named := step_of(path.resolve())) not in (-1, state["step"]):
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of step {state['step']}, not {named}")
-    if "model" in state["config"]:
-        state["config"]["model"] = as_trained(state["config"]["model"])
-    return state
+    return {**state, "config": as_trained(state["config"])}
 
 
 def _listed_files(path: Path) -> dict[str, dict[str, Any]]:

@@ -184,12 +184,7 @@ def check_resume(config: RunConfig, resume: str) -> None:
     """
     if resume not in ("off", "auto") and not is_url(resume):
         saved = checkpoint.named(resume, checkpoint.read_state)["config"]
-        check_config(saved, with_trained_sizes(config, saved))
-
-
-def with_trained_sizes(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
-    """The config with the sizes of the model that it leaves open, as a checkpoint's config has them; {}: by default."""
-    return config.model_copy(update={"model": with_sizes(config.model, saved.get("model"))})
+        check_config(saved, with_sizes(config, saved))
 
 
 def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
