@@ -2,7 +2,8 @@
 
 The kernels take rows as they are, [B, T, H, K], and have no resets: at a document's first position the log decay is `FORGET`
 instead, so nothing depends on the data. Within a chunk of 64 positions that costs as many bits of the decays as the sum of its
-log decays is larger.
+log decays is larger. Which of their configurations the kernels run is measured at the first call on a machine and then kept in
+Triton's cache: another machine may round differently.
 """
 
 from __future__ import annotations
