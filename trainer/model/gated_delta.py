@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,6 +109,7 @@ class DeltaMixer(nn.Module):
         super().__init__()
         self.dim, self.heads = dim, heads
         self.rule: Rule = gated_delta_rule
+        self.call: Callable[..., Any] | None = None  # of `convolve`
         self.inputs = nn.Linear(dim, 3 * dim, bias=False)  # queries, keys, values
         self.taps = nn.Parameter(torch.empty(TAPS, 3 * dim))
         self.gates = nn.Linear(dim, 2 * heads, bias=False)  # decay, rate
@@ -122,8 +124,7 @@ class DeltaMixer(nn.Module):
         for linear in (self.inputs, self.gates, self.output_gate):
             init_matrix(linear.weight)
         init_matrix(self.out.weight, residual_scale)
-        bound = 1.0 / math.sqrt(TAPS)
-        nn.init.uniform_(self.taps, -bound, bound)
+        nn.init.uniform_(self.taps, -(TAPS**-0.5), TAPS**-0.5)
         low, high = INITIAL_STEP_RANGE
         with torch.no_grad():
             self.log_a.copy_(torch.empty_like(self.log_a).uniform_(*INITIAL_DECAY_RANGE).log())
@@ -132,32 +133,29 @@ class DeltaMixer(nn.Module):
 
     def forward(self, x: Tensor, state: LayerState | None, resets: Tensor | None) -> tuple[Tensor, LayerState]:
         """Mix x [B, T, D] over time; returns the output [B, T, D] and the state after it."""
-        dtype = torch.promote_types(x.dtype, torch.float32)  # from the projections to the norm
-        inputs = self.inputs(x).to(dtype)  # [B, T, 3 D]
+        dtype = torch.promote_types(x.dtype, torch.float32)  # from the convolution to the norm
+        inputs, width = self.inputs(x), self.dim // self.heads  # [B, T, 3 D]
         if state is None:
-            width = self.dim // self.heads
             state = {
                 "memory": x.new_zeros(x.shape[0], self.heads, width, width, dtype=dtype),
-                "recent": inputs.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim),
+                "recent": x.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim, dtype=dtype),
             }
-        convolved, last = short_convolution(inputs, self.taps, state["recent"].to(inputs.dtype), resets)
-        queries, keys, values = (
-            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2) for part in F.silu(convolved).chunk(3, dim=-1)
-        )  # [B, H, T, K]
+        convolve = self.convolve if self.call is None else partial(self.call, self.convolve)
+        *wide, last = convolve(inputs, state["recent"].to(dtype), resets)
         decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]
         log_decay = -self.log_a.to(dtype).exp()[:, None] * F.softplus(decay + self.step_bias.to(dtype)[:, None])
-        mixed, memory = self.rule(
-            normalized(queries) * queries.shape[-1] ** -0.5,
-            normalized(keys),
-            values,
-            log_decay,
-            torch.sigmoid(rate),
-            state["memory"].to(dtype),
-            resets,
-        )
+        mixed, memory = self.rule(*wide, log_decay, torch.sigmoid(rate), state["memory"].to(dtype), resets)
         gate = F.silu(self.output_gate(x))
         normed = self.norm(mixed.transpose(1, 2)).flatten(2)  # [B, T, D]
         return self.out(gate * normed.to(gate.dtype)), {"memory": memory, "recent": last}
+
+    def convolve(self, inputs: Tensor, recent: Tensor, resets: Tensor | None) -> tuple[Tensor, ...]:
+        """Queries, keys and values [B, H, T, K] of projections [B, T, 3 D], and `recent` for what follows, in its type."""
+        convolved, last = short_convolution(inputs.to(recent.dtype), self.taps, recent, resets)
+        queries, keys, values = (
+            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2) for part in F.silu(convolved).chunk(3, dim=-1)
+        )
+        return normalized(queries) * queries.shape[-1] ** -0.5, normalized(keys), values, last
 
 
 def normalized(x: Tensor) -> Tensor:

@@ -5,8 +5,7 @@ and carrying `h` over the cut changes only rounding. The coefficients are those 
 arXiv 2402.19427, equations 1 to 4).
 
 The scan is one registered operator: `torch.compile` and fake tensors see a single opaque node each way instead of about a
-thousand elementwise ones. On CUDA gates and scan together are one
-(`fused_scan`); what a CPU runs is its reference.
+thousand elementwise ones. On CUDA gates and scan together are one (`fused_scan`); what a CPU runs is its reference.
 """
 
 from __future__ import annotations
