@@ -30,7 +30,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
 VOCAB = 64
 RECORDED = ("torch", "transformers", "minGRU-pytorch")
 NOT_TRIED = {
-    "mamba-ssm, flash-linear-attention, xlstm": "need a GPU",
+    "mamba-ssm, xlstm": "need a GPU",
     "titans-pytorch, Hugging Face rwkv": "not wrapped here",
     "Hugging Face olmo_hybrid, falcon_h1, zamba": "need full attention, whose cache grows",
 }

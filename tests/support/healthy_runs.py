@@ -119,7 +119,6 @@ REAL_RUNS: Mapping[str, Callable[[Path], Path]] = {
     **{
         f"layers, {family}": partial(start, overrides=("metrics.per_layer=true", f'model.family="{family}"'))
         for family in FAMILIES
-        if not family.startswith("fla_")
     },
     "layers, sgd": partial(start, overrides=("metrics.per_layer=true", 'optimizer.name="sgd"', "optimizer.lr=0.1")),
     "layers, muon": partial(start, overrides=("metrics.per_layer=true", 'optimizer.name="muon"')),

@@ -6,7 +6,12 @@ them alone, so that other tests in the same process still see Triton as it is.
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -79,3 +84,30 @@ if DEVICE == "cpu":
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         import trainer.model.scan_kernels  # noqa: F401
+
+
+@contextmanager
+def interpreted_fla() -> Iterator[ModuleType]:
+    """flash-linear-attention's module of the gated delta rule; on a CPU its kernels are interpreted, and Triton's functions."""
+    name = "fla.ops.gated_delta_rule.chunk"
+    if DEVICE != "cpu":
+        yield pytest.importorskip(name)
+        return
+    pytest.importorskip("fla")
+    with pytest.MonkeyPatch.context() as patch, triton.knobs.runtime.scope():
+        for module in [each for each in sys.modules if each.partition(".")[0] == "fla"]:
+            patch.delitem(sys.modules, module)
+        standard = importlib.import_module("triton.language.standard")
+        for key, function in list(vars(standard).items()):
+            if isinstance(function, triton.JITFunction):
+                for module in (standard, triton.language):
+                    patch.setattr(module, key, interpreter.InterpretedFunction(function.fn), raising=False)
+        triton.knobs.runtime.interpret = True
+        patch.setattr(triton.runtime.autotuner.Autotuner, "_bench", lambda *_, **__: [0.0] * 3)
+        kernels = importlib.import_module(name)
+        states = importlib.import_module("fla.ops.common.chunk_delta_h")
+        tensors = lambda *bounds: map(interpreter._implicit_cvt, range(*map(int, bounds)))  # noqa: E731
+        patch.setattr(states, "range", tensors, raising=False)  # its loops read `.to` of their number
+        yield kernels
+        for module in [each for each in sys.modules if each.partition(".")[0] == "fla"]:
+            del sys.modules[module]

@@ -131,6 +131,7 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
         return "is required but missing", f"add {f'a table [{_dotted(path)}]' if keys_of(model, path) else path[-1]}"
     if kind == "literal_error":
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
+        allowed = allowed.replace("True", "true").replace("False", "false")
         return f"must be one of {allowed}; got {shown(value)}", ""
     if kind in _MUST:
         fix = f"write [[{_dotted(path)}]]" if kind == "list_type" and isinstance(value, Mapping) else ""

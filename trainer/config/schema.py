@@ -64,7 +64,7 @@ class TrainTable(Table):
     compile: Literal["auto", True, False] = "auto"
     """Compile blocks with torch.compile: faster steps, a slower first one. auto: built-in families on CUDA with Triton."""
     cuda_graph: Literal["auto", True, False] = "auto"
-    """Replay forward and backward as CUDA graphs (docs/models.md#cuda-graphs). auto: built-in families where it is possible."""
+    """Replay forward and backward as CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in families where it is possible."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"

@@ -1,60 +1,158 @@
-"""Operators of flash-linear-attention on rows that continue a group and may hold several documents.
+"""`gated_delta` on CUDA by the kernels of flash-linear-attention, as operators that compile and can be captured.
 
-The operators take sequences one behind the other, [1, N, ...], whose bounds are `cu_seqlens`, and a state for each sequence,
-[S, ...]. `run_rows` is the way between these and the trainer's rows, states and resets; it fits every operator that takes
-`initial_state`, `output_final_state` and `cu_seqlens`.
+The kernels take rows as they are, [B, T, H, K], and have no resets: at a document's first position the log decay is `FORGET`
+instead, so nothing depends on the data. Within a chunk of 64 positions that costs as many bits of the decays as the sum of its
+log decays is larger. Which of their configurations the kernels run is measured at the first call on a machine and then kept in
+Triton's cache: another machine may round differently.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any
+import re
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from trainer.errors import UserError
-from trainer.model.gated_delta import DeltaMixer, GatedDelta, build, gated_delta_rule
+from trainer.model import gated_delta
+from trainer.model.gated_delta import CHUNK, DeltaMixer, GatedDelta, Rule, gated_delta_rule
 
-Operator = Callable[..., tuple[Tensor, Tensor]]
-
-
-def run_rows(
-    operator: Operator, inputs: Mapping[str, Tensor], state: Tensor, resets: Tensor | None = None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Run an operator over rows from their states.
-
-    Args:
-        inputs: the operator's tensors of positions by the names of its arguments, each [B, T, ...].
-        state: before the first position of each row, [B, ...].
-        resets: bool [B, T], True where the state is zero before the position; None: nowhere.
-        options: further arguments of the operator.
-
-    Returns:
-        Its output [B, T, ...], and the states after each row's last position, [B, ...].
-    """
-    if resets is None:
-        return operator(**inputs, initial_state=state, output_final_state=True, **options)
-    rows, length = resets.shape
-    begins = resets.clone()
-    begins[:, 0] = True
-    firsts = begins.flatten().nonzero()[:, 0]  # [S]
-    row = firsts // length
-    is_fresh = resets.flatten()[firsts].view(-1, *[1] * (state.ndim - 1))
-    bounds = torch.cat([firsts, firsts.new_full((1,), rows * length)])
-    output, ends = operator(
-        **{name: each.flatten(0, 1)[None] for name, each in inputs.items()},
-        initial_state=state[row].masked_fill(is_fresh, 0.0),
-        output_final_state=True,
-        cu_seqlens=bounds,
-        **options,
-    )
-    return output[0].view(rows, length, *output.shape[2:]), ends[begins.sum(1).cumsum(0) - 1]
+FORGET: Final = -32.0
+"""Log decay at a reset: what is left of a state, 1e-14, is below the rounding of what follows."""
+WIDEST: Final = 256
+"""Largest width of a head that the kernels take."""
+KERNEL_TYPES: Final = (torch.bfloat16, torch.float16)
+Version = tuple[int, ...]
 
 
-def flash_gated_delta_rule(
+class Refused(NamedTuple):
+    """Versions of which the kernels are not right on devices of a capability; upper ends are exclusive."""
+
+    fla: tuple[Version, Version]
+    triton: tuple[Version, Version]
+    capability: int
+    """Major: 9 is Hopper."""
+    widths: tuple[int, int]
+    """Of heads."""
+    problem: str
+
+
+KNOWN: Final = (((0, 4, 2), (0, 4, 3), (8, 9)), ((0, 6), (0, 7), (8, 9, 10, 11, 12)))
+"""Versions of fla-core, the upper end exclusive, and the devices' major capabilities."""
+REFUSED: Final = (
+    Refused(
+        ((0, 4), (0, 5)),
+        ((3, 4), (3, 7, 1)),
+        9,
+        (33, 65),
+        "gives heads 33 to 64 wide wrong gradients (fla-org/flash-linear-attention#640): use wider heads",
+    ),
+    Refused(
+        ((0, 5), (0, 7)),
+        ((3, 4), (3, 7, 1)),
+        9,
+        (1, WIDEST + 1),
+        "refuses gradients (fla-org/flash-linear-attention#640): use Triton 3.7.1, or fla-core 0.4.2",
+    ),
+)
+
+
+def refusal(fla: str, triton: str, capability: tuple[int, int], width: int) -> str:
+    """Why the kernels must not run for heads of a width; empty where they are right."""
+    here = f"fla-core {fla} with Triton {triton} on devices of capability {capability[0]}.{capability[1]}"
+    own, compiler = _numbers(fla), _numbers(triton)
+    for each in REFUSED:
+        fits = each.fla[0] <= own < each.fla[1] and each.triton[0] <= compiler < each.triton[1]
+        if fits and capability[0] == each.capability and each.widths[0] <= width < each.widths[1]:
+            return f"{here} {each.problem}"
+    if not any(first <= own < end and capability[0] in majors for first, end, majors in KNOWN):
+        return f"{here} has not been tried"
+    return f"heads are {width} wide, the kernels take {WIDEST} at most" if width > WIDEST else ""
+
+
+def _numbers(text: str) -> Version:
+    return tuple(map(int, re.findall(r"\d+", text)[:3]))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@functools.cache
+def refusal_here(device: int, width: int) -> str:
+    """`refusal` of what is installed, on a CUDA device; on a machine without one, on an H100."""
+    try:
+        installed = version("fla-core"), importlib.import_module("triton").__version__
+    except (PackageNotFoundError, ImportError):
+        return "fla-core is not installed (extra: fla)"
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
+    return refusal(*installed, capability, width)
+
+
+@torch.library.custom_op("trainer::gated_delta", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kernels = importlib.import_module("fla.ops.gated_delta_rule.chunk")
+    given = {"q": q, "k": k, "v": v, "g": log_decay, "beta": rate, "initial_state": state}
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        cumulated, output, solved, end, *_ = kernels.chunk_gated_delta_rule_fwd(
+            **{name: each.contiguous() for name, each in given.items()}, scale=1.0, output_final_state=True
+        )
+    return output, end, cumulated, solved
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+    solved = k.new_empty(*log_decay.shape, CHUNK)  # the inverse of each chunk's triangular system
+    return v.new_empty(v.shape), state.new_empty(state.shape), log_decay.new_empty(log_decay.shape), solved
+
+
+@torch.library.custom_op(
+    "trainer::gated_delta_backward",
+    mutates_args=(),
+    schema="(Tensor grad_output, Tensor? grad_end, Tensor q, Tensor k, Tensor v, Tensor cumulated, Tensor rate, Tensor state, "
+    "Tensor solved) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(grad_output: Tensor, grad_end: Tensor | None, *saved: Tensor) -> tuple[Tensor, ...]:
+    kernels = importlib.import_module("fla.ops.gated_delta_rule.chunk")
+    names = ("q", "k", "v", "g", "beta", "initial_state", "A")
+    with torch.cuda.device_of(grad_output):  # type: ignore[no-untyped-call]
+        grad_q, grad_k, grad_v, grad_rate, grad_decay, grad_state, *_ = kernels.chunk_gated_delta_rule_bwd(
+            **{name: each.contiguous() for name, each in zip(names, saved, strict=True)},
+            scale=1.0,
+            do=grad_output.contiguous(),
+            dht=None if grad_end is None else grad_end.contiguous(),
+        )
+    _, _, _, cumulated, rate, *_ = saved
+    return grad_q, grad_k, grad_v, grad_decay.to(cumulated.dtype), grad_rate.to(rate.dtype), grad_state
+
+
+@_backward.register_fake
+def _(grad_output: Tensor, grad_end: Tensor | None, *saved: Tensor) -> tuple[Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in saved[:-1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, _, rate, state = inputs
+    _, _, cumulated, solved = output
+    ctx.save_for_backward(q, k, v, cumulated, rate, state, solved)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad_output: Tensor | None, grad_end: Tensor | None, *_: None) -> tuple[Tensor, ...]:
+    if grad_output is None:
+        grad_output = torch.zeros_like(ctx.saved_tensors[2])
+    found: tuple[Tensor, ...] = _backward(grad_output, grad_end, *ctx.saved_tensors)
+    return found
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def kernel_rule(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -62,52 +160,62 @@ def flash_gated_delta_rule(
     rate: Tensor,
     state: Tensor,
     resets: Tensor | None = None,
-    *,
-    operator: Operator,
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta.gated_delta_rule` by `chunk_gated_delta_rule`; products have the type of autocast, if it is on."""
+    """`gated_delta_rule` by the kernels; products have the type of autocast, if it is on, and sums are in float32."""
     kind = queries.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else queries.dtype
-    given = {"q": queries.to(dtype), "k": keys.to(dtype), "v": values.to(dtype), "g": log_decay, "beta": rate}
-    inputs = {name: each.transpose(1, 2) for name, each in given.items()}
-    output, end = run_rows(operator, inputs, state, resets, scale=1.0)
+    if resets is not None:
+        log_decay = log_decay.masked_fill(resets[:, None], FORGET)
+    wide = (each.transpose(1, 2).to(dtype).contiguous() for each in (queries, keys, values))
+    narrow = (each.transpose(1, 2).float().contiguous() for each in (log_decay, rate))
+    output, end, _, _ = _forward(*wide, *narrow, state.float().contiguous())
     return output.transpose(1, 2).to(state.dtype), end
 
 
-def _rule(queries: Tensor, *args: Any, operator: Operator) -> tuple[Tensor, Tensor]:
-    """The kernels for what they take; the rule in torch before the model is on its device, and in float64."""
-    if queries.is_cuda and queries.dtype != torch.float64:
-        return flash_gated_delta_rule(queries, *args, operator=operator)
+def rule(queries: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """`kernel_rule` where it is right and products have 16 bits; otherwise the rule in torch."""
+    has_16_bits = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") in KERNEL_TYPES
+    if queries.is_cuda and has_16_bits and not refusal_here(queries.device.index, queries.shape[-1]):
+        return kernel_rule(queries, *args)
     return gated_delta_rule(queries, *args)
 
 
-def build_gated_delta(vocab_size: int, dim: int, num_layers: int, **args: Any) -> GatedDelta:
-    """Build a `GatedDelta` that runs the kernels of flash-linear-attention.
+def use_rule(model: nn.Module, rule: Rule) -> None:
+    """Let a rule run in all mixers; what they do before it is computed again in the backward, except on CPUs."""
+    for module in model.modules():
+        if isinstance(module, DeltaMixer):
+            module.rule = rule
+            module.call = call_recomputed if rule is kernel_rule else call
 
-    Args:
-        args: of `gated_delta.build`.
 
-    Raises:
-        UserError: they are not installed, or there is no CUDA device.
-    """
-    what, fix = (
-        "fla_gated_delta runs kernels of flash-linear-attention, which ",
-        'or set it to "gated_delta", the same rule',
+def call_recomputed(function: Callable[..., Any], *args: Any) -> Any:
+    """Call it, and again in the backward: a few elementwise passes instead of 60 bytes of each channel and token."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def call(function: Callable[..., Any], inputs: Tensor, *args: Any) -> Any:
+    """`call_recomputed`, except on a CPU, which is slower then."""
+    return call_recomputed(function, inputs, *args) if inputs.is_cuda else function(inputs, *args)
+
+
+def implementation(width: int, device: torch.device, precision: str) -> str:
+    """What runs the rule for heads of a width, and why."""
+    if device.type != "cuda":
+        return "gated delta rule in torch: its kernels need CUDA"
+    if precision == "fp32":
+        return "gated delta rule in torch: its kernels compute products in 16 bits"
+    if why := refusal_here(device.index or 0, width):
+        return f"gated delta rule in torch: {why}"
+    return f"gated delta rule by the kernels of fla-core {version('fla-core')}"
+
+
+def build(
+    vocab_size: int, dim: int, num_layers: int, *, heads: int = 0, mlp_ratio: float = 2.0, tie_embeddings: bool = False
+) -> GatedDelta:
+    """`gated_delta.build`, of which CUDA runs the kernels where they are right."""
+    model = gated_delta.build(
+        vocab_size, dim, num_layers, heads=heads, mlp_ratio=mlp_ratio, tie_embeddings=tie_embeddings
     )
-    if not torch.cuda.is_available():
-        raise UserError("model.family", f"{what}need a CUDA device", f"use a machine with one, {fix} in torch")
-    try:
-        operator = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    except ImportError as error:
-        problem = f"{what}cannot be imported: {error}"
-        raise UserError("model.family", problem, f"run: pip install 'fla-core[cuda]', {fix} in torch") from None
-    model = build(vocab_size, dim, num_layers, **args)
-    for mixer in mixers(model):
-        mixer.rule = partial(_rule, operator=operator)
-    model.resets_in_one_pass = False  # `run_rows` gives each number of documents another shape
+    use_rule(model, rule)
+    model.implementation = functools.partial(implementation, dim // model.heads)
     return model
-
-
-def mixers(model: GatedDelta) -> Iterator[DeltaMixer]:
-    """The mixers, whose `rule` another function with the same arguments may replace."""
-    return (each for each in model.modules() if isinstance(each, DeltaMixer))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.model.protocol import GATE_SHARPNESS, ModelOutput
-from trainer.model.recurrence import fused_scan, gated_scan
+from trainer.model.recurrence import gated_scan
 
 NORM_EPS = 1e-5
 """As flash-linear-attention and Llama have it. With torch's, 1.2e-7, the norm after the delta rule multiplies rounding."""
@@ -250,13 +250,6 @@ class RecurrentEncoder(LanguageModel):
         """
         matrix_weights = self.num_layers * (5 * self.dim**2 + 3 * self.dim * self.hidden) + self.dim * self.vocab_size
         return 6.0 * matrix_weights + 5.0 * self.num_layers * self.dim
-
-
-def use_kernels(model: nn.Module) -> None:
-    """Let the model's scans be the kernels wherever its tensors are: fake ones on a CPU then need the memory of a CUDA run."""
-    for module in model.modules():
-        if isinstance(module, GatedRecurrence):
-            module.scan = fused_scan
 
 
 def build(

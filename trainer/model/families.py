@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainer.config.schema import RunConfig
+from trainer.model.gated_delta import fewest_heads
 from trainer.model.protocol import ModelOutput
 
 DEFAULT = "rglru"
@@ -34,17 +36,38 @@ def _hugging_face(model_type: str) -> Family:
 
 FAMILIES: dict[str, Family] = {
     "rglru": Family("trainer.model.encoder:build"),
-    "gated_delta": Family("trainer.model.gated_delta:build"),
-    "fla_gated_delta": Family("trainer.extensions.flash_linear_attention:build_gated_delta", is_own=False),
+    "gated_delta": Family("trainer.extensions.flash_linear_attention:build"),
     "transformer": Family("trainer.model.transformer:build"),
-    "gru": Family("trainer.model.families:gru", is_own=False),
-    "lstm": Family("trainer.model.families:lstm", is_own=False),
+    "gru": Family("trainer.model.families:TorchRnn", {"kind": nn.GRU}, is_own=False),
+    "lstm": Family("trainer.model.families:TorchRnn", {"kind": nn.LSTM}, is_own=False),
     "mamba2": _hugging_face("mamba2"),
     "bamba": _hugging_face("bamba"),
     "lfm2": _hugging_face("lfm2"),
     "qwen3_next": _hugging_face("qwen3_next"),
     "kimi_linear": _hugging_face("kimi_linear"),
 }
+
+GONE = {"fla_gated_delta": 'use "gated_delta", which runs the same kernels on CUDA where fla-core is installed'}
+
+
+def as_trained(config: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's config as this version writes it: heads of gated_delta that it lacks were one per 64 of `dim`."""
+    match config:
+        case {"model": {"family": "gated_delta" | "fla_gated_delta", "dim": int(dim), "args": {**args}, **table}}:
+            args["heads"] = args.get("heads") or max(dim // 64, 1)
+            return {**config, "model": {**table, "family": "gated_delta", "dim": dim, "args": args}}
+    return config
+
+
+def with_sizes(config: RunConfig, trained: Mapping[str, Any]) -> RunConfig:
+    """A run's config with the heads that it leaves open: those of a checkpoint's config, or without one the default."""
+    table, heads = config.model, fewest_heads(config.model.dim)
+    if table.family != "gated_delta" or table.args.get("heads"):
+        return config
+    match trained:
+        case {"model": {"args": {"heads": int(known)}}}:
+            heads = known
+    return config.model_copy(update={"model": table.model_copy(update={"args": {**table.args, "heads": heads}})})
 
 
 class TorchRnn(nn.Module):
@@ -92,13 +115,3 @@ class TorchRnn(nn.Module):
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations per trained token: 6 per weight of a matrix product."""
         return 6.0 * (self.num_layers * self.gates * 2 * self.dim**2 + self.dim * self.vocab_size)
-
-
-def gru(vocab_size: int, dim: int, num_layers: int, *, dropout: float = 0.0, tie_embeddings: bool = False) -> TorchRnn:
-    """A `TorchRnn` of `nn.GRU`."""
-    return TorchRnn(vocab_size, dim, num_layers, kind=nn.GRU, dropout=dropout, tie_embeddings=tie_embeddings)
-
-
-def lstm(vocab_size: int, dim: int, num_layers: int, *, dropout: float = 0.0, tie_embeddings: bool = False) -> TorchRnn:
-    """A `TorchRnn` of `nn.LSTM`."""
-    return TorchRnn(vocab_size, dim, num_layers, kind=nn.LSTM, dropout=dropout, tie_embeddings=tie_embeddings)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNor
 from trainer.model.protocol import ModelOutput
 
 CHUNK = 64
+WIDEST = 128  # heads by default
 TAPS = 4  # positions that the short convolution sees
 INITIAL_DECAY_RANGE = (1.0, 16.0)  # of A; the step is about 0.001 to 0.1, as in Mamba-2
 INITIAL_STEP_RANGE = (1e-3, 1e-1)
@@ -70,8 +72,10 @@ def gated_delta_rule(
     padding = -length % chunk
     parts = [queries, keys, values, log_decay[..., None], rate[..., None]]
     # [B, H, N, C, .]; padded by positions that change nothing: a = 1, b = 0.
-    q, k, v, log_a, b = (_in_chunks(F.pad(part.to(state.dtype), (0, 0, 0, padding)), 2, chunk) for part in parts)
-    document = _in_chunks(F.pad(resets, (0, padding)), 1, chunk).cumsum(-1)[:, None]  # [B, 1, N, C]
+    q, k, v, log_a, b = (
+        torch.unflatten(F.pad(part.to(state.dtype), (0, 0, 0, padding)), 2, (-1, chunk)) for part in parts
+    )
+    document = torch.unflatten(F.pad(resets, (0, padding)), 1, (-1, chunk)).cumsum(-1)[:, None]  # [B, 1, N, C]
 
     since_start = log_a[..., 0].cumsum(-1)  # [B, H, N, C]
     is_later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
@@ -95,11 +99,6 @@ def gated_delta_rule(
     return torch.cat(outputs, dim=2)[:, :, :length], state
 
 
-def _in_chunks(x: Tensor, dim: int, chunk: int) -> Tensor:
-    """[..., N * chunk, ...] as [..., N, chunk, ...]."""
-    return x.reshape(*x.shape[:dim], -1, chunk, *x.shape[dim + 1 :])
-
-
 class DeltaMixer(nn.Module):
     """Temporal mixing: the gated delta rule with a short convolution before it, and a gated norm after it.
 
@@ -110,6 +109,7 @@ class DeltaMixer(nn.Module):
         super().__init__()
         self.dim, self.heads = dim, heads
         self.rule: Rule = gated_delta_rule
+        self.call: Callable[..., Any] | None = None  # of `convolve`
         self.inputs = nn.Linear(dim, 3 * dim, bias=False)  # queries, keys, values
         self.taps = nn.Parameter(torch.empty(TAPS, 3 * dim))
         self.gates = nn.Linear(dim, 2 * heads, bias=False)  # decay, rate
@@ -124,8 +124,7 @@ class DeltaMixer(nn.Module):
         for linear in (self.inputs, self.gates, self.output_gate):
             init_matrix(linear.weight)
         init_matrix(self.out.weight, residual_scale)
-        bound = 1.0 / math.sqrt(TAPS)
-        nn.init.uniform_(self.taps, -bound, bound)
+        nn.init.uniform_(self.taps, -(TAPS**-0.5), TAPS**-0.5)
         low, high = INITIAL_STEP_RANGE
         with torch.no_grad():
             self.log_a.copy_(torch.empty_like(self.log_a).uniform_(*INITIAL_DECAY_RANGE).log())
@@ -134,32 +133,29 @@ class DeltaMixer(nn.Module):
 
     def forward(self, x: Tensor, state: LayerState | None, resets: Tensor | None) -> tuple[Tensor, LayerState]:
         """Mix x [B, T, D] over time; returns the output [B, T, D] and the state after it."""
-        dtype = torch.promote_types(x.dtype, torch.float32)  # from the projections to the norm
-        inputs = self.inputs(x).to(dtype)  # [B, T, 3 D]
+        dtype = torch.promote_types(x.dtype, torch.float32)  # from the convolution to the norm
+        inputs, width = self.inputs(x), self.dim // self.heads  # [B, T, 3 D]
         if state is None:
-            width = self.dim // self.heads
             state = {
                 "memory": x.new_zeros(x.shape[0], self.heads, width, width, dtype=dtype),
-                "recent": inputs.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim),
+                "recent": x.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim, dtype=dtype),
             }
-        convolved, last = short_convolution(inputs, self.taps, state["recent"].to(inputs.dtype), resets)
-        queries, keys, values = (
-            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2) for part in F.silu(convolved).chunk(3, dim=-1)
-        )  # [B, H, T, K]
+        convolve = self.convolve if self.call is None else partial(self.call, self.convolve)
+        *wide, last = convolve(inputs, state["recent"].to(dtype), resets)
         decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]
         log_decay = -self.log_a.to(dtype).exp()[:, None] * F.softplus(decay + self.step_bias.to(dtype)[:, None])
-        mixed, memory = self.rule(
-            normalized(queries) * queries.shape[-1] ** -0.5,
-            normalized(keys),
-            values,
-            log_decay,
-            torch.sigmoid(rate),
-            state["memory"].to(dtype),
-            resets,
-        )
+        mixed, memory = self.rule(*wide, log_decay, torch.sigmoid(rate), state["memory"].to(dtype), resets)
         gate = F.silu(self.output_gate(x))
         normed = self.norm(mixed.transpose(1, 2)).flatten(2)  # [B, T, D]
         return self.out(gate * normed.to(gate.dtype)), {"memory": memory, "recent": last}
+
+    def convolve(self, inputs: Tensor, recent: Tensor, resets: Tensor | None) -> tuple[Tensor, ...]:
+        """Queries, keys and values [B, H, T, K] of projections [B, T, 3 D], and `recent` for what follows, in its type."""
+        convolved, last = short_convolution(inputs.to(recent.dtype), self.taps, recent, resets)
+        queries, keys, values = (
+            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2) for part in F.silu(convolved).chunk(3, dim=-1)
+        )
+        return normalized(queries) * queries.shape[-1] ** -0.5, normalized(keys), values, last
 
 
 def normalized(x: Tensor) -> Tensor:
@@ -188,15 +184,8 @@ def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | 
         if document is not None:
             earlier = earlier * (document[:, before - j : before - j + length] == document[:, before:])
         y = y + taps[j].to(x.dtype) * earlier
-    return y, last_inputs(whole, before, None if resets is None else F.pad(resets, (before, 0)))
-
-
-def last_inputs(x: Tensor, num: int, resets: Tensor | None) -> Tensor:
-    """The last `num` positions of x [B, T, D], of T or more, with zeros for other documents than that of the last one."""
-    if resets is None:
-        return x[:, -num:]
-    document = resets.cumsum(1)[..., None]
-    return x[:, -num:] * (document[:, -num:] == document[:, -1:])
+    last = whole[:, -before:]
+    return y, last if document is None else last * (document[:, -before:] == document[:, -1:])
 
 
 class DeltaBlock(ResidualBlock):
@@ -226,6 +215,8 @@ class GatedDelta(LanguageModel):
         sizes: of `LanguageModel`.
     """
 
+    implementation: Callable[[torch.device, str], str]  # what runs the rule on a device in a precision, and why
+
     def __init__(self, *, heads: int, **sizes: Any) -> None:
         super().__init__(lambda: DeltaBlock(sizes["dim"], sizes["hidden"], heads), **sizes)
         self.heads = heads
@@ -254,18 +245,23 @@ class GatedDelta(LanguageModel):
         return 6.0 * (weights + self.dim * self.vocab_size) + self.num_layers * rule
 
 
+def fewest_heads(dim: int) -> int:
+    """The fewest heads that divide `dim` and are at most `WIDEST` wide, the width at which kernels are fastest."""
+    return next((n for n in range(-(-dim // WIDEST), dim) if n and dim % n == 0), max(dim, 1))
+
+
 def build(
     vocab_size: int, dim: int, num_layers: int, *, heads: int = 0, mlp_ratio: float = 2.0, tie_embeddings: bool = False
 ) -> GatedDelta:
     """Build a `GatedDelta` with parameters drawn from torch's global generator.
 
     Args:
-        heads: 0: one per 64 of `dim`, at least one. The state has dim^2 / heads numbers per layer, beside the convolution's.
+        heads: 0: `fewest_heads`. The state has dim^2 / heads numbers per layer, beside the convolution's.
         mlp_ratio, tie_embeddings: as in `check_sizes`.
 
     Raises:
         UserError: the heads do not divide `dim`.
     """
-    heads = heads or max(dim // 64, 1)
+    heads = heads or fewest_heads(dim)
     sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings, heads=(heads,))
     return GatedDelta(heads=heads, **sizes)

@@ -31,9 +31,11 @@ from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Replicated, Strategy
+from trainer.extensions.flash_linear_attention import kernel_rule, refusal_here, use_rule
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.model.encoder import use_kernels
-from trainer.model.recurrence import HAS_TRITON
+from trainer.model.encoder import GatedRecurrence
+from trainer.model.gated_delta import GatedDelta
+from trainer.model.recurrence import HAS_TRITON, fused_scan
 from trainer.model.weights import tied_names
 from trainer.training.setup.parts import (
     autocast_context,
@@ -196,7 +198,7 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
             _make_empty(model)
         wanted = config.train.device
         if HAS_TRITON and (wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())):
-            use_kernels(model)
+            use_kernels(model, config.train.precision)
         sizes = [live.now]
         has_buckets = isinstance(strategy, Replicated)
         if has_buckets:
@@ -224,6 +226,15 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
     weights, buckets, optimizer = (after - before for before, after in itertools.pairwise([0, *sizes]))
     slab = plan.facts.shards_per_rank * ledger_bytes(config.ledger, width_of(model))
     return Memory(weights, optimizer, slab, buckets, gradients, live.peak + slab)
+
+
+def use_kernels(model: nn.Module, precision: str) -> None:
+    """Let the model compute as on CUDA, wherever its tensors are: fake ones on a CPU then need the memory of a CUDA run."""
+    for module in model.modules():
+        if isinstance(module, GatedRecurrence):
+            module.scan = fused_scan
+    if isinstance(model, GatedDelta) and precision != "fp32" and not refusal_here(0, model.dim // model.heads):
+        use_rule(model, kernel_rule)
 
 
 def _sharded_on_meta(plan: Plan, strategy: Strategy) -> nn.Module:

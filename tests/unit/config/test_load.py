@@ -45,7 +45,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("train.steps=2.9", "train.steps: must be an integer, got 2.9"),
         ("train.steps=true", "train.steps: must be an integer, got true"),
         ("train.steps=0", "train: how long is the run? set steps, or tokens"),
-        ("train.compile=flase", 'train.compile: must be true or false, got "flase"'),
+        ("train.compile=flase", 'train.compile: must be one of auto, true, false; got "flase"'),
         ("optimizer.lr=nan", "optimizer.lr: must be a finite number, got NaN"),
         ("optimizer.betas=[0.9]", "optimizer.betas: must have a length >= 2, got [0.9]"),
         ("data.mixing.pick_mode=heaviest", 'must be one of weighted, uniform, round_robin; got "heaviest"'),

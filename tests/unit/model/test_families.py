@@ -32,9 +32,7 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
     return [needs_transformers, pytest.mark.slow] if name in OF_TRANSFORMERS else []
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=marks(name)) for name in FAMILIES if name != "fla_gated_delta"]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in FAMILIES])
 def test_a_family_keeps_the_contract(name):
     torch.manual_seed(0)
     report = check_model(build_model(table(name), VOCAB), vocab_size=VOCAB, seq_len=32)

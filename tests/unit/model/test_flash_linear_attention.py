@@ -1,143 +1,145 @@
-"""Rows, states and resets through operators of flash-linear-attention, against its own reference functions in plain torch."""
+"""The kernels of flash-linear-attention as `gated_delta` runs them: against the rule in torch, compiled, and where they are
+refused. On a CPU they are interpreted."""
 
 from __future__ import annotations
 
-import functools
-import itertools
+from itertools import pairwise
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import opcheck
 
+from tests.support.kernels import DEVICE, interpreted_fla
 from tests.unit.model.test_recurrence import rule_by_steps
-from trainer.contracts import check_model
+from trainer.config.schema import ModelTable
 from trainer.errors import UserError
-from trainer.extensions.flash_linear_attention import build_gated_delta, flash_gated_delta_rule, mixers, run_rows
-from trainer.model.gated_delta import build, gated_delta_rule
-from trainer.model.protocol import carry_flat
+from trainer.extensions.flash_linear_attention import build, kernel_rule, refusal, refusal_here, use_rule
+from trainer.model.gated_delta import CHUNK, gated_delta_rule
+from trainer.training.setup.plan import build_model
 
-ROWS, LENGTH, HEADS, KEY, VALUE = 3, 24, 2, 16, 16
-KINDS = {  # arguments of decays and rates beside q, k and v
-    "gated_delta_rule": {"g": (), "beta": ()},
-    "gla": {"gk": (KEY,)},
-    "simple_gla": {"g": ()},
-    "kda": {"g": (KEY,), "beta": ()},
-}
-RESETS = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
-RESETS[0, [0, 7]] = RESETS[1, [1, 2, LENGTH - 1]] = True
+ROWS, LENGTH, HEADS, WIDTH = 3, 100, 2, 32 if DEVICE == "cpu" else 128
+MANY = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
+MANY[0, [0, 7, 70]] = True
+MANY[1, ::3] = True  # row 2 has none
+PRODUCTS = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no products in bf16
 
 
-def reference(kind: str):
-    """The library's function for one sequence at a time, with `cu_seqlens` as its kernels take them."""
-    module = pytest.importorskip(f"fla.ops.{kind}.naive")
-    function = getattr(module, f"naive_recurrent_{kind}")
-
-    def operator(*, initial_state: Tensor, cu_seqlens: Tensor | None = None, output_final_state: bool, **given):
-        if cu_seqlens is None:
-            return function(**given, initial_state=initial_state, output_final_state=output_final_state)
-        inputs = {name: given.pop(name) for name in list(given) if isinstance(given[name], Tensor)}
-        assert all(each.shape[:2] == (1, int(cu_seqlens[-1])) for each in inputs.values())
-        found = [
-            function(
-                **{name: each[:, start:stop] for name, each in inputs.items()},
-                **given,
-                initial_state=initial_state[number, None],
-                output_final_state=output_final_state,
-            )
-            for number, (start, stop) in enumerate(itertools.pairwise(cu_seqlens.tolist()))
-        ]
-        return torch.cat([output for output, _ in found], 1), torch.cat([end for _, end in found])
-
-    return operator
+@pytest.fixture(scope="module")
+def fla() -> ModuleType:
+    if DEVICE == "cuda" and (why := refusal_here(0, WIDTH)):
+        pytest.skip(why)
+    with interpreted_fla() as module:
+        yield module
 
 
-def refuses_gradients(device: torch.device) -> bool:
-    """Whether fla itself refuses the gradients of its kernels, since this Triton miscompiles them on this device."""
-    if device.type != "cuda":
-        return False
-    fla = pytest.importorskip("fla.ops.common.chunk_o")
-    return fla.IS_NVIDIA_HOPPER and fla.TRITON_ABOVE_3_4_0 and not fla.TRITON_ABOVE_3_7_1
-
-
-def operator_on(device: torch.device):
-    """Its kernel on CUDA; its reference on the CPU."""
-    if device.type == "cuda":
-        return pytest.importorskip("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    return reference("gated_delta_rule")
-
-
-def drawn(kind: str) -> tuple[dict[str, Tensor], Tensor]:
+def drawn(dtype: torch.dtype) -> list[Tensor]:
+    """What the mixer gives the rule, as rounded to a type as the kernels have it."""
     torch.manual_seed(3)
-    inputs = {name: torch.randn(ROWS, LENGTH, HEADS, width) for name, width in (("q", KEY), ("k", KEY), ("v", VALUE))}
-    inputs["k"] = F.normalize(inputs["k"], dim=-1)
-    for name, shape in KINDS[kind].items():
-        numbers = torch.rand(ROWS, LENGTH, HEADS, *shape)
-        inputs[name] = numbers if name == "beta" else -numbers
-    leaves = {name: each.requires_grad_() for name, each in inputs.items()}
-    return leaves, torch.randn(ROWS, HEADS, KEY, VALUE).requires_grad_()
+    q, k, v = (torch.randn(ROWS, HEADS, LENGTH, WIDTH, device=DEVICE) for _ in range(3))
+    wide = (F.normalize(q, dim=-1), F.normalize(k, dim=-1), v)
+    decay, rate = -0.1 * torch.rand(ROWS, HEADS, LENGTH, device=DEVICE), torch.rand(ROWS, HEADS, LENGTH, device=DEVICE)
+    return [*(x.to(dtype).float() for x in wide), decay, rate, torch.randn(ROWS, HEADS, WIDTH, WIDTH, device=DEVICE)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_rows_that_continue_equal_their_documents_alone(kind):
-    operator, (inputs, state) = reference(kind), drawn(kind)
-    output, ends = run_rows(operator, inputs, state, RESETS)
-    for row in range(ROWS):
-        held, starts = state[row, None], [0, *RESETS[row].nonzero().flatten().tolist(), LENGTH]
-        for start, stop in itertools.pairwise(starts):
-            held = torch.zeros_like(held) if start < LENGTH and RESETS[row, start] else held
-            if start == stop:
-                continue
-            piece = {name: each[row, None, start:stop] for name, each in inputs.items()}
-            alone, held = run_rows(operator, piece, held)
-            torch.testing.assert_close(output[row, None, start:stop], alone)
-        torch.testing.assert_close(ends[row, None], held)
-    ends.sum().backward()
-    # Rows 0 and 1 end in another document than the one that their states began; row 2 has no reset.
-    assert [float(each.abs().sum()) > 0 for each in state.grad] == [False, False, True]
+def results(rule, given: list[Tensor], resets: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    """Output, last state, and the gradients of all inputs."""
+    leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in given]
+    output, end = rule(*leaves, None if resets is None else resets.to(DEVICE))
+    (output.sin().sum() + end.cos().sum()).backward()
+    return [output.detach(), end.detach(), *(x.grad for x in leaves)]
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("resets", [None, RESETS], ids=["one document", "several"])
-def test_the_rule_its_states_and_gradients_are_those_of_torch(device, resets):
-    if refuses_gradients(device):
-        pytest.skip("fla refuses gradients on Hopper with Triton before 3.7.1")
-    inputs, state = drawn("gated_delta_rule")
-    arguments = [inputs[name].detach().transpose(1, 2) for name in ("q", "k", "v", "g", "beta")] + [state.detach()]
-    marks = None if resets is None else resets.to(device)
-    flash = functools.partial(flash_gated_delta_rule, operator=operator_on(device))
-    found = []
-    for rule in (flash, gated_delta_rule, rule_by_steps):
-        given = [each.to(device).clone().requires_grad_() for each in arguments]
-        output, end = rule(*given, marks)
-        (output.sin().sum() + end.cos().sum()).backward()
-        found.append([output, end, *(each.grad for each in given)])
-    close = {"rtol": 1e-4, "atol": 1e-5} if device.type == "cpu" else {"rtol": 2e-2, "atol": 2e-2}  # TF32
-    for one, *others in zip(*found, strict=True):
-        for other in others:
-            torch.testing.assert_close(one, other, **close)
+@pytest.mark.parametrize("products", [torch.float32, PRODUCTS], ids=str)
+@pytest.mark.parametrize("resets", [None, MANY], ids=["one document", "many"])
+def test_outputs_states_and_gradients_are_those_of_the_rule_in_torch(fla, resets, products):
+    given = drawn(products)
+    with torch.autocast(DEVICE, products, enabled=products != torch.float32):
+        found = results(kernel_rule, given, resets, torch.float32)
+    wanted = results(gated_delta_rule, given, resets, torch.float64)
+    within = 1e-2 if products != torch.float32 else 5e-3 if DEVICE == "cuda" else 3e-5 if resets is not None else 2e-6
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() <= within * other.norm()
+    if products == torch.float32:
+        by_steps = results(rule_by_steps, given, resets, torch.float64)
+        for one, other in zip(wanted, by_steps, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.cuda
-def test_a_model_on_the_kernels_keeps_the_contract_and_equals_the_one_in_torch(device):
+def test_resets_by_decay_equal_bounds_of_sequences(fla):
+    """A row of documents is what the library computes of them with `cu_seqlens`, the first from the row's state."""
+    *wide, state = (x[:1] for x in drawn(torch.float32))
+    resets, bounds = torch.zeros(1, LENGTH, dtype=torch.bool), [0, 7, 8, 90, LENGTH]
+    resets[0, bounds[1:-1]] = True
+    output, end = kernel_rule(*wide, state, resets.to(DEVICE))
+    chunks = [(n, i) for n, (start, stop) in enumerate(pairwise(bounds)) for i in range(-(-(stop - start) // CHUNK))]
+    given = dict(zip(("q", "k", "v", "g", "beta"), (x.transpose(1, 2).contiguous() for x in wide), strict=True))
+    _, alone, _, ends, *_ = fla.chunk_gated_delta_rule_fwd(
+        **given,
+        scale=1.0,
+        initial_state=torch.cat([state, state.new_zeros(3, *state.shape[1:])]),
+        output_final_state=True,
+        cu_seqlens=torch.tensor(bounds, device=DEVICE),
+        chunk_indices=torch.tensor(chunks, device=DEVICE),
+    )
+    close = {"rtol": 1e-4, "atol": 1e-5} if DEVICE == "cpu" else {"rtol": 5e-3, "atol": 5e-3}  # TF32
+    torch.testing.assert_close(output.transpose(1, 2), alone, **close)
+    torch.testing.assert_close(end[0], ends[-1], **close)
+
+
+def test_the_operators_are_what_they_are_registered_as(fla):
+    *wide, state = (x[:1, :1] for x in drawn(torch.float32))
+    given = [x.transpose(1, 2)[:, :20] for x in wide]
+    opcheck(torch.ops.trainer.gated_delta.default, [x.detach().clone().requires_grad_() for x in (*given, state)])
+
+
+@pytest.mark.cuda
+def test_a_model_on_the_kernels_compiles_in_one_piece_and_equals_the_one_in_torch(fla, device):
     torch.manual_seed(0)
-    model = carry_flat(build(37, 32, 2, heads=2)).to(device)
-    tokens, marks = torch.randint(37, (ROWS, LENGTH), device=device), RESETS.to(device)
-    wanted = model(tokens=tokens, resets=marks)
-    for mixer in mixers(model):
-        mixer.rule = functools.partial(flash_gated_delta_rule, operator=operator_on(device))
-    found = model(tokens=tokens, resets=marks)
-    close = {} if device.type == "cpu" else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(found.logits, wanted.logits, **close)
-    torch.testing.assert_close(found.state, wanted.state, **close)
-    if refuses_gradients(device):
-        pytest.skip("the forward equals, and fla refuses gradients on Hopper with Triton before 3.7.1")
-    report = check_model(model, vocab_size=37, seq_len=16)
-    assert report.breaches == [], report
-    assert {report[check].status for check in ("carry", "gradient", "resets", "isolation")} == {"held"}, report
+    model = build(37, 2 * WIDTH, 2, heads=2).to(device)
+    tokens, marks = torch.randint(37, (ROWS, 70), device=device), MANY[:, :70].to(device)
+    use_rule(model, gated_delta_rule)
+    wanted = model(tokens, resets=marks)
+    use_rule(model, kernel_rule)
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    with torch.autocast(device.type, PRODUCTS):
+        found = model(tokens, resets=marks)
+        found.logits.float().logsumexp(-1).sum().backward()
+    assert (found.logits - wanted.logits).norm() < 0.02 * wanted.logits.norm()
+    assert found.state[1]["memory"].dtype == torch.float32
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has a device")
-def test_without_a_device_it_says_that_its_kernels_need_one():
-    with pytest.raises(UserError, match="need a CUDA device"):
-        build_gated_delta(37, 32, 2)
+@pytest.mark.parametrize(
+    ("fla", "triton", "capability", "width", "says"),
+    [
+        ("0.6.0", "3.7.1", (9, 0), 128, ""),
+        ("0.6.0", "3.6.0", (8, 0), 64, ""),
+        ("0.6.2", "3.6.0", (9, 0), 128, "on devices of capability 9.0 refuses gradients"),
+        ("0.5.2", "3.7.1", (9, 0), 128, "has not been tried"),
+        ("0.4.2", "3.6.0", (9, 0), 128, ""),
+        ("0.4.2", "3.6.0", (9, 0), 96, ""),
+        ("0.4.2", "3.6.0", (9, 0), 64, "gives heads 33 to 64 wide wrong gradients"),
+        ("0.4.2", "3.7.1", (9, 0), 64, ""),
+        ("0.7.0", "3.7.1", (9, 0), 64, "has not been tried"),
+        ("0.6.0", "3.7.1", (7, 5), 64, "has not been tried"),
+        ("0.6.0", "3.7.1", (9, 0), 512, "take 256 at most"),
+    ],
+)
+def test_versions_that_are_not_right_together_are_refused_by_name(fla, triton, capability, width, says):
+    found = refusal(fla, triton, capability, width)
+    assert says in found if says else found == ""
+
+
+def test_what_runs_is_said_and_the_family_of_its_own_is_gone():
+    model = build_model(ModelTable(family="gated_delta", dim=192, num_layers=1), 37)
+    cpu = "gated delta rule in torch: its kernels need CUDA"
+    assert model.implementation(torch.device("cpu"), "bf16") == cpu
+    assert "in 16 bits" in model.implementation(torch.device("cuda"), "fp32")
+    with pytest.raises(UserError, match=r"'fla_gated_delta'; use \"gated_delta\", which runs the same kernels"):
+        build_model(ModelTable(family="fla_gated_delta", dim=64, num_layers=1), 37)

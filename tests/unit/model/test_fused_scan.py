@@ -19,6 +19,7 @@ from tests.support.kernels import DEVICE
 from tests.unit.model.test_recurrence import step_by_step
 from trainer.model import encoder, recurrence
 from trainer.model.recurrence import BLOCKS, fused_scan, gated_scan
+from trainer.tools.memory import use_kernels
 
 pytestmark = [
     pytest.mark.cuda,
@@ -235,7 +236,7 @@ def test_the_layer_runs_on_the_kernels(how: str) -> None:
     tolerance = 2e-2 if how == "autocast" else 1e-5
     layer.scan = plain_scan
     expected = run(layer)
-    encoder.use_kernels(layer)
+    use_kernels(layer, "fp32")
     torch.testing.assert_close(run(fused), expected, rtol=tolerance, atol=tolerance)
 
 

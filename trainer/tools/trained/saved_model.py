@@ -20,7 +20,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import write_file
-from trainer.model.families import DEFAULT
+from trainer.model.families import DEFAULT, as_trained
 from trainer.model.weights import WEIGHTS_FILE, check_fit, read_weights, save_weights
 from trainer.tools.runs.load import load_run
 from trainer.training.checkpointing import checkpoint
@@ -193,6 +193,7 @@ def load_model(
     found: int | None
     if (place / WEIGHTS_FILE).is_file():
         config, source = load_config(place / CONFIG_FILE), place
+        config = RunConfig.model_validate(as_trained(config.model_dump(mode="json")))
         weights, metadata = read_weights(place)
         found = int(metadata["step"]) if metadata.get("step", "").isdigit() else None
         own = place / "tokenizer.json"

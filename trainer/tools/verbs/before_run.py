@@ -92,7 +92,7 @@ def check(
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
         preview = _preview(plan)
         _warn(plan, preview, device)
-        facts = {**_derived(plan), **_fill(plan, preview), "memory_megabytes": _megabytes(plan, device)}
+        facts = {**_derived(plan, device), **_fill(plan, preview), "memory_megabytes": _megabytes(plan, device)}
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):
             refuse_breaches(plan, report)
@@ -193,7 +193,7 @@ def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
             logger.warning("%s", warning.message)
 
 
-def _derived(plan: Plan) -> dict[str, Any]:
+def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
     """What follows from the config, except the memory of a step and the model's contract. Raises UserError: the model
     lacks the state that a setting needs."""
     from trainer.config.rules import why_no_noise_scale
@@ -202,6 +202,8 @@ def _derived(plan: Plan) -> dict[str, Any]:
     config, batches = plan.config, plan.config.micro_batches
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
     facts["precision"] = config.train.precision
+    if (runs := getattr(plan.weightless_model(), "implementation", None)) is not None:
+        facts["implementation"] = runs(device, config.train.precision)
     if plan.facts.world_size > 1:
         facts["sharding"] = "none: each rank holds the whole model" if plan.layout is None else str(plan.layout)
     if (each := plan.facts.shards_per_rank) > 1:

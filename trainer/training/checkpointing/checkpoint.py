@@ -39,6 +39,7 @@ from trainer.files import (
 )
 from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
+from trainer.model.families import as_trained
 from trainer.training.checkpointing.tensor_files import CheckpointError, model_file, rank_file, rows_file
 from trainer.wording import counted
 
@@ -177,7 +178,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}") from None
     if (named := step_of(path.resolve())) not in (-1, state["step"]):
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of step {state['step']}, not {named}")
-    return state
+    return {**state, "config": as_trained(state["config"])}
 
 
 def _listed_files(path: Path) -> dict[str, dict[str, Any]]:

@@ -38,6 +38,7 @@ from trainer.files import is_url
 from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.logger import get_logger
+from trainer.model.families import with_sizes
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import data_shards, loading
 from trainer.training.checkpointing.tensor_files import read_rank
@@ -182,7 +183,8 @@ def check_resume(config: RunConfig, resume: str) -> None:
         UserError: it is not there, not whole, or was made with another config.
     """
     if resume not in ("off", "auto") and not is_url(resume):
-        check_config(checkpoint.named(resume, checkpoint.read_state).get("config", {}), config)
+        saved = checkpoint.named(resume, checkpoint.read_state)["config"]
+        check_config(saved, with_sizes(config, saved))
 
 
 def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:

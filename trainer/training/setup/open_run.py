@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from trainer.metrics.catalog.spec import RankReduction
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
+from trainer.model.families import with_sizes
 from trainer.objective.auxiliary import Auxiliary
 from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
@@ -87,6 +88,7 @@ def open_run(
         UserError: on every rank alike.
     """
     run_dir, found, claimed = place_run(plan, launch.run_dir, info, stack)
+    plan = replace(plan, config=with_sizes(plan.config, {} if found is None else found[1]["config"]))
     data = check_data(plan, found[1] if found is not None else None, info, launch.data_policy)
     plan = data.plan
     strategy = make_strategy(plan.config, info, device)

@@ -24,7 +24,7 @@ from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.metrics.catalog.lookup import is_built_in
 from trainer.metrics.logger import get_logger
 from trainer.micro_batches import MicroBatches
-from trainer.model.families import DEFAULT, FAMILIES, Family
+from trainer.model.families import DEFAULT, FAMILIES, GONE, Family
 from trainer.model.protocol import carry_flat
 from trainer.model.recurrence import HAS_TRITON
 from trainer.model.weights import load_weights
@@ -319,7 +319,7 @@ def family_of(table: ModelTable) -> Family:
     name = table.family or DEFAULT
     if name not in FAMILIES:
         fix = f"choose one of {', '.join(FAMILIES)}, or name a target of your own"
-        raise UserError("model.family", f"there is no {name!r}", fix)
+        raise UserError("model.family", f"there is no {name!r}", GONE.get(name, fix))
     return FAMILIES[name]
 
 

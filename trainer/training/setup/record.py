@@ -238,8 +238,10 @@ def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDi
     facts, model = plan.facts, state.model
     size, ranks = f"{num_parameters(model):,} parameters", counted(facts.world_size, "rank")
     tokens = f", up to {facts.tokens_per_step:,} tokens per step" if facts.tokens_per_step else ""
-    text = "%s: %s, %s on %s in %s%s, run directory %s"
-    logger.info(text, plan.config.run.name, size, ranks, device, plan.config.train.precision, tokens, run_dir.path)
+    precision, runs = plan.config.train.precision, getattr(model, "implementation", None)
+    by = f"; {runs(device, precision)}" if runs is not None else ""
+    text = "%s: %s, %s on %s in %s%s, run directory %s%s"
+    logger.info(text, plan.config.run.name, size, ranks, device, precision, tokens, run_dir.path, by)
     if align := alignment(plan, model):
         logger.info("full rows, align = %s", align)
     if facts.world_size > 1:
