@@ -26,8 +26,9 @@ from trainer.model.protocol import ModelOutput
 from trainer.training.setup.parts import autocast_context
 from trainer.training.setup.plan import Plan, build_model
 
-VARIANTS = {
+VARIANTS: dict[str, Sequence[str]] = {
     "run": (),
+    "alone": (),
     "without graphs": ("train.cuda_graph=false",),
     "uncompiled": ("train.compile=false", "train.cuda_graph=false"),
     "without noise scale": ("gns.enabled=false",),
@@ -132,11 +133,11 @@ def measure(args: argparse.Namespace) -> list[Figure | Table]:
     figures: list[Figure] = []
     rows = []
     for family in args.families:
-        runs = (
-            {} if family == "gpt" else {name: partial(trained, family, VARIANTS[name], args) for name in args.variants}
-        )
+        names = [name for name in args.variants if name != "alone" and family != "gpt"]
+        runs = {name: partial(trained, family, VARIANTS[name], args) for name in names}
         blocks = run_in_turns(runs, args.device, args.steps)
-        blocks |= run_in_turns({"alone": partial(alone, family, args)}, args.device, args.steps)
+        if "alone" in args.variants:  # on other tokens, with other losses
+            blocks |= run_in_turns({"alone": partial(alone, family, args)}, args.device, args.steps)
         with tempfile.TemporaryDirectory() as name, torch.device("meta"):
             plan = plan_here(Path(name), family, args)
             model = model_of(plan, family)
@@ -171,7 +172,7 @@ def main() -> None:
     """Measure and print."""
     parser = bench_parser(__doc__, device="cuda", sets=True)
     parser.add_argument("--families", nargs="+", default=["rglru"], help="gpt is a plain Transformer")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=["run", "alone"], choices=list(VARIANTS))
     for name in ("dim", "layers", "rows", "length"):
         parser.add_argument(f"--{name}", type=int, default=0, help="0: as in train_configs/gpu_1x.toml")
     parser.add_argument("--tiny", action="store_true", help="shrink models and batches: a rehearsal")

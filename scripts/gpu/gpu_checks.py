@@ -58,8 +58,8 @@ TWO = "--set train.micro_batches=2"
 LOOP = f"--config train_configs/gpu_1x.toml --set objective.z_loss=0 --set objective.token_types=false {TWO}"
 SMALL = "--dim 384 --layers 12 --rows 8 --length 512"
 SMALL_SETS = "--set model.dim=384 --set model.num_layers=12 --set data.seq_len=512 --set data.mixing.batch_size=8"
-ONE = "--variants run --families"
-RATIOS = "--variants run 'without noise scale'"
+ONE = "--families"
+NOISE, GRAPHS = "--variants run 'without noise scale'", "--variants run 'without graphs'"
 # A part ends within 8 minutes on CUDA whatever happens; what has a goal comes first.
 BENCHES = (
     Bench("speed", "recurrence", 90, "--dim 1024 --tokens 32768", "--dim 64 --tokens 512 --lengths 64 256 --rounds 2"),
@@ -70,9 +70,11 @@ BENCHES = (
         "--dim 1024 --layers 12 --rows 16 --seq-len 1024 --micro-batches 2 8 --rounds 3",
         "--dim 64 --layers 2 --seq-len 32 --micro-batches 4 --rounds 1",
     ),
-    Bench("speed", "step-small", 90, f"{SMALL} {RATIOS} --steps 200", f"--tiny {RATIOS} --steps 20"),
-    Bench("speed", "step-large", 90, f"{RATIOS} --steps 40", "--tiny --variants run --steps 20"),
-    Bench("speed", "step-variants", 90, "--variants run uncompiled --steps 40", "--tiny --variants run --steps 20"),
+    Bench("speed", "step-small", 90, f"{SMALL} --steps 200", "--tiny --steps 20"),
+    Bench("speed", "step-large", 90, "--steps 40", "--tiny --steps 20"),
+    Bench("speed", "step-small-noise", 90, f"{SMALL} {NOISE} --steps 200", f"--tiny {NOISE} --steps 20"),
+    Bench("speed", "step-large-noise", 90, f"{NOISE} --steps 40", f"--tiny {NOISE} --steps 20"),
+    Bench("speed", "step-large-graphs", 90, f"{GRAPHS} --steps 40", f"--tiny {GRAPHS} --steps 20"),
     Bench("speed", "loop-small", 90, f"{LOOP} {SMALL_SETS} --steps 200", f"{LOOP} --steps 20 --tiny"),
     Bench("speed", "loop-large", 90, f"{LOOP} --steps 40", f"{LOOP} --steps 20 --tiny"),
     *(
