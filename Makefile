@@ -33,7 +33,7 @@ help:
 	@echo "make smoke      train train_configs/smoke.toml on 2 ranks, on text that your machine already has"
 	@echo "make setup      create $(VENV) and install the pinned dependencies, with those of tests and docs"
 	@echo "make smoke-matrix  train one healthy and three faulty configs, and check that the diagnosis tells them apart"
-	@echo "make test       the test suite (make test-slow: the long ones)"
+	@echo "make test       the test suite (make test-slow: what takes long, and repeats; CI runs both)"
 	@echo "make test-faults  break real runs on purpose: kills, damage, full disks, hangs (long)"
 	@echo "make golden     compare this tree's runs bit for bit with those of a commit, BASE=commit (HEAD)"
 	@echo "make mutants    mutate one module, MODULE=file, and run its tests, TESTS=files, against each mutant"

@@ -35,7 +35,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 # Files go to the workers whole and in this order: one that takes long must not be the last to begin.
 LONGEST_FIRST = (
-    *("golden", "distributed", "unit/training", "examples", "unit/model"),
+    *("golden", "distributed", "cuda", "unit/diagnostics", "unit/training", "examples", "unit/model"),
     *("science", "properties", "cli", "scripts"),
 )
 

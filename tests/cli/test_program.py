@@ -114,6 +114,7 @@ def test_every_way_to_launch_trains(way, tmp_path):
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "done"
     assert json.loads((tmp_path / "run" / "env.json").read_text())["world_size"] == world_size
     assert len(list((tmp_path / "run" / "logs").iterdir())) == world_size
+    assert ("starting 2 ranks" in result.stderr.splitlines()) == (way == "train --nproc")
 
 
 @pytest.fixture
@@ -201,6 +202,7 @@ def test_a_launch_whose_ranks_all_exit_with_0_fails_unless_each_said_that_it_is_
     assert ("train: rank 1 exited with 0 before the run was over" in found.stderr) == (silent == 1)
 
 
+@pytest.mark.slow
 def test_a_mistake_that_the_ranks_find_is_one_line_and_something_is_said_before_torch_is_there(tmp_path):
     config = write_tiny_config(tmp_path)
     (tmp_path / "empty").mkdir()

@@ -60,10 +60,10 @@ def test_the_commands_run_and_find_what_the_tutorial_says(tmp_path):
     assert "mine.toml is valid. Derived values for 1 rank" in check
     assert "no warnings" in preview
     assert re.search(r"\d+ of \d+ rules judged the run, \d+ could not yet, \d+ had nothing to measure", healthy)
-    assert "warning: ledger.wipe_mode" in warned
-    assert "error cold_starts" in forgetful
-    assert "try ledger.wipe_mode = lru" in forgetful
-    assert re.search(r"runs/mine-forgetful.*cold_starts", listed)
+    assert "warning: ledger.stale_threshold: 1 steps: a document may wait up to" in warned
+    assert "error false_evictions_stale" in forgetful
+    assert "try ledger.stale_threshold = " in forgetful
+    assert re.search(r"runs/mine-forgetful.*false_evictions_stale", listed)
     assert sample.startswith("def ")
     assert "done at step 16 of 16" in resumed
     mean = r"\d+\.\d{4} \(spread \d+\.\d{4}\) over steps"

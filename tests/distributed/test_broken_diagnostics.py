@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 
 import pytest
 
@@ -67,6 +68,10 @@ NEEDED = [
 
 
 ALL = "all of them"
+
+
+def holder(name):
+    return name.rpartition(".")[0]
 
 
 def last_row(directory, name):
@@ -138,8 +143,12 @@ def test_what_fails_to_be_measured_on_one_rank_is_absent_on_all(tmp_path):
     ("world_size", "breaks_on"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=["alone", "one of two", "both"]
 )
 def test_each_of_them_may_fail_alone(tmp_path, world_size, breaks_on):
-    names = list(find_diagnostics())
-    train(tmp_path, {ALL: names, **{name: [name] for name in names}}, world_size, breaks_on)
+    """On both ranks those of a class, or a module's functions, at once."""
+    names = sorted(find_diagnostics(), key=holder)
+    cases = {name: [name] for name in names}
+    if breaks_on == [0, 1]:
+        cases = {name: list(those) for name, those in groupby(names, key=holder)}
+    train(tmp_path, {ALL: names, **cases}, world_size, breaks_on)
 
 
 def test_what_is_no_diagnostic_ends_the_run(tmp_path):

@@ -55,6 +55,7 @@ def test_a_file_that_is_cut_under_a_run_ends_it_with_the_file_and_the_reason(tmp
     keep(7, f"every data file cut to 10 bytes under a run on {on}", lost=LOST)
 
 
+@pytest.mark.slow
 def test_a_rank_that_a_signal_ends_leaves_its_stack_and_the_launcher_the_reason(tmp_path):
     config, run_dir = write_tiny_config(tmp_path), tmp_path / "run"
     fault = {"what": "signal", "name": "SIGBUS", "step": 3}

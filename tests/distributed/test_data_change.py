@@ -213,7 +213,7 @@ def test_a_tokenizer_with_other_ids_of_the_same_number_is_refused(tmp_path):
 
 def test_files_are_the_same_however_their_paths_are_spelled_and_wherever_they_are(tmp_path):
     """The same documents in the same order, also of a validation set; a resume finds files that moved."""
-    config = write_tiny_config(tmp_path, RUN + "[eval]\nholdout_fraction = 0.2\nevery = 4\nbatches = 10000\n")
+    config = write_tiny_config(tmp_path, RUN + "[eval]\nholdout_fraction = 0.2\nevery = 8\nbatches = 10000\n")
 
     def spelled(start: object) -> tuple[str, str]:
         paths = f'["{start}/corpus/a/*.jsonl", "{start}/corpus/../corpus/b/*.jsonl"]'

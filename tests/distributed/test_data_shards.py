@@ -46,6 +46,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "exhausted": (
         *("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin", "train.steps=400"),
         *("data.mixing.batch_size=8", "data.mixing.batch_size_by_modality={}"),  # so that it is soon at the end
+        *("eval.every=0", "checkpoint.every=0"),
     ),
 }
 

@@ -52,6 +52,7 @@ def test_a_model_that_ends_the_process_while_it_is_built_is_an_error_too(tmp_pat
     assert f"UnexpectedExit: os._exit(0) was called ({tmp_path / 'own.py'}:4)" in ended.stderr
 
 
+@pytest.mark.slow
 def test_the_launcher_says_which_rank_was_killed_before_the_run_began(tmp_path):
     (tmp_path / "own.py").write_text(
         "import os\n\ndef build(vocab_size, dim, num_layers):\n    os.kill(os.getpid(), 9)\n"

@@ -63,6 +63,7 @@ def test_an_exported_model_gives_the_same_logits_in_a_process_of_its_own(tmp_pat
     assert exported.returncode == 0, exported.stderr
     script = (
         "import sys, torch\n"
+        "sys.modules['fla'] = None  # whose kernels transformers would call on the CPU too\n"
         "from transformers import AutoModelForCausalLM\n"
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()\n"
         "torch.save(model(input_ids=torch.arange(40).reshape(2, 20)).logits.detach(), sys.argv[2])\n"
@@ -80,7 +81,6 @@ def test_an_exported_model_gives_the_same_logits_in_a_process_of_its_own(tmp_pat
     positions = json.loads((tmp_path / "hf" / "config.json").read_text()).get("max_position_embeddings")
     assert (positions == SEQ_LEN) == (family == "transformer")
     if family != "mamba2":
-        assert "train export --format safetensors" in card
         return
     again = tmp_path / "again"
     words = ["--set", "model.family=mamba2", "--set", f'model.args={{from="{tmp_path / "hf"}"}}']
@@ -88,7 +88,7 @@ def test_an_exported_model_gives_the_same_logits_in_a_process_of_its_own(tmp_pat
     assert result.returncode == 0, result.stderr
     assert run("export", again, "--format", "hf", "--out", tmp_path / "hf2").returncode == 0
     card = (tmp_path / "hf2" / "README.md").read_text()
-    assert f"| `mamba2`, begun from {tmp_path / 'hf'}, whose sizes it has |" in card
+    assert f"| `mamba2`, {tmp_path / 'hf'} |" in card
 
 
 def test_a_checkpoint_of_states_in_another_nest_is_refused(tmp_path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.checkpoints import weights
+from tests.support.grouped import train
 from tests.support.ranks import checkpoint_differences
-from tests.support.runs import make_corpus, read_rows, run, train, write_tiny_config
+from tests.support.runs import make_corpus, read_rows, write_tiny_config
 from trainer.config.load import load_config
 from trainer.training.setup.parts import make_model
 from trainer.training.setup.plan import make_plan
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.distributed
 EXTRA = """
 [checkpoint]
 every = 4
+keep_last = 99
 
 [optimizer]
 lr = 1e-30
@@ -42,6 +45,7 @@ CASES: Mapping[str, tuple[int | None, tuple[str, ...]]] = {
     "gru": (None, ("model.family=gru",)),
     "tbptt": (None, ("train.tbptt_cells=2", "train.activation_checkpointing=cell", "data.mixing.batch_size=3")),
 }
+REPEATS = ("rglru, documents, 2 ranks", "gru")
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +56,16 @@ def config(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(config) -> dict[str, Path]:
-    found = {}
-    for name, (ranks, sets) in CASES.items():
-        found[name] = config.parent / name
-        train(config, found[name], *PER_ROW, *sets, nproc=ranks)
-    return found
+def ran(config) -> Callable[[str], Path]:
+    """The run of a case, which is made once."""
+
+    @cache
+    def make(case: str) -> Path:
+        ranks, sets = CASES[case]
+        train(config, config.parent / case, *PER_ROW, *sets, nproc=ranks)
+        return config.parent / case
+
+    return make
 
 
 def uncut(config: Path, path: Path, sets: tuple[str, ...]) -> tuple[float, int]:
@@ -77,11 +85,12 @@ def uncut(config: Path, path: Path, sets: tuple[str, ...]) -> tuple[float, int]:
     return total, count
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_an_epoch_has_the_loss_of_its_documents_run_whole(config, runs, case):
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in REPEATS)) for case in CASES])
+def test_an_epoch_has_the_loss_of_its_documents_run_whole_in_rows_that_are_full_until_the_last(config, ran, case):
     """At a learning rate that changes nothing: states follow their documents, over rows, ranks and shards."""
-    expected, num_tokens = uncut(config, runs[case], CASES[case][1])
-    rows = [row for (mode, _), row in read_rows(runs[case] / "metrics.jsonl").items() if mode == "train"]
+    path, (ranks, sets) = ran(case), CASES[case]
+    expected, num_tokens = uncut(config, path, sets)
+    rows = [row for (mode, _), row in read_rows(path / "metrics.jsonl").items() if mode == "train"]
     assert sum(row["tokens_in_step"] for row in rows) == num_tokens
     found = math.fsum(row["loss"] * row["tokens_in_step"] for row in rows if row["tokens_in_step"])
     assert found / num_tokens == pytest.approx(expected / num_tokens, rel=1e-6)
@@ -94,27 +103,20 @@ def test_an_epoch_has_the_loss_of_its_documents_run_whole(config, runs, case):
     gaps = [abs(row["ledger/stale_gap"]) for row in rows if "ledger/stale_gap" in row]
     assert bool(gaps) == (case == "rglru")
     assert max(gaps, default=0) < 1e-5  # the probe reads again what made the states
+    fills, tokens = ([row[key] for row in rows] for key in ("data/fill", "tokens_in_step"))
+    assert len(rows) > 10
+    if ranks is None and case != "gru":
+        assert set(fills[: len(fills) * 3 // 4]) == {1.0}
+    assert [t / f for t, f in zip(tokens, fills, strict=True) if f] == pytest.approx(
+        [tokens[0] / fills[0]] * len(tokens)
+    )
 
 
-def test_rows_are_full_until_the_last_documents(runs):
-    for case, path in runs.items():
-        rows = [row for (mode, _), row in read_rows(path / "metrics.jsonl").items() if mode == "train"]
-        fills = [row["data/fill"] for row in rows]
-        assert len(rows) > 10
-        if CASES[case][0] is None and "gru" not in case:
-            assert fills[: len(fills) * 3 // 4] == [1.0] * (len(fills) * 3 // 4)
-        tokens = [row["tokens_in_step"] for row in rows]
-        assert [t / f for t, f in zip(tokens, fills, strict=True) if f] == pytest.approx(
-            [tokens[0] / fills[0]] * len(tokens)
-        )
-
-
-def test_a_resumed_run_is_the_uncut_one_and_on_other_ranks_reads_the_rest(config, runs, tmp_path):
-    whole, middle = runs["rglru"], runs["rglru"] / "checkpoints"
-    sets = (*PER_ROW, *CASES["rglru"][1], "checkpoint.keep_last=99")
-    assert "full rows, align = stream: " in train(config, tmp_path / "run", *sets)
-    start = tmp_path / "run" / "checkpoints" / "step_00000008"
-    train(config, tmp_path / "same", *sets, more=("--resume", start))
+def test_a_resumed_run_is_the_uncut_one_and_on_other_ranks_reads_the_rest(config, ran, tmp_path):
+    whole, middle = ran("rglru"), ran("rglru") / "checkpoints"
+    sets = (*PER_ROW, *CASES["rglru"][1])
+    start = middle / "step_00000008"
+    assert "full rows, align = stream: " in train(config, tmp_path / "same", *sets, more=("--resume", start))
     last = (middle / "latest").resolve().name
     assert checkpoint_differences(middle / last, tmp_path / "same" / "checkpoints" / last) == []
     before = sum(row["tokens_in_step"] for (mode, step), row in read_rows(whole / "metrics.jsonl").items() if step <= 8)
@@ -134,11 +136,11 @@ def test_a_resumed_run_is_the_uncut_one_and_on_other_ranks_reads_the_rest(config
         assert sum(row["ledger/cold_starts"] for row in rows) == 0
 
 
-def test_a_step_is_repeated_and_its_rows_shown(config, runs):
-    path = runs["gated_delta, 2 of 4 shards"]
-    found: dict[str, Any] = json.loads(run("replay", path, "--step", 6, "--text", "--json").stdout)
+def test_a_step_is_repeated_and_its_rows_shown(config, ran, verb):
+    path = ran("gated_delta, 2 of 4 shards")
+    found: dict[str, Any] = json.loads(verb("replay", path, "--step", 6, "--text", "--json").stdout)
     assert found["is_equal"]
-    read = json.loads(run("data", "at", path, 6, "--text", "--json").stdout)["rows"]
+    read = json.loads(verb("data", "at", path, 6, "--text", "--json").stdout)["rows"]
     for row in read:
         for each in row["documents"]:
             lines = (config.parent / "corpus" / each["stream"]).read_text().splitlines()

@@ -103,7 +103,7 @@ def check_against_one_ledger(ranks: list[dict[str, Any]], world_size: int) -> No
     assert total["ledger/refused_rows"] == sum(len(batches[6][0]) > 0 for batches in schedules)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (4, 8))])
 def test_any_number_of_ranks_equals_one_ledger_under_both_ownerships(world_size: int) -> None:
     results = results_of(world_size)
     for ownership in ("exchange", "reader"):

@@ -55,7 +55,7 @@ def digests(run_dir: Path) -> dict[int, str]:
     return {row["global_step"]: row["batch"] for row in rows}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["alone", "ranks", pytest.param("growing", marks=pytest.mark.slow)])
 def test_a_change_holds_from_its_step_on_and_every_resume_repeats_it(tmp_path, verb, case):
     nproc, more = CASES[case]
     config, whole = write_tiny_config(tmp_path, "[checkpoint]\nkeep_last = 99\n"), tmp_path / "whole"

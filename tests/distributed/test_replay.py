@@ -66,13 +66,14 @@ def corpus_text(corpus: Path, row: Mapping[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, pytest.param("ddp, launched", marks=pytest.mark.slow)])
 def test_a_step_is_repeated_to_the_bit_and_the_run_is_left_alone(config, tmp_path, verb, case):
+    case, _, is_launched = case.partition(", ")
     ranks, step, sets = CASES[case]
     train(config, tmp_path / "run", *SETS, *sets, nproc=ranks)
     before = contents(tmp_path)
     # In processes of its own, which it starts itself, once.
-    by = launched if case == "ddp" else verb
+    by = launched if is_launched else verb
     found = answer(by, "replay", tmp_path / "run", "--step", step, "--text")
     read = answer(verb, "data", "at", tmp_path / "run", step, "--text")["rows"]
     assert contents(tmp_path) == before

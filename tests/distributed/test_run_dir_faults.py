@@ -57,6 +57,7 @@ def test_a_second_run_in_a_busy_directory_is_told_so_and_touches_nothing(tmp_pat
     keep(7, "a second run in a directory in use")
 
 
+@pytest.mark.slow
 def test_runs_that_are_launched_in_the_same_second_get_directories_of_their_own(tmp_path):
     config = write_tiny_config(tmp_path)
     (tmp_path / "clock").mkdir()
@@ -73,6 +74,7 @@ def test_runs_that_are_launched_in_the_same_second_get_directories_of_their_own(
     keep(2, "two runs launched in the same second", times=2)
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tmp_path):
     config, run_dir = write_tiny_config(tmp_path), tmp_path / "run"
     line = [sys.executable, str(PROGRAM), "--config", str(config), "--run-dir", str(run_dir), "--steps", str(STEPS)]

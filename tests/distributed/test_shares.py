@@ -75,7 +75,7 @@ def held_by_each(rank: int, world_size: int, config: Path) -> list[tuple[int, in
     return [held(rank, world_size, config, sets) for sets in CASES[world_size]]
 
 
-@pytest.mark.parametrize("world_size", CASES)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parameters_gradients_and_moments_are_one_share_of_those_of_one_rank(tmp_path, world_size):
     config = write_tiny_config(tmp_path)
     results = run_on_ranks(held_by_each, world_size, config, torch_keeps_group=True)

@@ -227,6 +227,7 @@ def test_gradients_that_are_averaged_in_every_micro_batch_are_the_same(config, r
     assert "gns/consistency" not in other  # no rank has a sum of its own: absent, not wrong
 
 
+@pytest.mark.slow
 def test_bf16_parameters_train_as_autocast_does(config, tmp_path):
     paths = ddp_and_fsdp(config, tmp_path, "train.precision=bf16", "objective.chunk_tokens=8", steps=5)
     one, other = (losses(path / "metrics.jsonl") for path in paths)

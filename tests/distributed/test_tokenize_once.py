@@ -34,9 +34,9 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def fresh(config: Path, name: str, *more: object, nproc: int | None = 2) -> subprocess.CompletedProcess[str]:
+def fresh(config: Path, name: str, nproc: int | None = None) -> subprocess.CompletedProcess[str]:
     """A run in processes of its own, which may have others for the tokenizing."""
-    arguments = ("--config", config, "--run-dir", config.parent / name, "--steps", 3, *more)
+    arguments = ("--config", config, "--run-dir", config.parent / name, "--steps", 3)
     cache = {"XDG_CACHE_HOME": str(config.parent / "cache")}
     return subprocess.run(
         command(arguments, nproc=nproc),
@@ -48,15 +48,16 @@ def fresh(config: Path, name: str, *more: object, nproc: int | None = 2) -> subp
     )
 
 
-def test_one_process_tokenizes_for_all_runs_and_says_so(config: Path) -> None:
-    first = fresh(config, "first")
+@pytest.mark.parametrize("nproc", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_one_process_tokenizes_for_all_runs_and_says_so(config: Path, nproc: int | None) -> None:
+    first = fresh(config, "first", nproc=nproc)
     assert first.returncode == 0, first.stderr
     assert first.stderr.count("INFO tokenizing source first (") == 1, first.stderr
     assert "tokenizing source second" not in first.stderr  # little text
     # A process of the tests' server may have no others: it reads what is there, or tokenizes what it reads.
     cached = {"XDG_CACHE_HOME": str(config.parent / "cache")}
-    assert "tokenizing" not in train(config, config.parent / "again", "train.steps=3", nproc=2, extra=cached)
-    train(config, config.parent / "whole", "train.steps=3", nproc=2)
+    assert "tokenizing" not in train(config, config.parent / "again", "train.steps=3", nproc=nproc, extra=cached)
+    train(config, config.parent / "whole", "train.steps=3", nproc=nproc)
     first, again, whole = (losses(config.parent / name / "metrics.jsonl") for name in ("first", "again", "whole"))
     assert first == again == whole
     assert len(whole) == 3
@@ -81,6 +82,6 @@ def test_a_signal_ends_the_tokenizing_and_the_next_run_continues_it(config: Path
     assert not list(cache.glob("*/entry.json"))
     kept = {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
     assert kept
-    ended = fresh(config, "again", nproc=None)
+    ended = fresh(config, "again")
     assert ended.returncode == 0, ended.stderr
     assert list(cache.glob("*/entry.json"))

@@ -98,6 +98,7 @@ def test_own_parts_train_by_import_path(tmp_path, monkeypatch, capsys):
     assert not list(own.glob("runs*")), "a run must not leave files among the examples"
 
 
+@pytest.mark.slow
 def test_a_balance_loss_keeps_the_experts_of_the_mixture_busy(tmp_path, monkeypatch):
     monkeypatch.chdir(EXAMPLES / "own_parts")
     rows = {}

@@ -129,7 +129,7 @@ def test_a_loop_that_fails_says_so_in_its_status(tmp_path):
 
 
 @pytest.mark.distributed
-@each(NEEDS, "with_hf_trainer")
+@each(NEEDS, "plain_pytorch")
 def test_two_ranks_are_one_run_whose_ranks_read_different_data(name, tmp_path):
     done = run_example(f"loops/{name}.py", "--out", tmp_path, "--steps", 20, nproc=2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

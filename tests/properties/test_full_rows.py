@@ -27,7 +27,6 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
 from trainer.errors import UserError
 from trainer.ledger.ledger import Ledger
 
-BOS = WideTokens.bos_id
 Layout = Mapping[str, Sequence[Sequence[int]]]
 
 

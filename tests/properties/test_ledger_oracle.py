@@ -17,7 +17,6 @@ from trainer.ledger import COUNTER_KEYS, Ledger, Owners
 
 WIDTH = 3
 NUM_GROUPS = 10
-FALSE_STALE = "ledger/false_evictions/stale"
 MODES = ["none", "full", "lru", "periodic_stale"]
 
 

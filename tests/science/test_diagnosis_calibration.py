@@ -33,12 +33,6 @@ def false_alarms(runs: Iterable[Path], *, but: Collection[str] = ()) -> list[str
     return [f"{run}: {each.rule.name}: {each.outcome.sentence}" for run, each in rulings if each.rule.name not in but]
 
 
-def assert_found_in_time(fault: Fault, seed: int, directory: Path) -> None:
-    delay = detected_after(fault, fault.make(seed, directory / f"run-{seed}"))
-    assert delay is not None, f"seed {seed}: {fault.what} was not found"
-    assert delay <= fault.within, f"seed {seed}: {fault.what} was found after {delay} steps"
-
-
 def test_every_rule_has_a_fault() -> None:
     assert {fault.rule for fault in FAULTS} == {rule.name for rule in RULES}
 
@@ -47,14 +41,13 @@ def test_a_few_healthy_runs_raise_no_alarm(tmp_path: Path) -> None:
     assert false_alarms(synthetic_runs(range(6), tmp_path)) == []
 
 
-@pytest.mark.distributed
-def test_a_few_short_real_runs_raise_no_alarm(tmp_path: Path) -> None:
-    assert false_alarms(make_healthy_runs(tmp_path, 2, range(2)), but=SPEED_RULES) == []
-
-
+@pytest.mark.parametrize("seeds", [[THIN_SEED], pytest.param(range(RUNS_PER_FAULT), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", FAULTS, ids=FAULT_NAMES)
-def test_a_fault_is_found_in_time(fault: Fault, tmp_path: Path) -> None:
-    assert_found_in_time(fault, THIN_SEED, tmp_path)
+def test_a_fault_is_found_in_time(fault: Fault, seeds: Iterable[int], tmp_path: Path) -> None:
+    for seed in seeds:
+        delay = detected_after(fault, fault.make(seed, tmp_path / f"run-{seed}"))
+        assert delay is not None, f"seed {seed}: {fault.what} was not found"
+        assert delay <= fault.within, f"seed {seed}: {fault.what} was found after {delay} steps"
 
 
 def test_the_table_in_the_docs_keeps_the_promises() -> None:
@@ -80,20 +73,15 @@ def test_healthy_runs_raise_at_most_one_alarm_in_all(world_size: int, tmp_path: 
     assert len(alarms) <= 1, alarms
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(SECONDS_PER_RUN * HEALTHY_RUNS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_short_real_runs_raise_at_most_one_alarm_in_all(world_size: int, tmp_path: Path) -> None:
-    alarms = false_alarms(make_healthy_runs(tmp_path, world_size, range(HEALTHY_RUNS)), but=SPEED_RULES)
-    assert len(alarms) <= 1, alarms
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS, ids=FAULT_NAMES)
-def test_a_fault_is_found_in_time_whatever_the_seed(fault: Fault, tmp_path: Path) -> None:
-    for seed in range(RUNS_PER_FAULT):
-        assert_found_in_time(fault, seed, tmp_path)
+@pytest.mark.parametrize(
+    ("world_size", "runs"),
+    [(2, 2), *(pytest.param(size, HEALTHY_RUNS, marks=pytest.mark.slow) for size in WORLD_SIZES)],
+)
+def test_short_real_runs_raise_at_most_one_alarm_in_all(world_size: int, runs: int, tmp_path: Path) -> None:
+    alarms = false_alarms(make_healthy_runs(tmp_path, world_size, range(runs)), but=SPEED_RULES)
+    assert len(alarms) <= (runs == HEALTHY_RUNS), alarms
 
 
 @pytest.mark.slow

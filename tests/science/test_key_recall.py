@@ -127,6 +127,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_with_its_state_the_model_learns_to_answer(corpus: Path, tmp_path: Path) -> None:
     healthy = train(corpus, tmp_path, steps=750)
     assert healthy.loss < 0.05

@@ -328,7 +328,7 @@ _MADE: dict[tuple[str, str, int, int], Callable[[int, Path], Path]] = {
     ("repeated_data", "one micro-batch a rank, the same on all of them", 0, 20): _scenario(
         world_size=2, micro_batches=1, has_same_data=True
     ),
-    ("batch_size", "a batch of 3 % of the noise scale", 0, 60): _scenario(
+    ("batch_size", "a batch of 3 % of the noise scale", 0, 200): _scenario(
         noise_scale=500.0, world_size=1, micro_batches=4
     ),
     ("batch_size", "a batch of 40 times the noise scale", 0, 60): _scenario(

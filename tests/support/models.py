@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor, nn
 
-from trainer.config.schema import ModelTable
 from trainer.model.protocol import ModelOutput
-from trainer.training.setup.plan import build_model
 
 
 class DropoutModel(nn.Module):
@@ -121,18 +117,3 @@ class Float64(nn.Module):
 def float64(vocab_size: int, dim: int, num_layers: int) -> Float64:
     """For `[model] target`."""
     return Float64(vocab_size, dim)
-
-
-def recurrent64(
-    vocab_size: int, dim: int, num_layers: int, family: str = "rglru", bad_forward: int = 0, **args: int
-) -> nn.Module:
-    """A family in float64, of which one forward of the training gives NaN."""
-    model = build_model(ModelTable(family=family, dim=dim, num_layers=num_layers, args=args), vocab_size).double()
-    count = itertools.count(1)
-
-    def spoil(module: nn.Module, args: object, output: ModelOutput) -> ModelOutput | None:
-        is_bad = module.training and next(count) == bad_forward
-        return output._replace(logits=output.logits * torch.nan) if is_bad else None
-
-    model.register_forward_hook(spoil)
-    return model

@@ -191,13 +191,16 @@ class SampledLosses(EvalRider):
 
     def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         """The error, if it is known."""
+        error = self._guard.run(self._error, by_rank)
+        return {} if error is None else {"loss_se": error}
+
+    def _error(self, by_rank: Sequence[Any]) -> float | None:
         losses, by_rows, num_rows = np.sum([part for part in by_rank if part is not None], axis=0)
         weights = self.sample.weights
         if (all_rows := weights @ num_rows) > 0:  # the mean of these is another ratio: its residuals, as if of tokens
             mean = weights @ by_rows / all_rows
             losses = losses + (by_rows - mean * num_rows) * (weights @ self.sample.tokens / all_rows)
-        error = self.sample.error(losses)
-        return {} if error is None else {"loss_se": error}
+        return self.sample.error(losses)
 
 
 class _Documents(NamedTuple):

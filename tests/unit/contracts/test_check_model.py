@@ -29,9 +29,11 @@ SENSITIVE = ("gru", "scan in log space", "experts", "counts in int64", "state in
 
 
 def cases(names, quick, precisions=ON):
-    """Names with precisions; those that are neither in fp32 nor `quick` run with the slow tests."""
-    slow = {(name, at) for name in names for at in precisions if at != "fp32" and name not in quick}
-    return [pytest.param(*each, marks=[pytest.mark.slow] * (each in slow)) for each in product(names, precisions)]
+    """Names with precisions; those that are not `quick` run with the slow tests."""
+    return [
+        pytest.param(name, at, marks=[pytest.mark.slow] * (name not in quick))
+        for name, at in product(names, precisions)
+    ]
 
 
 def made(make, seed: int = 0) -> nn.Module:
@@ -48,7 +50,7 @@ def test_a_mutant_is_convicted_by_the_check_meant_for_it(name, precision):
     assert word in verdict.text, report
 
 
-@pytest.mark.parametrize(("name", "precision"), cases(HONEST, SENSITIVE))
+@pytest.mark.parametrize(("name", "precision"), cases(HONEST, HONEST, ["fp32"]) + cases(HONEST, SENSITIVE, ["bf16"]))
 def test_an_honest_model_is_not_convicted(name, precision):
     model = made(HONEST[name])
     report = check_model(model, vocab_size=VOCAB, seq_len=16, autocast=ON[precision])

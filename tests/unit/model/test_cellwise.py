@@ -74,6 +74,7 @@ def test_all_cells_of_a_document_give_the_uncut_gradient(cells, document, has_re
     torch.testing.assert_close(found, uncut, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_gives_the_same_gradient():
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -88,6 +88,7 @@ def test_a_size_is_said_once():
 
 
 @needs_transformers
+@pytest.mark.slow
 def test_transformers_prints_nothing_while_a_model_of_its_own_is_found_to_keep_the_contract(tmp_path):
     """Not once per process: in a fresh one."""
     code = (

@@ -134,6 +134,7 @@ def test_the_loss_of_a_mixture_of_experts_is_weighed_as_transformers_does():
     assert packed.shape == (3, 20)
 
 
+@pytest.mark.slow
 def test_the_contract_holds_for_packed_rows():
     report = check_model(noisy("bamba"), vocab_size=VOCAB)
     assert report.breaches == [], report

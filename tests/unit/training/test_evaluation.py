@@ -202,7 +202,7 @@ def test_the_error_is_that_of_the_drawn_documents_own_losses(tmp_path, overrides
     assert found["eval_loss_se"] == pytest.approx(math.sqrt(pairs / (num * num * (num - 1))) * widening(num), rel=1e-6)
 
 
-@pytest.mark.parametrize("has_others", [False, True], ids=["cross-entropy", "other losses too"])
+@pytest.mark.parametrize("has_others", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path, has_others):
     """Whose metrics a model would have to give row by row, so that they are left out."""
     torch.manual_seed(0)
