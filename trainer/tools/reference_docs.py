@@ -92,7 +92,8 @@ def _type(node: _Node) -> str:
     if "$ref" in node:
         return "schedule" if node["$ref"].endswith("ScheduleTable") else "table"
     if "enum" in node or "const" in node:
-        return ", ".join(node.get("enum") or [node["const"]])
+        allowed = node.get("enum") or [node["const"]]
+        return ", ".join(each if isinstance(each, str) else json.dumps(each) for each in allowed)
     if options := node.get("anyOf") or node.get("oneOf"):
         return " or ".join(_type(option) for option in options if option.get("type") != "null")
     if node["type"] == "array":

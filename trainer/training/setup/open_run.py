@@ -180,6 +180,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
     info, device, diagnostics = run.info, run.device, run.diagnostics
     cell_model, run.loss = model_and_loss(state.model, config, device)
     if config.train.compile:  # not before, which would compile for the few tokens of a check, too
+        logger.info("blocks are compiled in the first step, which takes some seconds more")
         compile_blocks(state.model)
     run.row_model = in_cells(cell_model, config)
     step_model = run.strategy.wrap(run.row_model, state.model)
