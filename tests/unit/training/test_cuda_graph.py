@@ -14,13 +14,18 @@ from torch import Tensor
 
 from tests.support.dropout_model import DropoutModel
 from tests.support.replayed import use_recorded_graphs
+from tests.support.runs import FULL_ROWS, write_tiny_config
 from tests.support.steps import make_step
+from trainer.config.load import load_config
 from trainer.data.batch import Carry, MicroBatch
+from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
-from trainer.extensions.cuda_graph import MicroGraphs
+from trainer.errors import UserError
+from trainer.extensions.cuda_graph import MicroGraphs, make
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
 from trainer.objective.loss import Objective
 from trainer.training.extension import Extension, Extensions
 
@@ -84,6 +89,53 @@ def run(graphs: MicroGraphs | None, *, keeps: str = "", micros: int = 3, steps: 
 
 def _guard(name: str) -> Any:
     return BestEffort(name, on_event=lambda event: pytest.fail(str(event)))
+
+
+REFUSED = {
+    "rows of one document": (('data.mixing.batching_mode="per_stream"',), 1, "only full rows have one shape"),
+    "fp16": (("train.precision=fp16",), 1, "loss scaling"),
+    "losses of the output": ((), 1, "looked at by Python"),
+    "fsdp": (('distributed.strategy="fsdp"',), 2, "FSDP gathers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_captured_is_refused_by_name_or_runs_without(tmp_path, case):
+    sets, ranks, reason = REFUSED[case]
+    for asks, is_refused in (("auto", False), ("true", True)):
+        path = write_tiny_config(tmp_path)
+        config = load_config(path, [FULL_ROWS, f"train.cuda_graph={asks}", *sets])
+        own = SimpleNamespace(
+            config=config,
+            device=CPU,
+            strategy=Strategy(),
+            plan=SimpleNamespace(has_built_in_model=True),
+            info=RankInfo(world_size=ranks),
+        )
+        auxiliary = Auxiliary({"balance": AuxiliaryLoss()} if case.startswith("losses") else {})
+        with pytest.raises(UserError, match=reason) if is_refused else nullcontext():
+            assert make(own, auxiliary) is None
+
+
+def test_only_models_whose_python_is_known_are_captured_unasked(tmp_path):
+    config = load_config(write_tiny_config(tmp_path), [FULL_ROWS])
+    own = SimpleNamespace(config=config, device=CPU, strategy=Strategy(), info=RankInfo())
+    own.plan = SimpleNamespace(has_built_in_model=False)
+    assert make(own, Auxiliary()) is None
+    own.plan = SimpleNamespace(has_built_in_model=True)
+    assert isinstance(make(own, Auxiliary()), MicroGraphs)
+
+
+def test_a_capture_that_fails_costs_no_step(monkeypatch):
+    use_recorded_graphs(monkeypatch)
+
+    def fails(graph: Any, **_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", fails)
+    torch.testing.assert_close(run(MicroGraphs(CPU, is_asked=False)), run(None), rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(UserError, match=r"cannot be captured: .*not permitted"):
+        run(MicroGraphs(CPU, is_asked=True))
 
 
 @pytest.mark.parametrize(("keeps", "micros"), [*itertools.product(["", "pairs", "by_parameter"], [1, 2, 4])])

@@ -100,6 +100,27 @@ def test_the_device_decides_the_precision(config, monkeypatch):
         assert plan(config, "train.device=auto", "train.precision=fp16").config.train.precision == "fp16"
 
 
+def test_built_in_families_are_compiled_on_cuda(config, monkeypatch):
+    assert plan(config).config.train.compile is False
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    cases = {
+        "model.family=transformer": True,
+        "model.family=gru": False,
+        "model.target=tests.support.models:scaled": False,
+        "train.compile=false": False,
+    }
+    for changes, decided in cases.items():
+        assert plan(config, "train.device=auto", changes).config.train.compile is decided, changes
+    monkeypatch.setattr("trainer.training.setup.plan.HAS_TRITON", False)
+    assert plan(config, "train.device=auto").config.train.compile is False
+
+
+def test_graphs_that_are_asked_for_need_cuda(config):
+    (found,) = plan(config, "train.cuda_graph=true").unmet_needs(CPU)
+    assert found.message.startswith('train.cuda_graph: "true" needs a CUDA device')
+
+
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true"])
 def test_to_compile_on_a_cpu_takes_a_compiler_that_works(config, monkeypatch, compiler):
     monkeypatch.setenv("CXX", compiler)
