@@ -60,6 +60,22 @@ def test_sums_equal_separate_backwards(model: nn.Module, gns: GradientNoiseScale
     assert float(gns.grad_sq()) == pytest.approx(float((kappa[:, None] * g).sum(0).square().sum()), rel=1e-5)
 
 
+def test_a_micro_batch_that_begins_again_counts_once(model: nn.Module, gns: GradientNoiseScale) -> None:
+    window(gns, model, 2)
+    expected = gns.local_sums()
+    model.zero_grad()
+    weights = [torch.tensor([1.0, 2.0, 0.0, 5.0 + k]) for k in range(2)]
+    gns.begin_window(2)
+    gns.begin_micro(False)
+    (0.1 * loss_sum(model, rows(0), weights[0])).backward()
+    gns.again()
+    model.zero_grad()
+    (0.1 * loss_sum(model, rows(0), weights[0])).backward()
+    gns.end_micro(0.1 * float(weights[0].sum()), weights[0])
+    micro(gns, model, rows(1), weights[1], last=True)
+    assert torch.equal(gns.local_sums(), expected)
+
+
 def test_a_window_that_is_not_finished_is_forgotten(model: nn.Module, gns: GradientNoiseScale) -> None:
     window(gns, model, 3)
     expected = gns.local_sums()
