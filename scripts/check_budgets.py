@@ -31,9 +31,9 @@ MOST_PARAMETERS = 10
 CEILINGS = {
     "core: lines": (23_640, 21_000),
     "core: files": (115, 115),
-    "trainer: lines": (43_180, 33_000),
+    "trainer: lines": (43_050, 33_000),
     "trainer: files": (210, 210),
-    "tests: lines": (39_900, 30_000),
+    "tests: lines": (39_800, 30_000),
     "launches in make test": (180, 180),  # counted and checked in tests/conftest.py
     "scripts: lines": (5_140, 5_000),
     "words of documentation": (41_300, 38_000),
