@@ -178,8 +178,10 @@ class GradientNoiseScale(NoiseScaleAverage):
             tuple[int, Tensor]
         ] = []  # whose norms are to be taken: gradients, or parameters that have them
         self._held_bytes = 0
-        # DDP replaces what a parameter has as soon as it has it.
-        self._may_wait = self._sums.device.type in MULTI_TENSOR and not (last and self._world_size > 1)
+        ddp, is_sharded = self._leaves.ddp, self._leaves.is_sharded
+        # What reduces within the backward replaces a parameter's gradient as soon as it has it.
+        reduces = is_sharded or (last and self._world_size > 1) or (ddp is not None and ddp.require_backward_grad_sync)
+        self._may_wait = self._sums.device.type in MULTI_TENSOR and not reduces
         self._sum_norms: list[Tensor] = []  # of the running sum
         self._sum_fires = self._repeats = 0
         self._fired: list[int] = []  # in this micro-batch, in order
@@ -344,16 +346,17 @@ class GradientNoiseScale(NoiseScaleAverage):
             self._measure_held()
 
     def _measure_held(self) -> None:
-        held = []
-        for index, each in self._held:
-            is_leaf = each is self._leaves.hooked[index]
-            if (gradient := each.grad if is_leaf else each) is not None:
-                held.append((index, gradient))
-        self._held, self._held_bytes = [], 0
+        held, self._held, self._held_bytes = self._held, [], 0
+        gradients = []
+        for index, each in held:
+            gradient = each.grad if each is self._leaves.hooked[index] else each
+            if gradient is None:
+                raise RuntimeError("a gradient was taken away before its micro-batch ended")
+            gradients.append(gradient)
         if self.parameter_squares is None:
-            self._micro_norms += norms_of([gradient for _, gradient in held])
+            self._micro_norms += norms_of(gradients)
             return
-        for index, gradient in held:
+        for (index, _), gradient in zip(held, gradients, strict=True):
             norms = norms_of([gradient])
             self._micro_norms += norms
             self.parameter_squares[index] += square_sum(norms)
