@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.support.gloo import run_on_ranks
 from tests.support.gns_cases import CASES, Case, Net, differences, make_net, measured, run_window, separate_backwards
 from trainer.errors import UserError
+from trainer.metrics.noise_scale import hooks
 from trainer.metrics.noise_scale.estimate import Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
@@ -43,6 +44,15 @@ def sharded(case: Case, world_size: int, policy: MixedPrecisionPolicy | None = N
 
 def compare_all(rank: int, world_size: int) -> list[str]:
     """What differs from the separate backwards, two windows a length, from rank 0."""
+    wrong = compare(rank, world_size)
+    hooks.MULTI_TENSOR.add("cpu")  # the norms that CUDA takes, of many gradients at once
+    wrong += [f"many at once: {text}" for text in compare(rank, world_size)]
+    hooks.MULTI_TENSOR.remove("cpu")
+    return wrong
+
+
+def compare(rank: int, world_size: int) -> list[str]:
+    """By the norms that are taken now."""
     wrong = []
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     for name in SHARED:
