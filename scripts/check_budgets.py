@@ -34,7 +34,7 @@ CEILINGS = {
     "trainer: lines": (43_050, 33_000),
     "trainer: files": (210, 210),
     "tests: lines": (39_800, 30_000),
-    "launches in make test": (180, 180),  # counted and checked in tests/conftest.py
+    "launches in make test": (160, 160),  # counted and checked in tests/conftest.py
     "scripts: lines": (5_140, 5_000),
     "words of documentation": (41_300, 38_000),
     "functions with more than 10 parameters": (3, 3),
