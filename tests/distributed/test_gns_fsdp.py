@@ -122,9 +122,13 @@ Results = tuple[list[str], tuple[Window, bool], list[dict[str, float]], list[str
 
 def everything(rank: int, world_size: int) -> Results:
     """In one start of the processes, which costs more than all of it."""
+    wide = window_with_bf16_parameters(rank, world_size)
+    hooks.MULTI_TENSOR.add("cpu")
+    assert window_with_bf16_parameters(rank, world_size)[0].tr_sigma == pytest.approx(wide[0].tr_sigma, rel=1e-6)
+    hooks.MULTI_TENSOR.remove("cpu")
     return (
         compare_all(rank, world_size),
-        window_with_bf16_parameters(rank, world_size),
+        wide,
         step_like_a_user(rank, world_size),
         refusals(rank, world_size),
     )
