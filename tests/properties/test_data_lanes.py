@@ -1,16 +1,16 @@
-"""Properties of slices, their deal to ranks, and lanes."""
+"""Properties of the lanes of a reader, and of the slices that shards read."""
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections import Counter
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.epochs import QueueKey
-from trainer.data.reader import assign_lanes, cut_slices, plan_lanes, plan_length
+from tests.support.streams import mixing_dataset, streams_of
+from trainer.data.mixing import num_rows, schedule
 
 PROFILE = settings(max_examples=200, deadline=None, derandomize=True)
 lengths_of = st.lists(st.integers(1, 12), min_size=0, max_size=30).map(lambda values: np.array(values, dtype=np.int64))
@@ -18,96 +18,29 @@ lengths_of = st.lists(st.integers(1, 12), min_size=0, max_size=30).map(lambda va
 
 @PROFILE
 @given(lengths_of, st.integers(1, 5))
-def test_slices_are_contiguous_cover_all_and_are_as_level_as_groups_allow(cells, num_slices):
-    bounds = cut_slices(cells, num_slices)
-    assert bounds[0] == 0
-    assert bounds[-1] == len(cells)
-    assert (np.diff(bounds) >= 0).all()
-    ideal = cells.sum() / num_slices
-    largest = cells.max(initial=0)
-    assert all(abs(cells[a:b].sum() - ideal) <= largest for a, b in itertools.pairwise(bounds))
-    boundaries = np.concatenate([[0], np.cumsum(cells)])
-    for cut, bound in enumerate(bounds.tolist()):
-        assert abs(boundaries[bound] - cut * ideal) <= np.abs(boundaries - cut * ideal).min() + 1e-9
-
-
-@PROFILE
-@given(lengths_of, st.integers(1, 5))
-def test_lanes_are_those_of_placing_groups_one_by_one(cells, num_lanes):
-    loads = [0] * num_lanes
-    expected = [0] * len(cells)
+def test_groups_go_longest_first_to_the_lane_with_the_fewest_cells(cells, num_lanes):
+    loads, lane_of = [0] * num_lanes, {}
     for group in sorted(range(len(cells)), key=lambda g: -cells[g]):
-        lane = loads.index(min(loads))
-        expected[group] = lane
-        loads[lane] += int(cells[group])
-    by_load = sorted(range(num_lanes), key=lambda lane: -loads[lane])
-    lanes, found = assign_lanes(cells, num_lanes)
-    assert found.tolist() == [loads[lane] for lane in by_load]
-    assert lanes.tolist() == [by_load.index(lane) for lane in expected]
+        lane_of[group] = loads.index(min(loads))
+        loads[lane_of[group]] += int(cells[group])
+    by_load, ends, expected = sorted(range(num_lanes), key=lambda lane: -loads[lane]), [0] * num_lanes, []
+    for group, size in enumerate(cells.tolist()):
+        lane = by_load.index(lane_of[group])
+        expected.append((lane, ends[lane]))
+        ends[lane] += size
+    assert list(zip(*map(np.ndarray.tolist, schedule(cells, num_lanes)), strict=True)) == expected
+    assert num_rows(cells, num_lanes) == max(loads)
 
 
-@PROFILE
-@given(lengths_of, st.integers(1, 5), st.integers(0, 5))
-def test_a_plan_reads_each_cell_once_in_order_on_one_lane(cells, num_lanes, seed):
-    offsets = np.concatenate([[0], np.cumsum(cells)])
-    plan = plan_lanes(offsets[:-1], cells, np.random.default_rng(seed).random(len(cells)), num_lanes)
-    assert plan.num_batches == plan_length(cells, num_lanes)
-    split = min(3, plan.num_batches)
-    parts = [plan.rows(a, b) for a, b in ((0, split), (split, plan.num_batches)) if a < b]
-    read, positions = (np.concatenate([part[i] for part in parts] or [np.zeros((0, num_lanes))]) for i in (0, 1))
-    batches = [row[row >= 0] for row in read]
-    assert sorted(c for batch in batches for c in batch.tolist()) == list(range(offsets[-1]))
-    owners = np.searchsorted(offsets, read, side="right") - 1
-    assert (positions[read >= 0] == owners[read >= 0]).all()
-    assert (positions[read < 0] == -1).all()
-    place = {c: (t, lane) for t, batch in enumerate(batches) for lane, c in enumerate(batch.tolist())}
-    for first, size in zip(offsets[:-1].tolist(), cells.tolist(), strict=True):
-        t, lane = place[first]
-        assert [place[first + i] for i in range(size)] == [(t + i, lane) for i in range(size)]
-    for stop in range(plan.num_batches + 2):
-        assert plan.cells_before(stop) == sum(len(batch) for batch in batches[:stop])
-        done = [int(c) for batch in batches[:stop] for c in batch]
-        taken = [sum(first <= c < first + size for c in done) for first, size in zip(offsets, cells, strict=False)]
-        assert plan.taken(cells, stop).tolist() == taken
-
-
-MAX_GROUP_CELLS = 64
-IMPROBABLE = 1e-9
-
-
-def slices_of(cells, world_size):
-    """Cells of each slice of a stream that is one document."""
-    full, rest = divmod(cells, MAX_GROUP_CELLS)
-    groups = np.array([MAX_GROUP_CELLS] * full + [rest] * (rest > 0), dtype=np.int64)
-    ends = np.concatenate([[0], np.cumsum(groups)])
-    found: np.ndarray = np.diff(ends[cut_slices(groups, world_size)])
-    return found
-
-
-def cells_by_rank(sizes, world_size, key):
-    """Cells that each rank reads in an epoch, and how far from the mean they may be but in one case of 1e9 (Hoeffding)."""
-    turns = np.array(key.turns) % world_size
-    loads, squares = np.zeros(world_size, dtype=np.int64), 0.0
-    for size in np.unique(sizes).tolist():
-        slices = slices_of(size, world_size)
-        begins = np.bincount(turns[sizes == size], minlength=world_size)
-        loads += sum(times * np.roll(slices, turn) for turn, times in enumerate(begins.tolist()))
-        squares += float(begins.sum() * (slices.max() - slices.min()) ** 2)
-    return loads, math.sqrt(squares * math.log(2 * world_size / IMPROBABLE) / 2)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=300), st.integers(1, 64), st.integers(0, 99))
-def test_ranks_are_as_level_as_chance_allows_for_any_sizes(sizes, world_size, seed):
-    key = QueueKey("s", seed, len(sizes), shared=True)
-    loads, bound = cells_by_rank(np.array(sizes), world_size, key)
-    assert loads.sum() == sum(sizes)
-    assert np.abs(loads - loads.mean()).max() <= bound + 1e-9
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.integers(1, 300), st.integers(1, 400), st.integers(1, 64), st.integers(0, 99))
-def test_ranks_differ_by_at_most_one_stream_if_all_are_alike(size, num_streams, world_size, seed):
-    key = QueueKey("s", seed, num_streams, shared=True)
-    loads, _ = cells_by_rank(np.full(num_streams, size), world_size, key)
-    assert loads.max() - loads.min() <= size
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.integers(1, 60), st.integers(1, 8), st.integers(0, 9))
+def test_shards_take_turns_in_the_slices_of_streams(num_streams, num_shards, seed):
+    """Where each stream is one group, a shard has as many as any other, but for one."""
+    with streams_of([[4]] * num_streams) as streams:
+        owners: Counter[int] = Counter()
+        for shard in range(num_shards):
+            kwargs = {"batching_mode": "device_per_stream", "repeat": False, "seed": seed}
+            batches = mixing_dataset(streams, rank=shard, world_size=num_shards, **kwargs)
+            owners[shard] = sum(len(batch["group_ids"]) for batch in batches)
+        assert sum(owners.values()) == num_streams
+        assert set(owners.values()) <= {num_streams // num_shards, math.ceil(num_streams / num_shards)}

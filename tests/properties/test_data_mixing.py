@@ -122,7 +122,7 @@ def same(a, b):
 def test_resuming_anywhere_gives_the_samples_of_an_uninterrupted_run(
     layout, kwargs, world_size, stop, is_resharded, first
 ):
-    """Also if the run was cut anew before: its chapters are part of its state."""
+    """Also if the run was cut anew before: its points are part of its state."""
     with streams_of(layout) as streams:
         before = world(streams, world_size + 1, repeat=True, **kwargs)
         for rank in before:

@@ -120,8 +120,7 @@ def test_metrics_equal_a_reference_from_scratch_at_every_pick_through_refills_ep
                 dataset.load_state_dict(state)
                 # The same pool as seen before; what was counted has been drained with it, and is not counted again.
                 assert dataset.drain_step_metrics() == {**before, **({EXHAUST: 0.0} if before else {})}
-            if not dataset._pool.readers:
-                dataset._fill()
+            assert dataset._is_ready()
             reference.pools[at] = [(future[at][0][0], reader.stream.relative_path) for reader in dataset._pool.readers]
             assert key_of(next(dataset)) == future[at][0]
             if at % every == 0 or at == len(future) - 1:

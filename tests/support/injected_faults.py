@@ -108,15 +108,14 @@ def _starve(step: int, dataset: StreamMixingDataset) -> None:
     """From the onset on streams of modality b do not come in any more."""
     if step != ONSET:
         return
-    queue = dataset._queue
-    original = queue.next_reader
+    original = dataset._next_reader
 
     def next_reader() -> Any:
         while (reader := original()) is not None and reader.stream.modality == "b":
             pass
         return reader
 
-    queue.next_reader = next_reader  # type: ignore[method-assign]
+    dataset._next_reader = next_reader  # type: ignore[method-assign]
 
 
 def _spoil_states(step: int, states: torch.Tensor) -> None:

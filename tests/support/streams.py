@@ -28,7 +28,7 @@ def mixing_dataset(
         names = {each.name for each in fields(kind)}
         parts.append(kind(**{name: settings.pop(name) for name in names & settings.keys()}))
     assert not settings, settings
-    return StreamMixingDataset(streams, *parts, rank=rank, world_size=world_size)  # type: ignore[arg-type]
+    return StreamMixingDataset(streams, *parts, shard=rank, num_shards=world_size)  # type: ignore[arg-type]
 
 
 class WideTokens(BytesTokenizer):

@@ -13,8 +13,8 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from trainer.data.collate import Batch
-from trainer.data.mixing import STAGES, StreamMixingDataset
-from trainer.data.shard_source import ShardSource
+from trainer.data.pool import STAGES
+from trainer.data.shard_source import StreamSource
 from trainer.data.weights import ConstantWeight, WeightSpec, positions
 from trainer.errors import UserError
 from trainer.hashing import BLOCK, KeyedUniforms
@@ -214,8 +214,10 @@ class BlendDataset:
             break
         if self._time_names:
             seconds, dataset = time.perf_counter() - start, self.sources[chosen].dataset
-            is_ours = isinstance(dataset, StreamMixingDataset)
-            stages = dataset.drain_seconds(seconds) if is_ours else {"own_code": seconds}  # type: ignore[attr-defined]
+            stages = {"own_code": seconds}
+            if isinstance(dataset, StreamSource):
+                stages = dataset.drain_seconds()
+                stages["read"] = seconds - sum(stages.values())
             for stage, part in stages.items():
                 self._seconds[f"time/{stage}/{self._time_names[chosen]}"] += part
         self._counts[chosen] += 1
@@ -367,7 +369,7 @@ class BlendDataset:
         """Continue where a run stopped; weights may have changed since, and sources may have been added.
 
         Args:
-            state: this rank's state, or those of all ranks in rank order; see `StreamMixingDataset.load_state_dict`.
+            state: this rank's state, or those of all ranks in rank order; see `StreamSource.load_state_dict`.
 
         Raises:
             UserError: another seed, a source that is missing now, or one that gave batches and cannot be resumed.
@@ -429,7 +431,7 @@ def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | No
 def _drain_source(dataset: Any, unknown: Drained, guard: BestEffort) -> Drained:
     """A source's metrics, those that it lists; if it fails, all of them are not known, from then on."""
     drained: dict[str, float | None] | None = guard.run(dataset.drain_step_metrics)
-    if drained is not None and not isinstance(dataset, StreamMixingDataset | BlendDataset | ShardSource):
+    if drained is not None and not isinstance(dataset, StreamSource | BlendDataset):
         drained = guard.run(checked, drained, guard.leave_out, as_number)
     if drained is None:
         return unknown

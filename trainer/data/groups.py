@@ -10,14 +10,12 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import sliding_window_view
 
 from trainer.arrays import Ints
 from trainer.data.documents import ReadOptions, TokenArray, TokenTable
@@ -176,30 +174,11 @@ class OpenStream:
         tokens = self.groups.num_tokens(self.documents.lengths, self.seq_len)
         return int(tokens[self.groups.first_cells > 0].sum()), int(tokens.sum())
 
-    @cached_property
-    def cut_documents(self) -> Ints | None:
-        """The document of each group that is a part of one, -1 of others, int64 [G]; None if none is."""
-        groups, ends = self.groups, self.groups.num_cells * self.seq_len
-        is_part = (groups.first_cells > 0) | (ends < self.documents.lengths[groups.documents])
-        return np.where(is_part, groups.documents, -1) if is_part.any() else None
-
-    @cached_property
-    def windows(self) -> TokenArray | None:
-        """All windows of seq_len + 1 tokens, a view [N - seq_len, seq_len + 1]; None if the file has fewer tokens."""
-        tokens = self.documents.tokens
-        return sliding_window_view(tokens, self.seq_len + 1) if len(tokens) > self.seq_len else None
-
 
 def file_bytes(stream: Stream) -> int:
     """The size of the file that is read; 0 if there is none."""
     path = stream.tokens or stream.path
     return os.stat(path).st_size if os.path.exists(path) else 0
-
-
-def lanes_of(stream: Stream, sizes: Mapping[str, Any]) -> int:
-    """The lanes of a reader of this stream, by the batch sizes of a reshard point or a saved state."""
-    lanes: int = sizes["batch_size_by_modality"].get(stream.modality, sizes["batch_size"])
-    return lanes
 
 
 def open_stream(stream: Stream, options: ReadOptions, cut: CutOptions) -> OpenStream:

@@ -15,20 +15,17 @@ claim is served next. Nothing is computed from the past, so a weight that change
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
-from trainer.arrays import IGNORED, Ints
+from trainer.arrays import IGNORED
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.collate import Batch
-from trainer.data.groups import OpenStream
-from trainer.data.reader import check_size
+from trainer.data.collate import Batch, Collator, Lane, Place
 from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
@@ -39,118 +36,15 @@ from trainer.wording import counted
 logger = get_logger(__name__)
 
 
-class Place(NamedTuple):
-    """Where a lane is in a group."""
-
-    source: str
-    epoch: int
-    stream: int
-    group: int
-    group_id: int
-    offset: int = 0
-    """Tokens read."""
-    rows: int = 0
-    """Rows that it was in."""
-
-
-class Segment(NamedTuple):
-    """What a row holds of a document: target tokens [start, stop) of it."""
-
-    source: str
-    stream: str
-    epoch: int
-    document: int
-    start: int
-    stop: int
-
-
-class Located:
-    """What the rows of a micro-batch hold, as JSON once it is asked for."""
-
-    def __init__(self, rows: Sequence[Sequence[Segment]], group_ids: Ints, cell_index: Ints) -> None:
-        self.rows, self._group_ids, self._cell_index = rows, group_ids, cell_index
-
-    def __str__(self) -> str:
-        rows = [[segment._asdict() for segment in row] for row in self.rows]
-        ids = {"group_ids": self._group_ids.tolist(), "cell_indices": self._cell_index.tolist()}
-        return json.dumps({"rows": rows, **ids})
-
-
-class Lane:
-    """A row position, and the group that it reads."""
-
-    def __init__(self) -> None:
-        self.left = 0
-        """Tokens of the group that are to be read; 0: there is none."""
-
-    def begin(self, place: Place, opened: OpenStream) -> None:
-        """Take up a group at its place."""
-        table, documents = opened.groups, opened.documents
-        self.opened, self.stream, self.modality = opened, opened.stream.relative_path, opened.stream.modality
-        self.source, self.epoch, _, self.group, self.group_id, self.offset, self.rows = place
-        self.document = int(table.documents[self.group])
-        first = int(table.first_cells[self.group]) * opened.seq_len  # of the document's tokens
-        length = int(documents.lengths[self.document]) - first
-        self.left = min(length, int(table.num_cells[self.group]) * opened.seq_len) - self.offset
-        self.at = first + self.offset
-        """Tokens of the document before the next one that is read."""
-        self._tokens = np.asarray(documents.tokens)  # of a mapped file without the price of a memmap's slices
-        self._begin = int(documents.starts[self.document])
-        self._bounds = documents.bounds
-
-    @property
-    def place(self) -> Place | None:
-        """Where it is."""
-        if not self.left:
-            return None
-        stream = self.opened.stream.stream_id
-        return Place(self.source, self.epoch, stream, self.group, self.group_id, self.offset, self.rows)
-
-    def read(self, tokens: Ints, targets: Ints, bos: int) -> Segment:
-        """Fill these positions of a row, at most `left`, and move on.
-
-        Raises:
-            UserError: an id is outside the vocabulary.
-        """
-        size, at = len(targets), self.at
-        begin = self._begin + at
-        if at:
-            read = self._tokens[begin - 1 : begin + size]
-            tokens[:], targets[:] = read[:-1], read[1:]
-        else:
-            read = self._tokens[begin : begin + size]
-            targets[:] = read
-            tokens[0], tokens[1:] = bos, read[:-1]
-        if self._bounds is not None:
-            self._bounds.check(read, begin - (at > 0))
-        self.left -= size
-        self.offset += size
-        self.at += size
-        return Segment(self.source, self.stream, self.epoch, self.document, at, at + size)
-
-    def before(self, num: int, bos: int) -> Ints:
-        """The inputs of the last `num` of the group's tokens that were read, fewer at its beginning."""
-        size = min(num, self.offset)
-        start = self.at - size
-        read = self.opened.documents.read(self.document, max(start - 1, 0), self.at - 1).astype(np.int64)
-        return read if start else np.concatenate([[bos], read])
-
-
 class LaneBlend(BlendDataset):
-    """An iterator of micro-batches [B, T] from lanes; see the module.
-
-    Keys beside those of `Collator`: with `runs_on`, `resets` bool [B, T], and `end_ids`, `end_cell_index` int64 [B], the group
-    that continues behind the row, -1 for none, and its cell there (a row that begins with a new group looks up none); `depth`
-    int64 [B], tokens of the row's group before the row; `segment_ids` int32 [B, T], the segment of each target, -1 where there
-    is none. `dataset_labels` and `dataset_segments` name the source and the modality of each segment.
+    """An iterator of micro-batches [B, T] from lanes; see the module, and `Collator` for their keys.
 
     A source that is no `ShardSource` gives whole micro-batches of its own, by the same claims.
 
     Args:
         sources, seed, micro_batches, per_source, times, history_every, history_tokens: see `BlendDataset`.
         rows: lanes, B.
-        row_tokens: T.
-        runs_on: documents begin within rows.
+        row_tokens, runs_on: see `Collator`.
 
     Raises:
         UserError: as `BlendDataset`; a file is unreadable or damaged.
@@ -171,11 +65,7 @@ class LaneBlend(BlendDataset):
         super().__init__(sources, seed=seed, micro_batches=micro_batches, **options)
         self._lanes = [Lane() for _ in range(rows)]
         self._waiting: list[Place] = []  # of a run with more lanes: begun, and taken up before anything new
-        self._row_tokens, self._runs_on = row_tokens, runs_on
-        self._bos = tokenizer.bos_id
-        types = tokenizer.token_type_table
-        # Extended so that index IGNORED (from the end) is -1: one take then serves all targets.
-        self._types = None if types is None else np.concatenate([types, np.full(-IGNORED, -1, dtype=np.int8)])
+        self._collator = Collator(tokenizer, row_tokens=row_tokens, runs_on=runs_on)
         self._claims = [0.0] * len(sources)
         self._total = 0
         self._shares: list[float] = []
@@ -215,10 +105,16 @@ class LaneBlend(BlendDataset):
         self._shares = self._shares_now()
         batch = self._whole_batch(tokens_before) if self._batched else None
         if batch is None:
-            batch = self._from_lanes(tokens_before)
+            batch = self._collator.batch(self._lanes, self._refill, tokens_before)
+            if not batch["dataset_labels"]:
+                self._stop_or_refuse()
             self._note_times(time.perf_counter() - began)
         self._batch_index += 1
         return batch
+
+    def masked(self) -> Batch:
+        """A micro-batch of which nothing is learnt."""
+        return self._collator.batch([Lane() for _ in self._lanes], lambda lane, at: False)
 
     def _given(self) -> tuple[int, list[float]]:
         return self._total, self._expected[0]
@@ -272,84 +168,6 @@ class LaneBlend(BlendDataset):
         if "dataset_labels" not in batch:
             batch["dataset_labels"] = [self.sources[index].name] * len(batch["tokens"])
         return batch
-
-    def _from_lanes(self, tokens_before: int) -> Batch:
-        count, length, runs_on = len(self._lanes), self._row_tokens, self._runs_on
-        batch: Batch = {
-            "tokens": np.zeros((count, length), np.int64),
-            "targets": np.full((count, length), IGNORED, np.int64),
-            "segment_ids": np.full((count, length), -1, np.int32),
-        }
-        if runs_on:
-            batch["resets"] = np.zeros((count, length), np.bool_)
-        if tokens_before:
-            batch["tokens_before"] = np.zeros((count, tokens_before), np.int64)
-            if runs_on:
-                batch["resets_before"] = np.zeros((count, tokens_before), np.bool_)
-        opened: dict[int, OpenStream] = {}
-        for lane in self._lanes:
-            if lane.left:
-                opened[id(lane.opened)] = lane.opened
-        for each in opened.values():
-            check_size(each)
-        segments: list[list[Segment]] = []
-        labels: list[tuple[str, str]] = []
-        rows = [self._fill_row(*each, batch, segments, labels, tokens_before) for each in enumerate(self._lanes)]
-        if not labels:
-            self._stop_or_refuse()
-        columns = np.array(rows, np.int64).T  # a row of it for each key
-        batch |= dict(zip(("group_ids", "cell_index", "depth", "end_ids", "end_cell_index"), columns, strict=True))
-        batch["is_last"] = (batch["group_ids"] >= 0) & (batch["group_ids"] != batch["end_ids"])
-        if not runs_on:
-            del batch["end_ids"], batch["end_cell_index"]
-        if self._types is not None:
-            batch["token_types"] = self._types.take(batch["targets"])
-        # Tuples: they have no entry for each row.
-        batch["dataset_labels"], batch["dataset_segments"] = zip(*labels, strict=True)
-        batch["pack_num_samples"] = np.array(list(map(len, segments)), np.int64)
-        batch["instability_meta_json"] = Located(segments, batch["group_ids"], batch["cell_index"])
-        return batch
-
-    def _fill_row(
-        self,
-        row: int,
-        lane: Lane,
-        batch: Batch,
-        segments: list[list[Segment]],
-        labels: list[tuple[str, str]],
-        tokens_before: int,
-    ) -> tuple[int, int, int, int, int]:
-        """Read the next window of a lane. Returns the group that is looked up, its cell and its tokens before the row, then the
-        group that continues behind the row, and its cell."""
-        found: list[Segment] = []
-        group_id = end_id = -1
-        cell_index = depth = end_cell = at = 0
-        length, runs_on = self._row_tokens, self._runs_on
-        tokens, targets, segment_ids = batch["tokens"][row], batch["targets"][row], batch["segment_ids"][row]
-        while at < length and (lane.left or self._refill(lane, at)):
-            is_begun = lane.offset > 0
-            if not at and (is_begun or not runs_on):
-                group_id, cell_index, depth = lane.group_id, lane.rows, lane.offset
-                if tokens_before and is_begun:
-                    self._put_before(lane, row, batch, tokens_before)
-            if runs_on and not is_begun:
-                batch["resets"][row, at] = True
-            stop = min(at + lane.left, length)
-            segment_ids[at:stop] = len(labels)
-            labels.append((lane.source, lane.modality))
-            found.append(lane.read(tokens[at:stop], targets[at:stop], self._bos))
-            if lane.left:
-                end_id, end_cell = lane.group_id, lane.rows
-            lane.rows += 1
-            at = stop if runs_on else length
-        segments.append(found)
-        return group_id, cell_index, depth, end_id, end_cell
-
-    def _put_before(self, lane: Lane, row: int, batch: Batch, num: int) -> None:
-        read = lane.before(num, self._bos)
-        batch["tokens_before"][row, num - len(read) :] = read
-        if self._runs_on and len(read) == lane.offset:
-            batch["resets_before"][row, num - len(read)] = True
 
     def _refill(self, lane: Lane, at: int) -> bool:
         """Give a lane its next group, at this position of a row; False if there is none now."""

@@ -1,39 +1,42 @@
-"""What one data shard reads of one source: its part of the files, handed out group by group from a pool of open streams.
+"""What one data shard reads of one source: its part of the files, from a pool of open streams, and how that is saved.
 
-Files are laid end to end in a keyed order and cut into stretches of equal size, one per data shard, the same in all epochs: a
-large file is divided between shards at group boundaries, and no shard waits for another. Within an epoch each group is handed
-out exactly once over all shards. If a run continues with another number of shards, the cursors of the old ones are kept as a
-point of the epoch, and what they left is dealt anew.
+In full rows files are laid end to end in a keyed order and cut into stretches of equal size, one per data shard, the same in
+all epochs: a large file is divided between shards at group boundaries, and no shard waits for another. Within an epoch each
+group is handed out exactly once over all shards.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 
 from trainer.arrays import Flags, Ints
 from trainer.data.documents import ReadOptions
-from trainer.data.epochs import STATE_VERSION, check_states, fingerprint
-from trainer.data.groups import CutOptions, OpenStream, file_bytes
+from trainer.data.epochs import Point, check_states, fingerprint, resharded
+from trainer.data.formats import is_import_path
+from trainer.data.groups import CutOptions, OpenStream, StreamOpener, file_bytes
 from trainer.data.layout import Stream
-from trainer.data.mixing import ActivePool, MixOptions, StreamSource
+from trainer.data.pool import EXHAUST_EVENTS, MODALITY_PREFIX, ActivePool, pool_metric_keys
+from trainer.data.tokenizer import TimedTokenizer, Tokenizer
 from trainer.errors import UserError
 from trainer.hashing import KeyedUniforms, keyed_generator
-from trainer.metrics.logger import get_logger
+from trainer.metrics.best_effort import BestEffort
+from trainer.wording import printable
 
-logger = get_logger(__name__)
+if TYPE_CHECKING:
+    from trainer.data.mixing import MixOptions
 
-Cursor = list[Any]
-"""`[streams taken from the queue, [[stream, groups taken] of each active reader]]`, of one shard in one epoch."""
 BLOCK = 256
 """Groups whose ids are computed together."""
-Point = list[Cursor]
-"""The cursors of all shards when their number changed in the middle of an epoch."""
 
 
 class Part(NamedTuple):
@@ -53,6 +56,7 @@ class Part(NamedTuple):
         return found
 
 
+@lru_cache(32)
 def deal_parts(sizes: Sequence[int], order: Sequence[int], num_shards: int) -> list[list[Part]]:
     """The parts that each shard reads: streams of these sizes, end to end in this order, cut into stretches of equal size."""
     bounds = [sum(sizes) * shard // num_shards for shard in range(num_shards + 1)]
@@ -90,6 +94,11 @@ class Reader:
         self._block: list[tuple[int, int]] = []  # (group, id) of those to come, the next one last
 
     @property
+    def cursor(self) -> tuple[int, ...]:
+        """How far it was read."""
+        return (self.taken,)
+
+    @property
     def remaining_picks(self) -> int:
         """Groups left."""
         return len(self._order) - self.taken
@@ -109,17 +118,26 @@ class Reader:
         return Handed(self.epoch, self.source, *self._block.pop())
 
 
-class ShardSource(StreamSource):
-    """Hands out the groups of a source that a data shard reads, shuffled anew in every epoch.
+class StreamSource(ABC):
+    """Opens the streams of a source one after another into a pool, epoch by epoch, and reports the pool's metrics.
 
-    A pick takes one group from one of `num_streams_mixed` open streams, with `pick_mode = "weighted"` in proportion to the
-    groups left, so that what is left is drawn uniformly. Every choice is a pure function of (name, seed, epoch, shard, number
-    of shards, pick), so the state is cursors.
+    An exhausted reader is replaced by the next part of the epoch's shuffled queue. When queue and pool are empty the epoch
+    ends: with `repeat` the next begins. Every choice is a pure function of (name, seed, epoch, shard, number of shards, pick),
+    so the state is cursors (and the pool's observations, for its metrics).
 
     Args:
-        streams, cut, read, mix, in_memory: see `StreamMixingDataset`; batch sizes mean nothing here.
+        streams, cut, read, mix: what is read, and how. The namespace of `cut`, the source's name, must be unique in a blend.
         shard, num_shards: which part of the files is read.
+        in_memory: see `StreamOpener`.
+
+    Raises:
+        UserError: no streams, or one twice.
     """
+
+    version: ClassVar[int]
+    """Of the saved state."""
+    layout: Sequence[str] = ("rank", "world_size")
+    """Keys of a state of which another value means that the rest of the epoch is dealt anew."""
 
     def __init__(
         self,
@@ -133,75 +151,153 @@ class ShardSource(StreamSource):
         in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
     ) -> None:
         assert 0 <= shard < num_shards, (shard, num_shards)
-        super().__init__(streams, cut, read, mix, in_memory)
+        self.name = cut.namespace
+        twice = [path for path, times in Counter(stream.relative_path for stream in streams).items() if times > 1]
+        if twice or not streams:
+            problem = f"lists the stream {twice[0]} twice" if twice else "has no streams"
+            raise UserError(self.name, problem, "name each of its files once")
+        # Renumbered: they may be only a part of those discovered.
+        self.streams = [replace(stream, stream_id=i) for i, stream in enumerate(streams)]
+        self.modalities = sorted({stream.modality for stream in streams})
         self.is_ended = False
         """Without `repeat`: everything was handed out. Or this shard has no group at all."""
         self.epoch = 0
-        self._shard, self._num_shards = shard, num_shards
-        self.fixed_state: dict[str, Any] = {
-            "version": STATE_VERSION,
-            "fingerprint": fingerprint(self.streams, read, cut, seed=mix.seed, batching_mode="per_row"),
+        self._mix, self._shard, self._num_shards = mix, shard, num_shards
+        self.fixed_state: dict[str, Any] = {  # the part of a state that is constant throughout a run
+            "version": self.version,
+            "fingerprint": fingerprint(self.streams, read, cut, seed=mix.seed, batching_mode=self._mode()),
             "rank": shard,
             "world_size": num_shards,
         }
-        self._uniforms = KeyedUniforms("pick", self.name, mix.seed, shard, num_shards)
-        self._num_picks = 0
+        self._tokenizer = TimedTokenizer(read.tokenizer)
+        self._opening = "own_code" if is_import_path(read.format) else "open"
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # of each of the `STAGES`
+        options = replace(read, tokenizer=cast(Tokenizer, self._tokenizer))
+        # What is held out is read from the files that the training data have, which warn of themselves.
+        self._in_memory = in_memory
+        self._opener = StreamOpener(options, cut, warns=cut.split != "holdout", in_memory=in_memory)
+        # Readers keep their streams open themselves; the cache serves those of the next epoch.
+        self._open = lru_cache(2 * mix.num_streams_mixed)(self._opener)
+        self._guard = BestEffort(f"pool metrics of {self.name} ({cut.split})")
+        self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
+        self._pool = ActivePool(self.modalities, mix.pick_mode, self._guard)
+        self._exhaust_events = self._num_picks = 0
+        self._uniforms = KeyedUniforms("pick", self.name, mix.seed, *self._key(shard, num_shards))
         self._begin(0, {})
 
-    @cached_property
-    def _sizes(self) -> list[int]:
-        return [max(file_bytes(stream), 1) for stream in self.streams]
+    def _mode(self) -> str:
+        """The batching mode, which a state belongs to."""
+        return "per_row"
 
-    @cached_property
-    def _deal_order(self) -> list[int]:
-        order: list[int] = keyed_generator("deal", self.name, self._mix.seed).permutation(len(self.streams)).tolist()
-        return order
+    def _key(self, shard: int, num_shards: int) -> tuple[str | int, ...]:
+        """Whose choices a shard makes: its own, unless all make the same."""
+        return shard, num_shards
 
-    def _deal(self, num_shards: int) -> list[list[Part]]:
-        return deal_parts(self._sizes, self._deal_order, num_shards)
+    @abstractmethod
+    def _parts(self, shard: int, num_shards: int) -> Sequence[Part]:
+        """What a shard of so many reads in an epoch."""
 
-    def _queue_of(self, parts: Sequence[Part], epoch: int, number: int, shard: int, num_shards: int) -> list[Part]:
-        """A shard's parts in the order of an epoch, after so many of its points."""
-        generator = keyed_generator("queue", self.name, self._mix.seed, epoch, number, shard, num_shards)
-        return [parts[at] for at in generator.permutation(len(parts))]
+    @abstractmethod
+    def _reader(self, part: Part, cursor: Sequence[int] = ...) -> Any:
+        """A reader of a part in this epoch, from its beginning or from where it was."""
+
+    @abstractmethod
+    def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
+        """Cells that a reader had read of each of its groups, int64 [n]. `cells`: what was left of them before."""
+
+    def open(self, stream: Stream) -> OpenStream:
+        """One of its streams, with its groups.
+
+        Raises:
+            UserError: the file is unreadable or damaged.
+        """
+        return self._open(stream)
+
+    def refuse_nothing(self) -> None:
+        """Raises UserError if no stream has a document, on whatever shard."""
+        if not any(self._open(stream).groups.num_groups for stream in self.streams):
+            raise self._opener.nothing_left(self.name, "no document is left to read")
+
+    @property
+    def now_reading(self) -> str:
+        """The file that was opened or read last; empty before the first. For any thread."""
+        return "" if self._opener.current is None else printable(self._opener.current.path)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Note the time that opening takes, tokenizing apart."""
+        start, before = time.perf_counter(), self._tokenizer.seconds
+        yield
+        tokenizing = self._tokenizer.seconds - before
+        self._seconds["tokenize"] += tokenizing
+        self._seconds[self._opening] += time.perf_counter() - start - tokenizing
+
+    def drain_seconds(self) -> dict[str, float]:
+        """What opening and tokenizing took since the last call."""
+        found = dict(self._seconds)
+        self._seconds.clear()
+        return found
+
+    def drain_step_metrics(self) -> dict[str, float | None]:
+        """The pool's metrics at the last pick, and the exhausted readers since the last drain; {} before any pick.
+
+        Once all data are read, only the counts: no reader is active, of any modality. None is what could not be measured.
+        """
+        gauges: Mapping[str, float | None] = self._pool.seen
+        if not self._guard.enabled:
+            gauges = dict.fromkeys(pool_metric_keys(self.modalities))
+        elif self.is_ended:
+            gauges = {MODALITY_PREFIX + modality: 0.0 for modality in self.modalities}
+        elif not gauges:
+            return {}
+        metrics = {**gauges, EXHAUST_EVENTS: float(self._exhaust_events)}
+        self._exhaust_events = 0
+        return metrics
+
+    def _queue_of(self, epoch: int, before: Sequence[Point], shard: int, num_shards: int) -> list[Part]:
+        """A shard's parts in the order of an epoch, after these of its points."""
+        parts = self._parts(shard, num_shards)
+        key = ("queue", self.name, self._mix.seed, epoch, len(before), *self._key(shard, num_shards))
+        return [parts[at] for at in keyed_generator(*key).permutation(len(parts)).tolist()]
 
     def _begin(self, epoch: int, points: Mapping[int, list[Point]], index: int = 0) -> None:
         """Go to an epoch of which `index` parts were taken; points of earlier ones are dropped."""
         self.epoch, self._index = epoch, index
         self._points = {at: parts for at, parts in points.items() if at >= epoch}
         before = self._points.get(epoch, [])
-        own = self._deal(self._num_shards)[self._shard]
-        self._queue = self._queue_of(own, epoch, len(before), self._shard, self._num_shards)
-        # By point: stream -> (its part, groups taken of it; -1: all of them), for what some shard had begun.
-        self._past: list[dict[int, list[tuple[Part, int]]]] = []
+        self._queue = self._queue_of(epoch, before, self._shard, self._num_shards)
+        # By point: stream -> (its part, its reader's cursor; None: all was read), for what some shard had begun.
+        self._past: list[dict[int, list[tuple[Part, list[int] | None]]]] = []
         for number, point in enumerate(before):
-            begun: defaultdict[int, list[tuple[Part, int]]] = defaultdict(list)
-            for shard, (parts, (taken, active)) in enumerate(zip(self._deal(len(point)), point, strict=True)):
-                numbers = dict(active)
-                for part in self._queue_of(parts, epoch, number, shard, len(point))[:taken]:
-                    begun[part.stream].append((part, numbers.get(part.stream, -1)))
+            begun: defaultdict[int, list[tuple[Part, list[int] | None]]] = defaultdict(list)
+            for shard, (taken, active) in enumerate(point):
+                cursors = {stream: cursor for stream, *cursor in active}
+                for part in self._queue_of(epoch, before[:number], shard, len(point))[:taken]:
+                    begun[part.stream].append((part, cursors.get(part.stream)))
             self._past.append(dict(begun))
         self._has_groups = bool(before) or index > 0
 
-    def _reader(self, part: Part, taken: int = 0) -> Reader:
-        stream = self.streams[part.stream]
-        source = self._open(stream)
-        generator = keyed_generator("groups", self.name, self._mix.seed, self.epoch, stream.relative_path)
-        priority = generator.random(source.groups.num_groups)
-        is_left = np.ones(len(priority), np.bool_)
+    def _unread(self, stream: int) -> tuple[OpenStream, Ints, Callable[[Part], Ints]]:
+        """A stream, the cells left of each of its groups in this epoch, int64 [G], and a function that gives the unfinished
+        groups of a part in reading order, those first that were begun."""
+        source = self._open(self.streams[stream])
+        key = ("groups", self.name, self._mix.seed, self.epoch, source.stream.relative_path)
+        cells = source.groups.num_cells
+        priority, left = keyed_generator(*key).random(len(cells)), cells.copy()
 
-        def in_order(mask: Flags) -> Ints:
-            found = np.flatnonzero(mask)
-            return found[np.argsort(priority[found], kind="stable")]
+        def in_order(part: Part) -> Ints:
+            found = np.flatnonzero(part.of(source) & (left > 0))
+            return found[np.argsort(priority[found] - (left[found] < cells[found]), kind="stable")]
 
         for point in self._past:
             # Parts of one point have no group in common.
-            for before, count in point.get(part.stream, []):
-                own = in_order(before.of(source) & is_left)
-                is_left[own if count < 0 else own[:count]] = False
-        return Reader(source, in_order(part.of(source) & is_left), self.epoch, taken)
+            for before, cursor in point.get(stream, []):
+                own = in_order(before)
+                left[own] -= left[own] if cursor is None else self._cells_read(left[own], cursor)
+        return source, left, in_order
 
-    def _next_reader(self) -> Reader | None:
+    def _next_reader(self) -> Any:
+        """The next with anything to read; None at the end of the epoch."""
         with self._timed():
             while self._index < len(self._queue):
                 reader = self._reader(self._queue[self._index])
@@ -209,6 +305,129 @@ class ShardSource(StreamSource):
                 if reader.remaining_picks:
                     return reader
         return None
+
+    def _fill(self) -> None:
+        while len(self._pool.readers) < self._mix.num_streams_mixed and (reader := self._next_reader()) is not None:
+            self._pool.add(reader)
+
+    def _is_ready(self, may_begin_epoch: Callable[[], bool] = lambda: True) -> bool:
+        """Whether a reader is open; otherwise this is the end (`is_ended`), or that of an epoch if no other may begin yet."""
+        pool = self._pool
+        while not pool.readers and not self.is_ended:
+            self._fill()
+            if pool.readers:
+                self._has_groups = True
+                self._opener.say_cuts()
+            elif not self._has_groups or not self._mix.repeat:
+                self.is_ended = True  # a whole epoch had nothing for this shard, or it was the last
+            elif may_begin_epoch():
+                self._begin(self.epoch + 1, self._points)
+            else:
+                return False
+        return not self.is_ended
+
+    def _take(self) -> Any:
+        """What the reader gives that is picked next."""
+        pool = self._pool
+        slot = pool.pick(self._uniforms(self._num_picks) if len(pool.readers) > 1 else 0.0)
+        self._num_picks += 1
+        reader = pool.readers[slot]
+        found = reader.take()
+        if reader.remaining_picks:
+            pool.note(slot)
+        else:
+            self._exhaust_events += 1
+            # After a resume more may be open than now should be.
+            pool.replace(slot, self._next_reader() if len(pool.readers) <= self._mix.num_streams_mixed else None)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Cursors and the pool's observations as plain Python; a snapshot that later picks do not change."""
+        return {
+            **self.fixed_state,
+            "epoch": self.epoch,
+            "index": self._index,
+            "pool": [[reader.stream.stream_id, *reader.cursor] for reader in self._pool.readers],
+            "turn": self._pool.turn,
+            "observed": self._pool.observed(),
+            "num_picks": self._num_picks,
+            "is_ended": self.is_ended,
+            "points": [[epoch, points] for epoch, points in self._points.items()],
+        }
+
+    def restarted(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The states of all saving shards for files that changed since: the next epoch begins, of the files as they are.
+
+        States of groups that are no longer read age out of the ledger.
+        """
+        fresh, epoch = self.state_dict(), max(state["epoch"] for state in states) + 1
+        kept = {"rank", "world_size", "num_picks", *self.layout}
+        return [{**fresh, "epoch": epoch, **{key: state[key] for key in kept}} for state in states]
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue where a run stopped.
+
+        Args:
+            state: this shard's state, or those of all shards in order, which a change of what is in `layout` needs (not with
+                `per_stream`, where all are alike). Within the epoch nothing is read twice and nothing is lost.
+
+        Raises:
+            UserError: naming the differences, if the state does not fit.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        check_states(states, self.fixed_state)
+        own = states[self._shard] if len(states) == self._num_shards else states[0]
+        self._pool = ActivePool(self.modalities, self._mix.pick_mode, self._guard)
+        if any(own[key] != self.fixed_state[key] for key in self.layout):
+            self._reshard(states)
+            return
+        self._begin(own["epoch"], {epoch: list(points) for epoch, points in own["points"]}, own["index"])
+        parts = {part.stream: part for part in self._queue[: own["index"]]}
+        for stream, *cursor in own["pool"]:
+            self._pool.add(self._reader(parts[stream], cursor))
+        self._pool.turn = own["turn"]
+        self._pool.restore(own["observed"])
+        self._num_picks, self.is_ended = own["num_picks"], own["is_ended"]
+        self._has_groups = self._has_groups or own["epoch"] > 0
+        if own["pool"]:
+            self._opener.say_cuts()
+            self._fill()  # more may be open at once than before
+
+    def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue the epoch of shards that were others."""
+        first = states[0]
+        if len(states) != first["world_size"]:
+            problem = f"the state is that of data shard {first['rank']} of {first['world_size']}"
+            raise UserError(self.name, problem, "give the states of all of them, in order")
+        self._begin(*resharded(states, [len(self._parts(shard, len(states))) for shard in range(len(states))]))
+        self._num_picks = max(each["num_picks"] for each in states)
+        self.is_ended = all(each["is_ended"] for each in states)
+
+
+class ShardSource(StreamSource):
+    """Hands out the groups that a data shard reads, shuffled anew in every epoch, for lanes of full rows.
+
+    A pick takes one group from one of `num_streams_mixed` open streams, with `pick_mode = "weighted"` in proportion to the
+    groups left, so that what is left is drawn uniformly. Batch sizes mean nothing here.
+    """
+
+    version = 5
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        held = {path: opened.num_bytes for path, opened in self._in_memory.items()}
+        return tuple(max(held.get(each.relative_path) or file_bytes(each), 1) for each in self.streams)
+
+    def _parts(self, shard: int, num_shards: int) -> list[Part]:
+        order = keyed_generator("deal", self.name, self._mix.seed).permutation(len(self.streams))
+        return deal_parts(self._sizes, tuple(order.tolist()), num_shards)[shard]
+
+    def _reader(self, part: Part, cursor: Sequence[int] = (0,)) -> Reader:
+        source, _, in_order = self._unread(part.stream)
+        return Reader(source, in_order(part), self.epoch, *cursor)
+
+    def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
+        return np.where(np.arange(len(cells)) < cursor[0], cells, 0)
 
     def __iter__(self) -> Iterator[Handed]:
         return self
@@ -224,115 +443,4 @@ class ShardSource(StreamSource):
         Raises:
             UserError: a file is unreadable or damaged.
         """
-        pool = self._pool
-        while not pool.readers and not self.is_ended:
-            self._fill()
-            if pool.readers:
-                self._has_groups = True
-                self._opener.say_cuts()
-            elif not self._has_groups or not self._mix.repeat:
-                self.is_ended = True  # a whole epoch had nothing for this shard, or it was the last
-            elif may_begin_epoch():
-                self._begin(self.epoch + 1, self._points)
-            else:
-                return None
-        if self.is_ended:
-            return None
-        slot = pool.pick(self._uniforms(self._num_picks) if len(pool.readers) > 1 else 0.0)
-        self._num_picks += 1
-        reader = pool.readers[slot]
-        found: Handed = reader.take()
-        if reader.remaining_picks:
-            pool.note(slot)
-        else:
-            self._exhaust_events += 1
-            # After a resume more may be open than now should be.
-            pool.replace(slot, self._next_reader() if len(pool.readers) <= self._mix.num_streams_mixed else None)
-        return found
-
-    def _fill(self) -> None:
-        while len(self._pool.readers) < self._mix.num_streams_mixed and (reader := self._next_reader()) is not None:
-            self._pool.add(reader)
-
-    def drain_seconds(self) -> dict[str, float]:
-        """What opening and tokenizing took since the last call."""
-        found = dict(self._seconds)
-        self._seconds.clear()
-        return found
-
-    def _is_read_out(self) -> bool:
-        return self.is_ended
-
-    def state_dict(self) -> dict[str, Any]:
-        """Cursors and the pool's observations as plain Python; a snapshot that later picks do not change."""
-        return {
-            **self.fixed_state,
-            "epoch": self.epoch,
-            "index": self._index,
-            "pool": [[reader.stream.stream_id, reader.taken] for reader in self._pool.readers],
-            "turn": self._pool.turn,
-            "observed": self._pool.observed(),
-            "num_picks": self._num_picks,
-            "is_ended": self.is_ended,
-            "points": [[epoch, points] for epoch, points in self._points.items()],
-        }
-
-    def restarted(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The states of all saving shards for files that changed since: the next epoch begins, of the files as they are."""
-        fresh, epoch = self.state_dict(), max(state["epoch"] for state in states) + 1
-        kept = ("rank", "world_size", "num_picks")
-        return [{**fresh, "epoch": epoch, **{key: state[key] for key in kept}} for state in states]
-
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue where a run stopped.
-
-        Args:
-            state: this shard's state, or those of all shards in order, which a change of their number needs.
-
-        Raises:
-            UserError: naming the differences, if the state does not fit.
-        """
-        states = [state] if isinstance(state, Mapping) else list(state)
-        check_states(states, self.fixed_state)
-        own = states[self._shard] if len(states) == self._num_shards else states[0]
-        self._pool = ActivePool(self.modalities, self._mix.pick_mode, self._guard)
-        if any(own[key] != self.fixed_state[key] for key in ("rank", "world_size")):
-            if len(states) != own["world_size"]:
-                problem = f"the state is that of data shard {own['rank']} of {own['world_size']}"
-                raise UserError(self.name, problem, "give the states of all of them, in order")
-            self._begin(*_resharded(states, [len(parts) for parts in self._deal(len(states))]))
-            self._num_picks = max(each["num_picks"] for each in states)
-            self.is_ended = all(each["is_ended"] for each in states)
-            return
-        self._begin(own["epoch"], {epoch: list(points) for epoch, points in own["points"]}, own["index"])
-        parts = {part.stream: part for part in self._queue[: own["index"]]}
-        for stream, taken in own["pool"]:
-            self._pool.add(self._reader(parts[stream], taken))
-        self._pool.turn = own["turn"]
-        self._pool.restore(own["observed"])
-        self._num_picks, self.is_ended = own["num_picks"], own["is_ended"]
-        self._has_groups = self._has_groups or own["epoch"] > 0
-        if own["pool"]:
-            self._opener.say_cuts()
-            self._fill()  # more may be open at once than before
-
-
-def _resharded(states: Sequence[Mapping[str, Any]], num_parts: Sequence[int]) -> tuple[int, dict[int, list[Point]]]:
-    """The epoch to continue in, the earliest of any shard, and the points of it and later ones.
-
-    There, a shard that is ahead has taken its whole part; in later epochs, one that is behind has taken nothing.
-    """
-    # A shard without any group stays in its first epoch: it does not tell where the run is.
-    going = [state["epoch"] for state in states if state["pool"] or not state["is_ended"]] or [states[0]["epoch"]]
-    points: dict[int, list[Point]] = {}
-    for state in states:
-        points |= {epoch: list(parts) for epoch, parts in state["points"] if epoch >= min(going)}
-    for epoch in range(min(going), max(going) + 1):
-        cursors: Point = []
-        for state, number in zip(states, num_parts, strict=True):
-            if state["epoch"] == epoch:
-                cursors.append([state["index"], state["pool"]])
-            else:
-                cursors.append([number if state["epoch"] > epoch else 0, []])
-        points[epoch] = [*points.get(epoch, []), cursors]
-    return min(going), points
+        return self._take() if self._is_ready(may_begin_epoch) else None

@@ -12,10 +12,8 @@ Parts of one document are one unit, as are documents of a drawn file, and those 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -90,10 +88,11 @@ class Depth(EvalRider):
     Args:
         sample: an `evaluation_sample.Sample`; None: the set is read whole.
         guard: of the sums; a failure on any rank turns it off on all.
+        is_cut: groups may be parts of documents.
     """
 
-    def __init__(self, sample: Any, guard: BestEffort) -> None:
-        self._sample, self._guard = sample, guard
+    def __init__(self, sample: Any, guard: BestEffort, *, is_cut: bool) -> None:
+        self._sample, self._guard, self._is_cut = sample, guard, is_cut
         self._is_off = False  # the same on all ranks
 
     def begin(self, evaluator: Evaluator) -> None:
@@ -128,7 +127,10 @@ class Depth(EvalRider):
         sums = columns.new_zeros(len(targets), NUM_BUCKETS, 3).scatter_add_(1, bucket, columns)
         beyond = columns.sum(1) * is_continued  # [B, 3]
         groups = micro.carry.group_ids.tolist()
-        self._cut |= _cut_documents(micro.meta, groups)
+        located: Any = micro.located
+        for group, segments in zip(groups, located.rows, strict=True) if self._is_cut else ():
+            for each in segments:
+                self._cut[group] = (each.source, each.stream, each.document)
         self._waiting.append((groups, torch.cat([sums, beyond[:, None]], dim=1)))
         self._cell = targets.shape[1]
         if len(self._waiting) == HELD_ON_DEVICE:
@@ -186,18 +188,6 @@ class Depth(EvalRider):
                 kinds = ["loss", "loss_from_zero", "carry_gain"] if 2 * start > cell else ["loss"]
                 found |= _numbers(f"depth/{start}", total[index], kinds)
         return found
-
-
-def _cut_documents(meta: str, groups: Sequence[int]) -> dict[int, Unit]:
-    """The document of each group that is a part of one, by what `Collator` notes of a batch; others' batches say nothing."""
-    with suppress(ValueError, KeyError, TypeError):
-        found = json.loads(meta)
-        return {
-            group: (found["source"], found["stream"], document)
-            for group, document in zip(groups, found["cut_documents"], strict=True)
-            if document >= 0
-        }
-    return {}
 
 
 def _moments(units: Sequence[Any]) -> Floats:

@@ -24,11 +24,11 @@ from trainer.data.batch import MicroBatch
 from trainer.data.documents import TokenTable, table_from_pieces
 from trainer.data.groups import GroupTable, OpenStream, file_bytes
 from trainer.data.layout import Stream
-from trainer.data.mixing import StreamMixingDataset
+from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.metrics.aggregate import FEWEST_UNITS, Moments, widened
 from trainer.training.evaluator import EvalRider, Evaluator, RowResults
-from trainer.training.setup.parts import make_dataset
+from trainer.training.setup.parts import make_held_out
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 from trainer.wording import counted
@@ -218,7 +218,7 @@ class _Documents(NamedTuple):
     """[n]."""
 
 
-def _count(datasets: Sequence[StreamMixingDataset], files: list[tuple[int, Stream]]) -> tuple[_Documents, int]:
+def _count(datasets: Sequence[ShardSource], files: list[tuple[int, Stream]]) -> tuple[_Documents, int]:
     """All documents of these files, and their number, whatever their parts."""
     found: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 4]
     num_whole = 0
@@ -236,12 +236,12 @@ def _count(datasets: Sequence[StreamMixingDataset], files: list[tuple[int, Strea
 def draw_sample(
     plan: Plan,
     sources: Sequence[Source],
-    datasets: Sequence[StreamMixingDataset],
+    datasets: Sequence[ShardSource],
     budget: int,
     runs: int,
     info: RankInfo,
     generator: np.random.Generator,
-) -> tuple[str, tuple[list[StreamMixingDataset], SampledLosses] | None]:
+) -> tuple[str, tuple[list[ShardSource], SampledLosses] | None]:
     """How much of a set is read, in words, and what was drawn; None: all. Equal on all ranks and at every resume.
 
     Documents are counted by opening their files; of more than `COUNTED_BYTES` of files, only of some that are drawn first.
@@ -294,11 +294,11 @@ def _copied(
     plan: Plan,
     sources: Sequence[Source],
     info: RankInfo,
-    datasets: Sequence[StreamMixingDataset],
+    datasets: Sequence[ShardSource],
     documents: _Documents,
-) -> tuple[list[StreamMixingDataset], dict[int, int]]:
+) -> tuple[list[ShardSource], dict[int, int]]:
     """Data sets of copies of the documents, which fill batches whatever files they are from; group id -> document."""
-    made: list[StreamMixingDataset] = []
+    made: list[ShardSource] = []
     numbers: dict[int, int] = {}
     for index, source in enumerate(sources):
         by_modality: dict[str, list[int]] = {}
@@ -315,13 +315,11 @@ def _copied(
             numbers |= dict(zip(ids, those, strict=True))
         if in_memory:
             part = replace(source, streams=[each.stream for each in in_memory.values()])
-            made.append(make_dataset(plan, part, info, is_holdout=True, in_memory=in_memory))
+            made.append(make_held_out(plan, part, info, in_memory=in_memory))
     return made, numbers
 
 
-def _copy(
-    dataset: StreamMixingDataset, documents: _Documents, those: Sequence[int], stream: Stream, plan: Plan
-) -> OpenStream:
+def _copy(dataset: ShardSource, documents: _Documents, those: Sequence[int], stream: Stream, plan: Plan) -> OpenStream:
     """A stream of those documents in memory, each a group: its tokens, and the one before, which is its first input."""
     pieces, first_cells, seq_len = [], [], plan.config.data.seq_len
     for file, of_file in groupby(those, key=lambda at: int(documents.of_file[at])):
@@ -340,4 +338,5 @@ def _copy(
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_cells)])
     numbers = np.arange(len(tokens))
     groups = GroupTable(dataset.name, stream.relative_path, numbers, first, num_cells, offsets)
-    return OpenStream(stream, TokenTable(table.tokens, begins, first * seq_len + tokens), groups, seq_len, 0)
+    copied = TokenTable(table.tokens, begins, first * seq_len + tokens)
+    return OpenStream(stream, copied, groups, seq_len, len(table.tokens))

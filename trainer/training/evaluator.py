@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -53,8 +54,10 @@ class EvalSet(NamedTuple):
     name: str
     """Of an `[[eval.source]]`; empty: the held-out documents."""
     batches: Callable[[frozenset[str] | None], Iterator[MicroBatch]]
-    """Makes an iterator of this rank's micro-batches for a model that takes such inputs (None: any), always the same ones: as
-    many on every rank, since `per_stream` batching masks the rows of a rank whose part has ended."""
+    """Makes an iterator of this rank's micro-batches for a model that takes such inputs (None: any), always the same ones.
+    Another rank may have more."""
+    filler: MicroBatch
+    """What a rank runs while others still have micro-batches: rows of nothing."""
     read: str = "all documents"
     """How much of the set is read, in words."""
     sample: Any = None
@@ -171,8 +174,9 @@ class Evaluator:
         ledger = self.make_ledger() if self.make_ledger is not None else None
         for rider in each.riders:
             rider.begin(self)
-        for number, micro in enumerate(each.batches(self.accepted), start=1):
-            if self.strategy.most(int(should_stop())):  # before the next micro-batch, of which every rank has as many
+        for number, micro in enumerate(chain(each.batches(self.accepted), repeat(each.filler)), start=1):
+            # 0: no rank has anything left; 2: a stop was asked for. Ranks that must run as many go on with fillers.
+            if self.strategy.most(2 if should_stop() else int(not micro.is_filler)) != 1:
                 break
             self._evaluate(number, micro, ledger, each)
         local = guard.run(details.drain_metrics) or {}
@@ -213,7 +217,8 @@ class Evaluator:
             for rider in each.riders:
                 rider.micro_done(micro, state, results)
         if ledger is not None and carry is not None and output.state is not None:
-            ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state)
+            ends = {"end_ids": carry.end_ids, "end_cell_index": carry.end_cell_index}
+            ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state, **ends)
 
     def _with_perplexity(self, reduced: dict[str, float]) -> dict[str, float]:
         cross_entropy = reduced.get("objective/token_ce")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.streams import mixing_dataset
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.mixing import EXHAUST_EVENTS, pool_metric_keys
+from trainer.data.pool import EXHAUST_EVENTS, pool_metric_keys
 from trainer.data.weights import ConstantWeight
 
 A = "stream_mixing/active/"

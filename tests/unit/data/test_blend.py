@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource, without_sources
-from trainer.data.mixing import EXHAUST_EVENTS
+from trainer.data.pool import EXHAUST_EVENTS
 from trainer.data.weights import ConstantWeight, ScheduledWeight, compose_weights
 from trainer.errors import UserError
 

@@ -42,21 +42,6 @@ def test_ranks_pick_alike_with_one_pool_and_each_for_itself_with_its_own(write_s
     assert len({changes(rank, "device_per_stream") for rank in range(4)}) == 4
 
 
-def test_batches_do_not_depend_on_how_many_are_prepared_together(write_streams, mixing, monkeypatch):
-    streams = write_streams({"a": [[40, 9, 3], [90]], "b": [[8] * 9], "c": [[16, 8, 4, 12, 4, 8, 20, 4, 24]]})
-    whole = list(mixing(streams, repeat=False, batch_size=3))
-    first, rest = (mixing(streams, repeat=False, batch_size=3) for _ in range(2))
-    list(itertools.islice(first, 5))
-    monkeypatch.setattr("trainer.data.reader.ROWS_BLOCK", 2)
-    rest.load_state_dict(first.state_dict())
-    for batch, expected in zip(rest, whole[5:], strict=True):
-        assert batch["instability_meta_json"] == expected["instability_meta_json"]
-        assert meta(batch)["group_ids"] == batch["group_ids"].tolist()
-        assert meta(batch)["cell_indices"] == batch["cell_index"].tolist()
-        assert (batch["tokens"] == expected["tokens"]).all()
-        assert (batch["is_last"] == expected["is_last"]).all()
-
-
 def test_batch_sizes_differ_by_modality_and_keys_have_the_promised_types(write_streams, mixing):
     streams = write_streams({"a": [[4] * 20], "b": [[4] * 20]})
     for batch in (next(mixing(streams, batch_size_by_modality={"b": 5}, seed=s)) for s in range(8)):
@@ -104,7 +89,7 @@ def test_states_of_the_wrong_ranks_are_refused(write_streams, mixing):
     for wrong, message in (
         (states[::-1], "these are not the states that all ranks"),
         ([], "these are not the states that all ranks"),
-        (states[1], "that of rank 1 of 2, and this is rank 0"),
+        (states[1], "that of data shard 1 of 2; give the states of all"),
     ):
         with pytest.raises(UserError, match=message):
             fresh.load_state_dict(wrong)
@@ -134,11 +119,11 @@ def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(
     with caplog.at_level(logging.INFO, logger="trainer.data"):
         smaller.load_state_dict(dataset.state_dict())
     assert "[stream_mixing] resume reshard dropped 3 still-active readers" in caplog.text
-    assert [epoch for epoch, _ in smaller.state_dict()["chapters"]] == [0]
+    assert [epoch for epoch, _ in smaller.state_dict()["points"]] == [0]
     seen = dict.fromkeys(meta(next(smaller))["stream"] for _ in range(60))
     assert list(seen)[: len(active)] == active
     assert smaller.state_dict()["epoch"] > 0
-    assert smaller.state_dict()["chapters"] == []  # reshard points go with their epoch
+    assert smaller.state_dict()["points"] == []  # reshard points go with their epoch
 
 
 def test_what_cannot_be_meant_is_refused(write_streams, mixing):
@@ -169,5 +154,5 @@ def test_a_rank_without_cells_does_not_hold_back_the_epoch_of_a_reshard(write_st
             next(dataset)
     alone = mixing(streams, batching_mode="device_per_stream")
     alone.load_state_dict([dataset.state_dict() for dataset in ranks])
-    assert [epoch for epoch, _ in alone.state_dict()["chapters"]] == [5]
+    assert [epoch for epoch, _ in alone.state_dict()["points"]] == [5]
     assert meta(next(alone))["epoch"] == 5

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
 from trainer.data.groups import CutOptions, build_groups
-from trainer.data.mixing import ActivePool
+from trainer.data.pool import ActivePool
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError

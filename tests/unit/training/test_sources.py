@@ -106,8 +106,8 @@ def test_blocks_between_blank_lines_are_documents_where_a_source_says_so():
     Path("notes").mkdir()
     Path("notes/a.txt").write_text("one\n\ntwo\n\nthree, which is longer\n")
     plan = planned(tables=source("t", 'paths = ["notes/a.txt"]\ntext_split = "blank_line"'))
-    dataset = make_dataset(plan, plan.sources[0], RankInfo(), is_holdout=False)
-    assert len(next(dataset)["group_ids"]) == 3
+    dataset = make_dataset(plan, plan.sources[0], RankInfo())
+    assert dataset.open(dataset.streams[0]).groups.num_groups == 3
     with pytest.raises(UserError, match="text_split"):
         load_config("x.toml", ["data.source.t.text_split=line"])
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.arrays import IGNORED, Ints
+from trainer.arrays import IGNORED
 from trainer.config.base import MOST_MICRO_BATCHES
 from trainer.config.load import load_config
 from trainer.config.rules import data_shards
@@ -193,25 +193,10 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
     sources = {source.name: source.dataset for source in origin.blends[0].sources}
 
     @cache
-    def opened(source: str, name: str) -> tuple[OpenStream, Ints]:
+    def opened(source: str, name: str) -> OpenStream:
         dataset: Any = sources[source]
-        stream = dataset.open(next(each for each in dataset.streams if each.relative_path == name))
-        return stream, stream.groups.ids_of(np.arange(stream.groups.num_groups))
-
-    def documents(meta: Mapping[str, Any], row: int) -> list[dict[str, Any]] | None:
-        if meta.get("source") not in sources or not meta.get("stream"):
-            return None
-        stream, ids = opened(meta["source"], meta["stream"])
-        groups, table, found = stream.groups, stream.documents, []
-        for owner in np.flatnonzero(ids == meta["group_ids"][row])[:1]:
-            number, cell = int(groups.documents[owner]), groups.first_cells[owner] + meta["cell_indices"][row]
-            start = int(cell) * stream.seq_len
-            stop = min(start + stream.seq_len, int(table.lengths[number]))
-            entry: dict[str, Any] = {"document": number, "start": start, "stop": stop}
-            if with_text:
-                entry["text"] = origin.plan.tokenizer.decode(table.read(number, start, stop))
-            found.append(entry)
-        return found
+        stream: OpenStream = dataset.open(next(each for each in dataset.streams if each.relative_path == name))
+        return stream
 
     rows, count = [], Counter[int]()
     for micro in sorted(micros, key=itemgetter("shard")):
@@ -219,13 +204,13 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
         count[micro["shard"]] += 1
         meta = _meta(micro["meta"])
         for number, tokens in enumerate([] if micro["is_filler"] else micro["tokens"]):
-            held = documents(meta, number) if "rows" not in meta else [dict(each) for each in meta["rows"][number]]
+            held = [dict(each) for each in meta["rows"][number]] if "rows" in meta else None
             row = {**place, "row": number, **_origin(micro, meta, held, number), "documents": held, "tokens": tokens}
             row["cell"] = meta["cell_indices"][number] if row["documents"] is not None else None
             if "states" in micro:
                 row["state"] = micro["states"][number]
-            if with_text and "rows" in meta:  # full rows say themselves what they hold
-                _add_texts(row["documents"], lambda each: opened(each["source"], each["stream"])[0], origin)
+            if with_text and held is not None:
+                _add_texts(row["documents"], lambda each: opened(each["source"], each["stream"]), origin)
             if "losses" in micro:
                 row["loss"] = micro["losses"][number] / tokens if tokens else None
             rows.append(row | micro.get("faults", {}))

@@ -329,11 +329,12 @@ def reordered(state: Mapping[str, Any], order: int) -> dict[str, Any]:
     run itself never reaches are an order of their own. run.seed stays: the held-out documents and their order follow from it.
     All ranks must begin the same epoch.
     """
-    beginning = {"epoch": order * EPOCHS, "queue_index": 0, "turn": 0, "is_barren": False, "pool": [], "chapters": []}
+    beginning = {"epoch": order * EPOCHS, "index": 0, "turn": 0, "is_ended": False, "pool": [], "points": []}
     sources = []
     for source in state["sources"]:
-        batch_index = source["batch_index"] + order * BATCHES
+        num_picks = source["num_picks"] + order * BATCHES
         observed = {**source["observed"], "waits": []}
-        sources.append({**source, **beginning, "batch_index": batch_index, "observed": observed})
+        sources.append({**source, **beginning, "num_picks": num_picks, "observed": observed})
     batch_index = state["batch_index"] + order * BATCHES
-    return {**state, "batch_index": batch_index, "ended": [False] * len(state["ended"]), "sources": sources}
+    fresh = {"batch_index": batch_index, "ended": [False] * len(state["ended"]), "sources": sources}
+    return {**state, **fresh, **({"lanes": []} if "lanes" in state else {})}

@@ -18,7 +18,7 @@ from trainer.arrays import Ints
 from trainer.data.blend import BlendSource, UnreadSource
 from trainer.data.groups import OpenStream, StreamOpener
 from trainer.data.lanes import LaneBlend
-from trainer.data.shard_source import Handed, Part, Reader, ShardSource
+from trainer.data.shard_source import Handed, ShardSource
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.training.setup.parts import reading, runs_on
 from trainer.training.setup.plan import Plan
@@ -82,10 +82,9 @@ class LanesForecast:
 
 
 class CountedSource(ShardSource):
-    """A shard's part of a source that counts what is handed out. `deals` are those of all its shards, by their number."""
+    """A shard's part of a source that counts what is handed out."""
 
-    def __init__(self, *options: Any, deals: dict[int, list[list[Part]]], **where: Any) -> None:
-        self._deals = deals
+    def __init__(self, *options: Any, **where: Any) -> None:
         super().__init__(*options, **where)
         self.tally = Tally()
         self._opened: Counter[str] = Counter()
@@ -101,12 +100,7 @@ class CountedSource(ShardSource):
         """What was handed out so far, with the readers that ended."""
         return replace(self.tally, exhausts=self._opened - Counter(each.stream.modality for each in self._pool.readers))
 
-    def _deal(self, num_shards: int) -> list[list[Part]]:
-        if num_shards not in self._deals:
-            self._deals[num_shards] = super()._deal(num_shards)
-        return self._deals[num_shards]
-
-    def _next_reader(self) -> Reader | None:
+    def _next_reader(self) -> Any:
         reader = super()._next_reader()
         if reader is not None:
             self._opened[reader.stream.modality] += 1
@@ -115,7 +109,7 @@ class CountedSource(ShardSource):
     def dealt(self) -> list[int]:
         """Tokens of the groups that are dealt to this shard, of the longest of them, and their number."""
         tokens = longest = number = 0
-        for part in self._deal(self._num_shards)[self._shard]:
+        for part in self._parts(self._shard, self._num_shards):
             source = self.open(self.streams[part.stream])
             sizes = _sizes(source)[part.of(source)]
             tokens, longest = tokens + int(sizes.sum()), max(longest, int(sizes.max(initial=0)))
@@ -174,7 +168,6 @@ def count_lanes(plan: Plan, streams: Mapping[str, Mapping[str, OpenStream]], *, 
     tokens, full = np.zeros((2, firsts[-1]), np.int64)
     full += num_shards * rows * row_tokens
     parts: dict[str, list[CountedSource]] = {name: [] for name in streams}
-    deals: dict[str, dict[int, list[list[Part]]]] = {name: {} for name in streams}
     ends, runs_rows_on = [], runs_on(plan, None)
     for shard in range(num_shards):
         sources = []
@@ -182,7 +175,7 @@ def count_lanes(plan: Plan, streams: Mapping[str, Mapping[str, OpenStream]], *, 
             dataset: Any = UnreadSource() if source.is_off else _unknown(rows, row_tokens)
             if source.name in streams:
                 where: dict[str, Any] = {"shard": shard, "num_shards": num_shards, "in_memory": streams[source.name]}
-                dataset = CountedSource(source.streams, *reading(plan, source), deals=deals[source.name], **where)
+                dataset = CountedSource(source.streams, *reading(plan, source), **where)
                 parts[source.name].append(dataset)
             sources.append(BlendSource(source.name, dataset, source.weight))
         blend = LaneBlend(

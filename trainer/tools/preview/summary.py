@@ -13,7 +13,8 @@ import numpy.typing as npt
 from trainer.arrays import Ints
 from trainer.config.rules import mixing_of, reads_lanes
 from trainer.data.groups import OpenStream
-from trainer.data.reader import cut_slices, plan_length
+from trainer.data.mixing import num_rows
+from trainer.data.shard_source import Part
 from trainer.data.weights import WeightSpec, positions
 from trainer.micro_batches import MicroBatches
 from trainer.tools.limits import wait_bound
@@ -279,9 +280,10 @@ def _source_view(
     if not reads_lanes(plan.config):
         picks = []
         for opened in streams.values():
-            cells, lanes = opened.groups.num_cells, mixing.batch_size_by_modality.get(opened.stream.modality)
-            bounds = cut_slices(cells, plan.facts.data_shards).tolist()
-            own = [plan_length(cells[a:b], lanes or mixing.batch_size) for a, b in itertools.pairwise(bounds)]
+            lanes = mixing.batch_size_by_modality.get(opened.stream.modality, mixing.batch_size)
+            shards = plan.facts.data_shards
+            slices = [Part(0, at, at + 1, shards).of(opened) for at in range(shards)]
+            own = [num_rows(opened.groups.num_cells[each], lanes) for each in slices]
             picks += [max(own)] if mixing.batching_mode == "per_stream" else own
         picks = [each for each in picks if each]
         wait = wait_bound(picks, min(mixing.num_streams_mixed, len(picks)), share, plan.batches_by_steps.least)

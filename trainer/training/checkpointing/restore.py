@@ -29,8 +29,7 @@ from trainer.data.fingerprint import (
 )
 from trainer.data.lanes import keep_places
 from trainer.data.layout import refuse_empty_files, renamed
-from trainer.data.mixing import StreamMixingDataset
-from trainer.data.shard_source import ShardSource
+from trainer.data.shard_source import ShardSource, StreamSource
 from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
@@ -358,12 +357,9 @@ def restart_changed(
     assert check.saved is not None
     rewritten = [without_sources(state, check.change.removed) for state in states]
     for source in dataset.sources:
+        given: Any = source.dataset
         before = check.saved.sources.get(source.name)
-        if (
-            before is None
-            or source.name not in rewritten[0]["names"]
-            or not isinstance(source.dataset, StreamMixingDataset | ShardSource)
-        ):
+        if before is None or source.name not in rewritten[0]["names"] or not isinstance(given, StreamSource):
             continue
         now = check.now.sources[source.name]
         change = check.change.sources.get(source.name)
@@ -371,11 +367,11 @@ def restart_changed(
         if change is None and not changed:
             continue
         index = rewritten[0]["names"].index(source.name)
-        parts = source.dataset.restarted(parts_of(rewritten, index))
+        parts = given.restarted(parts_of(rewritten, index))
         for state in rewritten:
             state["sources"][index], state["ended"][index] = {ALL_RANKS: parts}, False
-            if isinstance(source.dataset, ShardSource):
-                state["lanes"] = keep_places(state["lanes"], source.dataset, [*before], changed)
+            if isinstance(given, ShardSource):
+                state["lanes"] = keep_places(state["lanes"], given, [*before], changed)
         text = "--accept-data-change: source %s: %s; it begins its next epoch, of the files as they are"
         logger.warning(text, source.name, change or SourceChange(changed))
         if changed and holds_out:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.config.rules import largest_batch, mixing_of
 from trainer.data.batch import MicroBatch, accepted_inputs
+from trainer.data.blend import BlendSource
+from trainer.data.lanes import LaneBlend
 from trainer.data.loader import Loader
+from trainer.data.weights import ConstantWeight
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.hashing import keyed_generator
@@ -23,7 +23,14 @@ from trainer.metrics.logger import get_logger
 from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
 from trainer.training.evaluator import EvalSet, Evaluator, OwnTask
-from trainer.training.setup.parts import autocast_context, make_dataset, make_eval_ledger, make_objective
+from trainer.training.setup.parts import (
+    autocast_context,
+    evaluated_rows,
+    make_eval_ledger,
+    make_held_out,
+    make_objective,
+    runs_on,
+)
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 from trainer.training.step.details import StepDetails
@@ -38,7 +45,7 @@ ALL = 2**62
 
 
 def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bool = True) -> list[EvalSet]:
-    """The held-out documents, the sources in turn from the beginning, and each `[[eval.source]]`; empty without evaluations.
+    """The held-out documents, and each `[[eval.source]]`; empty without evaluations.
     Without `has_state`, `eval.depth` costs nothing.
 
     Raises:
@@ -47,8 +54,8 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bo
     table, sets = plan.config.eval, []
     if not table.every:
         return []
-    if table.holdout_fraction > 0:
-        own = [source for source in plan.sources if source.streams]
+    own = [source for source in plan.sources if source.streams]
+    if table.holdout_fraction > 0 and own:
         sets.append(_eval_set("", plan, own, table.batches, info, device, 2 if table.depth and has_state else 1))
     for each, source in zip(table.source, plan.eval_sources, strict=True):
         sets.append(_eval_set(each.name, plan, [source], each.batches or ALL, info, device, 1))
@@ -60,11 +67,11 @@ def _eval_set(
 ) -> EvalSet:
     """A set: all documents of `sources`, or drawn ones. `num_batches`: 0: as many as cost little, if each cell but a document's
     first is run `runs` times; `ALL` or more: all."""
-    make = partial(make_dataset, plan, info=info, is_holdout=True, is_whole=bool(name))
-    datasets = [make(source=source) for source in sources]
-    read, riders = "all documents", []
-    if num_batches < ALL and sources:
-        rows = max(largest_batch(mixing_of(plan.config, source.table)) for source in sources)
+    datasets = [make_held_out(plan, source, info, is_whole=bool(name)) for source in sources]
+    for dataset in datasets:
+        dataset.refuse_nothing()
+    read, riders, rows = "all documents", [], evaluated_rows(plan)
+    if num_batches < ALL:
         steps = min(plan.config.eval.every, plan.facts.steps)
         cells = plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells
         budget = num_batches * rows * plan.facts.data_shards or int(SHARE * steps * cells)
@@ -75,17 +82,25 @@ def _eval_set(
             datasets, rider = drawn
             riders.append(rider)
             logger.info("%s: each evaluation reads %s, drawn by run.seed", name or "held-out documents", read)
-    beginnings = [dataset.state_dict() for dataset in datasets]
+    # Documents of a sample have weights of their own, and depth counts from the cell: each begins a row.
+    is_aligned = bool(riders) or plan.config.eval.depth or not runs_on(plan, None)
+    blend = LaneBlend(
+        [BlendSource(dataset.name, dataset, ConstantWeight(1.0)) for dataset in datasets],
+        seed=plan.config.run.seed,
+        rows=rows,
+        row_tokens=plan.config.data.seq_len,
+        runs_on=not is_aligned,
+        tokenizer=plan.tokenizer,
+    )
+    beginning = blend.state_dict()
 
     def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:
-        for dataset, beginning in zip(datasets, beginnings, strict=True):
-            dataset.load_state_dict(beginning)
-        # Generators, which have neither state nor metrics: an evaluation needs none.
-        loaders = [Loader((batch for batch in each), device=device, accepted=accepted, prefetch=0) for each in datasets]
-        return (micro for turn in zip_longest(*loaders) for micro in turn if micro is not None)
+        blend.load_state_dict(beginning)
+        # A generator, which has neither state nor metrics: an evaluation needs none.
+        return Loader((batch for batch in blend), device=device, accepted=accepted, prefetch=0)
 
-    next(batches(None), None)
-    return EvalSet(name, batches, read, riders[0].sample if riders else None, riders)
+    filler = next(Loader([blend.masked()], device=device, prefetch=0)).masked()
+    return EvalSet(name, batches, filler, read, riders[0].sample if riders else None, riders)
 
 
 def _extension(name: str) -> Any:
@@ -147,7 +162,8 @@ def make_evaluator(
         )
     if table.depth:
         make, guard = _extension("depth").Depth, diagnostics.best_effort("eval.depth")
-        sets = [each._replace(riders=[*each.riders, make(each.sample, guard)]) for each in sets]
+        is_cut = plan.config.data.max_group_cells > 0
+        sets = [each._replace(riders=[*each.riders, make(each.sample, guard, is_cut=is_cut)]) for each in sets]
     sizes, problem = _extension("token_bytes").token_bytes(plan.tokenizer)
     if sizes is None:
         logger.info("evaluations report no bits per byte: %s", problem)

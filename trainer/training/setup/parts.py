@@ -20,7 +20,7 @@ from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, OpenStream
 from trainer.data.lanes import LaneBlend
 from trainer.data.mixing import MixOptions, StreamMixingDataset
-from trainer.data.shard_source import ShardSource
+from trainer.data.shard_source import ShardSource, StreamSource
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Replicated, Sharded, Strategy, bypassed, layout_for, shard_units
 from trainer.errors import UserError, raise_found
@@ -128,15 +128,17 @@ def make_ledger(plan: Plan, owners: Owners, model: nn.Module, device: torch.devi
 
 
 def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Callable[[], Ledger] | None:
-    """What makes the own, empty ledger of a set that is evaluated: as large as its groups in flight, never swept."""
+    """What makes the own, empty ledger of a set that is evaluated: a slot for each row, never swept."""
     if width_of(model) == 0:
         return None
-    # All held-out parts together, each of which is read from streams of its own, or one [[eval.source]].
-    own, *mixings = [plan.config.data.mixing, *(mixing_of(plan.config, source.table) for source in plan.sources)]
-    together = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)
-    capacity = max(together, own.num_streams_mixed * largest_batch(own))
-    dtype = STATE_TYPES[plan.config.ledger.dtype]
+    capacity, dtype = evaluated_rows(plan), STATE_TYPES[plan.config.ledger.dtype]
     return lambda: Ledger(state_width=width_of(model), capacity=capacity, wipe_mode="none", device=device, dtype=dtype)
+
+
+def evaluated_rows(plan: Plan) -> int:
+    """Rows of a micro-batch of an evaluation: as many as the largest has that is trained on."""
+    tables = [source.table for source in plan.sources]
+    return max(map(largest_batch, [plan.config.data.mixing, *(mixing_of(plan.config, table) for table in tables)]))
 
 
 def make_objective(table: ObjectiveTable) -> Objective:
@@ -181,26 +183,30 @@ def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
     )
 
 
-def make_dataset(
+def make_dataset(plan: Plan, source: Source, info: RankInfo) -> StreamSource:
+    """The training part of a source."""
+    kind = ShardSource if reads_lanes(plan.config) else StreamMixingDataset
+    return kind(source.streams, *reading(plan, source), shard=info.rank, num_shards=info.world_size)
+
+
+def make_held_out(
     plan: Plan,
     source: Source,
     info: RankInfo,
     *,
-    is_holdout: bool,
     is_whole: bool = False,
     in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
-) -> StreamMixingDataset:
-    """One source's data set: the training part, or (`is_holdout`) what is evaluated on, read once from its beginning: the
-    held-out documents, or (`is_whole`) all. `in_memory`: see `StreamOpener`."""
-    cut, read, mix = reading(plan, source, is_holdout=is_holdout, is_whole=is_whole)
-    ranks = {"rank": info.rank, "world_size": info.world_size}
-    return StreamMixingDataset(source.streams, cut, read, mix, **ranks, in_memory=in_memory)
+) -> ShardSource:
+    """What is evaluated on of a source, read once: the held-out documents, or (`is_whole`) all. `in_memory`: see
+    `StreamOpener`."""
+    how = reading(plan, source, is_holdout=True, is_whole=is_whole)
+    return ShardSource(source.streams, *how, shard=info.rank, num_shards=info.world_size, in_memory=in_memory)
 
 
 def reading(
     plan: Plan, source: Source, *, is_holdout: bool = False, is_whole: bool = False
 ) -> tuple[CutOptions, ReadOptions, MixOptions]:
-    """How a source is cut, read and mixed; see `make_dataset`."""
+    """How a source is cut, read and mixed; see `make_dataset` and `make_held_out`."""
     config, mixing = plan.config, mixing_of(plan.config, source.table)
     cut = CutOptions(
         namespace=source.name,
@@ -214,10 +220,8 @@ def reading(
     )
     mix = MixOptions(
         num_streams_mixed=mixing.num_streams_mixed,
-        pick_mode="round_robin" if is_holdout else mixing.pick_mode,
-        batching_mode="device_per_stream"
-        if mixing.batching_mode == "device_per_stream" and not is_holdout
-        else "per_stream",
+        pick_mode=mixing.pick_mode,
+        batching_mode="per_stream" if mixing.batching_mode == "per_row" else mixing.batching_mode,
         batch_size=mixing.batch_size,
         batch_size_by_modality=mixing.batch_size_by_modality,
         repeat=mixing.repeat and not is_holdout,
@@ -257,7 +261,7 @@ def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> Bl
         if source.is_off:
             dataset: Any = UnreadSource()
         elif source.table.target is None:
-            dataset = _make_source(plan, source, info)
+            dataset = make_dataset(plan, source, info)
         else:
             dataset = _make_target(plan, source, info)
         blended.append(BlendSource(source.name, dataset, source.weight))
@@ -279,12 +283,6 @@ def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> Bl
         tokenizer=plan.tokenizer,
         **options,
     )
-
-
-def _make_source(plan: Plan, source: Source, info: RankInfo) -> StreamMixingDataset | ShardSource:
-    if not reads_lanes(plan.config):
-        return make_dataset(plan, source, info, is_holdout=False)
-    return ShardSource(source.streams, *reading(plan, source), shard=info.rank, num_shards=info.world_size)
 
 
 def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:

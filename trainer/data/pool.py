@@ -1,0 +1,146 @@
+"""The pool of open streams that every pick chooses from, and its metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.metrics.best_effort import BestEffort
+
+PickMode: TypeAlias = Literal["weighted", "uniform", "round_robin"]
+PICK_MODES: tuple[PickMode, ...] = ("weighted", "uniform", "round_robin")
+STAGES = ("open", "tokenize", "read", "own_code")  # of reading, timed separately
+
+REMAINING_MIN = "stream_mixing/active/remaining_min"
+REMAINING_MAX = "stream_mixing/active/remaining_max"
+FRACTION_MIN = "stream_mixing/active/remaining_fraction_min"
+FRACTION_MAX = "stream_mixing/active/remaining_fraction_max"
+STEPS_SINCE_PICK_MAX = "stream_mixing/active/steps_since_pick_max"
+PICK_SURPRISE_MAX = "stream_mixing/active/pick_surprise_max"
+MODALITY_PREFIX = "stream_mixing/active/modalities/"
+EXHAUST_EVENTS = "stream_mixing/refill/exhaust_events"
+
+# Rows of the pool's statistics. Quantities whose minimum is wanted are negated, so that one maximum over the readers
+# answers all; so is the pick at which a reader was last picked, since the longest wait belongs to the smallest of those.
+_NEG_REMAINING, _REMAINING, _NEG_FRACTION, _FRACTION, _NEG_LAST_PICK, _SURPRISE = range(6)
+
+
+def pool_metric_keys(modalities: Iterable[str]) -> tuple[str, ...]:
+    """Every key of `ActivePool.seen`."""
+    peaks = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, FRACTION_MAX, STEPS_SINCE_PICK_MAX, PICK_SURPRISE_MAX)
+    return (*peaks, *(MODALITY_PREFIX + modality for modality in sorted(modalities)))
+
+
+class ActivePool:
+    """The active readers, one per slot: anything with `stream`, `remaining_picks` and `remaining_fraction`.
+
+    `seen` holds the metrics of the last pick: what remained before it, and waits with it counted; empty before the
+    first pick. They are computed when they are asked for.
+
+    Args:
+        modalities: all that can occur; each is reported at every pick, zeros included.
+        pick_mode: `weighted` is in proportion to remaining picks.
+        guard: of the metrics: if they fail, `seen` is empty and picks are the same.
+    """
+
+    def __init__(self, modalities: Sequence[str], pick_mode: PickMode, guard: BestEffort | None = None) -> None:
+        self.readers: list[Any] = []
+        self._seen: dict[str, float] | None = {}  # None: to be computed from what the last pick found
+        self._found: tuple[Any, ...] = ()
+        self.turn = 0  # the slot that round_robin picks next
+        self._pick_mode = pick_mode
+        self._stats = np.zeros((6, 0))
+        self._counts = {MODALITY_PREFIX + modality: 0.0 for modality in sorted(modalities)}
+        self._num_picks = 0
+        self._guard = guard or BestEffort("pool metrics")
+
+    def add(self, reader: Any) -> None:
+        """Append a slot with this reader."""
+        self.readers.append(reader)
+        self._counts[MODALITY_PREFIX + reader.stream.modality] += 1.0
+        self._stats = np.concatenate([self._stats, np.zeros((6, 1))], axis=1)
+        self.note(len(self.readers) - 1)
+
+    def replace(self, slot: int, reader: Any | None) -> None:
+        """Put a reader into a slot, or, without one, remove the slot."""
+        self._counts[MODALITY_PREFIX + self.readers[slot].stream.modality] -= 1.0
+        if reader is None:
+            del self.readers[slot]
+            self._stats = np.delete(self._stats, slot, axis=1)
+            self.turn -= self.turn > slot
+            self.turn %= max(len(self.readers), 1)
+            return
+        self.readers[slot] = reader
+        self._counts[MODALITY_PREFIX + reader.stream.modality] += 1.0
+        self.note(slot)
+
+    def note(self, slot: int) -> None:
+        """Record the progress of a reader that was just picked and read from, or that is new."""
+        reader = self.readers[slot]
+        remaining, fraction = reader.remaining_picks, reader.remaining_fraction
+        self._stats[:, slot] = (-remaining, remaining, -fraction, fraction, -self._num_picks, 0.0)
+
+    def pick(self, uniform: float) -> int:
+        """Choose a slot. Whoever then reads from its reader must call `note` or `replace`.
+
+        Args:
+            uniform: a number in [0, 1) that decides; not used by round_robin.
+        """
+        stats, num_readers, slot = self._stats, len(self.readers), 0
+        if num_readers > 1:  # otherwise there is nothing to choose, and no surprise
+            if self._pick_mode == "weighted":
+                remaining = stats[_REMAINING]
+                ends = remaining.cumsum()  # integers below 2^53: exact in float64
+                total = float(ends[-1])
+                # uniform * total may round up to total itself.
+                slot = min(int(ends.searchsorted(uniform * total, side="right")), num_readers - 1)
+                stats[_SURPRISE] -= np.log1p(remaining / -total)
+            elif self._pick_mode == "uniform":
+                slot = int(uniform * num_readers)
+                stats[_SURPRISE] -= math.log1p(-1.0 / num_readers)
+            else:
+                slot = self.turn
+                self.turn = (slot + 1) % num_readers
+        self._num_picks += 1
+        stats[_NEG_LAST_PICK, slot] = -self._num_picks
+        stats[_SURPRISE, slot] = 0.0
+        self._seen, self._found = None, (stats.copy(), self._num_picks, self._counts.copy())
+        return slot
+
+    @property
+    def seen(self) -> dict[str, float]:
+        """The metrics of the last pick."""
+        if self._seen is None:
+            self._seen = self._guard.run(self.snapshot, *self._found) or {}
+        return self._seen
+
+    @staticmethod
+    def snapshot(stats: npt.NDArray[np.float64], num_picks: int, counts: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of a pool with these statistics."""
+        peaks: list[float] = np.maximum.reduce(stats, axis=1).tolist()
+        return {
+            REMAINING_MIN: -peaks[_NEG_REMAINING],
+            REMAINING_MAX: peaks[_REMAINING],
+            FRACTION_MIN: 0.0 - peaks[_NEG_FRACTION],  # not a negative zero
+            FRACTION_MAX: peaks[_FRACTION],
+            STEPS_SINCE_PICK_MAX: num_picks + peaks[_NEG_LAST_PICK],
+            PICK_SURPRISE_MAX: peaks[_SURPRISE],
+            **counts,
+        }
+
+    def observed(self) -> dict[str, Any]:
+        """What was observed so far, as plain Python: for `restore`, so that waits continue after a resume.
+
+        `waits` has, for each slot, minus the pick at which its reader was last picked, and its surprise since then.
+        """
+        return {"num_picks": self._num_picks, "waits": self._stats[_NEG_LAST_PICK:].T.tolist(), "seen": self.seen}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what another pool observed, once the same readers are in the same slots."""
+        self._num_picks, self._seen = state["num_picks"], dict(state["seen"])
+        if state["waits"]:
+            self._stats[_NEG_LAST_PICK:] = np.transpose(state["waits"])
