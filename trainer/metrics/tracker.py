@@ -220,8 +220,10 @@ class MetricsTracker:
     def times(self) -> dict[str, float]:
         """Seconds of each section, a step, since the last payload and with the step that ends next; for `extra`, where ranks
         combine them."""
-        parts = self._since.parts + Counter(self._open[0].parts)
-        return {f"time/{part}_sec": seconds / (self._since.steps + 1) for part, seconds in parts.items()}
+        found = {}
+        for part, seconds in (self._since.parts + Counter(self._open[0].parts)).items():
+            found[f"time/{part}_sec"] = seconds / (self._since.steps + 1)
+        return found
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -308,12 +310,11 @@ class MetricsTracker:
         values |= {"tokens_in_step": float(tokens_in_step), "tokens_seen": float(self._tokens_seen)}
         values["tokens_per_sec_per_device"] = None if speed is None else speed / self._num_devices
         self._add_averages(values)
-        own = {f"time/{part}_sec": seconds / since.steps for part, seconds in since.parts.items()}
-        shares = [key.replace("_sec", "_share") for key in own]
+        shares = set(map("time/{}_share".format, since.parts))
         self._add_extras(values, reserved={*values, *shares})
-        for key, share in zip(own, shares, strict=True):
-            values.setdefault(key, own[key])
-            values[share] = values[key] / step_time if step_time > 0.0 else None  # type: ignore[operator]
+        for part, seconds in since.parts.items():
+            own = values.setdefault(f"time/{part}_sec", seconds / since.steps)
+            values[f"time/{part}_share"] = own / step_time if own is not None and step_time > 0.0 else None
         self._emit("train", step, values)
         return metrics
 

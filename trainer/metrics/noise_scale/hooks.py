@@ -56,7 +56,14 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     On CUDA the norm of each tensor, in fp64; otherwise norms of rows of 1,024 elements, in fp32, and what is left: almost a
     single kernel, where the sum itself takes five.
     """
-    flat = [_flat(tensor.detach()) for tensor in tensors]
+    flat = []
+    for tensor in tensors:
+        each = tensor.detach()
+        if each.is_sparse:
+            each = each.coalesce().values()
+        if each.is_complex():
+            each = torch.view_as_real(each)
+        flat.append(each.reshape(-1))
     if flat and flat[0].device.type in MULTI_TENSOR:
         return [torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64))]
     found = []
@@ -68,15 +75,6 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
         if in_rows < each.numel() or in_rows == 0:
             found.append(each[in_rows:].to(torch.float64, copy=True))  # a view would keep the tensor
     return found
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Its elements, real: [n]."""
-    if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.reshape(-1)
 
 
 def square_sum(norms: Sequence[Tensor]) -> Tensor:

@@ -269,7 +269,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
     asked = {
         "carry probe": (run.state.ledgers and config.ledger.probe_every, "carry_probe:StepProbe"),
         "gns components": (run.gns is not None and config.gns.components_every, "noise_components:NoiseSources"),
-        "gns outlook": (run.info.is_main and run.gns is not None, "noise_outlook:NoiseOutlook"),
+        "gns outlook": (run.info.is_main and run.gns is not None, "batch_growth:NoiseOutlook"),
         "per_depth": (config.metrics.per_depth, "depth:TrainingDepth"),
         "per_layer": (config.metrics.per_layer, "per_layer:LayerNumbers"),
         "digests": (config.metrics.digests == "write" or has_replicas, "digests:Digests"),
