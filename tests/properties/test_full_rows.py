@@ -325,7 +325,7 @@ def test_a_ledger_of_as_many_slots_as_lanes_carries_every_state(layout, rows, ro
 def test_the_deal_covers_every_byte_once_and_evenly(sizes, num_shards, random):
     order = list(range(len(sizes)))
     random.shuffle(order)
-    parts = deal_parts(sizes, order, num_shards)
+    parts = deal_parts(tuple(sizes), tuple(order), num_shards)
     for stream, size in enumerate(sizes):
         own = sorted((part.low, part.high) for shard in parts for part in shard if part.stream == stream)
         assert [low for low, _ in own] == [0, *(high for _, high in own[:-1])]

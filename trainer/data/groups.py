@@ -60,7 +60,6 @@ class GroupTable:
         documents: the group's document, int64 [G].
         first_cells: the document's cell at which the group begins, int64 [G].
         num_cells: int64 [G].
-        cell_offsets: the stream's cell at which the group begins, int64 [G + 1].
     """
 
     namespace: str
@@ -68,7 +67,6 @@ class GroupTable:
     documents: Ints
     first_cells: Ints
     num_cells: Ints
-    cell_offsets: Ints
 
     @property
     def num_groups(self) -> int:
@@ -126,12 +124,6 @@ class CutOptions:
                 raise UserError(key, f"must be {rule}, got {getattr(self, key)!r}")
 
 
-def _offsets(counts: Ints) -> Ints:
-    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets
-
-
 def _runs(documents: Ints, lengths: Ints, cut: CutOptions) -> tuple[Ints, Ints, Ints]:
     """(document, first cell, number of cells) of each run of the documents' cells."""
     cells = -(-lengths // cut.seq_len)
@@ -139,7 +131,7 @@ def _runs(documents: Ints, lengths: Ints, cut: CutOptions) -> tuple[Ints, Ints, 
         return documents, np.zeros(len(documents), np.int64), cells
     counts = -(-cells // cut.max_group_cells)
     owner = np.repeat(np.arange(len(documents)), counts)
-    first = (np.arange(len(owner)) - np.repeat(_offsets(counts)[:-1], counts)) * cut.max_group_cells
+    first = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * cut.max_group_cells
     return documents[owner], first, np.minimum(cut.max_group_cells, cells[owner] - first)
 
 
@@ -155,7 +147,7 @@ def build_groups(lengths: Ints, kept: Ints, relative_path: str, cut: CutOptions)
     if sizes.min(initial=1) == 0:
         kept, sizes = kept[sizes > 0], sizes[sizes > 0]
     documents, first, cells = _runs(kept, sizes, cut)
-    return GroupTable(cut.namespace, relative_path, documents, first, cells, _offsets(cells))
+    return GroupTable(cut.namespace, relative_path, documents, first, cells)
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,17 @@ import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from trainer.arrays import Ints
+from trainer.arrays import Flags, Ints
 from trainer.data.collate import Batch, Collator, Lane, Place
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, OpenStream
 from trainer.data.layout import Stream
 from trainer.data.pool import PICK_MODES, PickMode
-from trainer.data.shard_source import Part, StreamSource
+from trainer.data.shard_source import StreamSource
 from trainer.errors import UserError
 from trainer.hashing import keyed_generator
 from trainer.metrics.logger import get_logger
@@ -93,6 +93,20 @@ def num_rows(cells: Ints, num_lanes: int) -> int:
     return int((schedule(cells, num_lanes)[1] + cells).max(initial=0))
 
 
+class Slice(NamedTuple):
+    """The groups of a stream whose middle lies in the `at`-th of `num` stretches of the cells that are left of it."""
+
+    stream: int
+    at: int
+    num: int
+
+    def of(self, source: OpenStream, left: Ints) -> Flags:
+        """Which groups these are, bool [G]. `left`: cells left of each, int64 [G]."""
+        middles = 2 * np.cumsum(left) - left
+        found: Flags = -(-middles * self.num // max(2 * int(left.sum()), 1)) - 1 == self.at
+        return found
+
+
 class StreamReader:
     """The lanes that read a slice of a stream in one epoch.
 
@@ -130,9 +144,8 @@ class StreamReader:
         by_lane = np.argsort(lanes, kind="stable")
         self._groups, self._begins = order[by_lane], begins[by_lane]
         self._ids = source.groups.ids_of(self._groups, epoch)
-        self._cells_before = (
-            source.groups.num_cells[self._groups] - cells[by_lane]
-        )  # of each group, when it begins here
+        # Of each group, before it begins here.
+        self._cells_before = source.groups.num_cells[self._groups] - cells[by_lane]
         bounds = np.searchsorted(lanes[by_lane], np.arange(num_lanes + 1))
         finished = np.bincount(lanes[ends <= picks], minlength=num_lanes)
         self._next, self._stop = (bounds[:-1] + finished).tolist(), bounds[1:].tolist()
@@ -194,8 +207,7 @@ class StreamMixingDataset(StreamSource):
         **options: Any,
     ) -> None:
         mix = mix or MixOptions()
-        self._is_shared = mix.batching_mode == "per_stream"
-        self._mix = mix
+        self.mode, self._is_shared = mix.batching_mode, mix.batching_mode == "per_stream"
         sizes = ("num_streams_mixed", "batch_size", "batch_size_by_modality")
         self.layout = ("world_size", *sizes) if self._is_shared else ("rank", "world_size", *sizes)
         # A slice of every stream: which one is turned by stream, so that none is always the longest.
@@ -204,29 +216,25 @@ class StreamMixingDataset(StreamSource):
         self.fixed_state |= {key: getattr(mix, key) for key in sizes}
         self._collator = Collator(read.tokenizer, row_tokens=cut.seq_len, runs_on=False)
 
-    def _mode(self) -> str:
-        return self._mix.batching_mode
-
     def _key(self, shard: int, num_shards: int) -> tuple[str | int, ...]:
         return ("all" if self._is_shared else shard,)
 
-    def _parts(self, shard: int, num_shards: int) -> list[Part]:
-        slices = [(shard - turn) % num_shards for turn in self._turns]
-        return [Part(stream, at, at + 1, num_shards) for stream, at in enumerate(slices)]
+    def _parts(self, shard: int, num_shards: int) -> list[Slice]:
+        return [Slice(stream, (shard - turn) % num_shards, num_shards) for stream, turn in enumerate(self._turns)]
 
-    def _queue_of(self, epoch: int, before: Any, shard: int, num_shards: int) -> list[Part]:
+    def _queue_of(self, epoch: int, before: Any, shard: int, num_shards: int) -> list[Slice]:
         parts = self._parts(shard, num_shards)
         key = ("queue", self.name, self._mix.seed, epoch, *self._key(shard, num_shards), len(before))
         order = keyed_generator(*key).permutation(len(parts)).tolist()
         # What was begun goes on first.
         return [parts[stream] for stream in dict.fromkeys([*(begun_streams(before[-1]) if before else ()), *order])]
 
-    def _reader(self, part: Part, cursor: Sequence[int] = (0,)) -> StreamReader:
+    def _reader(self, part: Slice, cursor: Sequence[int] = (0,)) -> StreamReader:
         source, left, in_order = self._unread(part.stream)
         lanes = self._mix.batch_size_by_modality.get(source.stream.modality, self._mix.batch_size)
-        own, others = in_order(part), range(self._num_shards if self._is_shared else 0)
-        slices = (Part(part.stream, at, at + 1, self._num_shards) for at in others if at != part.low)
-        longest = max((num_rows(left[in_order(each)], lanes) for each in slices), default=0)
+        own, others = in_order(part, left), range(self._num_shards if self._is_shared else 0)
+        slices = (part._replace(at=at) for at in others if at != part.at)
+        longest = max((num_rows(left[in_order(each, left)], lanes) for each in slices), default=0)
         how = {"name": self.name, "epoch": self.epoch, "num_lanes": lanes, "num_picks": longest, "picks": cursor[0]}
         return StreamReader(source, own, left, **how)  # type: ignore[arg-type]
 
@@ -252,8 +260,8 @@ class StreamMixingDataset(StreamSource):
         if self._is_ready():
             reader, position, lanes = self._take()
             stream = self._opener.current = reader.stream
-        elif not self._mix.repeat or not self._has_groups:
-            if not was_ended and not self._has_groups:
+        else:
+            if not (was_ended or self._has_groups):
                 self.refuse_nothing()
             if not self._mix.repeat:
                 raise StopIteration
@@ -261,13 +269,8 @@ class StreamMixingDataset(StreamSource):
         del batch["segment_ids"]
         rows, modality = len(batch["tokens"]), stream.modality if stream else self.modalities[0]
         batch["dataset_labels"], batch["dataset_segments"] = [self.name] * rows, [modality] * rows
-        located = batch["instability_meta_json"]
-        located.origin = {
-            "source": self.name,
-            "stream": stream and stream.relative_path,
-            "epoch": self.epoch,
-            "position": position,
-        }
+        path, located = stream and stream.relative_path, batch["instability_meta_json"]
+        located.origin = {"source": self.name, "stream": path, "epoch": self.epoch, "position": position}
         batch["instability_meta_json"] = str(located)
         return batch
 

@@ -47,8 +47,8 @@ class Part(NamedTuple):
     high: int
     size: int
 
-    def of(self, source: OpenStream) -> Flags:
-        """Which groups these are, bool [G]; bytes are mapped to tokens in proportion."""
+    def of(self, source: OpenStream, left: Ints) -> Flags:
+        """Which groups these are, bool [G], whatever is left of them; bytes are mapped to tokens in proportion."""
         table, tokens = source.groups, len(source.documents.tokens)
         begins = source.documents.starts[table.documents] + table.first_cells * source.seq_len
         low, high = (-(-edge * tokens // self.size) for edge in (self.low, self.high))
@@ -57,7 +57,7 @@ class Part(NamedTuple):
 
 
 @lru_cache(32)
-def deal_parts(sizes: Sequence[int], order: Sequence[int], num_shards: int) -> list[list[Part]]:
+def deal_parts(sizes: tuple[int, ...], order: tuple[int, ...], num_shards: int) -> list[list[Part]]:
     """The parts that each shard reads: streams of these sizes, end to end in this order, cut into stretches of equal size."""
     bounds = [sum(sizes) * shard // num_shards for shard in range(num_shards + 1)]
     parts: list[list[Part]] = [[] for _ in range(num_shards)]
@@ -136,6 +136,8 @@ class StreamSource(ABC):
 
     version: ClassVar[int]
     """Of the saved state."""
+    mode: str = "per_row"
+    """The batching mode, which a state belongs to."""
     layout: Sequence[str] = ("rank", "world_size")
     """Keys of a state of which another value means that the rest of the epoch is dealt anew."""
 
@@ -165,7 +167,7 @@ class StreamSource(ABC):
         self._mix, self._shard, self._num_shards = mix, shard, num_shards
         self.fixed_state: dict[str, Any] = {  # the part of a state that is constant throughout a run
             "version": self.version,
-            "fingerprint": fingerprint(self.streams, read, cut, seed=mix.seed, batching_mode=self._mode()),
+            "fingerprint": fingerprint(self.streams, read, cut, seed=mix.seed, batching_mode=self.mode),
             "rank": shard,
             "world_size": num_shards,
         }
@@ -185,20 +187,16 @@ class StreamSource(ABC):
         self._uniforms = KeyedUniforms("pick", self.name, mix.seed, *self._key(shard, num_shards))
         self._begin(0, {})
 
-    def _mode(self) -> str:
-        """The batching mode, which a state belongs to."""
-        return "per_row"
-
     def _key(self, shard: int, num_shards: int) -> tuple[str | int, ...]:
         """Whose choices a shard makes: its own, unless all make the same."""
         return shard, num_shards
 
     @abstractmethod
-    def _parts(self, shard: int, num_shards: int) -> Sequence[Part]:
+    def _parts(self, shard: int, num_shards: int) -> Sequence[Any]:
         """What a shard of so many reads in an epoch."""
 
     @abstractmethod
-    def _reader(self, part: Part, cursor: Sequence[int] = ...) -> Any:
+    def _reader(self, part: Any, cursor: Sequence[int] = ...) -> Any:
         """A reader of a part in this epoch, from its beginning or from where it was."""
 
     @abstractmethod
@@ -254,7 +252,7 @@ class StreamSource(ABC):
         self._exhaust_events = 0
         return metrics
 
-    def _queue_of(self, epoch: int, before: Sequence[Point], shard: int, num_shards: int) -> list[Part]:
+    def _queue_of(self, epoch: int, before: Sequence[Point], shard: int, num_shards: int) -> list[Any]:
         """A shard's parts in the order of an epoch, after these of its points."""
         parts = self._parts(shard, num_shards)
         key = ("queue", self.name, self._mix.seed, epoch, len(before), *self._key(shard, num_shards))
@@ -267,9 +265,9 @@ class StreamSource(ABC):
         before = self._points.get(epoch, [])
         self._queue = self._queue_of(epoch, before, self._shard, self._num_shards)
         # By point: stream -> (its part, its reader's cursor; None: all was read), for what some shard had begun.
-        self._past: list[dict[int, list[tuple[Part, list[int] | None]]]] = []
+        self._past: list[dict[int, list[tuple[Any, list[int] | None]]]] = []
         for number, point in enumerate(before):
-            begun: defaultdict[int, list[tuple[Part, list[int] | None]]] = defaultdict(list)
+            begun: defaultdict[int, list[tuple[Any, list[int] | None]]] = defaultdict(list)
             for shard, (taken, active) in enumerate(point):
                 cursors = {stream: cursor for stream, *cursor in active}
                 for part in self._queue_of(epoch, before[:number], shard, len(point))[:taken]:
@@ -277,7 +275,7 @@ class StreamSource(ABC):
             self._past.append(dict(begun))
         self._has_groups = bool(before) or index > 0
 
-    def _unread(self, stream: int) -> tuple[OpenStream, Ints, Callable[[Part], Ints]]:
+    def _unread(self, stream: int) -> tuple[OpenStream, Ints, Callable[[Any, Ints], Ints]]:
         """A stream, the cells left of each of its groups in this epoch, int64 [G], and a function that gives the unfinished
         groups of a part in reading order, those first that were begun."""
         source = self._open(self.streams[stream])
@@ -285,14 +283,14 @@ class StreamSource(ABC):
         cells = source.groups.num_cells
         priority, left = keyed_generator(*key).random(len(cells)), cells.copy()
 
-        def in_order(part: Part) -> Ints:
-            found = np.flatnonzero(part.of(source) & (left > 0))
+        def in_order(part: Any, left: Ints) -> Ints:
+            found = np.flatnonzero(part.of(source, left) & (left > 0))
             return found[np.argsort(priority[found] - (left[found] < cells[found]), kind="stable")]
 
         for point in self._past:
-            # Parts of one point have no group in common.
+            begun = left.copy()  # before it; parts of one point have no group in common
             for before, cursor in point.get(stream, []):
-                own = in_order(before)
+                own = in_order(before, begun)
                 left[own] -= left[own] if cursor is None else self._cells_read(left[own], cursor)
         return source, left, in_order
 
@@ -339,6 +337,7 @@ class StreamSource(ABC):
             self._exhaust_events += 1
             # After a resume more may be open than now should be.
             pool.replace(slot, self._next_reader() if len(pool.readers) <= self._mix.num_streams_mixed else None)
+            self.is_ended = not (pool.readers or self._mix.repeat)
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -423,8 +422,8 @@ class ShardSource(StreamSource):
         return deal_parts(self._sizes, tuple(order.tolist()), num_shards)[shard]
 
     def _reader(self, part: Part, cursor: Sequence[int] = (0,)) -> Reader:
-        source, _, in_order = self._unread(part.stream)
-        return Reader(source, in_order(part), self.epoch, *cursor)
+        source, left, in_order = self._unread(part.stream)
+        return Reader(source, in_order(part, left), self.epoch, *cursor)
 
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
         return np.where(np.arange(len(cells)) < cursor[0], cells, 0)

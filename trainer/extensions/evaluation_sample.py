@@ -335,8 +335,7 @@ def _copy(dataset: ShardSource, documents: _Documents, those: Sequence[int], str
     # Where a document would begin whose cell `first` is the copied one.
     begins = table.starts + (first > 0) - first * seq_len
     num_cells = -(-tokens // seq_len)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_cells)])
     numbers = np.arange(len(tokens))
-    groups = GroupTable(dataset.name, stream.relative_path, numbers, first, num_cells, offsets)
+    groups = GroupTable(dataset.name, stream.relative_path, numbers, first, num_cells)
     copied = TokenTable(table.tokens, begins, first * seq_len + tokens)
     return OpenStream(stream, copied, groups, seq_len, len(table.tokens))

@@ -205,6 +205,46 @@ def test_the_error_is_that_of_the_drawn_documents_own_losses(tmp_path, overrides
     assert found["eval_loss_se"] == pytest.approx(math.sqrt(pairs / (num * num * (num - 1))) * widening(num), rel=1e-6)
 
 
+def test_of_any_alignment_and_number_of_ranks_the_losses_are_those_of_whole_documents_read_uncut(tmp_path):
+    sets = ("eval.depth=false", "eval.batches=1000000", "metrics.per_source=true", "data.max_group_cells=64")
+    rows = 'data.mixing={batching_mode="per_row", batch_size=4, num_streams_mixed=2}'
+    torch.manual_seed(0)
+    found: dict[str, dict[str, float]] = {}
+    for align, ranks in (("stream", 1), ("document", 1), ("stream", 3)):
+        plan = plan_of(tmp_path, *sets, rows, f'data.align="{align}"', ranks=ranks)
+        if not found:
+            model = make_model(plan.config, plan.config.model, plan.vocab_size).double().eval()
+        sums: dict[str, float] = {}
+        for rank in range(ranks):
+            (own,) = eval_sets(plan, RankInfo(rank, rank, ranks), CPU)
+            micros = list(own.batches(None))
+            assert all(("resets" in micro.inputs) == (align == "stream") for micro in micros)
+            assert all(len(micro.targets) == 4 for micro in micros)
+            share = sum(int((micro.targets != -100).sum()) for micro in micros) / sum(
+                map(len, held_out_texts(tmp_path, FRACTION))
+            )
+            each = make_evaluator(
+                plan,
+                model,
+                *model_and_loss(model, plan.config, None),
+                Auxiliary(),
+                RankInfo(),
+                CPU,
+                Diagnostics(),
+                [own],
+                strategy=Strategy(),
+            ).run(1)
+            assert each
+            for key in each if ranks == 1 else ("eval_loss", "eval_accuracy"):
+                sums[key] = sums.get(key, 0.0) + share * each[key]
+        found[f"{align} {ranks}"] = sums
+    known = [part for text in held_out_texts(tmp_path, FRACTION) for part in parts_of(plan, model, text)]
+    loss = sum(loss for _, loss in known) / sum(tokens for tokens, _ in known)
+    assert [each["eval_loss"] for each in found.values()] == pytest.approx([loss] * 3, rel=1e-6)
+    assert {"eval_modality/a/loss", "eval_token_type/text/loss"} & found["stream 1"].keys()
+    assert found["stream 1"] == pytest.approx(found["document 1"], rel=1e-6)
+
+
 @pytest.mark.parametrize("has_others", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path, has_others):
     """Whose metrics a model would have to give row by row, so that they are left out."""

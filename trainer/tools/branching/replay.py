@@ -205,12 +205,16 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
         meta = _meta(micro["meta"])
         for number, tokens in enumerate([] if micro["is_filler"] else micro["tokens"]):
             held = [dict(each) for each in meta["rows"][number]] if "rows" in meta else None
-            row = {**place, "row": number, **_origin(micro, meta, held, number), "documents": held, "tokens": tokens}
-            row["cell"] = meta["cell_indices"][number] if row["documents"] is not None else None
+            source, stream = held[0]["source"] if held else None, held[0]["stream"] if held else meta.get("stream")
+            if held is None and micro["sources"]:
+                source = micro["sources"][number]
+            row = {**place, "row": number, "source": source, "stream": stream, "documents": held, "tokens": tokens}
+            row["cell"] = meta["cell_indices"][number] if held is not None else None
             if "states" in micro:
                 row["state"] = micro["states"][number]
-            if with_text and held is not None:
-                _add_texts(row["documents"], lambda each: opened(each["source"], each["stream"]), origin)
+            for each in (held or ()) if with_text else ():
+                table = opened(each["source"], each["stream"]).documents
+                each["text"] = origin.plan.tokenizer.decode(table.read(each["document"], each["start"], each["stop"]))
             if "losses" in micro:
                 row["loss"] = micro["losses"][number] / tokens if tokens else None
             rows.append(row | micro.get("faults", {}))
@@ -224,22 +228,6 @@ def _meta(text: str) -> Mapping[str, Any]:
         if isinstance(found, dict):
             return found
     return {}
-
-
-def _add_texts(documents: Sequence[dict[str, Any]], opened: Callable[[Any], OpenStream], origin: Origin) -> None:
-    for each in documents:
-        tokens = opened(each).documents.read(each["document"], each["start"], each["stop"])
-        each["text"] = origin.plan.tokenizer.decode(tokens)
-
-
-def _origin(
-    micro: Mapping[str, Any], meta: Mapping[str, Any], held: Sequence[Mapping[str, Any]] | None, row: int
-) -> dict[str, Any]:
-    """The source and the stream of a row; of a full one, those of its first document."""
-    if "rows" not in meta:
-        return {"source": micro["sources"] and micro["sources"][row], "stream": meta.get("stream")}
-    first = held[0] if held else {}
-    return {"source": first.get("source"), "stream": first.get("stream")}
 
 
 def read_step(origin: Origin, step: int) -> list[dict[str, Any]]:

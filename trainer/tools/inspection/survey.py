@@ -74,7 +74,7 @@ def survey(
         groups = build_groups(lengths, np.arange(len(lengths)), stream.relative_path, cut)
         for chunk in token_chunks(documents):
             counts += np.bincount(chunk.astype(np.intp, copy=False), minlength=len(counts))
-        cells = int(groups.cell_offsets[-1])
+        cells = int(groups.num_cells.sum())
         numbers = (len(lengths), int((lengths == 0).sum()), int(lengths.sum()), groups.num_groups, cells)
         row = {"stream": stream.relative_path, "modality": stream.modality}
         row["format"] = format_name(Path(stream.path), options.format)

@@ -111,7 +111,7 @@ class CountedSource(ShardSource):
         tokens = longest = number = 0
         for part in self._parts(self._shard, self._num_shards):
             source = self.open(self.streams[part.stream])
-            sizes = _sizes(source)[part.of(source)]
+            sizes = _sizes(source)[part.of(source, source.groups.num_cells)]
             tokens, longest = tokens + int(sizes.sum()), max(longest, int(sizes.max(initial=0)))
             number += len(sizes)
         return [tokens, longest, number]

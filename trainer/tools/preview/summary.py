@@ -13,8 +13,7 @@ import numpy.typing as npt
 from trainer.arrays import Ints
 from trainer.config.rules import mixing_of, reads_lanes
 from trainer.data.groups import OpenStream
-from trainer.data.mixing import num_rows
-from trainer.data.shard_source import Part
+from trainer.data.mixing import Slice, num_rows
 from trainer.data.weights import WeightSpec, positions
 from trainer.micro_batches import MicroBatches
 from trainer.tools.limits import wait_bound
@@ -282,7 +281,7 @@ def _source_view(
         for opened in streams.values():
             lanes = mixing.batch_size_by_modality.get(opened.stream.modality, mixing.batch_size)
             shards = plan.facts.data_shards
-            slices = [Part(0, at, at + 1, shards).of(opened) for at in range(shards)]
+            slices = [Slice(0, at, shards).of(opened, opened.groups.num_cells) for at in range(shards)]
             own = [num_rows(opened.groups.num_cells[each], lanes) for each in slices]
             picks += [max(own)] if mixing.batching_mode == "per_stream" else own
         picks = [each for each in picks if each]
