@@ -195,8 +195,8 @@ class Collator:
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
         # Tuples: they have no entry for each row.
-        batch["dataset_labels"] = tuple(source for source, _ in labels)
-        batch["dataset_segments"] = tuple(modality for _, modality in labels)
+        names = zip(*labels, strict=True) if labels else ((), ())
+        batch["dataset_labels"], batch["dataset_segments"] = names
         batch["pack_num_samples"] = np.array(list(map(len, segments)), np.int64)
         batch["instability_meta_json"] = Located(segments, batch["group_ids"], batch["cell_index"])
         return batch
