@@ -171,7 +171,7 @@ def test_a_source_of_weight_0_needs_no_data_and_keeps_its_place(stopped, resume,
     assert "changed" not in resume("--steps", "20", checkpoint="auto", nproc=2)
     before, after = data_state(stopped / "run", 4), data_state(tmp_path / "run", 20)
     assert before["names"] == after["names"] == ["first", "second"]
-    position = before["sources"][1]["batch_index"], after["sources"][1]["batch_index"]
+    position = before["sources"][1]["num_picks"], after["sources"][1]["num_picks"]
     assert 0 < position[0] < position[1]
     one_letter(stopped / "corpus")
     assert "source second: 1 changed (b/stream0.jsonl);" in resume("--steps", "24", checkpoint="auto", nproc=2, code=2)

@@ -429,12 +429,7 @@ class ShardSource(StreamSource):
         return np.where(np.arange(len(cells)) < cursor[0], cells, 0)
 
     def __iter__(self) -> Iterator[Handed]:
-        return self
-
-    def __next__(self) -> Handed:
-        if (handed := self.hand()) is None:
-            raise StopIteration
-        return handed
+        return iter(self.hand, None)
 
     def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True) -> Handed | None:
         """The next group; None at the end (`is_ended`), or at that of an epoch if no other may begin yet.
