@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.support.in_process import train_here
 from tests.support.runs import read_rows
-from trainer.data import groups, reader
+from trainer.data import collate, groups
 from trainer.data.formats import open_documents
 from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.model import build
@@ -45,7 +45,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     if stage == "tokenize":
         slow(HuggingFaceTokenizer, "encode_together", lambda _, texts: "slow" in texts[0])
     if stage == "read":
-        slow(reader, "check_size", lambda source: "tortoise" in source.stream.path)
+        slow(collate, "check_size", lambda source: "tortoise" in source.stream.path)
 
 
 def build_slow(vocab_size: int, dim: int, num_layers: int, *, seconds: float) -> nn.Module:

@@ -66,7 +66,7 @@ SHOWN = (
     "trainer.training.main.summarize",
     "trainer.training.run_dir.RunDir.keep_status",
     "trainer.training.step.details",
-    "trainer.data.mixing.ActivePool.snapshot",
+    "trainer.data.pool.ActivePool.snapshot",
 )
 DRAINS = ("drain_metrics", "drain_step_metrics")
 # What a checkpoint holds is no diagnostic: a state that cannot be saved or restored must not pass for one.
