@@ -172,7 +172,8 @@ def test_sets_of_the_config_whose_files_are_not_there_are_left_out_beside_others
     same = program(["eval", run_dir, "--json", "--source", f"near={moved}"], capsys)
     assert "leaves out" not in same.stderr
     found = json.loads(same.stdout)["metrics"]
-    assert found["eval/near/loss"] == json.loads(new.stdout)["metrics"]["eval/new/loss"]
+    # As many rows, on other lanes: summed in another order.
+    assert found["eval/near/loss"] == pytest.approx(json.loads(new.stdout)["metrics"]["eval/new/loss"], rel=1e-6)
     moved.rename(near)
 
 

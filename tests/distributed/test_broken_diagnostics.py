@@ -60,7 +60,7 @@ NEEDED = [
     "trainer.ledger.ledger.Ledger.lookup",
     "trainer.ledger.ledger.Ledger.store",
     "trainer.data.blend.BlendDataset.__next__",
-    "trainer.data.mixing.StreamMixingDataset.__next__",
+    "trainer.data.mixing.StreamMixingDataset.next_with_tokens_before",
     "trainer.objective.loss.Objective.__call__",
     "trainer.metrics.sinks.JsonlSink.log",
     "trainer.metrics.aggregate.reduce_over_ranks",

@@ -76,6 +76,16 @@ def _storable(args: dict[str, Any]) -> dict[str, Any]:
 Args = Annotated[dict[str, Any], AfterValidator(_storable)]
 
 
+def _no_number(value: Any) -> Any:
+    """Refuses 1 and 0, which Python takes for true and false."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError(f'must be "auto", true or false, got {value}')
+    return value
+
+
+AutoSwitch = Annotated[Literal["auto", True, False], BeforeValidator(_no_number)]
+
+
 class Table(BaseModel):
     """One TOML table: frozen and strictly typed; refuses unknown keys, NaN and infinity."""
 

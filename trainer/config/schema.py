@@ -13,6 +13,7 @@ from trainer.config.base import (
     WEB_ADDRESS,
     Amount,
     Args,
+    AutoSwitch,
     BatchSize,
     Count,
     Factor,
@@ -61,9 +62,9 @@ class TrainTable(Table):
     """Maximum gradient norm; 0: no clipping."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """fp32; autocast to bf16, or to fp16 with loss scaling (CUDA only). auto: bf16 on a CUDA device that has it, else fp32."""
-    compile: Literal["auto", True, False] = "auto"
+    compile: AutoSwitch = "auto"
     """Compile blocks with torch.compile: faster steps, a slower first one. auto: built-in families on CUDA with Triton."""
-    cuda_graph: Literal["auto", True, False] = "auto"
+    cuda_graph: AutoSwitch = "auto"
     """Replay forward and backward as CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in families where it is possible."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""

@@ -386,7 +386,8 @@ class StreamSource(ABC):
             self._pool.add(self._reader(parts[stream], cursor))
         self._pool.turn = own["turn"]
         self._pool.restore(own["observed"])
-        self._num_picks, self.is_ended = own["num_picks"], own["is_ended"]
+        self._num_picks = own["num_picks"]
+        self.is_ended = own["is_ended"] and not self._may_repeat()
         self._has_groups = self._has_groups or own["epoch"] > 0
         if own["pool"]:
             self._opener.say_cuts()
@@ -400,7 +401,11 @@ class StreamSource(ABC):
             raise UserError(self.name, problem, "give the states of all of them, in order")
         self._begin(*resharded(states, [len(self._parts(shard, len(states))) for shard in range(len(states))]))
         self._num_picks = max(each["num_picks"] for each in states)
-        self.is_ended = all(each["is_ended"] for each in states)
+        self.is_ended = all(each["is_ended"] for each in states) and not self._may_repeat()
+
+    def _may_repeat(self) -> bool:
+        """Whether what has ended, in a run that did not repeat, may go on. A shard that never picked has nothing to read."""
+        return self._mix.repeat and self._num_picks > 0
 
 
 class ShardSource(StreamSource):
