@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # as make test has it; read when 
 os.environ.pop("COLUMNS", None)  # some shells export their terminal's width
 os.environ.pop("PYTEST_ADDOPTS", None)  # has been read, and is not meant for the pytest that a test starts
 # A shell without job control starts what is in the background with SIGINT ignored, nohup with SIGHUP, and every program that
-# a test starts and stops would inherit it. One that is handled here is not ignored there; nohup's goes on without effect here.
+# a test starts and stops would inherit it. One that is handled here is not ignored there; nohup's still has no effect here.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)

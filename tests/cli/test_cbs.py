@@ -69,7 +69,7 @@ def answer(run_dir) -> dict[str, object]:
 class Branch(Forked):
     """In the place of `subprocess.Popen`: a branch that is forked, by a server for which it does not look.
 
-    In the midst of the first one that takes a step, this process gets a SIGTERM.
+    In the middle of the first one that takes a step, this process gets a SIGTERM.
     """
 
     is_first = True

@@ -87,10 +87,10 @@ def test_a_replayed_run_is_the_same_run(tmp_path: Path, device: torch.device, ki
 
 
 def test_what_waits_for_the_device_cannot_be_captured(tmp_path: Path, device: torch.device) -> None:
-    """It is refused where graphs are asked for; otherwise the run goes on without them."""
+    """It is refused where graphs are asked for; otherwise the run continues without them."""
     if device.type == "cpu":
         pytest.skip("nothing waits on a CPU")
-    waits = ('model.target="tests.support.waiting_model:build"', "model.contract=false")
+    waits = ('model.target="tests.support.dropout_model:build_waiting"', "model.contract=false")
     with pytest.raises(UserError, match="cannot be captured"):
         train_here(tmp_path / "asked", device, *SETS, *waits, "train.cuda_graph=true")
     graphs: list[MicroGraphs] = []

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
 from tests.support.gns_cases import CASES, Case, Norms, differences, make_net, measured, run_window, separate_backwards
-from trainer.metrics.noise_scale import hooks
+from tests.support.gns_windows import norms_of_cuda
 from trainer.metrics.noise_scale.estimate import Absent, Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
@@ -44,11 +44,9 @@ def windows_of_case(rank: int, case: Case) -> dict[int, list[tuple[Norms, Window
 
 def compare_all(rank: int, world_size: int) -> list[str]:
     """Every case and number of micro-batches; what differs from the separate backwards, from rank 0."""
-    wrong = compare(rank, world_size)
-    hooks.MULTI_TENSOR.add("cpu")  # the norms that CUDA takes, of many gradients at once
-    wrong += [f"many at once: {text}" for text in compare(rank, world_size)]
-    hooks.MULTI_TENSOR.remove("cpu")
-    return wrong
+    with norms_of_cuda():
+        wrong = [f"many at once: {text}" for text in compare(rank, world_size)]
+    return wrong + compare(rank, world_size)
 
 
 def compare(rank: int, world_size: int) -> list[str]:

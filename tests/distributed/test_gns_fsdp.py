@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.gloo import run_on_ranks
 from tests.support.gns_cases import CASES, Case, Net, differences, make_net, measured, run_window, separate_backwards
+from tests.support.gns_windows import norms_of_cuda
 from trainer.errors import UserError
-from trainer.metrics.noise_scale import hooks
 from trainer.metrics.noise_scale.estimate import Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
@@ -44,11 +44,9 @@ def sharded(case: Case, world_size: int, policy: MixedPrecisionPolicy | None = N
 
 def compare_all(rank: int, world_size: int) -> list[str]:
     """What differs from the separate backwards, two windows a length, from rank 0."""
-    wrong = compare(rank, world_size)
-    hooks.MULTI_TENSOR.add("cpu")  # the norms that CUDA takes, of many gradients at once
-    wrong += [f"many at once: {text}" for text in compare(rank, world_size)]
-    hooks.MULTI_TENSOR.remove("cpu")
-    return wrong
+    with norms_of_cuda():
+        wrong = [f"many at once: {text}" for text in compare(rank, world_size)]
+    return wrong + compare(rank, world_size)
 
 
 def compare(rank: int, world_size: int) -> list[str]:
@@ -123,9 +121,8 @@ Results = tuple[list[str], tuple[Window, bool], list[dict[str, float]], list[str
 def everything(rank: int, world_size: int) -> Results:
     """In one start of the processes, which costs more than all of it."""
     wide = window_with_bf16_parameters(rank, world_size)
-    hooks.MULTI_TENSOR.add("cpu")
-    assert window_with_bf16_parameters(rank, world_size)[0].tr_sigma == pytest.approx(wide[0].tr_sigma, rel=1e-6)
-    hooks.MULTI_TENSOR.remove("cpu")
+    with norms_of_cuda():
+        assert window_with_bf16_parameters(rank, world_size)[0].tr_sigma == pytest.approx(wide[0].tr_sigma, rel=1e-6)
     return (
         compare_all(rank, world_size),
         wide,

@@ -107,4 +107,4 @@ def test_a_limit_in_the_midst_of_a_file_stops_the_run_and_loses_no_older_checkpo
     assert not list((run_dir / "checkpoints").glob(".tmp*"))
     end_with(0, arguments, tmp_path / "again")
     assert_same(whole, run_dir, 20)
-    keep(2, "a file-size limit in the midst of a checkpoint's file", lost=LOST)
+    keep(2, "a file-size limit in the middle of a checkpoint's file", lost=LOST)

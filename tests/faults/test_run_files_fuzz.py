@@ -21,7 +21,7 @@ from tests.support.checkpoints import sign
 from tests.support.config_fuzz import NUMBERS, WORDS, places
 from tests.support.fault_runs import keep
 from tests.support.in_process import program
-from tests.support.runs import write_tiny_config
+from tests.support.runs import EVERY_FILE, write_tiny_config
 from trainer.cli.main import app
 from trainer.config.load import load_config
 from trainer.errors import UserError
@@ -32,13 +32,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
 CASES, CPU_SEC, SEED = 300, 40.0, 56
 WRONG: tuple[Any, ...] = (*NUMBERS, *WORDS, 2**62, 10**400, None, True, [], {}, [[1]], {"a": {"b": [None]}})
 MANY = {f"key{number}": number for number in range(100_000)}
-SETS = (
-    "metrics.digests=write",
-    "metrics.stdout=off",
-    "eval.every=2",
-    "eval.holdout_fraction=0.2",
-    "checkpoint.every=2",
-)
 VERBS = """ls {0}/..
 diagnose {0}
 compare {0} {1}
@@ -65,7 +58,7 @@ def whole(tmp_path_factory) -> tuple[Path, Path]:
     directory = tmp_path_factory.mktemp("files")
     config, run_dir = write_tiny_config(directory), directory / "run"
     for steps in (4, 6):
-        sets = [*SETS, f"train.steps={steps}", "checkpoint.resume=auto"]
+        sets = [*EVERY_FILE, f"train.steps={steps}", "checkpoint.resume=auto"]
         assert train(load_config(config, sets), Launch(config_path=config, run_dir=str(run_dir))) == 0
     changed = {"data.source.first.weight": {"before": 3.0, "after": 2.0}}
     with (run_dir / "events.jsonl").open("a") as file:
@@ -126,7 +119,7 @@ def spoil(path: Path, chance: random.Random) -> str:
 
 def resume(config: Path, run_dir: Path) -> None:
     with contextlib.suppress(UserError):
-        table = load_config(config, [*SETS, "train.steps=7", "checkpoint.resume=auto"])
+        table = load_config(config, [*EVERY_FILE, "train.steps=7", "checkpoint.resume=auto"])
         train(table, Launch(config_path=config, run_dir=str(run_dir)))
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
+from trainer.metrics.noise_scale import hooks
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 
@@ -35,3 +39,13 @@ def window(
     for k in range(num_micros):
         x = rows(first_seed + k)
         micro(gns, model, x, torch.tensor([1.0, 2.0, 0.0, 5.0 + k]), last=k == num_micros - 1)
+
+
+@contextmanager
+def norms_of_cuda() -> Iterator[None]:
+    """The CPU takes norms as CUDA does: of many gradients at once."""
+    hooks.MULTI_TENSOR.add("cpu")
+    try:
+        yield
+    finally:
+        hooks.MULTI_TENSOR.remove("cpu")

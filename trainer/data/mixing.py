@@ -226,7 +226,7 @@ class StreamMixingDataset(StreamSource):
         parts = self._parts(shard, num_shards)
         key = ("queue", self.name, self._mix.seed, epoch, *self._key(shard, num_shards), len(before))
         order = keyed_generator(*key).permutation(len(parts)).tolist()
-        # What was begun goes on first.
+        # What was begun comes first.
         return [parts[stream] for stream in dict.fromkeys([*(begun_streams(before[-1]) if before else ()), *order])]
 
     def _reader(self, part: Slice, cursor: Sequence[int] = (0,)) -> StreamReader:

@@ -404,7 +404,7 @@ class StreamSource(ABC):
         self.is_ended = all(each["is_ended"] for each in states) and not self._may_repeat()
 
     def _may_repeat(self) -> bool:
-        """Whether what has ended, in a run that did not repeat, may go on. A shard that never picked has nothing to read."""
+        """Whether another epoch may follow data that ended in a run without `repeat`. A shard that never picked has none."""
         return self._mix.repeat and self._num_picks > 0
 
 

@@ -107,7 +107,7 @@ def tokenize_files(
             for process in multiprocessing.active_children():  # what they are at is not worth waiting for
                 process.terminate()
             if isinstance(error, BrokenProcessPool):
-                problem = "a process ended in the midst of its work, perhaps killed for want of memory"
+                problem = "a process ended in the middle of its work, perhaps killed for want of memory"
                 raise UserError("--workers", problem, "run it again with fewer; it continues") from None
             raise
     shutil.rmtree(out / PARTS)

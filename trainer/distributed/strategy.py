@@ -48,6 +48,8 @@ class Strategy:
     """How many ranks hold the same part of the averaged gradient."""
     groups: Sequence[dist.ProcessGroup] = ()
     """Process groups of a part of the ranks, of which each rank is in as many."""
+    stream: torch.cuda.Stream | None = None
+    """Where DDP was made on CUDA: a graph of its backward has to be captured there. None: there is no DDP."""
 
     def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
         """Leave this rank its part of the model's parameters, in place.
@@ -100,7 +102,6 @@ class Replicated(Strategy):
         self.copies = world_size
         self._device, self._find_unused = device, find_unused
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        """On which DDP is made: a CUDA graph of its backward has to be captured there."""
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """DDP around it."""

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from trainer.config.rules import reads_lanes
-from trainer.distributed.strategy import Replicated
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.wording import error_text
@@ -44,14 +43,13 @@ def make(run: Run, auxiliary: Auxiliary) -> MicroGraphs | None:
     Raises:
         UserError: graphs are asked for and impossible.
     """
-    config, is_asked, strategy = run.config, run.config.train.cuda_graph is True, run.strategy
+    config, is_asked, stream = run.config, run.config.train.cuda_graph is True, run.strategy.stream
     if not is_asked and not run.plan.has_built_in_model:  # what its Python does is not known
         return None
-    has_ddp = isinstance(strategy, Replicated)
+    has_ranks = run.info.world_size > 1
     reasons = {
-        "with several ranks only where it is asked for, of which several devices have not been tried": not is_asked
-        and run.info.world_size > 1,
-        "FSDP gathers parameters within the backward": run.info.world_size > 1 and not has_ddp,
+        "FSDP gathers parameters within the backward": has_ranks and stream is None,
+        "several devices were not tried; train.cuda_graph = true tries them": has_ranks and not is_asked,
         "loss scaling (fp16) waits for the device": config.train.precision == "fp16",
         "only full rows have one shape": not reads_lanes(config),
         "losses and metrics of the model's output are looked at by Python": auxiliary.is_on,
@@ -62,9 +60,7 @@ def make(run: Run, auxiliary: Auxiliary) -> MicroGraphs | None:
     if problem:
         logger.info("the step runs without CUDA graphs: %s", problem)
         return None
-    return MicroGraphs(
-        run.device, is_asked=is_asked, stream=strategy.stream if isinstance(strategy, Replicated) else None
-    )
+    return MicroGraphs(run.device, is_asked=is_asked, stream=stream)
 
 
 class Graph(NamedTuple):
@@ -83,14 +79,14 @@ class MicroGraphs:
     """Stands for `TrainStep.run_micro`, of the micro-batches that have the shapes of the first one captured.
 
     Args:
-        is_asked: what cannot be captured is refused; otherwise the run goes on without graphs, which is said.
+        is_asked: what cannot be captured is refused; otherwise the run continues without graphs, with a warning.
         stream: on which DDP was made; None: nothing averages gradients.
     """
 
     def __init__(self, device: torch.device, *, is_asked: bool, stream: torch.cuda.Stream | None = None) -> None:
         self._is_asked, self._stream = is_asked, stream
         self._steps_without = STEPS_WITHOUT if stream is None else STEPS_WITHOUT_OF_DDP
-        self._num_steps = 0
+        self._num_steps, self._is_off = 0, False
         self._graphs: dict[Any, Graph] = {}
         self._inputs: dict[str, Tensor] = {}
         self._sums: Sequence[Tensor | None] = ()  # the gradients to which a step's later micro-batches add
@@ -106,20 +102,18 @@ class MicroGraphs:
         """
         self._num_steps += is_first
         given = {**micro.inputs, "targets": micro.targets, **({} if state is None else {"state": state})}
-        is_ready = self._num_steps > self._steps_without and self._fits(given) and (is_first or self._adds(step))
-        if not is_ready:
+        is_warm = self._num_steps > self._steps_without and not self._is_off
+        if not is_warm or not self._fits(given) or not (is_first or self._adds(step)):
             return self._run_without(step, micro, state, kappa)
-        self._kappa.fill_(kappa)
-        for name, value in given.items():
-            self._inputs[name].copy_(value)
         averages = is_last and self._stream is not None
         kind = is_first, averages, None if step.gns is None else step.gns.kind
-        if kind not in self._graphs:
-            try:
+        try:
+            self._place(given, kappa)
+            if kind not in self._graphs:
                 self._graphs[kind] = self._capture(step, micro, is_first=is_first, averages=averages)
-            except Exception as error:  # noqa: BLE001 - whatever hinders it
-                self._give_up(step, error, is_first=is_first)
-                return self._run_without(step, micro, state, kappa)
+        except Exception as error:  # noqa: BLE001 - whatever hinders it
+            self._give_up(step, error, is_first=is_first)
+            return self._run_without(step, micro, state, kappa)
         found = self._graphs[kind]
         found.graph.replay()
         if is_first or averages:
@@ -130,12 +124,24 @@ class MicroGraphs:
 
     def _fits(self, given: dict[str, Any]) -> bool:
         """Whether inputs have the shapes of the graphs' own, which the first ones decide."""
-        if not self._inputs and all(isinstance(value, Tensor) for value in given.values()):
-            self._inputs = {name: torch.empty_like(value) for name, value in given.items()}
+        if not self._inputs:
+            return True
         return given.keys() == self._inputs.keys() and all(
             value.shape == own.shape and value.dtype == own.dtype
             for value, own in zip(given.values(), self._inputs.values(), strict=True)
         )
+
+    def _place(self, given: dict[str, Any], kappa: float) -> None:
+        """Copy inputs to where the graphs read them.
+
+        Raises:
+            TypeError: one is no tensor.
+        """
+        if not self._inputs:
+            self._inputs = {name: torch.empty_like(value) for name, value in given.items()}
+        self._kappa.fill_(kappa)
+        for name, value in given.items():
+            self._inputs[name].copy_(value)
 
     def _adds(self, step: TrainStep) -> bool:
         """Whether the step's gradients are where the graphs add to them: not after a first micro-batch without a graph."""
@@ -180,7 +186,7 @@ class MicroGraphs:
         return self._sums
 
     def _give_up(self, step: TrainStep, error: Exception, *, is_first: bool) -> None:
-        """Go on without graphs.
+        """Continue without graphs.
 
         Raises:
             UserError: they are asked for.
@@ -189,7 +195,7 @@ class MicroGraphs:
             problem = f"the step cannot be captured: {error_text(error)}"
             raise UserError("train.cuda_graph", problem, 'set it to false, or to "auto"') from error
         logger.warning("the step runs without CUDA graphs, since it cannot be captured: %s", error_text(error))
-        self._num_steps = -(10**18)
+        self._is_off = True
         self._graphs.clear()
         _set_gradients(step, [None] * len(step.parameters) if is_first else self._sums)
         if step.gns is not None:

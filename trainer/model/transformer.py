@@ -127,7 +127,8 @@ class Transformer(LanguageModel):
         mask: Mask = None
         if resets is not None:
             is_large = tokens.shape[1] >= 128 and self.head_dim >= 16  # a block; the fewest that flex attention takes
-            mask = document_mask(resets, in_blocks=x.is_cuda and HAS_TRITON and is_large)
+            # Evaluations run uncompiled, where flex attention would hold all scores.
+            mask = document_mask(resets, in_blocks=self.training and is_large and has_kernel(x))
         elif seen:
             mask = torch.ones(tokens.shape[1], seen + tokens.shape[1], dtype=torch.bool, device=x.device).tril(seen)
         for layer, block in enumerate(self.blocks):
@@ -147,6 +148,11 @@ class Transformer(LanguageModel):
         mixing = 2 * self.dim**2 + 2 * self.dim * self.kv_dim
         weights = self.num_layers * (mixing + 3 * self.dim * self.hidden) + self.dim * self.vocab_size
         return 6.0 * weights + 12.0 * self.num_layers * seq_len * self.dim
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether flex attention runs as one kernel where x is."""
+    return x.is_cuda and HAS_TRITON
 
 
 def document_mask(resets: Tensor, *, in_blocks: bool) -> Mask:

@@ -175,7 +175,7 @@ class Evaluator:
         for rider in each.riders:
             rider.begin(self)
         for number, micro in enumerate(chain(each.batches(self.accepted), repeat(each.filler)), start=1):
-            # 0: no rank has anything left; 2: a stop was asked for. Ranks that must run as many go on with fillers.
+            # 0: no rank has anything left; 2: a stop was asked for. Ranks that must run as many continue with fillers.
             if self.strategy.most(2 if should_stop() else int(not micro.is_filler)) != 1:
                 break
             self._evaluate(number, micro, ledger, each)

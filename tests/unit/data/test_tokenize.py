@@ -95,7 +95,7 @@ def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source, i
         "from trainer.data import tokenize as pool\n"
         "from trainer.tools.corpus.tokens import tokenize\n"
         "from trainer.data.layout import discover\n"
-        "pool._join = lambda *_: time.sleep(600)\n"  # it is killed in the midst of its work
+        "pool._join = lambda *_: time.sleep(600)\n"  # it is killed in the middle of its work
         "if __name__ == '__main__':\n"
         f"    tokenize(discover(['text']).streams, Path('out'), tokenizer='tokenizer.json', **{settings})\n"
     )

@@ -6,25 +6,25 @@ import copy
 import gc
 import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.gns_windows import loss_sum, micro, rows, window
+from tests.support.gns_windows import loss_sum, micro, norms_of_cuda, rows, window
 from trainer.errors import UserError
 from trainer.metrics.noise_scale import estimate as noise_scale
-from trainer.metrics.noise_scale import hooks
 from trainer.metrics.noise_scale.estimate import Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale, norms_of, square_sum
 
 
 @pytest.fixture(params=["tensor by tensor", "many tensors at once"], autouse=True)
-def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norms of CUDA run on the CPU, too."""
-    if request.param != "tensor by tensor":
-        monkeypatch.setattr(hooks, "MULTI_TENSOR", {"cuda", "cpu"})
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    with norms_of_cuda() if request.param == "many tensors at once" else nullcontext():
+        yield
 
 
 def gradient_of(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:

@@ -53,6 +53,17 @@ def test_attention_in_blocks_equals_the_mask(monkeypatch, kv_heads):
         torch.testing.assert_close(model(tokens, resets=resets).logits, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_only_training_attends_in_blocks_on_cuda(monkeypatch, is_training):
+    """An evaluation runs uncompiled."""
+    asked = []
+    monkeypatch.setattr(transformer, "has_kernel", lambda x: True)
+    monkeypatch.setattr(transformer, "document_mask", lambda resets, in_blocks: asked.append(in_blocks))
+    model = build_transformer(29, 64, 1, heads=1).train(is_training)
+    model(torch.zeros(2, 300, dtype=torch.int64), resets=torch.zeros(2, 300, dtype=torch.bool))
+    assert asked == [is_training]
+
+
 def test_blocks_of_documents_are_found_without_a_look_at_the_device():
     with FakeTensorMode():  # refuses to read a number
         mask = document_mask(torch.zeros(2, 300, dtype=torch.bool), in_blocks=True)

@@ -45,7 +45,7 @@ class Keeps(Extension):
         self.found.append(result.token_loss)
 
 
-def window(step: int, micros: int) -> list[MicroBatch]:
+def window(step: int, micros: int, more: dict[str, Any]) -> list[MicroBatch]:
     draw = torch.Generator().manual_seed(step)
     made = []
     for k in range(micros):
@@ -54,11 +54,11 @@ def window(step: int, micros: int) -> list[MicroBatch]:
         resets = torch.rand(ROWS, LENGTH, generator=draw) < 0.05
         groups = np.arange(ROWS) + ROWS * k
         carry = Carry(groups, np.full(ROWS, step), np.full(ROWS, step % 4 == 3))
-        made.append(MicroBatch({"tokens": tokens[:, :-1], "resets": resets}, targets, carry, {}))
+        made.append(MicroBatch({"tokens": tokens[:, :-1], "resets": resets, **more}, targets, carry, {}))
     return made
 
 
-def run(graphs: MicroGraphs | None, *, keeps: str = "", micros: int = 3, steps: int = 7) -> dict[str, Any]:
+def run(graphs: MicroGraphs | None, *, keeps: str = "", micros: int = 3, steps: int = 7, **more: Any) -> dict[str, Any]:
     """Some steps, of which every third is logged; all that they compute."""
     torch.manual_seed(0)
     model, seen, found = DropoutModel(VOCABULARY, WIDTH), [], list[Tensor]()
@@ -79,7 +79,7 @@ def run(graphs: MicroGraphs | None, *, keeps: str = "", micros: int = 3, steps: 
         graphs=graphs,
     )
     for number in range(1, steps + 1):
-        step.accumulate(number, window(number, micros), is_logged=number % 3 == 0)
+        step.accumulate(number, window(number, micros, more), is_logged=number % 3 == 0)
         launched = step.launch(lr=0.05, stop=False, saved=False)
         seen.append(torch.tensor(launched.numbers.read()))
         seen += [each.clone() for each in (gns.pair_norms(), gns.parameter_squares) if each is not None]
@@ -91,51 +91,49 @@ def _guard(name: str) -> Any:
     return BestEffort(name, on_event=lambda event: pytest.fail(str(event)))
 
 
-REFUSED = {
-    "rows of one document": (('data.mixing.batching_mode="per_stream"',), 1, "only full rows have one shape"),
-    "fp16": (("train.precision=fp16",), 1, "loss scaling"),
-    "losses of the output": ((), 1, "looked at by Python"),
-    "fsdp": (('distributed.strategy="fsdp"',), 2, "FSDP gathers"),
-}
+def made(folder: Any, *sets: str, is_own: bool = True, ranks: int = 1, losses: Any = None) -> MicroGraphs | None:
+    config = load_config(write_tiny_config(folder), [FULL_ROWS, *sets])
+    parts = {"plan": SimpleNamespace(has_built_in_model=is_own), "info": RankInfo(world_size=ranks)}
+    return make(SimpleNamespace(config=config, device=CPU, strategy=Strategy(), **parts), Auxiliary(losses))
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_captured_is_refused_by_name_or_runs_without(tmp_path, case):
-    sets, ranks, reason = REFUSED[case]
-    for asks, is_refused in (("auto", False), ("true", True)):
-        path = write_tiny_config(tmp_path)
-        config = load_config(path, [FULL_ROWS, f"train.cuda_graph={asks}", *sets])
-        own = SimpleNamespace(
-            config=config,
-            device=CPU,
-            strategy=Strategy(),
-            plan=SimpleNamespace(has_built_in_model=True),
-            info=RankInfo(world_size=ranks),
-        )
-        auxiliary = Auxiliary({"balance": AuxiliaryLoss()} if case.startswith("losses") else {})
-        with pytest.raises(UserError, match=reason) if is_refused else nullcontext():
-            assert make(own, auxiliary) is None
+@pytest.mark.parametrize(
+    ("sets", "given", "reason"),
+    [
+        (['data.mixing.batching_mode="per_stream"'], {}, "only full rows have one shape"),
+        (["train.precision=fp16"], {}, "loss scaling"),
+        ([], {"losses": {"balance": AuxiliaryLoss()}}, "looked at by Python"),
+        (['distributed.strategy="fsdp"'], {"ranks": 2}, "FSDP gathers"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_by_name_or_runs_without(tmp_path, sets, given, reason):
+    assert made(tmp_path, *sets, **given) is None
+    with pytest.raises(UserError, match=reason):
+        made(tmp_path, *sets, "train.cuda_graph=true", **given)
 
 
 def test_only_models_whose_python_is_known_are_captured_unasked(tmp_path):
-    config = load_config(write_tiny_config(tmp_path), [FULL_ROWS])
-    own = SimpleNamespace(config=config, device=CPU, strategy=Strategy(), info=RankInfo())
-    own.plan = SimpleNamespace(has_built_in_model=False)
-    assert make(own, Auxiliary()) is None
-    own.plan = SimpleNamespace(has_built_in_model=True)
-    assert isinstance(make(own, Auxiliary()), MicroGraphs)
+    assert made(tmp_path, is_own=False) is None
+    assert made(tmp_path)
+    assert made(tmp_path, "train.cuda_graph=true", is_own=False)
 
 
-def test_a_capture_that_fails_costs_no_step(monkeypatch):
+@pytest.mark.parametrize("words", [None, ["no tensor"]])
+def test_a_capture_that_fails_costs_no_step(monkeypatch, words):
     use_recorded_graphs(monkeypatch)
 
     def fails(graph: Any, **_: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(torch.cuda, "graph", fails)
-    torch.testing.assert_close(run(MicroGraphs(CPU, is_asked=False)), run(None), rtol=0, atol=0, equal_nan=True)
-    with pytest.raises(UserError, match=r"cannot be captured: .*not permitted"):
-        run(MicroGraphs(CPU, is_asked=True))
+    more = {}
+    if words is None:
+        monkeypatch.setattr(torch.cuda, "graph", fails)
+    else:
+        more["words"] = words
+    plain = run(None, **more)
+    torch.testing.assert_close(run(MicroGraphs(CPU, is_asked=False), **more), plain, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(UserError, match=r"cannot be captured: .*(not permitted|must be Tensor)"):
+        run(MicroGraphs(CPU, is_asked=True), **more)
 
 
 @pytest.mark.parametrize(("keeps", "micros"), [*itertools.product(["", "pairs", "by_parameter"], [1, 2, 4])])

@@ -18,17 +18,10 @@ import pytest
 from tests.support.in_process import program, train_here
 from tests.support.late import events
 from tests.support.launched import children
-from tests.support.runs import write_tiny_config
+from tests.support.runs import EVERY_FILE, write_tiny_config
 from trainer.training.extension import Extension
 
 FILES = str(Path(sys.modules["trainer"].__path__[0], "files.py"))
-SETS = (
-    "metrics.digests=write",
-    "metrics.stdout=off",
-    "eval.every=2",
-    "eval.holdout_fraction=0.2",
-    "checkpoint.every=2",
-)
 VERBS = (
     "ls",
     "diagnose",
@@ -63,7 +56,7 @@ def test_every_file_is_opened_by_the_reader_and_writer_for_untrusted_files(tmp_p
     sys.addaudithook(note_open)
     _root = f"{run_dir}{os.sep}"
     try:
-        train_here(config, run_dir, *SETS, "train.steps=4")
+        train_here(config, run_dir, *EVERY_FILE, "train.steps=4")
         train_here(run_dir / "config.resolved.toml", run_dir, "train.steps=6", "checkpoint.resume=auto")
         for verb in VERBS:
             more = {

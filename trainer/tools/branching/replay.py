@@ -168,7 +168,7 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     elif (shards := data_shards(config, environment.get("world_size") or 1)) > MOST_MICRO_BATCHES:
         problem, fix = (
             f"says that it had {counted(shards, 'data shard')}: what env.json says cannot be",
-            "mend it there",
+            "correct it there",
         )
     if problem:
         raise UserError(str(run_dir), problem, fix)
