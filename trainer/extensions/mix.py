@@ -137,7 +137,7 @@ class Mix(Extension):
         for source in blend.sources:
             later = {first: at[source.name] for first, at in changes.items() if source.name in at}
             specs.append(ScheduledWeight("step", {0: 1.0, **later}) if later else source.weight)
-        if (last := self.run.position.last_step) is not None and step > last:
+        if step > (last := self._last_step()):
             problem = f"the run ends after step {last}, before new weights could hold"
         elif gap := first_all_zero(specs, micro_batches=plan.batches_by_steps, num_batches=plan.num_batches):
             problem = f"all weights would be zero from micro-batch {gap[0]} on"
@@ -149,6 +149,11 @@ class Mix(Extension):
         logger.info("train mix: %s", problem or f"from step {step} (micro-batch {batch}) on {after}")
         if not problem:
             blend.changes, self.run.extensions.asks = changes, True
+
+    def _last_step(self) -> int:
+        """The last step of the run; of one whose length is in tokens if steps go on to have as many as those before."""
+        position, left = self.run.position, self.run.length.total - self.run.position.reached
+        return position.last_step or position.step + -(-left * position.step // max(position.tokens, 1))
 
     def to_exchange(self) -> Mapping[int, Mapping[str, float]]:
         """All changes so far; rank 0's count."""

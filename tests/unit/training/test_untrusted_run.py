@@ -18,7 +18,7 @@ import pytest
 from tests.support.in_process import program, train_here
 from tests.support.late import events
 from tests.support.launched import children
-from tests.support.runs import EVERY_FILE, write_tiny_config
+from tests.support.runs import EVERY_FILE, FULL_ROWS, write_tiny_config
 from trainer.training.extension import Extension
 
 FILES = str(Path(sys.modules["trainer"].__path__[0], "files.py"))
@@ -90,10 +90,12 @@ class Mistreats(Extension):
             file.write_text(request)
 
 
-def test_no_request_is_lost_and_no_change_forgotten_whatever_becomes_of_their_file(tmp_path):
+@pytest.mark.parametrize("in_tokens", [False, True])
+def test_no_request_is_lost_and_no_change_forgotten_whatever_becomes_of_their_file(tmp_path, in_tokens):
     config, run_dir = write_tiny_config(tmp_path, "[checkpoint]\nevery = 1\nkeep_last = 99\n"), tmp_path / "run"
     mistreats = "extension=[{target='tests.unit.training.test_untrusted_run:Mistreats'}]"
-    train_here(config, run_dir, "train.steps=28", mistreats)
+    length = [FULL_ROWS, f"train.tokens={28 * 128}", "train.steps=0"] if in_tokens else ["train.steps=28"]
+    train_here(config, run_dir, *length, mistreats)
     said = {event["request"]: event for event in events(run_dir) if event["event"] == "mix"}
     assert said.keys() == {"2", "12", "18", "26"}
     assert "the run ends after step 28" in said["26"]["problem"]
