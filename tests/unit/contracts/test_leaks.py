@@ -16,7 +16,8 @@ LINES = {line.split(",")[0]: line for line in PAGE.read_text(encoding="utf-8").s
 ROWS = {row["model"]: row for row in csv.DictReader(PAGE.read_text(encoding="utf-8").splitlines())}
 NAMES = [*BROKEN, *HONEST_MODELS]
 FIRST = {row["by"]: name for name, row in reversed(ROWS.items())}.values()  # that these checks together convict
-QUICK = {*PUBLIC, *FIRST, *HONEST_MODELS} - {*MUTANTS, *HONEST}  # test_check_model.py judges those in other ways
+# test_check_model.py judges the mutants in other ways.
+QUICK = {*PUBLIC, *FIRST, *list(HONEST_MODELS)[::4]} - {*MUTANTS, *HONEST}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in NAMES])

@@ -53,8 +53,8 @@ def results(rule, given: list[Tensor], resets: Tensor | None, dtype: torch.dtype
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("products", [torch.float32, PRODUCTS], ids=str)
-@pytest.mark.parametrize("resets", [None, MANY], ids=["one document", "many"])
+@pytest.mark.parametrize("products", [torch.float32, pytest.param(PRODUCTS, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("resets", [pytest.param(None, marks=pytest.mark.slow), MANY], ids=["one document", "many"])
 def test_outputs_states_and_gradients_are_those_of_the_rule_in_torch(fla, resets, products):
     given = drawn(products)
     with torch.autocast(DEVICE, products, enabled=products != torch.float32):
@@ -97,6 +97,7 @@ def test_the_operators_are_what_they_are_registered_as(fla):
     opcheck(torch.ops.trainer.gated_delta.default, [x.detach().clone().requires_grad_() for x in (*given, state)])
 
 
+@pytest.mark.slow
 @pytest.mark.cuda
 def test_a_model_on_the_kernels_compiles_in_one_piece_and_equals_the_one_in_torch(fla, device):
     torch.manual_seed(0)

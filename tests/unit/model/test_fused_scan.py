@@ -27,7 +27,8 @@ pytestmark = [
 ]
 
 TILE = BLOCKS.segments * BLOCKS.steps
-SHAPES = [(1, 1, 1), (2, 5, 3), (3, 2, 70), (1, TILE - 1, 33), (2, TILE, 32), (1, TILE + 1, 31), (1, 3 * TILE + 7, 5)]
+SLOW = [(1, 1, 1), (2, 5, 3), (1, TILE - 1, 33), (2, TILE, 32), (1, 3 * TILE + 7, 5)]
+SHAPES = [(3, 2, 70), (1, TILE + 1, 31), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in SLOW)]
 
 
 class Inputs(NamedTuple):
@@ -113,7 +114,7 @@ def test_states_and_gradients_equal_float64(batch: int, num_steps: int, dim: int
     assert_accurate(make(batch, num_steps, dim, share=share))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_16_bit_inputs_give_16_bit_states_and_gradients_and_a_float32_final_state(dtype: torch.dtype) -> None:
     inputs = make(1, TILE + 9, 5, dtype=dtype)
     inputs = inputs._replace(state=inputs.state.to(dtype))
@@ -162,7 +163,7 @@ def test_input_scale_is_accurate_from_a_decay_of_almost_one_to_almost_zero() -> 
     torch.testing.assert_close(slope.double(), true_slope, rtol=2e-5, atol=1e-12)
 
 
-@pytest.mark.parametrize("cut", [1, TILE - 1, TILE, TILE + 1, TILE + 8])
+@pytest.mark.parametrize("cut", [1, TILE, *(pytest.param(TILE + n, marks=pytest.mark.slow) for n in (-1, 1, 8))])
 def test_a_row_cut_anywhere_gives_the_same_states(cut: int) -> None:
     inputs = make(2, TILE + 9, 5)
     whole, final = fused_scan(*inputs)
@@ -208,6 +209,7 @@ def test_results_repeat_bit_for_bit_and_rows_do_not_see_each_other() -> None:
     assert torch.equal(alone[1], first[1][2:])
 
 
+@pytest.mark.slow
 def test_operator_passes_opcheck() -> None:
     arguments = make(2, 3, 3).leaves()
     torch.library.opcheck(torch.ops.trainer.gated_scan.default, tuple(arguments))
