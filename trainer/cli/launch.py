@@ -125,7 +125,8 @@ def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         # torchrun never removes the directory of its logs, which stays empty here.
-        own = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
+        # The loopback address: the name of this host need not resolve.
+        own = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
         # Those that the ranks take for a request to stop; nohup's ignored SIGHUP stays ignored.
         passed_on = [each.name for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
         own += [f"--signals-to-handle={','.join(passed_on)}", str(PROGRAM), *arguments]
