@@ -145,7 +145,7 @@ class WandbSink:
         settings: dict[str, Any] = {"console": "off", "quiet": True, "silent": True, "base_url": base_url}
         settings |= {"init_timeout": init_timeout_sec, "login_timeout": init_timeout_sec}
         settings["finish_timeout"] = finish_timeout_sec
-        options = {"mode": mode, "project": project, "entity": entity, "id": run_id}
+        options: dict[str, Any] = {"mode": mode, "project": project, "entity": entity, "id": run_id}
         options |= {"name": os.environ.get("WANDB_NAME") or run_dir.name, "config": dict(config or {})}
         self._guard.run(self._open, Path(os.environ.get("WANDB_DIR") or run_dir), options, settings)
 

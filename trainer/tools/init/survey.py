@@ -58,7 +58,7 @@ def make_starter(
     """
     paths = [path if is_url(path) else str(Path(path).expanduser()) for path in paths]
     if any(map(is_url, paths)):
-        at = discover_stored(paths, format=format, cache=Cache.of(None, DataTable.model_fields["cache_gb"].default))
+        at = discover_stored(paths, format=format, cache=Cache(None, DataTable.model_fields["cache_gb"].default))
     else:
         at = discover(paths, format=format)
     refuse_empty(at.streams)

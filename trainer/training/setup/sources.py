@@ -77,7 +77,7 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> li
             streams, or all weights are zero at some time of the run.
     """
     leaves: list[Source] = []
-    cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
+    cache = Cache(config.data.cache_dir, config.data.cache_gb)
     _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),), cache)
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
     _refuse_unknown_steps(config, leaves)
@@ -99,7 +99,7 @@ def resolve_eval_sources(config: RunConfig) -> list[Source]:
     Raises:
         UserError: a set has no streams.
     """
-    cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
+    cache = Cache(config.data.cache_dir, config.data.cache_gb)
     tables = [each.as_source() for each in config.eval.source]
     return [
         Source(table.name, table, ConstantWeight(1.0), *_streams(table, f"eval source {table.name}", cache))
@@ -250,7 +250,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
     if size < LEAST_BYTES:
         return source
     data = plan.config.data
-    cache = Cache.of(data.cache_dir, data.cache_gb)
+    cache = Cache(data.cache_dir, data.cache_gb)
     key = _key(streams, source, Path(data.tokenizer))
     place = cache.directory / key
     what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"
