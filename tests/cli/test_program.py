@@ -139,6 +139,23 @@ def nproc(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("launcher", "own", "is_said"),
+    [
+        ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, True),
+        ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, False),
+        ("srun", {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, False),
+        ("mpirun", {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, True),
+    ],
+)
+def test_another_launchers_processes_are_told_once_that_they_train_apart(nproc, monkeypatch, launcher, own, is_said):
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    found = nproc(2)
+    assert found.stderr.count("each trains a run of its own") == is_said
+    assert f"{launcher} started" in found.stderr or not is_said
+
+
+@pytest.mark.parametrize(
     ("arguments", "rank", "message"),
     [
         (["--strategy", "hsdp", "--replicas", "2"], "", "distributed.replicas: 2 replicas do not divide 3 ranks"),
