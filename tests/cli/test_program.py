@@ -78,6 +78,15 @@ def test_check_prints_a_config_that_is_itself_a_config(tmp_path, capsys):
     assert found == expected.replace(str(config), str(resolved))
 
 
+@pytest.mark.parametrize("verb", ["check", "preview"])
+def test_what_looks_ahead_takes_the_short_options_of_train(verb, tmp_path, capsys):
+    options = ["--steps", "7", "--stdout=off", "--resume", "auto", "--strategy", "ddp", "--json"]
+    found = program([verb, "--config", write_tiny_config(tmp_path), *options], capsys)
+    assert found.returncode == 0, found.stderr
+    said = json.loads(found.stdout)
+    assert said["steps"] == 7 if verb == "preview" else said["config"]["train"]["steps"] == 7
+
+
 def nameless() -> list[str]:
     """What makes a command run on a host whose own name does not resolve; [] where that takes rights."""
     line = ["unshare", "--uts", "sh", "-c", 'hostname no-such-host && exec "$@"', "sh"]

@@ -107,7 +107,9 @@ def _warn_of_runs_apart(environ: Mapping[str, str] = os.environ) -> None:
     for launcher, (size, rank) in OTHER_LAUNCHERS.items():
         number = environ.get(size, "")
         if number.isdecimal() and int(number) > 1 and environ.get(rank) == "0":
-            _say(f"{launcher} started {number} of this: each trains a run of its own; start torchrun with it (docs/cli.md)")
+            _say(
+                f"{launcher} started {number} of this: each trains a run of its own; start torchrun with it (docs/cli.md)"
+            )
 
 
 def give_back_freed_blocks(environ: Mapping[str, str] = os.environ) -> None:

@@ -172,5 +172,5 @@ def test_a_user_without_a_home_is_refused_copies_alone(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", unknown)
     cache = Cache(None, 0)
-    with pytest.raises(UserError, match="data.cache_dir: ~/.cache/trainer/data cannot be a directory"):
+    with pytest.raises(UserError, match=r"data\.cache_dir: ~/\.cache/trainer/data cannot be a directory"):
         _ = cache.directory

@@ -18,9 +18,7 @@ from trainer.cli.options import (
     EodOption,
     FormatOption,
     JsonOption,
-    ReplicasOption,
     SetOption,
-    StrategyOption,
     require_config,
     uncollected,
 )
@@ -63,8 +61,6 @@ def check(
     config: ConfigOption = None,
     overrides: SetOption = None,
     world_size: WorldSizeOption = 1,
-    strategy: StrategyOption = None,
-    replicas: ReplicasOption = None,
     no_contract: Annotated[
         bool, typer.Option("--no-contract", help="Do not run the model to check its contract.")
     ] = False,
@@ -73,7 +69,8 @@ def check(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Validate a config; print it (in a pipe, with all defaults), and the values derived from it."""
+    """Validate a config; print it (in a pipe, with all defaults), and the values derived from it. Takes train's
+    --steps, --resume, --stdout, --profile, --strategy and --replicas too, as preview does."""
     config_path = require_config(config, "train check")
     with uncollected():
         import torch
@@ -83,10 +80,8 @@ def check(
         from trainer.metrics.logger import get_logger
         from trainer.training.setup.plan import make_plan
 
-    options = {"distributed.strategy": strategy, "distributed.replicas": replicas}
-    overrides = [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]
-    resolved = load_config(config_path, overrides)
-    with located(config_path, overrides):
+    resolved = load_config(config_path, overrides or [])
+    with located(config_path, overrides or []):
         plan = make_plan(resolved, Path(config_path), world_size)
         _refuse_what_a_run_would(plan)
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
