@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 
 from trainer.cli.options import (
+    ColumnOption,
     ConfigOption,
     DeviceOption,
     EodOption,
@@ -446,6 +447,7 @@ def init(
         str | None, typer.Option(help="Of headerless .bin files; default: guessed.", metavar="DTYPE")
     ] = None,
     eod: EodOption = None,
+    column: ColumnOption = None,
     weights: Annotated[
         Literal["tokens", "sqrt", "equal"],
         typer.Option(
@@ -463,7 +465,9 @@ def init(
 
     if out is not None:
         refuse_existing(out, force=force)
-    starter = make_starter(paths, format=format, dtype=dtype, eod=eod, tokenizer=tokenizer, weights=weights)
+    starter = make_starter(
+        paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer, weights=weights
+    )
     if minutes:
         starter = timed(starter, minutes)
     put_text(render_starter(starter, schema=None if out is None else SCHEMA_NAME), out)
