@@ -33,7 +33,7 @@ def data(capsys):
 
 
 def test_inspect_counts_what_is_there(corpus, data):
-    inspecting = ("inspect", corpus, "--seq-len", "16", "--max-group-cells", "4")
+    inspecting = ("inspect", corpus, "--seq-len", "16")
     result = data(*inspecting, "--json")
     assert (result.returncode, result.stderr) == (0, "")
     found = json.loads(result.stdout)
@@ -46,7 +46,7 @@ def test_inspect_counts_what_is_there(corpus, data):
         facts = dict(found["modalities"][modality])
         assert facts["padding_share"] == pytest.approx(1 - tokens / (16 * sum(cells)))
         counts = {"streams": 2, "documents": 10, "empty_documents": 0, "tokens": tokens}
-        counts |= {"groups": sum(-(-c // 4) for c in cells), "cells": sum(cells)}
+        counts |= {"groups": len(cells), "cells": sum(cells)}
         assert facts.items() >= counts.items()
         every += b"".join(documents)
     assert found["totals"]["tokens"] == len(every) == sum(stream["tokens"] for stream in found["streams"])

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,22 @@ def test_check_prints_a_config_that_is_itself_a_config(tmp_path, capsys):
     assert found == expected.replace(str(config), str(resolved))
 
 
+@pytest.mark.parametrize("verb", ["check", "preview"])
+def test_what_looks_ahead_takes_the_short_options_of_train(verb, tmp_path, capsys):
+    options = ["--steps", "7", "--stdout=off", "--resume", "auto", "--strategy", "ddp", "--json"]
+    found = program([verb, "--config", write_tiny_config(tmp_path), *options], capsys)
+    assert found.returncode == 0, found.stderr
+    said = json.loads(found.stdout)
+    assert said["steps"] == 7 if verb == "preview" else said["config"]["train"]["steps"] == 7
+
+
+def nameless() -> list[str]:
+    """What makes a command run on a host whose own name does not resolve; [] where that takes rights."""
+    line = ["unshare", "--uts", "sh", "-c", 'hostname no-such-host && exec "$@"', "sh"]
+    is_allowed = shutil.which("unshare") and subprocess.run([*line, "true"], capture_output=True).returncode == 0
+    return line if is_allowed else []
+
+
 def launches(config: Path, run_dir: Path) -> dict[str, tuple[list[str], Path, int]]:
     """Every documented way to start the trainer: command, working directory, ranks."""
     arguments = ["--config", str(config), "--run-dir", str(run_dir), "--steps", "3"]
@@ -86,7 +103,7 @@ def launches(config: Path, run_dir: Path) -> dict[str, tuple[list[str], Path, in
         "torchrun on the file train, from the root": ([*torchrun, "train", *arguments], ROOT, 1),
         "torchrun --no-python": ([*torchrun, "--no-python", installed, *arguments], config.parent, 1),
         "torchrun -m trainer": ([*torchrun, "-m", "trainer", *arguments], config.parent, 1),
-        "train --nproc": ([installed, "--nproc", "2", *arguments], config.parent, 2),
+        "train --nproc": ([*nameless(), installed, "--nproc", "2", *arguments], config.parent, 2),
         "python -m trainer": ([sys.executable, "-m", "trainer", *arguments], config.parent, 1),
     }
 
@@ -128,6 +145,23 @@ def nproc(monkeypatch, tmp_path, capsys):
         return program(["--nproc", number, "--config", write_tiny_config(tmp_path), *arguments], capsys)
 
     return launch
+
+
+@pytest.mark.parametrize(
+    ("launcher", "own", "is_said"),
+    [
+        ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, True),
+        ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, False),
+        ("srun", {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, False),
+        ("mpirun", {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, True),
+    ],
+)
+def test_another_launchers_processes_are_told_once_that_they_train_apart(nproc, monkeypatch, launcher, own, is_said):
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    found = nproc(2)
+    assert found.stderr.count("each trains a run of its own") == is_said
+    assert f"{launcher} started" in found.stderr or not is_said
 
 
 @pytest.mark.parametrize(

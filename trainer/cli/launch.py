@@ -28,6 +28,12 @@ from trainer.wording import counted
 
 REPORT_FOLDER = "TRAINER_REPORT_FOLDER"
 EXIT_CODE, RUN_DIR = "exit_code", "run_dir"
+# Of launchers that start processes which torchrun's ranks are not: how many there are, and which one this is.
+OTHER_LAUNCHERS = {
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "mpiexec": ("PMI_SIZE", "PMI_RANK"),
+}
 # Mapping each smaller block anew would cost time, and so would returning the end of the heap after each step.
 MALLOC_OPTIONS = {"M_MMAP_THRESHOLD": (-3, 4 * 2**20), "M_TRIM_THRESHOLD": (-1, 64 * 2**20)}
 
@@ -52,6 +58,8 @@ def run_training(
         faulthandler.enable()
     config = load_config(config_path, overrides)
     give_back_freed_blocks()
+    if "RANK" not in os.environ:
+        _warn_of_runs_apart()
     if nproc is not None:
         stop_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM), within_sec=config.distributed.timeout_sec)
         if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
@@ -94,6 +102,16 @@ def run_training(
     return code
 
 
+def _warn_of_runs_apart(environ: Mapping[str, str] = os.environ) -> None:
+    """Say it if another launcher has started several processes of this program, each of which trains a run of its own."""
+    for launcher, (size, rank) in OTHER_LAUNCHERS.items():
+        number = environ.get(size, "")
+        if number.isdecimal() and int(number) > 1 and environ.get(rank) == "0":
+            _say(
+                f"{launcher} started {number} of this: each trains a run of its own; start torchrun with it (docs/cli.md)"
+            )
+
+
 def give_back_freed_blocks(environ: Mapping[str, str] = os.environ) -> None:
     """Have glibc return freed blocks of 4 MiB and more to the system, unless the user has set its threshold.
 
@@ -125,7 +143,8 @@ def launch_ranks(nproc: int, arguments: list[str], *, uses_cuda: bool) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         # torchrun never removes the directory of its logs, which stays empty here.
-        own = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
+        # The loopback address: the name of this host need not resolve.
+        own = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
         # Those that the ranks take for a request to stop; nohup's ignored SIGHUP stays ignored.
         passed_on = [each.name for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
         own += [f"--signals-to-handle={','.join(passed_on)}", str(PROGRAM), *arguments]

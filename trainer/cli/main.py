@@ -55,6 +55,16 @@ VERBS = {
     "payload": "files:payload",
 }
 
+# Options of `train` that `check` and `preview` take as the settings that they are.
+OF_TRAIN = {
+    "steps": "train.steps",
+    "resume": "checkpoint.resume",
+    "stdout": "metrics.stdout",
+    "profile": "metrics.profile",
+    "strategy": "distributed.strategy",
+    "replicas": "distributed.replicas",
+}
+
 
 for _name, _place in VERBS.items():
     _module, _, _attribute = _place.partition(":")
@@ -179,8 +189,10 @@ def _with_settings(arguments: list[str]) -> list[str]:
     key without a value."""
     found: list[str] = []
     given = iter(arguments)
+    short = OF_TRAIN if arguments[:1] in (["check"], ["preview"]) else {}
     for argument in given:
         key, is_whole, value = argument.removeprefix("--").partition("=")
+        key = short.get(key, key)
         if not argument.startswith("--") or not re.fullmatch(r"\w+(\.[\w-]+)+", key):
             found += [argument]
             continue

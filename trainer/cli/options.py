@@ -41,6 +41,9 @@ TokenizerOption = Annotated[
 FormatOption = Annotated[
     str, typer.Option(help="auto (by file extension), a format's name, or package.module:function.", metavar="NAME")
 ]
+ColumnOption = Annotated[
+    str | None, typer.Option(help="As data.source.column, of .jsonl and .parquet.", metavar="NAME")
+]
 EodOption = Annotated[int | None, typer.Option(help="Id that ends a document in .npy and headerless .bin files.")]
 
 

@@ -62,6 +62,8 @@ class FilesTable(Table):
     """Token id that ends a document in `.npy` and `.bin` files; absent: one document per file."""
     text_split: Literal["file", "blank_line"] = "file"
     """Documents of text files. file: each file; blank_line: each block between blank lines."""
+    column: Text | None = None
+    """Field of JSON lines or Parquet with the documents, strings or lists of ids; absent: text or tokens."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -131,7 +133,7 @@ class DataTable(Table):
 
 
 class EvalSourceTable(FilesTable):
-    """`[[eval.source]]`: a validation set of your own, with the keys of `[[data.source]]` from name to text_split."""
+    """`[[eval.source]]`: a validation set of your own, with the keys of `[[data.source]]` from name to column."""
 
     batches: WholeNumber = 0
     """Micro-batches per rank and evaluation, about: so many are filled by documents drawn at random; 0: the whole set."""

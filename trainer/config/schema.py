@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
@@ -296,8 +297,10 @@ class WandbTable(Table):
 
     mode: Literal["auto", "offline", "online", "disabled"] = "auto"
     """auto: WANDB_MODE, or online with a login, otherwise offline, in the run directory."""
-    project: Text = "trainer"
-    """Project name."""
+    project: Text = Field(
+        default_factory=lambda: os.environ.get("WANDB_PROJECT") or "trainer", json_schema_extra={"default": "trainer"}
+    )
+    """Project name; absent: WANDB_PROJECT, or "trainer"."""
     entity: Text | None = None
     """Team or user; absent: the account's default."""
     base_url: Annotated[str, Field(pattern=WEB_ADDRESS, max_length=4096)] | None = None

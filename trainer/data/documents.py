@@ -160,6 +160,7 @@ class ReadOptions:
         eod: the id that ends a document in a token file; None: the file is one document.
         text_split: a raw text file is one document (`file`), or one per block between blank lines (`blank_line`).
         format: `auto` (by file extension), a key of `FORMATS`, or an import path `package.module:function`.
+        column: field of JSON lines or Parquet with the documents, strings or lists of ids; None: `text` or `tokens`.
 
     Raises:
         UserError: an unknown `text_split`.
@@ -170,6 +171,7 @@ class ReadOptions:
     eod: int | None = None
     text_split: str = "file"
     format: str = "auto"
+    column: str | None = None
 
     def __post_init__(self) -> None:
         if self.text_split not in TEXT_SPLITS:

@@ -31,6 +31,7 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
     return {
         **asdict(cut),
         **settings,
+        **({} if options.column is None else {"column": options.column}),
         "format": options.format,
         "dtype": options.dtype,
         "eod": options.eod,

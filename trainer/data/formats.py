@@ -83,7 +83,7 @@ class Format:
         suffixes: file extensions that select the format.
         load: reads a file; None: tokenizes its `pieces`.
         kind: text or token ids; a function of the path where it depends on the file.
-        options: what the user may set for such files: `dtype`, `eod`, `text_split`.
+        options: what the user may set for such files: `dtype`, `eod`, `text_split`, `column`.
         beside: extension of a second file that must be there too, and is not a stream of its own.
         pieces: of a format that can hold text: the documents' ids, tokenized one after the other; in a span alone if one is
             given.
@@ -92,8 +92,8 @@ class Format:
 
     suffixes: tuple[str, ...]
     load: Callable[[Path, ReadOptions], TokenTable] | None
-    kind: Kind | Callable[[Path], Kind]
-    options: tuple[Literal["dtype", "eod", "text_split"], ...] = ()
+    kind: Kind | Callable[[Path, str | None], Kind]
+    options: tuple[Literal["dtype", "eod", "text_split", "column"], ...] = ()
     beside: str | None = None
     pieces: Callable[[Path, ReadOptions, Span | None], Iterator[TokenArray]] | None = None
     spans: Callable[[Path, int], list[Span]] | None = None
@@ -102,11 +102,11 @@ class Format:
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         "text": Format((".txt", ".md", ".py"), load_text, "text", ("text_split",), None, text_pieces, text_spans),
-        "jsonl": Format((".jsonl",), None, kind=jsonl_kind, pieces=jsonl_pieces, spans=jsonl_spans),
+        "jsonl": Format((".jsonl",), None, jsonl_kind, ("column",), pieces=jsonl_pieces, spans=jsonl_spans),
         "npy": Format((".npy",), load_npy, kind="ids", options=("eod",)),
         "megatron": Format((".bin",), load_megatron, kind="ids", beside=".idx"),
         "bin": Format((".bin",), load_bin, kind="ids", options=("dtype", "eod")),
-        "parquet": Format((".parquet",), None, kind=parquet_kind, pieces=parquet_pieces, spans=parquet_spans),
+        "parquet": Format((".parquet",), None, parquet_kind, ("column",), pieces=parquet_pieces, spans=parquet_spans),
     }
 )
 
@@ -121,10 +121,10 @@ def index_suffixes() -> tuple[str, ...]:
     return tuple(each.beside for each in FORMATS.values() if each.beside is not None)
 
 
-def file_kind(path: Path, name: str) -> Kind:
+def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
     """Whether a file of the format `name` holds text or token ids; `text` for formats by import path."""
     kind = "text" if is_import_path(name) else FORMATS[name].kind
-    return kind(path) if callable(kind) else kind
+    return kind(path, column) if callable(kind) else kind
 
 
 def takes_option(name: str, option: str) -> bool:
@@ -195,6 +195,7 @@ def open_documents(
     dtype: str | None = None,
     eod: int | None = None,
     text_split: str = "file",
+    column: str | None = None,
 ) -> TokenTable:
     """The documents of a file: mapped where the format allows, otherwise read into memory. See `ReadOptions`."""
-    return load_documents(path, ReadOptions(tokenizer, dtype, eod, text_split, format))
+    return load_documents(path, ReadOptions(tokenizer, dtype, eod, text_split, format, column))

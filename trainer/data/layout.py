@@ -343,7 +343,7 @@ def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
 
 
 def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, object], *, source: str = "") -> None:
-    """Refuse `dtype`, `eod` and `text_split` where no stream is of a format that takes them.
+    """Refuse `dtype`, `eod`, `text_split` and `column` where no stream is of a format that takes them.
 
     Args:
         streams, format: of the source.

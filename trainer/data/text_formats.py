@@ -1,7 +1,7 @@
 """Formats that hold text: raw text files, JSON lines, and Parquet (extra `parquet`, pyarrow).
 
-JSON lines and Parquet hold one document per line or row, as `text` (tokenized here) or as `tokens` (ids). What is damaged is a
-UserError with the path and the place.
+JSON lines and Parquet hold one document per line or row, as `text` (tokenized here) or as `tokens` (ids), or as either in a
+column that is named. What is damaged is a UserError with the path and the place.
 """
 
 from __future__ import annotations
@@ -66,22 +66,26 @@ def load_text(path: Path, options: ReadOptions) -> TokenTable:
     return table_from_pieces(text_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
 
 
-def _document(line: bytes, where: str) -> str | list[int]:
-    """The text of a line, or its ids."""
+def _document(line: bytes, where: str, column: str | None = None) -> str | list[int]:
+    """The text of a line, or its ids; see `ReadOptions`."""
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise damaged(where, f"is not UTF-8 text (byte {error.start} of the line)", "convert the file") from error
     except (ValueError, RecursionError) as error:
         raise damaged(where, f"is not JSON ({error})", "write one JSON object per line") from error
-    found = [(name, record[name]) for name in COLUMNS if name in record] if isinstance(record, dict) else []
+    names = COLUMNS if column is None else (column,)
+    found = [(name, record[name]) for name in names if name in record] if isinstance(record, dict) else []
     match found:
-        case [("text", str() as text)]:
+        case [(name, str() as text)] if name in (column, "text"):
             return text
-        case [("tokens", list() as ids)] if all(type(i) is int for i in ids):
+        case [(name, list() as ids)] if name in (column, "tokens") and all(type(i) is int for i in ids):
             return ids
+    if column is not None:
+        problem = f"is not an object with {column}, a string or a list of integers"
+        raise damaged(where, problem, "name the field of the documents: column")
     problem = "is not an object with either text (a string) or tokens (a list of integers)"
-    raise damaged(where, problem, 'write {"text": "..."} or {"tokens": [...]}')
+    raise damaged(where, problem, 'write {"text": "..."} or {"tokens": [...]}, or name the field: column')
 
 
 def text_of(line: bytes, where: str) -> str:
@@ -111,7 +115,7 @@ def jsonl_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> 
                 break
             if line.strip():
                 where = f"{path}: line {number}" if span is None else f"{path}: line at byte offset {at}"
-                document = _document(line, where)
+                document = _document(line, where, options.column)
                 batch.append(
                     (where, document if isinstance(document, str) else _checked(document, options.tokenizer, where))
                 )
@@ -146,14 +150,16 @@ def jsonl_spans(path: Path, size: int) -> list[Span]:
     return [(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def jsonl_kind(path: Path) -> Kind:
+def jsonl_kind(path: Path, column: str | None) -> Kind:
     """What the first record holds; `text` where it cannot be read, since reading the file gives the better message."""
     try:
         with path.open("rb") as lines:
             first = json.loads(next((line for line in lines if line.strip()), b"{}"))
     except (OSError, ValueError, RecursionError):
         return "text"
-    return "ids" if isinstance(first, dict) and "tokens" in first else "text"
+    if column is None:
+        return "ids" if isinstance(first, dict) and "tokens" in first else "text"
+    return "ids" if isinstance(first, dict) and isinstance(first.get(column), list) else "text"
 
 
 def _pyarrow(path: Path) -> tuple[Any, Any]:
@@ -165,18 +171,22 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def _column(path: Path, schema: Any, pyarrow: Any) -> tuple[str, Any]:
-    """The column of documents, once its type is checked, and the one type of strings or lists to read it as."""
-    found = [name for name in COLUMNS if name in schema.names]
-    kind = schema.field(found[0]).type if found else pyarrow.null()
+def _column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> tuple[str, Kind, Any]:
+    """The column of documents, what it holds once its type is checked, and the one type of strings or lists to read it as."""
+    found = [name for name in (COLUMNS if column is None else (column,)) if name in schema.names]
+    kind = schema.field(found[0]).type if len(found) == 1 else pyarrow.null()
     is_dictionary, values = pyarrow.types.is_dictionary(kind), getattr(kind, "value_type", None)
-    if found == ["text"] and str(values if is_dictionary else kind) in ("string", "large_string", "string_view"):
-        return "text", pyarrow.large_string()
-    if found == ["tokens"] and values is not None and not is_dictionary and pyarrow.types.is_integer(values):
-        return "tokens", pyarrow.large_list(values)
+    is_text = str(values if is_dictionary else kind) in ("string", "large_string", "string_view")
+    if is_text and found[0] in (column, "text"):
+        return found[0], "text", pyarrow.large_string()
+    is_ids = values is not None and not is_dictionary and pyarrow.types.is_integer(values)
+    if is_ids and found[0] in (column, "tokens"):
+        return found[0], "ids", pyarrow.large_list(values)
     columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
-    problem = f"needs either a column text of strings or a column tokens of lists of integers (its columns: {columns})"
-    raise damaged(path, problem)
+    needed = "either a column text of strings or a column tokens of lists of integers"
+    if column is not None:
+        needed = f"a column {column} of strings or lists of integers"
+    raise damaged(path, f"needs {needed} (its columns: {columns})", "name the one of the documents: column")
 
 
 def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list[Ints]:
@@ -207,7 +217,7 @@ def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -
     pyarrow, parquet = _pyarrow(path)
     try:
         with parquet.ParquetFile(path) as file:
-            column, plain = _column(path, file.schema_arrow, pyarrow)
+            column, kind, plain = _column(path, file.schema_arrow, pyarrow, options.column)
             groups = range(*span) if span is not None else range(file.num_row_groups)
             row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
             for batch in file.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=[column]):
@@ -215,7 +225,7 @@ def parquet_pieces(path: Path, options: ReadOptions, span: Span | None = None) -
                 if array.null_count:
                     place = row + array.is_null().to_pylist().index(True)
                     raise damaged(path, f"row {place}: {column} is null", "remove such rows")
-                if column == "text":
+                if kind == "text":
                     yield from _texts(path, array, row, options)
                 else:
                     yield from _tokens(path, array, row, options.tokenizer)
@@ -242,11 +252,10 @@ def parquet_spans(path: Path, size: int) -> list[Span]:
     return list(itertools.pairwise(dict.fromkeys([*cuts, metadata.num_row_groups])))
 
 
-def parquet_kind(path: Path) -> Kind:
+def parquet_kind(path: Path, column: str | None) -> Kind:
     """What the columns hold; `text` where they cannot be read, since reading the file gives the better message."""
-    _, parquet = _pyarrow(path)
+    pyarrow, parquet = _pyarrow(path)
     try:
-        names = parquet.read_schema(path).names
+        return _column(path, parquet.read_schema(path), pyarrow, column)[1]
     except Exception:  # noqa: BLE001 - pyarrow raises many types for a damaged file
         return "text"
-    return "ids" if "tokens" in names else "text"

@@ -70,7 +70,14 @@ class TextFile:
 
 
 def tokenize_files(
-    files: Sequence[TextFile], out: Path, *, tokenizer: str, text_split: str, workers: int, report: Report = silent
+    files: Sequence[TextFile],
+    out: Path,
+    *,
+    tokenizer: str,
+    text_split: str,
+    column: str | None,
+    workers: int,
+    report: Report = silent,
 ) -> None:
     """Write the tokens of the files that have none yet, in a pool of processes; `report` gets (megabytes done, of, file).
 
@@ -86,7 +93,7 @@ def tokenize_files(
     waiting = {file.path: len(file.spans) for file in missing}
     # Not forked: a process that has run torch's or a tokenizer's threads cannot be forked safely.
     context = multiprocessing.get_context("spawn")
-    settings = (tokenizer, text_split, dtype.str)
+    settings = (tokenizer, text_split, column, dtype.str)
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=settings) as pool:
         futures: dict[Future[None], TextFile] = {}
         try:
@@ -134,14 +141,15 @@ _options: ReadOptions
 _written_as: np.dtype[Any]
 
 
-def _begin(tokenizer: str, text_split: str, dtype: str) -> None:
+def _begin(tokenizer: str, text_split: str, column: str | None, dtype: str) -> None:
     """Load in a process of the pool what all of its spans need."""
     global _options, _written_as
     # A terminal sends it to all processes: the first one decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _options, _written_as = ReadOptions(load_tokenizer(tokenizer), text_split=text_split), np.dtype(dtype)
+    _options = ReadOptions(load_tokenizer(tokenizer), text_split=text_split, column=column)
+    _written_as = np.dtype(dtype)
 
 
 def _end_with_parent() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer, prompt_ids
+from trainer.data.tokenizer import BytesTokenizer, Tokenizer, prompt_ids
 from trainer.metrics.sinks import SAMPLE
 from trainer.model.protocol import evaluating
 from trainer.training.extension import Extension
@@ -166,26 +166,29 @@ class Samples(Extension):
         with fork, self._autocast(), evaluating(model):
             cell, forbidden = self.run.config.data.seq_len, [tokenizer.bos_id]
             tokens = generate(model, self._prompt, draw=self._draw, cell=cell, forbidden=forbidden, device=device)
-            return tokenizer.decode(np.array([*itertools.islice(tokens, self._table.tokens)], dtype=np.int64))
+            stream = TextStream(tokenizer, self._prompt)
+            text = "".join(map(stream.push, itertools.islice(tokens, self._table.tokens)))
+            return text + stream.flush()
 
 
 class TextStream:
-    """Decodes token by token. A character whose bytes span several tokens is emitted with the last of them."""
+    """Decodes token by token. A character whose bytes span several tokens is emitted with the last of them.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        prompt: ids of the text before, which decides whether a space comes first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._is_bytes = isinstance(tokenizer, BytesTokenizer)
-        self._separates = isinstance(tokenizer, IdsTokenizer)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._context: list[int] = []  # already emitted; a tokenizer may join the next token to it
+        self._context = [*prompt][-LONGEST_CHARACTER:]  # already emitted; a tokenizer may join the next token to it
         self._waiting: list[int] = []
 
     def push(self, token: int) -> str:
         """The text that `token` completes; may be empty."""
         if self._is_bytes:
             return self._decoder.decode(bytes([token])) if token < 256 else ""
-        if self._separates:
-            return f"{token} "
         self._waiting.append(token)
         text = self._new_text()
         if text.endswith(REPLACEMENT) and len(self._waiting) < LONGEST_CHARACTER:

@@ -124,7 +124,7 @@ class WandbSink:
 
         Args:
             mode: explicit, because wandb would prompt on the terminal.
-            run_dir: wandb's files go to `<run_dir>/wandb`; its name is that of the run.
+            run_dir: wandb's files go to `<run_dir>/wandb`; its name is that of the run. WANDB_DIR and WANDB_NAME come first.
             run_id: continue this run; None starts a new one.
             entity: team or user; None: the account's default.
             base_url: URL of a self-hosted server; None: from the environment.
@@ -145,20 +145,21 @@ class WandbSink:
         settings: dict[str, Any] = {"console": "off", "quiet": True, "silent": True, "base_url": base_url}
         settings |= {"init_timeout": init_timeout_sec, "login_timeout": init_timeout_sec}
         settings["finish_timeout"] = finish_timeout_sec
-        options = {"mode": mode, "project": project, "entity": entity, "name": run_dir.name, "id": run_id}
-        self._guard.run(self._open, run_dir, {**options, "config": dict(config or {})}, settings)
+        options: dict[str, Any] = {"mode": mode, "project": project, "entity": entity, "id": run_id}
+        options |= {"name": os.environ.get("WANDB_NAME") or run_dir.name, "config": dict(config or {})}
+        self._guard.run(self._open, Path(os.environ.get("WANDB_DIR") or run_dir), options, settings)
 
-    def _open(self, run_dir: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
+    def _open(self, directory: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
         # Imported here: it takes most of a second, and only rank 0 needs it.
         import wandb
 
-        run_dir.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         fields = wandb.Settings.model_fields
         known = {key: value for key, value in settings.items() if key in fields and value is not None}
         silent = wandb.Settings(**known)
         wandb.setup()
         wandb.termsetup(silent, self._messages)
-        options |= {"resume": "allow", "dir": str(run_dir), "settings": silent}
+        options |= {"resume": "allow", "dir": str(directory), "settings": silent}
         try:
             self._run = wandb.init(**options)
             self._is_online = options["mode"] == "online"
@@ -169,7 +170,7 @@ class WandbSink:
             text = "wandb: cannot begin online, and goes on offline (%s: %s)"
             logger.warning(text, type(error).__name__, " ".join(str(error).split()))
         self._messages.is_quiet = False
-        self._files = str(run_dir / "wandb" / Path(self._run.settings.sync_dir).name)
+        self._files = str(directory / "wandb" / Path(self._run.settings.sync_dir).name)
         self.run_id = self._run.id
         self._next_own_step = self._run.starting_step
         self._run.define_metric(STEP_KEY, hidden=True)

@@ -73,6 +73,32 @@ def test_parquet_is_read_however_its_strings_and_lists_are_stored(tmp_path, kind
     assert (texts(path) if "text" in columns else tokens(path)) == (values if "text" in columns else ids)
 
 
+def write_jsonl(path, columns):
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_parquet(path, columns):
+    pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").table(columns), path)
+
+
+@pytest.mark.parametrize(("name", "write"), [("jsonl", write_jsonl), ("parquet", write_parquet)])
+def test_the_column_of_the_documents_may_have_any_name(tmp_path, capsys, name, write):
+    path = tmp_path / f"m/train-00000-of-00042.{name}"
+    path.parent.mkdir()
+    write(path, {"text": ["never", "read"], "content": ["one", "two"], "ids": [[1, 2], [3]]})
+    assert texts(path, column="content") == ["one", "two"]
+    assert tokens(path, column="ids") == [[1, 2], [3]]
+    assert [file_kind(path, name, column) for column in (None, "content", "ids")] == ["text", "text", "ids"]
+    with pytest.raises(UserError, match="body"):
+        texts(path, column="body")
+    config = tmp_path / "x.toml"
+    found = program(["init", tmp_path, "--column", "ids", "--out", config, "--minutes", "0"], capsys)
+    assert found.returncode == 0, found.stderr
+    lines = {line.partition(" #")[0].strip() for line in config.read_text().split("\n")}
+    assert {'column = "ids"', 'tokenizer = "ids"', "vocab_size = 4"} <= lines
+
+
 def test_token_arrays_are_cut_behind_the_end_of_document(tmp_path, monkeypatch):
     np.save(tmp_path / "a.npy", np.array([5, 0, 6, 7, 0, 0, 8], dtype=np.int32))
     np.array([5, 0, 6, 0], dtype=np.uint16).tofile(tmp_path / "b.bin")

@@ -78,12 +78,12 @@ def test_a_source_that_does_not_fit_is_refused_with_both_numbers(tmp_path):
     root.mkdir(parents=True)
     (root / "x.txt").write_text("x" * 3000)
     with pytest.raises(UserError, match=r"takes 3e-06 GB as a local copy; data.cache_gb = 2e-06"):
-        stored_nested(f"file://{root.parent}", None, format="auto", cache=Cache(tmp_path / "cache", 2000))
+        stored_nested(f"file://{root.parent}", None, format="auto", cache=Cache(tmp_path / "cache", 2e-6))
     assert not list((tmp_path / "cache").glob("*/"))
 
 
 def test_the_least_recently_used_copy_makes_room_but_none_that_is_in_use(tmp_path):
-    cache = Cache(tmp_path / "cache", 2500)
+    cache = Cache(tmp_path / "cache", 2.5e-6)
     roots = {}
     for name in "xyz":
         (tmp_path / name / "a").mkdir(parents=True)
@@ -162,3 +162,15 @@ def test_those_that_start_together_download_once(corpus, tmp_path, monkeypatch):
     assert sum(copy.is_new for _, copy in found) == 1
     assert len(got) == len(set(got)) == len(discover_nested(corpus))
     assert len({tuple(Path(s.path).read_bytes() for s in streams) for streams, _ in found}) == 1
+
+
+def test_a_user_without_a_home_is_refused_copies_alone(monkeypatch):
+    def unknown(uid):
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    cache = Cache(None, 0)
+    with pytest.raises(UserError, match=r"data\.cache_dir: ~/\.cache/trainer/data cannot be a directory"):
+        _ = cache.directory

@@ -11,8 +11,8 @@ from trainer.errors import UserError
 from trainer.extensions.samples import TextStream
 
 
-def pieces_of(tokenizer, ids):
-    stream = TextStream(tokenizer)
+def pieces_of(tokenizer, ids, prompt=()):
+    stream = TextStream(tokenizer, prompt)
     return [*map(stream.push, ids), stream.flush()]
 
 
@@ -47,8 +47,40 @@ def test_a_tokenizer_json_streams_what_it_decodes_also_half_a_character_at_the_e
     assert "".join(pieces_of(byte_level, ids.tolist())) == byte_level.decode(ids)
 
 
+def spaced(kind):
+    """A tokenizer whose words carry their space, or get it from what stands before them."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    words, mark = ["al", "beta", "gamma", "delta"], "" if kind in ("pieces", "plain") else "\u2581"
+    vocabulary = {"<unk>": 0, **{mark + word: number for number, word in enumerate(words, 1)}, "##pha": 5}
+    model = models.WordPiece if kind == "pieces" else models.WordLevel
+    found = Tokenizer(model(vocabulary, unk_token="<unk>"))
+    found.pre_tokenizer = pre_tokenizers.Whitespace()
+    if kind == "pieces":
+        found.decoder = decoders.WordPiece()
+    elif kind == "metaspace":
+        found.pre_tokenizer, found.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    elif kind == "llama":
+        found.normalizer = normalizers.Sequence([normalizers.Prepend(mark), normalizers.Replace(" ", mark)])
+        found.pre_tokenizer = pre_tokenizers.Split(mark, "merged_with_next")
+        found.decoder = decoders.Sequence([decoders.Replace(mark, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "llama", "pieces", "plain"])
+def test_no_space_is_lost_after_the_prompt_or_between_tokens(kind, tmp_path):
+    pytest.importorskip("tokenizers")
+    spaced(kind).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    text = "alpha beta gamma delta" if kind == "pieces" else "al beta gamma delta"
+    ids = tokenizer.encode(text).tolist()
+    for cut in range(len(ids)):
+        prompt = ids[:cut]
+        assert tokenizer.decode(prompt) + "".join(pieces_of(tokenizer, ids[cut:], [tokenizer.bos_id, *prompt])) == text
+
+
 def test_ids_are_written_as_numbers_and_prompts_of_ids_are_read():
-    assert "".join(pieces_of(IdsTokenizer(50), [3, 4])) == "3 4 "
+    assert "".join(pieces_of(IdsTokenizer(50), [3, 4], [50, 7, 49])) == " 3 4"
     assert prompt_ids(IdsTokenizer(50), "7 49", "--prompt") == [50, 7, 49]
     assert prompt_ids(BytesTokenizer(), "ab", "--prompt") == [256, 97, 98]
     for prompt in ("7 50", "seven"):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.wandb_file import find_wandb_file, read_history, read_records, wait_for_end
+from trainer.config.schema import WandbTable
 from trainer.metrics.payload_contract import build_payload, build_restart
 from trainer.metrics.services import TensorboardSink, WandbSink, resolve_mode
 
@@ -49,6 +50,19 @@ def test_wandb_offline_gets_one_row_a_step_with_training_and_evaluation_together
     metrics = [record.metric for record in read_records(path) if record.WhichOneof("record_type") == "metric"]
     (everything,) = [metric for metric in metrics if metric.glob_name == "*"]
     assert (everything.step_metric, everything.options.step_sync) == ("global_step", True)
+
+
+def test_wandbs_own_variables_hold_where_the_config_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert WandbTable().project == "trainer"
+    for name, value in (("PROJECT", "theirs"), ("NAME", "named"), ("DIR", str(tmp_path / "elsewhere"))):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    assert WandbTable(project="ours").project == "ours"
+    WandbSink(mode="offline", project=WandbTable().project, run_dir=tmp_path / "run").close()
+    (run,) = (each.run for each in read_records(find_wandb_file(tmp_path / "elsewhere")) if each.HasField("run"))
+    assert (run.project, run.display_name) == ("theirs", "named")
+    assert not (tmp_path / "run").exists()
 
 
 def test_wandb_keeps_rows_after_a_rewind(tmp_path: Path) -> None:
@@ -113,6 +127,7 @@ def test_wandb_killed_in_the_run_costs_one_warning_and_no_traceback(tmp_path: Pa
     program = f"""
 import os, signal, sys, time
 from pathlib import Path
+from trainer.config.schema import WandbTable
 from trainer.metrics.payload_contract import build_payload
 from trainer.metrics.services import WandbSink
 sink = WandbSink(mode="offline", project="p", run_dir=Path({str(tmp_path)!r}))

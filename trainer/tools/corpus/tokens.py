@@ -42,6 +42,7 @@ def tokenize(
     tokenizer: str,
     format: str = "auto",
     text_split: str = "file",
+    column: str | None = None,
     workers: int = 1,
     span_bytes: int = SPAN_BYTES,
     report: Report = silent,
@@ -51,7 +52,7 @@ def tokenize(
     Args:
         streams: from `discover_nested` or `discover_direct`, in a format that holds text.
         tokenizer: as `data.tokenizer`.
-        format, text_split: as those of a source.
+        format, text_split, column: as those of a source.
         workers: processes. The result does not depend on their number.
         report: told (megabytes done, of, file).
 
@@ -75,11 +76,13 @@ def tokenize(
     content = Path(tokenizer).read_bytes() if tokenizer.endswith(".json") else b""
     identity = hashlib.sha256(content).hexdigest()[:16] if content else tokenizer
     with _alone(out):
-        _claim(out, files, tokenizer=identity, text_split=text_split, span_bytes=span_bytes)
+        _claim(out, files, tokenizer=identity, text_split=text_split, column=column, span_bytes=span_bytes)
         for folder in {out, *(file.target.parent for file in files)}:
             remove_leftovers(folder)
         kept = sum(file.is_done for file in files)
-        tokenize_files(files, out, tokenizer=tokenizer, text_split=text_split, workers=workers, report=report)
+        tokenize_files(
+            files, out, tokenizer=tokenizer, text_split=text_split, column=column, workers=workers, report=report
+        )
     lengths = [load_megatron(file.target, options).lengths for file in files]
     documents, tokens = sum(map(len, lengths)), sum(int(each.sum()) for each in lengths)
     return Tokenized(len(files), documents, tokens, sum(os.path.getsize(file.path) for file in files), kept)

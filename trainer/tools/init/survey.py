@@ -48,6 +48,7 @@ def make_starter(
     format: str = "auto",
     dtype: str | None = None,
     eod: int | None = None,
+    column: str | None = None,
     tokenizer: str | None = None,
     weights: Mix = "tokens",
 ) -> Starter:
@@ -58,18 +59,18 @@ def make_starter(
     """
     paths = [path if is_url(path) else str(Path(path).expanduser()) for path in paths]
     if any(map(is_url, paths)):
-        at = discover_stored(paths, format=format, cache=Cache.of(None, DataTable.model_fields["cache_gb"].default))
+        at = discover_stored(paths, format=format, cache=Cache(None, DataTable.model_fields["cache_gb"].default))
     else:
         at = discover(paths, format=format)
     refuse_empty(at.streams)
-    refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod})
-    kind = guess(at.streams, format=format, dtype=dtype)
+    refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod, "column": column})
+    kind = guess(at.streams, format=format, dtype=dtype, column=column)
     if is_import_path(format) and tokenizer == "ids":  # what a format of the user's own yields is not visible here
         kind = replace(kind, kind="ids")
     named = tokenizer or ("bytes" if kind.kind == "text" else "ids")
     chosen, share = sample_streams(at.streams)
     with progress_bar() as report:
-        lengths, largest = look(chosen, kind, tokenizer=named, format=format, eod=eod, report=report)
+        lengths, largest = look(chosen, kind, tokenizer=named, format=format, eod=eod, column=column, report=report)
     if not any(each.any() for each in lengths):
         raise UserError(paths[0], "holds no token at all", "name files with text or token ids in them")
     sizes = choose_sizes(chosen, lengths, share=share)
@@ -84,7 +85,7 @@ def make_starter(
             "evaluation needs some of every source"
         )
         parts = []
-    given = {"format": None if format == "auto" else format, "dtype": kind.dtype, "eod": eod}
+    given = {"format": None if format == "auto" else format, "dtype": kind.dtype, "eod": eod, "column": column}
     keys = {key: value for key, value in given.items() if value is not None}
     name = _run_name(paths[0])
     vocab_size = largest[0] + 1 if named == "ids" else 0

@@ -127,7 +127,9 @@ class Guess:
     """Of headerless files; None if there are none."""
 
 
-def guess(streams: Sequence[Stream], *, format: str = "auto", dtype: str | None = None) -> Guess:
+def guess(
+    streams: Sequence[Stream], *, format: str = "auto", dtype: str | None = None, column: str | None = None
+) -> Guess:
     """Distinguish text from token ids by the format and first record of each stream.
 
     Raises:
@@ -140,7 +142,7 @@ def guess(streams: Sequence[Stream], *, format: str = "auto", dtype: str | None 
         path = Path(stream.path)
         name = format_name(path, format)
         formats.add(name)
-        examples.setdefault(file_kind(path, name), stream.path)
+        examples.setdefault(file_kind(path, name, column), stream.path)
         if takes_option(name, "dtype"):
             dtypes.setdefault(dtype or _dtype_of(path), stream.path)
     if len(examples) > 1:
@@ -192,6 +194,7 @@ def look(
     tokenizer: str,
     format: str = "auto",
     eod: int | None = None,
+    column: str | None = None,
     report: Report = silent,
 ) -> tuple[list[Ints], tuple[int, int]]:
     """Read the streams once: the tokens of each document, by stream; and the largest token id, and how often it occurs.
@@ -200,7 +203,7 @@ def look(
         UserError: a file cannot be read or is damaged.
     """
     bounded = IdsTokenizer(UNBOUNDED) if tokenizer == "ids" else load_tokenizer(tokenizer)
-    options = ReadOptions(bounded, found.dtype, eod, format=format)
+    options = ReadOptions(bounded, found.dtype, eod, format=format, column=column)
     lengths: list[Ints] = []
     largest, count = 0, 0
     for stream in each_stream(streams, report):

@@ -13,14 +13,13 @@ import typer
 from rich.markup import escape
 
 from trainer.cli.options import (
+    ColumnOption,
     ConfigOption,
     DeviceOption,
     EodOption,
     FormatOption,
     JsonOption,
-    ReplicasOption,
     SetOption,
-    StrategyOption,
     require_config,
     uncollected,
 )
@@ -63,8 +62,6 @@ def check(
     config: ConfigOption = None,
     overrides: SetOption = None,
     world_size: WorldSizeOption = 1,
-    strategy: StrategyOption = None,
-    replicas: ReplicasOption = None,
     no_contract: Annotated[
         bool, typer.Option("--no-contract", help="Do not run the model to check its contract.")
     ] = False,
@@ -73,7 +70,8 @@ def check(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Validate a config; print it (in a pipe, with all defaults), and the values derived from it."""
+    """Validate a config; print it (in a pipe, with all defaults), and the values derived from it. Takes train's
+    --steps, --resume, --stdout, --profile, --strategy and --replicas too, as preview does."""
     config_path = require_config(config, "train check")
     with uncollected():
         import torch
@@ -83,10 +81,8 @@ def check(
         from trainer.metrics.logger import get_logger
         from trainer.training.setup.plan import make_plan
 
-    options = {"distributed.strategy": strategy, "distributed.replicas": replicas}
-    overrides = [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]
-    resolved = load_config(config_path, overrides)
-    with located(config_path, overrides):
+    resolved = load_config(config_path, overrides or [])
+    with located(config_path, overrides or []):
         plan = make_plan(resolved, Path(config_path), world_size)
         _refuse_what_a_run_would(plan)
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -451,6 +447,7 @@ def init(
         str | None, typer.Option(help="Of headerless .bin files; default: guessed.", metavar="DTYPE")
     ] = None,
     eod: EodOption = None,
+    column: ColumnOption = None,
     weights: Annotated[
         Literal["tokens", "sqrt", "equal"],
         typer.Option(
@@ -468,7 +465,9 @@ def init(
 
     if out is not None:
         refuse_existing(out, force=force)
-    starter = make_starter(paths, format=format, dtype=dtype, eod=eod, tokenizer=tokenizer, weights=weights)
+    starter = make_starter(
+        paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer, weights=weights
+    )
     if minutes:
         starter = timed(starter, minutes)
     put_text(render_starter(starter, schema=None if out is None else SCHEMA_NAME), out)

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from trainer.cli.options import EodOption, FormatOption, JsonOption, TextOption, TrustOption, require_run
+from trainer.cli.options import ColumnOption, EodOption, FormatOption, JsonOption, TextOption, TrustOption, require_run
 from trainer.cli.terminal import echo, output, print_json, writing
 from trainer.errors import UserError, UserErrors
 from trainer.metrics.progress_bar import now_and_then, progress_bar
@@ -95,6 +95,7 @@ def tokenize(
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.")] = 0,
     format: FormatOption = "auto",
     text_split: TextSplitOption = "file",
+    column: ColumnOption = None,
 ) -> None:
     """Tokenize text, .jsonl and .parquet once, into files that a run maps. Run it again after an interruption."""
     from trainer.data.layout import discover, refuse_empty
@@ -111,6 +112,7 @@ def tokenize(
                 tokenizer=tokenizer,
                 format=format,
                 text_split=text_split,
+                column=column,
                 workers=workers or len(os.sched_getaffinity(0)),
                 report=report,
             )
@@ -177,6 +179,7 @@ def verify(
     dtype: DtypeOption = None,
     eod: EodOption = None,
     text_split: TextSplitOption = "file",
+    column: ColumnOption = None,
 ) -> None:
     """Read everything once and report every damaged file; exit with 2 if there is one. Warns of text that is not UTF-8."""
     from trainer.data.layout import discover
@@ -185,7 +188,9 @@ def verify(
     from trainer.tools.inspection.verify import verify as read_everything
 
     at = discover(paths, format=format)
-    options = _read_options(at, format, tokenizer, vocab_size, dtype, eod, text_split)
+    options = _read_options(
+        at, tokenizer, vocab_size, format, dtype=dtype, eod=eod, text_split=text_split, column=column
+    )
     root = Path(paths[0]) if at.layout == "nested" else None
     with progress_bar() as report:
         found = read_everything(at.streams, options, root=root, report=report)
@@ -223,13 +228,13 @@ def at_step(
 def inspect(
     paths: PathsArgument,
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens per cell, as data.seq_len.")] = 256,
-    max_group_cells: Annotated[int, typer.Option(min=0, help="As data.max_group_cells.")] = 0,
     tokenizer: TokenizerOption = "bytes",
     vocab_size: VocabOption = 0,
     format: FormatOption = "auto",
     dtype: DtypeOption = None,
     eod: EodOption = None,
     text_split: TextSplitOption = "file",
+    column: ColumnOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show layout, modalities, streams, documents, groups, cells, padding and a token histogram."""
@@ -238,11 +243,13 @@ def inspect(
     from trainer.tools.inspection.survey import survey
 
     at = discover(paths, format=format)
-    options = _read_options(at, format, tokenizer, vocab_size, dtype, eod, text_split)
-    cut = CutOptions("", seq_len, max_group_cells)
+    options = _read_options(
+        at, tokenizer, vocab_size, format, dtype=dtype, eod=eod, text_split=text_split, column=column
+    )
+    cut = CutOptions("", seq_len)
     with progress_bar() as report:
         found = survey(at.streams, options, cut, report=report)
-    asked = {"paths": paths, "layout": at.layout, "seq_len": seq_len, "max_group_cells": max_group_cells}
+    asked = {"paths": paths, "layout": at.layout, "seq_len": seq_len}
     content = {**asked, **found}
     if as_json:
         print_json(content)
@@ -250,22 +257,19 @@ def inspect(
         _print_tables(content)
 
 
-def _read_options(
-    at: Discovery, format: str, tokenizer: str, vocab_size: int, dtype: str | None, eod: int | None, text_split: str
-) -> ReadOptions:
+def _read_options(at: Discovery, tokenizer: str, vocab_size: int, format: str, **given: Any) -> ReadOptions:
     """How the files are read. Raises UserError: an option has no effect on them."""
     from trainer.data.documents import ReadOptions
     from trainer.data.layout import refuse_unheeded
     from trainer.data.tokenizer import load_tokenizer
 
-    refuse_unheeded(at.streams, format, {"dtype": dtype, "eod": eod, "text_split": text_split})
-    return ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), dtype, eod, text_split, format)
+    refuse_unheeded(at.streams, format, given)
+    return ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), format=format, **given)
 
 
 def _print_tables(content: dict[str, Any]) -> None:
     console = output()
-    most = f"at most {content['max_group_cells']} per group" if content["max_group_cells"] else "documents uncut"
-    cells = f"cells of {content['seq_len']} tokens, {most}"
+    cells = f"cells of {content['seq_len']} tokens"
     console.print(f"layout {content['layout']}; {cells}", highlight=False)
     table = Table("modality")
     names = ("streams", "documents", "tokens", "groups", "cells")

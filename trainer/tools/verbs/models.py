@@ -57,15 +57,16 @@ def sample(
 
     on = pick_device(device)
     saved = load_model(run_dir, step=step, device=on, tokenizer=tokenizer, trust_code=trust_code)
+    ids = prompt_ids(saved.tokenizer, prompt, "--prompt")
     generated = generate(
         saved.model,
-        prompt_ids(saved.tokenizer, prompt, "--prompt"),
+        ids,
         draw=Draw(temperature, top_k, seed),
         cell=saved.config.data.seq_len,
         forbidden=[saved.tokenizer.bos_id],
         device=on,
     )
-    stream = TextStream(saved.tokenizer)
+    stream = TextStream(saved.tokenizer, ids)
     _write(prompt)
     try:
         for token in itertools.islice(generated, tokens):

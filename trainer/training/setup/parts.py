@@ -215,9 +215,8 @@ def reading(
         split="holdout" if is_holdout and not is_whole else "train",
         holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,
     )
-    read = ReadOptions(
-        plan.tokenizer, source.table.dtype, source.table.eod, source.table.text_split, source.table.format
-    )
+    table = source.table
+    read = ReadOptions(plan.tokenizer, table.dtype, table.eod, table.text_split, table.format, table.column)
     mix = MixOptions(
         num_streams_mixed=mixing.num_streams_mixed,
         pick_mode=mixing.pick_mode,

@@ -77,7 +77,7 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> li
             streams, or all weights are zero at some time of the run.
     """
     leaves: list[Source] = []
-    cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
+    cache = Cache(config.data.cache_dir, config.data.cache_gb)
     _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),), cache)
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
     _refuse_unknown_steps(config, leaves)
@@ -99,7 +99,7 @@ def resolve_eval_sources(config: RunConfig) -> list[Source]:
     Raises:
         UserError: a set has no streams.
     """
-    cache = Cache.of(config.data.cache_dir, config.data.cache_gb)
+    cache = Cache(config.data.cache_dir, config.data.cache_gb)
     tables = [each.as_source() for each in config.eval.source]
     return [
         Source(table.name, table, ConstantWeight(1.0), *_streams(table, f"eval source {table.name}", cache))
@@ -205,14 +205,14 @@ def check_reading(sources: Sequence[Source], eval_sources: Sequence[Source], tok
     """Refuse options of sources that change nothing, or cannot be right.
 
     Raises:
-        UserError: a format of the user's own cannot be imported; no file of a source heeds `dtype`, `eod` or `text_split`; or
-            `eod` is outside the vocabulary.
+        UserError: a format of the user's own cannot be imported; no file of a source heeds `dtype`, `eod`, `text_split` or
+            `column`; or `eod` is outside the vocabulary.
     """
     named = [(f"source {source.name}", source) for source in sources]
     named += [(f"eval source {source.name}", source) for source in eval_sources]
     for name, source in named:
         table = source.table
-        given = {"dtype": table.dtype, "eod": table.eod, "text_split": table.text_split}
+        given = {"dtype": table.dtype, "eod": table.eod, "text_split": table.text_split, "column": table.column}
         if is_import_path(table.format):
             resolve_target(table.format, "format")
         refuse_unheeded(source.streams, table.format, given, source=name)
@@ -245,12 +245,12 @@ def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) ->
 
 
 def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], source: Source) -> Source:
-    streams = [] if source.is_off else [each for each in source.streams if _is_text(each, source.table.format)]
+    streams = [] if source.is_off else [each for each in source.streams if _is_text(each, source.table)]
     size = sum(os.path.getsize(stream.path) for stream in streams)
     if size < LEAST_BYTES:
         return source
     data = plan.config.data
-    cache = Cache.of(data.cache_dir, data.cache_gb)
+    cache = Cache(data.cache_dir, data.cache_gb)
     key = _key(streams, source, Path(data.tokenizer))
     place = cache.directory / key
     what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"
@@ -275,6 +275,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
                 place / "files",
                 tokenizer=data.tokenizer,
                 text_split=source.table.text_split,
+                column=source.table.column,
                 workers=len(os.sched_getaffinity(0)),
                 report=partial(look, report),
             )
@@ -299,10 +300,11 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
     )
 
 
-def _is_text(stream: Stream, format: str) -> bool:
+def _is_text(stream: Stream, table: SourceTable) -> bool:
     path = Path(stream.path)
-    name = format_name(path, format)
-    return not is_import_path(name) and FORMATS[name].pieces is not None and file_kind(path, name) == "text"
+    name = format_name(path, table.format)
+    is_built_in = not is_import_path(name) and FORMATS[name].pieces is not None
+    return is_built_in and file_kind(path, name, table.column) == "text"
 
 
 def _key(streams: Sequence[Stream], source: Source, tokenizer: Path) -> str:
@@ -310,5 +312,6 @@ def _key(streams: Sequence[Stream], source: Source, tokenizer: Path) -> str:
     files = [
         (os.path.abspath(each.path), os.stat(each.path).st_size, os.stat(each.path).st_mtime_ns) for each in streams
     ]
-    how = ["tokens", source.table.format, source.table.text_split, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
+    table = source.table
+    how = ["tokens", table.format, table.text_split, table.column, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
     return hashlib.sha256(json.dumps([how, files]).encode("utf-8", "surrogateescape")).hexdigest()[:24]
