@@ -17,6 +17,7 @@ from statistics import fmean, pstdev
 from textwrap import shorten
 
 from trainer.config.schema import RunConfig
+from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.distributed.env import GroupError, pick_backend, pick_device, process_group, rank_info
 from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError, raise_found
@@ -30,7 +31,6 @@ from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, resume_command
 from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import make_plan
-from trainer.training.setup.sources import Stopped, tokenize_once
 from trainer.training.signals import exits_as_errors
 from trainer.wording import error_text
 
@@ -61,11 +61,13 @@ def train(config: RunConfig, launch: Launch) -> int:
         info = rank_info()
         device = pick_device(config.train.device, info, key="train.device")
         plan = make_plan(config, launch.config_path or Path(), info.world_size)
-        try:
-            plan = tokenize_once(plan, info, lambda: stop.requested)
-        except Stopped:
-            logger.warning("stopped while text was tokenized; the same command continues")
-            return EXIT_FAILED
+        if isinstance(plan.tokenizer, HuggingFaceTokenizer):  # whose encoding takes long enough to keep what it gives
+            tokenized = importlib.import_module("trainer.extensions.tokenized")
+            try:
+                plan = tokenized.tokenize_once(plan, info, lambda: stop.requested)
+            except tokenized.Stopped:
+                logger.warning("stopped while text was tokenized; the same command continues")
+                return EXIT_FAILED
         # A model of one's own may do anything while it is built: it is built once, where it is needed.
         raise_found(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
         backend = pick_backend(config.distributed.backend, device)

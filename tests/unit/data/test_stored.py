@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_corpus
-from trainer.data.cache import Cache
 from trainer.data.layout import discover_nested
 from trainer.errors import UserError
+from trainer.extensions.cache import Cache
 from trainer.extensions.storage import Storage
 from trainer.extensions.stored import copy as copy_files
 from trainer.extensions.stored import discover_stored, stored_direct, stored_nested
@@ -171,6 +171,5 @@ def test_a_user_without_a_home_is_refused_copies_alone(monkeypatch):
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    cache = Cache(None, 0)
     with pytest.raises(UserError, match=r"data\.cache_dir: ~/\.cache/trainer/data cannot be a directory"):
-        _ = cache.directory
+        Cache(None, 0)

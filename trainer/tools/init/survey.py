@@ -17,11 +17,11 @@ import numpy as np
 
 from trainer.arrays import Ints
 from trainer.config.data_tables import DataTable
-from trainer.data.cache import Cache
 from trainer.data.formats import is_import_path, takes_option
 from trainer.data.layout import Discovery, Stream, discover, discover_direct, refuse_empty, refuse_unheeded
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
+from trainer.extensions.cache import Cache
 from trainer.extensions.stored import discover_stored
 from trainer.files import is_url, write_file
 from trainer.metrics.progress_bar import progress_bar

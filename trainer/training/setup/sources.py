@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
-import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainer.config.base import ScheduleTable, Weight
-from trainer.config.data_tables import SourceTable
+from trainer.config.data_tables import DataTable, SourceTable
 from trainer.config.load import load_dataset_file
 from trainer.config.rules import least_steps, tokens_per_micro
 from trainer.config.schema import RunConfig
-from trainer.data.cache import ENTRY, Cache, Snapshot
 from trainer.data.documents import IdBounds
-from trainer.data.formats import FORMATS, file_kind, format_name, is_import_path
+from trainer.data.formats import is_import_path
 from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
-from trainer.data.tokenize import TextFile, tokenize_files
-from trainer.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from trainer.data.tokenizer import Tokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
-from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.files import did_you_mean, is_url, write_json
+from trainer.files import did_you_mean, is_url
 from trainer.import_path import resolve_target
-from trainer.metrics.logger import get_logger
-from trainer.metrics.progress_bar import Report, now_and_then, progress_bar
 
 if TYPE_CHECKING:
-    from trainer.training.setup.plan import Plan
+    pass
 
 
 MAX_INCLUDE_DEPTH = 16
@@ -51,9 +42,9 @@ class Source:
     weight: WeightSpec
     streams: list[Stream]
     """Empty for a target; of weight 0, perhaps too."""
-    copies: tuple[Snapshot, ...] = ()
+    copies: tuple[Any, ...] = ()
     """Local copies of what URLs name; they stay while this exists."""
-    tokens: Snapshot | None = None
+    tokens: Any = None
     """What its streams' `tokens` lie in, likewise."""
 
     @property
@@ -77,8 +68,7 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> li
             streams, or all weights are zero at some time of the run.
     """
     leaves: list[Source] = []
-    cache = Cache(config.data.cache_dir, config.data.cache_gb)
-    _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),), cache)
+    _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),), config.data)
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
     _refuse_unknown_steps(config, leaves)
     # What `auto` may come to: a gap would end the run. A length in tokens has the same number of batches for every m.
@@ -99,10 +89,9 @@ def resolve_eval_sources(config: RunConfig) -> list[Source]:
     Raises:
         UserError: a set has no streams.
     """
-    cache = Cache(config.data.cache_dir, config.data.cache_gb)
     tables = [each.as_source() for each in config.eval.source]
     return [
-        Source(table.name, table, ConstantWeight(1.0), *_streams(table, f"eval source {table.name}", cache))
+        Source(table.name, table, ConstantWeight(1.0), *_streams(table, f"eval source {table.name}", config.data))
         for table in tables
     ]
 
@@ -134,7 +123,7 @@ def _collect(
     outer: WeightSpec,
     leaves: list[Source],
     including: tuple[Path, ...],
-    cache: Cache,
+    data: DataTable,
 ) -> None:
     for table in tables:
         name = f"{prefix}{table.name}"
@@ -144,7 +133,7 @@ def _collect(
             leaf = Source(name, table, weight, [])
             try:
                 file = str(path) if prefix else ""  # of the config itself, `located` knows the line
-                streams, copies = _streams(table, f"source {name}", cache, file=file)
+                streams, copies = _streams(table, f"source {name}", data, file=file)
                 leaf = replace(leaf, streams=streams, copies=copies)
             except UserError:
                 if not leaf.is_off:  # whose data may be gone
@@ -155,7 +144,7 @@ def _collect(
         if included.resolve() in including or len(including) > MAX_INCLUDE_DEPTH:
             raise UserError(f"{name}.include", f"{table.include} includes itself", "break the circle", where=str(path))
         nested = load_dataset_file(included).source
-        _collect(nested, included, f"{name}.", weight, leaves, (*including, included.resolve()), cache)
+        _collect(nested, included, f"{name}.", weight, leaves, (*including, included.resolve()), data)
 
 
 def weight_spec(weight: Weight, path: str) -> WeightSpec:
@@ -166,8 +155,8 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
 
 
 def _streams(
-    table: SourceTable, source: str, cache: Cache, *, file: str = ""
-) -> tuple[list[Stream], tuple[Snapshot, ...]]:
+    table: SourceTable, source: str, data: DataTable, *, file: str = ""
+) -> tuple[list[Stream], tuple[Any, ...]]:
     """The streams of a source, and the local copies of what URLs name.
 
     Args:
@@ -177,13 +166,15 @@ def _streams(
     key = f"{source}: {'paths' if table.root is None else 'root'}"
     try:
         if table.root is not None and is_url(table.root):
-            streams, copy = _stores().stored_nested(table.root, table.modalities, format=table.format, cache=cache)
+            stores, cache = _stores(data)
+            streams, copy = stores.stored_nested(table.root, table.modalities, format=table.format, cache=cache)
             return streams, (copy,)
         if table.root is not None:
             return discover_nested(table.root, table.modalities, format=table.format), ()
         if table.paths is not None and any(map(is_url, table.paths)):
-            found: tuple[list[Stream], tuple[Snapshot, ...]]
-            found = _stores().stored_direct(table.paths, format=table.format, cache=cache)
+            stores, cache = _stores(data)
+            found: tuple[list[Stream], tuple[Any, ...]]
+            found = stores.stored_direct(table.paths, format=table.format, cache=cache)
             return found
         if table.paths is not None:
             return discover_direct(table.paths, format=table.format), ()
@@ -196,9 +187,10 @@ def _streams(
     return [], ()
 
 
-def _stores() -> Any:
-    """What reads sources that are URLs."""
-    return importlib.import_module("trainer.extensions.stored")
+def _stores(data: DataTable) -> tuple[Any, Any]:
+    """What reads sources that are URLs, and its cache."""
+    stores = importlib.import_module("trainer.extensions.stored")
+    return stores, stores.Cache(data.cache_dir, data.cache_gb)
 
 
 def check_reading(sources: Sequence[Source], eval_sources: Sequence[Source], tokenizer: Tokenizer) -> None:
@@ -219,99 +211,3 @@ def check_reading(sources: Sequence[Source], eval_sources: Sequence[Source], tok
         # In a format of the user's own, eod means what its function makes of it.
         if table.eod is not None and not is_import_path(table.format):
             IdBounds.of(name, tokenizer).check_eod(table.eod, f"{name}: eod")
-
-
-logger = get_logger(__name__)
-LEAST_BYTES = 4_000_000
-"""Less text than this, two seconds of work, is tokenized where it is read."""
-
-
-class Stopped(Exception):
-    """Somebody asked for a stop meanwhile."""
-
-
-def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan:
-    """The plan, with the tokens of its text in files that are mapped.
-
-    Where that is not possible (a full disk, a damaged file), every rank tokenizes what it reads, and says what is wrong.
-
-    Raises:
-        Stopped: a stop was asked for.
-    """
-    if not isinstance(plan.tokenizer, HuggingFaceTokenizer) or multiprocessing.current_process().daemon:
-        return plan
-    make = partial(_tokenized, plan, info, is_stopped)
-    return replace(plan, sources=[*map(make, plan.sources)], eval_sources=[*map(make, plan.eval_sources)])
-
-
-def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], source: Source) -> Source:
-    streams = [] if source.is_off else [each for each in source.streams if _is_text(each, source.table)]
-    size = sum(os.path.getsize(stream.path) for stream in streams)
-    if size < LEAST_BYTES:
-        return source
-    data = plan.config.data
-    cache = Cache(data.cache_dir, data.cache_gb)
-    key = _key(streams, source, Path(data.tokenizer))
-    place = cache.directory / key
-    what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"
-
-    def look(report: Report, done: int, total: int, path: str) -> None:
-        if is_stopped():
-            raise Stopped
-        report(done, total, path)
-
-    def make() -> None:
-        logger.info("%s", what)
-        with cache.alone():
-            place.mkdir(exist_ok=True)
-            write_json(place / "plan.json", {"url": f"the tokens of source {source.name}", "bytes": size})
-            cache.make_room(f"source {source.name}", size, size, place)
-        with progress_bar(now_and_then(partial(logger.info, "tokenizing: %s"))) as report:
-            tokenize_files(
-                [
-                    TextFile.cut(stream.path, source.table.format, place / "files" / f"{number:06d}.bin")
-                    for number, stream in enumerate(streams)
-                ],
-                place / "files",
-                tokenizer=data.tokenizer,
-                text_split=source.table.text_split,
-                column=source.table.column,
-                workers=len(os.sched_getaffinity(0)),
-                report=partial(look, report),
-            )
-        write_json(place / ENTRY, {"url": f"the tokens of source {source.name}", "files": len(streams)})
-
-    try:
-        held = cache.hold(
-            key,
-            place / "files",
-            is_whole=(place / ENTRY).is_file,
-            make=make,
-            waiting=f"waiting for another process that is {what}",
-            is_first=info.local_rank == 0,
-            on_wait=lambda: look(lambda *_: None, 0, 0, ""),
-        )
-    except UserError as error:
-        logger.warning("source %s: every rank tokenizes its text itself: %s", source.name, error.message)
-        return source
-    tokens = {stream.path: str(held.directory / f"{index:06d}.bin") for index, stream in enumerate(streams)}
-    return replace(
-        source, streams=[replace(stream, tokens=tokens.get(stream.path, "")) for stream in source.streams], tokens=held
-    )
-
-
-def _is_text(stream: Stream, table: SourceTable) -> bool:
-    path = Path(stream.path)
-    name = format_name(path, table.format)
-    is_built_in = not is_import_path(name) and FORMATS[name].pieces is not None
-    return is_built_in and file_kind(path, name, table.column) == "text"
-
-
-def _key(streams: Sequence[Stream], source: Source, tokenizer: Path) -> str:
-    """Of the tokens of these files: another one for files that changed."""
-    files = [
-        (os.path.abspath(each.path), os.stat(each.path).st_size, os.stat(each.path).st_mtime_ns) for each in streams
-    ]
-    table = source.table
-    how = ["tokens", table.format, table.text_split, table.column, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
-    return hashlib.sha256(json.dumps([how, files]).encode("utf-8", "surrogateescape")).hexdigest()[:24]

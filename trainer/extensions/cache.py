@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,23 +44,17 @@ class Cache:
     """The copies below the directory that `[data] cache_dir` names (None: the user's own), at most `cache_gb` of them (0: any).
 
     Raises:
-        UserError: it can be no directory; of the user's own, who may have no home, when it is first used.
+        UserError: it can be no directory.
     """
 
     def __init__(self, directory: str | Path | None, limit_gb: float) -> None:
         self.limit = round(limit_gb * 1e9)  # bytes
-        self._place = Path(directory or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data"))
-        if directory:
-            _ = self.directory
-
-    @cached_property
-    def directory(self) -> Path:
-        """The absolute path."""
-        place = self._place
+        place = Path(directory or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data"))
         with suppress(OSError, RuntimeError):  # a name that is too long, a circle of links, no such user's home
             place = place.expanduser().resolve()
             if place.is_dir() or not place.exists():
-                return place
+                self.directory = place
+                return
         raise UserError("data.cache_dir", f"{place} cannot be a directory", "name another one")
 
     def hold(

@@ -1,5 +1,7 @@
 """Tokenizes files of text into indexed token files with many processes: the same bytes whatever their number.
 
+`train data tokenize` does so, and a run does it once for all of its ranks, into the cache.
+
 A file is cut into spans, each tokenized by some process into a part of its own below `.parts`. When all parts of a file are
 there, they are put together in order as `NAME.bin` and `NAME.idx` (`load_megatron`), and removed. What exists is whole, since
 every file is renamed into place; so a second call leaves out what a first one has finished.
@@ -9,28 +11,40 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainer.data.documents import ReadOptions, Span, write_index
-from trainer.data.formats import FORMATS, format_name
+from trainer.data.formats import FORMATS, file_kind, format_name, is_import_path
+from trainer.data.layout import Stream
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
-from trainer.files import replacing, write_file
-from trainer.metrics.progress_bar import Report, silent
+from trainer.extensions.cache import ENTRY, Cache
+from trainer.files import replacing, write_file, write_json
+from trainer.metrics.logger import get_logger
+from trainer.metrics.progress_bar import Report, now_and_then, progress_bar, silent
 from trainer.wording import listed
 
+if TYPE_CHECKING:  # what starts each of the processes imports little
+    from trainer.config.data_tables import SourceTable
+    from trainer.distributed.env import RankInfo
+    from trainer.training.setup.plan import Plan
+    from trainer.training.setup.sources import Source
+
+logger = get_logger(__name__)
 SPAN_BYTES = 2_000_000  # a second or two of work, which an interruption loses
 PARTS = ".parts"
 
@@ -176,3 +190,105 @@ def _tokenize_span(path: str, format: str, span: Span, part: Path) -> None:
     content = io.BytesIO()
     np.save(content, np.array(lengths, dtype=np.int64))
     write_file(lengths_file, content.getvalue(), sync=False)
+
+
+LEAST_BYTES = 4_000_000
+"""Less text than this, two seconds of work, is tokenized where it is read."""
+
+
+class Stopped(Exception):
+    """Somebody asked for a stop meanwhile."""
+
+
+def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan:
+    """The plan, with the tokens of its text in files that are mapped.
+
+    Where that is not possible (a full disk, a damaged file), every rank tokenizes what it reads, and says what is wrong.
+
+    Raises:
+        Stopped: a stop was asked for.
+    """
+    if multiprocessing.current_process().daemon:  # which may start no processes
+        return plan
+    make = partial(_tokenized, plan, info, is_stopped)
+    return replace(plan, sources=[*map(make, plan.sources)], eval_sources=[*map(make, plan.eval_sources)])
+
+
+def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], source: Source) -> Source:
+    streams = [] if source.is_off else [each for each in source.streams if _is_text(each, source.table)]
+    size = sum(os.path.getsize(stream.path) for stream in streams)
+    if size < LEAST_BYTES:
+        return source
+    data = plan.config.data
+    try:
+        cache = Cache(data.cache_dir, data.cache_gb)
+    except UserError as error:
+        return _not_once(source, error)
+    key = _key(streams, source, Path(data.tokenizer))
+    place = cache.directory / key
+    what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"
+
+    def look(report: Report, done: int, total: int, path: str) -> None:
+        if is_stopped():
+            raise Stopped
+        report(done, total, path)
+
+    def make() -> None:
+        logger.info("%s", what)
+        with cache.alone():
+            place.mkdir(exist_ok=True)
+            write_json(place / "plan.json", {"url": f"the tokens of source {source.name}", "bytes": size})
+            cache.make_room(f"source {source.name}", size, size, place)
+        with progress_bar(now_and_then(partial(logger.info, "tokenizing: %s"))) as report:
+            tokenize_files(
+                [
+                    TextFile.cut(stream.path, source.table.format, place / "files" / f"{number:06d}.bin")
+                    for number, stream in enumerate(streams)
+                ],
+                place / "files",
+                tokenizer=data.tokenizer,
+                text_split=source.table.text_split,
+                column=source.table.column,
+                workers=len(os.sched_getaffinity(0)),
+                report=partial(look, report),
+            )
+        write_json(place / ENTRY, {"url": f"the tokens of source {source.name}", "files": len(streams)})
+
+    try:
+        held = cache.hold(
+            key,
+            place / "files",
+            is_whole=(place / ENTRY).is_file,
+            make=make,
+            waiting=f"waiting for another process that is {what}",
+            is_first=info.local_rank == 0,
+            on_wait=lambda: look(lambda *_: None, 0, 0, ""),
+        )
+    except UserError as error:
+        return _not_once(source, error)
+    tokens = {stream.path: str(held.directory / f"{index:06d}.bin") for index, stream in enumerate(streams)}
+    return replace(
+        source, streams=[replace(stream, tokens=tokens.get(stream.path, "")) for stream in source.streams], tokens=held
+    )
+
+
+def _not_once(source: Source, error: UserError) -> Source:
+    logger.warning("source %s: every rank tokenizes its text itself: %s", source.name, error.message)
+    return source
+
+
+def _is_text(stream: Stream, table: SourceTable) -> bool:
+    path = Path(stream.path)
+    name = format_name(path, table.format)
+    is_built_in = not is_import_path(name) and FORMATS[name].pieces is not None
+    return is_built_in and file_kind(path, name, table.column) == "text"
+
+
+def _key(streams: Sequence[Stream], source: Source, tokenizer: Path) -> str:
+    """Of the tokens of these files: another one for files that changed."""
+    files = [
+        (os.path.abspath(each.path), os.stat(each.path).st_size, os.stat(each.path).st_mtime_ns) for each in streams
+    ]
+    table = source.table
+    how = ["tokens", table.format, table.text_split, table.column, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
+    return hashlib.sha256(json.dumps([how, files]).encode("utf-8", "surrogateescape")).hexdigest()[:24]
