@@ -10,6 +10,7 @@ import pytest
 from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.runs import write_tiny_config
+from tests.support.spaced import spaced
 from trainer.config.schema import ModelTable
 from trainer.tools.trained.saved_model import copy_tokenizer
 from trainer.training.setup.plan import build_model
@@ -42,9 +43,28 @@ def test_the_tokenizer_of_an_export_is_that_of_the_folder_that_the_run_began_fro
     for more in ((), ("--force",)):
         ended = program(["export", tmp_path / "run", "--format", "hf", "--out", tmp_path / "hf", *more], capsys)
         assert ended.returncode == 0, ended.stderr
-    wanted = AutoTokenizer.from_pretrained(pretrained)
+    wanted, found = AutoTokenizer.from_pretrained(pretrained), AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert wanted.encode(TEXT) == [3, 5, 1, 4, 2, 3]
-    assert_same_tokenizer(AutoTokenizer.from_pretrained(tmp_path / "hf"), wanted)
+    assert found(TEXT).input_ids == [8, 3, 5, 1, 4, 2, 3], "the id that begins documents comes first"
+    assert found.get_vocab() == {**wanted.get_vocab(), "<|document|>": 8}
+    assert found.chat_template == wanted.chat_template
+    assert found.decode(found(TEXT).input_ids, skip_special_tokens=True) == wanted.decode([3, 5, 4, 3])
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "llama", "pieces"])
+def test_the_folder_generates_what_sample_does(kind, tmp_path, capsys):
+    spaced(kind).save(str(tmp_path / "tokenizer.json"))
+    own = (f"data.tokenizer={tmp_path}/tokenizer.json", "model.family=transformer", "train.steps=2")
+    train(write_tiny_config(tmp_path), tmp_path / "run", *own)
+    ended = program(["export", tmp_path / "run", "--format", "hf", "--out", tmp_path / "hf"], capsys)
+    assert ended.returncode == 0, ended.stderr
+    said = program(["sample", tmp_path / "run", "--prompt", "al beta", "--tokens", "6", "--temperature", "0"], capsys)
+    model, tokenizer = (
+        each.from_pretrained(tmp_path / "hf") for each in (transformers.AutoModelForCausalLM, AutoTokenizer)
+    )
+    ids = model.generate(**tokenizer("al beta", return_tensors="pt"), max_new_tokens=6, do_sample=False)
+    assert len(ids[0]) == 9
+    assert tokenizer.decode(ids[0], skip_special_tokens=True) == said.stdout.rstrip("\n")
 
 
 def test_a_tokenizer_without_a_config_gets_no_special_tokens_of_the_models_family(pretrained, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.spaced import spaced
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, load_tokenizer, prompt_ids
 from trainer.errors import UserError
 from trainer.extensions.samples import TextStream
@@ -45,26 +46,6 @@ def test_a_tokenizer_json_streams_what_it_decodes_also_half_a_character_at_the_e
     assert byte_level.decode(ids) == text
     ids = ids[: max(len(ids) - cut, 0)]
     assert "".join(pieces_of(byte_level, ids.tolist())) == byte_level.decode(ids)
-
-
-def spaced(kind):
-    """A tokenizer whose words carry their space, or get it from what stands before them."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    words, mark = ["al", "beta", "gamma", "delta"], "" if kind in ("pieces", "plain") else "\u2581"
-    vocabulary = {"<unk>": 0, **{mark + word: number for number, word in enumerate(words, 1)}, "##pha": 5}
-    model = models.WordPiece if kind == "pieces" else models.WordLevel
-    found = Tokenizer(model(vocabulary, unk_token="<unk>"))
-    found.pre_tokenizer = pre_tokenizers.Whitespace()
-    if kind == "pieces":
-        found.decoder = decoders.WordPiece()
-    elif kind == "metaspace":
-        found.pre_tokenizer, found.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    elif kind == "llama":
-        found.normalizer = normalizers.Sequence([normalizers.Prepend(mark), normalizers.Replace(" ", mark)])
-        found.pre_tokenizer = pre_tokenizers.Split(mark, "merged_with_next")
-        found.decoder = decoders.Sequence([decoders.Replace(mark, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    return found
 
 
 @pytest.mark.parametrize("kind", ["metaspace", "llama", "pieces", "plain"])

@@ -19,7 +19,7 @@ from trainer.config.load import load_config, to_toml
 from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.files import write_file
+from trainer.files import read_json, write_file
 from trainer.model.families import DEFAULT, as_trained
 from trainer.model.weights import WEIGHTS_FILE, check_fit, read_weights, save_weights
 from trainer.tools.runs.load import load_run
@@ -72,6 +72,20 @@ model = AutoModelForCausalLM.from_pretrained("{out}")
 
 Every document began with the id {bos}, which no tokenizer adds: put it before the ids of a text.
 """
+_USE_WITH_TOKENIZER = """\
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = AutoModelForCausalLM.from_pretrained("{out}"), AutoTokenizer.from_pretrained("{out}")
+found = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=50, do_sample=True)
+print(tokenizer.decode(found[0], skip_special_tokens=True))
+```
+
+Every document began with the id {bos}, `<|document|>`, which this tokenizer puts before a text.
+"""
+FIRST_TOKEN = "<|document|>"
 
 
 @dataclass(frozen=True)
@@ -239,6 +253,36 @@ def copy_tokenizer(path: Path, directory: Path) -> None:
         write_file(directory / TOKENIZER_CONFIG, '{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
 
 
+def begin_texts(directory: Path, bos_id: int) -> bool:
+    """Have the tokenizer of an export put the id that begins documents before a text; False if it cannot have such a token.
+
+    Its own post-processor, which training leaves out, goes.
+    """
+    path, config = directory / "tokenizer.json", directory / TOKENIZER_CONFIG
+    before = path.read_text(encoding="utf-8")
+    spec, first = json.loads(before), {"SpecialToken": {"id": FIRST_TOKEN, "type_id": 0}}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    spec["added_tokens"] = [
+        *(spec.get("added_tokens") or []), {"id": bos_id, "content": FIRST_TOKEN, **flags, "special": True},
+    ]  # fmt: skip
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    spec["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, texts[0]],
+        "pair": [first, *texts],
+        "special_tokens": {FIRST_TOKEN: {"id": FIRST_TOKEN, "ids": [bos_id], "tokens": [FIRST_TOKEN]}},
+    }
+    write_file(path, json.dumps(spec, ensure_ascii=False))
+    if load_tokenizer(str(path)).encode(FIRST_TOKEN).tolist() != [bos_id]:
+        write_file(path, before)
+        return False
+    # No class of a family, which would make a post-processor of its own.
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": FIRST_TOKEN}
+    named |= {"model_input_names": ["input_ids", "attention_mask"]}
+    write_file(config, json.dumps({**read_json(config), **named}, indent=2, ensure_ascii=False) + "\n")
+    return True
+
+
 def export_model(
     run_dir: Path, out: Path, *, step: int | None, as_hugging_face: bool = False, trust_code: bool = False
 ) -> SavedCheckpoint:
@@ -271,9 +315,12 @@ def export_model(
             metadata = {"format": "pt", "step": str(saved.step), "tokenizer": tokenizer.name, "run": run_dir.name}
             save_weights(saved.weights, staging / WEIGHTS_FILE, metadata)
             write_file(staging / CONFIG_FILE, to_toml(config))
+        use = _USE_HUGGING_FACE if as_hugging_face else _USE
         if config.data.tokenizer.endswith(".json"):
             copy_tokenizer(Path(config.data.tokenizer), staging)
-        write_file(staging / CARD, _card(saved, run_dir, tokenizer.vocab_size, str(out), as_hugging_face))
+            if as_hugging_face and begin_texts(staging, tokenizer.bos_id):
+                use = _USE_WITH_TOKENIZER
+        write_file(staging / CARD, _card(saved, run_dir, tokenizer.vocab_size, str(out), use))
         shutil.rmtree(place, ignore_errors=True)
         staging.rename(place)
     finally:
@@ -290,10 +337,14 @@ def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -
         problem = f"{table.target or table.family or DEFAULT} has no save_pretrained(directory)"
         raise UserError("--format hf", problem, "export with --format safetensors")
     write(directory)
-    file = directory / HUGGING_FACE_CONFIG
-    found = json.loads(file.read_text()) if file.is_file() else {}
-    if not model.state_width and "max_position_embeddings" in found:  # without a state it has seen a row at once
-        write_file(file, json.dumps({**found, "max_position_embeddings": seq_len}, indent=2) + "\n")
+    for file in (directory / HUGGING_FACE_CONFIG, directory / "generation_config.json"):
+        found = json.loads(file.read_text()) if file.is_file() else {}
+        if not model.state_width and "max_position_embeddings" in found:  # without a state it has seen a row at once
+            found["max_position_embeddings"] = seq_len
+        # A model that was trained further no longer ends texts as the one that it began from.
+        found |= {key: vocab_size - 1 for key in ("bos_token_id", "eos_token_id") if key in found}
+        if found:
+            write_file(file, json.dumps(found, indent=2) + "\n")
 
 
 def _last_results(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
@@ -305,7 +356,7 @@ def _last_results(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
                 yield f"`{key}`", f"{values[-1]:.4f}"
 
 
-def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, as_hugging_face: bool) -> str:
+def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, use: str) -> str:
     """README.md of an exported model, whose commands name the directory `out`."""
     config, model = saved.config, saved.config.model
     origin = model.args.get("from", f"dim {model.dim}, {model.num_layers} layers")
@@ -323,7 +374,7 @@ def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, as_h
     option, argument = (" --trust-code", ", trust_code=True") if model.target is not None else ("", "")
     return f"""\
 ---
-library_name: {"transformers" if as_hugging_face else "trainer"}
+library_name: {"trainer" if use is _USE else "transformers"}
 tags: [language-model]
 ---
 # {config.run.name}
@@ -337,4 +388,4 @@ logged up to that step.
 
 What the data may be used for, and so what this model may, is for whoever publishes it to say here.
 
-{(_USE_HUGGING_FACE if as_hugging_face else _USE).format(out=out, bos=vocab_size - 1, option=option, argument=argument)}"""
+{use.format(out=out, bos=vocab_size - 1, option=option, argument=argument)}"""
