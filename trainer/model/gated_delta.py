@@ -16,12 +16,13 @@ exponentials of differences of cumulated logarithms, at most 1 each: nothing ove
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
 from trainer.model.protocol import ModelOutput
@@ -65,96 +66,88 @@ def gated_delta_rule(
     """
     batch, heads, length = rate.shape
     if resets is None:
-        resets = torch.zeros(batch, length, dtype=torch.bool, device=queries.device)
+        resets = torch.zeros(batch, length, dtype=torch.bool, device=rate.device)
     chunk = min(chunk, length)
     padding = -length % chunk
 
     def in_chunks(part: Tensor) -> Tensor:
-        """[B * H, N, C, .] of [B, H, T, .], padded by positions that change nothing: a = 1, b = 0."""
+        """[R, N, C, .] of [B, H, T, .], R = B H; padded by positions that change nothing: a = 1, b = 0."""
         part = F.pad(part, (0, 0, 0, padding)) if padding else part
-        return part.to(state.dtype).unflatten(2, (-1, chunk)).flatten(0, 1).contiguous()
+        return torch.unflatten(part.to(state.dtype), 2, (-1, chunk)).flatten(0, 1).contiguous()
 
     q, k, v, log_a, b = map(in_chunks, (queries, keys, values, log_decay[..., None], rate[..., None]))
-    document = F.pad(resets, (0, padding)).unflatten(1, (-1, chunk)).cumsum(-1).repeat_interleave(heads, dim=0)
-    # Autocast would round each product to 16 bits, and the norm after the rule divides by what is left where terms cancel.
-    with _in_full(q):
-        outputs, after = _Rule.apply(  # type: ignore[no-untyped-call]
-            q, k, v, log_a[..., 0].cumsum(-1), b, state.flatten(0, 1), document
-        )
+    document = torch.unflatten(F.pad(resets, (0, padding)), 1, (-1, chunk)).cumsum(-1).repeat_interleave(heads, dim=0)
+    rows = q, k, v, log_a[..., 0].cumsum(-1), b, state.flatten(0, 1), document
+    outputs, after = _Rule.apply(*rows)  # type: ignore[no-untyped-call]
     return outputs.view(batch, heads, -1, v.shape[-1])[:, :, :length], after.view_as(state)
 
 
-def _in_full(x: Tensor) -> torch.autocast:
-    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)  # torch has none for meta tensors
-
-
 class _Rule(torch.autograd.Function):
-    """The rule over chunks [R, N, C, .] of R rows of one head.
-
-    Beside its inputs it keeps the corrections, the inverse of each chunk's system and the state before each chunk: by autograd
-    it would keep five times as much, and add up a gradient of all chunks for each of them.
-    """
+    """The rule over chunks. It keeps q, k, v, u, M_0 and the systems' inverses: by autograd, it would be five times as much."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, since_start: Tensor, b: Tensor, state: Tensor, document: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        decay, from_state = _decays(since_start, document)
-        system = (k @ k.mT).mul_(decay).mul_(b).tril_(-1)
-        unit = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
-        inverse = torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True)
-        given, by_state, to_end = b * v, b * from_state * k, decay[..., -1, :, None] * k
-        states, corrections = [], []
-        for n in range(q.shape[1]):
-            states.append(state)
-            corrections.append(inverse[:, n] @ torch.baddbmm(given[:, n], by_state[:, n], state, alpha=-1))
-            state = torch.baddbmm(from_state[:, n, -1:] * state, to_end[:, n].mT, corrections[n])
-        before, u = torch.stack(states, dim=1), torch.stack(corrections, dim=1)
-        outputs = (from_state * q) @ before
-        outputs += (q @ k.mT).mul_(decay) @ u
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, since_start, b, state, document = inputs  # since_start: [R, N, C], sums of log a
+        with _exactly(q):
+            decay, from_state, by_state, to_end = _coefficients(k, since_start, b, document)
+            system = (k @ k.mT).mul_(decay).mul_(b).tril_(-1)
+            unit = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
+            inverse = torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True)
+            given, states, corrections = b * v, [state], []
+            for n in range(q.shape[1]):
+                right = torch.baddbmm(given[:, n], by_state[:, n], states[n], alpha=-1)
+                corrections.append(inverse[:, n] @ right)
+                states.append(torch.baddbmm(from_state[:, n, -1:] * states[n], to_end[:, n].mT, corrections[n]))
+            before, u = torch.stack(states[:-1], dim=1), torch.stack(corrections, dim=1)
+            outputs = ((from_state * q) @ before).add_((q @ k.mT).mul_(decay) @ u)
         ctx.save_for_backward(q, k, v, since_start, b, document, before, u, inverse)
-        return outputs, state
+        return outputs, states[-1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        """With r = A u the right side of a chunk's system A: grad_r = A^-T grad_u, and grad_A = -grad_r u^T below the diagonal.
+        """Of a chunk's system A u = r: grad_r = A^-T grad_u and grad_A = -grad_r u^T, below the diagonal.
 
-        A log decay scales what it stands in, so that its gradient is a sum of products of keys and queries with their gradients.
+        The gradient of log a sums, over the products that it scales, product times gradient: here q, k and b times theirs.
         """
         q, k, v, since_start, b, document, before, u, inverse = ctx.saved_tensors
-        with _in_full(q):
-            decay, from_state = _decays(since_start, document)
-            by_state, to_end = b * from_state * k, decay[..., -1, :, None] * k
+        with _exactly(q):
+            decay, from_state, by_state, to_end = _coefficients(k, since_start, b, document)
             grad_u = (q @ k.mT).mul_(decay).mT @ grad
             grad_before = (from_state * q).mT @ grad
-            grads_r, grads_state = [], []
+            grads_right, grads_state = [], [grad_state]
             for n in reversed(range(q.shape[1])):
-                grads_state.append(grad_state)
-                grads_r.append(inverse[:, n].mT @ torch.baddbmm(grad_u[:, n], to_end[:, n], grad_state))
-                grad_state = torch.addcmul(grad_before[:, n], from_state[:, n, -1:], grad_state)
-                grad_state = torch.baddbmm(grad_state, by_state[:, n].mT, grads_r[-1], alpha=-1)
-            grad_r, grad_after = torch.stack(grads_r[::-1], dim=1), torch.stack(grads_state[::-1], dim=1)
-
+                grads_right.append(inverse[:, n].mT @ torch.baddbmm(grad_u[:, n], to_end[:, n], grads_state[-1]))
+                grad_state = torch.addcmul(grad_before[:, n], from_state[:, n, -1:], grads_state[-1])
+                grads_state.append(torch.baddbmm(grad_state, by_state[:, n].mT, grads_right[-1], alpha=-1))
+            grad_after, grad_right = (torch.stack(x[::-1], dim=1) for x in (grads_state[:-1], grads_right))
             mixing = (grad @ u.mT).mul_(decay)  # gradient of q k^T
-            system = (grad_r @ u.mT).mul_(decay).tril_(-1)  # of k k^T, negative, without b
-            grad_q = (grad @ before.mT).mul_(from_state).add_(mixing @ k)
-            grad_bk = (grad_r @ before.mT).mul_(from_state).add_(system @ k).neg_()  # of b k, where it corrects
-            bk = b * k
+            system = (grad_right @ u.mT).mul_(decay).tril_(-1)  # of k k^T, but for -b
             last = (u @ grad_after.mT).mul_(decay[..., -1, :, None])
-            grad_k = (mixing.mT @ q).sub_(system.mT @ bk).add_(last)  # of k, where it is stored
-            grad_since = (q * grad_q).add_(bk * grad_bk).sub_(k * grad_k).sum(-1)
+            grad_q = (grad @ before.mT).mul_(from_state).add_(mixing @ k)
+            grad_read = (
+                (grad_right @ before.mT).mul_(from_state).add_(system @ k).neg_()
+            )  # of b k, which reads the state
+            grad_k = (mixing.mT @ q).sub_(system.mT @ (b * k)).add_(last)  # of k, which writes into it
+            grad_b = (k * grad_read).sum(-1, keepdim=True)
+            grad_since = (q * grad_q).sub_(k * grad_k).sum(-1).add_((b * grad_b)[..., 0])
             grad_since[..., -1] += (k * last).sum((-2, -1)) + from_state[..., -1, 0] * (grad_after * before).sum(
                 (-2, -1)
             )
-            grad_b = (k * grad_bk).sum(-1, keepdim=True) + (v * grad_r).sum(-1, keepdim=True)
-            return grad_q, grad_k.addcmul_(b, grad_bk), grad_r.mul_(b), grad_since, grad_b, grad_state, None
+            grad_b += (v * grad_right).sum(-1, keepdim=True)
+        return grad_q, grad_k.addcmul_(b, grad_read), grad_right.mul_(b), grad_since, grad_b, grads_state[-1], None
 
 
-def _decays(since_start: Tensor, document: Tensor) -> tuple[Tensor, Tensor]:
-    """d_{ts} [R, N, C, C], zero where s > t or a document ends between them, and d_t [R, N, C, 1], zero after a reset."""
+def _exactly(x: Tensor) -> torch.autocast:
+    """Autocast would round each product to 16 bits, and the norm after the rule divides by what is left where terms cancel."""
+    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)  # torch has none for meta tensors
+
+
+def _coefficients(k: Tensor, since_start: Tensor, b: Tensor, document: Tensor) -> tuple[Tensor, ...]:
+    """d_{ts} [R, N, C, C], zero above the diagonal and between documents, and d_t [R, N, C, 1]; b_t d_t k_t, d_{Cs} k_s."""
     is_same = (document[..., :, None] == document[..., None, :]).tril_()
     decay = (since_start[..., :, None] - since_start[..., None, :]).masked_fill_(~is_same, -torch.inf).exp_()
-    return decay, since_start.exp().masked_fill_(document > 0, 0.0)[..., None]
+    from_state = since_start.exp().masked_fill_(document > 0, 0.0)[..., None]
+    return decay, from_state, b * from_state * k, decay[..., -1, :, None] * k
 
 
 class DeltaMixer(nn.Module):
@@ -197,9 +190,9 @@ class DeltaMixer(nn.Module):
                 "memory": x.new_zeros(x.shape[0], self.heads, width, width, dtype=dtype),
                 "recent": x.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim, dtype=dtype),
             }
-        *wide, last = _Projections.apply(  # type: ignore[no-untyped-call]
-            inputs, self.taps, state["recent"].to(dtype), resets, self.heads
-        )
+        # 6 bytes of each channel and token are kept instead of 60, for a few elementwise passes in the backward.
+        given = inputs, state["recent"].to(dtype), resets
+        *wide, last = checkpoint(self.convolve, *given, use_reentrant=False, preserve_rng_state=False)
         decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]
         log_decay = -self.log_a.to(dtype).exp()[:, None] * F.softplus(decay + self.step_bias.to(dtype)[:, None])
         mixed, memory = self.rule(*wide, log_decay, torch.sigmoid(rate), state["memory"].to(dtype), resets)
@@ -207,54 +200,18 @@ class DeltaMixer(nn.Module):
         normed = self.norm(mixed.transpose(1, 2)).flatten(2)  # [B, T, D]
         return self.out(gate * normed.to(gate.dtype)), {"memory": memory, "recent": last}
 
-
-class _Projections(torch.autograd.Function):
-    """Queries, keys and values [B, H, T, K] of what is projected [B, T, 3 D], and `recent` for what follows.
-
-    Only its inputs are kept, of 16 bits under autocast; the backward computes the rest again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | None, heads: int
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(inputs, taps, recent, resets)
-        ctx.heads = heads
-        convolved, last = short_convolution(inputs.to(recent.dtype), taps, recent, resets)
-        parts = F.silu(convolved).unflatten(2, (3, heads, -1))  # [B, T, 3, H, K]
-        parts[:, :, :2] *= inverse_norm(parts[:, :, :2])
-        parts[:, :, 0] *= parts.shape[-1] ** -0.5
-        queries, keys, values = (part.transpose(1, 2) for part in parts.unbind(2))
-        return queries, keys, values, last
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, taps, recent, resets = ctx.saved_tensors
-        x = inputs.to(recent.dtype)
-        convolved, _ = short_convolution(x, taps, recent, resets)
-        normed = F.silu(convolved).unflatten(2, (3, ctx.heads, -1))[:, :, :2]
-        scale = inverse_norm(normed)
-        normed = normed * scale
-        grad = torch.stack([each.transpose(1, 2) for each in grads[:3]], dim=2)
-        grad[:, :, 0] *= grad.shape[-1] ** -0.5
-        along = (normed * grad[:, :, :2]).sum(-1, keepdim=True)
-        grad[:, :, :2] = grad[:, :, :2].addcmul(normed, along, value=-1).mul_(scale)
-        grad = torch.ops.aten.silu_backward(grad.flatten(2), convolved)
-
-        whole, grad_taps = torch.cat([recent, x], dim=1), []
-        grad_whole = torch.zeros_like(whole)
-        for weight, (place, is_same) in zip(taps.to(x.dtype), tap_places(len(taps), x.shape[1], resets), strict=True):
-            seen = grad if is_same is None else grad * is_same
-            grad_whole[:, place].addcmul_(seen, weight)
-            grad_taps.append((seen * whole[:, place]).sum((0, 1)))
-        grad_whole[:, -recent.shape[1] :] += mask_recent(grads[3], resets)
-        grad_recent, grad_x = grad_whole.split([recent.shape[1], x.shape[1]], dim=1)
-        return grad_x.to(inputs.dtype), torch.stack(grad_taps).to(taps.dtype), grad_recent, None, None
+    def convolve(self, inputs: Tensor, recent: Tensor, resets: Tensor | None) -> tuple[Tensor, ...]:
+        """Queries, keys and values [B, H, T, K] of projections [B, T, 3 D], and `recent` for what follows, in its type."""
+        convolved, last = short_convolution(inputs.to(recent.dtype), self.taps, recent, resets)
+        queries, keys, values = (
+            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2) for part in F.silu(convolved).chunk(3, dim=-1)
+        )
+        return normalized(queries) * queries.shape[-1] ** -0.5, normalized(keys), values, last
 
 
-def inverse_norm(x: Tensor) -> Tensor:
-    """1 / |x| of x [..., K], or less where it is near zero: the gradient stays finite there, unlike that of x / |x|."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(SMALL).rsqrt_()
+def normalized(x: Tensor) -> Tensor:
+    """x [..., K] with norm 1, or smaller where it is near zero: the gradient stays finite there, unlike that of x / |x|."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + SMALL)
 
 
 def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -269,28 +226,17 @@ def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | 
     Returns:
         y [B, T, D], and `recent` for what follows.
     """
+    before, length = taps.shape[0] - 1, x.shape[1]
     whole = torch.cat([recent, x], dim=1)  # [B, J - 1 + T, D]
-    y = torch.zeros_like(x)
-    for weight, (place, is_same) in zip(taps.to(x.dtype), tap_places(len(taps), x.shape[1], resets), strict=True):
-        y.addcmul_(whole[:, place] if is_same is None else whole[:, place] * is_same, weight)
-    return y, mask_recent(whole[:, -recent.shape[1] :], resets)
-
-
-def tap_places(num_taps: int, length: int, resets: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
-    """Per tap j, where x_{t - j} is in a row [B, J - 1 + T, D] and whether its document is that of x_t, [B, T, 1] (None: it is)."""
-    before = num_taps - 1
-    document = None if resets is None else F.pad(resets, (before, 0)).cumsum(1)[..., None]
-    for j in range(num_taps):
-        place = slice(before - j, before - j + length)
-        yield place, document[:, place] == document[:, before:] if document is not None and j else None
-
-
-def mask_recent(recent: Tensor, resets: Tensor | None) -> Tensor:
-    """A row's last inputs [B, J - 1, D], zero where they are not of the last one's document."""
-    if resets is None:
-        return recent.clone()  # not a view of the row
-    document = F.pad(resets, (recent.shape[1], 0)).cumsum(1)[:, -recent.shape[1] :, None]
-    return recent * (document == document[:, -1:])
+    document = None if resets is None else F.pad(resets, (before, 0)).cumsum(1)[..., None]  # [B, J - 1 + T, 1]
+    y = taps[0].to(x.dtype) * x
+    for j in range(1, before + 1):
+        earlier = whole[:, before - j : before - j + length]
+        if document is not None:
+            earlier = earlier * (document[:, before - j : before - j + length] == document[:, before:])
+        y = y + taps[j].to(x.dtype) * earlier
+    last = whole[:, -before:]
+    return y, last if document is None else last * (document[:, -before:] == document[:, -1:])
 
 
 class DeltaBlock(ResidualBlock):
@@ -340,13 +286,12 @@ class GatedDelta(LanguageModel):
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations per trained token: 6 per weight of a matrix product, and the rule's own products.
 
-        Per channel, in chunks of C positions and heads of width w, the rule takes 3 (w + C) multiply-adds forward and twice
-        that backward, and its triangular system C forward and 3 C backward (a solution, and the gradient of the system). Norms,
-        gates and the convolution, below 1 % at usual widths, are not counted.
+        Per channel, in chunks of C positions and heads of width w, the rule takes 3 w + 4 C multiply-adds forward and 6 w + 9 C
+        backward. Norms, gates, the convolution and inverses, a few percent at usual widths, are not counted.
         """
         width, chunk = self.dim // self.heads, min(CHUNK, seq_len)
         weights = self.num_layers * (5 * self.dim**2 + 2 * self.dim * self.heads + 3 * self.dim * self.hidden)
-        rule = self.dim * (18 * (width + chunk) + 8 * chunk)
+        rule = self.dim * (18 * width + 26 * chunk)
         return 6.0 * (weights + self.dim * self.vocab_size) + self.num_layers * rule
 
 
