@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
@@ -104,6 +105,7 @@ class _Rule(torch.autograd.Function):
         return outputs, states[-1]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
         """Of a chunk's system A u = r: grad_r = A^-T grad_u and grad_A = -grad_r u^T, below the diagonal.
 
