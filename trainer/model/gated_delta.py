@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -192,9 +193,10 @@ class DeltaMixer(nn.Module):
                 "memory": x.new_zeros(x.shape[0], self.heads, width, width, dtype=dtype),
                 "recent": x.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim, dtype=dtype),
             }
-        # 6 bytes of each channel and token are kept instead of 60, for a few elementwise passes in the backward.
-        given = inputs, state["recent"].to(dtype), resets
-        *wide, last = checkpoint(self.convolve, *given, use_reentrant=False, preserve_rng_state=False)
+        convolve: Callable[..., Any] = self.convolve
+        if torch.is_grad_enabled():  # the backward computes it again: 42 to 66 bytes per channel and token less to keep
+            convolve = partial(checkpoint, convolve, use_reentrant=False, preserve_rng_state=False)
+        *wide, last = convolve(inputs, state["recent"].to(dtype), resets)
         decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]
         log_decay = -self.log_a.to(dtype).exp()[:, None] * F.softplus(decay + self.step_bias.to(dtype)[:, None])
         mixed, memory = self.rule(*wide, log_decay, torch.sigmoid(rate), state["memory"].to(dtype), resets)
