@@ -127,17 +127,15 @@ class _Rule(torch.autograd.Function):
             system = (grad_right @ u.mT).mul_(decay).tril_(-1)  # of k k^T, but for -b
             last = (u @ grad_after.mT).mul_(decay[..., -1, :, None])
             grad_q = (grad @ before.mT).mul_(from_state).add_(mixing @ k)
-            grad_read = (
-                (grad_right @ before.mT).mul_(from_state).add_(system @ k).neg_()
-            )  # of b k, which reads the state
+            grad_read = (grad_right @ before.mT).mul_(from_state).add_(system @ k)  # of -b k, which reads the state
             grad_k = (mixing.mT @ q).sub_(system.mT @ (b * k)).add_(last)  # of k, which writes into it
-            grad_b = (k * grad_read).sum(-1, keepdim=True)
-            grad_since = (q * grad_q).sub_(k * grad_k).sum(-1).add_((b * grad_b)[..., 0])
-            grad_since[..., -1] += (k * last).sum((-2, -1)) + from_state[..., -1, 0] * (grad_after * before).sum(
-                (-2, -1)
-            )
-            grad_b += (v * grad_right).sum(-1, keepdim=True)
-        return grad_q, grad_k.addcmul_(b, grad_read), grad_right.mul_(b), grad_since, grad_b, grads_state[-1], None
+            read = (k * grad_read).sum(-1, keepdim=True)
+            grad_since = (q * grad_q).sub_(k * grad_k).sum(-1, keepdim=True).sub_(b * read)[..., 0]
+            at_end = from_state[..., -1, 0] * (grad_after * before).sum((-2, -1)) + (k * last).sum((-2, -1))
+            grad_since[..., -1] += at_end
+            grad_b = (v * grad_right).sum(-1, keepdim=True).sub_(read)
+            grad_k.sub_(grad_read.mul_(b))
+        return grad_q, grad_k, grad_right.mul_(b), grad_since, grad_b, grads_state[-1], None
 
 
 def _exactly(x: Tensor) -> torch.autocast:

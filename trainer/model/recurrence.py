@@ -66,7 +66,7 @@ def _warn_of_plain_scan() -> None:
 
 
 class _GatedScan(torch.autograd.Function):
-    """Gates and scan in fewer passes than by autograd, whose nodes a CPU does not fuse. x keeps its type, perhaps of 16 bits."""
+    """Gates and scan in fewer passes than by autograd, whose nodes a CPU does not fuse. x is kept in its own type."""
 
     @staticmethod
     def forward(
