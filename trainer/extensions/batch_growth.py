@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 from trainer.distributed.agree import gather_from_ranks
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
-from trainer.metrics.noise_scale.estimate import (
-    BLOCKS,
-    HIGH_QUANTILE,
-    RECENT,
-    SHORTENED,
-    NoiseScaleAverage,
-    t_quantile,
-)
+from trainer.metrics.noise_scale.estimate import BLOCKS, HIGH_QUANTILE, RECENT, SHORTENED, NoiseScaleAverage, t_quantile
 from trainer.micro_batches import AutoRule, MicroBatches
 from trainer.training.extension import Extension
 from trainer.wording import number_text

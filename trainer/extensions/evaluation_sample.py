@@ -291,11 +291,7 @@ def draw_sample(
 
 
 def _copied(
-    plan: Plan,
-    sources: Sequence[Source],
-    info: RankInfo,
-    datasets: Sequence[ShardSource],
-    documents: _Documents,
+    plan: Plan, sources: Sequence[Source], info: RankInfo, datasets: Sequence[ShardSource], documents: _Documents
 ) -> tuple[list[ShardSource], dict[int, int]]:
     """Data sets of copies of the documents, which fill batches whatever files they are from; group id -> document."""
     made: list[ShardSource] = []

@@ -11,13 +11,11 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from trainer.model import gated_delta
 from trainer.model.gated_delta import CHUNK, DeltaMixer, GatedDelta, Rule, gated_delta_rule
@@ -181,21 +179,10 @@ def rule(queries: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def use_rule(model: nn.Module, rule: Rule) -> None:
-    """Let a rule run in all mixers; what they do before it is computed again in the backward, except on CPUs."""
+    """Let a rule run in all mixers."""
     for module in model.modules():
         if isinstance(module, DeltaMixer):
             module.rule = rule
-            module.call = call_recomputed if rule is kernel_rule else call
-
-
-def call_recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it, and again in the backward: a few elementwise passes instead of 60 bytes of each channel and token."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-
-
-def call(function: Callable[..., Any], inputs: Tensor, *args: Any) -> Any:
-    """`call_recomputed`, except on a CPU, which is slower then."""
-    return call_recomputed(function, inputs, *args) if inputs.is_cuda else function(inputs, *args)
 
 
 def implementation(width: int, device: torch.device, precision: str) -> str:

@@ -9,9 +9,8 @@ with M_0, and with d_{ts} = a_{s+1} ... a_t and d_t = a_1 ... a_t, the correctio
 
     u_t + b_t sum_{s<t} d_{ts} (k_t . k_s) u_s = b_t (v_t - d_t M_0^T k_t),
 
-which is solved for all chunks at once, as a linear function of M_0; only M_0 itself goes from chunk to chunk (the WY form of
-section 3.3). The products d are exponentials of differences of cumulated logarithms, at most 1 each: nothing overflows, and an
-underflow is a correct zero.
+whose inverse is computed for all chunks at once; only M_0 goes from chunk to chunk (section 3.3). The products d are
+exponentials of differences of cumulated logarithms, at most 1 each: nothing overflows, and an underflow is a correct zero.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
 from trainer.model.protocol import ModelOutput
@@ -65,38 +66,89 @@ def gated_delta_rule(
     Returns:
         o [B, H, T, V] and M after the last position [B, H, K, V], in the type of `state`.
     """
-    length = queries.shape[2]
+    batch, heads, length = rate.shape
     if resets is None:
-        resets = torch.zeros(queries.shape[0], length, dtype=torch.bool, device=queries.device)
+        resets = torch.zeros(batch, length, dtype=torch.bool, device=rate.device)
     chunk = min(chunk, length)
     padding = -length % chunk
-    parts = [queries, keys, values, log_decay[..., None], rate[..., None]]
-    # [B, H, N, C, .]; padded by positions that change nothing: a = 1, b = 0.
-    q, k, v, log_a, b = (
-        torch.unflatten(F.pad(part.to(state.dtype), (0, 0, 0, padding)), 2, (-1, chunk)) for part in parts
-    )
-    document = torch.unflatten(F.pad(resets, (0, padding)), 1, (-1, chunk)).cumsum(-1)[:, None]  # [B, 1, N, C]
 
-    since_start = log_a[..., 0].cumsum(-1)  # [B, H, N, C]
-    is_later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    is_same = (document[..., :, None] == document[..., None, :]) & is_later
-    decay = (since_start[..., :, None] - since_start[..., None, :]).masked_fill(~is_same, -torch.inf).exp()  # d_{ts}
-    from_state = since_start.exp().masked_fill(document > 0, 0.0)[..., None]  # d_t; [B, H, N, C, 1]
+    def in_chunks(part: Tensor) -> Tensor:
+        """[R, N, C, .] of [B, H, T, .], R = B H; padded by positions that change nothing: a = 1, b = 0."""
+        part = F.pad(part, (0, 0, 0, padding)) if padding else part
+        return torch.unflatten(part.to(state.dtype), 2, (-1, chunk)).flatten(0, 1).contiguous()
 
-    # Autocast would round each product to 16 bits, and the norm after the rule divides by what is left where terms cancel.
-    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # torch has none for meta tensors
-        system = (b * (k @ k.transpose(-1, -2)) * decay).tril(-1)
-        right = torch.cat([b * v, b * from_state * k], dim=-1)
-        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        without, by_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)  # u = without - by_state M_0
-        mixing = (q @ k.transpose(-1, -2)) * decay
-        to_end = decay[..., -1, :, None] * k  # [B, H, N, C, K]
-        outputs = []
-        for n in range(q.shape[2]):
-            correction = without[:, :, n] - by_state[:, :, n] @ state
-            outputs.append(from_state[:, :, n] * (q[:, :, n] @ state) + mixing[:, :, n] @ correction)
-            state = from_state[:, :, n, -1:] * state + to_end[:, :, n].transpose(-1, -2) @ correction
-    return torch.cat(outputs, dim=2)[:, :, :length], state
+    q, k, v, log_a, b = map(in_chunks, (queries, keys, values, log_decay[..., None], rate[..., None]))
+    document = torch.unflatten(F.pad(resets, (0, padding)), 1, (-1, chunk)).cumsum(-1).repeat_interleave(heads, dim=0)
+    rows = q, k, v, log_a[..., 0].cumsum(-1), b, state.flatten(0, 1), document
+    outputs, after = _Rule.apply(*rows)  # type: ignore[no-untyped-call]
+    return outputs.view(batch, heads, -1, v.shape[-1])[:, :, :length], after.view_as(state)
+
+
+class _Rule(torch.autograd.Function):
+    """The rule over chunks. It keeps q, k, v, u, M_0 and the systems' inverses: by autograd, it would be five times as much."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, since_start, b, state, document = inputs  # since_start: [R, N, C], sums of log a
+        with _exactly(q):
+            decay, from_state, by_state, to_end = _coefficients(k, since_start, b, document)
+            system = (k @ k.mT).mul_(decay).mul_(b).tril_(-1)
+            unit = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
+            inverse = torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True)
+            given, states, corrections = b * v, [state], []
+            for n in range(q.shape[1]):
+                right = torch.baddbmm(given[:, n], by_state[:, n], states[n], alpha=-1)
+                corrections.append(inverse[:, n] @ right)
+                states.append(torch.baddbmm(from_state[:, n, -1:] * states[n], to_end[:, n].mT, corrections[n]))
+            before, u = torch.stack(states[:-1], dim=1), torch.stack(corrections, dim=1)
+            outputs = ((from_state * q) @ before).add_((q @ k.mT).mul_(decay) @ u)
+        ctx.save_for_backward(q, k, v, since_start, b, document, before, u, inverse)
+        return outputs, states[-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
+        """Of a chunk's system A u = r: grad_r = A^-T grad_u and grad_A = -grad_r u^T, below the diagonal.
+
+        The gradient of log a sums, over the products that it scales, product times gradient: here q, k and b times theirs.
+        """
+        q, k, v, since_start, b, document, before, u, inverse = ctx.saved_tensors
+        with _exactly(q):
+            decay, from_state, by_state, to_end = _coefficients(k, since_start, b, document)
+            grad_u = (q @ k.mT).mul_(decay).mT @ grad
+            grad_before = (from_state * q).mT @ grad
+            grads_right, grads_state = [], [grad_state]
+            for n in reversed(range(q.shape[1])):
+                grads_right.append(inverse[:, n].mT @ torch.baddbmm(grad_u[:, n], to_end[:, n], grads_state[-1]))
+                grad_state = torch.addcmul(grad_before[:, n], from_state[:, n, -1:], grads_state[-1])
+                grads_state.append(torch.baddbmm(grad_state, by_state[:, n].mT, grads_right[-1], alpha=-1))
+            grad_after, grad_right = (torch.stack(x[::-1], dim=1) for x in (grads_state[:-1], grads_right))
+            mixing = (grad @ u.mT).mul_(decay)  # gradient of q k^T
+            system = (grad_right @ u.mT).mul_(decay).tril_(-1)  # of k k^T, but for -b
+            last = (u @ grad_after.mT).mul_(decay[..., -1, :, None])
+            grad_q = (grad @ before.mT).mul_(from_state).add_(mixing @ k)
+            grad_read = (grad_right @ before.mT).mul_(from_state).add_(system @ k)  # of -b k, which reads the state
+            grad_k = (mixing.mT @ q).sub_(system.mT @ (b * k)).add_(last)  # of k, which writes into it
+            read = (k * grad_read).sum(-1, keepdim=True)
+            grad_since = (q * grad_q).sub_(k * grad_k).sum(-1, keepdim=True).sub_(b * read)[..., 0]
+            at_end = from_state[..., -1, 0] * (grad_after * before).sum((-2, -1)) + (k * last).sum((-2, -1))
+            grad_since[..., -1] += at_end
+            grad_b = (v * grad_right).sum(-1, keepdim=True).sub_(read)
+            grad_k.sub_(grad_read.mul_(b))
+        return grad_q, grad_k, grad_right.mul_(b), grad_since, grad_b, grads_state[-1], None
+
+
+def _exactly(x: Tensor) -> torch.autocast:
+    """Autocast would round each product to 16 bits, and the norm after the rule divides by what is left where terms cancel."""
+    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)  # torch has none for meta tensors
+
+
+def _coefficients(k: Tensor, since_start: Tensor, b: Tensor, document: Tensor) -> tuple[Tensor, ...]:
+    """d_{ts} [R, N, C, C], zero above the diagonal and between documents, and d_t [R, N, C, 1]; b_t d_t k_t, d_{Cs} k_s."""
+    is_same = (document[..., :, None] == document[..., None, :]).tril_()
+    decay = (since_start[..., :, None] - since_start[..., None, :]).masked_fill_(~is_same, -torch.inf).exp_()
+    from_state = since_start.exp().masked_fill_(document > 0, 0.0)[..., None]
+    return decay, from_state, b * from_state * k, decay[..., -1, :, None] * k
 
 
 class DeltaMixer(nn.Module):
@@ -109,7 +161,6 @@ class DeltaMixer(nn.Module):
         super().__init__()
         self.dim, self.heads = dim, heads
         self.rule: Rule = gated_delta_rule
-        self.call: Callable[..., Any] | None = None  # of `convolve`
         self.inputs = nn.Linear(dim, 3 * dim, bias=False)  # queries, keys, values
         self.taps = nn.Parameter(torch.empty(TAPS, 3 * dim))
         self.gates = nn.Linear(dim, 2 * heads, bias=False)  # decay, rate
@@ -140,7 +191,9 @@ class DeltaMixer(nn.Module):
                 "memory": x.new_zeros(x.shape[0], self.heads, width, width, dtype=dtype),
                 "recent": x.new_zeros(x.shape[0], TAPS - 1, 3 * self.dim, dtype=dtype),
             }
-        convolve = self.convolve if self.call is None else partial(self.call, self.convolve)
+        convolve: Callable[..., Any] = self.convolve
+        if torch.is_grad_enabled():  # the backward computes it again: 42 to 66 bytes per channel and token less to keep
+            convolve = partial(checkpoint, convolve, use_reentrant=False, preserve_rng_state=False)
         *wide, last = convolve(inputs, state["recent"].to(dtype), resets)
         decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]
         log_decay = -self.log_a.to(dtype).exp()[:, None] * F.softplus(decay + self.step_bias.to(dtype)[:, None])
@@ -235,13 +288,12 @@ class GatedDelta(LanguageModel):
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations per trained token: 6 per weight of a matrix product, and the rule's own products.
 
-        Per channel, in chunks of C positions and heads of width w, the rule takes 3 (w + C) multiply-adds forward and twice
-        that backward, and its triangular system C forward and 3 C backward (a solution, and the gradient of the system). Norms,
-        gates and the convolution, below 1 % at usual widths, are not counted.
+        Per channel, in chunks of C positions and heads of width w, the rule takes 3 w + 4 C multiply-adds forward and 6 w + 9 C
+        backward. Norms, gates, the convolution and inverses, a few percent at usual widths, are not counted.
         """
         width, chunk = self.dim // self.heads, min(CHUNK, seq_len)
         weights = self.num_layers * (5 * self.dim**2 + 2 * self.dim * self.heads + 3 * self.dim * self.hidden)
-        rule = self.dim * (18 * (width + chunk) + 8 * chunk)
+        rule = self.dim * (18 * width + 26 * chunk)
         return 6.0 * (weights + self.dim * self.vocab_size) + self.num_layers * rule
 
 

@@ -56,7 +56,7 @@ def gated_scan(
     dtype = torch.promote_types(x.dtype, torch.float32)
     rate = -GATE_SHARPNESS * F.softplus(decay.to(dtype))
     gates = recurrence_gate.to(dtype), input_gate.to(dtype)
-    h: Tensor = _GatedScan.apply(*gates, x.to(dtype), state.to(dtype), rate, resets)  # type: ignore[no-untyped-call]
+    h: Tensor = _GatedScan.apply(*gates, x, state.to(dtype), rate, resets)  # type: ignore[no-untyped-call]
     return h.to(x.dtype), h[:, -1]
 
 
@@ -66,7 +66,7 @@ def _warn_of_plain_scan() -> None:
 
 
 class _GatedScan(torch.autograd.Function):
-    """Gates and scan in fewer passes than by autograd, whose nodes a CPU does not fuse."""
+    """Gates and scan in fewer passes than by autograd, whose nodes a CPU does not fuse. x is kept in its own type."""
 
     @staticmethod
     def forward(
@@ -76,7 +76,7 @@ class _GatedScan(torch.autograd.Function):
         log_a = r * rate
         # -expm1(2 log a) is 1 - a^2, accurate where a is close to 1. Where a gate underflows its root has no finite slope: with
         # the floor a gate's gradient is 0 there, not NaN.
-        scale = (2.0 * log_a).expm1_().neg_().clamp_min_(torch.finfo(x.dtype).tiny).sqrt_()
+        scale = (2.0 * log_a).expm1_().neg_().clamp_min_(torch.finfo(r.dtype).tiny).sqrt_()
         a = log_a.exp_()
         if resets is not None:
             a.masked_fill_(resets.unsqueeze(-1), 0.0)
@@ -99,7 +99,7 @@ class _GatedScan(torch.autograd.Function):
         grad_rate = grad_r.flatten(0, -2).sum(dim=0)
         grad_r.mul_(rate)
         grad_r, grad_i = torch.addcmul(grad_r, grad_r, r, value=-1), torch.addcmul(grad_i, grad_i, i, value=-1)
-        return grad_r, grad_i, grad_x, a[:, 0] * grad_b[:, 0], grad_rate, None
+        return grad_r, grad_i, grad_x.to(x.dtype), a[:, 0] * grad_b[:, 0], grad_rate, None
 
 
 @torch.library.custom_op("trainer::linear_scan", mutates_args=())

@@ -20,15 +20,7 @@ from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.files import (
-    is_url,
-    read_bytes,
-    read_lines,
-    refuse_special,
-    remove_leftovers,
-    write_file,
-    write_json,
-)
+from trainer.files import is_url, read_bytes, read_lines, refuse_special, remove_leftovers, write_file, write_json
 from trainer.metrics.logger import get_logger
 from trainer.metrics.payload_contract import PayloadError, Restart, parse_line
 from trainer.metrics.run_status import LOCK_NAME, OWN_LOOP, STATUS_NAME, run_state, take_lock, write_status

@@ -179,8 +179,7 @@ def make_preview(plan: Plan, *, most: int = MAX_COUNTED) -> Preview:
     corpus = max(sum(each.corpus_tokens for view in sources for each in view.modalities), 1)
     sources = [
         replace(
-            view,
-            modalities=tuple(replace(each, corpus_share=each.corpus_tokens / corpus) for each in view.modalities),
+            view, modalities=tuple(replace(each, corpus_share=each.corpus_tokens / corpus) for each in view.modalities)
         )
         for view in sources
     ]
@@ -331,8 +330,7 @@ def _with_draws(
     total = max(sum(view.tokens or 0.0 for view in found), 1)
     return [
         replace(
-            view,
-            modalities=tuple(replace(each, drawn_share=(each.tokens or 0.0) / total) for each in view.modalities),
+            view, modalities=tuple(replace(each, drawn_share=(each.tokens or 0.0) / total) for each in view.modalities)
         )
         for view in found
     ]

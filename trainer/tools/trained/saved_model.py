@@ -277,7 +277,7 @@ def begin_texts(directory: Path, bos_id: int) -> bool:
         write_file(path, before)
         return False
     # No class of a family, which would make a post-processor of its own.
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": FIRST_TOKEN}
+    named: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": FIRST_TOKEN}
     named |= {"model_input_names": ["input_ids", "attention_mask"]}
     write_file(config, json.dumps({**read_json(config), **named}, indent=2, ensure_ascii=False) + "\n")
     return True
