@@ -36,6 +36,7 @@ VARIANTS: dict[str, Sequence[str]] = {
 SMALL = 100e6  # parameters
 FIRST_STEP_SEC = 10.0
 HEAD_WIDTH = 128
+AFTER_SEC = 2.5  # of training, at which losses of families are compared
 
 
 class GptBlock(nn.Module):
@@ -148,9 +149,21 @@ def measure(args: argparse.Namespace) -> list[Figure | Table]:
             middle, peak = statistics.median(speeds[name]), resolve_peak_tflops(args.device)
             mfu = compute_mfu(tokens_per_sec=middle, flops_per_token=flops, num_devices=1, peak_tflops=peak)
             sizes = round(size / 1e6), round(middle), float(mfu or 0.0)
-            rows.append((family, name, *sizes, each[-1].first_step_sec, each[-1].peak_mb / 1e3))
-    columns = ("family", "variant", "million parameters", "tokens/s", "MFU", "first step after s", "GB")
+            after = "" if name == "alone" else loss_after(each)  # on tokens of no text
+            rows.append((family, name, *sizes, each[-1].first_step_sec, each[-1].peak_mb / 1e3, after))
+    sizes_of = ("million parameters", "tokens/s", "MFU", "first step after s", "GB", f"loss after {AFTER_SEC:g} s")
+    columns = ("family", "variant", *sizes_of)
     return [*figures, Table("Medians", columns, rows)]
+
+
+def loss_after(blocks: Sequence[Block]) -> str:
+    """The mean loss of the block in which the time is over, not counting the first one, which compiles."""
+    seconds = 0.0
+    for block in blocks[1:]:
+        seconds += block.seconds
+        if seconds >= AFTER_SEC:
+            return f"{statistics.mean(block.losses):.3f}"
+    return "it ended before"
 
 
 def figures_of(family: str, size: int, speeds: dict[str, list[float]], blocks: dict[str, list[Block]]) -> list[Figure]:
