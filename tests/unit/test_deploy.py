@@ -51,7 +51,8 @@ def test_torchrun_and_train_take_the_arguments(job, pod):
     parsed = get_args_parser().parse_args([*container["args"]])
     elastic = job["spec"]["elasticPolicy"]
     replicas = job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
-    assert int(parsed.nnodes) == replicas == elastic["minReplicas"] == elastic["maxReplicas"]
+    assert replicas == elastic["minReplicas"] == elastic["maxReplicas"]
+    assert not any(argument.startswith("--nnodes") for argument in container["args"]), "PET_NNODES says it"
     assert parsed.rdzv_backend == elastic["rdzvBackend"] == "c10d"
     assert int(parsed.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
     assert parsed.no_python
