@@ -42,7 +42,7 @@ def runs(tmp_path_factory) -> list[Path]:
 
 
 def make_report(out: Path, *runs: Path, assets: bool = False) -> Path:
-    report(list(map(str, runs)), str(out), force=False, follow=False, port=None, assets=assets)
+    report(list(map(str, runs)), str(out), force=False, assets=assets)
     return out
 
 

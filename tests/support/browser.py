@@ -36,9 +36,9 @@ class Opened:
 
 
 @contextmanager
-def opened(target: Path | str, *, scheme: str = "light") -> Iterator[Opened]:
-    """Open a file or a URL and wait for its first chart; collects console errors, warnings, exceptions and every request for
-    another file or server."""
+def opened(file: Path, *, scheme: str = "light") -> Iterator[Opened]:
+    """Open a page and wait for its first chart; collects console errors, warnings, exceptions and every request for another
+    file or server."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -49,13 +49,8 @@ def opened(target: Path | str, *, scheme: str = "light") -> Iterator[Opened]:
             seen = Opened(page)
             page.on("console", lambda m: seen.complaints.append(m.text) if m.type in ("error", "warning") else None)
             page.on("pageerror", lambda error: seen.complaints.append(str(error)))
-            is_file = isinstance(target, Path)
-            url = target.resolve().as_uri() if is_file else target
-
-            def is_expected(asked: str) -> bool:
-                return asked.partition("#")[0] == url if is_file else asked.startswith(url)
-
-            page.on("request", lambda r: None if is_expected(r.url) else seen.requests.append(r.url))
+            url = file.resolve().as_uri()
+            page.on("request", lambda r: None if r.url.partition("#")[0] == url else seen.requests.append(r.url))
             page.goto(url)
             page.locator(".plot .main-svg").first.wait_for()
             yield seen

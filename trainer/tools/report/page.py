@@ -334,8 +334,6 @@ def render_page(
     *,
     plotly: str = "",
     plotly_file: str = "",
-    version: str = "",
-    line: str = "",
 ) -> str:
     """The whole page.
 
@@ -343,8 +341,6 @@ def render_page(
         names: of the runs, in the order of the colors.
         parts: from `render_parts`.
         plotly: the source of plotly.js; empty: it is in `plotly_file`, next to the page.
-        version: given, the page asks its server for the newest, to reload itself; otherwise it makes no network request.
-        line: how the runs stand, for a page that asks.
     """
     title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
     switches = [
@@ -358,8 +354,6 @@ def render_page(
         parts,
         title=escape(title),
         css=texts["report.css"],
-        connect="; connect-src 'self'" if version else "",
-        bar=element("p", line, id="live", class_="live", data_version=version) if version else "",
         switches="" if len(names) == 1 else legend,
         plotly=f"<script>{plotly}</script>" if plotly else element("script", src=plotly_file),
         scripts="" if plotly else " 'self' file:",

@@ -101,11 +101,6 @@ class RunRecord:
         return found
 
     @property
-    def has_ended(self) -> bool:
-        """Whether status.json says so, or the run's process is gone."""
-        return str(self.status.get("state")) in ENDED_STATES
-
-    @property
     def world_size(self) -> int | None:
         """Number of ranks; None if neither env.json nor the status of another loop has it."""
         size = self.environment.get("world_size", self.status.get("world_size"))

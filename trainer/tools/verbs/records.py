@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 SHOWN_REASON, SHOWN_STEPS = 80, 4
 EXIT_FINDINGS = 3
-DEFAULT_OUT = "report.html"
 MIN_INTERVAL_SEC, MAX_TIME_SHARE = 20.0, 0.005  # of the live verdict
 
 
@@ -271,41 +270,18 @@ def _finding_lines(ruling: Ruling) -> list[str]:
 
 def report(
     runs: RunsArgument,
-    out: Annotated[
-        str | None, typer.Option(help=f"HTML file to write (default: {DEFAULT_OUT}).", metavar="X.HTML")
-    ] = None,
+    out: Annotated[str, typer.Option(help="HTML file to write.", metavar="X.HTML")] = "report.html",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     assets: Annotated[
         bool, typer.Option("--assets", help="Put plotly.js (5 MB) next to the page, for all reports of the directory.")
     ] = False,
-    follow: Annotated[
-        bool,
-        typer.Option("--follow", help="Serve a page that updates itself, for browsers on this machine, until Ctrl-C."),
-    ] = False,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="With --follow: port to serve on (default: a free one).")
-    ] = None,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""
     from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.report.live import serve
     from trainer.tools.report.page import plotly_script, render_page, render_parts
     from trainer.tools.report.run_summary import with_distinct_names
     from trainer.tools.runs.load import load_run
 
-    mixed = {
-        "--out": follow and out is not None,
-        "--force": follow and force,
-        "--assets": follow and assets,
-        "--port": port is not None and not follow,
-    }
-    if wrong := next((option for option, is_wrong in mixed.items() if is_wrong), None):
-        problem = f"does not go {'without' if wrong == '--port' else 'with'} --follow"
-        raise UserError(wrong, problem, "change one of them")
-    if follow:
-        serve(runs, plotly=plotly_script(), port=port or 0, say=lambda words: echo(words, err=True))
-        return
-    out = DEFAULT_OUT if out is None else out
     if Path(out).suffix.lower() not in (".html", ".htm"):
         raise UserError("--out", f"must end in .html, got {out}", "name an .html file")
     plotly = plotly_script()

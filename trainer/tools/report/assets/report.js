@@ -202,32 +202,6 @@
     if (matches) plots.forEach(draw); else drawAll();
   });
 
-  /* ---- A page that is served reloads when there is news; zoom and smoothing are kept here, the place by the browser ---- */
-  const live = $("live"), line = live?.textContent;
-  let isPressed = false;  // a reload under a pressed mouse would break off a zoom
-  async function poll() {
-    try {
-      const answer = document.hidden || isPressed ? null : await fetch("/", { method: "HEAD", cache: "no-store" });
-      if (answer && answer.headers.get("ETag") !== live.dataset.version) {
-        sessionStorage.setItem("view", JSON.stringify([state.smoothing, state.log, state.range]));
-        location.reload();
-        return;
-      }
-      if (answer) live.textContent = line;
-    } catch {
-      if (!live.textContent.startsWith("No answer")) live.textContent = `No answer from train report --follow since ${new Date().toLocaleTimeString("en-GB")}; the page keeps what it shows.`;
-    }
-    setTimeout(poll, 2000);
-  }
-
   showTheme();
   drawAll();
-  if (live) {
-    const [smoothing, isLogged, range] = JSON.parse(sessionStorage.getItem("view") ?? "[]");
-    if (smoothing) document.querySelector(`[data-smoothing="${smoothing}"]`).click();
-    if (isLogged) $("log").click();
-    if (range) setRange(range);
-    for (const kind of ["pointerdown", "pointerup", "pointercancel", "blur"]) addEventListener(kind, () => { isPressed = kind === "pointerdown"; }, true);
-    setTimeout(poll, 2000);
-  }
 })();
