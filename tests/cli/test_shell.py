@@ -84,7 +84,7 @@ LOADS = {
     "--help": "",
     "diagnose {run}": "pydantic",
     "ls {run}": "pydantic",
-    "data inspect {data}": "numpy pydantic",
+    "data verify {data}": "numpy pydantic",
     "data build text --out {new} --modality prose={data}/*.txt": "numpy pydantic",
     "init {data} --out {new} --minutes 0": "numpy pydantic",
     "eval {run} --source x={near}": "numpy pydantic",

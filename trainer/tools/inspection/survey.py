@@ -1,28 +1,23 @@
-"""Facts about data: documents, tokens, groups and cells by stream, how often each id occurs; and, if nobody says how to read
-files, whether they hold text or token ids, and of which dtype."""
+"""Reads data that nobody has described: text or token ids, of which dtype, how long the documents and how large the ids are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data.documents import Kind, ReadOptions, TokenArray, TokenTable
 from trainer.data.formats import file_kind, format_name, load_documents, takes_option
-from trainer.data.groups import CutOptions, build_groups
 from trainer.data.layout import Stream
-from trainer.data.tokenizer import IdsTokenizer, Tokenizer, load_tokenizer
+from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.metrics.progress_bar import Report, silent
 
 CHUNK = 1 << 20  # tokens counted together
 UNBOUNDED = 1 << 40  # larger than any vocabulary
-NUM_TOP_IDS = 10
-COUNTS = ("documents", "empty_documents", "tokens", "groups", "cells")
 PEEK_BYTES = 1 << 20
 # Ids of a vocabulary below a million leave at most this in the upper half of a 32-bit word.
 LARGEST_UPPER_HALF = 15
@@ -53,67 +48,6 @@ def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
                 waiting, num_waiting = [], 0
     if waiting:
         yield np.concatenate(waiting)
-
-
-def survey(
-    streams: Sequence[Stream], options: ReadOptions, cut: CutOptions, *, report: Report = silent
-) -> dict[str, Any]:
-    """What `train data inspect --json` says of the streams, read once, if their documents are cut so.
-
-    `streams` has a row for each, `modalities` and `totals` are sums of the rows, `histogram` says how often each type of token
-    and the most frequent ids occur.
-
-    Raises:
-        UserError: for the first file that is unreadable or damaged.
-    """
-    rows: list[dict[str, Any]] = []
-    counts = np.zeros(options.tokenizer.vocab_size, dtype=np.int64)
-    for stream in each_stream(streams, report):
-        documents = load_documents(stream.path, options)
-        lengths = documents.lengths
-        groups = build_groups(lengths, np.arange(len(lengths)), stream.relative_path, cut)
-        for chunk in token_chunks(documents):
-            counts += np.bincount(chunk.astype(np.intp, copy=False), minlength=len(counts))
-        cells = int(groups.num_cells.sum())
-        numbers = (len(lengths), int((lengths == 0).sum()), int(lengths.sum()), groups.num_groups, cells)
-        row = {"stream": stream.relative_path, "modality": stream.modality}
-        row["format"] = format_name(Path(stream.path), options.format)
-        rows.append({**row, **dict(zip(COUNTS, numbers, strict=True))})
-    by_modality: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: str(row["modality"])):
-        by_modality.setdefault(row["modality"], []).append(row)
-    return {
-        "totals": _totals(rows, cut.seq_len),
-        "modalities": {name: _totals(chosen, cut.seq_len) for name, chosen in by_modality.items()},
-        "histogram": _histogram(counts, options.tokenizer),
-        "streams": rows,
-    }
-
-
-def _totals(rows: Sequence[dict[str, Any]], seq_len: int) -> dict[str, float]:
-    """Sums, and the padding as a share of the cells' tokens."""
-    totals: dict[str, float] = {"streams": len(rows), **{name: sum(row[name] for row in rows) for name in COUNTS}}
-    room = totals["cells"] * seq_len
-    return {**totals, "padding_share": 1.0 - totals["tokens"] / room if room else 0.0}
-
-
-def _histogram(counts: Ints, tokenizer: Tokenizer) -> dict[str, Any]:
-    total = max(int(counts.sum()), 1)
-
-    def entry(count: Any) -> dict[str, float]:
-        return {"tokens": int(count), "share": int(count) / total}
-
-    table, names = tokenizer.token_type_table, tokenizer.token_type_names
-    by_type = [] if table is None else np.bincount(table, weights=counts, minlength=len(names)).tolist()
-    most = [i for i in np.argsort(-counts, kind="stable")[:NUM_TOP_IDS] if counts[i]]  # ties in ascending order of id
-    return {
-        "vocab_size": len(counts),
-        "distinct_ids": int((counts > 0).sum()),
-        "types": {name: entry(count) for name, count in zip(names, by_type, strict=False)},
-        "top_ids": [
-            {"id": int(i), "text": tokenizer.decode(np.array([i], np.int64)), **entry(counts[i])} for i in most
-        ],
-    }
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`train data`: build corpora, inspect and verify them."""
+"""`train data`: build corpora and verify them, tokenize text, and show what a step read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from trainer.cli.options import ColumnOption, EodOption, FormatOption, JsonOption, TextOption, TrustOption, require_run
-from trainer.cli.terminal import echo, output, print_json, writing
+from trainer.cli.terminal import echo, print_json, writing
 from trainer.errors import UserError, UserErrors
 from trainer.metrics.progress_bar import now_and_then, progress_bar
 from trainer.wording import counted, few
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from trainer.data.layout import Discovery
     from trainer.tools.corpus.writer import Manifest
 
-app = typer.Typer(help="Build, inspect and verify data.", no_args_is_help=True)
+app = typer.Typer(help="Build, tokenize and verify data.", no_args_is_help=True)
 build_app = typer.Typer(help="Build a corpus in the NESTED layout.", no_args_is_help=True)
 synth_app = typer.Typer(help="Generate a synthetic corpus.", no_args_is_help=True)
 app.add_typer(build_app, name="build")
@@ -224,39 +222,6 @@ def at_step(
         print_rows(rows, f"Step {step} of {run_dir}, read on from step {origin.step}", origin.note)
 
 
-@app.command()
-def inspect(
-    paths: PathsArgument,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per cell, as data.seq_len.")] = 256,
-    tokenizer: TokenizerOption = "bytes",
-    vocab_size: VocabOption = 0,
-    format: FormatOption = "auto",
-    dtype: DtypeOption = None,
-    eod: EodOption = None,
-    text_split: TextSplitOption = "file",
-    column: ColumnOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show layout, modalities, streams, documents, groups, cells, padding and a token histogram."""
-    from trainer.data.groups import CutOptions
-    from trainer.data.layout import discover
-    from trainer.tools.inspection.survey import survey
-
-    at = discover(paths, format=format)
-    options = _read_options(
-        at, tokenizer, vocab_size, format, dtype=dtype, eod=eod, text_split=text_split, column=column
-    )
-    cut = CutOptions("", seq_len)
-    with progress_bar() as report:
-        found = survey(at.streams, options, cut, report=report)
-    asked = {"paths": paths, "layout": at.layout, "seq_len": seq_len}
-    content = {**asked, **found}
-    if as_json:
-        print_json(content)
-    else:
-        _print_tables(content)
-
-
 def _read_options(at: Discovery, tokenizer: str, vocab_size: int, format: str, **given: Any) -> ReadOptions:
     """How the files are read. Raises UserError: an option has no effect on them."""
     from trainer.data.documents import ReadOptions
@@ -265,34 +230,3 @@ def _read_options(at: Discovery, tokenizer: str, vocab_size: int, format: str, *
 
     refuse_unheeded(at.streams, format, given)
     return ReadOptions(load_tokenizer(tokenizer, vocab_size=vocab_size), format=format, **given)
-
-
-def _print_tables(content: dict[str, Any]) -> None:
-    console = output()
-    cells = f"cells of {content['seq_len']} tokens"
-    console.print(f"layout {content['layout']}; {cells}", highlight=False)
-    table = Table("modality")
-    names = ("streams", "documents", "tokens", "groups", "cells")
-    for name in (*names, "padding"):
-        table.add_column(name, justify="right")
-    rows = list(content["modalities"].items())
-    for name, facts in [*rows, *([("all", content["totals"])] if len(rows) > 1 else [])]:
-        table.add_row(escape(name), *(f"{facts[key]:,}" for key in names), f"{facts['padding_share']:.1%}")
-    console.print(table)
-    histogram = content["histogram"]
-    if histogram["types"]:
-        console.print(_share_table("type", [(n, e) for n, e in histogram["types"].items() if e["tokens"]]))
-    title = f"most frequent of {histogram['distinct_ids']:,} distinct ids (vocabulary {histogram['vocab_size']:,})"
-    console.print(title, highlight=False)
-    console.print(_share_table("id", [(f"{e['id']} {e['text']!r}", e) for e in histogram["top_ids"]]))
-    if empty := content["totals"]["empty_documents"]:
-        console.print(f"{empty:,} documents have no token and are never read", highlight=False)
-
-
-def _share_table(kind: str, rows: list[tuple[str, dict[str, Any]]]) -> Table:
-    table = Table(kind)
-    table.add_column("tokens", justify="right")
-    table.add_column("share", justify="right")
-    for name, entry in rows:
-        table.add_row(escape(name), f"{entry['tokens']:,}", f"{entry['share']:.2%}")
-    return table
