@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export WANDB_MODE ?= offline
 export WANDB_SILENT ?= true
 
-.PHONY: help setup data smoke smoke-matrix test test-slow test-faults golden mutants check format docs site \
+.PHONY: help setup data smoke smoke-matrix test test-slow test-faults golden mutants check format docs \
 	bench $(addprefix bench-,$(BENCHES)) gpu clean
 
 help:
@@ -40,7 +40,6 @@ help:
 	@echo "make check      lint, types, layers, generated docs, budgets, and that every test file imports"
 	@echo "make format     format the code"
 	@echo "make docs       regenerate the generated docs and JSON schemas"
-	@echo "make site       the documentation as a site, with the API reference, in build/site"
 	@echo "make bench      what the instruments cost, as ratios, into docs/benchmarks.md (make bench-loop: one of them)"
 	@echo "make gpu        tests, figures and a profile on one CUDA device (DEVICE=cpu: a rehearsal)"
 
@@ -127,10 +126,6 @@ format: setup
 
 docs: setup
 	@$(BIN)/python scripts/make_docs.py
-
-site: setup docs
-	$(call install,-e '.[docs]')
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python scripts/make_site.py
 
 # All of them write docs/benchmarks.md (about 15 minutes); one alone prints its table.
 bench: setup

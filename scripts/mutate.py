@@ -7,12 +7,11 @@ A mutant that survives is a hole in the tests, or changes nothing that matters. 
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-from make_site import mirror
 
 CONFIG = """\
 [cosmic-ray]
@@ -24,7 +23,19 @@ test-command = "{python} -m pytest -x -q -p no:cacheprovider {tests}"
 [cosmic-ray.distributor]
 name = "local"
 """
+ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SEC = 120.0  # of the tests against one mutant
+
+
+def mirror(folder: Path) -> None:
+    """Copy the files that git tracks, or does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
 
 
 def main() -> int:
