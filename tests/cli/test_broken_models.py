@@ -245,9 +245,8 @@ class Net(nn.Module):
 def test_the_doctor_takes_anybodys_module(verb):
     ended = verb(ANYBODYS, "doctor", "--model", "broken_model:Net", "--json")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    told = json.loads(ended.stdout)
-    assert {"carry": "held"}.items() <= {each["check"]: each["status"] for each in told["verdicts"]}.items()
-    assert "a row cut once equals" in told["arguments"]["hidden"]
+    told = {each["check"]: each["status"] for each in json.loads(ended.stdout)["verdicts"]}
+    assert told["carry"] == "held"
 
 
 def test_the_doctor_takes_a_class_of_transformers_and_one_on_disk(verb, tmp_path):
@@ -262,7 +261,8 @@ def test_the_doctor_takes_a_class_of_transformers_and_one_on_disk(verb, tmp_path
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     ended = verb("", "doctor", "--hf", tmp_path / "llama", "--json")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "grows with every token" in json.loads(ended.stdout)["arguments"]["past_key_values"]
+    told = {each["check"]: each["text"] for each in json.loads(ended.stdout)["verdicts"]}
+    assert "past_key_values grows with every token" in told["carry"]
     for arguments in (("--hf", "NoSuchClass"), ("--hf", tmp_path), ("--hf", "MambaForCausalLM", "--model", "gru"), ()):
         ended = verb("", "doctor", *arguments)
         assert ended.returncode == 2, ended.stdout

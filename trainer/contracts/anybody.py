@@ -1,5 +1,5 @@
-"""Anybody's causal model, called as its own forward takes it: which argument carries the tokens, the state, and what keeps
-documents and padding apart is found out by calling it."""
+"""Anybody's causal model, called as its own forward takes it: which argument carries the tokens and the state, and whether one
+keeps documents apart, is found out by calling it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.contracts.subject import CallFailed, Plain, Subject, one_line
+from trainer.contracts.subject import CallFailed, one_line
 from trainer.contracts.trial import relative
 
 TOKENS = ("tokens", "input_ids", "input", "inputs", "ids", "idx", "x")
 STATES = ("state", "states", "past_key_values", "cache_params", "hidden_state", "hidden", "hx", "h", "cache", "mems")
 CACHES = ("past_key_values", "cache_params")  # of transformers, whose forwards take use_cache in their keywords
-PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 ROW, MORE = 8, 3  # tokens of the rows that are tried, and how many more show what grows
 APART = 1e-5  # of the logits' spread: nothing but rounding, in any precision that is tried here
-APART_WORDS = "keeps documents apart"
-
-
-class Argument(NamedTuple):
-    """An argument of a forward, and what passing it was found to do."""
-
-    name: str
-    found: str
 
 
 class Output(NamedTuple):
@@ -169,7 +160,7 @@ class Packing(Adapted):
         return super().forward(tokens, state, **inputs, **given)
 
 
-def adapt(model: nn.Module, *, new_cache: Callable[[], Any] | None = None) -> nn.Module:
+def adapt(model: nn.Module) -> nn.Module:
     """The model as it is, if its forward takes `tokens` by name or no token ids that are known; else behind an `Adapted`.
 
     Raises:
@@ -178,123 +169,27 @@ def adapt(model: nn.Module, *, new_cache: Callable[[], Any] | None = None) -> nn
     names = inspect.signature(model.forward).parameters
     if "tokens" in names or not set(TOKENS) & set(names):
         return model
-    adapted = Adapted(model, new_cache=new_cache)
+    adapted = Adapted(model)
     was_training = model.training
     with torch.no_grad():
-        is_apart = "seq_idx" in names and _packs(adapted.eval(), "seq_idx").startswith(APART_WORDS)
+        is_apart = "seq_idx" in names and _keeps_documents_apart(adapted.eval())
     adapted.train(was_training)
     if is_apart:
         adapted.__class__ = Packing
     return adapted
 
 
-def find_arguments(adapted: Adapted) -> list[Argument]:
-    """What can be passed through which argument, each found by calling the model in `eval()`, in float64 if it runs there."""
-    subject = Subject(adapted, dtype=torch.float32)
+def _keeps_documents_apart(model: Adapted) -> bool:
+    """Whether the second of two documents in a row, marked by `seq_idx`, gets the logits that it has alone."""
     try:
-        subject = subject.in_float64()
-        with torch.no_grad(), Plain(lift=True):
-            subject.model.eval()(adapted._tokens(1, ROW))
-    except Exception:  # noqa: BLE001 - a model's operators may lack it
-        subject = Subject(copy.deepcopy(adapted), dtype=torch.float32)
-    probed: Any = subject.model.eval()
-    found = [Argument(adapted.tokens_name, "token ids [B, T]")]
-    with torch.no_grad(), Plain(lift=subject.dtype == torch.float64):
-        if adapted.state_name is not None:
-            found.append(Argument(adapted.state_name, _answer(_state, probed)))
-        for name, ask in (("position_ids", _positions), ("attention_mask", _padding)):
-            if name in adapted.parameters_taken:
-                found.append(Argument(name, _answer(ask, probed)))
-        packed: dict[str, list[str]] = {}
-        for name in PACKED:
-            if adapted.takes(name):
-                packed.setdefault(_packs(probed, name), []).append(name)
-    return [*found, *(Argument(", ".join(names), text) for text, names in packed.items())]
-
-
-def _answer(ask: Callable[[Adapted], str], model: Adapted) -> str:
-    try:
-        return ask(model)
-    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
-        return f"refused: {one_line(error)}"
-
-
-def _rows(model: Adapted, *, rows: int = 1) -> Tensor:
-    """Token ids [rows, 2 ROW] below the vocabulary."""
-    vocab = model.run(model._tokens(1, ROW))[0].shape[-1]
-    generator = torch.Generator().manual_seed(7)
-    return torch.randint(vocab, (rows, 2 * ROW), generator=generator).to(model._tokens(1, 1).device)
-
-
-def _state(model: Adapted) -> str:
-    """A row cut once, by the model's own cache, against the uncut one."""
-    why = model.why_stateless
-    if "cannot be used" in why or "takes no state" in why:
-        return why
-    kept, model.why_stateless = why, ""
-    try:
-        tokens = _rows(model)
-        whole = model.run(tokens)[0]
-        cache = model.run(tokens[:, :ROW])[1]
-        size = distance(model.run(tokens[:, ROW:], cache)[0], whole[:, ROW:])
-    finally:
-        model.why_stateless = kept
-    text = f"equals the uncut row to {size:.0e}" if size < APART else f"differs from the uncut row by {size:.0e}"
-    return f"{why or 'a state of a fixed size, which is carried'}; a row cut once {text}"
-
-
-def _positions(model: Adapted) -> str:
-    tokens = _rows(model)
-    count = torch.arange(2 * ROW, device=tokens.device)[None]
-    plain, given = model(tokens).logits, model(tokens, position_ids=count).logits
-    same = "counted from 0 where it is not given" if distance(given, plain) < APART else "not from 0 by default"
-    if distance(model(tokens, position_ids=5 * count).logits, given) < APART:
-        return "ignored: other positions give the same logits"
-    return f"{same}; starting again in a row, it {_apart(model, tokens, position_ids=count % ROW)}"
-
-
-def _padding(model: Adapted) -> str:
-    """A row behind three tokens of left padding, beside a full one, against the row alone."""
-    tokens = _rows(model, rows=2)
-    mask = torch.ones_like(tokens)
-    mask[0, :MORE] = 0
-    alone = model(tokens[:1, MORE:])
-    texts = []
-    counted = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if "position_ids" in model.parameters_taken else {}
-    for words, more in (("", {}), (" with position_ids from the first token on", counted)):
-        if words and not more:
-            continue
-        padded = model(tokens, attention_mask=mask, **more)
-        size = distance(padded.logits[:1, MORE:], alone.logits)
-        for ours, theirs in zip(padded.state or [], alone.state or [], strict=True):
-            size = max(size, distance(ours[:1].flatten(1)[None], theirs.flatten(1)[None]))
-        if size < APART:
-            return f"left padding changes nothing{words}, to {size:.0e}"
-        texts.append(f"by {size:.0e}{words}")
-    return f"left padding changes the logits or the state of a row, {' and '.join(texts)}"
-
-
-def _packs(model: Adapted, name: str) -> str:
-    """Two documents in one row, marked by the argument, against the second one alone."""
-    try:
-        tokens = _rows(model)
-        if name == "seq_idx":
-            marks = {name: (torch.arange(2 * ROW, device=tokens.device) // ROW).int()[None]}
-        else:
-            bounds = torch.tensor([0, ROW, 2 * ROW], dtype=torch.int32, device=tokens.device)
-            marks = {name: bounds}
-            if name == "cu_seq_lens_q":  # transformers' own names, which come together
-                marks |= {"cu_seq_lens_k": bounds, "max_length_q": ROW, "max_length_k": ROW}  # type: ignore[dict-item]
-        if distance(model(tokens, **marks).logits, model(tokens).logits) < APART:
-            return "ignored: the logits are the same without it, and documents of a row see each other"
-        return _apart(model, tokens, **marks)
-    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
-        return f"refused: {one_line(error)}"
-
-
-def _apart(model: Adapted, tokens: Tensor, **marks: Any) -> str:
-    size = distance(model(tokens, **marks).logits[:, ROW:], model(tokens[:, ROW:]).logits)
-    return f"{APART_WORDS}, to {size:.0e}" if size < APART else f"lets documents see each other, by {size:.0e}"
+        start = model._tokens(1, ROW)
+        vocab = model.run(start)[0].shape[-1]
+        tokens = torch.randint(vocab, (1, 2 * ROW), generator=torch.Generator().manual_seed(7)).to(start.device)
+        marks = (torch.arange(2 * ROW, device=start.device) // ROW).int()[None]
+        marked = model(tokens, seq_idx=marks).logits
+        return distance(marked[:, ROW:], model(tokens[:, ROW:]).logits) < APART
+    except Exception:  # noqa: BLE001 - a user's model may raise anything
+        return False
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Modules that know nothing of this trainer: what passes through which argument, and the contract through it."""
+"""Modules that know nothing of this trainer: the contract through the arguments that they have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.contracts import check_model
-from trainer.contracts.anybody import Adapted, adapt, find_arguments
+from trainer.contracts.anybody import Adapted, Packing, adapt
 
 VOCAB, DIM = 31, 12
 
@@ -35,18 +35,16 @@ class Forgetful(Tagger):
 
 
 class Decayed(nn.Module):
-    """A decaying sum of the embeddings, in the style of `transformers`: a cache object, `seq_idx` and a mask of padding."""
+    """A decaying sum of the embeddings, in the style of `transformers`: a cache object and `seq_idx`."""
 
-    heeds_documents, heeds_padding, grows, counts = True, True, False, False
+    heeds_documents, grows, counts = True, False, False
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
 
-    def forward(self, input_ids, attention_mask=None, cache_params=None, seq_idx=None):
+    def forward(self, input_ids, cache_params=None, seq_idx=None):
         x = self.embedding(input_ids)
-        if attention_mask is not None and self.heeds_padding:
-            x = x * attention_mask[..., None]
         past = cache_params or SimpleNamespace(sum=torch.zeros_like(x[:, 0]), seen=0, layers=[])
         total, found = past.sum, []
         for at in range(x.shape[1]):
@@ -66,12 +64,6 @@ def variant(**settings: bool) -> nn.Module:
     return type("Variant", (Decayed,), settings)()
 
 
-def found(model: nn.Module) -> dict[str, str]:
-    adapted = adapt(model)
-    assert isinstance(adapted, Adapted)
-    return {argument.name: argument.found for argument in find_arguments(adapted)}
-
-
 def test_a_state_is_carried_through_the_argument_that_takes_it_wherever_its_rows_are():
     report = check_model(Tagger(), vocab_size=VOCAB)
     assert report.breaches == [], report
@@ -82,14 +74,8 @@ def test_a_state_is_carried_through_the_argument_that_takes_it_wherever_its_rows
 def test_seq_idx_that_keeps_documents_apart_is_judged_as_resets():
     report = check_model(variant(), vocab_size=VOCAB)
     assert report["resets"].status == report["carry"].status == "held", report
-    assert found(variant())["seq_idx"].startswith("keeps documents apart")
-    assert found(variant(heeds_documents=False))["seq_idx"].startswith("ignored")
+    assert isinstance(adapt(variant()), Packing)
     assert check_model(variant(heeds_documents=False), vocab_size=VOCAB)["resets"].status == "not testable here"
-
-
-def test_left_padding_is_compared_with_the_row_alone():
-    assert found(variant())["attention_mask"].startswith("left padding changes nothing")
-    assert found(variant(heeds_padding=False))["attention_mask"].startswith("left padding changes the logits")
 
 
 @pytest.mark.parametrize(
@@ -98,8 +84,9 @@ def test_left_padding_is_compared_with_the_row_alone():
 )
 def test_a_cache_that_is_no_state_is_named_and_not_called_a_breach(settings, why):
     model = variant(**settings)
-    assert why in found(model)["cache_params"]
-    assert "a row cut once equals" in found(model)["cache_params"]
+    adapted = adapt(model)
+    assert isinstance(adapted, Adapted)
+    assert why in adapted.why_stateless
     report = check_model(model, vocab_size=VOCAB)
     assert report.breaches == [], report
     assert why in report["carry"].text

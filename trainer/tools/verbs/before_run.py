@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainer.contracts import Report
-    from trainer.contracts.anybody import Argument
     from trainer.tools.preview.summary import Preview
     from trainer.training.setup.plan import Plan
 
@@ -349,7 +348,6 @@ def doctor(
     that could not be checked."""
     from trainer.config.load import parse_value
     from trainer.contracts import check_model
-    from trainer.contracts.anybody import Adapted, find_arguments
     from trainer.distributed.env import pick_device
 
     given: Any = parse_value(args)
@@ -367,13 +365,11 @@ def doctor(
     else:
         built = _build(name, given, vocab_size, dim, num_layers, seq_len)
     built = built.to(on)
-    arguments = find_arguments(built) if isinstance(built, Adapted) else []
     report = check_model(built, vocab_size=vocab_size, seq_len=seq_len)
     if as_json:
-        found = {argument.name: argument.found for argument in arguments}
-        print_json({"model": hf or model, "args": given, "arguments": found, **report.to_json()})
+        print_json({"model": hf or model, "args": given, **report.to_json()})
     else:
-        _print_report(name, report, arguments)
+        _print_report(name, report)
     if report.breaches or report.unchecked:
         raise typer.Exit(EXIT_BREACH)
 
@@ -405,7 +401,7 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
     return build_model(table, vocab_size, seq_len=seq_len)
 
 
-def _print_report(model: str, report: Report, arguments: list[Argument]) -> None:
+def _print_report(model: str, report: Report) -> None:
     from trainer.tools.fitted_table import Column, fitted_table
 
     verdicts = report.verdicts
@@ -415,13 +411,6 @@ def _print_report(model: str, report: Report, arguments: list[Argument]) -> None
         Column("observation", [escape(verdict.text) for verdict in verdicts], wraps=True),
     ]
     console = output()
-    if arguments:
-        taken = [
-            Column("argument", [escape(argument.name) for argument in arguments]),
-            Column("what it does", [escape(argument.found) for argument in arguments], wraps=True),
-        ]
-        console.print(fitted_table(taken, width=console.width, box=None, pad_edge=False))
-        console.print()
     console.print(fitted_table(columns, width=console.width, box=None, pad_edge=False))
     breaches = ", ".join(verdict.check for verdict in report.breaches)
     summary = coloured("healthy", "keeps the contract")
