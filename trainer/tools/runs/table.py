@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from itertools import chain, groupby
 from pathlib import Path
 
-from trainer.errors import UserError
 from trainer.files import replacing
 
 Column = tuple["array[int]", "array[float]"]
@@ -115,30 +114,4 @@ def write_csv(train: RowTable, evals: RowTable, path: Path) -> int:
             cells = (repr(values[key]).removesuffix(".0") if key in values else "" for key in keys)
             writer.writerow([mode, step, *cells])
         file.detach()  # flushes
-    return len(rows)
-
-
-def write_parquet(train: RowTable, evals: RowTable, path: Path) -> int:
-    """Write columns `mode`, `global_step` and one float64 column per key, null where absent; returns the number of rows.
-
-    Raises:
-        UserError: pyarrow is not installed.
-        OSError: the file cannot be written.
-    """
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        fix = "run: pip install pyarrow, or use --format csv"
-        raise UserError("--format parquet", "needs the package pyarrow, which is not installed", fix) from None
-    rows, keys = _rows_of(train, evals), dict.fromkeys([*train.keys, *evals.keys])
-    columns = {
-        "mode": pyarrow.array([mode for mode, _, _ in rows], pyarrow.string()),
-        "global_step": pyarrow.array([step for _, step, _ in rows], pyarrow.int64()),
-    }
-    for key in keys:
-        # from_pandas=False keeps NaN apart from null.
-        columns[key] = pyarrow.array([values.get(key) for _, _, values in rows], pyarrow.float64(), from_pandas=False)
-    with replacing(path, follow=True) as file:
-        parquet.write_table(pyarrow.table(columns), file)
     return len(rows)

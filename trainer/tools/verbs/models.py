@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from trainer.config.data_tables import EvalSourceTable
 
 ModelArgument = Annotated[str, typer.Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
-ExportFormat = Literal["safetensors", "hf", "csv", "parquet"]
-SUFFIXES: dict[str, ExportFormat] = {".csv": "csv", ".parquet": "parquet"}
-"""Of a file to write -> the format without `--format`."""
+ExportFormat = Literal["safetensors", "hf", "csv"]
 HELD_OUT = "held-out documents"
 METRICS = {"loss": "loss", "bits_per_byte": "bits per byte", "perplexity": "perplexity", "accuracy": "accuracy"}
 
@@ -176,21 +174,20 @@ def export(
     run_dir: Annotated[
         str, typer.Argument(help="A run directory; for metrics also a metrics.jsonl.", metavar="RUN_DIR")
     ],
-    out: Annotated[str, typer.Option(help="File (csv, parquet) or directory (the others) to write.", metavar="PATH")],
+    out: Annotated[str, typer.Option(help="File (csv) or directory (the others) to write.", metavar="PATH")],
     format: Annotated[
         ExportFormat | None,
         typer.Option(
-            help="Weights: safetensors, hf (from_pretrained). Metrics: csv, parquet. Default: by PATH's ending, "
-            "otherwise safetensors."
+            help="Weights: safetensors, hf (from_pretrained). Metrics: csv. Default: csv if PATH ends so, else safetensors."
         ),
     ] = None,
     step: StepOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
     trust_code: TrustOption = False,
 ) -> None:
-    """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV, Parquet)."""
+    """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV)."""
     target = Path(out)
-    format = format or SUFFIXES.get(target.suffix, "safetensors")
+    format = format or ("csv" if target.suffix == ".csv" else "safetensors")
     refuse_existing(out, force=force)
     if target.is_dir() and not _is_export(target):
         raise UserError(out, "is a directory with other files than an export", "name a new one")
@@ -202,13 +199,13 @@ def export(
         echo(f"wrote the weights after step {made.step}, config and model card to {out}", err=True)
         return
     from trainer.tools.runs.load import load_run
-    from trainer.tools.runs.table import write_csv, write_parquet
+    from trainer.tools.runs.table import write_csv
 
     if step is not None:
         raise UserError("--step", "chooses a checkpoint", "use it with --format safetensors or hf")
     run = load_run(run_dir)
     with writing(out):
-        count = (write_csv if format == "csv" else write_parquet)(run.train, run.evals, target)
+        count = write_csv(run.train, run.evals, target)
     for note in run.notes:
         echo(f"note: {note}", err=True)
     echo(f"wrote {count:,} rows of {len(run.keys)} keys to {out}", err=True)
