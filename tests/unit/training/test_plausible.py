@@ -214,3 +214,12 @@ def test_modalities_and_files_of_a_root_that_no_source_reads_are_said(config, tm
         said = f"root {tmp_path}/corpus: has 1 file in no modality's directory, which no source reads: loose.csv; move"
         assert caplog.text.count(said) == 1
         caplog.clear()
+
+
+@pytest.mark.parametrize(("family", "length", "code"), [("mamba2", 1, 2), ("mamba2", 2, 0), ("lfm2", 1, 0)])
+def test_rows_that_a_family_cannot_be_trained_on_are_refused_by_check(tmp_path, capsys, family, length, code):
+    pytest.importorskip("transformers")
+    own = ["--set", f"model.family={family}", "--set", f"data.seq_len={length}", "--no-contract"]
+    checked = program(["check", "--config", write_tiny_config(tmp_path), *own], capsys)
+    assert checked.returncode == code, checked.stderr
+    assert ("data.seq_len: rows of 1 tokens are too short to train mamba2" in checked.stderr) == (code == 2)

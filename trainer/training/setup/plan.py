@@ -184,6 +184,10 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
     # From here on the user's code is imported: what the config names is found, or taken relative to `here`.
     check_reading(sources, eval_sources, tokenizer)
     resolve_builder(config.model)
+    least = 1 if config.model.target is not None else family_of(config.model).least_tokens
+    if config.row_tokens < least:
+        problem = f"rows of {config.row_tokens} tokens are too short to train {config.model.family}"
+        raise UserError("data.seq_len", problem, f"set it to {least} or more")
     make_schedule(config, Length.of(config, facts.tokens_per_micro))
     if config.sample.every:
         prompt_ids(tokenizer, config.sample.prompt, "sample.prompt")
