@@ -11,6 +11,7 @@ from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.runs import write_tiny_config
 from tests.support.spaced import spaced
+from trainer.config.load import load_config
 from trainer.config.schema import ModelTable
 from trainer.tools.trained.saved_model import copy_tokenizer
 from trainer.training.setup.plan import build_model
@@ -43,6 +44,8 @@ def test_the_tokenizer_of_an_export_is_that_of_the_folder_that_the_run_began_fro
     for more in ((), ("--force",)):
         ended = program(["export", tmp_path / "run", "--format", "hf", "--out", tmp_path / "hf", *more], capsys)
         assert ended.returncode == 0, ended.stderr
+    resolved = load_config(tmp_path / "run" / "config.resolved.toml").model
+    assert (resolved.dim, resolved.num_layers) == (32, 1), "those of the folder"
     wanted, found = AutoTokenizer.from_pretrained(pretrained), AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert wanted.encode(TEXT) == [3, 5, 1, 4, 2, 3]
     assert found(TEXT).input_ids == [8, 3, 5, 1, 4, 2, 3], "the id that begins documents comes first"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from trainer.config.schema import RunConfig
+from trainer.files import read_json
 from trainer.model.gated_delta import fewest_heads
 from trainer.model.protocol import ModelOutput
 
@@ -64,14 +67,24 @@ def as_trained(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_sizes(config: RunConfig, trained: Mapping[str, Any]) -> RunConfig:
-    """A run's config with the heads that it leaves open: those of a checkpoint's config, or without one the default."""
-    table, heads = config.model, fewest_heads(config.model.dim)
-    if table.family != "gated_delta" or table.args.get("heads"):
-        return config
-    match trained:
-        case {"model": {"args": {"heads": int(known)}}}:
-            heads = known
-    return config.model_copy(update={"model": table.model_copy(update={"args": {**table.args, "heads": heads}})})
+    """A run's config with the sizes that it leaves open, heads of gated_delta or those of a model that is read: as in a
+    checkpoint's config, or without one the default, or the model's own."""
+    table, update = config.model, dict[str, Any]()
+    if table.family == "gated_delta" and not table.args.get("heads"):
+        heads = fewest_heads(table.dim)
+        match trained:
+            case {"model": {"args": {"heads": int(known)}}}:
+                heads = known
+        update = {"args": {**table.args, "heads": heads}}
+    elif table.target is None and isinstance(table.args.get("from"), str):
+        with suppress(OSError, ValueError):  # what cannot be read is refused where the model is built
+            found = read_json(Path(table.args["from"], "config.json"))
+            update = {"dim": found.get("hidden_size", table.dim)}
+            update["num_layers"] = found.get("num_hidden_layers", table.num_layers)
+        match trained:
+            case {"model": {"args": {"from": str()}, "dim": int(dim), "num_layers": int(num_layers)}}:
+                update = {"dim": dim, "num_layers": num_layers}
+    return config.model_copy(update={"model": table.model_copy(update=update)})
 
 
 class TorchRnn(nn.Module):
