@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,19 @@ def bad_keys(vocab_size, dim, num_layers):
 def penalty(*, output, micro, power=1):
     return output.logits.float().softmax(-1).amax(-1) ** power
 
+class Missed:
+    def __init__(self, form="tokens"):
+        self.form = form
+    def __call__(self, logits, targets):
+        mask = targets != -100
+        losses = 1 - logits.float().softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        return {"tokens": losses, "sum": (losses[mask].sum(), mask.sum()), "mean": losses.mean(),
+                "flat": losses.detach(), "all": (losses.sum(), mask.numel())}[self.form]
+
 def scalars(*, output, micro):
     return output.logits.mean(1)
 """
+OWN, NOTHING = "objective.target=own_losses:Missed", "objective.losses={energy=0, size=0, norm=0}"
 MODEL = ("model.target=own_losses:build_model", "model.dim=16", "model.num_layers=1", "ledger.probe_every=0")
 LOSSES = ("token_ce", "energy", "size", "norm")
 EVALUATED = "\n[eval]\nevery = 4\nbatches = 2\nholdout_fraction = 0.2\n"
@@ -84,7 +95,7 @@ def adds_up(row: dict[str, float], names: tuple[str, ...], *, prefix: str = "") 
         (),
         ("objective.chunk_tokens=8", "train.activation_checkpointing=block", FULL_ROWS),
         ("train.tbptt_cells=2", "train.activation_checkpointing=cell"),
-        ("train.precision=bf16", "train.on_non_finite=skip"),
+        ("train.precision=bf16", "train.on_non_finite=skip", "objective.token_ce=0.5"),
     ],
     ids=lambda sets: " ".join(sets) or "plain",
 )
@@ -97,12 +108,33 @@ def test_losses_are_trained_on_and_reported_whatever_the_step_does(config, sets)
     for step in (4, 6):
         assert adds_up(rows["eval", step], LOSSES, prefix="eval_"), rows["eval", step]
         assert "eval_my/last" in rows["eval", step]
+        ce = rows["eval", step]["eval_objective/token_ce"] / (0.5 if "objective.token_ce=0.5" in sets else 1.0)
+        assert rows["eval", step]["eval_perplexity"] == pytest.approx(math.exp(ce), rel=1e-6)
     # 2 micro-batches of each of the steps since the last logged one, in as many calls as a row has cells.
     cells = 2 if "train.tbptt_cells=2" in sets else 1
     assert [rows["train", step]["my/calls"] for step in (1, 3, 6)] == [2 * n * cells for n in (1, 2, 3)]
     assert said.count("'my/unknown' is left out") == 1
-    assert "cross-entropy: energy with weight 0.5, size with weight 3, norm with weight 1" in said
+    assert "objective.losses: energy with weight 0.5, size with weight 3, norm with weight 1" in said
     assert rows["train", 6]["objective/norm"] == pytest.approx(1.0, abs=0.1)  # weight 1 without an entry
+
+
+def test_what_replaces_the_cross_entropy_is_trained_on_and_reported(config):
+    chunked, in_sums, of_model = (
+        trained(config, *own, "ledger.probe_every=1", "eval.batches=1000", "metrics.per_source=true")
+        for own in ((OWN, "objective.chunk_tokens=8"), (OWN, "objective.args.form=sum"), ("objective.token_ce=0",))
+    )
+    for (rows, said), first in ((chunked, ("own",)), (in_sums, ("own",)), (of_model, ())):
+        assert "off from now on" not in said
+        for at, row in rows.items():
+            prefix = "eval_" if at[0] == "eval" else ""
+            assert adds_up(row, (*first, *LOSSES[1:]), prefix=prefix)
+            assert f"{prefix}accuracy" in row
+            assert not [key for key in row if "token_ce" in key or "perplexity" in key or "bits_per_byte" in key]
+            if first:
+                assert row[f"{prefix}loss"] == pytest.approx(chunked[0][at][f"{prefix}loss"], rel=1e-4)
+        keys = {key for row in rows.values() for key in row}
+        starts = ("source/", "modality/", "eval/depth/", "ledger/carry_gain", "ledger/state_drift")
+        assert [any(key.startswith(start) for key in keys) for start in starts] == [rows is chunked[0]] * 4 + [True]
 
 
 def test_the_weight_decides_how_much_of_a_loss_is_trained_on(config):
@@ -146,6 +178,18 @@ def test_own_components_train_and_ranks_that_shard_the_model_report_the_same_num
             ("model.args.returned=metrics",),
             "model.target: Regular.metric_keys is ['loss']; make it a tuple of names that",
         ),
+        (
+            ("objective.token_ce=0", NOTHING),
+            "objective.token_ce: is 0, and no other loss would be trained on; set loss_keys",
+        ),
+        (("objective.token_ce=0", "objective.chunk_tokens=8"), "objective: no loss of logits is left"),
+        (("objective.args.form=sum",), "objective: args are those of a target of your own"),
+        ((OWN, "objective.z_loss=0.1"), "objective: z_loss would have no effect beside target"),
+        ((OWN, "objective.args.no=1"), "objective.target: cannot call own_losses:Missed with no"),
+        ((OWN, "objective.losses.own={target='own_losses:penalty'}"), "losses.own: another loss has this name"),
+        ((OWN, "objective.args.form=flat"), "objective.target: fails: ValueError: what it returned has no gradient"),
+        ((OWN, "objective.args.form=all"), "objective.target: fails: ValueError: the loss of a few tokens is NaN"),
+        ((OWN, "objective.args.form=none"), "objective.target: fails: KeyError: 'none' ("),
         (("objective.losses.energy=-1",), "objective.losses.energy.weight: must be >= 0"),
         (("objective.losses.energy={by='rows'}",), "objective.losses.energy: args and by are those of a target"),
         (("model.args.returned=other",), 'returns the loss other, which is not in its loss_keys: {"other": "tokens"}'),
@@ -167,6 +211,10 @@ def test_what_does_not_fit_is_refused_before_the_run(config, capsys, sets, messa
         (("model.args.returned=other",), "model.target: it returns the loss other, which is not in its loss_keys"),
         (("model.args.returned=no norm",), "model.target: it returns no loss norm in train()"),
         (
+            (OWN, "objective.args.form=mean"),
+            "objective.target: fails: TypeError: returned torch.float32 [], not losses [",
+        ),
+        (
             ("objective.losses.own={target='own_losses:scalars'}",),
             "component own: returned the loss own by tokens with the shape [4, 257], not [4, 16] or []",
         ),
@@ -179,13 +227,13 @@ def test_what_the_first_step_shows_ends_the_run(config, sets, message):
 
 
 def test_an_evaluation_of_a_checkpoint_has_the_losses_but_imports_no_code_unasked(config, capsys, monkeypatch):
-    own = "objective.losses={penalty={target='own_losses:penalty'}}"
+    own = ("objective.losses={penalty={target='own_losses:penalty'}}", OWN)
     run_dir = config.parent / "run"
-    train(config, run_dir, own, "eval.batches=1000", extra={"PYTHONPATH": str(config.parent)})
+    train(config, run_dir, *own, "eval.batches=1000", extra={"PYTHONPATH": str(config.parent)})
     monkeypatch.chdir(config.parent)
     refused = program(("eval", run_dir), capsys)
-    assert "objective.losses.penalty.target: the config in" in refused.stderr, refused.stderr
+    assert "objective.target: the config in" in refused.stderr, refused.stderr
     found = json.loads(program(("eval", run_dir, "--trust-code", "--json"), capsys).stdout)
     logged = read_rows(run_dir / "metrics.jsonl")["eval", 6]
-    assert adds_up(logged, ("token_ce", "penalty"), prefix="eval_")
+    assert adds_up(logged, ("own", "penalty"), prefix="eval_")
     assert {key: found["metrics"][key] for key in logged} == pytest.approx(logged, rel=1e-5)

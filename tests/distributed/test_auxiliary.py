@@ -16,12 +16,14 @@ from trainer.distributed.strategy import Replicated, Sharded, Strategy, shard_un
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.protocol import ModelOutput
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
+from trainer.objective.loss import Objective
 from trainer.training.step.step import StepOutcome
 
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH, EXPERTS = 11, 12, 3
 LENGTHS = (12, 1, 7, 3, 12, 0, 5, 9)  # of the rows: uneven, and one has nothing to predict
 WEIGHTS = {"balance": 0.5, "spread": 0.3, "router": 0.1, "confident": 0.2, "peak": 0.4}
+CE_WEIGHTS = {"token_ce": 1.0, "half": 0.5, "off": 0.0}
 Numbers = tuple[StepOutcome, dict[str, Tensor], dict[str, float]]
 
 
@@ -58,6 +60,16 @@ def peak(*, output: Any, micro: MicroBatch) -> Tensor:
     return output.logits.amax((1, 2)).square()  # [B]
 
 
+def missed(logits: Tensor, targets: Tensor) -> Tensor:
+    return 1 - logits.softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]  # [B, T], also where masked
+
+
+OBJECTIVES = {name: Objective(token_ce=weight) for name, weight in CE_WEIGHTS.items()}
+OBJECTIVES["own"] = Objective(own=missed)
+OBJECTIVES["sum"] = Objective(own=lambda x, y: (missed(x, y)[y != -100].sum(), (y != -100).sum()))
+pytestmark = pytest.mark.parametrize("loss", OBJECTIVES)
+
+
 def auxiliary(poison: float = 1.0) -> Auxiliary:
     by_rows = ("spread", "peak")
     own = {"confident": lambda **given: confident(**given, power=2) * poison, "peak": peak}
@@ -76,13 +88,14 @@ def rows() -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def sums(model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+def sums(kind: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Each part of the loss summed over tokens or rows, written down plainly."""
     output, mask = model(tokens), targets != -100
     of_rows = mask.any(1)
     micro = MicroBatch({}, targets, None, {})
+    cross_entropy = nn.functional.cross_entropy(output.logits[mask], targets[mask], reduction="sum")
     return {
-        "token_ce": nn.functional.cross_entropy(output.logits[mask], targets[mask], reduction="sum"),
+        "first": CE_WEIGHTS[kind] * cross_entropy if kind in CE_WEIGHTS else missed(output.logits, targets)[mask].sum(),
         "balance": output.losses["balance"][mask].sum(),
         "spread": output.losses["spread"][of_rows].sum(),
         "router": output.losses["router"] * mask.sum(),
@@ -97,18 +110,18 @@ def mean(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: WEIGHTS.get(name, 1.0) * value / counts[name] for name, value in parts.items()}
 
 
-def reference() -> tuple[dict[str, float], dict[str, Tensor]]:
+def reference(kind: str) -> tuple[dict[str, float], dict[str, Tensor]]:
     """One big batch."""
     torch.manual_seed(0)
     model = Experts().double()
-    parts = mean(sums(model, *rows()))
+    parts = mean(sums(kind, model, *rows()))
     torch.stack(list(parts.values())).sum().backward()
     return {name: value.item() for name, value in parts.items()}, {
         name: parameter.grad for name, parameter in model.named_parameters()
     }
 
 
-def one_step(rank: int, world: int, micros: int, kind: str, poison: float = 1.0) -> Numbers:
+def one_step(rank: int, world: int, micros: int, kind: str, loss: str, poison: float = 1.0) -> Numbers:
     """The outcome, the gradient and the parts of the loss on this rank."""
     torch.manual_seed(0)
     model = Experts().double()
@@ -119,7 +132,8 @@ def one_step(rank: int, world: int, micros: int, kind: str, poison: float = 1.0)
     strategy.shard(model, lambda: shard_units(model))
     group = torch.distributed.group.WORLD if world > 1 else None
     gns = GradientNoiseScale(model, process_group=group)
-    step = make_step(model, strategy, auxiliary=auxiliary(poison), gns=gns, world_size=world)
+    losses = {"objective": OBJECTIVES[loss], "auxiliary": auxiliary(poison)}
+    step = make_step(model, strategy, **losses, gns=gns, world_size=world)
     tokens, targets = rows()
     share = len(LENGTHS) // (world * micros)
     parts = [slice(first, first + share) for first in range(rank * micros * share, (rank + 1) * micros * share, share)]
@@ -134,38 +148,41 @@ def whole(parameter: Any) -> Tensor:
     return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
 
 
-def all_layouts(rank: int, world: int) -> list[Numbers]:
-    """Last, steps with a bad number on rank 1."""
-    kinds = ("ddp", "fsdp") if world > 1 else ("ddp",)
-    found = [one_step(rank, world, micros, kind) for kind in kinds for micros in (1, 2)]
-    return found + [one_step(rank, world, 2, kind, torch.nan if rank == 1 else 1.0) for kind in kinds if world > 1]
+def all_layouts(rank: int, world: int) -> dict[str, list[Numbers]]:
+    """By objective; last, steps with a bad number on rank 1."""
+    kinds, poison = ("ddp", "fsdp") if world > 1 else ("ddp",), torch.nan if rank == 1 else 1.0
+    return {
+        loss: [one_step(rank, world, micros, kind, loss) for kind in kinds for micros in (1, 2)]
+        + [one_step(rank, world, 2, kind, loss, poison) for kind in kinds if world > 1]
+        for loss in OBJECTIVES
+    }
 
 
 @pytest.fixture(scope="module", params=[1, *(pytest.param(n, marks=pytest.mark.distributed) for n in (2, 4))])
-def layouts(request) -> list[list[Numbers]]:
+def layouts(request) -> list[dict[str, list[Numbers]]]:
     """Of each rank."""
     world = request.param
     return [all_layouts(0, 1)] if world == 1 else run_on_ranks(all_layouts, world, torch_keeps_group=True)
 
 
-def test_any_layout_is_one_big_batch(layouts):
-    parts, gradient = reference()
+def test_any_layout_is_one_big_batch(layouts, loss):
+    parts, gradient = reference(loss)
     for steps in layouts:
-        for outcome, change, _ in steps[: 4 if len(layouts) > 1 else 2]:
+        for outcome, change, _ in steps[loss][: 4 if len(layouts) > 1 else 2]:
             assert outcome.tokens == sum(LENGTHS)
             assert outcome.loss == pytest.approx(sum(parts.values()), rel=1e-12)
             for name, expected in gradient.items():
                 torch.testing.assert_close(change[name], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_bad_number_in_one_of_them_skips_the_step_on_all_ranks(layouts):
+def test_a_bad_number_in_one_of_them_skips_the_step_on_all_ranks(layouts, loss):
     for steps in layouts if len(layouts) > 1 else ():
-        for outcome, change, _ in steps[4:]:
+        for outcome, change, _ in steps[loss][4:]:
             assert not outcome.is_finite
             assert all(not value.any() for value in change.values())
 
 
-def test_the_noise_scale_is_that_of_the_whole_loss(layouts):
+def test_the_noise_scale_is_that_of_the_whole_loss(layouts, loss):
     """Its two unknowns from the inner products of micro-batches and from their squares."""
     torch.manual_seed(0)
     model, world = Experts().double(), len(layouts)
@@ -174,7 +191,7 @@ def test_the_noise_scale_is_that_of_the_whole_loss(layouts):
     kappas, squares, noises, total = [], [], [], 0.0
     for first in range(0, len(LENGTHS), share):
         part = slice(first, first + share)
-        parts = mean(sums(model, tokens[part], targets[part]))
+        parts = mean(sums(loss, model, tokens[part], targets[part]))
         found = torch.autograd.grad(torch.stack(list(parts.values())).sum(), list(model.parameters()))
         flat = torch.cat([each.flatten() for each in found])
         total = total + flat
@@ -188,4 +205,4 @@ def test_the_noise_scale_is_that_of_the_whole_loss(layouts):
     tr_sigma = float((own - grad_sq * kappa.square().sum()) / (kappa.square() * noise).sum())
     for steps in layouts:
         for index in (1, 3) if world > 1 else (1,):
-            assert steps[index][2]["gns/tr_sigma"] == pytest.approx(tr_sigma, rel=1e-9)
+            assert steps[loss][index][2]["gns/tr_sigma"] == pytest.approx(tr_sigma, rel=1e-9)

@@ -185,6 +185,12 @@ Loss = Annotated[LossTable, BeforeValidator(_weight_alone, json_schema_input_typ
 class ObjectiveTable(Table):
     """`[objective]`: the loss."""
 
+    target: ImportPath | None = None
+    """Import path of your own class, built with args, that replaces the cross-entropy (docs/models.md#losses-and-metrics)."""
+    args: Args = {}
+    """Keyword arguments of target."""
+    token_ce: Factor = 1.0
+    """Factor of the cross-entropy; 0: off, for a model with its own loss."""
     z_loss: Factor = 0.0
     """Coefficient of the z-loss, the squared log-partition; 0: off."""
     token_types: bool = False
@@ -200,7 +206,16 @@ class ObjectiveTable(Table):
         own = [name for name, each in self.losses.items() if each.target is not None]
         if own and self.chunk_tokens:
             raise ValueError(f"losses.{own[0]} may need logits, which never exist together: set chunk_tokens to 0")
+        _refuse_ineffective(self, {"token_ce", "z_loss", "coord"})
+        if self.chunk_tokens and not self.components:
+            raise ValueError("no loss of logits is left that chunk_tokens could cut: set it to 0")
         return self
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the parts of the loss that are computed of the model's logits."""
+        own = {"own": self.target} if self.target else {"token_ce": self.token_ce}
+        return tuple(name for name, is_on in {**own, "z_loss": self.z_loss, "coord": self.coord}.items() if is_on)
 
 
 class OptimizerGroupTable(Table):
@@ -242,7 +257,7 @@ class OptimizerTable(Table):
         return self
 
 
-def _refuse_ineffective(table: OptimizerTable | SchedulerTable, replaced: Collection[str]) -> None:
+def _refuse_ineffective(table: ObjectiveTable | OptimizerTable | SchedulerTable, replaced: Collection[str]) -> None:
     """Refuse `args` without a `target`, and keys that a target replaces.
 
     A key with its default value says nothing: a config with all defaults filled in is a config too.

@@ -68,7 +68,8 @@ class CarryProbe:
     Args:
         model: the one that is trained, without DDP. Under torch.compile its uncompiled form is run: other kernels, so that even
             at a learning rate of 0 a drift of the size of rounding remains.
-        token_loss: logits [B, T, V] and targets [B, T] -> loss of each target, [B, T], 0 where masked.
+        token_loss: logits [B, T, V] and targets [B, T] -> loss of each target, [B, T], 0 where masked; None: not
+            known, and neither are gain and gap.
         cells: most cells that are read again before a probed one.
         cell_tokens: T, which every cell before a probed one has.
         agree: the largest of the ranks' numbers, for a model of which every rank must run as many forwards; every rank must
@@ -83,7 +84,7 @@ class CarryProbe:
         self,
         model: nn.Module,
         *,
-        token_loss: Callable[[Tensor, Tensor], Tensor],
+        token_loss: Callable[[Tensor, Tensor], Tensor | None],
         cells: int,
         cell_tokens: int,
         agree: Callable[[int], int] | None = None,
@@ -159,9 +160,10 @@ class CarryProbe:
         self._sampled = {
             "ledger/state_age": Moments.of(age, is_probed),
             "ledger/state_drift": Moments.of(distance / torch.where(norm > 0, norm, 1.0), has_drift),
-            "ledger/carry_gain": Moments.of((from_zero - stored_loss).sum(dim=1), tokens),
-            "ledger/stale_gap": Moments.of((stored_loss - fresh_loss).sum(dim=1), tokens),
         }
+        if from_zero is not None and stored_loss is not None and fresh_loss is not None:
+            self._sampled["ledger/carry_gain"] = Moments.of((from_zero - stored_loss).sum(dim=1), tokens)
+            self._sampled["ledger/stale_gap"] = Moments.of((stored_loss - fresh_loss).sum(dim=1), tokens)
         self._num_probed = self._num_probed + is_probed.sum()
 
     def drain_metrics(self) -> dict[str, Reported]:
@@ -195,8 +197,9 @@ class CarryProbe:
             state = self._model(**past.inputs(back), state=torch.where(begun, state, 0.0)).state.to(stored.dtype)
         return state
 
-    def _loss(self, inputs: Mapping[str, Any], targets: Tensor, state: Tensor) -> Tensor:
-        return self._token_loss(self._model(**inputs, state=state).logits, targets).double()
+    def _loss(self, inputs: Mapping[str, Any], targets: Tensor, state: Tensor) -> Tensor | None:
+        found = self._token_loss(self._model(**inputs, state=state).logits, targets)
+        return None if found is None else found.double()
 
     @contextmanager
     def _in_evaluation(self, device: torch.device) -> Iterator[None]:

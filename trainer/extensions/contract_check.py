@@ -9,12 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from trainer.arrays import IGNORED
 from trainer.config.rules import largest_batch
 from trainer.config.schema import ModelTable
 from trainer.contracts import Report, check_model
 from trainer.data.batch import accepted_inputs, check_inputs
 from trainer.errors import UserError
+from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
+from trainer.model.protocol import evaluating
+from trainer.model.wrappers import run_few_tokens
 from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss, runs_on
 from trainer.training.setup.plan import Plan, build_model, resolve_builder
 
@@ -59,7 +63,8 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         The report, or why nothing was checked.
 
     Raises:
-        UserError: the model cannot be built, or needs inputs that the data do not have, or resets that it does not take.
+        UserError: the model cannot be built, or needs inputs that the data do not have, or resets that it does not take; or a
+            loss of the user's own cannot be computed of its output.
     """
     table, tokens = plan.config.model, plan.config.data.seq_len
     if not table.contract:
@@ -85,6 +90,17 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             rows=largest_batch(plan.config.data.mixing),
             max_seconds=MAX_SECONDS,
         )
+        if plan.config.objective.target is not None and report["forward"].status == "held":
+            run, loss = model_and_loss(model, plan.config, device)
+            with evaluating(model):
+                output = run_few_tokens(run, device, seq_len=tokens, below=plan.vocab_size).logits
+            targets = torch.arange(output.shape[1], device=device)[None] % plan.vocab_size
+            targets[:, 0] = IGNORED
+            with users_code("objective.target"):
+                if loss(output, targets).loss_sum.isnan():
+                    raise ValueError(
+                        "the loss of a few tokens is NaN: with a sum, return the number of unmasked targets"
+                    )
     if is_full:
         return report
     reduction = f"at dim {size.dim} and {size.num_layers} layers instead of {table.dim} and {table.num_layers}"

@@ -44,7 +44,8 @@ def make(run: Run, auxiliary: Auxiliary) -> MicroGraphs | None:
         UserError: graphs are asked for and impossible.
     """
     config, is_asked, stream = run.config, run.config.train.cuda_graph is True, run.strategy.stream
-    if not is_asked and not run.plan.has_built_in_model:  # what its Python does is not known
+    # What their Python does is not known.
+    if not is_asked and (not run.plan.has_built_in_model or config.objective.target is not None):
         return None
     has_ranks = run.info.world_size > 1
     reasons = {

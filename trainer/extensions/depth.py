@@ -5,9 +5,9 @@ the document, or of its part where `max_group_cells` cuts it. Each cell that con
 zero state: the target at place t of the cell then has a context of t tokens, as if the state were reset at each cell. Those of
 a first cell have the same loss in both.
 
-Losses are cross-entropies. Their errors, and those of the paired difference, are over documents as independent draws: the
-`Moments.wide_error` of a ratio of sums, with the weights 1 / probability of sampled documents (1 where the set is read whole).
-Parts of one document are one unit, as are documents of a drawn file, and those of a packed row.
+Losses are cross-entropies, or what replaces them. Their errors, and those of the paired difference, are over documents as
+independent draws: the `Moments.wide_error` of a ratio of sums, with the weights 1 / probability of sampled documents (1 where
+the set is read whole). Parts of one document are one unit, as are documents of a drawn file, and those of a packed row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from trainer.arrays import IGNORED, Flags
 from trainer.data.batch import MicroBatch
 from trainer.metrics.aggregate import Moments, SumCount
-from trainer.metrics.best_effort import BestEffort
+from trainer.metrics.best_effort import BestEffort, SkipBatch
 from trainer.objective.loss import ObjectiveOutput
 from trainer.training.evaluator import EvalRider, Evaluator, RowResults
 from trainer.training.extension import Extension
@@ -70,7 +70,7 @@ class TrainingDepth(Extension):
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         """Add the sums of the rows that have a document."""
-        if micro.carry is not None:
+        if micro.carry is not None and result.token_loss is not None:
             # Rows of lanes have a document wherever they have a target.
             is_known = micro.carry.group_ids >= (0 if micro.carry.end_ids is None else -1)
             rows = torch.from_numpy(is_known).to(micro.targets.device)
@@ -119,6 +119,8 @@ class Depth(EvalRider):
         targets = micro.targets
         losses = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
         for rows, result in results:
+            if result.token_loss is None:
+                raise SkipBatch("the loss is not known per token")
             losses[rows] = result.token_loss.double()
         is_continued = torch.from_numpy(continues).to(targets.device)[:, None]
         zero = losses if from_zero is None else torch.where(is_continued, from_zero.double(), losses)

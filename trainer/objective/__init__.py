@@ -1,7 +1,6 @@
 """The training objective, and loss and accuracy by token type."""
 
 from trainer.objective.loss import (
-    CoordSettings,
     Objective,
     ObjectiveError,
     ObjectiveOutput,
@@ -12,7 +11,6 @@ from trainer.objective.loss import (
 )
 
 __all__ = [
-    "CoordSettings",
     "Objective",
     "ObjectiveError",
     "ObjectiveOutput",

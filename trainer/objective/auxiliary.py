@@ -123,7 +123,7 @@ class Auxiliary:
             UserError: the output has other losses than the model declares; a function of the user's own fails.
             ObjectiveError: one of the user's own has another shape.
         """
-        shape, trains = micro.targets.shape, result.loss_sum.requires_grad
+        shape, trains = micro.targets.shape, torch.is_grad_enabled()
         mask = micro.targets != IGNORED  # [B, T]
         losses: Mapping[str, Any] = getattr(output, "losses", None) or {}
         own = {name: _of_rows(value, self._declared.get(name), mask) for name, value in losses.items()}

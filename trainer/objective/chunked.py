@@ -49,19 +49,24 @@ class ChunkedObjective:
             name: Term(*(torch.stack([chunk.parts[name][i] for chunk in chunks]).sum() for i in range(2)))
             for name in chunks[0].parts
         }
+
+        def whole(kind: str) -> Any:
+            found = [getattr(chunk, kind) for chunk in chunks]
+            return None if found[0] is None else torch.cat(found, dim=1).view(targets.shape)
+
         return ObjectiveOutput(
             loss_sum=loss_sum,
             num_tokens=torch.stack([chunk.num_tokens for chunk in chunks]).sum(),
             parts=terms,
-            token_loss=torch.cat([chunk.token_loss for chunk in chunks]).view(targets.shape),
-            is_correct=torch.cat([chunk.is_correct for chunk in chunks]).view(targets.shape),
+            token_loss=whole("token_loss"),
+            is_correct=whole("is_correct"),
         )
 
     def _of_chunk(
         self, hidden: Tensor, targets: Tensor, weights: list[Tensor], *, meta: object, names: tuple[str, ...]
     ) -> ObjectiveOutput:
         logits = functional_call(self._head, dict(zip(names, weights, strict=True)), (hidden,))
-        return self._objective(logits, targets, meta=meta)
+        return self._objective(logits[None], targets[None], meta=meta)  # one row, for a loss of the user's own
 
 
 class _SumOfChunks(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import IGNORED
-from trainer.errors import UserError
+from trainer.config.schema import CoordTable
+from trainer.import_path import users_code
 
 COMPONENTS = ("token_ce", "z_loss", "coord")
-"""Names of all components."""
+"""Names of all built-in components; "own" is that of a loss of the user's own."""
 
 
 class ObjectiveError(RuntimeError):
@@ -82,37 +83,7 @@ def z_loss(prepared: Prepared, coefficient: float) -> Term:
     return Term(coefficient * squares.sum(), prepared.mask.sum())
 
 
-@dataclass(frozen=True, kw_only=True)
-class CoordSettings:
-    """The tokens that are ordered bins, and their supervision.
-
-    Bin k is token id `first_token + k`, for k in 0..num_bins-1.
-
-    Raises:
-        UserError: a value is out of range.
-    """
-
-    first_token: int
-    num_bins: int
-    sigma: float
-    """Standard deviation of the soft targets, in bins."""
-
-    weight: float = 1.0
-    """Weight of the component in the loss."""
-
-    def __post_init__(self) -> None:
-        _require("coord.first_token", self.first_token, self.first_token >= 0, ">= 0")
-        _require("coord.num_bins", self.num_bins, self.num_bins >= 2, ">= 2")
-        _require("coord.sigma", self.sigma, 0 < self.sigma < math.inf, "positive and finite")
-        _require("coord.weight", self.weight, 0 <= self.weight < math.inf, ">= 0 and finite")
-
-
-def _require(key: str, value: float, is_right: bool, rule: str) -> None:
-    if not is_right:
-        raise UserError(f"objective.{key}", f"must be {rule}, got {value}")
-
-
-def coord(prepared: Prepared, settings: CoordSettings, meta: object) -> Term:
+def coord(prepared: Prepared, settings: CoordTable, meta: object) -> Term:
     """Distributional supervision of the targets that are bins, summed and weighted.
 
     With p the softmax over the bins alone, k the true bin and n the number of bins, each such target costs
@@ -157,19 +128,15 @@ class ObjectiveOutput:
     parts: dict[str, Term]
     """Component name -> (sum, count), detached; the sums add up to `loss_sum`."""
 
-    token_loss: Tensor
-    """Cross entropy of each target, [B, T], detached, 0 where masked."""
+    token_loss: Tensor | None
+    """Cross entropy of each target, whatever its weight, or the loss that replaces it: [B, T], detached, 0 where masked.
+    None if there is no such number."""
 
-    is_correct: Tensor
-    """Whether the most likely token is the target, bool [B, T], False where masked."""
+    is_correct: Tensor | None
+    """Whether the most likely token is the target, bool [B, T], False where masked. None if the output is no scores."""
 
     metrics: Mapping[str, Any] | None = None
     """Those of the model's output."""
-
-    @property
-    def num_correct(self) -> Tensor:
-        """Number of correct predictions: a scalar, int64."""
-        return self.is_correct.sum()
 
 
 class Loss(Protocol):
@@ -179,25 +146,28 @@ class Loss(Protocol):
 
 
 class Objective:
-    """The loss: cross entropy plus the enabled components.
+    """The loss: cross entropy plus the enabled components, or one of the user's own.
 
     Args:
+        token_ce: weight of the cross entropy; 0 disables it.
         z_loss: coefficient of the z-loss; 0 disables it.
         coord: settings for the supervision of ordered-bin tokens; None disables it.
-
-    Raises:
-        UserError: the coefficient is negative or not finite.
+        own: replaces all of them: output [B, T, ...] and targets -> losses [B, T], or their sum over the unmasked targets and
+            the number of these, [] both.
+        vocab_size: width of an output that is known to be scores; of others, accuracy needs a component but `own`.
     """
 
-    def __init__(self, *, z_loss: float = 0.0, coord: CoordSettings | None = None) -> None:
-        _require("z_loss", z_loss, 0 <= z_loss < math.inf, ">= 0 and finite")
-        self._z_loss = z_loss
-        self._coord = coord
-
-    @property
-    def components(self) -> tuple[str, ...]:
-        """Names of the enabled components."""
-        return ("token_ce",) + ("z_loss",) * (self._z_loss > 0) + ("coord",) * (self._coord is not None)
+    def __init__(
+        self,
+        *,
+        token_ce: float = 1.0,
+        z_loss: float = 0.0,
+        coord: CoordTable | None = None,
+        own: Callable[[Tensor, Tensor], Any] | None = None,
+        vocab_size: int = 0,
+    ) -> None:
+        self._token_ce, self._z_loss, self._coord = token_ce, z_loss, coord
+        self._own, self._vocab_size = own, vocab_size
 
     def __call__(self, logits: Tensor, targets: Tensor, *, meta: object = None) -> ObjectiveOutput:
         """Compute the loss of logits [B, T, V] against targets int64 [B, T] (`IGNORED` where masked).
@@ -207,26 +177,55 @@ class Objective:
 
         Raises:
             ObjectiveError: an enabled component cannot be computed.
+            UserError: the user's own fails, or returns something else.
         """
-        if logits.shape[:-1] != targets.shape:
-            shapes = f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}"
-            raise ObjectiveError("token_ce", shapes, meta)
-        prepared = prepare(logits, targets)
-        terms = {"token_ce": Term(prepared.token_loss.sum(), prepared.mask.sum())}
-        if self._z_loss > 0:
-            terms["z_loss"] = z_loss(prepared, self._z_loss)
-        if self._coord is not None:
-            terms["coord"] = coord(prepared, self._coord, meta)
-        sums, _ = zip(*terms.values(), strict=True)
-        for name, term in terms.items():
-            terms[name] = Term(term.sum.detach(), term.num_tokens)
+        terms: dict[str, Term] = {}
+        token_loss, has_scores = None, logits.shape == (*targets.shape, self._vocab_size)
+        num_tokens = (targets != IGNORED).sum()
+        if self._own is not None:
+            terms["own"], token_loss = self._of_own(self._own, logits, targets, num_tokens)
+        elif self._token_ce or self._z_loss or self._coord is not None:
+            if logits.shape[:-1] != targets.shape:
+                shapes = f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}"
+                raise ObjectiveError("token_ce", shapes, meta)
+            prepared, has_scores = prepare(logits, targets), True
+            logits = prepared.logits
+            if self._token_ce > 0:
+                token_loss = prepared.token_loss
+                terms["token_ce"] = Term(self._token_ce * token_loss.sum(), num_tokens)
+            if self._z_loss > 0:
+                terms["z_loss"] = z_loss(prepared, self._z_loss)
+            if self._coord is not None:
+                terms["coord"] = coord(prepared, self._coord, meta)
+        sums = [term.sum for term in terms.values()] or [torch.zeros((), device=targets.device)]
         return ObjectiveOutput(
             loss_sum=torch.stack(sums).sum(),
-            num_tokens=terms["token_ce"].num_tokens,
-            parts=terms,
-            token_loss=prepared.token_loss.detach(),
-            is_correct=prepared.logits.detach().argmax(-1) == targets,
+            num_tokens=num_tokens,
+            parts={name: Term(term.sum.detach(), term.num_tokens) for name, term in terms.items()},
+            token_loss=None if token_loss is None else token_loss.detach(),
+            is_correct=logits.detach().argmax(-1) == targets if has_scores else None,
         )
+
+    def _of_own(
+        self, own: Callable[[Tensor, Tensor], Any], output: Tensor, targets: Tensor, num_tokens: Tensor
+    ) -> tuple[Term, Tensor | None]:
+        """The user's own loss, and that of each token if it is known."""
+        with users_code("objective.target"):
+            found = own(output, targets)
+            is_sum = isinstance(found, tuple) and len(found) == 2
+            loss, count = found if is_sum else (found, num_tokens)
+            if getattr(loss, "shape", None) != (() if is_sum else targets.shape) or not loss.is_floating_point():
+                shown = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                wanted = f"losses {list(targets.shape)} as floats, or their sum and number"
+                raise TypeError(f"returned {shown}, not {wanted}")
+            if torch.is_grad_enabled() and not loss.requires_grad:
+                raise ValueError("what it returned has no gradient: nothing would be trained")
+            loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
+            if not is_sum:
+                loss = loss.masked_fill(targets == IGNORED, 0.0)
+            # A sum over other tokens would give a wrong mean that looks right. To refuse it, the host would have to wait.
+            total = loss.sum().masked_fill(num_tokens != torch.as_tensor(count), math.nan)
+        return Term(total, num_tokens), None if is_sum else loss
 
 
 class TokenTypeMismatch(ValueError):

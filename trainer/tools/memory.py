@@ -302,7 +302,7 @@ def _gradient_bytes(model: nn.Module) -> int:
 
 def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
     config = plan.config
-    cell_model, loss = model_and_loss(model, config, None)
+    cell_model, loss = model_and_loss(model, config, None, vocab_size=plan.vocab_size)
     row_model = in_cells(cell_model, config)
     gns = GradientNoiseScale(model) if config.gns.enabled else None
     if isinstance(strategy, Replicated):  # DDP needs ranks

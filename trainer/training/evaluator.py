@@ -127,6 +127,8 @@ class Evaluator:
     accepted: frozenset[str] | None
     """The inputs that it takes; None: any."""
     objective: Loss
+    token_ce: float = 1.0
+    """The factor of the cross-entropy in it."""
     auxiliary: Auxiliary
     sets: Sequence[EvalSet]
     task: OwnTask | None = None
@@ -191,7 +193,7 @@ class Evaluator:
             reduce_over_ranks(local, details.metric_keys, device=self.device, world_size=self.world_size, guard=guard)
         )
         found: dict[str, float] = {}
-        for index, rider in enumerate(each.riders if reduced else ()):
+        for index, rider in enumerate(each.riders if "loss" in reduced else ()):
             found |= rider.metrics([of_rank[index] for _, _, of_rank in by_rank])
         if each.name:
             reduced = {key: reduced[key] for key in OF_A_SET if key in reduced}
@@ -221,11 +223,12 @@ class Evaluator:
             ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state, **ends)
 
     def _with_perplexity(self, reduced: dict[str, float]) -> dict[str, float]:
-        cross_entropy = reduced.get("objective/token_ce")
-        if cross_entropy is None:
+        if not reduced.keys() & {"loss", "accuracy"}:
             return {}
-        reduced["loss"] += sum(reduced.get(key, 0.0) for key in self.auxiliary.by_rows)
+        if "loss" in reduced:
+            reduced["loss"] += sum(reduced.get(key, 0.0) for key in self.auxiliary.by_rows)
         # Beyond 700 exp overflows a float64, and such a model has learnt nothing anyway.
-        if cross_entropy < 700:
+        weighted = reduced.get("objective/token_ce")
+        if weighted is not None and (cross_entropy := weighted / self.token_ce) < 700:
             reduced["perplexity"] = math.exp(cross_entropy)
         return reduced

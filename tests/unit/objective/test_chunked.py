@@ -7,16 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.config.schema import CoordTable
 from trainer.errors import UserError
 from trainer.model import gated_delta, transformer
 from trainer.model.protocol import ModelOutput
 from trainer.model.wrappers import Headless, output_layer, refuse_more_than_a_head
-from trainer.objective import CoordSettings, Objective
+from trainer.objective import Objective
 from trainer.objective.chunked import ChunkedObjective
 
 VOCAB = 61
 CPU = torch.device("cpu")
-PLAIN = Objective(z_loss=1e-3, coord=CoordSettings(first_token=40, num_bins=15, sigma=2.0))
+PLAIN = Objective(z_loss=1e-3, coord=CoordTable(first_token=40, num_bins=15, sigma=2.0))
+
+
+def of_rows(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none", label_smoothing=0.1)
 
 
 def batch(rows: int = 3, length: int = 37) -> tuple[Tensor, Tensor]:
@@ -29,24 +34,25 @@ def batch(rows: int = 3, length: int = 37) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 37, 111, 1000])
-def test_losses_parts_and_gradients_are_those_of_the_plain_loss(chunk, tie):
+@pytest.mark.parametrize("loss", [PLAIN, Objective(own=of_rows, vocab_size=VOCAB)], ids=["built-in", "own"])
+def test_losses_parts_and_gradients_are_those_of_the_plain_loss(chunk, tie, loss):
     torch.manual_seed(0)
     model = transformer.build(VOCAB, 32, 2, heads=2, tie_embeddings=tie).double()
     tokens, targets = batch()
     found = []
-    for run, loss in (
-        (model, PLAIN),
-        (Headless(model, model.head), ChunkedObjective(PLAIN, model.head, chunk_tokens=chunk)),
+    for run, each in (
+        (model, loss),
+        (Headless(model, model.head), ChunkedObjective(loss, model.head, chunk_tokens=chunk)),
     ):
         model.zero_grad()
-        result = loss(run(tokens=tokens, state=None).logits, targets)
+        result = each(run(tokens=tokens, state=None).logits, targets)
         result.loss_sum.backward()
         found.append((result, [parameter.grad.clone() for parameter in model.parameters()]))
     (plain, expected), (chunked, gradients) = found
     torch.testing.assert_close(chunked.loss_sum, plain.loss_sum, rtol=1e-12, atol=0)
     torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-12)
     assert chunked.num_tokens == plain.num_tokens
-    assert chunked.parts.keys() == plain.parts.keys() == {"token_ce", "z_loss", "coord"}
+    assert chunked.parts.keys() == plain.parts.keys()
     for name, term in plain.parts.items():
         torch.testing.assert_close(chunked.parts[name].sum, term.sum, rtol=1e-12, atol=0)
         assert chunked.parts[name].num_tokens == term.num_tokens

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.in_process import train_here
 from tests.support.runs import write_tiny_config
-from trainer.config.schema import GnsTable, OptimizerTable
+from trainer.config.schema import CoordTable, GnsTable, OptimizerTable
 from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.extensions.per_layer import LayerNumbers
@@ -31,7 +31,7 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
-from trainer.objective.loss import CoordSettings, Objective
+from trainer.objective.loss import Objective
 from trainer.on_device import HostCopy
 from trainer.training import loop
 from trainer.training.extension import Extensions
@@ -108,7 +108,7 @@ def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
     return TrainStep(
         model=model,
         ledgers=[] if ledger is None else [ledger],
-        objective=Objective(z_loss=1e-2, coord=CoordSettings(first_token=2, num_bins=4, sigma=1.0)),
+        objective=Objective(z_loss=1e-2, coord=CoordTable(first_token=2, num_bins=4, sigma=1.0)),
         optimizer=optimizer,
         gns=gns,
         scaler=torch.amp.GradScaler(META.type, enabled=False),

@@ -95,7 +95,7 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     *(
         _TokenMean(f"{part}/<{part}>/loss", f"Loss of {part}")(
-            f"Cross-entropy over the tokens of one {part} (metrics.per_source).",
+            f"Loss over the tokens of one {part} (metrics.per_source).",
             "Falls.",
             "Rises while the total falls: starved or in conflict.",
         )

@@ -36,7 +36,7 @@ _RANK_TIMES: tuple[tuple[str, RankReduction, str], ...] = (
 _AtDepth = partial(row_of, unit="nats/token", ranks="mean_and_error", group="Evaluation")
 _DEPTH = (
     _AtDepth("eval/depth/<bucket>/loss", "Loss at a depth")(
-        "Cross-entropy of targets with <bucket> to 2 <bucket> - 1 tokens before.", "Falls.", "See the gain."
+        "Loss of targets with <bucket> to 2 <bucket> - 1 tokens before.", "Falls.", "See the gain."
     ),
     _AtDepth("eval/depth/<bucket>/loss_from_zero", "Loss at a depth, from zero")(
         "The same with the state reset at each cell.", "Above the former.", "See the gain."
@@ -103,7 +103,7 @@ ROWS: tuple[MetricSpec, ...] = (
         for name in ("eval/<name>/<metric>", "eval/<metric>")
     ),
     _TokenMean("train/depth/<bucket>/loss", "Training loss at a depth", unit="nats/token")(
-        "Cross-entropy of a logged step's targets at a depth (metrics.per_depth).",
+        "Loss of a logged step's targets at a depth (metrics.per_depth).",
         "Falls with depth.",
         "Rises with depth: longer context is of no use.",
     ),
@@ -134,7 +134,7 @@ ROWS: tuple[MetricSpec, ...] = (
         "A regularizer outgrows the cross-entropy.",
     ),
     _TokenTypeMean("token_type/<type>/loss", "Loss by token type", unit="nats/token")(
-        "Cross-entropy over the target tokens of one type.",
+        "Loss over the target tokens of one type.",
         "Falls for each type.",
         "One type rises while the total falls.",
     ),

@@ -346,14 +346,14 @@ class Replayed(Extension):
             self._micros[self._num_done]["states"] = names
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Note the losses, in nats: each row's cross-entropy, and the sums that are trained on; and whether the sum of the
+        """Note the losses, in nats: each row's, and the sums that are trained on; and whether the sum of the
         gradients so far is finite."""
         if self._micros:
             parts = {name: term.sum.item() for name, term in result.parts.items()}
-            losses = result.token_loss.double().sum(1).tolist()
+            losses = {} if result.token_loss is None else {"losses": result.token_loss.double().sum(1).tolist()}
             gradients = [own_part(each.grad) for each in self.run.model.parameters() if each.grad is not None]
             faults = {} if all(bool(each.isfinite().all()) for each in gradients) else {"gradient": "not finite"}
-            self._micros[self._num_done] |= {"losses": losses, "parts": parts, "faults": faults}
+            self._micros[self._num_done] |= {**losses, "parts": parts, "faults": faults}
             self._num_done += 1
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:

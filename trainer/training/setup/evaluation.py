@@ -28,7 +28,6 @@ from trainer.training.setup.parts import (
     evaluated_rows,
     make_eval_ledger,
     make_held_out,
-    make_objective,
     runs_on,
 )
 from trainer.training.setup.plan import Plan
@@ -119,7 +118,7 @@ def make_details(
     objective, is_by_source = plan.config.objective, plan.config.metrics.per_source
     modalities = {stream.modality for source in plan.sources for stream in source.streams}
     return StepDetails(
-        [*make_objective(objective).components, *auxiliary.losses],
+        [*objective.components, *auxiliary.losses],
         token_types=plan.tokenizer.token_type_names if objective.token_types else (),
         model_metrics=model_metrics,
         sources=[source.name for source in plan.sources] if is_by_source else (),
@@ -160,17 +159,21 @@ def make_evaluator(
             device=device,
             guard=diagnostics.best_effort("eval.target"),
         )
-    if table.depth:
+    components = plan.config.objective.components
+    if table.depth and {"own", "token_ce"} & {*components}:
         make, guard = _extension("depth").Depth, diagnostics.best_effort("eval.depth")
         is_cut = plan.config.data.max_group_cells > 0
         sets = [each._replace(riders=[*each.riders, make(each.sample, guard, is_cut=is_cut)]) for each in sets]
     sizes, problem = _extension("token_bytes").token_bytes(plan.tokenizer)
+    if "token_ce" not in components:
+        sizes, problem = None, "the cross-entropy is not trained on"
     if sizes is None:
         logger.info("evaluations report no bits per byte: %s", problem)
     return Evaluator(
         model=cell_model,
         accepted=accepted_inputs(model),
         objective=loss,
+        token_ce=plan.config.objective.token_ce,
         auxiliary=auxiliary,
         sets=sets,
         task=task,

@@ -178,7 +178,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
     """Start reading and the watchdog, and make what steps, measures and evaluates. Every rank must call it."""
     plan, config, state, position = run.plan, run.config, run.state, run.position
     info, device, diagnostics = run.info, run.device, run.diagnostics
-    cell_model, run.loss = model_and_loss(state.model, config, device)
+    cell_model, run.loss = model_and_loss(state.model, config, device, vocab_size=plan.vocab_size)
     if config.train.compile:  # not before, which would compile for the few tokens of a check, too
         logger.info("blocks are compiled in the first step, which takes some seconds more")
         compile_blocks(state.model)
@@ -227,7 +227,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
         )
     if auxiliary.losses:
         weights = ", ".join(f"{name} with weight {each.weight:g}" for name, each in auxiliary.losses.items())
-        logger.info("losses beside the cross-entropy: %s", weights)
+        logger.info("objective.losses: %s", weights)
     run.extensions = _load_extensions(run, auxiliary)
     stack.callback(run.extensions.close)
     decides_every = config.micro_batches.auto.every if config.micro_batches.auto is not None else 0

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainer.config.rules import check_state_rules, largest_batch, mixing_of, reads_lanes
-from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
+from trainer.config.schema import ModelTable, RunConfig
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, OpenStream
@@ -39,9 +39,9 @@ from trainer.model.wrappers import (
     run_few_tokens,
 )
 from trainer.objective.chunked import ChunkedObjective
-from trainer.objective.loss import CoordSettings, Loss, Objective
+from trainer.objective.loss import Loss, Objective
 from trainer.training.checkpointing.train_state import DataShard, TrainState
-from trainer.training.setup.plan import Plan, build_model, width_of
+from trainer.training.setup.plan import Plan, build_model, own_loss, width_of
 from trainer.training.setup.sources import Source
 from trainer.training.step.optimizer import build_optimizer
 
@@ -141,27 +141,30 @@ def evaluated_rows(plan: Plan) -> int:
     return max(map(largest_batch, [plan.config.data.mixing, *(mixing_of(plan.config, table) for table in tables)]))
 
 
-def make_objective(table: ObjectiveTable) -> Objective:
-    """The loss of `[objective]`."""
-    coord = table.coord
-    settings = None if coord is None else CoordSettings(**coord.model_dump())
-    return Objective(z_loss=table.z_loss, coord=settings)
-
-
-def model_and_loss(model: nn.Module, config: RunConfig, device: torch.device | None) -> tuple[nn.Module, Loss]:
+def model_and_loss(
+    model: nn.Module, config: RunConfig, device: torch.device | None, *, vocab_size: int = 0
+) -> tuple[nn.Module, Loss]:
     """What a row is run through, and the loss of what comes out: with `chunk_tokens`, the loss computes the logits.
 
     Raises:
         UserError: `chunk_tokens` is set for a model that does more to its logits than an output layer, which shows only if it
-            is on a `device`, and has numbers.
+            is on a `device`, and has numbers; or a loss of the user's own cannot be made.
     """
-    objective = make_objective(config.objective)
-    if config.objective.chunk_tokens == 0:
+    table, own = config.objective, None
+    if table.target is not None:
+        with users_code(key := "objective.target"):
+            own = own_loss(table.target, table.args, key)()
+            if isinstance(own, nn.Module) and any(each.requires_grad for each in own.to(device).parameters()):
+                raise TypeError(f"made a {type(own).__name__} with parameters, which no optimizer would train")
+    objective = Objective(
+        token_ce=table.token_ce, z_loss=table.z_loss, coord=table.coord, own=own, vocab_size=vocab_size
+    )
+    if table.chunk_tokens == 0:
         return model, objective
     head = output_layer(model)
     if device is not None:
         refuse_more_than_a_head(model, head, device, seq_len=config.data.seq_len)
-    return Headless(model, head), ChunkedObjective(objective, head, chunk_tokens=config.objective.chunk_tokens)
+    return Headless(model, head), ChunkedObjective(objective, head, chunk_tokens=table.chunk_tokens)
 
 
 def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[None]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -198,6 +198,8 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
         raise UserError("objective.coord", problem, "lower first_token or num_bins")
     if config.eval.target is not None:
         resolve_target(config.eval.target, "eval.target")
+    if config.objective.target is not None:
+        own_loss(config.objective.target, config.objective.args, "objective.target")
     for doubt in found if logs_doubts else ():
         logger.warning("%s", doubt.message)
     return Plan(config, sources, tokenizer, facts, eval_sources, found, here)
@@ -287,6 +289,13 @@ def build_model(table: ModelTable, vocab_size: int, *, seq_len: int | None = Non
     return built
 
 
+def own_loss(target: str, args: Mapping[str, Any], key: str, **given: Any) -> Callable[..., Any]:
+    """The user's own function of this path with its arguments. A UserError if it is not there, or does not take `given` too."""
+    function = resolve_target(target, key)
+    refuse_arguments(function, target, {**given, **args}, key=key)
+    return partial(function, **args)
+
+
 def make_auxiliary(table: ObjectiveTable, model: nn.Module) -> Auxiliary:
     """The losses and metrics of a model's output, and the losses of `[objective.losses]`.
 
@@ -295,7 +304,7 @@ def make_auxiliary(table: ObjectiveTable, model: nn.Module) -> Auxiliary:
     """
     declared, losses = declared_losses(model), table.losses
     own = [name for name, each in losses.items() if each.target is not None]
-    if taken := sorted({*own, *declared} & set(COMPONENTS) | set(own) & declared.keys()):
+    if taken := sorted({*own, *declared} & {*COMPONENTS, *table.components} | set(own) & declared.keys()):
         raise UserError(f"objective.losses.{taken[0]}", "another loss has this name", "choose another one")
     if unknown := sorted(losses.keys() - declared.keys() - set(own)):
         problem = f"the model has no such loss; its loss_keys are {few(sorted(declared)) or 'empty'}"
@@ -304,9 +313,11 @@ def make_auxiliary(table: ObjectiveTable, model: nn.Module) -> Auxiliary:
     found = {name: AuxiliaryLoss(by, losses[name].weight if name in losses else 1.0) for name, by in declared.items()}
     for name in own:
         each, key = losses[name], f"objective.losses.{name}"
-        function = resolve_target(each.target or "", key)
-        refuse_arguments(function, each.target or "", {"output": 0, "micro": 0, **each.args}, key=key)
-        found[name] = AuxiliaryLoss(each.by, each.weight, partial(function, **each.args))
+        function = own_loss(each.target or "", each.args, key, output=0, micro=0)
+        found[name] = AuxiliaryLoss(each.by, each.weight, function)
+    if not table.components and not any(each.weight for each in found.values()):
+        fix = "set loss_keys on the model, or objective.losses or target (docs/models.md#losses-and-metrics)"
+        raise UserError("objective.token_ce", "is 0, and no other loss would be trained on", fix)
     keys = getattr(model, "metric_keys", ())
     if isinstance(keys, str) or any(map(is_built_in, keys)):
         problem = f"{type(model).__name__}.metric_keys is {keys!r}"

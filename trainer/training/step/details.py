@@ -70,21 +70,24 @@ class StepDetails:
     def add(self, micro: MicroBatch, result: ObjectiveOutput, weight: float = 1.0) -> None:
         """Take in one micro-batch, or rows that stand for `weight` times as many."""
         self._weight = weight
-        self._put("loss", result.loss_sum.detach(), result.num_tokens)
+        if result.parts:  # an evaluation need not have those of the model
+            self._put("loss", result.loss_sum.detach(), result.num_tokens)
         for name, (total, count) in result.parts.items():
             self._put(f"objective/{name}", total, count)
-        self._put("accuracy", result.num_correct, result.num_tokens)
-        if self._bytes_of is not None:
+        loss, is_correct = result.token_loss, result.is_correct
+        if is_correct is not None:
+            self._put("accuracy", is_correct.sum(), result.num_tokens)
+        if self._bytes_of is not None and loss is not None:
             num_bytes = self._bytes_of[micro.targets.clamp(min=0)].masked_fill(micro.targets == IGNORED, 0)
-            nats = result.token_loss.masked_fill(num_bytes == 0, 0.0).sum().double()  # marks are no text
+            nats = loss.masked_fill(num_bytes == 0, 0.0).sum().double()  # marks are no text
             self._put("bits_per_byte", nats / math.log(2), num_bytes.sum())
         if self._has_model_metrics:
             self._model_metrics.add(result.metrics or {})
-        if self._token_types and "token_types" in micro.extras:
-            self._token_type_guard.run(self._add_token_types, micro, result)
+        if self._token_types and "token_types" in micro.extras and loss is not None and is_correct is not None:
+            self._token_type_guard.run(self._add_token_types, micro, loss, is_correct)
         for kind, (extra, names) in self._labels.items():
-            if names and (labels := micro.extras.get(extra)):
-                self._label_guard.run(self._add_labels, kind, names, labels, micro, result)
+            if names and loss is not None and (labels := micro.extras.get(extra)):
+                self._label_guard.run(self._add_labels, kind, names, labels, micro, loss)
 
     def drain_metrics(self) -> dict[str, Reported]:
         """The sums since the last drain, by catalog key."""
@@ -99,13 +102,13 @@ class StepDetails:
             total, count = before.total + total, before.weight + count
         self._sums[key] = SumCount(total.double(), count.double())
 
-    def _add_token_types(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
+    def _add_token_types(self, micro: MicroBatch, loss: Tensor, is_correct: Tensor) -> None:
         types = micro.extras["token_types"]
         try:
             # Masked by the targets: a rank whose data are exhausted keeps the types of its last batch, and a data set of
             # one's own may type every position.
             mask = micro.targets != IGNORED
-            sums = token_type_sums(result.token_loss, result.is_correct, types, len(self._token_types), mask=mask)
+            sums = token_type_sums(loss, is_correct, types, len(self._token_types), mask=mask)
         except TokenTypeMismatch as error:
             raise SkipBatch(str(error)) from None
         for index, name in enumerate(self._token_types):
@@ -113,17 +116,17 @@ class StepDetails:
             self._put(f"token_type/{name}/accuracy", sums.num_correct[index], sums.num_tokens[index])
 
     def _add_labels(
-        self, kind: str, names: Collection[str], labels: Sequence[str], micro: MicroBatch, result: ObjectiveOutput
+        self, kind: str, names: Collection[str], labels: Sequence[str], micro: MicroBatch, loss: Tensor
     ) -> None:
         if (segments := micro.extras.get("segment_ids")) is not None:
-            self._add_segments(kind, names, labels, segments, micro, result)
+            self._add_segments(kind, names, labels, segments, micro, loss)
             return
         if len(labels) != len(micro.targets):
             raise SkipBatch(f"{len(labels)} labels for {len(micro.targets)} rows")
         for name in sorted(set(labels).intersection(names)):
-            rows = torch.tensor([label == name for label in labels], device=result.token_loss.device)
+            rows = torch.tensor([label == name for label in labels], device=loss.device)
             count = (micro.targets[rows] != IGNORED).sum()
-            self._put(f"{kind}/{name}/loss", result.token_loss[rows].sum(), count)
+            self._put(f"{kind}/{name}/loss", loss[rows].sum(), count)
 
     def _add_segments(
         self,
@@ -132,11 +135,10 @@ class StepDetails:
         labels: Sequence[str],
         segments: Ints,
         micro: MicroBatch,
-        result: ObjectiveOutput,
+        loss: Tensor,
     ) -> None:
         """Of rows that hold several documents: `labels` are those of their segments."""
-        loss = result.token_loss.double()
-        columns = torch.stack([loss, (micro.targets != IGNORED).double()], dim=-1).flatten(0, 1)
+        columns = torch.stack([loss.double(), (micro.targets != IGNORED).double()], dim=-1).flatten(0, 1)
         places = to_device(segments.clip(0).ravel(), loss.device)
         sums = columns.new_zeros(max(len(labels), 1), 2).index_add_(0, places, columns)
         for name in sorted(set(labels).intersection(names)):
