@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from trainer.data.blend import BlendSource
 from trainer.data.documents import ReadOptions, TokenTable
 from trainer.data.groups import CutOptions, OpenStream, build_groups
 from trainer.data.lanes import LaneBlend
-from trainer.data.layout import Stream
+from trainer.data.layout import Stream, discover_direct
 from trainer.data.mixing import MixOptions
 from trainer.data.shard_source import Part, ShardSource, deal_parts
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
@@ -397,6 +398,15 @@ def test_a_source_of_whole_batches_shares_by_the_same_claims():
         assert rest == [same(batch) for _, batch in zip(range(99), reader, strict=False)]
 
 
+def test_a_file_that_was_cut_is_refused_before_a_group_that_begins_is_read(tmp_path):
+    np.save(tmp_path / "a.npy", np.tile([1, 2, 0], 40).astype(np.uint16))
+    reader = blend({"one": discover_direct([tmp_path / "a.npy"])}, rows=1, row_tokens=8, runs_on=False, eod=0)
+    next(reader)
+    os.truncate(tmp_path / "a.npy", 130)
+    with pytest.raises(UserError, match="was cut from 368 to 130 bytes"):
+        next(reader)
+
+
 @pytest.mark.slow
 def test_a_reader_takes_8_bytes_a_document():
     """Of ten million documents, beside what the format keeps of them."""
@@ -409,7 +419,7 @@ def test_a_reader_takes_8_bytes_a_document():
     source = ShardSource([stream], cut, read, MixOptions(1), in_memory={stream.relative_path: opened})
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    assert next(source).group >= 0
+    assert next(iter(source)).group >= 0
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (held - before) / num <= 8.1
