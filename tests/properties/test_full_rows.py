@@ -91,7 +91,8 @@ class Follower:
     def take(self, batch: Mapping[str, Any]) -> None:
         tokens, targets = batch["tokens"], batch["targets"]
         assert tokens.shape == targets.shape == self.shape
-        for row, segments in enumerate(json.loads(str(batch["instability_meta_json"]))["rows"]):
+        rows = json.loads(str(batch["instability_meta_json"]))["rows"]
+        for row, segments in enumerate(rows):
             lookup = int(batch["group_ids"][row])
             known = self.open.pop(lookup, None)
             at, current = 0, known if known is not None else []
@@ -117,26 +118,18 @@ class Follower:
                 current = [*current, *own]
                 for token in own:
                     self.read[segment["source"], segment["epoch"], token] += 1
-                assert set(batch["segment_ids"][row, at : at + size].tolist()) == {
-                    sum(map(len, json.loads(str(batch["instability_meta_json"]))["rows"][:row])) + number
-                }
+                assert set(batch["segment_ids"][row, at : at + size].tolist()) == {sum(map(len, rows[:row])) + number}
                 at += size
             assert (targets[row, at:] == -100).all()
             if self.runs_on:
                 assert int(batch["resets"][row].sum()) == len(segments) - (known is not None)
-            end = self._end(batch, row, lookup)
+            is_last = not self.runs_on and batch["is_last"][row]
+            end = -1 if is_last else int(batch["end_ids" if self.runs_on else "group_ids"][row])
             if end >= 0:
-                self.open[end], self.cells[end] = current, self._end_cell(batch, row) + 1
+                cell = int(batch["end_cell_index" if self.runs_on else "cell_index"][row])
+                self.open[end], self.cells[end] = current, cell + 1
             elif segments:
                 self.whole.append(current)
-
-    def _end(self, batch: Mapping[str, Any], row: int, lookup: int) -> int:
-        if self.runs_on:
-            return int(batch["end_ids"][row])
-        return -1 if batch["is_last"][row] else lookup
-
-    def _end_cell(self, batch: Mapping[str, Any], row: int) -> int:
-        return int(batch["end_cell_index" if self.runs_on else "cell_index"][row])
 
 
 LENGTHS = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=6), min_size=1, max_size=4).filter(
@@ -173,9 +166,10 @@ def test_each_document_is_read_once_and_in_order(layout, rows, row_tokens, runs_
                     state = json.loads(json.dumps(reader.state_dict()))
                     again = blend(streams, shard=shard, num_shards=num_shards, **options)
                     again.load_state_dict(state)
-                    rest = [same(each) for each in again]
-                    assert rest == [same(each) for each in blend_from(reader, state)]
-                    for each in blend_from(again, state):
+                    rest = [*again]
+                    reader.load_state_dict(state)
+                    assert [*map(same, rest)] == [*map(same, reader)]
+                    for each in rest:
                         follower.take(each)
                     break
             assert not follower.open
@@ -184,17 +178,9 @@ def test_each_document_is_read_once_and_in_order(layout, rows, row_tokens, runs_
     assert sorted(found) == sorted(expected)
 
 
-def blend_from(reader: LaneBlend, state: Any) -> Iterator[Any]:
-    """What follows a state."""
-    reader.load_state_dict(state)
-    return iter(reader)
-
-
 def same(batch: Mapping[str, Any]) -> str:
     """A batch as text."""
-    return json.dumps(
-        {key: value.tolist() if isinstance(value, np.ndarray) else str(value) for key, value in batch.items()}
-    )
+    return repr({key: value.tolist() if isinstance(value, np.ndarray) else str(value) for key, value in batch.items()})
 
 
 @settings(max_examples=60)

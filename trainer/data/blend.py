@@ -248,7 +248,7 @@ class BlendDataset:
         return ConstantWeight(changed[-1]) if changed else source.weight
 
     def _choose(self, expected: list[float]) -> None:
-        """Compute the choices from the next batch to the end of its block, -1 where all weights are zero; anew if a source ends.
+        """Compute the choices from the next batch to the end of its block, -1 where all weights are 0; anew if a source ends.
 
         `expected`: batches that the weights call for of each source so far, of ended ones too, for `blend/max_share_error`.
         """

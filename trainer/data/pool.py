@@ -91,7 +91,7 @@ class ActivePool:
 
     def choose(self, uniforms: Iterable[float]) -> list[int]:
         """The slots of the next picks, up to one that exhausts a reader. Numbers in [0, 1) decide, except with round_robin."""
-        left = [reader.remaining_picks for reader in self.readers]
+        left = self._stats[_REMAINING].tolist()
         slots, turn, num_readers, total = [], self.turn, len(left), sum(left)
         for uniform in uniforms:
             if num_readers == 1:
