@@ -146,8 +146,8 @@ def test_documents_of_files_that_did_not_change_go_on(tmp_path):
     source, _, stream, *_ = min(before.values())
     with (tmp_path / "corpus" / {"first": "a", "second": "b"}[source] / f"stream{stream}.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
-    start = tmp_path / "run" / "checkpoints" / "step_00000004"
-    train(config, tmp_path / "again", *sets, more=("--accept-data-change", "--resume", start))
+    more = ("--accept-data-change", "--resume", tmp_path / "run" / "checkpoints" / "step_00000004")
+    train(config, tmp_path / "again", *sets, more=more)
     kept = {id for id, place in before.items() if place[:3:2] != [source, stream]}
     assert lanes("again", 5).keys() & before.keys() == kept != set()
 

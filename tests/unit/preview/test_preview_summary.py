@@ -44,8 +44,7 @@ def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> Plan:
 def test_every_token_of_the_documents_belongs_to_one_group(lengths: list[int], max_cells: int, every: int) -> None:
     sizes, kept = np.array(lengths), np.arange(0, len(lengths), every)
     groups = build_groups(sizes, kept, "s", CutOptions("", 6, max_cells))
-    documents = TokenTable(np.zeros(0, np.uint8), sizes, sizes)
-    tokens = OpenStream(Stream(0, "s", "m", "s"), documents, groups, 6, 0).num_tokens()
+    tokens = OpenStream(Stream(0, "s", "m", "s"), TokenTable(sizes, sizes, sizes), groups, 6, 0).num_tokens()
     assert tokens.sum() == sizes[kept].sum()
     assert (tokens > 0).all()
     assert (tokens <= groups.num_cells * 6).all()
