@@ -1,10 +1,7 @@
-"""Overhead of mixing and of the pool's metrics, over a bare numpy loop in the same run.
+"""Full rows against a bare numpy loop that fills as many, in CPU time, and what metrics cost.
 
-Eight sources of 4,000 samples of 1,024 uint16 tokens, weights 8, 4, 2, 1, 1, 1, 1, 2, batches of 8 as int64, one process, no
-workers; measured in turn.
-
-The goal is a batch in 100 us, metrics included: 1 % of a micro-batch of 10 ms, in a parallel thread. The bare loop makes no
-targets, keeps no position, and reports nothing.
+16 rows from four memory-mapped files of documents of one length. The bare loop fills tokens, targets and resets of shuffled
+documents. We miss its goal: batches have a dozen arrays, and documents are picked in Python.
 """
 
 from __future__ import annotations
@@ -12,110 +9,126 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from bench_table import Figure, bench_parser, in_turns, over, ratio_figure, run_bench, seconds_of
+from bench_table import Figure, Table, bench_parser, in_turns, over, run_bench
 
+from trainer.arrays import IGNORED
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.documents import ReadOptions
+from trainer.data.documents import ReadOptions, write_index
 from trainer.data.groups import CutOptions
+from trainer.data.lanes import LaneBlend
 from trainer.data.layout import discover_direct
 from trainer.data.mixing import MixOptions, StreamMixingDataset
+from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import IdsTokenizer
-from trainer.data.weights import ScheduledWeight
+from trainer.data.weights import ConstantWeight
 
-WEIGHTS = (8, 4, 2, 1, 1, 1, 1, 2)
-SAMPLES, SEQ_LEN, ROWS, VOCAB = 4000, 1024, 8, 50_000
-BATCH_GOAL_US, GOALS_US = 100.0, {8: 10.0, 64: 20.0}
+ROWS, LANES, VOCAB, MIXED = 8, 16, 50_000, 4
+BATCH_GOAL, GOALS_US = 1.5, {8: 10.0, 64: 20.0}
+SETTINGS = ("T=1024, stream", "T=1024, document", "T=256, stream", "T=256, document")
 Loop = Callable[[int], None]
 
 
-def write_corpus(folder: Path, num_streams: int, samples: int) -> list[Path]:
-    """Headerless token files, one a stream."""
+def write_corpus(folder: Path, files: int, documents: int, length: int) -> list[Path]:
+    """Indexed token files of documents of one length."""
     paths = []
-    for number in range(num_streams):
-        paths.append(folder / f"s{number:02d}.bin")
-        ids = np.random.default_rng(number).integers(0, VOCAB, samples * SEQ_LEN, dtype=np.uint16)
-        ids.tofile(paths[-1])
+    for number in range(files):
+        paths.append(folder / f"{length}_{number:02d}.bin")
+        np.random.default_rng(number).integers(0, VOCAB, documents * length, dtype=np.uint16).tofile(paths[-1])
+        write_index(paths[-1].with_suffix(".idx"), np.full(documents, length), np.dtype(np.uint16))
     return paths
 
 
-def dataset(
-    paths: Sequence[Path], name: str, num_mixed: int, *, seq_len: int = SEQ_LEN, eod: int | None = None
-) -> StreamMixingDataset:
-    """A mixing dataset over some headerless token files, in one pool."""
-    return StreamMixingDataset(
-        discover_direct(paths),
-        CutOptions(name, seq_len),
-        ReadOptions(IdsTokenizer(VOCAB), dtype="uint16", eod=eod),
-        MixOptions(num_mixed, batch_size=ROWS),
-    )
+def dataset(paths: Sequence[Path], name: str, num_mixed: int, seq_len: int, **options: Any) -> StreamMixingDataset:
+    """A mixing dataset over some token files, in one pool; how they are read."""
+    cut, read = CutOptions(name, seq_len), ReadOptions(IdsTokenizer(VOCAB), **options)
+    return StreamMixingDataset(discover_direct(paths), cut, read, MixOptions(num_mixed, batch_size=ROWS))
 
 
 def loop_over(dataset: BlendDataset | StreamMixingDataset, *, drain: bool) -> Loop:
-    """So many batches."""
+    """So many batches; with `drain`, their metrics, and of a blend its state."""
 
     def run(batches: int) -> None:
         for _ in range(batches):
             next(dataset)
             if drain:
+                if isinstance(dataset, BlendDataset):
+                    dataset.state_dict()
                 dataset.drain_step_metrics()
 
     return run
 
 
-def blend_loop(paths: list[Path], *, drain: bool) -> Loop:
-    """Ours: a blend of one source a file, every weight on a schedule, metrics drained at every batch."""
-    sources = []
-    for path, weight in zip(paths, WEIGHTS, strict=True):
-        schedule = ScheduledWeight("linear", {0: float(weight), 10_000_000: float(weight) + 1.0})
-        sources.append(BlendSource(path.stem, dataset([path], path.stem, 1), schedule))
-    return loop_over(BlendDataset(sources, seed=0), drain=drain)
-
-
-def pool_loop(paths: list[Path]) -> Loop:
-    """Ours: one source, all files in one pool, weighted by what remains, metrics drained at every batch."""
-    return loop_over(dataset(paths, "pool", len(paths)), drain=True)
-
-
-def bare_loop(paths: list[Path], *, with_targets: bool) -> Loop:
-    """What one writes without us: a weighted `choice`, and the next block of a memmap as int64; no resume, no metrics.
-
-    With targets it makes what a trainer needs, inputs and the same shifted by one, instead of the inputs alone.
-    """
-    maps = [np.memmap(path, dtype=np.uint16, mode="r") for path in paths]
-    generator = np.random.default_rng(0)
-    probabilities = np.array(WEIGHTS) / sum(WEIGHTS)
-    cursors = [0] * len(paths)
-    block = ROWS * SEQ_LEN
+def bare_loop(paths: Sequence[Path], length: int, row_tokens: int, *, runs_on: bool) -> Loop:
+    """What one writes without us: rows of shuffled documents, and the beginning of each."""
+    maps = [np.asarray(np.memmap(path, dtype=np.uint16, mode="r")) for path in paths]
+    order = [(own, begin) for own in maps for begin in range(0, len(own), length)]
+    shuffled = (order[at] for seed in count() for at in np.random.default_rng(seed).permutation(len(order)).tolist())
+    open_at: list[Any] = [None] * LANES
 
     def run(batches: int) -> None:
         for _ in range(batches):
-            source = generator.choice(len(maps), p=probabilities)
-            begin = cursors[source]
-            maps[source][begin : begin + block].reshape(ROWS, SEQ_LEN).astype(np.int64)
-            if with_targets:
-                maps[source][begin + 1 : begin + block + 1].reshape(ROWS, SEQ_LEN).astype(np.int64)
-            cursors[source] = (begin + block) % ((SAMPLES - ROWS) * SEQ_LEN)
+            tokens, targets = np.zeros((2, LANES, row_tokens), np.int64)
+            targets[:] = IGNORED
+            resets = np.zeros((LANES, row_tokens), np.bool_)
+            for row in range(LANES):
+                at = 0
+                while at < row_tokens and not (at and not runs_on):
+                    own, begin, left = open_at[row] or (*next(shuffled), length)
+                    stop = min(at + left, row_tokens)
+                    size = stop - at
+                    targets[row, at:stop] = own[begin : begin + size]
+                    if left == length:
+                        tokens[row, at], resets[row, at] = VOCAB, True
+                        tokens[row, at + 1 : stop] = own[begin : begin + size - 1]
+                    else:
+                        tokens[row, at:stop] = own[begin - 1 : begin + size - 1]
+                    open_at[row] = (own, begin + size, left - size) if left > size else None
+                    at = stop
 
     return run
 
 
 def time_in_turns(loops: dict[str, Loop], batches: int, rounds: int) -> dict[str, list[float]]:
-    """Microseconds a batch, of each round."""
+    """Microseconds of CPU time a batch, of each round."""
 
     def us_per_batch(loop: Loop) -> float:
-        return seconds_of(partial(loop, batches), "cpu") / batches * 1e6
+        began = time.process_time()
+        loop(batches)
+        return (time.process_time() - began) / batches * 1e6
 
     return in_turns({name: partial(us_per_batch, loop) for name, loop in loops.items()}, rounds)
 
 
+def row_costs(folder: Path, length: int, args: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Full rows of documents of one length over the bare loop, without and with state and metrics, by setting."""
+    paths = write_corpus(folder, MIXED, max(1_000_000 // length, 20), length)
+    read, one, alone, whole = ReadOptions(IdsTokenizer(VOCAB)), ConstantWeight(1.0), [], []
+    for row_tokens, runs_on in product((1024, 256), (True, False)):  # as in SETTINGS
+        part = ShardSource(discover_direct(paths), CutOptions("one", row_tokens), read, MixOptions(MIXED))
+        make = partial(LaneBlend, seed=0, rows=LANES, tokenizer=read.tokenizer)
+        reader = make([BlendSource("one", part, one)], row_tokens=row_tokens, runs_on=runs_on)
+        loops = {
+            "bare": bare_loop(paths, length, row_tokens, runs_on=runs_on),
+            "alone": loop_over(reader, drain=False),
+            "whole": loop_over(reader, drain=True),
+        }
+        times = time_in_turns(loops, max(args.batches // (1 + row_tokens // length), 10), args.rounds)
+        alone.append(statistics.median(over(times["alone"], times["bare"])))
+        whole.append(statistics.median(over(times["whole"], times["bare"])))
+    return alone, whole
+
+
 def metrics_cost(paths: list[Path], num_readers: int, picks: int, rounds: int) -> list[float]:
     """Microseconds that observing and reporting the pool adds to a pick: with a drain, less a pick that only chooses."""
-    mixing = dataset(paths[:num_readers], "cost", num_readers)
+    mixing = dataset(paths[:num_readers], "cost", num_readers, 1024)
     next(mixing)
     pool = mixing._pool
     assert len(pool.readers) == num_readers
@@ -137,38 +150,29 @@ def metrics_cost(paths: list[Path], num_readers: int, picks: int, rounds: int) -
     return [high - low for high, low in zip(times["observed"], times["bare"], strict=True)]
 
 
-def measure(args: argparse.Namespace) -> list[Figure]:
+def measure(args: argparse.Namespace) -> list[Figure | Table]:
     """Everything."""
+    found, rows, highest = [], [], 0.0
     with tempfile.TemporaryDirectory() as folder:
-        paths = write_corpus(Path(folder), len(WEIGHTS), SAMPLES)
-        loops = {
-            "blend, metrics on": blend_loop(paths, drain=True),
-            "blend, metrics off": blend_loop(paths, drain=False),
-            "pool of 8, metrics on": pool_loop(paths),
-            "bare loop": bare_loop(paths, with_targets=False),
-            "bare loop with targets": bare_loop(paths, with_targets=True),
-        }
-        times = time_in_turns(loops, args.batches, args.rounds)
-    found = []
-    for name, each in times.items():
-        goal = BATCH_GOAL_US if "metrics on" in name else None
-        found.append(Figure(f"{name}: us a batch", statistics.median(each), "us", at_most=goal))
-    for other in ("bare loop", "bare loop with targets"):
-        ratios = over(times[other], times["blend, metrics on"])
-        found.append(ratio_figure(f"speed of the blend over the {other}", ratios))
-    with tempfile.TemporaryDirectory() as folder:
-        many = write_corpus(Path(folder), max(GOALS_US), 512)
+        for length in args.lengths:
+            alone, whole = row_costs(Path(folder), length, args)
+            rows.append([length, *alone])
+            highest = max(highest, *whole)
+        found.append(Figure("full rows over the bare loop, at most", max(max(r[1:]) for r in rows), at_most=BATCH_GOAL))
+        found.append(Figure("with state and metrics, at most", highest))
+        many = write_corpus(Path(folder), max(GOALS_US), 1, 512 * 1024)
         for size, goal in GOALS_US.items():
             costs = metrics_cost(many, size, args.batches, args.rounds)
             found.append(Figure(f"one pick's metrics at K={size}", statistics.median(costs), "us", at_most=goal))
-    return found
+    return [*found, Table("Over the bare loop", ("tokens a document", *SETTINGS), rows)]
 
 
 def main() -> None:
     """Measure and print."""
     parser = bench_parser(__doc__)
-    parser.add_argument("--batches", type=int, default=400, help="batches a turn")
-    parser.add_argument("--rounds", type=int, default=75, help="turns of each, after one that warms up")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[20, 200, 2000, 20_000], help="of documents")
+    parser.add_argument("--batches", type=int, default=100, help="batches a turn, fewer of short documents")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each, after one that warms up")
     run_bench("data", parser, measure)
 
 

@@ -3,9 +3,8 @@
 One process trains the reference model (10.4 million parameters) on random bytes, on one thread, in CPU time (on CUDA: wall
 time, under bf16 autocast). Steps without hooks, with hooks and with the snapshot recipe (gradients are copied after every
 backward and subtracted) alternate in random order on the same weights and data; each round gives one ratio. "inside the hooks
-alone" is the hooks' time in these steps over a step without them, which other load does not disturb. The noise scale reuses the
-gradient norm of clipping. Memory is the growth of the peak resident set over two steps on one short row, after a step without
-measuring.
+alone" is the hooks' time in these steps over a step without them, which other load does not disturb. Memory: growth
+of the peak resident set over two steps on one short row.
 """
 
 from __future__ import annotations

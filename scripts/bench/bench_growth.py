@@ -41,7 +41,7 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter")
 
 def pool(paths: Sequence[Path], num_mixed: int) -> StreamMixingDataset:
     """One source of documents that `write_tokens` wrote."""
-    return dataset(paths, "growth", num_mixed, seq_len=SEQ_LEN, eod=0)
+    return dataset(paths, "growth", num_mixed, SEQ_LEN, dtype="uint16", eod=0)
 
 
 def us_per_batch(mixing: StreamMixingDataset, batches: int) -> float:

@@ -1,8 +1,7 @@
 """The loss in chunks (`[objective] chunk_tokens`) against all logits at once: memory and time of a step, by vocabulary.
 
 Forward and backward of a Transformer with the trainer's objective. Memory is the growth of the peak resident memory over one
-step (on CUDA, of the peak allocated), in separate processes; times are paired. Chunks take 4 products with the output layer's
-weight instead of 3, but touch less memory.
+step (on CUDA, of the peak allocated), in separate processes; times are paired.
 """
 
 from __future__ import annotations

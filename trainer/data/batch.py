@@ -65,24 +65,17 @@ class Carry:
 class MicroBatch:
     """One micro-batch, ready to be trained on."""
 
-    inputs: dict[str, Any]
-    """For `model(**inputs)`, without the state."""
-    targets: Tensor
-    """int64 [B, T]; -100 where there is nothing to predict."""
-    carry: Carry | None
-    """None: the rows have no groups, the model starts from zero."""
-    extras: dict[str, Any]
-    """Those of `BATCH_EXTRAS`, for monitoring alone."""
-    located: object = "{}"
-    """What identifies the batch: JSON, as it is or once it is asked for."""
+    inputs: dict[str, Any]  # for `model(**inputs)`, without the state
+    targets: Tensor  # int64 [B, T]; -100 where there is nothing to predict
+    carry: Carry | None  # None: the rows have no groups, the model starts from zero
+    extras: dict[str, Any]  # those of `BATCH_EXTRAS`, for monitoring alone
+    located: object = "{}"  # what identifies the batch: JSON, as it is or once it is asked for
     state: Any = None
     """The data set's state after this batch: resuming from it gives the next one, however far a loader has read ahead."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """What the data set reported with it; None is what it should have reported and could not."""
-    shard: int = 0
-    """Which of the rank's data shards it is of, from 0."""
-    is_filler: bool = False
-    """A masked copy, of which nothing is learnt: the data set had nothing left."""
+    shard: int = 0  # which of the rank's data shards it is of, from 0
+    is_filler: bool = False  # a masked copy, of which nothing is learnt: the data set had nothing left
 
     @property
     def meta(self) -> str:

@@ -68,8 +68,7 @@ SHARE_PREFIX = "blend/share/"
 VERSION = 1
 # Rows of the catalog that sources report, which are merged; all others are other parts' of the trainer.
 SOURCE_ROWS = ("stream_mixing/active/", "stream_mixing/refill/", MAX_SHARE_ERROR, ENDED_SOURCES, SHARE_PREFIX)
-Drained = Mapping[str, float | None]
-"""None: a value that should have been reported and could not be."""
+Drained = Mapping[str, float | None]  # None: a value that should have been reported and could not be
 # Sources are merged like ranks: by the operation that the catalog has for the key.
 _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
     **{"min": min, "max": max, "sum": sum, "sum_and_worst": sum},
@@ -94,10 +93,9 @@ class BlendDataset:
     all ranks choose the same. A source with weight zero is never picked. Exhausted sources are skipped; when all are
     exhausted (or the others stay at weight zero), iteration stops.
 
-    A source needs only `__iter__`. Without `state_dict` and `load_state_dict` it can be trained on, but resuming after it gave
-    a batch raises a UserError. It takes part in the metrics if it has `drain_step_metrics` and `metric_keys`, every key that
-    the former can return; a key that is not in the catalog is a gauge. If they fail, they are absent from then on, with one
-    warning. Values that are no numbers, and names that another part of the trainer reports, are left out with a warning.
+    A source needs only `__iter__`; to be resumed, `state_dict` and `load_state_dict`; for metrics, `drain_step_metrics` and
+    `metric_keys`, all that it can return (what is not in the catalog is a gauge). If they fail, they are absent from then on,
+    with one warning; values that are no numbers, and names of other parts of the trainer, are left out with one.
 
     Args:
         sources: names must be unique.
@@ -105,9 +103,8 @@ class BlendDataset:
         micro_batches: per optimizer step.
         per_source: also report `blend/share/<name>`.
         times: also report what reading took since the last drain: `time/<stage>/all`, or by source with `per_source`.
-        history_every, history_tokens: the batches of steps that are a multiple of `history_every` (all batches, where it is
-            not known ahead which step they belong to) have `history_tokens` tokens before each cell (see `Collator`), if the
-            source has `next_with_tokens_before`; 0: none have.
+        history_every, history_tokens: batches of steps that are a multiple of `history_every` (all, where steps are not known
+            ahead) have `history_tokens` tokens before each cell, if the source has `next_with_tokens_before`; 0: none have.
 
     Attributes:
         changes: by ascending batch, constant weights of sources from there on. May be replaced ahead of a thread that reads.
@@ -236,8 +233,7 @@ class BlendDataset:
         return f"source {source.name}" + (f": {where}" if isinstance(where, str) and where else "")
 
     def shares_at(self, step: int, batch: int) -> list[float]:
-        """What the weights call for in an optimizer step that begins with this micro-batch: the share of each source, all zero
-        where all weights are."""
+        """The share of each source in an optimizer step that begins with this micro-batch; all zero where all weights are."""
         at = self.weights_at(step, batch)
         return [weight / (sum(at) or 1.0) for weight in at]
 
@@ -252,11 +248,9 @@ class BlendDataset:
         return ConstantWeight(changed[-1]) if changed else source.weight
 
     def _choose(self, expected: list[float]) -> None:
-        """Compute the choices from the next batch to the end of its block, -1 where all weights are zero.
+        """Compute the choices from the next batch to the end of its block, -1 where all weights are 0; anew if a source ends.
 
-        A choice depends on the batch index and on which sources have data, so this is repeated whenever a source ends.
-        `expected` is the number of batches that the weights call for of each source so far. It includes sources that have
-        ended: their share is then below the configured one, which is what `blend/max_share_error` is to show.
+        `expected`: batches that the weights call for of each source so far, of ended ones too, for `blend/max_share_error`.
         """
         self._first = self._batch_index
         block, offset = divmod(self._first, BLOCK)
@@ -309,10 +303,9 @@ class BlendDataset:
         """The sources' metrics, merged key by key, and how well the shares match the weights; {} before any batch.
         None is what a source should have reported and could not.
 
-        A source contributes what it reported last, its counters only once. A source that has ended has no readers: its
-        counts (what sums over ranks) are 0, and its other gauges are left out. `blend/max_share_error` is the largest
-        difference, over the sources, between the share of batches a source gave and the share that the weights call for
-        (the mean of its configured probability at each batch, whether or not sources have ended).
+        A source contributes what it reported last, its counters only once; of one that has ended, counts (what sums over ranks)
+        are 0, and other gauges are left out. `blend/max_share_error` is the largest difference between the share of batches a
+        source gave and the one that the weights call for, whether or not sources have ended.
         """
         total, expected = self._given()
         if not total:

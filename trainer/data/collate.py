@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainer.arrays import IGNORED, Ints
-from trainer.data.groups import OpenStream
+from trainer.data.documents import TokenArray
+from trainer.data.groups import Handed, OpenStream
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.wording import printable
@@ -38,10 +40,8 @@ class Place(NamedTuple):
     stream: int
     group: int
     group_id: int
-    offset: int = 0
-    """Tokens read."""
-    rows: int = 0
-    """Rows that it was in."""
+    offset: int = 0  # tokens read
+    rows: int = 0  # rows that it was in
 
 
 class Segment(NamedTuple):
@@ -55,13 +55,26 @@ class Segment(NamedTuple):
     stop: int
 
 
+Read = tuple[str, Handed, int, int]  # a segment: source, group, the document's tokens before it, its own
+
+
 class Located:
     """What the rows of a micro-batch hold, as JSON once it is asked for."""
 
-    def __init__(self, rows: Sequence[Sequence[Segment]], group_ids: Ints, cell_index: Ints) -> None:
-        self.rows, self._group_ids, self._cell_index = rows, group_ids, cell_index
-        self.origin: dict[str, Any] = {}
-        """More of it, where all rows are of one stream."""
+    def __init__(self, rows: Sequence[Sequence[Read]], group_ids: Ints, cell_index: Ints) -> None:
+        self._rows, self._group_ids, self._cell_index = rows, group_ids, cell_index
+        self.origin: dict[str, Any] = {}  # more of it, where all rows are of one stream
+
+    @property
+    def rows(self) -> list[list[Segment]]:
+        """The segments of each row."""
+        return [
+            [
+                Segment(name, of.source.stream.relative_path, of.epoch, of.document, at, at + n)
+                for name, of, at, n in row
+            ]
+            for row in self._rows
+        ]
 
     def __str__(self) -> str:
         rows = [[segment._asdict() for segment in row] for row in self.rows]
@@ -72,69 +85,50 @@ class Located:
 class Lane:
     """A row position, and the group that it reads."""
 
-    def __init__(self) -> None:
-        self.left = 0
-        """Tokens of the group that are to be read; 0: there is none."""
+    __slots__ = ("groups",)
 
-    def begin(self, place: Place, opened: OpenStream) -> None:
-        """Take up a group at its place."""
-        table, documents = opened.groups, opened.documents
-        self.opened, self.stream, self.modality = opened, opened.stream.relative_path, opened.stream.modality
-        self.source, self.epoch, _, self.group, self.group_id, self.offset, self.rows = place
-        self.document = int(table.documents[self.group])
-        first = int(table.first_cells[self.group]) * opened.seq_len  # of the document's tokens
-        length = int(documents.lengths[self.document]) - first
-        self.left = min(length, int(table.num_cells[self.group]) * opened.seq_len) - self.offset
-        self.at = first + self.offset
-        """Tokens of the document before the next one that is read."""
-        self._tokens = np.asarray(documents.tokens)  # of a mapped file without the price of a memmap's slices
-        self._begin = int(documents.starts[self.document])
-        self._bounds = documents.bounds
+    def __init__(self) -> None:
+        # What it reads, the next one last: source, group, tokens read of it, rows that it was in; between rows at most one.
+        self.groups: list[tuple[str, Handed, int, int]] = []
 
     @property
     def place(self) -> Place | None:
         """Where it is."""
-        if not self.left:
+        if not self.groups:
             return None
-        stream = self.opened.stream.stream_id
-        return Place(self.source, self.epoch, stream, self.group, self.group_id, self.offset, self.rows)
-
-    def read(self, tokens: Ints, targets: Ints, bos: int) -> Segment:
-        """Fill these positions of a row, at most `left`, and move on.
-
-        Raises:
-            UserError: an id is outside the vocabulary.
-        """
-        size, at = len(targets), self.at
-        begin = self._begin + at
-        if at:
-            read = self._tokens[begin - 1 : begin + size]
-            tokens[:], targets[:] = read[:-1], read[1:]
-        else:
-            read = self._tokens[begin : begin + size]
-            targets[:] = read
-            tokens[0], tokens[1:] = bos, read[:-1]
-        if self._bounds is not None:
-            self._bounds.check(read, begin - (at > 0))
-        self.left -= size
-        self.offset += size
-        self.at += size
-        return Segment(self.source, self.stream, self.epoch, self.document, at, at + size)
-
-    def before(self, num: int, bos: int) -> Ints:
-        """The inputs of the last `num` of the group's tokens that were read, fewer at its beginning."""
-        size = min(num, self.offset)
-        start = self.at - size
-        read = self.opened.documents.read(self.document, max(start - 1, 0), self.at - 1).astype(np.int64)
-        return read if start else np.concatenate([[bos], read])
+        ((source, of, offset, rows),) = self.groups
+        return Place(source, of.epoch, of.source.stream.stream_id, of.group, of.group_id, offset, rows)
 
 
-Refill = Callable[[Lane, int], bool]
-"""Gives a lane its next group, at this position of a row; False if there is none now."""
+def inputs_before(of: Handed, offset: int, num: int, bos: int) -> Ints:
+    """The inputs of the last `num` of a group's first `offset` tokens, fewer at its beginning."""
+    stop = of.first + offset
+    start = stop - min(num, offset)
+    read = of.source.documents.read(of.document, max(start - 1, 0), stop - 1).astype(np.int64)
+    return read if start else np.concatenate([[bos], read])
+
+
+Refill = Callable[[Lane, int, int], bool]
+"""Gives a lane its next groups, at this position of a row, of so many tokens, if not more; False if there is none now."""
+
+
+class Gathered(NamedTuple):
+    """What the next rows hold, before it is copied: segments, and the gaps behind them, in order."""
+
+    pieces: list[TokenArray]  # their tokens, of a gap 0
+    inputs: list[int]  # the first one of each
+    segments: list[int]  # their numbers, -1: a gap
+    gaps: list[slice]  # positions, counted through all rows
+    begun: list[int]  # positions at which a group begins
+    labels: list[tuple[str, str]]  # source and modality of each segment
+    rows: list[list[Read]]  # segments by row
+    # By row: the group that is looked up, its cell, its tokens before the row; the group that goes on behind it, and its cell.
+    groups: list[tuple[int, int, int, int, int]]
+    opened: dict[int, OpenStream]  # what is read from, by identity
 
 
 class Collator:
-    """Builds micro-batches from the next rows of lanes.
+    """Builds micro-batches from the next rows of lanes; `runs_on`: documents begin within rows.
 
     Keys (B rows of T tokens): `tokens`, `targets` int64 [B, T]; `group_ids`, `cell_index` int64 [B], the group that the row
     continues or begins with, and its cell; `depth` int64 [B], tokens of that group before the row; `is_last` bool [B];
@@ -150,44 +144,38 @@ class Collator:
 
     Args:
         row_tokens: T.
-        runs_on: documents begin within rows.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, row_tokens: int, runs_on: bool) -> None:
         self._row_tokens, self._runs_on = row_tokens, runs_on
         self._bos = tokenizer.bos_id
+        self._nothing = np.zeros(row_tokens, np.int64)
         types = tokenizer.token_type_table
         # Extended so that index IGNORED (from the end) is -1: one take then serves all targets.
         self._types = None if types is None else np.concatenate([types, np.full(-IGNORED, -1, dtype=np.int8)])
 
     def batch(self, lanes: Sequence[Lane], refill: Refill, tokens_before: int = 0) -> Batch:
-        """The next row of each lane, with that many tokens of its group before it.
-
-        Raises:
-            UserError: a file was cut, or has an id outside the vocabulary.
-        """
+        """The next row of each lane, with so many tokens before it. UserError: a file was cut, or has an id that is unknown."""
         count, length, runs_on = len(lanes), self._row_tokens, self._runs_on
-        batch: Batch = {
-            "tokens": np.zeros((count, length), np.int64),
-            "targets": np.full((count, length), IGNORED, np.int64),
-            "segment_ids": np.full((count, length), -1, np.int32),
-        }
+        kinds = {"tokens_before": np.int64, "resets_before": np.bool_} if runs_on else {"tokens_before": np.int64}
+        before: Batch = {key: np.zeros((count, tokens_before), kind) for key, kind in kinds.items() if tokens_before}
+        found = self._gather(lanes, refill, before)
+        # All segments are copied together: for each by itself, that would cost more than all else.
+        tokens, targets = np.empty((2, count * length), np.int64)
+        np.concatenate(found.pieces, out=targets, casting="unsafe")
+        self._check_ids(found, targets)
+        sizes = np.array(list(map(len, found.pieces)))
+        tokens[1:] = targets[:-1]
+        tokens[sizes.cumsum() - sizes] = found.inputs
+        for gap in found.gaps:
+            tokens[gap], targets[gap] = 0, IGNORED
+        segment_ids = np.array(found.segments, np.int32).repeat(sizes)
+        flat: Batch = {"tokens": tokens, "targets": targets, "segment_ids": segment_ids}
         if runs_on:
-            batch["resets"] = np.zeros((count, length), np.bool_)
-        if tokens_before:
-            batch["tokens_before"] = np.zeros((count, tokens_before), np.int64)
-            if runs_on:
-                batch["resets_before"] = np.zeros((count, tokens_before), np.bool_)
-        opened: dict[int, OpenStream] = {}
-        for lane in lanes:
-            if lane.left:
-                opened[id(lane.opened)] = lane.opened
-        for each in opened.values():
-            check_size(each)
-        segments: list[list[Segment]] = []
-        labels: list[tuple[str, str]] = []
-        rows = [self._fill_row(*each, refill, batch, segments, labels, tokens_before) for each in enumerate(lanes)]
-        columns = np.array(rows, np.int64).T.copy()  # a row of it for each key
+            flat["resets"] = np.zeros(count * length, np.bool_)
+            flat["resets"][found.begun] = True
+        batch: Batch = {key: value.reshape(count, length) for key, value in flat.items()} | before
+        columns = np.array(found.groups, np.int64).T.copy()  # a row of it for each key
         batch |= dict(zip(("group_ids", "cell_index", "depth", "end_ids", "end_cell_index"), columns, strict=True))
         batch["is_last"] = (batch["group_ids"] >= 0) & (batch["group_ids"] != batch["end_ids"])
         if not runs_on:
@@ -195,50 +183,72 @@ class Collator:
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
         # Tuples: they have no entry for each row.
-        names = zip(*labels, strict=True) if labels else ((), ())
-        batch["dataset_labels"], batch["dataset_segments"] = names
-        batch["pack_num_samples"] = np.array(list(map(len, segments)), np.int64)
-        batch["instability_meta_json"] = Located(segments, batch["group_ids"], batch["cell_index"])
+        batch["dataset_labels"], batch["dataset_segments"] = (
+            zip(*found.labels, strict=True) if found.labels else ((), ())
+        )
+        batch["pack_num_samples"] = np.array(list(map(len, found.rows)), np.int64)
+        batch["instability_meta_json"] = Located(found.rows, batch["group_ids"], batch["cell_index"])
         return batch
 
-    def _fill_row(
-        self,
-        row: int,
-        lane: Lane,
-        refill: Refill,
-        batch: Batch,
-        segments: list[list[Segment]],
-        labels: list[tuple[str, str]],
-        tokens_before: int,
-    ) -> tuple[int, int, int, int, int]:
-        """Read the next window of a lane. Returns the group that is looked up, its cell and its tokens before the row, then the
-        group that continues behind the row, and its cell."""
-        found: list[Segment] = []
-        group_id = end_id = -1
-        cell_index = depth = end_cell = at = 0
-        length, runs_on = self._row_tokens, self._runs_on
-        tokens, targets, segment_ids = batch["tokens"][row], batch["targets"][row], batch["segment_ids"][row]
-        while at < length and (lane.left or refill(lane, at)):
-            is_begun = lane.offset > 0
-            if not at and (is_begun or not runs_on):
-                group_id, cell_index, depth = lane.group_id, lane.rows, lane.offset
-                if tokens_before and is_begun:
-                    self._put_before(lane, row, batch, tokens_before)
-            if runs_on and not is_begun:
-                batch["resets"][row, at] = True
-            stop = min(at + lane.left, length)
-            segment_ids[at:stop] = len(labels)
-            labels.append((lane.source, lane.modality))
-            found.append(lane.read(tokens[at:stop], targets[at:stop], self._bos))
-            if lane.left:
-                end_id, end_cell = lane.group_id, lane.rows
-            lane.rows += 1
-            at = stop if runs_on else length
-        segments.append(found)
-        return group_id, cell_index, depth, end_id, end_cell
+    def _gather(self, lanes: Sequence[Lane], refill: Refill, before: Batch) -> Gathered:
+        """Move each lane on by a row, and fill in the tokens before it."""
+        length, runs_on, bos = self._row_tokens, self._runs_on, self._bos
+        found = Gathered([], [], [], [], [], [], [], [], {})
+        pieces, inputs, segments, gaps, begun, labels, rows, groups, opened = found
+        last, label, room = None, ("", ""), length if runs_on else 1
+        for row, lane in enumerate(lanes):
+            at, read = 0, []
+            group_id = end_id = -1
+            cell_index = depth = end_cell = 0
+            while at < length and (lane.groups or refill(lane, at, room - at)):
+                name, handed, offset, cell = lane.groups.pop()
+                _, source, _, own_id, _, start, left, begin = handed
+                if source is not last:
+                    last, documents, label = source, source.documents, (name, source.stream.modality)
+                    if id(source) not in opened:
+                        check_size(source)
+                        opened[id(source)] = source
+                if not at and (offset or not runs_on):
+                    group_id, cell_index, depth = own_id, cell, offset
+                    if before and offset:
+                        self._put_before(handed, offset, row, before)
+                if not offset:
+                    begun.append(row * length + at)
+                size = min(left - offset, length - at)
+                begin, start = begin + offset, start + offset
+                pieces.append(documents.tokens[begin : begin + size])
+                inputs.append(int(documents.tokens[begin - 1]) if start else bos)
+                segments.append(len(labels))
+                labels.append(label)
+                read.append((name, handed, start, size))
+                if offset + size < left:
+                    lane.groups.append((name, handed, offset + size, cell + 1))
+                    end_id, end_cell = own_id, cell
+                at += size
+                if not runs_on:
+                    break
+            if at < length:
+                pieces.append(self._nothing[at:])
+                inputs.append(0)
+                segments.append(-1)
+                gaps.append(slice(row * length + at, (row + 1) * length))
+            rows.append(read)
+            groups.append((group_id, cell_index, depth, end_id, end_cell))
+        return found
 
-    def _put_before(self, lane: Lane, row: int, batch: Batch, num: int) -> None:
-        read = lane.before(num, self._bos)
+    def _put_before(self, of: Handed, offset: int, row: int, batch: Batch) -> None:
+        num = batch["tokens_before"].shape[1]
+        read = inputs_before(of, offset, num, self._bos)
         batch["tokens_before"][row, num - len(read) :] = read
-        if self._runs_on and len(read) == lane.offset:
+        if self._runs_on and len(read) == offset:
             batch["resets_before"][row, num - len(read)] = True
+
+    def _check_ids(self, found: Gathered, targets: Ints) -> None:
+        """Raises UserError at an id outside the vocabulary. `targets`: the pieces, copied."""
+        bounds = [opened.documents.bounds for opened in found.opened.values()]
+        limit = min((each.num_ids for each in bounds if each is not None), default=0)
+        # Nobody may have looked at what is before a group that begins behind a cut. As unsigned, a negative id is a large one.
+        inputs = np.array([each for each in found.inputs if each != self._bos], np.int64) if limit else targets[:0]
+        if limit and any(ids.view(np.uint64).max(initial=0) >= limit for ids in (targets, inputs)):
+            for _, handed, start, size in chain.from_iterable(found.rows):
+                handed.source.documents.read(handed.document, max(start - 1, 0), start + size)

@@ -106,8 +106,7 @@ class IdBounds:
 
 
 TokenArray = npt.NDArray[Any]  # any integer dtype: as stored on disk
-Kind: TypeAlias = Literal["text", "ids"]
-"""What a file holds: text to be tokenized, or token ids."""
+Kind: TypeAlias = Literal["text", "ids"]  # what a file holds: text to be tokenized, or token ids
 Span: TypeAlias = tuple[int, int]
 """A part of a file that is tokenized alone: from and up to; in bytes, or in whatever its format counts."""
 CHUNK = 1 << 16  # tokens checked together
@@ -137,11 +136,7 @@ class TokenTable:
         return len(self.lengths)
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        """Tokens [start, stop) of a document, as a view.
-
-        Raises:
-            UserError: an id is outside the vocabulary, with its position.
-        """
+        """Tokens [start, stop) of a document, as a view. UserError: an id is outside the vocabulary, with its position."""
         assert 0 <= start <= stop <= self.lengths[document], (document, start, stop)
         begin = int(self.starts[document]) + start
         tokens = self.tokens[begin : begin + stop - start]

@@ -19,8 +19,7 @@ from trainer.hashing import stable_hash
 
 Cursor = list[Any]
 """`[parts taken from the queue, [[stream, how far it was read...] of each active reader]]`, of one shard in one epoch."""
-Point = list[Cursor]
-"""The cursors of all shards when their number changed in the middle of an epoch."""
+Point = list[Cursor]  # the cursors of all shards when their number changed in the middle of an epoch
 State = Mapping[str, Any]
 
 

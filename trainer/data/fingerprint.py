@@ -22,8 +22,7 @@ from trainer.errors import UserError
 from trainer.wording import few
 
 FINGERPRINT_KEY = "data"  # in a checkpoint's state.json
-EVAL: Final = "eval/"
-"""Before the name of a validation set in a fingerprint; names of sources have no slash."""
+EVAL: Final = "eval/"  # before the name of a validation set in a fingerprint; names of sources have no slash
 BLOCK_BYTES = 4096
 # Blocks of a file: as many as keep all files within the total, which 50,000 files with two blocks each use up (400 MB).
 FEWEST_BLOCKS, MOST_BLOCKS, TOTAL_BLOCKS = 2, 16, 100_000

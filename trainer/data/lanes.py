@@ -69,12 +69,16 @@ class LaneBlend(BlendDataset):
         self._claims = [0.0] * len(sources)
         self._total = 0
         self._shares: list[float] = []
+        self._open: list[tuple[float, bool]] = []  # of each source its share, and whether it can be read
+        self._whole = 0.0  # share of those
         self._is_constant = all(len(source.weight.points) == 1 for source in sources)
         self._by_name = {source.name: index for index, source in enumerate(sources)}
         # A target's batches are its own; lanes read the others.
         self._laned = [index for index, source in enumerate(sources) if isinstance(source.dataset, ShardSource)]
-        first: Any = sources[self._laned[0]].dataset if self._laned else None
-        self._shard = (first.fixed_state["rank"], first.fixed_state["world_size"]) if self._laned else (0, 1)
+        parts: dict[int, Any] = {index: sources[index].dataset for index in self._laned}
+        self._hands = {index: partial(part.hand, partial(self._may_begin_epoch, part)) for index, part in parts.items()}
+        shards = [(part.fixed_state["rank"], part.fixed_state["world_size"]) for part in parts.values()]
+        self._shard = shards[0] if shards else (0, 1)
         self._batched = [
             index for index in range(len(sources)) if index not in self._laned and not _is_off(sources[index])
         ]
@@ -95,14 +99,13 @@ class LaneBlend(BlendDataset):
         return [place.group_id for place in self._waiting]
 
     def next_with_tokens_before(self, tokens_before: int) -> Batch:
-        """The next micro-batch, with at least that many tokens of its group before each row.
-
-        Raises:
-            StopIteration: every source is exhausted, or stays at weight zero, and the lanes are dry.
-            UserError: all weights are zero at this batch, and the lanes are dry.
-        """
+        """The next micro-batch, with that many tokens of its group before each row. StopIteration, or UserError where all
+        weights are zero: nothing can be read, and the lanes are dry."""
         began = time.perf_counter()
-        self._shares = self._shares_now()
+        shares = self._shares_now()
+        if shares is not self._shares:
+            self._shares = shares
+            self._note_open()
         batch = self._whole_batch(tokens_before) if self._batched else None
         if batch is None:
             batch = self._collator.batch(self._lanes, self._refill, tokens_before)
@@ -114,7 +117,7 @@ class LaneBlend(BlendDataset):
 
     def masked(self) -> Batch:
         """A micro-batch of which nothing is learnt."""
-        return self._collator.batch([Lane() for _ in self._lanes], lambda lane, at: False)
+        return self._collator.batch([Lane() for _ in self._lanes], lambda *_: False)
 
     def _given(self) -> tuple[int, list[float]]:
         return self._total, self._expected[0]
@@ -126,24 +129,29 @@ class LaneBlend(BlendDataset):
         step = self._micro_batches.step_of(at) if self._is_known_ahead else 0
         return self.shares_at(step, at)
 
+    def _note_open(self) -> None:
+        self._open = [(share, share > 0 and not end) for share, end in zip(self._shares, self._ended, strict=True)]
+        self._whole = sum(share for share, is_open in self._open if is_open)
+
     def _largest(self, among: Sequence[int]) -> int:
         """The source with the largest claim that can be read; -1: none can."""
-        found = [index for index in among if self._shares[index] > 0 and not self._ended[index]]
-        return max(found, key=lambda index: (self._claims[index], self._shares[index], -index), default=-1)
+        best, claims = -1, self._claims
+        for index in among:
+            share, is_open = self._open[index]
+            if is_open and (best < 0 or (claims[index], share) > (claims[best], self._shares[best])):
+                best = index
+        return best
 
     def _hand(self, index: int, num_tokens: int) -> None:
         """Settle the claims for tokens that a source has given."""
-        open_now = [i for i, share in enumerate(self._shares) if share > 0 and not self._ended[i]]
-        whole = sum(self._shares[i] for i in open_now)
-        for i in range(len(self._claims)):
-            if i in open_now:
-                self._claims[i] += num_tokens * self._shares[i] / whole
-            else:
-                self._claims[i] = 0.0  # nothing is owed to what cannot be read
-        self._claims[index] -= num_tokens
+        claims, expected, whole = self._claims, self._expected[0], self._whole
+        for i, (share, is_open) in enumerate(self._open):
+            # Nothing is owed to what cannot be read.
+            claims[i] = claims[i] + num_tokens * share / whole if is_open else 0.0
+            expected[i] += share * num_tokens
+        claims[index] -= num_tokens
         self._counts[index] += num_tokens
         self._total += num_tokens
-        self._expected[0] = [e + share * num_tokens for e, share in zip(self._expected[0], self._shares, strict=True)]
         self._unsaved.add(index)
         self._undrained.add(index)
 
@@ -161,6 +169,7 @@ class LaneBlend(BlendDataset):
             batch = next(self._iterators[index]) if ask is None else ask(tokens_before)
         except StopIteration:
             self._ended[index] = True
+            self._note_open()
             return None
         if self._time_names:
             self._seconds[f"time/own_code/{self._time_names[index]}"] += time.perf_counter() - began
@@ -169,28 +178,28 @@ class LaneBlend(BlendDataset):
             batch["dataset_labels"] = [self.sources[index].name] * len(batch["tokens"])
         return batch
 
-    def _refill(self, lane: Lane, at: int) -> bool:
-        """Give a lane its next group, at this position of a row; False if there is none now."""
+    def _refill(self, lane: Lane, at: int, room: int) -> bool:
+        """Give a lane its next groups, at this position of a row, of `room` tokens or more; False if there is none now."""
         if self._waiting:
             if not at:  # a state is looked up where a row begins, not within it
                 self._take_up(lane, self._waiting.pop(0))
             return not at
-        blocked: set[int] = set()
-        while (index := self._largest([each for each in self._laned if each not in blocked])) >= 0:
-            self._now, name = index, self.sources[index].name
-            source = cast(ShardSource, self.sources[index].dataset)
-            handed = source.hand(partial(self._may_begin_epoch, source))
-            self._unsaved.add(index)
+        among, found = self._laned, []
+        while room > 0 and (index := self._largest(among)) >= 0:
+            self._now = index
+            handed = self._hands[index]()
             if handed is None:
                 # At the end of an epoch, while a lane still reads one before it.
-                self._ended[index] = source.is_ended
-                blocked.add(index)
-                continue
-            opened = handed.source
-            lane.begin(Place(name, handed.epoch, opened.stream.stream_id, handed.group, handed.group_id), opened)
-            self._hand(index, lane.left)
-            return True
-        return False
+                self._ended[index] = cast(ShardSource, self.sources[index].dataset).is_ended
+                self._note_open()
+                self._unsaved.add(index)
+                among = [each for each in among if each != index]
+            else:
+                found.append((self._names[index], handed, 0, 0))
+                self._hand(index, handed.num_tokens)
+                room -= handed.num_tokens
+        lane.groups = found[::-1]
+        return bool(found)
 
     def _may_begin_epoch(self, source: ShardSource) -> bool:
         """Whether no lane reads an epoch of a source before its present one."""
@@ -199,7 +208,8 @@ class LaneBlend(BlendDataset):
 
     def _take_up(self, lane: Lane, place: Place) -> None:
         source = cast(ShardSource, self.sources[self._by_name[place.source]].dataset)
-        lane.begin(place, source.open(source.streams[place.stream]))
+        (handed,) = source.open(source.streams[place.stream]).hand(np.array([place.group]), place.epoch)
+        lane.groups = [(place.source, handed, place.offset, place.rows)]
 
     def _note_times(self, seconds: float) -> None:
         """Note what opening and tokenizing took, by source, and the rest as reading, in proportion to the sources' shares."""
@@ -237,7 +247,7 @@ class LaneBlend(BlendDataset):
         names = states[0]["names"]
         for index, name in enumerate(self._names):
             self._claims[index] = states[0]["claims"][names.index(name)] if name in names else 0.0
-        self._total = states[0]["total"]
+        self._total, self._shares = states[0]["total"], []
         self._lanes = [Lane() for _ in self._lanes]
         self._waiting = []
         shard, num_shards = self._shard

@@ -321,10 +321,8 @@ class Discovery:
     streams: list[Stream]
     root: str | None = None
     paths: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    """Files in the root itself, which NESTED does not read."""
-    copies: tuple[object, ...] = ()
-    """Local copies of what URLs name; they stay while this exists."""
+    left_out: tuple[str, ...] = ()  # files in the root itself, which NESTED does not read
+    copies: tuple[object, ...] = ()  # local copies of what URLs name; they stay while this exists
 
 
 def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:

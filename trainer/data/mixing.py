@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from trainer.arrays import Flags, Ints
-from trainer.data.collate import Batch, Collator, Lane, Place
+from trainer.data.collate import Batch, Collator, Lane
 from trainer.data.documents import ReadOptions
-from trainer.data.groups import CutOptions, OpenStream
+from trainer.data.groups import CutOptions, Handed, OpenStream
 from trainer.data.layout import Stream
 from trainer.data.pool import PICK_MODES, PickMode
 from trainer.data.shard_source import StreamSource
@@ -28,6 +28,7 @@ from trainer.metrics.logger import get_logger
 logger = get_logger(__name__)
 BatchingMode: TypeAlias = Literal["per_stream", "device_per_stream"]
 BATCHING_MODES: tuple[BatchingMode, ...] = ("per_stream", "device_per_stream")
+AHEAD = 64  # groups of a lane that are looked up together
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ def schedule(cells: Ints, num_lanes: int) -> tuple[Ints, Ints]:
     """
     by_size = np.argsort(-cells, kind="stable")
     free = list(range(num_lanes))  # a heap of load * num_lanes + lane
-    placed = [heapq.heapreplace(free, free[0] + size) for size in (cells[by_size] * num_lanes).tolist()]
+    placed = (heapq.heapreplace(free, free[0] + size) for size in (cells[by_size] * num_lanes).tolist())
     lanes = np.empty(len(cells), dtype=np.int64)
-    lanes[by_size] = np.array(placed, dtype=np.int64) % num_lanes
+    lanes[by_size] = np.fromiter(placed, np.int64, len(cells)) % num_lanes
     loads = np.bincount(lanes, cells, num_lanes).astype(np.int64)
     by_load = np.argsort(-loads, kind="stable")
     lanes = np.argsort(by_load)[lanes]
@@ -108,16 +109,14 @@ class Slice(NamedTuple):
 
 
 class StreamReader:
-    """The lanes that read a slice of a stream in one epoch.
+    """The lanes that read a slice of a stream in one epoch; its start, end and position count cells in the order of reading.
 
-    `slice_start`, `position` and `slice_end` count cells in the order of reading. `remaining_picks`, the batches left until the
-    reader is exhausted, is exact, so that picks in proportion to it are a uniform permutation of all remaining batches.
+    `remaining_picks` is exact, so that picks in proportion to it are a uniform permutation of all remaining batches.
 
     Args:
         order: the slice's unfinished groups in reading order, int64 [n].
         left: cells left of each group of the stream, int64 [G].
-        num_picks: batches of the longest slice, if all ranks pick this stream together.
-        picks: batches that were taken before, by the reader that this one continues.
+        num_picks: batches of the longest slice, if all ranks pick this stream together. picks: those taken before.
     """
 
     def __init__(
@@ -143,13 +142,13 @@ class StreamReader:
         self.position = int(np.clip(picks - begins, 0, cells).sum())
         by_lane = np.argsort(lanes, kind="stable")
         self._groups, self._begins = order[by_lane], begins[by_lane]
-        self._ids = source.groups.ids_of(self._groups, epoch)
         # Of each group, before it begins here.
         self._cells_before = source.groups.num_cells[self._groups] - cells[by_lane]
         bounds = np.searchsorted(lanes[by_lane], np.arange(num_lanes + 1))
         finished = np.bincount(lanes[ends <= picks], minlength=num_lanes)
         self._next, self._stop = (bounds[:-1] + finished).tolist(), bounds[1:].tolist()
         self._lanes = [Lane() for _ in range(num_lanes)]
+        self._ahead: list[list[Handed]] = [[] for _ in range(num_lanes)]  # the next groups of each lane, in reverse
 
     @property
     def cursor(self) -> tuple[int, ...]:
@@ -166,13 +165,12 @@ class StreamReader:
         """Of the slice's cells."""
         return (self.slice_end - self.position) / max(self.slice_end - self.slice_start, 1)
 
-    def take(self) -> tuple[StreamReader, int, list[Lane]]:
-        """Itself, its position, and the lanes that have a row in the next batch; none if only other ranks' slices have any."""
-        before = self.position
-        rows = [lane for number, lane in enumerate(self._lanes) if lane.left or self._refill(number, lane)]
+    def take(self) -> list[Lane]:
+        """The lanes that have a row in the next batch; none if only other ranks' slices have any."""
+        rows = [lane for number, lane in enumerate(self._lanes) if lane.groups or self._refill(number, lane)]
         self.picks += 1
         self.position += len(rows)
-        return self, before, rows
+        return rows
 
     def _refill(self, number: int, lane: Lane) -> bool:
         at = self._next[number]
@@ -180,9 +178,9 @@ class StreamReader:
             return False
         self._next[number] += 1
         rows = int(self._cells_before[at] + self.picks - self._begins[at])
-        ids = int(self._groups[at]), int(self._ids[at])
-        place = Place(self._name, self._epoch, self.stream.stream_id, *ids, rows * self.source.seq_len, rows)
-        lane.begin(place, self.source)
+        if not (ahead := self._ahead[number]):
+            ahead += self.source.hand(self._groups[at : min(at + AHEAD, self._stop[number])], self._epoch)[::-1]
+        lane.groups.append((self._name, ahead.pop(), rows * self.source.seq_len, rows))
         return True
 
 
@@ -258,14 +256,18 @@ class StreamMixingDataset(StreamSource):
         was_ended = self.is_ended
         stream, position, lanes = None, 0, []
         if self._is_ready():
-            reader, position, lanes = self._take()
+            slot = self._pool.pick(self._uniforms(self._num_picks) if len(self._pool.readers) > 1 else 0.0)
+            self._num_picks += 1
+            reader = self._pool.readers[slot]
+            position, lanes = reader.position, reader.take()
+            self._has_moved(slot)
             stream = self._opener.current = reader.stream
         else:
             if not (was_ended or self._has_groups):
                 self.refuse_nothing()
             if not self._mix.repeat:
                 raise StopIteration
-        batch = self._collator.batch(lanes or [Lane()], lambda lane, at: False, num_before)
+        batch = self._collator.batch(lanes or [Lane()], lambda *_: False, num_before)
         del batch["segment_ids"]
         rows, modality = len(batch["tokens"]), stream.modality if stream else self.modalities[0]
         batch["dataset_labels"], batch["dataset_segments"] = [self.name] * rows, [modality] * rows

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -38,8 +40,7 @@ def pool_metric_keys(modalities: Iterable[str]) -> tuple[str, ...]:
 class ActivePool:
     """The active readers, one per slot: anything with `stream`, `remaining_picks` and `remaining_fraction`.
 
-    `seen` holds the metrics of the last pick: what remained before it, and waits with it counted; empty before the
-    first pick. They are computed when they are asked for.
+    `seen` holds the metrics of the last pick: what remained before it, and waits with it counted; empty before the first.
 
     Args:
         modalities: all that can occur; each is reported at every pick, zeros included.
@@ -63,7 +64,7 @@ class ActivePool:
         self.readers.append(reader)
         self._counts[MODALITY_PREFIX + reader.stream.modality] += 1.0
         self._stats = np.concatenate([self._stats, np.zeros((6, 1))], axis=1)
-        self.note(len(self.readers) - 1)
+        self._begin(len(self.readers) - 1)
 
     def replace(self, slot: int, reader: Any | None) -> None:
         """Put a reader into a slot, or, without one, remove the slot."""
@@ -76,40 +77,80 @@ class ActivePool:
             return
         self.readers[slot] = reader
         self._counts[MODALITY_PREFIX + reader.stream.modality] += 1.0
+        self._begin(slot)
+
+    def _begin(self, slot: int) -> None:
         self.note(slot)
+        self._stats[_NEG_LAST_PICK:, slot] = (-self._num_picks, 0.0)
 
     def note(self, slot: int) -> None:
         """Record the progress of a reader that was just picked and read from, or that is new."""
         reader = self.readers[slot]
         remaining, fraction = reader.remaining_picks, reader.remaining_fraction
-        self._stats[:, slot] = (-remaining, remaining, -fraction, fraction, -self._num_picks, 0.0)
+        self._stats[:_NEG_LAST_PICK, slot] = (-remaining, remaining, -fraction, fraction)
 
-    def pick(self, uniform: float) -> int:
-        """Choose a slot. Whoever then reads from its reader must call `note` or `replace`.
-
-        Args:
-            uniform: a number in [0, 1) that decides; not used by round_robin.
-        """
-        stats, num_readers, slot = self._stats, len(self.readers), 0
-        if num_readers > 1:  # otherwise there is nothing to choose, and no surprise
-            if self._pick_mode == "weighted":
-                remaining = stats[_REMAINING]
-                ends = remaining.cumsum()  # integers below 2^53: exact in float64
-                total = float(ends[-1])
-                # uniform * total may round up to total itself.
-                slot = min(int(ends.searchsorted(uniform * total, side="right")), num_readers - 1)
-                stats[_SURPRISE] -= np.log1p(remaining / -total)
+    def choose(self, uniforms: Iterable[float]) -> list[int]:
+        """The slots of the next picks, up to one that exhausts a reader. Numbers in [0, 1) decide, except with round_robin."""
+        left = self._stats[_REMAINING].tolist()
+        slots, turn, num_readers, total = [], self.turn, len(left), sum(left)
+        for uniform in uniforms:
+            if num_readers == 1:
+                slot = 0
+            elif self._pick_mode == "weighted":
+                # Integers below 2^53 are exact as floats. uniform * total may round up to total itself.
+                slot = min(bisect_right(list(accumulate(left)), uniform * total), num_readers - 1)
             elif self._pick_mode == "uniform":
                 slot = int(uniform * num_readers)
-                stats[_SURPRISE] -= math.log1p(-1.0 / num_readers)
             else:
-                slot = self.turn
-                self.turn = (slot + 1) % num_readers
+                slot, turn = turn, (turn + 1) % num_readers
+            slots.append(slot)
+            left[slot] -= 1
+            total -= 1
+            if left[slot] < 1:
+                break
+        return slots
+
+    def pick(self, uniform: float) -> int:
+        """Choose a slot. Whoever then reads from its reader must call `note` or `replace`."""
+        (slot,) = self.choose([uniform])
+        self.record(slot)
+        return slot
+
+    def record(self, slot: int) -> None:
+        """Count a pick. Its reader must not have moved yet."""
+        stats = self._stats
+        stats[_SURPRISE] -= self._surprises(stats[_REMAINING])
         self._num_picks += 1
+        if self._pick_mode == "round_robin":
+            self.turn = (slot + 1) % len(self.readers)
         stats[_NEG_LAST_PICK, slot] = -self._num_picks
         stats[_SURPRISE, slot] = 0.0
         self._seen, self._found = None, (stats.copy(), self._num_picks, self._counts.copy())
-        return slot
+
+    def skip(self, slots: Sequence[int]) -> None:
+        """Count picks, after which another is recorded. Their readers have moved."""
+        if not slots:
+            return
+        picks = np.eye(len(self.readers))[slots]  # [n, K]
+        before = picks.cumsum(0) - picks
+        left, counts = self._stats[_REMAINING] - before, picks.sum(0)
+        # A pick surprises those that have waited since: with none of theirs from it on.
+        surprises = self._surprises(left) * (before == counts)
+        self._stats[_SURPRISE] = np.subtract.reduce(np.vstack([self._stats[_SURPRISE] * (counts == 0), surprises]))
+        lasts = -self._num_picks - (before < counts).sum(0)
+        self._stats[_NEG_LAST_PICK] = np.where(counts > 0, lasts, self._stats[_NEG_LAST_PICK])
+        self._num_picks += len(slots)
+        for slot in set(slots):
+            self.note(slot)
+
+    def _surprises(self, left: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """What a pick adds to the surprise of each reader, negated; `left`: picks left of each before it, [..., K]."""
+        if len(self.readers) == 1 or self._pick_mode == "round_robin":  # there is nothing to choose, and no surprise
+            return np.zeros_like(left)
+        if self._pick_mode == "uniform":
+            return np.full_like(left, math.log1p(-1.0 / len(self.readers)))
+        found: npt.NDArray[np.float64] = np.log1p(left / -left.sum(-1, keepdims=True))
+        return found
 
     @property
     def seen(self) -> dict[str, float]:

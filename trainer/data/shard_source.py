@@ -23,7 +23,7 @@ from trainer.arrays import Flags, Ints
 from trainer.data.documents import ReadOptions
 from trainer.data.epochs import Point, check_states, fingerprint, resharded
 from trainer.data.formats import is_import_path
-from trainer.data.groups import CutOptions, OpenStream, StreamOpener, file_bytes
+from trainer.data.groups import CutOptions, Handed, OpenStream, StreamOpener, file_bytes
 from trainer.data.layout import Stream
 from trainer.data.pool import EXHAUST_EVENTS, MODALITY_PREFIX, ActivePool, pool_metric_keys
 from trainer.data.tokenizer import TimedTokenizer, Tokenizer
@@ -35,8 +35,7 @@ from trainer.wording import printable
 if TYPE_CHECKING:
     from trainer.data.mixing import MixOptions
 
-BLOCK = 256
-"""Groups whose ids are computed together."""
+BLOCK = 2048  # groups that are picked ahead at most
 
 
 class Part(NamedTuple):
@@ -75,15 +74,6 @@ def deal_parts(sizes: tuple[int, ...], order: tuple[int, ...], num_shards: int) 
     return parts
 
 
-class Handed(NamedTuple):
-    """A group that a lane is to read."""
-
-    epoch: int
-    source: OpenStream
-    group: int
-    group_id: int
-
-
 class Reader:
     """An open part of a stream: its groups in reading order, and how many were taken."""
 
@@ -91,7 +81,6 @@ class Reader:
         self.source, self.stream, self.epoch = source, source.stream, epoch
         self.taken = taken
         self._order = order  # the stream's groups, int64 [n]
-        self._block: list[tuple[int, int]] = []  # (group, id) of those to come, the next one last
 
     @property
     def cursor(self) -> tuple[int, ...]:
@@ -108,22 +97,16 @@ class Reader:
         """Of the reader's groups."""
         return self.remaining_picks / max(len(self._order), 1)
 
-    def take(self) -> Handed:
-        """The next group of the stream."""
-        if not self._block:
-            groups = self._order[self.taken : self.taken + BLOCK]
-            ids = self.source.groups.ids_of(groups, self.epoch)
-            self._block = list(zip(groups.tolist(), ids.tolist(), strict=True))[::-1]
-        self.taken += 1
-        return Handed(self.epoch, self.source, *self._block.pop())
+    def ahead(self, num: int) -> list[Handed]:
+        """The next groups, which are not taken yet."""
+        return self.source.hand(self._order[self.taken : self.taken + num], self.epoch)
 
 
 class StreamSource(ABC):
     """Opens the streams of a source one after another into a pool, epoch by epoch, and reports the pool's metrics.
 
-    An exhausted reader is replaced by the next part of the epoch's shuffled queue. When queue and pool are empty the epoch
-    ends: with `repeat` the next begins. Every choice is a pure function of (name, seed, epoch, shard, number of shards, pick),
-    so the state is cursors (and the pool's observations, for its metrics).
+    An exhausted reader is replaced by the next of the epoch's shuffled queue. Every choice is a pure function of (name, seed,
+    epoch, shard, number of shards, pick), so the state is cursors (and the pool's observations, for its metrics).
 
     Args:
         streams, cut, read, mix: what is read, and how. The namespace of `cut`, the source's name, must be unique in a blend.
@@ -134,10 +117,8 @@ class StreamSource(ABC):
         UserError: no streams, or one twice.
     """
 
-    version: ClassVar[int]
-    """Of the saved state."""
-    mode: str = "per_row"
-    """The batching mode, which a state belongs to."""
+    version: ClassVar[int]  # of the saved state
+    mode: str = "per_row"  # the batching mode, which a state belongs to
     layout: Sequence[str] = ("rank", "world_size")
     """Keys of a state of which another value means that the rest of the epoch is dealt anew."""
 
@@ -161,8 +142,7 @@ class StreamSource(ABC):
         # Renumbered: they may be only a part of those discovered.
         self.streams = [replace(stream, stream_id=i) for i, stream in enumerate(streams)]
         self.modalities = sorted({stream.modality for stream in streams})
-        self.is_ended = False
-        """Without `repeat`: everything was handed out. Or this shard has no group at all."""
+        self.is_ended = False  # without `repeat`: everything was handed out. Or this shard has no group at all
         self.epoch = 0
         self._mix, self._shard, self._num_shards = mix, shard, num_shards
         self.fixed_state: dict[str, Any] = {  # the part of a state that is constant throughout a run
@@ -204,11 +184,7 @@ class StreamSource(ABC):
         """Cells that a reader had read of each of its groups, int64 [n]. `cells`: what was left of them before."""
 
     def open(self, stream: Stream) -> OpenStream:
-        """One of its streams, with its groups.
-
-        Raises:
-            UserError: the file is unreadable or damaged.
-        """
+        """One of its streams, with its groups. UserError: the file is unreadable or damaged."""
         return self._open(stream)
 
     def refuse_nothing(self) -> None:
@@ -241,6 +217,7 @@ class StreamSource(ABC):
 
         Once all data are read, only the counts: no reader is active, of any modality. None is what could not be measured.
         """
+        self._note()
         gauges: Mapping[str, float | None] = self._pool.seen
         if not self._guard.enabled:
             gauges = dict.fromkeys(pool_metric_keys(self.modalities))
@@ -261,6 +238,9 @@ class StreamSource(ABC):
     def _begin(self, epoch: int, points: Mapping[int, list[Point]], index: int = 0) -> None:
         """Go to an epoch of which `index` parts were taken; points of earlier ones are dropped."""
         self.epoch, self._index = epoch, index
+        # Of full rows: groups that were picked ahead, the next one last, and the picks that are not noted yet, in order.
+        self._ahead: list[Handed] = []
+        self._slots: list[int] = []
         self._points = {at: parts for at, parts in points.items() if at >= epoch}
         before = self._points.get(epoch, [])
         self._queue = self._queue_of(epoch, before, self._shard, self._num_shards)
@@ -324,24 +304,33 @@ class StreamSource(ABC):
                 return False
         return not self.is_ended
 
-    def _take(self) -> Any:
-        """What the reader gives that is picked next."""
+    def _note(self) -> None:
+        """Let the pool and its readers know of what was handed out since the last time: picks are made ahead."""
+        if not (num := len(self._slots) - len(self._ahead)):
+            return
+        *others, last = self._slots[:num]
+        self._slots, self._num_picks = self._slots[num:], self._num_picks + num
+        for slot, taken in Counter(others).items():
+            self._pool.readers[slot].taken += taken
+        self._pool.skip(others)
+        self._pool.record(last)
+        self._pool.readers[last].taken += 1
+        self._has_moved(last)
+
+    def _has_moved(self, slot: int) -> None:
+        """Note what a pick left of a reader, or replace it."""
         pool = self._pool
-        slot = pool.pick(self._uniforms(self._num_picks) if len(pool.readers) > 1 else 0.0)
-        self._num_picks += 1
-        reader = pool.readers[slot]
-        found = reader.take()
-        if reader.remaining_picks:
+        if pool.readers[slot].remaining_picks:
             pool.note(slot)
         else:
             self._exhaust_events += 1
             # After a resume more may be open than now should be.
             pool.replace(slot, self._next_reader() if len(pool.readers) <= self._mix.num_streams_mixed else None)
             self.is_ended = not (pool.readers or self._mix.repeat)
-        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Cursors and the pool's observations as plain Python; a snapshot that later picks do not change."""
+        self._note()
         return {
             **self.fixed_state,
             "epoch": self.epoch,
@@ -409,11 +398,8 @@ class StreamSource(ABC):
 
 
 class ShardSource(StreamSource):
-    """Hands out the groups that a data shard reads, shuffled anew in every epoch, for lanes of full rows.
-
-    A pick takes one group from one of `num_streams_mixed` open streams, with `pick_mode = "weighted"` in proportion to the
-    groups left, so that what is left is drawn uniformly. Batch sizes mean nothing here.
-    """
+    """Hands out the groups that a data shard reads, shuffled anew in every epoch, for lanes of full rows; with
+    `pick_mode = "weighted"`, what is left of the open streams is drawn uniformly."""
 
     version = 5
 
@@ -437,9 +423,15 @@ class ShardSource(StreamSource):
         return iter(self.hand, None)
 
     def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True) -> Handed | None:
-        """The next group; None at the end (`is_ended`), or at that of an epoch if no other may begin yet.
-
-        Raises:
-            UserError: a file is unreadable or damaged.
-        """
-        return self._take() if self._is_ready(may_begin_epoch) else None
+        """The next group; None at the end (`is_ended`), or at an epoch's if no other may begin. UserError: a damaged file."""
+        if not self._ahead:
+            if not self._is_ready(may_begin_epoch):
+                return None
+            readers, first = self._pool.readers, self._num_picks
+            self._slots = self._pool.choose(map(self._uniforms, range(first, first + BLOCK)))
+            of_slot = {slot: iter(readers[slot].ahead(num)) for slot, num in Counter(self._slots).items()}
+            self._ahead = [next(of_slot[slot]) for slot in self._slots][::-1]
+        found = self._ahead.pop()
+        if not self._ahead:
+            self._note()
+        return found

@@ -35,8 +35,7 @@ class Snapshot:
 
     key: str
     directory: Path
-    is_new: bool
-    """Whether this process has just made it."""
+    is_new: bool  # whether this process has just made it
     lock: BinaryIO
 
 

@@ -225,10 +225,8 @@ def _count(datasets: Sequence[ShardSource], files: list[tuple[int, Stream]]) -> 
     for at, (index, stream) in enumerate(files):
         opened = datasets[index].open(stream)
         groups = opened.groups
-        left = opened.documents.lengths[groups.documents] - groups.first_cells * opened.seq_len
-        tokens = np.minimum(left, groups.num_cells * opened.seq_len)
         whole = num_whole + np.cumsum(groups.first_cells == 0) - 1
-        found.append((np.full(groups.num_groups, at), np.arange(groups.num_groups), whole, tokens))
+        found.append((np.full(groups.num_groups, at), np.arange(groups.num_groups), whole, opened.num_tokens()))
         num_whole += int(np.count_nonzero(groups.first_cells == 0))
     return _Documents(files, *map(np.concatenate, zip(*found, strict=True))), num_whole
 

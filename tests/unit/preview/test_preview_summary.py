@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from tests.support.runs import make_corpus, write_tiny_config
 from trainer.config.load import load_config
-from trainer.data.groups import CutOptions, build_groups
+from trainer.data.documents import TokenTable
+from trainer.data.groups import CutOptions, OpenStream, build_groups
+from trainer.data.layout import Stream
 from trainer.data.pool import ActivePool
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
@@ -42,7 +44,7 @@ def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> Plan:
 def test_every_token_of_the_documents_belongs_to_one_group(lengths: list[int], max_cells: int, every: int) -> None:
     sizes, kept = np.array(lengths), np.arange(0, len(lengths), every)
     groups = build_groups(sizes, kept, "s", CutOptions("", 6, max_cells))
-    tokens = groups.num_tokens(sizes, 6)
+    tokens = OpenStream(Stream(0, "s", "m", "s"), TokenTable(sizes, sizes, sizes), groups, 6, 0).num_tokens()
     assert tokens.sum() == sizes[kept].sum()
     assert (tokens > 0).all()
     assert (tokens <= groups.num_cells * 6).all()

@@ -16,20 +16,17 @@ import numpy as np
 
 from trainer.arrays import Ints
 from trainer.data.blend import BlendSource, UnreadSource
-from trainer.data.groups import OpenStream, StreamOpener
+from trainer.data.groups import Handed, OpenStream, StreamOpener
 from trainer.data.lanes import LaneBlend
-from trainer.data.shard_source import Handed, ShardSource
+from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.training.setup.parts import reading, runs_on
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source
 
-MAX_COUNTED = 200_000
-"""Rows over all data shards, which take some seconds. The rest of a longer run is extrapolated."""
-MOST_POSITIONS = 200_000_000
-"""Positions of all counted rows: as long."""
-GOOD_PADDING = 0.08
-"""Share of the positions that a shorter row may pad at most, to be worth a mention."""
+MAX_COUNTED = 200_000  # rows over all data shards, which take some seconds; the rest of a longer run is extrapolated
+MOST_POSITIONS = 200_000_000  # of all counted rows: as long
+GOOD_PADDING = 0.08  # share of the positions that a shorter row may pad at most, to be worth a mention
 
 
 @dataclass(frozen=True)
@@ -111,15 +108,10 @@ class CountedSource(ShardSource):
         tokens = longest = number = 0
         for part in self._parts(self._shard, self._num_shards):
             source = self.open(self.streams[part.stream])
-            sizes = _sizes(source)[part.of(source, source.groups.num_cells)]
+            sizes = source.num_tokens(part.of(source, source.groups.num_cells))
             tokens, longest = tokens + int(sizes.sum()), max(longest, int(sizes.max(initial=0)))
             number += len(sizes)
         return [tokens, longest, number]
-
-
-def _sizes(source: OpenStream) -> Ints:
-    """Target tokens of each group."""
-    return source.groups.num_tokens(source.documents.lengths, source.seq_len)
 
 
 def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
@@ -146,7 +138,7 @@ def measure(streams: Mapping[str, OpenStream], row_tokens: int) -> Corpus:
     lengths = [row_tokens >> halvings for halvings in range(max(row_tokens.bit_length() - 4, 1))]
     padded = np.zeros(len(lengths), np.int64)
     for opened in streams.values():
-        sizes, modality = _sizes(opened), opened.stream.modality
+        sizes, modality = opened.num_tokens(), opened.stream.modality
         for name, value in (("streams", 1), ("groups", len(sizes)), ("tokens", int(sizes.sum()))):
             counts[name][modality] += value
         padded += [int((-(-sizes // length)).sum()) * length for length in lengths]
