@@ -7,11 +7,14 @@ gets the decision as `found_inf`, the flag by which torch's loss scaling makes a
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+
+ALIGNMENT = 512  # bytes, as CUDA's allocator aligns what is not part of a block
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
@@ -19,6 +22,30 @@ def to_device(values: Any, device: torch.device) -> Tensor:
     tensor = torch.as_tensor(values)
     is_pinned = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.pin_memory() if is_pinned else tensor).to(device, non_blocking=True)
+
+
+def move_together(batch: dict[str, Any], keys: Iterable[str], device: torch.device) -> None:
+    """Make tensors on the device of a batch's values of these keys, those of the host in one copy."""
+    of_host: dict[str, Tensor] = {}
+    for key in keys:
+        if key in batch:
+            batch[key] = tensor = torch.as_tensor(batch[key])
+            if tensor.device.type == "cpu" and device.type != "cpu":
+                of_host[key] = tensor
+            else:
+                batch[key] = tensor.to(device)
+    if of_host:
+        batch |= copied_together(of_host, device)
+
+
+def copied_together(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The host's tensors on the device, as parts of one block. To CUDA the host does not wait for the copy."""
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+    block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for part, tensor in zip(torch.split(block, sizes), tensors.values(), strict=True):
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    parts = zip(tensors.items(), torch.split(block.to(device, non_blocking=True), sizes), strict=True)
+    return {key: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for (key, tensor), part in parts}
 
 
 def seed_model(device: torch.device, *key: int) -> None:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer_run import ALONE, LOG_INTERVAL, TINY, plan_of, run_trainer
 from turns import Turn, run_in_turns
 
-from trainer.arrays import IGNORED
+from trainer.arrays import IGNORED, Ints
 from trainer.data.batch import MicroBatch
 from trainer.data.loader import Loader
 from trainer.distributed.strategy import compile_blocks
@@ -74,17 +74,20 @@ class Stateful(nn.Module):
     def forward(self, micro: MicroBatch, num_tokens: Tensor) -> Tensor:
         """The loss, []."""
         assert micro.carry is not None
-        groups = micro.carry.group_ids.tolist()
-        rows = torch.tensor([self._rows.setdefault(group, len(self._rows) % self._capacity) for group in groups])
-        rows = rows.to(self._table.device)
-        continues = torch.from_numpy((micro.carry.cell_index > 0).astype(np.float32)).to(rows.device)
+        ends = micro.carry.group_ids if micro.carry.end_ids is None else micro.carry.end_ids
+        begun, ended = map(self._rows_of, (micro.carry.group_ids, ends))
+        continues = torch.from_numpy((micro.carry.cell_index > 0).astype(np.float32)).to(begun.device)
         with self._autocast():
-            output = self.model(**micro.inputs, state=self._table[rows] * continues[:, None])
+            output = self.model(**micro.inputs, state=self._table[begun] * continues[:, None])
             logits = output.logits.flatten(0, 1).float()
             loss = F.cross_entropy(logits, micro.targets.flatten(), ignore_index=IGNORED, reduction="sum") / num_tokens
-        self._table[rows] = output.state.detach().float()
+        self._table[ended] = output.state.detach().float()
         self.loss += loss.detach()
         return loss
+
+    def _rows_of(self, groups: Ints) -> Tensor:
+        rows = [self._rows.setdefault(group, len(self._rows) % self._capacity) for group in groups.tolist()]
+        return torch.tensor(rows, device=self._table.device)
 
     def take_loss(self) -> Tensor:
         """That of the step."""

@@ -105,7 +105,7 @@ def test_batches_reach_the_device_through_pinned_memory_unchanged(device: torch.
         assert all(after[key].device.type == device.type for key in before)
         assert all(np.array_equal(after[key].cpu().numpy(), before[key]) for key in before)
     if device.type == "cuda":
-        assert copies.are_free == [True] * 10
+        assert copies.are_free == [True] * 5
 
 
 def test_batches_that_a_thread_prefetches_are_whole_when_they_are_used(device: torch.device) -> None:

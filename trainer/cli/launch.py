@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -53,6 +54,7 @@ def run_training(
         UserError: the config or the launch is wrong.
         SystemExit: another mistake was found in this process, and printed.
     """
+    began = time.monotonic()
     with suppress(OSError, ValueError, AttributeError):  # stderr is closed
         # A signal that ends the process (SIGBUS: a mapped file was cut; SIGSEGV) leaves the stack of what was being done.
         faulthandler.enable()
@@ -92,6 +94,7 @@ def run_training(
         run_dir=run_dir and os.path.abspath(run_dir),
         data_policy=DataPolicy(verify_whole=verify_data, accept_change=accept_data_change),
         on_run_dir=lambda path: report_to_launcher(RUN_DIR, str(path)),
+        moments={"": began, "imports": time.monotonic()},
     )
     try:
         with located(config_path, overrides):

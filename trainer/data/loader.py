@@ -15,7 +15,7 @@ import torch
 from trainer.arrays import IGNORED
 from trainer.data.batch import FILL, MASKED_SHARE, MicroBatch, take_apart
 from trainer.metrics.best_effort import BestEffort
-from trainer.on_device import to_device
+from trainer.on_device import move_together
 
 CLOSE_SEC = 5.0
 TENSOR_KEYS = ("tokens", "targets", "resets", "token_types", "tokens_before", "resets_before")
@@ -26,7 +26,7 @@ class Loader:
 
     Args:
         dataset: an iterable of dicts; `state_dict` and `drain_step_metrics` are used where it has them.
-        device: where the values of `TENSOR_KEYS` go; to a CUDA device through pinned memory, without waiting for the copy.
+        device: where the values of `TENSOR_KEYS` go; to a CUDA device in one copy from pinned memory, which is not waited for.
         accepted: see `take_apart`.
         prefetch: batches that a thread prepares in advance; 0: no thread.
         guard: of `drain_step_metrics`: its failure costs the metrics, never a batch.
@@ -132,7 +132,5 @@ class Loader:
             num_targets = np.count_nonzero(np.asarray(targets) != IGNORED)
             fill = num_targets / (self._full_tokens or np.asarray(targets).size)
             metrics = {**metrics, MASKED_SHARE: float(num_targets == 0), FILL: fill}
-        for key in TENSOR_KEYS:
-            if key in batch:
-                batch[key] = to_device(batch[key], self._device)
+        move_together(batch, TENSOR_KEYS, self._device)
         return replace(take_apart(batch, self._accepted), state=state, metrics=metrics)

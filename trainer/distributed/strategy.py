@@ -265,12 +265,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return max(found, key=lambda parts: sum(map(num_parameters, parts)), default=[])
 
 
-def compile_blocks(model: nn.Module) -> None:
+def compile_blocks(model: nn.Module, **options: Any) -> None:
     """Have a model compiled block by block: as fast as in one piece, and what blocks share is compiled once."""
     # A sharded root has hooks of its own.
     whole = [model] if layout_of(model.parameters()) is None else model.children()
     for block in blocks_of(model) or whole:
-        block.compile()
+        block.compile(**options)
 
 
 def _fit(model: nn.Module, units: Sequence[object]) -> bool:

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from trainer.training.run import Run
 
 WHAT = ("grad_norm", "update_ratio", "b_simple")
-NUM_MEASURED = 0  # place of the sum to which each rank that has measured adds 1
-HEAD = 1 + NUM_SUMS  # that and the noise scale's sums; then four columns of one number per parameter
+HEAD = 1 + NUM_SUMS  # ranks that have measured, the noise scale's sums; then four columns of one number per parameter
 # What DDP, torch.compile and checkpoint wrappers put into the names of the parameters below them.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 MOST_PER_TENSOR = 16_384

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
-from trainer.distributed.strategy import Replicated, Strategy
+from trainer.distributed.strategy import Replicated, Strategy, compile_blocks
 from trainer.extensions.flash_linear_attention import kernel_rule, refusal_here, use_rule
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.encoder import GatedRecurrence
@@ -205,15 +205,19 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
             average_into_buckets(model)
         sizes.append(live.now)
         step = _make_step(plan, model, strategy)
+        if config.train.compile and not is_sharded:
+            compile_blocks(model, backend="aot_eager_decomp_partition")
+            # A first call, since nothing is compiled under a dispatch mode: the compiler chooses what the backward keeps.
+            with _pop_mode_temporarily(), step.autocast():
+                step.model(**_micro_batch(plan, model).inputs, state=None)
         _fill_gradients(model)
         live.steps = True
         step.launch(lr=config.optimizer.lr, stop=False, saved=False)  # makes the optimizer's state
         live.steps = False
         sizes.append(live.now)
         window = [_micro_batch(plan, model)]
-        if (
-            config.micro_batches.most * plan.facts.shards_per_rank > 1
-        ):  # the last of them is the worst: the gradients of the others are there
+        # The last of them is the worst: the gradients of the others are there.
+        if config.micro_batches.most * plan.facts.shards_per_rank > 1:
             if not is_sharded:
                 _fill_gradients(model)
             else:
@@ -303,17 +307,15 @@ def _gradient_bytes(model: nn.Module) -> int:
 def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
     config = plan.config
     cell_model, loss = model_and_loss(model, config, None, vocab_size=plan.vocab_size)
-    row_model = in_cells(cell_model, config)
-    gns = GradientNoiseScale(model) if config.gns.enabled else None
     if isinstance(strategy, Replicated):  # DDP needs ranks
         strategy = Strategy()
     return TrainStep(
-        model=strategy.wrap(row_model, model),
+        model=strategy.wrap(in_cells(cell_model, config), model),
         ledgers=(),  # its states are counted by their number; a model without one makes as many zeros as are looked up
         objective=loss,
         auxiliary=make_auxiliary(config.objective, model),
         optimizer=build_optimizer(model, config.optimizer),
-        gns=gns,
+        gns=GradientNoiseScale(model) if config.gns.enabled else None,
         scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of
         max_tokens_per_micro=max_tokens_per_micro(plan),
         clip_grad_norm=config.train.clip_grad_norm,
@@ -329,7 +331,5 @@ def _micro_batch(plan: Plan, model: nn.Module) -> MicroBatch:
     length = plan.config.row_tokens
     rows = max_tokens_per_micro(plan) // length
     tokens = torch.zeros(rows, length, dtype=torch.int64)
-    inputs = {"tokens": tokens}
-    if runs_on(plan, model):
-        inputs["resets"] = torch.zeros(rows, length, dtype=torch.bool)
-    return MicroBatch(inputs, torch.zeros_like(tokens), None, {})
+    resets = {"resets": torch.zeros(rows, length, dtype=torch.bool)} if runs_on(plan, model) else {}
+    return MicroBatch({"tokens": tokens, **resets}, torch.zeros_like(tokens), None, {})

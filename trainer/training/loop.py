@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trainer.extensions.batch_growth import BatchGrowth
 
 logger = get_logger(__name__)
+SLOW_START_SEC = 10.0
 
 
 class NonFiniteError(Exception):
@@ -53,8 +54,11 @@ def run_loop(run: Run) -> str:
         reason = stopped_by(run)
     elif position.evaluation_is_due and not evaluate(run):
         reason = stopped_by(run)
+    run.moments["other preparations"] = time.monotonic()
     while reason is None and (position.last_step is None or position.step < position.last_step):
         reason, in_flight = take_step(run, in_flight)
+        if run.moments:
+            say_start(run.moments)
         run.extensions.call("step_launched", position.step + (in_flight is not None))
     exchange(run)
     if run.saver.last_saved != position.step and position.step > 0:
@@ -62,6 +66,16 @@ def run_loop(run: Run) -> str:
         with run.output():
             run.saver.save(position, in_background=False)
     return reason or "all steps are done"
+
+
+def say_start(moments: dict[str, float]) -> None:
+    """Say what took the time until the first step was done, if it is much."""
+    names, times = [*moments, "the step itself"][1:], [*moments.values(), time.monotonic()]
+    parts = zip(names, itertools.pairwise(times), strict=True)
+    if (total := times[-1] - times[0]) > SLOW_START_SEC:
+        listed = ", ".join(f"{name} {after - before:.1f}" for name, (before, after) in parts)
+        logger.info("the first step was done after %.1f s: %s", total, listed)
+    moments.clear()
 
 
 def take_step(run: Run, previous: StepInFlight | None) -> tuple[str | None, StepInFlight | None]:

@@ -62,6 +62,8 @@ class Run:
     stop: StopRequest
     is_resumed: bool
     """It continues from a checkpoint, so its data may be exhausted."""
+    moments: dict[str, float]
+    """Of its start; empty after the first step."""
     events: EventWriter | None = None
     """Rank 0 only."""
     wandb_run_id: str | None = None

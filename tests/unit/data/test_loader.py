@@ -13,6 +13,7 @@ from trainer.data import groups
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.loader import Loader
 from trainer.data.weights import ConstantWeight
+from trainer.on_device import copied_together
 
 LAYOUT = {"a": [[40, 9, 3], [30, 30]], "b": [[8] * 9]}
 
@@ -50,6 +51,13 @@ def test_batches_metrics_and_states_are_those_of_the_dataset(write_streams, mixi
                 assert (found[key].numpy() == expected[key]).all()
             assert isinstance(found["group_ids"], np.ndarray)
             assert found["dataset_labels"] == expected["dataset_labels"]
+
+
+def test_what_is_copied_together_stays_what_it_was():
+    made = {"a": torch.arange(7), "b": torch.zeros(0, 3), "c": torch.eye(3) > 0, "d": torch.rand(2, 5).t()}
+    found = copied_together(made, torch.device("cpu"))
+    torch.testing.assert_close(found, made, rtol=0, atol=0)
+    assert len({each.untyped_storage().data_ptr() for each in found.values()}) == 1
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

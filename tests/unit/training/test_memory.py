@@ -103,6 +103,7 @@ def test_what_makes_a_step_smaller_or_larger_shows(tmp_path):
     plain = peak()
     assert peak("train.activation_checkpointing=block") < 0.7 * plain
     assert peak("objective.chunk_tokens=64") < 0.95 * plain
+    assert peak("train.compile=true") < 0.95 * plain
     assert peak("data.mixing.batch_size=16") > 1.7 * plain
     assert peak("train.precision=bf16") < 0.95 * plain
     assert peak("data.max_group_cells=8", "train.tbptt_cells=2") > 1.7 * plain

@@ -2,12 +2,13 @@
 
 The device is `meta`, whose tensors have no data: reading one is an error, be it a number, a copy or a mask's size; copies
 to it are watched. So a step that runs there does not wait for a device. The whole program runs on the CPU, where reading is
-forbidden for the length of such a step. Where there is CUDA, its own check for synchronisation is asked too.
+forbidden for the length of such a step.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from tests.support.in_process import train_here
 from tests.support.runs import write_tiny_config
 from trainer.config.schema import CoordTable, GnsTable, OptimizerTable
-from trainer.data.batch import Carry, MicroBatch
+from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
 from trainer.extensions.per_layer import LayerNumbers
 from trainer.ledger.ledger import Ledger
@@ -40,11 +41,12 @@ from trainer.training.step.step import HEAD, TrainStep
 
 ROWS, LENGTH, VOCABULARY, MICROS = 4, 12, 11, 2
 META = torch.device("meta")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 class NoBlockingCopies(TorchFunctionMode):
-    """Fails where data of the host are copied to `meta` in a way that CUDA would wait for."""
+    """Counts copies of the host's data to `meta`, and fails where CUDA would wait for one."""
+
+    count = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
@@ -53,6 +55,7 @@ class NoBlockingCopies(TorchFunctionMode):
             is_from_host = not (isinstance(source, torch.Tensor) and source.is_meta)
             is_free = bool((kwargs or {}).get("non_blocking"))
             assert is_free or not is_from_host, f"{func.__name__} waits"
+            self.count += is_from_host
         return result
 
 
@@ -69,45 +72,29 @@ class GuardedSgd(torch.optim.SGD):
         self.found_inf = flag
 
 
-def windows() -> Iterator[list[MicroBatch]]:
-    """Windows in which groups begin, go on and end, and some rows carry nothing."""
-    for step in itertools.count():
-        window = []
-        for micro in range(MICROS):
-            tokens = torch.empty(ROWS, LENGTH, dtype=torch.int64, device=META)
-            groups = np.array([10 * micro, 10 * micro + 1, 100 + 2 * step + micro, -1])
-            last = np.array([False, step % 3 == 2, False, False])
-            carry = Carry(groups, np.array([step, step % 3, 0, 0]), last)
-            window.append(MicroBatch({"tokens": tokens}, tokens, carry, {}))
-        yield window
+def batches() -> Iterator[dict[str, np.ndarray]]:
+    """Groups begin, go on and end, and some rows carry nothing."""
+    for step, micro in itertools.product(range(8), range(MICROS)):
+        tokens = np.zeros((ROWS, LENGTH), np.int64)
+        groups = np.array([10 * micro, 10 * micro + 1, 100 + 2 * step + micro, -1])
+        last = np.array([False, step % 3 == 2, False, False])
+        rows = {"group_ids": groups, "cell_index": np.array([step, step % 3, 0, 0]), "is_last": last}
+        rows |= {"tokens": tokens, "targets": tokens, "resets": tokens > 0, "token_types": tokens.astype(np.int8)}
+        yield rows
 
 
 def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
     model = build(VOCABULARY, dim=8, num_layers=2).to(META)
     optimizer, gns = GuardedSgd(model.parameters()), GradientNoiseScale(model)
-    ledger = Ledger(
-        state_width=16,
-        capacity=ROWS if wipe_mode == "lru" else 64,
-        wipe_mode=wipe_mode,
-        stale_threshold=2,
-        wipe_every=2,
-        device=META,
-    )
+    sizes = {"state_width": 16, "capacity": ROWS if wipe_mode == "lru" else 64, "stale_threshold": 2, "wipe_every": 2}
     config = SimpleNamespace(gns=GnsTable(), optimizer=OptimizerTable())
-    run: Any = SimpleNamespace(
-        model=model,
-        optimizer=optimizer,
-        gns=gns,
-        config=config,
-        info=RankInfo(),
-        measures_noise=True,
-        logs=lambda step: True,
-    )
+    parts = {"model": model, "optimizer": optimizer, "gns": gns, "config": config, "info": RankInfo()}
+    run: Any = SimpleNamespace(measures_noise=True, logs=lambda step: True, **parts)
     diagnostics = Diagnostics()
     diagnostics.on_event = lambda event: pytest.fail(str(event))  # an extension that reads is turned off
     return TrainStep(
         model=model,
-        ledgers=[] if ledger is None else [ledger],
+        ledgers=[Ledger(wipe_mode=wipe_mode, device=META, **sizes)],
         objective=Objective(z_loss=1e-2, coord=CoordTable(first_token=2, num_bins=4, sigma=1.0)),
         optimizer=optimizer,
         gns=gns,
@@ -145,13 +132,15 @@ def test_a_step_reads_nothing_but_the_step_before(numbers_of_a_good_step, wipe_m
     """A logged one measures its layers without waiting."""
     step = make_step(wipe_mode, has_layers=is_logged)
     launched = None
-    for number, window in enumerate(itertools.islice(windows(), 8), start=1):
-        with NoBlockingCopies():
-            step.accumulate(number, window, is_logged=is_logged)
+    with NoBlockingCopies() as copies:
+        loader = Loader(batches(), device=META, prefetch=0)
+        for number in range(1, 9):
+            step.accumulate(number, [next(loader) for _ in range(MICROS)], is_logged=is_logged)
             previous, launched = launched, step.launch(lr=0.1, stop=False, saved=False)
             assert (launched.measured is not None) == is_logged
             if previous is not None and not is_logged:
                 assert step.finish(previous).loss == 2.0
+    assert copies.count == 8 * MICROS * 3  # the batch, and the slots that are read and written
     if not is_logged:
         assert [values.shape for values in numbers_of_a_good_step] == [(HEAD + NUM_SUMS + 1,)] * 7
 
@@ -159,7 +148,7 @@ def test_a_step_reads_nothing_but_the_step_before(numbers_of_a_good_step, wipe_m
 READINGS = ("item", "tolist", "cpu", "nonzero", "__float__", "__int__", "__bool__", "__index__")
 
 
-def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeypatch):
+def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeypatch, capfd):
     path = write_tiny_config(tmp_path, 'stdout = "off"\n[checkpoint]\nevery = 9\n')
     sets = ("train.steps=16", "metrics.log_interval=8", "train.on_non_finite=skip")
     main, is_forbidden, forbidden, in_flight = threading.current_thread(), [False], [], []
@@ -197,5 +186,9 @@ def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeyp
 
     monkeypatch.setattr(loop, "take_step", forbid)
     monkeypatch.setattr(HostCopy, "read", allow)
+    monkeypatch.setattr(loop, "SLOW_START_SEC", 0.0)
     train_here(path, tmp_path / "run", *sets)
     assert forbidden == in_flight == [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15]
+    assert re.search(
+        r"first step was done after [\d.]+ s: config and data [\d.]+, model [\d.]+, o", capfd.readouterr().err
+    )

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 _CHUNK = 1024  # elements summed in fp32; 256 takes twice as long, 4,096 loses a digit in bf16
 # Where a kernel takes many tensors: one for each would cost a small model a tenth of its step.
 MULTI_TENSOR = {"cuda"}
-HELD_BYTES = 2**26  # of gradients that wait for such a kernel
+HELD_BYTES = {"cuda": 2**26, "cpu": 2**20}  # of gradients that wait for others: a CPU then has the code in its cache
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -68,12 +68,13 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64))]
     found = []
     for each in flat:
-        in_rows = each.numel() // _CHUNK * _CHUNK
-        if in_rows > 0:
+        rows, rest = divmod(each.numel(), _CHUNK)
+        if rest or not rows:
+            found.append(each[rows * _CHUNK :].to(torch.float64, copy=True))  # a view would keep the tensor
+            each = each[: rows * _CHUNK]
+        if rows:
             accumulate = torch.float64 if each.dtype == torch.float64 else torch.float32
-            found.append(torch.linalg.vector_norm(each[:in_rows].view(-1, _CHUNK), dim=1, dtype=accumulate))
-        if in_rows < each.numel() or in_rows == 0:
-            found.append(each[in_rows:].to(torch.float64, copy=True))  # a view would keep the tensor
+            found.append(torch.linalg.vector_norm(each.view(rows, _CHUNK), dim=1, dtype=accumulate))
     return found
 
 
@@ -172,21 +173,20 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._is_first = in_window == 1
         self._sums_up = self._is_middle or self._pairs is not None
         self._micro_norms: list[Tensor] = []
-        self._held: list[
-            tuple[int, Tensor]
-        ] = []  # whose norms are to be taken: gradients, or parameters that have them
+        # Whose norms are to be taken: gradients, or parameters that have them.
+        self._held: list[tuple[int, Tensor]] = []
         self._held_bytes = 0
         ddp, is_sharded = self._leaves.ddp, self._leaves.is_sharded
         # What reduces within the backward replaces a parameter's gradient as soon as it has it.
         reduces = is_sharded or (last and self._world_size > 1) or (ddp is not None and ddp.require_backward_grad_sync)
-        self._may_wait = self._sums.device.type in MULTI_TENSOR and not reduces
+        self._may_hold = 0 if reduces else HELD_BYTES.get(self._sums.device.type, 0)
         self._sum_norms: list[Tensor] = []  # of the running sum
         self._sum_fires = self._repeats = 0
         self._fired: list[int] = []  # in this micro-batch, in order
         self._is_active = True
 
     def end_micro(self, kappa: float | Tensor, example_weights: Tensor | int) -> None:
-        """Call after the backward of a micro-batch.
+        """Call after the backward of a micro-batch, before anything changes `.grad`.
 
         Args:
             kappa: factor on the micro-batch's mean loss in the backward: 1/m, 1/m times the loss scale, or the
@@ -337,10 +337,10 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._fired.append(index)
         leaf = self._leaves.hooked[index]
         # A gradient that is held would be copied to become the parameter's own.
-        is_own = self._may_wait and leaf.grad is None
+        is_own = self._may_hold > 0 and leaf.grad is None
         self._held.append((index, leaf if is_own else grad))
         self._held_bytes += 0 if is_own else grad.nbytes
-        if self._held_bytes > HELD_BYTES * self._may_wait:
+        if self._held_bytes > self._may_hold:
             self._measure_held()
 
     def _measure_held(self) -> None:

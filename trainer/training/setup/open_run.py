@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,8 @@ class Launch:
     """For payloads."""
     data_policy: DataPolicy = DataPolicy()  # noqa: RUF009 - frozen
     on_run_dir: Callable[[Path], None] | None = None
+    moments: dict[str, float] = field(default_factory=lambda: {"": time.monotonic()})
+    """When each part of the start was done; see `loop.say_start`."""
 
 
 def open_run(
@@ -92,7 +95,9 @@ def open_run(
     data = check_data(plan, found[1] if found is not None else None, info, launch.data_policy)
     plan = data.plan
     strategy = make_strategy(plan.config, info, device)
+    launch.moments["config and data"] = time.monotonic()
     state = _open_state(plan, info, device, strategy, stack)
+    launch.moments["model"] = time.monotonic()
     with raise_on_all_ranks(world_size=info.world_size):
         sets = eval_sets(plan, info, device, has_state=bool(state.ledgers))
         auxiliary = make_auxiliary(plan.config.objective, state.model)
@@ -110,7 +115,7 @@ def open_run(
         launch.on_run_dir(run_dir.path)
     stack.push(partial(_leave_reason, run_dir, info, position))
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
-    run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop, found is not None)
+    run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop, found is not None, launch.moments)
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
     open_record(run, found, data.change, stack, config_path=launch.config_path, stdout=launch.stdout)
     if len(plan.sources) > 1:  # before anything is read
