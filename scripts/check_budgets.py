@@ -29,14 +29,14 @@ AROUND = ("extensions", "contracts", "tools")
 MOST_PARAMETERS = 10
 # Each with its goal, where the project is still above it: such a ceiling is lowered with every step towards the goal.
 CEILINGS = {
-    "core: lines": (23_300, 21_000),
-    "core: files": (115, 115),
-    "trainer: lines": (43_000, 33_000),
+    "core: lines": (23_100, 21_000),
+    "core: files": (113, 113),
+    "trainer: lines": (42_800, 33_000),
     "trainer: files": (210, 210),
-    "tests: lines": (40_480, 30_000),
+    "tests: lines": (40_360, 30_000),
     "launches in make test": (160, 160),  # counted and checked in tests/conftest.py
-    "scripts: lines": (5_100, 5_000),
-    "words of documentation": (40_800, 38_000),
+    "scripts: lines": (5_020, 5_000),
+    "words of documentation": (40_760, 38_000),
     "functions with more than 10 parameters": (3, 3),
     "places that make a UserError": (245, 245),
     "steady step: modules": (24, 24),
