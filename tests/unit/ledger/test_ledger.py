@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.ranks import differences
-from tests.unit.training.test_no_waiting import META, NoBlockingCopies, needs_cuda
+from tests.unit.training.test_no_waiting import META, NoBlockingCopies
 from trainer.errors import UserError
 from trainer.hashing import splitmix64
 from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS, WIPE_MODES, Ledger, index, owner_of
@@ -247,7 +247,7 @@ def test_look_up_and_store_run_on_a_device_that_cannot_be_read(wipe_mode: str) -
 
 
 @pytest.mark.cuda
-@needs_cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("wipe_mode", WIPE_MODES)
 def test_look_up_and_store_do_not_wait_for_cuda_and_count_as_on_the_cpu(wipe_mode: str) -> None:
     ledger, states = ledger_on(torch.device("cuda"), wipe_mode)
