@@ -245,10 +245,15 @@ class Collator:
 
     def _check_ids(self, found: Gathered, targets: Ints) -> None:
         """Raises UserError at an id outside the vocabulary. `targets`: the pieces, copied."""
-        bounds = [opened.documents.bounds for opened in found.opened.values()]
-        limit = min((each.num_ids for each in bounds if each is not None), default=0)
+        limit = 0  # of ids that are not known to be in range
+        for opened in found.opened.values():
+            if (bounds := opened.documents.bounds) is not None:
+                limit = min(limit or bounds.num_ids, bounds.num_ids)
+        if not limit:
+            return
         # Nobody may have looked at what is before a group that begins behind a cut. As unsigned, a negative id is a large one.
-        inputs = np.array([each for each in found.inputs if each != self._bos], np.int64) if limit else targets[:0]
-        if limit and any(ids.view(np.uint64).max(initial=0) >= limit for ids in (targets, inputs)):
+        inputs = np.array(found.inputs, np.int64)
+        before = inputs[inputs != self._bos].view(np.uint64).max(initial=0)
+        if max(before, targets.view(np.uint64).max()) >= limit:
             for _, handed, start, size in chain.from_iterable(found.rows):
                 handed.source.documents.read(handed.document, max(start - 1, 0), start + size)

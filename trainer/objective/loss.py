@@ -197,11 +197,14 @@ class Objective:
                 terms["z_loss"] = z_loss(prepared, self._z_loss)
             if self._coord is not None:
                 terms["coord"] = coord(prepared, self._coord, meta)
-        sums = [term.sum for term in terms.values()] or [torch.zeros((), device=targets.device)]
+        sums, parts = [], {}
+        for name, term in terms.items():
+            sums.append(term.sum)
+            parts[name] = Term(term.sum.detach(), term.num_tokens)
         return ObjectiveOutput(
-            loss_sum=torch.stack(sums).sum(),
+            loss_sum=torch.stack(sums or [torch.zeros((), device=targets.device)]).sum(),
             num_tokens=num_tokens,
-            parts={name: Term(term.sum.detach(), term.num_tokens) for name, term in terms.items()},
+            parts=parts,
             token_loss=None if token_loss is None else token_loss.detach(),
             is_correct=logits.detach().argmax(-1) == targets if has_scores else None,
         )
