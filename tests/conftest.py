@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from hypothesis import settings
 
 from scripts.check_budgets import CEILINGS
 from tests.support.launches import LAUNCHES, watch
+from tests.support.long_tests import is_left
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +45,13 @@ gc.disable()  # while tests are collected, which imports all there is
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the files."""
-    tests = Path(__file__).parent
+    """Order the files, and mark as slow what takes long."""
+    tests, seen = Path(__file__).parent, Counter[str]()
+    for item in items:
+        name = item.nodeid.partition("[")[0].removeprefix("tests/")
+        if is_left(name, seen[name]):
+            item.add_marker(pytest.mark.slow)
+        seen[name] += item.get_closest_marker("slow") is None
 
     def place(item: pytest.Item) -> int:
         path = item.path.relative_to(tests).as_posix()

@@ -87,7 +87,7 @@ def uncut(config: Path, path: Path, sets: tuple[str, ...]) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in REPEATS)) for case in CASES])
-def test_an_epoch_has_the_loss_of_its_documents_run_whole_in_rows_that_are_full_until_the_last(config, ran, case):
+def test_an_epoch_has_the_loss_of_its_documents_run_whole(config, ran, case):
     """At a learning rate that changes nothing: states follow their documents, over rows, ranks and shards."""
     path, (ranks, sets) = ran(case), CASES[case]
     expected, num_tokens = uncut(config, path, sets)
