@@ -34,7 +34,7 @@ CEILINGS = {
     "trainer: lines": (42_800, 33_000),
     "trainer: files": (210, 210),
     "tests: lines": (40_440, 30_000),
-    "launches in make test": (160, 160),  # counted and checked in tests/conftest.py
+    "launches in make test": (136, 136),  # counted and checked in tests/conftest.py
     "scripts: lines": (5_020, 5_000),
     "words of documentation": (40_760, 38_000),
     "functions with more than 10 parameters": (3, 3),
