@@ -55,7 +55,7 @@ VERBS = {
     "payload": "files:payload",
 }
 
-# Options of `train` that `check` and `preview` take as the settings that they are.
+# Options of `train` that stand for settings; `check` and `preview` take them, too.
 OF_TRAIN = {
     "steps": "train.steps",
     "resume": "checkpoint.resume",
@@ -120,8 +120,7 @@ def train(
             raise UserError(name, f"stands before {verb}", f"write it after, if {verb} takes it: train {verb} --help")
         return
     config_path = require_config(config, "train")
-    options = {"train.steps": steps, "checkpoint.resume": resume, "metrics.stdout": stdout, "metrics.profile": profile}
-    options |= {"distributed.strategy": strategy, "distributed.replicas": replicas}
+    options = {key: context.params[name] for name, key in OF_TRAIN.items()}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     from trainer.cli.launch import run_training
 

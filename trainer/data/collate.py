@@ -122,7 +122,7 @@ class Gathered(NamedTuple):
     begun: list[int]  # positions at which a group begins
     labels: list[tuple[str, str]]  # source and modality of each segment
     rows: list[list[Read]]  # segments by row
-    # By row: the group that is looked up, its cell, its tokens before the row; the group that goes on behind it, and its cell.
+    # By row: the group to look up, its cell, its tokens before the row; the group that continues after it, and its cell.
     groups: list[tuple[int, int, int, int, int]]
     opened: dict[int, OpenStream]  # what is read from, by identity
 

@@ -151,7 +151,7 @@ class Mix(Extension):
             blend.changes, self.run.extensions.asks = changes, True
 
     def _last_step(self) -> int:
-        """The last step of the run; of one whose length is in tokens if steps go on to have as many as those before."""
+        """The last step of the run; where its length is in tokens, an estimate from the tokens per step so far."""
         position, left = self.run.position, self.run.length.total - self.run.position.reached
         return position.last_step or position.step + -(-left * position.step // max(position.tokens, 1))
 

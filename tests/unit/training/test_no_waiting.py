@@ -73,7 +73,7 @@ class GuardedSgd(torch.optim.SGD):
 
 
 def batches() -> Iterator[dict[str, np.ndarray]]:
-    """Groups begin, go on and end, and some rows carry nothing."""
+    """Groups begin, continue and end, and some rows have none."""
     for step, micro in itertools.product(range(8), range(MICROS)):
         tokens = np.zeros((ROWS, LENGTH), np.int64)
         groups = np.array([10 * micro, 10 * micro + 1, 100 + 2 * step + micro, -1])
