@@ -70,6 +70,15 @@ def _reduce_in_slices(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
     return [self.to_tensor(x.handle.data.take(-1, axis=self.axis), x.dtype) for x in scanned]
 
 
+def _call_and_restore(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an interpreted function from a kernel; Triton's own method leaves its language patched for ever."""
+    scope = interpreter._patch_lang(self.fn)
+    try:
+        return self.rewrite()(*args, **kwargs)
+    finally:
+        scope.restore()
+
+
 def _as_tuple(found: Any) -> tuple[Any, ...]:
     return found if isinstance(found, tuple) else (found,)
 
@@ -81,6 +90,7 @@ if DEVICE == "cpu":
     _round_to_nearest(interpreter)
     interpreter.ScanOps.generic_scan = _scan_in_slices
     interpreter.ReduceOps.generic_reduce = _reduce_in_slices
+    interpreter.InterpretedFunction.__call__ = _call_and_restore
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         import trainer.model.scan_kernels  # noqa: F401
