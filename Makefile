@@ -93,7 +93,7 @@ test: setup
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not faults"
 
 test-slow: setup data $(MATRIX_CORPORA)
-	@$(BIN)/python -m pytest -n $(WORKERS) -m slow
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m slow
 
 # One case at a time: each starts two ranks or more. The rows of docs/reliability.md are written from what happened.
 test-faults: setup

@@ -158,7 +158,14 @@ def all_layouts(rank: int, world: int) -> dict[str, list[Numbers]]:
     }
 
 
-@pytest.fixture(scope="module", params=[1, *(pytest.param(n, marks=pytest.mark.distributed) for n in (2, 4))])
+RANKS = [
+    1,
+    pytest.param(2, marks=pytest.mark.distributed),
+    pytest.param(4, marks=(pytest.mark.distributed, pytest.mark.slow)),
+]
+
+
+@pytest.fixture(scope="module", params=RANKS)
 def layouts(request) -> list[dict[str, list[Numbers]]]:
     """Of each rank."""
     world = request.param

@@ -64,9 +64,6 @@ CASES: dict[str, Case] = {
     "one_rank": Case(("gns.components_every=4", "metrics.per_layer=true", "metrics.per_source=true"), _ranks(1)),
     "ddp": Case(("ledger.probe_every=4", "sample.every=6", "sample.tokens=12", "metrics.per_layer=true")),
     "fsdp": Case(("distributed.strategy=fsdp", "ledger.probe_every=4")),
-    "hsdp": Case(("distributed.strategy=hsdp", "distributed.replicas=2", "distributed.accumulate=whole"), _ranks(4)),
-    "chunked": Case(("objective.z_loss=1e-4", "objective.chunk_tokens=16")),
-    "tbptt": Case(("train.tbptt_cells=2", "train.activation_checkpointing=cell")),
     "full_rows": Case(
         (
             'data.mixing={batching_mode="per_row", batch_size=4, num_streams_mixed=2}',
@@ -80,24 +77,27 @@ CASES: dict[str, Case] = {
     ),
     "exchange": Case(("ledger.ownership=exchange", "ledger.wipe_mode=periodic_stale", "ledger.stale_threshold=3")),
     "resumed_on_fewer_ranks": Case((), _resumed(2, 1)),
+    "skipped_steps": Case((*FAULTY, "train.on_non_finite=skip"), fault=NAN),
+    "growing_batch": Case(
+        ('train.micro_batches={schedule="step", points={0=1, 5=2, 9=4}, lr="sqrt"}', "optimizer.name=muon")
+    ),
+    "gated_delta": Case(("model.family=gated_delta", "optimizer.name=sgd"), _ranks(1)),
+    "diag_healthy": Case((MIXED,), config="healthy"),
+    "hsdp": Case(("distributed.strategy=hsdp", "distributed.replicas=2", "distributed.accumulate=whole"), _ranks(4)),
+    "chunked": Case(("objective.z_loss=1e-4", "objective.chunk_tokens=16")),
+    "tbptt": Case(("train.tbptt_cells=2", "train.activation_checkpointing=cell")),
     "resumed_on_more_ranks": Case(("checkpoint.background=true", "distributed.strategy=fsdp"), _resumed(2, 3)),
     "resumed_in_tokens": Case(
         ("train.steps=0", "train.tokens=1200", "scheduler.name=wsd"),
         ((2, ("--set", "train.tokens=700")), (2, ("--resume", "auto"))),
     ),
-    "skipped_steps": Case((*FAULTY, "train.on_non_finite=skip"), fault=NAN),
     "stopped_by_nan": Case(FAULTY, fault=NAN),
-    "growing_batch": Case(
-        ('train.micro_batches={schedule="step", points={0=1, 5=2, 9=4}, lr="sqrt"}', "optimizer.name=muon")
-    ),
     "exhausted": Case(("data.mixing.repeat=false", "data.mixing.pick_mode=round_robin", "train.steps=400")),
     "device_per_stream": Case(
         ("data.mixing.batching_mode=device_per_stream", "ledger.dtype=bfloat16", "train.precision=bf16")
     ),
-    "gated_delta": Case(("model.family=gated_delta", "optimizer.name=sgd"), _ranks(1)),
     "transformer": Case(("model.family=transformer", "ledger.wipe_mode=full", "ledger.wipe_every=5"), _ranks(1)),
     "own_model": Case(("model.target=examples.own_parts.my_parts:build_model", "model.num_layers=1"), _ranks(1)),
-    "diag_healthy": Case((MIXED,), config="healthy"),
     "diag_exhaust_spike": Case((RECALL,), config="diag_exhaust_spike"),
     "diag_imbalanced_bs": Case((MIXED,), config="diag_imbalanced_bs"),
     "diag_stale_false_evict": Case((MIXED, "ledger.stale_threshold=1"), config="diag_stale_false_evict"),

@@ -166,13 +166,18 @@ RECORD = json.loads(GOLDEN.read_text())
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("golden")
-    make_runs(folder)
+    make_runs(folder, [each.callspec.params["name"] for each in request.session.items if _reads_runs(each)])
     return folder
 
 
+def _reads_runs(item: Any) -> bool:
+    return item.path == Path(__file__) and "folder" in item.fixturenames
+
+
 @pytest.mark.distributed
+@pytest.mark.xdist_group("golden")
 @pytest.mark.parametrize("name", CASES)
 def test_run_is_the_golden_one(folder, name):
     assert differences(name, read_case(folder, name), decode(RECORD, name)) == []

@@ -42,8 +42,10 @@ def _chunks(path: Path) -> Iterator[tuple[int, bytes]]:
         position += 7 + length
 
 
-def read_records(path: Path) -> Iterator[Any]:
-    """Every record of the log, as wandb's protobuf `Record`."""
+def read_records(path: Path, *, is_finished: bool = True) -> Iterator[Any]:
+    """Every record of the log, as wandb's protobuf `Record`. A killed run is not `is_finished`."""
+    if is_finished:
+        wait_for_end(path)
     from wandb.proto import wandb_internal_pb2
 
     parts: list[bytes] = []
@@ -58,17 +60,15 @@ def read_records(path: Path) -> Iterator[Any]:
 def wait_for_end(path: Path, timeout_sec: float = 120.0) -> None:
     """Wait until the run's last record is in the file: wandb's service writes on for a moment after `finish()`."""
     deadline = time.monotonic() + timeout_sec
-    while not any(record.WhichOneof("record_type") == "exit" for record in read_records(path)):
+    while not any(record.WhichOneof("record_type") == "exit" for record in read_records(path, is_finished=False)):
         assert time.monotonic() < deadline, f"{path}: the run has not ended within {timeout_sec} s"
         time.sleep(0.05)
 
 
 def read_history(path: Path, *, is_finished: bool = True) -> list[dict[str, Any]]:
-    """The logged rows in order, by key; `_step` is wandb's own counter. A killed run is not `is_finished`."""
-    if is_finished:
-        wait_for_end(path)
+    """The logged rows in order, by key; `_step` is wandb's own counter."""
     rows = []
-    for record in read_records(path):
+    for record in read_records(path, is_finished=is_finished):
         if record.WhichOneof("record_type") == "history":
             row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             row.setdefault("_step", record.history.step.num)
