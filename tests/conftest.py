@@ -46,12 +46,12 @@ gc.disable()  # while tests are collected, which imports all there is
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the files, and mark as slow what takes long."""
-    tests, seen = Path(__file__).parent, Counter[str]()
+    tests, seen = Path(__file__).parent, Counter[tuple[str, str]]()
     for item in items:
-        name = item.nodeid.partition("[")[0].removeprefix("tests/")
-        if is_left(name, seen[name]):
+        file, name = item.path.relative_to(tests).as_posix(), item.originalname
+        if is_left(file, name, seen[file, name]):
             item.add_marker(pytest.mark.slow)
-        seen[name] += item.get_closest_marker("slow") is None
+        seen[file, name] += item.get_closest_marker("slow") is None
 
     def place(item: pytest.Item) -> int:
         path = item.path.relative_to(tests).as_posix()

@@ -279,6 +279,7 @@ def test_a_size_to_check_is_the_real_one_a_smaller_one_or_none(tmp_path, monkeyp
         return find_size(ModelTable(target="fixed_size:build", args={"n": n}), 50, seq_len)
 
     assert find_size(ModelTable(dim=256, num_layers=4), 257, 128).dim == 256
+    assert find_size(ModelTable(dim=16, num_layers=64), 257, 128)[:2] == (16, 2)
     reduced = find_size(ModelTable(dim=4096, num_layers=32), 257, 128)
     assert (reduced.dim, reduced.num_layers) == (256, 2)
     assert size(1000).parameters == 1_001_000

@@ -7,8 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
-from tests.support.gns_cases import CASES, Case, Norms, differences, make_net, measured, run_window, separate_backwards
-from tests.support.gns_windows import norms_of_cuda
+from tests.support.gns_cases import CASES, Case, Norms, make_net, measured, run_window, wrong_windows
 from trainer.metrics.noise_scale.estimate import Absent, Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
@@ -43,24 +42,7 @@ def windows_of_case(rank: int, case: Case) -> dict[int, list[tuple[Norms, Window
 
 
 def compare_all(rank: int, world_size: int) -> list[str]:
-    """Every case and number of micro-batches; what differs from the separate backwards, from rank 0."""
-    with norms_of_cuda():
-        wrong = [f"many at once: {text}" for text in compare(rank, world_size)]
-    return wrong + compare(rank, world_size)
-
-
-def compare(rank: int, world_size: int) -> list[str]:
-    """By the norms that are taken now."""
-    wrong = []
-    for name, case in CASES.items():
-        for m, results in windows_of_case(rank, case).items():
-            if rank > 0:
-                continue
-            expected = separate_backwards(case, world_size, m)
-            for number, (norms, window) in enumerate(results):
-                where = f"{name}, m={m}, window {number}: "
-                wrong += [where + text for text in differences(norms, window, expected, world_size * m)]
-    return wrong
+    return wrong_windows(CASES, lambda case: windows_of_case(rank, case), rank, world_size)
 
 
 @pytest.mark.parametrize(

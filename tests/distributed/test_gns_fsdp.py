@@ -10,10 +10,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.gloo import run_on_ranks
-from tests.support.gns_cases import CASES, Case, Net, differences, make_net, measured, run_window, separate_backwards
+from tests.support.gns_cases import (
+    CASES,
+    Case,
+    Net,
+    Norms,
+    make_net,
+    measured,
+    run_window,
+    separate_backwards,
+    wrong_windows,
+)
 from tests.support.gns_windows import norms_of_cuda
 from trainer.errors import UserError
-from trainer.metrics.noise_scale.estimate import Window
+from trainer.metrics.noise_scale.estimate import Absent, Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed
@@ -42,32 +52,23 @@ def sharded(case: Case, world_size: int, policy: MixedPrecisionPolicy | None = N
     return net
 
 
-def compare_all(rank: int, world_size: int) -> list[str]:
-    """What differs from the separate backwards, two windows a length, from rank 0."""
-    with norms_of_cuda():
-        wrong = [f"many at once: {text}" for text in compare(rank, world_size)]
-    return wrong + compare(rank, world_size)
-
-
-def compare(rank: int, world_size: int) -> list[str]:
-    """By the norms that are taken now."""
-    wrong = []
+def windows_of_case(rank: int, world_size: int, case: Case) -> dict[int, list[tuple[Norms, Window | Absent]]]:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for name in SHARED:
-        case = CASES[name]
-        net = sharded(case, world_size)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        gns = GradientNoiseScale(net)
-        for m in (1, 2, 4):
-            for number in range(2):
-                optimizer.zero_grad()
-                run_window(case, net, gns, scaler, rank, m)
-                norms, window = measured(gns, 1.0, is_sharded=True)
-                optimizer.step()
-                if rank == 0:
-                    texts = differences(norms, window, separate_backwards(case, world_size, m), world_size * m)
-                    wrong += [f"{name}, m={m}, window {number}: {text}" for text in texts]
-    return wrong
+    net = sharded(case, world_size)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    gns = GradientNoiseScale(net)
+    results: dict[int, list[tuple[Norms, Window | Absent]]] = {}
+    for m in (1, 1, 2, 2, 4, 4):
+        optimizer.zero_grad()
+        run_window(case, net, gns, scaler, rank, m)
+        results.setdefault(m, []).append(measured(gns, 1.0, is_sharded=True))
+        optimizer.step()
+    return results
+
+
+def compare_all(rank: int, world_size: int) -> list[str]:
+    cases = {name: CASES[name] for name in SHARED}
+    return wrong_windows(cases, lambda case: windows_of_case(rank, world_size, case), rank, world_size)
 
 
 def window_with_bf16_parameters(rank: int, world_size: int) -> tuple[Window, bool]:

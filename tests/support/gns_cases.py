@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.gns_windows import norms_of_cuda
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import Absent, Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
@@ -176,6 +177,29 @@ def differences(norms: Norms, window: Window | Absent, expected: Norms, num_micr
         and window.grad_sq == pytest.approx(expected.grad_sq, abs=2e-5 * (big + small) / (1.0 - own))
     )
     return wrong if is_close else [*wrong, f"{window} does not follow from {expected}"]
+
+
+def wrong_windows(
+    cases: Mapping[str, Case],
+    measure: Callable[[Case], dict[int, list[tuple[Norms, Window | Absent]]]],
+    rank: int,
+    world_size: int,
+) -> list[str]:
+    """What differs from the separate backwards, by either kind of norms, from rank 0.
+
+    Args:
+        measure: windows of a case by the number of their micro-batches.
+    """
+    wrong = []
+    for kind, norms_are_taken in (("many at once", norms_of_cuda), ("one by one", contextlib.nullcontext)):
+        with norms_are_taken():
+            found = {(name, m): windows for name, case in cases.items() for m, windows in measure(case).items()}
+        for (name, m), windows in found.items() if rank == 0 else ():
+            expected = separate_backwards(cases[name], world_size, m)
+            for number, (norms, window) in enumerate(windows):
+                where = f"{kind}, {name}, m={m}, window {number}: "
+                wrong += [where + text for text in differences(norms, window, expected, world_size * m)]
+    return wrong
 
 
 @contextlib.contextmanager

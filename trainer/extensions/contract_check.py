@@ -25,6 +25,7 @@ from trainer.training.setup.plan import Plan, build_model, resolve_builder
 logger = get_logger(__name__)
 
 MAX_PARAMETERS = 8_000_000  # two seconds of one core: about 70 forwards, which are bound by reading the weights
+MAX_LAYERS = 16  # the same of small layers, whose forwards are bound by their number
 SMALL_PARAMETERS = 5_000_000  # of the smaller model that is checked in place of a larger one
 LEAST_DIM = 32
 MAX_PARAMETERS_ONCE = 200_000_000  # of a model that has no smaller size
@@ -182,7 +183,7 @@ def find_size(table: ModelTable, vocab_size: int, tokens: int) -> Size | str:
     if tokens * vocab_size > MAX_LOGITS:
         return f"logits of {tokens:,} tokens and {vocab_size:,} ids would take long"
     real = Size(table.dim, table.num_layers, _count(table, vocab_size, tokens))
-    if real.parameters <= MAX_PARAMETERS and real.parameters * tokens <= MAX_WORK:
+    if real.parameters <= MAX_PARAMETERS and real.parameters * tokens <= MAX_WORK and real.num_layers <= MAX_LAYERS:
         return real
     for size in _smaller(table, vocab_size, tokens):
         if size.parameters <= SMALL_PARAMETERS and size.parameters * tokens <= MAX_WORK:

@@ -72,6 +72,7 @@ class LiveBytes(TorchDispatchMode):
         self.steps = False
         """An optimizer is at work: the numbers it reads do not change the size of its state, and are 1 (a flag: False)."""
         self._until = time.process_time() + most_seconds
+        self._operations = 0
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
         self._torch_resize: Any = None
@@ -106,7 +107,10 @@ class LiveBytes(TorchDispatchMode):
         Raises:
             TimeoutError: the time is over.
         """
-        if self.is_over:
+        if func.namespace == "prim":  # a question about a tensor, such as its device: it makes none
+            return func(*args, **(kwargs or {}))
+        self._operations += 1
+        if self._operations % 64 == 0 and self.is_over:  # reading this clock may take as long as an operation
             raise TimeoutError("it would take long")
         if any(map(_is_sharded, types)):
             return NotImplemented  # it then runs the operations on its shards, which come here
