@@ -7,12 +7,15 @@ import itertools
 import json
 import math
 from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.streams import mixing_dataset, streams_of
+from trainer.data.pool import ActivePool
 
 PROFILE = settings(max_examples=40, deadline=None, derandomize=True)
 ACTIVE = "stream_mixing/active/"
@@ -148,3 +151,29 @@ def test_weighted_picks_of_a_closed_pool_are_a_uniform_permutation(pick_mode, is
     assert set(seen) <= orders
     statistic = sum((seen[order] - 30) ** 2 / 30 for order in orders)
     assert statistic < 58.3 if is_uniform else statistic > 90  # another law is told apart
+
+
+@PROFILE
+@given(st.lists(st.integers(2, 30), min_size=1, max_size=5), st.lists(st.floats(0, 1, exclude_max=True), min_size=2))
+@pytest.mark.parametrize("pick_mode", ["weighted", "uniform", "round_robin"])
+def test_picks_that_are_skipped_count_as_those_that_are_recorded(pick_mode, sizes, uniforms):
+    found = []
+    for one_by_one in (True, False):
+        pool = ActivePool(["m"], pick_mode)
+        for size in sizes:
+            pool.add(
+                SimpleNamespace(stream=SimpleNamespace(modality="m"), remaining_picks=size, remaining_fraction=1.0)
+            )
+        *others, last = pool.choose(uniforms)
+        for slot in others:
+            if one_by_one:
+                pool.record(slot)
+            pool.readers[slot].remaining_picks -= 1
+            if one_by_one:
+                pool.note(slot)
+        if not one_by_one:
+            pool.skip(others)
+        pool.record(last)
+        found.append((pool.seen, np.ravel(pool.observed()["waits"]).tolist()))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-12)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-12)
