@@ -171,18 +171,19 @@ def test_text_files_that_are_not_text_are_noted(data, capsys):
 
 
 @pytest.mark.usefixtures("data")
-def test_a_tokenizer_of_ones_own_is_named_in_the_config():
+def test_a_tokenizer_of_ones_own_is_named_in_the_config_or_found_above_the_data():
     tokenizers = pytest.importorskip("tokenizers")
     words = dict.fromkeys(["?", *TEXT.split()])
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="?")
     )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save("words.json")
-    init(["data"], out="x.toml", minutes=0, tokenizer="words.json")
-    plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
-    assert plan.vocab_size == tokenizer.get_vocab_size() + 1
-    assert plan.config.objective.token_types is False
+    for name, option in (("words.json", "words.json"), ("tokenizer.json", None)):
+        tokenizer.save(name)
+        init(["data"], out="x.toml", minutes=0, tokenizer=option, force=True)
+        plan = make_plan(load_config("x.toml"), Path("x.toml"), 1)
+        assert plan.vocab_size == tokenizer.get_vocab_size() + 1
+        assert plan.config.objective.token_types is False
 
 
 LENGTHS = {"long": [6000] * 15, "few": [9000, 700, 300], "short": [120] * 160}

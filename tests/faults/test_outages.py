@@ -40,7 +40,7 @@ def test_a_read_only_run_directory_is_refused_with_one_line(tmp_path, read_only)
     arguments = ("--config", make_config(tmp_path), "--run-dir", read_only / "run", *ARGUMENTS)
     said = end_with(2, arguments, tmp_path / "logs")
     assert f"{read_only / 'run'}: cannot be written: Read-only file system; choose another place with --run-dir" in said
-    assert len([line for line in said.splitlines() if " INFO " not in line]) == 1, said
+    assert len([line for line in said.splitlines() if line and " INFO " not in line]) == 1, said
     keep(7, "a run directory on a read-only file system", lost="–")
 
 

@@ -67,7 +67,8 @@ def make_starter(
     kind = guess(at.streams, format=format, dtype=dtype, column=column)
     if is_import_path(format) and tokenizer == "ids":  # what a format of the user's own yields is not visible here
         kind = replace(kind, kind="ids")
-    named = tokenizer or ("bytes" if kind.kind == "text" else "ids")
+    near = _tokenizer_near(Path(paths[0])) if kind.kind == "text" and tokenizer is None else None
+    named = tokenizer or near or ("bytes" if kind.kind == "text" else "ids")
     chosen, share = sample_streams(at.streams)
     with progress_bar() as report:
         lengths, largest = look(chosen, kind, tokenizer=named, format=format, eod=eod, column=column, report=report)
@@ -76,6 +77,8 @@ def make_starter(
     sizes = choose_sizes(chosen, lengths, share=share)
     parts = parts_of(chosen, lengths, sizes, weights)
     notes = _notes(at, kind, share)
+    if near:
+        notes.append(f"the tokenizer of the data, {near}, is used; for bytes: --tokenizer bytes")
     if strange := not_text(chosen, format):
         notes.append(describe(strange, len(chosen)))
     without = never_held_out(chosen, lengths, sizes.holdout_fraction) if sizes.holdout_fraction else []
@@ -113,6 +116,13 @@ def sample_streams(streams: Sequence[Stream], max_bytes: int = MAX_BYTES) -> tup
         return list(streams), 1.0
     chosen = range(0, len(streams), int(np.ceil(total / max_bytes)))
     return [streams[i] for i in chosen], float(sizes[list(chosen)].sum()) / total
+
+
+def _tokenizer_near(path: Path) -> str | None:
+    """A tokenizer.json in the folder of the data, or in the one above."""
+    folder = next(each for each in (path, *path.parents) if each.is_dir())
+    found = (each / "tokenizer.json" for each in (folder, folder.parent))
+    return next((str(each) for each in found if each.is_file()), None)
 
 
 def _run_name(path: str) -> str:

@@ -429,7 +429,8 @@ def init(
     out: Annotated[str | None, typer.Option(help="File to write; default: stdout.", metavar="X.TOML")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     tokenizer: Annotated[
-        str | None, typer.Option(help="As data.tokenizer; default: bytes for text, ids for token ids.", metavar="NAME")
+        str | None,
+        typer.Option(help="As data.tokenizer; default: a tokenizer.json of the data, bytes, or ids.", metavar="NAME"),
     ] = None,
     format: FormatOption = "auto",
     dtype: Annotated[
