@@ -30,13 +30,14 @@ def job(tmp_path):
         (tools / name).chmod(0o755)
     config = write_tiny_config(tmp_path, "\n[checkpoint]\nevery = 500\n")
     slurm = {"SLURM_JOB_NODELIST": "n[1]", "SLURM_JOB_ID": "4242", "SLURM_JOB_NUM_NODES": "1", "RANKS_PER_NODE": "2"}
+    slurm["SLURMD_NODENAME"] = "127.0.0.1"
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
     env = environment({**slurm, "PATH": path, "CALLS": str(tmp_path / "calls"), "RUN_DIR": str(tmp_path / "run")})
 
-    def start(*arguments: str) -> subprocess.Popen[str]:
+    def start(*arguments: str, **more: str) -> subprocess.Popen[str]:
         line = [shutil.which("bash") or "bash", str(ROOT / "scripts/slurm/train.sbatch"), "--config", str(config)]
         return subprocess.Popen(
-            [*line, *arguments], env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*line, *arguments], env=env | more, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
     return start
@@ -62,3 +63,12 @@ def test_it_trains_and_goes_on_after_a_requeue(job, tmp_path):
     assert again.returncode == 0, stderr
     assert f"resuming after step {status['last_step']}" in stderr
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "done"
+
+
+def test_a_node_whose_check_fails_is_named_and_not_trained_on(job):
+    process = job("--steps", "1", SLURM_GPUS_ON_NODE="999")
+    _, stderr = process.communicate(timeout=TIMEOUT_SEC)
+    assert process.returncode == 1
+    assert "of 999 devices are there" in stderr  # in a cluster in the node's output
+    assert "failed the check of a node (train doctor --node), see its output: 127.0.0.1" in stderr
+    assert "submit again with --exclude=127.0.0.1" in stderr

@@ -40,6 +40,7 @@ MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `tr
 SCHEMA_NAME = "config.schema.json"
 COUNTED = 20_000  # rows over all data shards
 EXIT_BREACH = 3
+NODE_SECONDS = 120.0  # a node that needs longer is not healthy, whatever it would say
 MEANINGS = {
     "precision": "on this machine",
     "data_shards": "parts that the data are read in",
@@ -342,10 +343,16 @@ def doctor(
     num_layers: Annotated[int, typer.Option(min=1, help="As model.num_layers.")] = 2,
     seq_len: Annotated[int, typer.Option(min=1, help="As data.seq_len.")] = 64,
     device: DeviceOption = "cpu",
+    node: Annotated[
+        bool, typer.Option("--node", help="Check this machine instead; under torchrun, the network too.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does, 3: it does not, or
     that could not be checked."""
+    if node:
+        _check_node()
+        return
     from trainer.config.load import parse_value
     from trainer.contracts import check_model
     from trainer.distributed.env import pick_device
@@ -371,6 +378,22 @@ def doctor(
     else:
         _print_report(name, report)
     if report.breaches or report.unchecked:
+        raise typer.Exit(EXIT_BREACH)
+
+
+def _check_node() -> None:
+    import socket
+
+    from trainer.tools.inspection.node import check_node
+
+    def leave(problem: str) -> None:  # what hangs cannot be ended otherwise
+        echo(f"{socket.gethostname()}: {problem}", err=True)
+        os._exit(EXIT_BREACH)
+
+    lines, problem = check_node(NODE_SECONDS, leave)
+    for line in filter(None, (*lines, problem)):
+        echo(f"{socket.gethostname()}: {line}")
+    if problem:
         raise typer.Exit(EXIT_BREACH)
 
 
