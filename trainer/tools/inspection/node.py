@@ -1,86 +1,69 @@
-"""Whether this node can train: its devices, a product on each, and a sum over ranks, within a bound of time."""
+"""Whether this node can train: its devices, a product on each, and a sum over ranks."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.env import rank_info
+from trainer.distributed.env import pick_backend, rank_info
 
-SIZE = 2048  # of the matrices: their entries are -1, 0 and 1, so that sums are exact in every precision that multiplies them
+SIZE = 2048  # of matrices of -1, 0 and 1: sums are exact in every precision that multiplies them
 NUMBERS = 16_000_000
 
 
-def check_node(seconds: float, on_timeout: Callable[[str], None]) -> tuple[list[str], str]:
-    """(lines that say what works, what does not: empty if all does).
+class NodeCheck:
+    """Under torchrun, a rank checks its own device and the sum over all ranks; a process alone checks every device.
 
-    Under torchrun, a rank checks its own device and the sum over all ranks; a process alone checks every device.
-
-    Args:
-        seconds: after which `on_timeout` is called, from another thread, with what was being done: a broken device or network
-            may never answer.
+    `doing` says what is being tried: a broken device or network may never answer.
     """
-    doing = ["looking for devices"]
-    timer = threading.Timer(seconds, lambda: on_timeout(f"no answer within {seconds:g} s: {doing[0]}"))
-    timer.daemon = True
-    timer.start()
-    try:
-        lines: list[str] = []
-        info = rank_info()
-        expected, found = int(os.environ.get("SLURM_GPUS_ON_NODE", 0)), torch.cuda.device_count()
-        if found < expected:
-            return lines, f"{found} of {expected} devices are there"
-        every = [torch.device("cuda", number) for number in range(found)] or [torch.device("cpu")]
-        own = every if info.world_size == 1 else [every[info.local_rank % len(every)]]
-        for device in own:
-            doing[0] = f"a matrix product on {device}"
-            teraflops, is_exact = _multiply(device)
-            if not is_exact:
-                return lines, f"a matrix product on {device} is wrong"
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-            lines.append(f"{device} ({name}): {teraflops:.2g} TFLOP/s in float32")
-        if info.world_size > 1:
-            doing[0] = f"a sum over {info.world_size} ranks"
-            took, is_right = _sum(own[0], info.world_size, info.rank, seconds)
-            if not is_right:
-                return lines, f"a sum over {info.world_size} ranks is wrong"
-            lines.append(f"all-reduce of {NUMBERS * 4 / 1e6:.0f} MB over {info.world_size} ranks: {took * 1e3:.0f} ms")
-        return lines, ""
-    except RuntimeError as error:  # of CUDA or of a collective
-        return lines, f"{doing[0]} fails: {str(error).splitlines()[0]}"
-    finally:
-        timer.cancel()
 
+    def __init__(self) -> None:
+        self.doing = "looking for devices"
+        self.lines: list[str] = []
 
-def _multiply(device: torch.device) -> tuple[float, bool]:
-    generator = torch.Generator().manual_seed(0)
-    one, other = (torch.randint(-1, 2, (SIZE, SIZE), generator=generator).float() for _ in range(2))
-    expected = one @ other
-    here, there = one.to(device), other.to(device)
-    products = []
-    for _ in range(3):
-        began = time.perf_counter()
-        products.append((here @ there).cpu())
-        took = time.perf_counter() - began
-    return 2 * SIZE**3 / took / 1e12, all(torch.equal(product, expected) for product in products)
+    def run(self, seconds: float) -> str:
+        """What does not work, or nothing. `lines` then say what does."""
+        try:
+            info = rank_info()
+            expected, found = int(os.environ.get("SLURM_GPUS_ON_NODE", 0)), torch.cuda.device_count()
+            if found < expected:
+                return f"{found} of {expected} devices are there"
+            devices = [torch.device("cuda", number) for number in range(found)] or [torch.device("cpu")]
+            if info.world_size > 1:
+                devices = [devices[info.local_rank % len(devices)]]
+            works = all(map(self._multiplies, devices)) and (info.world_size == 1 or self._sums(devices[0], seconds))
+        except RuntimeError as error:  # of CUDA or of a collective
+            return f"{self.doing} fails: {str(error).splitlines()[0]}"
+        return "" if works else f"{self.doing} is wrong"
 
-
-def _sum(device: torch.device, world_size: int, rank: int, seconds: float) -> tuple[float, bool]:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
-    try:
-        for _ in range(2):  # the first one connects
-            numbers = torch.full((NUMBERS,), rank + 1.0, device=device)
+    def _multiplies(self, device: torch.device) -> bool:
+        self.doing = f"a matrix product on {device}"
+        generator = torch.Generator().manual_seed(0)
+        one, other = (torch.randint(-1, 2, (SIZE, SIZE), generator=generator).float() for _ in range(2))
+        expected, here, there = one @ other, one.to(device), other.to(device)
+        for _ in range(3):  # the first one loads the kernel
             began = time.perf_counter()
-            dist.all_reduce(numbers)
-            is_right = bool((numbers == world_size * (world_size + 1) / 2).all())
+            if not torch.equal((here @ there).cpu(), expected):
+                return False
             took = time.perf_counter() - began
-        return took, is_right
-    finally:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self.lines.append(f"{device} ({name}): {2 * SIZE**3 / took / 1e12:.2g} TFLOP/s in float32, with the copy back")
+        return True
+
+    def _sums(self, device: torch.device, seconds: float) -> bool:
+        ranks = int(os.environ["WORLD_SIZE"])
+        self.doing = f"a sum over {ranks} ranks"
+        dist.init_process_group(pick_backend("auto", device), timeout=timedelta(seconds=seconds))
+        for _ in range(2):  # the first one connects
+            began = time.perf_counter()
+            numbers = torch.full((NUMBERS,), dist.get_rank() + 1.0, device=device)
+            dist.all_reduce(numbers)
+            is_right = bool((numbers == ranks * (ranks + 1) / 2).all())
+            took = time.perf_counter() - began
         dist.destroy_process_group()
+        self.lines.append(f"all-reduce of {NUMBERS * 4 / 1e6:.0f} MB over {ranks} ranks: {took * 1e3:.0f} ms")
+        return is_right

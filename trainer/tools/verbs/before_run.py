@@ -383,16 +383,22 @@ def doctor(
 
 def _check_node() -> None:
     import socket
+    from threading import Timer
 
-    from trainer.tools.inspection.node import check_node
+    from trainer.tools.inspection.node import NodeCheck
 
-    def leave(problem: str) -> None:  # what hangs cannot be ended otherwise
-        echo(f"{socket.gethostname()}: {problem}", err=True)
+    check, host = NodeCheck(), socket.gethostname()
+
+    def leave() -> None:  # what hangs cannot be ended otherwise
+        echo(f"{host}: no answer within {NODE_SECONDS:g} s: {check.doing}", err=True)
         os._exit(EXIT_BREACH)
 
-    lines, problem = check_node(NODE_SECONDS, leave)
-    for line in filter(None, (*lines, problem)):
-        echo(f"{socket.gethostname()}: {line}")
+    timer = Timer(NODE_SECONDS, leave)
+    timer.start()
+    problem = check.run(NODE_SECONDS)
+    timer.cancel()
+    for line in (*check.lines, problem or "this node can train"):
+        echo(f"{host}: {line}")
     if problem:
         raise typer.Exit(EXIT_BREACH)
 
