@@ -67,7 +67,6 @@ LEFT = {
     "unit/contracts/test_check_model": "a_model_that_has:1 a_mutant_is_convicted:8 "
     "an_honest_model_is_not_convicted:6 an_honest_model_is_not_convicted_without:2",
     "unit/contracts/test_leaks": "a_model_has_the:16",
-    "unit/data/test_deep_recall": "a_small_model_learns",
     "unit/distributed/test_watchdog": "all_ranks_hear_of:2",
     "unit/metrics/test_noise_scale": "estimates_are_unbiased:4",
     "unit/model/test_families": "a_family_keeps_the:1",

@@ -14,10 +14,6 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import cast
 
-import numpy as np
-from numpy.typing import NDArray
-
-from trainer.arrays import Ints
 from trainer.data.formats import FORMATS, index_suffixes, suffixes
 from trainer.data.layout import COMPRESSED, find_files, named_directory
 from trainer.errors import UserError
@@ -55,8 +51,6 @@ NUM_SYMBOLS = 8
 REVEALED = "ABCDEFGH"
 ANSWERS = "01234567"
 MIN_SEQ_LEN = 5
-FIELD = 3
-"""Bytes that a key of the deep-recall task takes at least."""
 
 
 def build_text(
@@ -265,96 +259,3 @@ def build_key_recall(
         "floor": f"{2 * nats / (cells * seq_len):.4f} nats a byte with carried state: the two revealed symbols",
     }
     return write_corpus(out, {"recall": documents}, builder="key-recall", rules=rules, skipped=[], force=force)
-
-
-def distance_shares(shortest: int, longest: int) -> NDArray[np.float64]:
-    """Share of the answers of `build_deep_recall` at each distance, `shortest` times 1, 2, ...: log-uniform, float64 [n]."""
-    weights = 1.0 / np.arange(1, longest // shortest + 1)
-    shares: NDArray[np.float64] = weights / weights.sum()
-    return shares
-
-
-def best_recall_loss(memory: int, shortest: int = 64, longest: int = 16384) -> float:
-    """The least loss of the answers of `build_deep_recall`, in nats, to a predictor that sees `memory` bytes back."""
-    return math.log(NUM_SYMBOLS) * float(distance_shares(shortest, longest)[memory // shortest :].sum())
-
-
-def build_deep_recall(
-    out: Path,
-    *,
-    documents: int = 64,
-    asks: int = 16,
-    keys: int = 8,
-    shortest: int = 64,
-    longest: int = 16384,
-    streams: int = 8,
-    seed: int = 0,
-    force: bool = False,
-) -> Manifest:
-    """Write a corpus whose answers are known only to who kept a symbol for d bytes, as `out/recall/stream<k>.jsonl`.
-
-    A document consists of records of `shortest` bytes, with a field for each key. A field is idle, stores a symbol, or asks for
-    the symbol that it stored last, d bytes before the answer; in the record after, it stores another one. With three keys:
-
-        a!Cb!Ac!H   a stores 2 (C), b 0 (A), c 7 (H)
-        a..b?0c..   b is asked
-        a?2b!Fc..
-
-    The answers alone are digits, each independent of all other text but the stored symbol. Distances are independent and
-    log-uniform: d = m * shortest with a probability in proportion to 1 / m. So the loss of the answers to who sees k bytes back
-    is at least ln 8 (1 - H(k // shortest) / H(longest // shortest)), with H the harmonic numbers (`best_recall_loss`).
-
-    Args:
-        out: the corpus directory; see `write_corpus` for what may be there already, and `force`.
-        documents: over all `streams`, which are files; each ends with the last answer.
-        asks: answers per key and document.
-        keys: at most 26, each with at least `FIELD` of the bytes of a record.
-        shortest, longest: distances; the second is a multiple of the first.
-
-    Raises:
-        UserError: the sizes do not fit each other, or `out` cannot be used.
-    """
-    if not 1 <= keys <= min(26, shortest // FIELD):
-        raise UserError("--keys", f"{keys} keys do not fit {shortest} bytes", f"use 1 to {min(26, shortest // FIELD)}")
-    if longest < shortest or longest % shortest:
-        raise UserError("--longest", f"{longest} is no multiple of {shortest}", "choose a multiple of --shortest")
-    if documents < streams:
-        raise UserError("--documents", f"{documents} do not fill {counted(streams, 'stream')}", "write more")
-    shares, digits = distance_shares(shortest, longest), len(str(streams - 1))
-    found: dict[str, list[Document]] = {}
-    for number in range(documents):
-        name = f"stream{number % streams:0{digits}}"
-        generator = keyed_generator("deep-recall", seed, number)
-        gaps = 1 + generator.choice(len(shares), size=(keys, asks), p=shares)
-        symbols = generator.integers(NUM_SYMBOLS, size=(keys, asks))
-        text = _recall_text(gaps, symbols, shortest)
-        found.setdefault(name, []).append(document(of_text(f"{name}/{number}", text), text))
-    timing = -float(shares @ np.log(shares))
-    num_bytes = sum(each.num_bytes for stream in found.values() for each in stream)
-    nats = documents * keys * asks * (math.log(NUM_SYMBOLS) + timing)
-    rules = {
-        "documents": f"{documents} documents with {keys} keys of {asks} answers, seed {seed}",
-        "answers": f"the digits; nats each by the bytes that are kept: {_best_losses(shortest, longest)}",
-        "floor": f"{nats / num_bytes:.4f} nats a byte with unlimited memory: the symbols, and when they are asked for",
-    }
-    return write_corpus(out, {"recall": found}, builder="deep-recall", rules=rules, skipped=[], force=force)
-
-
-def _recall_text(gaps: Ints, symbols: Ints, record: int) -> str:
-    """A document with a symbol and the records until it is asked for, [keys, asks] each."""
-    keys = len(gaps)
-    size = record // keys
-    text = np.full((int((gaps + 1).sum(axis=1).max()), record), ord("."), np.uint8)
-    for key in range(keys):
-        first = key * size
-        text[:, first] = ord("a") + key
-        asked = np.cumsum(gaps[key] + 1) - 1
-        for at, action, values in ((asked - gaps[key], "!", REVEALED), (asked, "?", ANSWERS)):
-            text[at, first + 1] = ord(action)
-            text[at, first + 2] = np.frombuffer(values.encode(), np.uint8)[symbols[key]]
-    return text.tobytes().decode()
-
-
-def _best_losses(shortest: int, longest: int) -> str:
-    memories = [0, *(shortest << k for k in range((longest // shortest).bit_length()))]
-    return ", ".join(f"{memory}: {best_recall_loss(memory, shortest, longest):.4f}" for memory in memories)

@@ -145,29 +145,6 @@ def key_recall(
     echo(f"wrote the corpus to {out}; train with data.seq_len = {seq_len}", err=True)
 
 
-@synth_app.command("deep-recall")
-def deep_recall(
-    out: OutOption,
-    documents: Annotated[int, typer.Option(min=1, help="Documents over all streams.")] = 64,
-    asks: Annotated[int, typer.Option(min=1, help="Answers per key and document.")] = 16,
-    keys: Annotated[int, typer.Option(min=1, help="Symbols to keep at once.")] = 8,
-    shortest: Annotated[int, typer.Option(min=1, help="Shortest distance to an answer, in bytes.")] = 64,
-    longest: Annotated[int, typer.Option(min=1, help="Longest distance, a multiple of the shortest.")] = 16384,
-    streams: Annotated[int, typer.Option(min=1, help="Number of files.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of symbols and distances.")] = 0,
-    force: ForceOption = False,
-) -> None:
-    """Generate documents that ask for symbols from log-uniform distances, with the best loss for each length of memory."""
-    from trainer.tools.corpus.builders import build_deep_recall
-
-    sizes = {"documents": documents, "asks": asks, "keys": keys, "shortest": shortest, "longest": longest}
-    with writing(out):
-        manifest = build_deep_recall(Path(out), **sizes, streams=streams, seed=seed, force=force)
-    for rule in manifest.rules.values():
-        echo(rule, err=True)
-    echo(f"wrote the corpus to {out}; train with data.tokenizer = bytes, objective.token_types = true", err=True)
-
-
 @app.command()
 def verify(
     paths: PathsArgument,
