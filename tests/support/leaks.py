@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.support.honest_models import DIM, HONEST, VOCAB, Language
 from tests.support.mutant_models import MUTANTS
-from trainer.contracts import check, check_model
+from trainer.lab.contracts import check, check_model
 from trainer.model.protocol import ModelOutput
 
 Change = Callable[[Any], Any]

@@ -37,13 +37,13 @@ class Family:
 
 
 def _hugging_face(model_type: str, least_tokens: int = 1) -> Family:
-    builder = "trainer.extensions.hugging_face:build"
+    builder = "trainer.lab.hugging_face:build"
     return Family(builder, {"model_type": model_type}, is_own=False, least_tokens=least_tokens)
 
 
 FAMILIES: dict[str, Family] = {
     "rglru": Family("trainer.model.encoder:build"),
-    "gated_delta": Family("trainer.extensions.flash_linear_attention:build"),
+    "gated_delta": Family("trainer.lab.flash_linear_attention:build"),
     "transformer": Family("trainer.model.transformer:build"),
     "gru": Family("trainer.model.families:TorchRnn", {"kind": nn.GRU}, is_own=False),
     "lstm": Family("trainer.model.families:TorchRnn", {"kind": nn.LSTM}, is_own=False),

@@ -30,7 +30,7 @@ from trainer.training.signals import StopNow
 from trainer.training.step.step import StepOutcome
 
 if TYPE_CHECKING:
-    from trainer.extensions.batch_growth import BatchGrowth
+    from trainer.lab.batch_growth import BatchGrowth
 
 logger = get_logger(__name__)
 SLOW_START_SEC = 10.0

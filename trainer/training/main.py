@@ -62,7 +62,7 @@ def train(config: RunConfig, launch: Launch) -> int:
         device = pick_device(config.train.device, info, key="train.device")
         plan = make_plan(config, launch.config_path or Path(), info.world_size)
         if isinstance(plan.tokenizer, HuggingFaceTokenizer):  # whose encoding takes long enough to keep what it gives
-            tokenized = importlib.import_module("trainer.extensions.tokenized")
+            tokenized = importlib.import_module("trainer.lab.tokenized")
             try:
                 plan = tokenized.tokenize_once(plan, info, lambda: stop.requested)
             except tokenized.Stopped:
@@ -175,7 +175,7 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
         lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
     lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
     if position.last_eval is not None:  # the result: last
-        lines += importlib.import_module("trainer.extensions.depth_curve").lines_of(position.last_eval[1], run.config)
+        lines += importlib.import_module("trainer.lab.depth_curve").lines_of(position.last_eval[1], run.config)
         sets = [] if run.evaluator is None else run.evaluator.sets
         more = f"; on all of it: train eval {run_dir.path}" if any(each.sample is not None for each in sets) else ""
         lines += [line + more for line in _evaluated(*position.last_eval, {each.name: each.read for each in sets})]

@@ -33,7 +33,7 @@ from trainer.training.step.schedule import Length, Schedule
 from trainer.training.step.step import Launched, TrainStep
 
 if TYPE_CHECKING:
-    from trainer.extensions.batch_growth import BatchGrowth
+    from trainer.lab.batch_growth import BatchGrowth
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.runs import ROOT
 from trainer.config.schema import ModelTable
-from trainer.contracts import check_model
 from trainer.errors import UserError
+from trainer.lab.contracts import check_model
 from trainer.model import gated_delta
 from trainer.model.families import FAMILIES
 from trainer.model.gated_delta import CHUNK
@@ -93,7 +93,7 @@ def test_transformers_prints_nothing_while_a_model_of_its_own_is_found_to_keep_t
     code = (
         "from trainer.config.schema import ModelTable\n"
         "from trainer.training.setup.plan import build_model\n"
-        "from trainer.contracts import check_model\n"
+        "from trainer.lab.contracts import check_model\n"
         f"build_model(ModelTable(family='mamba2', dim=64, num_layers=2), {VOCAB}).save_pretrained({str(tmp_path)!r})\n"
         f"table = ModelTable(family='mamba2', dim=64, num_layers=2, args={{'from': {str(tmp_path)!r}}})\n"
         f"report = check_model(build_model(table, {VOCAB}), vocab_size={VOCAB}, seq_len=32)\n"

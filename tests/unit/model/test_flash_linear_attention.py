@@ -16,7 +16,7 @@ from tests.support.kernels import DEVICE, interpreted_fla
 from tests.unit.model.test_recurrence import rule_by_steps
 from trainer.config.schema import ModelTable
 from trainer.errors import UserError
-from trainer.extensions.flash_linear_attention import build, kernel_rule, refusal, refusal_here, use_rule
+from trainer.lab.flash_linear_attention import build, kernel_rule, refusal, refusal_here, use_rule
 from trainer.model.gated_delta import CHUNK, gated_delta_rule
 from trainer.training.setup.plan import build_model
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
 from trainer.config.schema import ModelTable, ObjectiveTable
-from trainer.contracts import check_model
-from trainer.extensions.hugging_face import references_on_cpu, writer_of
-from trainer.extensions.samples import Draw, generate
+from trainer.lab.contracts import check_model
+from trainer.lab.hugging_face import references_on_cpu, writer_of
+from trainer.lab.samples import Draw, generate
 from trainer.model.families import FAMILIES
 from trainer.model.protocol import ModelOutput
 from trainer.objective.loss import Objective

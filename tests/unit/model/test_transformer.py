@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.errors import UserError
-from trainer.extensions.samples import Draw, GenerationError, draw_token, generate
+from trainer.lab.samples import Draw, GenerationError, draw_token, generate
 from trainer.model import build, gated_delta, transformer
 from trainer.model.protocol import ModelOutput
 from trainer.model.transformer import build as build_transformer

@@ -21,8 +21,8 @@ from trainer.config.load import load_config
 from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
-from trainer.extensions.depth import TrainingDepth, bucket_start, depths
-from trainer.extensions.evaluation_sample import Sample
+from trainer.lab.depth import TrainingDepth, bucket_start, depths
+from trainer.lab.evaluation_sample import Sample
 from trainer.metrics import aggregate
 from trainer.metrics.aggregate import Moments, Recorder
 from trainer.metrics.best_effort import Diagnostics
@@ -163,7 +163,7 @@ def test_a_sample_is_weighted_by_its_probabilities(tmp_path, monkeypatch):
 
 
 def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
-    from trainer.extensions import evaluation_sample
+    from trainer.lab import evaluation_sample
 
     sizes = [file.stat().st_size for file in (write_tiny_config(tmp_path).parent / "corpus").rglob("*.jsonl")]
     monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
@@ -222,7 +222,7 @@ def test_nothing_is_reported_of_documents_within_a_cell_or_if_it_is_off(tmp_path
 
 
 def test_a_failure_costs_the_depth_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.extensions.depth.depths", lambda *_: 1 / 0)
+    monkeypatch.setattr("trainer.lab.depth.depths", lambda *_: 1 / 0)
     plan, diagnostics = plan_of(tmp_path), Diagnostics()
     found = evaluated(plan, model_of(plan), diagnostics=diagnostics)
     assert by_depth(found) == {}

@@ -21,8 +21,8 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
-from trainer.extensions import evaluation_sample
-from trainer.extensions.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
+from trainer.lab import evaluation_sample
+from trainer.lab.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss

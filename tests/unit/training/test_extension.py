@@ -164,8 +164,8 @@ try:
     run()
 except SystemExit as end:
     assert not end.code, end.code
-found = [name for name in sys.modules if name.startswith(("trainer.extensions.", "trainer.contracts.", "matplotlib", "plotly"))]
-assert found == ["trainer.extensions.mix"], found  # it has two sources
+found = [name for name in sys.modules if name.startswith(("trainer.lab.", "trainer.lab.contracts.", "matplotlib", "plotly"))]
+assert found == ["trainer.lab.mix"], found  # it has two sources
 """
     subprocess.run([sys.executable, "-c", code], env=environment({"PYTHONPATH": str(ROOT)}), check=True)
 

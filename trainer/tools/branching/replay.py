@@ -26,9 +26,9 @@ from trainer.data.groups import OpenStream
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.errors import UserError
-from trainer.extensions.digests import BITS, KINDS
-from trainer.extensions.mix import announced, changes_of
 from trainer.files import parse_json, read_lines, write_file
+from trainer.lab.digests import BITS, KINDS
+from trainer.lab.mix import announced, changes_of
 from trainer.metrics.payload_contract import Restart
 from trainer.metrics.run_status import usable
 from trainer.tools.branching.run_branches import BranchFailed, run_program, with_tables

@@ -329,7 +329,7 @@ def export_model(
 
 
 def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -> None:
-    from trainer.extensions.hugging_face import writer_of
+    from trainer.lab.hugging_face import writer_of
 
     table, seq_len = saved.config.model, saved.config.data.seq_len
     model: Any = model_with(saved.weights, saved.config, vocab_size, saved.path)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from trainer.contracts import Report
+    from trainer.lab.contracts import Report
     from trainer.tools.preview.summary import Preview
     from trainer.training.setup.plan import Plan
 
@@ -76,7 +76,7 @@ def check(
         import torch
 
         from trainer.config.load import load_config, located, to_toml
-        from trainer.extensions.contract_check import check_here, refuse_breaches, remarks
+        from trainer.lab.contract_check import check_here, refuse_breaches, remarks
         from trainer.metrics.logger import get_logger
         from trainer.training.setup.plan import make_plan
 
@@ -124,8 +124,8 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
     from trainer.data.layout import refuse_empty
     from trainer.distributed.strategy import shard_units
-    from trainer.extensions.storage import Storage
     from trainer.files import is_url
+    from trainer.lab.storage import Storage
     from trainer.model.weights import check_fit, read_weights
     from trainer.model.wrappers import output_layer, recompute_blocks
     from trainer.training.checkpointing.restore import check_resume
@@ -347,8 +347,8 @@ def doctor(
     """Check that a model carries its state, is causal and keeps rows apart. Exit code 0: it does, 3: it does not, or
     that could not be checked."""
     from trainer.config.load import parse_value
-    from trainer.contracts import check_model
     from trainer.distributed.env import pick_device
+    from trainer.lab.contracts import check_model
 
     given: Any = parse_value(args)
     if not isinstance(given, dict):
@@ -377,9 +377,9 @@ def doctor(
 def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layers: int, seq_len: int) -> nn.Module:
     """The model of `--model`, which may take its arguments as it likes."""
     from trainer.config.schema import ModelTable
-    from trainer.contracts.anybody import adapt
-    from trainer.contracts.subject import CallFailed
     from trainer.import_path import resolve_target, users_code
+    from trainer.lab.contracts.anybody import adapt
+    from trainer.lab.contracts.subject import CallFailed
     from trainer.training.setup.plan import build_model
 
     sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}

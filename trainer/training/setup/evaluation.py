@@ -103,7 +103,7 @@ def _eval_set(
 
 
 def _extension(name: str) -> Any:
-    return importlib.import_module(f"trainer.extensions.{name}")
+    return importlib.import_module(f"trainer.lab.{name}")
 
 
 def make_details(

@@ -119,7 +119,7 @@ def open_run(
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
     open_record(run, found, data.change, stack, config_path=launch.config_path, stdout=launch.stdout)
     if len(plan.sources) > 1:  # before anything is read
-        importlib.import_module("trainer.extensions.mix").restore(run, found)
+        importlib.import_module("trainer.lab.mix").restore(run, found)
     _open_parts(run, sets, auxiliary, stack)
     if found is not None:
         with loading(found[0], "extensions"):
@@ -171,7 +171,7 @@ def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Stra
 
 def _start_mirror(claimed: Any, run: Run, after_group: ExitStack) -> Callable[[Path], None]:
     """Start to copy checkpoints to the claimed store. Returns what decides which are kept."""
-    mirrors = importlib.import_module("trainer.extensions.mirror")
+    mirrors = importlib.import_module("trainer.lab.mirror")
     table, step = run.config.checkpoint, run.position.step
     mirror = mirrors.start_mirror(claimed, run.run_dir, table, step, run.diagnostics)
     after_group.callback(mirrors.wait_for_mirror, mirror, run.stop)
@@ -223,7 +223,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
             plan, state.model, cell_model, run.loss, auxiliary, info, device, diagnostics, sets, strategy=run.strategy
         )
     if not config.micro_batches.is_constant:
-        run.growth = importlib.import_module("trainer.extensions.batch_growth").BatchGrowth(
+        run.growth = importlib.import_module("trainer.lab.batch_growth").BatchGrowth(
             config.micro_batches,
             micro_tokens=plan.facts.tokens_per_micro,
             noise=run.gns,
@@ -256,7 +256,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
         strategy=run.strategy,
         extensions=run.extensions,
         diagnostics=diagnostics,
-        graphs=importlib.import_module("trainer.extensions.cuda_graph").make(run, auxiliary) if replays else None,
+        graphs=importlib.import_module("trainer.lab.cuda_graph").make(run, auxiliary) if replays else None,
     )
     first = state.shards[0].number
     run.reporters = [("ledger metrics", number - first, ledger) for number, ledger in state.ledgers.items()]
@@ -291,7 +291,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
     for name, (is_on, target) in asked.items():
         if is_on:
             try:
-                found[name] = resolve_target(f"trainer.extensions.{target}", name)(run)
+                found[name] = resolve_target(f"trainer.lab.{target}", name)(run)
             except UserError:
                 raise
             except Exception as error:  # noqa: BLE001 - such as a profile that cannot be written
@@ -350,6 +350,6 @@ def _checked_contract(
     contract: dict[str, Any] | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main and not plan.has_built_in_model:
-            check = importlib.import_module("trainer.extensions.contract_check").check_before_run
+            check = importlib.import_module("trainer.lab.contract_check").check_before_run
             contract = check(plan, model, device, step=step)
     return contract

@@ -299,7 +299,7 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
     if not hasattr(dataset, "__iter__"):
         problem = f"gave a {type(dataset).__name__}, which cannot be iterated"
         raise UserError(key, problem, "return an iterable of dicts")
-    own = importlib.import_module("trainer.extensions.own_batches")  # which no other source needs
+    own = importlib.import_module("trainer.lab.own_batches")  # which no other source needs
     return own.OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {source.table.target}")
 
 

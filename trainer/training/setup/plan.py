@@ -282,7 +282,7 @@ def build_model(table: ModelTable, vocab_size: int, *, seq_len: int | None = Non
         raise UserError(key, f"{name} gave {problem}", "return a trainer.model.protocol.SequenceModel (docs/models.md)")
     if not hasattr(model, "state_width"):
         fix = "make it forward(tokens, state=None) -> trainer.model.protocol.ModelOutput (docs/models.md); "
-        fix += "wrap a model of transformers in trainer.contracts.anybody.adapt"
+        fix += "wrap a model of transformers in trainer.lab.contracts.anybody.adapt"
         with users_code(key, f"{name} gave a model without state_width, whose forward fails", fix):
             carry_flat(model, lengths=() if seq_len is None else (seq_len,))
     built: nn.Module = model

@@ -63,7 +63,7 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
                 if config.checkpoint.remote is None and not is_url(resume):
                     found = checkpoint.find(run_dir.checkpoints, resume)
                 else:
-                    stores = importlib.import_module("trainer.extensions.remote")
+                    stores = importlib.import_module("trainer.lab.remote")
                     ready = partial(_make_ready, run_dir, stack)
                     found, claimed = stores.find_checkpoint(config, run_dir, resume, ready)
             except OSError as error:  # a name that is too long, a directory that may not be read

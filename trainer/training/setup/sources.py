@@ -189,7 +189,7 @@ def _streams(
 
 def _stores(data: DataTable) -> tuple[Any, Any]:
     """What reads sources that are URLs, and its cache."""
-    stores = importlib.import_module("trainer.extensions.stored")
+    stores = importlib.import_module("trainer.lab.stored")
     return stores, stores.Cache(data.cache_dir, data.cache_gb)
 
 

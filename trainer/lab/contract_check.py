@@ -12,10 +12,10 @@ from torch import nn
 from trainer.arrays import IGNORED
 from trainer.config.rules import largest_batch
 from trainer.config.schema import ModelTable
-from trainer.contracts import Report, check_model
 from trainer.data.batch import accepted_inputs, check_inputs
 from trainer.errors import UserError
 from trainer.import_path import users_code
+from trainer.lab.contracts import Report, check_model
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating
 from trainer.model.wrappers import run_few_tokens

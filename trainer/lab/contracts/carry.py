@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.contracts.subject import CallFailed, NotTestable, Subject, gradients, norm, ratio
-from trainer.contracts.trial import CELLS, NO_STATE, ROWS, TESTABLE, Trial, Verdict, run_cells, untestable
+from trainer.lab.contracts.subject import CallFailed, NotTestable, Subject, gradients, norm, ratio
+from trainer.lab.contracts.trial import CELLS, NO_STATE, ROWS, TESTABLE, Trial, Verdict, run_cells, untestable
 
 ALLOWED = 8.0
 """Errors of the cut row, in units of those that the uncut row has at this precision."""

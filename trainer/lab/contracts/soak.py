@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.contracts.subject import CallFailed, NotTestable, Subject, dtype_name, gradients, norm, ratio
-from trainer.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effective_dtype, relative, untestable
+from trainer.lab.contracts.subject import CallFailed, NotTestable, Subject, dtype_name, gradients, norm, ratio
+from trainer.lab.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effective_dtype, relative, untestable
 
 LEAST_ROWS = 9  # a fault may begin beyond 2, 4 or 8 rows
 MOST_ROWS = 64
