@@ -53,7 +53,7 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.stored": "copies what is read",
     "trainer.lab.contract_check": "refuses a model",
     "trainer.lab.batch_growth": "decides on the batch",
-    "trainer.lab.evaluation_sample": "draws what is evaluated",
+    "trainer.training.setup.evaluation_sample": "draws what is evaluated",
     **dict.fromkeys(
         (f"trainer.lab.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
         "run the model on all ranks, and hold a guard",
@@ -297,6 +297,7 @@ def _called(directory: Path, world_size: int) -> dict[str, int]:
 
 
 def _train_once(directory: Path, config: Path, name: str, rank: int, begun: Begun) -> tuple[int | str, str]:
+    from trainer.cli.parts import PARTS
     from trainer.config.load import load_config
     from trainer.training.main import train
     from trainer.training.setup.open_run import Launch
@@ -313,7 +314,7 @@ def _train_once(directory: Path, config: Path, name: str, rank: int, begun: Begu
     try:
         loaded = load_config(str(config), [])
         with replaced(Target("", TrainStep, "accumulate"), begun.mark):
-            code = train(loaded, Launch(config_path=config, run_dir=str(directory / f"run {name}")))
+            code = train(loaded, Launch(config_path=config, run_dir=str(directory / f"run {name}"), parts=PARTS))
     except BaseException:  # noqa: BLE001 - the outcome is compared
         code = traceback.format_exc()
     sys.stderr.flush()

@@ -77,7 +77,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
     with torch.random.fork_rng(devices=[]):
         if model is None or not is_full:
             reduced = table.model_copy(update={"dim": size.dim, "num_layers": size.num_layers})
-            model = make_model(plan.config, reduced, plan.vocab_size).to(device)
+            model = make_model(plan, reduced).to(device)
             model_and_loss(model, plan.config, device)
         accepted = accepted_inputs(model)
         if accepted is not None and not any(source.table.target is not None for source in plan.sources):
@@ -167,7 +167,7 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
         refused = [verdict for verdict in refused if verdict.check != "resets"]
     if not refused:
         return
-    key, name, *_ = resolve_builder(plan.config.model)
+    key, name, *_ = resolve_builder(plan.config.model, plan.parts)
     first, *others = refused
     names = ", ".join(f'"{name}"' for name in dict.fromkeys([*plan.config.model.trust, *(v.check for v in refused)]))
     more = f" (and breaks {' and '.join(verdict.check for verdict in others)})" if others else ""
@@ -228,7 +228,7 @@ def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> Non
     """
     if not runs_on(plan, model):
         return
-    _, name, *_ = resolve_builder(plan.config.model)
+    _, name, *_ = resolve_builder(plan.config.model, plan.parts)
     problem, fix = "", 'set it to "document", or let the model\'s forward take resets [B, T]'
     if "resets" not in accepted:
         problem = f"documents share a row, and {name} takes no resets, which keep them apart"

@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.model import gated_delta
-from trainer.model.gated_delta import CHUNK, DeltaMixer, GatedDelta, Rule, gated_delta_rule
+from trainer.lab import gated_delta
+from trainer.lab.gated_delta import CHUNK, DeltaMixer, GatedDelta, Rule, gated_delta_rule
 
 FORGET: Final = -32.0
 """Log decay at a reset: what is left of a state, 1e-14, is below the rounding of what follows."""

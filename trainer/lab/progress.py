@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -25,8 +24,8 @@ class ProgressBar(Extension):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        # By name: diagnosis is a tool around runs, which extensions do not import.
-        self._verdict = importlib.import_module("trainer.tools.verbs.records").LiveVerdict(run.run_dir.path)
+        verdict = run.plan.part("verdict")  # of a tool around runs
+        self._verdict = verdict(run.run_dir.path) if verdict is not None else str
         self._guard = BestEffort("verdict")
         self._bar = Progress(
             TextColumn("{task.description}"),

@@ -32,9 +32,9 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Replicated, Strategy, compile_blocks
 from trainer.lab.flash_linear_attention import kernel_rule, refusal_here, use_rule
+from trainer.lab.gated_delta import GatedDelta
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.encoder import GatedRecurrence
-from trainer.model.gated_delta import GatedDelta
 from trainer.model.recurrence import HAS_TRITON, fused_scan
 from trainer.model.weights import tied_names
 from trainer.training.setup.parts import (
@@ -197,7 +197,7 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
     warnings.simplefilter("ignore")  # a run gives them
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), live:
         if model is None:
-            model = make_model(config, config.model, plan.vocab_size)
+            model = make_model(plan)
         else:
             _make_empty(model)
         wanted = config.train.device
@@ -251,7 +251,7 @@ def _sharded_on_meta(plan: Plan, strategy: Strategy) -> nn.Module:
     train = plan.config.train.model_copy(update={"compile": False})  # what a compiler leaves out is not known
     config = plan.config.model_copy(update={"train": train})
     with torch.device("meta"):
-        model = make_model(config, config.model, plan.vocab_size)
+        model = make_model(plan)
     shard_model(strategy, model, config)
     return model
 

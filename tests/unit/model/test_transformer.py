@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.errors import UserError
 from trainer.lab.samples import Draw, GenerationError, draw_token, generate
+from trainer.lab.transformer import build as build_transformer
+from trainer.lab.transformer import document_mask
 from trainer.model import build, gated_delta, transformer
 from trainer.model.protocol import ModelOutput
-from trainer.model.transformer import build as build_transformer
-from trainer.model.transformer import document_mask
 
 
 def small(**settings: object):

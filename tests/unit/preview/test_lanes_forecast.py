@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.runs import write_tiny_config
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.tools.preview.config_warnings import ConfigWarning, find_warnings
@@ -56,7 +57,7 @@ def plan_of(folder: Path, corpus: str, *overrides: str, world_size: int = 1) -> 
         "metrics.log_interval=5",
     ]
     path = write_tiny_config(folder)
-    return make_plan(load_config(path, [*sets, *overrides]), path, world_size)
+    return make_plan(load_config(path, [*sets, *overrides]), path, world_size, parts=PARTS)
 
 
 def read(plan: Plan) -> tuple[float, Counter[tuple[str, str]], int]:

@@ -23,6 +23,7 @@ from trainer.cli.options import (
     require_config,
     uncollected,
 )
+from trainer.cli.parts import PARTS
 from trainer.cli.terminal import coloured, echo, output, print_json, put_text, refuse_existing
 from trainer.errors import UserError
 from trainer.wording import counted
@@ -82,7 +83,7 @@ def check(
 
     resolved = load_config(config_path, overrides or [])
     with located(config_path, overrides or []):
-        plan = make_plan(resolved, Path(config_path), world_size)
+        plan = make_plan(resolved, Path(config_path), world_size, parts=PARTS)
         _refuse_what_a_run_would(plan)
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
         preview = _preview(plan)
@@ -316,7 +317,7 @@ def preview(
 
     resolved = load_config(config_path, overrides or [])
     with collected_warnings() as logged, located(config_path, overrides or []):
-        plan = make_plan(resolved, Path(config_path), world_size, logs_doubts=False)
+        plan = make_plan(resolved, Path(config_path), world_size, parts=PARTS, logs_doubts=False)
         forecast = make_preview(plan)
     warnings = find_warnings(plan, forecast)
     if as_json:
@@ -398,7 +399,7 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
                 return adapted
     settings: dict[str, Any] = {"target" if ":" in name else "family": name, "args": args}
     table = ModelTable.model_construct(**settings, dim=dim, num_layers=num_layers)
-    return build_model(table, vocab_size, seq_len=seq_len)
+    return build_model(table, vocab_size, seq_len=seq_len, parts=PARTS)
 
 
 def _print_report(model: str, report: Report) -> None:
