@@ -53,14 +53,12 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.stored": "copies what is read",
     "trainer.lab.contract_check": "refuses a model",
     "trainer.lab.batch_growth": "decides on the batch",
-    "trainer.training.setup.evaluation_sample": "draws what is evaluated",
     **dict.fromkeys(
         (f"trainer.lab.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
         "run the model on all ranks, and hold a guard",
     ),
 }
 SHOWN = (
-    "trainer.tools.verbs.records",
     "trainer.lab",
     "trainer.objective.loss.token_type_sums",
     "trainer.training.main.summarize",

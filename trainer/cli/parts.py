@@ -33,42 +33,36 @@ VERBS = {
 
 _LAB = {
     # Extensions: checkpoints have their states under these names.
-    "carry probe": "carry_probe:StepProbe",
-    "gns components": "noise_components:NoiseSources",
-    "per_depth": "depth:TrainingDepth",
-    "per_layer": "per_layer:LayerNumbers",
-    "digests": "digests:Digests",
-    "spikes": "spikes:LossSpikes",
-    "mix": "mix:Mix",
-    "sample": "samples:Samples",
-    "profile": "profile:StepProfile",
-    "progress": "progress:ProgressBar",
+    "carry probe": f"{LAB}.carry_probe:StepProbe",
+    "gns components": f"{LAB}.noise_components:NoiseSources",
+    "per_depth": f"{LAB}.depth:TrainingDepth",
+    "per_layer": f"{LAB}.per_layer:LayerNumbers",
+    "digests": f"{LAB}.digests:Digests",
+    "spikes": f"{LAB}.spikes:LossSpikes",
+    "mix": f"{LAB}.mix:Mix",
+    "sample": f"{LAB}.samples:Samples",
+    "profile": f"{LAB}.profile:StepProfile",
+    "progress": f"{LAB}.progress:ProgressBar",
     # Families of models.
-    "gated_delta": "flash_linear_attention:build",
-    "transformer": "transformer:build",
-    "hugging_face": "hugging_face:build",
+    "gated_delta": f"{LAB}.flash_linear_attention:build",
+    "transformer": f"{LAB}.transformer:build",
+    "hugging_face": f"{LAB}.hugging_face:build",
     # Other parts of a run.
-    "batch growth": "batch_growth:BatchGrowth",
-    "checkpoints in a store": "remote:find_checkpoint",
-    "contract check": "contract_check:check_before_run",
-    "cuda graphs": "cuda_graph:make",
-    "lines by depth": "depth_curve:lines_of",
-    "losses by depth": "depth:Depth",
-    "mirror": "mirror",
-    "mix changes": "mix:restore",
-    "own batches": "own_batches:OwnBatches",
-    "sources in a store": "stored",
-    "tokenized text": "tokenized",
+    "batch growth": f"{LAB}.batch_growth:BatchGrowth",
+    "checkpoints in a store": f"{LAB}.remote:find_checkpoint",
+    "contract check": f"{LAB}.contract_check:check_before_run",
+    "cuda graphs": f"{LAB}.cuda_graph:make",
+    "lines by depth": f"{LAB}.depth_curve:lines_of",
+    "losses by depth": f"{LAB}.depth:Depth",
+    "mirror": f"{LAB}.mirror",
+    "mix changes": f"{LAB}.mix:restore",
+    "own batches": f"{LAB}.own_batches:OwnBatches",
+    "sources in a store": f"{LAB}.stored",
+    "tokenized text": f"{LAB}.tokenized",
 }
 
 
-def _parts() -> Parts:
-    found = find_spec(LAB)
-    if found is None or found.origin is None:  # None: what a deletion leaves of the directory
-        return Parts(problem=f"{LAB} is not installed")
-    of_lab = {name: f"{LAB}.{path}" for name, path in _LAB.items()}
-    return Parts({**of_lab, "verdict": "trainer.tools.verbs.records:LiveVerdict"})
-
-
-PARTS = _parts()
+_SPEC = find_spec(LAB)
+_IS_THERE = _SPEC is not None and _SPEC.origin is not None  # a deleted directory may leave its caches
+PARTS = Parts(_LAB if _IS_THERE else {}, problem=f"{LAB} is not installed")
 """What a run is given."""

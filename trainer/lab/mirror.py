@@ -163,12 +163,7 @@ class Mirror:
         self._on_event({"event": name, "url": self._remote.url, **values})
 
     def _synchronize(self) -> None:
-        """Make the store equal to the local directory.
-
-        Raises:
-            TakenOverError: somebody else writes there.
-            StorageError: a request failed.
-        """
+        """Make the store equal to the local directory. Raises TakenOverError: somebody else writes there; StorageError."""
         while True:
             self._prepare()
             path = self._choose()

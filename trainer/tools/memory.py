@@ -268,11 +268,7 @@ def _make_empty(model: nn.Module) -> None:
 @contextmanager
 def _assumed_ranks(plan: Plan) -> Iterator[Strategy]:
     """The strategy of a run on as many ranks as the plan assumes, of which this process is the first and no other exists.
-
-    Raises:
-        UserError: replicas do not fit the ranks.
-        ValueError: this process has a process group.
-    """
+    Raises UserError: replicas do not fit the ranks; ValueError: this process has a process group."""
     info = RankInfo(world_size=plan.facts.world_size)
     if plan.layout is None:
         yield make_strategy(plan.config, info, CPU)

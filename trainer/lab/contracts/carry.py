@@ -256,12 +256,8 @@ def _eps(dtype: torch.dtype) -> float:
 def _gradients(
     trial: Trial, logits: Tensor, targets: Tensor, *leaves: Tensor, of: nn.Module | None = None
 ) -> list[Tensor]:
-    """Gradients of the cross-entropy with respect to the leaves and then to all trained parameters; zeros where unused.
-
-    Raises:
-        CallFailed: backward raises.
-        NotTestable: nothing is trained.
-    """
+    """Gradients of the cross-entropy with respect to the leaves and then to all trained parameters; zeros where unused. Raises
+    CallFailed: backward raises; NotTestable: nothing is trained."""
     parameters = [p for p in (of or trial.subject.model).parameters() if p.requires_grad]
     if not parameters or not logits.requires_grad:
         raise NotTestable("no parameter is trained")

@@ -327,10 +327,7 @@ class History:
 def _recent_mean(pairs: NDArray[np.float64]) -> Fit:
     """The mean of the last steps, and its covariance from the differences of successive pairs (von Neumann 1941), in which a
     jump enters once. Noise is taken to grow with the level, since it may have grown with it in these steps.
-
-    Args:
-        pairs: [n, 2] single steps, newest first.
-    """
+    `pairs`: [n, 2] single steps, newest first."""
     steps, now, mean = np.diff(pairs, axis=0), pairs[:RECENT].mean(axis=0), pairs.mean(axis=0)
     growth = np.divide(now, mean, out=np.ones(2), where=mean != 0.0).max()
     covariance = steps.T @ steps / (2 * len(steps) * RECENT) * max(growth, 1.0) ** 2

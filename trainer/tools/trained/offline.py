@@ -94,11 +94,8 @@ def evaluate_checkpoint(
 
 
 def _sets(config: RunConfig, given: Sequence[EvalSourceTable], directory: Path) -> list[EvalSourceTable]:
-    """The sets to evaluate on: those of the config that `given` does not replace, and `given`.
-
-    Raises:
-        UserError: two have one name; or one of the config cannot be read, and none is given.
-    """
+    """The sets to evaluate on: those of the config that `given` does not replace, and `given`. A UserError if two have
+    one name, or if one of the config cannot be read, and none is given."""
     new = [each.name for each in given]
     if twice := sorted({name for name in new if new.count(name) > 1}):
         raise UserError("--source", f"two sets are named {twice[0]}", "give it another name")

@@ -27,6 +27,7 @@ from trainer.import_path import NO_PARTS, Parts, resolve_target, users_code
 from trainer.metrics.aggregate import Operations, rank_operations
 from trainer.metrics.catalog.spec import RankReduction
 from trainer.metrics.logger import get_logger
+from trainer.metrics.noise_scale.estimate import outlook
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
 from trainer.model.families import with_sizes
@@ -53,7 +54,7 @@ from trainer.training.setup.parts import (
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
 from trainer.training.setup.record import begin_record, open_record, place_run, say_rate_change
 from trainer.training.signals import StopRequest, as_exception, say_stopping
-from trainer.training.step.details import LoggedDetails, ModelMetrics, NoiseOutlook
+from trainer.training.step.details import LoggedDetails, ModelMetrics
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.training.step.step import TrainStep
 from trainer.wording import error_text, few, short_repr
@@ -168,8 +169,15 @@ def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Stra
         group = dist.group.WORLD if info.world_size > 1 else None
         state.gns = GradientNoiseScale(state.model, ema=plan.config.gns.ema, process_group=group)
         state.gns.shards_per_rank = len(state.shards)
-        stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
+        guard = state.tracker.diagnostics.best_effort
+        stack.callback(guard("end of gns").run, state.gns.close)
+        stack.callback(guard("gns outlook").run, _say_outlook, state.gns)
     return state
+
+
+def _say_outlook(noise: GradientNoiseScale) -> None:
+    if sentence := outlook(noise):
+        logger.info("%s", sentence)
 
 
 def _start_mirror(claimed: Any, run: Run, after_group: ExitStack) -> Callable[[Path], None]:
@@ -296,8 +304,6 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
     found: dict[str, Extension] = {"step_details": LoggedDetails(run, details)}
     if auxiliary.metric_keys:
         found["model metrics"] = ModelMetrics(run, auxiliary.metric_keys)
-    if run.info.is_main and run.gns is not None:
-        found["gns outlook"] = NoiseOutlook(run)
     missing = []
     with raise_on_all_ranks(world_size=run.info.world_size):
         for name, (is_on, key) in asked.items():
@@ -355,13 +361,8 @@ def _is_over(run_dir: RunDir, position: Position, length: Length, info: RankInfo
 def _checked_contract(
     plan: Plan, model: nn.Module | None, info: RankInfo, device: torch.device, step: int
 ) -> dict[str, Any] | None:
-    """What the check of a model of the user's own found (rank 0); the tests prove the built-in one.
-
-    On a resume too: the code of a model may have changed since.
-
-    Args:
-        model: the run's; None if it is in shards, of which nothing is run on one rank alone: another one is built.
-    """
+    """What the check of a model of the user's own found (rank 0); the tests prove the built-in one. On a resume too: the code
+    of a model may have changed since. `model`: the run's; None if it is in shards: another one is built."""
     contract: dict[str, Any] | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main and not plan.has_built_in_model:

@@ -138,17 +138,20 @@ class Plan:
         )
 
     def weightless_model(self) -> nn.Module:
-        """The model, without memory for its weights where it can be built so."""
-        try:
-            with torch.device("meta"):
-                return self._build_model()
-        except UserError:
-            # A model that looks at its numbers while it is built cannot be built without; any other fault shows again.
-            with torch.random.fork_rng(devices=[]):
-                return self._build_model()
+        """As `weightless`."""
+        return weightless(self.config.model, self.vocab_size, self.config.data.seq_len, self.parts)
 
-    def _build_model(self) -> nn.Module:
-        return build_model(self.config.model, self.vocab_size, seq_len=self.config.data.seq_len, parts=self.parts)
+
+def weightless(table: ModelTable, vocab_size: int, seq_len: int, parts: Parts) -> nn.Module:
+    """As `build_model`, without memory for the weights where the model can be built so."""
+    build = partial(build_model, table, vocab_size, seq_len=seq_len, parts=parts)
+    try:
+        with torch.device("meta"):
+            return build()
+    except UserError:
+        # A model that looks at its numbers while it is built cannot be built without; any other fault shows again.
+        with torch.random.fork_rng(devices=[]):
+            return build()
 
 
 def size_of(model: nn.Module) -> tuple[int, int]:

@@ -156,12 +156,8 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
 def _streams(
     table: SourceTable, source: str, stores: Stores, *, file: str = ""
 ) -> tuple[list[Stream], tuple[Any, ...]]:
-    """The streams of a source, and the local copies of what URLs name.
-
-    Args:
-        source: how messages name it.
-        file: an included file that it is in.
-    """
+    """The streams of a source, which messages name `source`, and the local copies of what URLs name. `file`: an included file
+    that it is in."""
     key = f"{source}: {'paths' if table.root is None else 'root'}"
     try:
         if table.root is not None and is_url(table.root):

@@ -16,16 +16,12 @@ from trainer.arrays import IGNORED, Ints
 from trainer.data.batch import MicroBatch
 from trainer.metrics.aggregate import Recorder, Reported, SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
-from trainer.metrics.logger import get_logger
-from trainer.metrics.noise_scale.estimate import outlook
 from trainer.objective.loss import ObjectiveOutput, TokenTypeMismatch, token_type_sums
 from trainer.on_device import to_device
 from trainer.training.extension import Extension
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
-
-logger = get_logger(__name__)
 
 
 class StepDetails:
@@ -180,12 +176,3 @@ class ModelMetrics(Extension):
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         """Take in one micro-batch."""
         self.run.recorder.add(result.metrics or {})
-
-
-class NoiseOutlook(Extension):
-    """Logs `outlook` when a run ends."""
-
-    def closed(self) -> None:
-        """The run ends."""
-        if self.run.gns is not None and (sentence := outlook(self.run.gns)):
-            logger.info("%s", sentence)
