@@ -208,12 +208,7 @@ def train_with_broken(
     """Name of a case ("" for a run with nothing broken) -> outcomes by rank. Its run directory is `directory / run <name>`.
 
     A function that a run calls but once after it has begun raises at that call, any other from its second. Those that no rank
-    calls are left out.
-
-    Args:
-        cases: name -> the functions that are broken at once.
-        breaks_on: ranks on which they are broken.
-    """
+    calls are left out. `cases`: name -> the functions that are broken at once, on the ranks `breaks_on`."""
     # One a run: a rank that is ahead would meet the store of the run before.
     ports = [free_port() for _ in range(1 + len(cases))]
     context = fork_server()

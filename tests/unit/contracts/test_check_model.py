@@ -352,7 +352,7 @@ def test_the_package_needs_torch_alone():
         "print(sorted({m.split('.')[1] for m in sys.modules if m.startswith('trainer.')}), 'pydantic' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
-    assert found.stdout.split() == ["['contracts',", "'errors',", "'import_path',", "'wording']", "False"]
+    assert found.stdout.split() == ["['errors',", "'import_path',", "'lab',", "'wording']", "False"]
     assert DIM
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.support.runs import write_tiny_config
-from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.tools.preview.config_warnings import ConfigWarning, find_warnings
@@ -57,7 +56,7 @@ def plan_of(folder: Path, corpus: str, *overrides: str, world_size: int = 1) -> 
         "metrics.log_interval=5",
     ]
     path = write_tiny_config(folder)
-    return make_plan(load_config(path, [*sets, *overrides]), path, world_size, parts=PARTS)
+    return make_plan(load_config(path, [*sets, *overrides]), path, world_size)
 
 
 def read(plan: Plan) -> tuple[float, Counter[tuple[str, str]], int]:

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.runs import make_corpus, write_tiny_config
-from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.data.documents import TokenTable
 from trainer.data.groups import CutOptions, OpenStream, build_groups
@@ -33,7 +32,7 @@ def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> Plan:
     if not (tmp_path / "corpus").exists():
         make_corpus(tmp_path / "corpus", streams=5, documents=9)
     config_path = write_tiny_config(tmp_path)
-    return make_plan(load_config(config_path, overrides), config_path, world_size, parts=PARTS)
+    return make_plan(load_config(config_path, overrides), config_path, world_size)
 
 
 @given(
