@@ -169,9 +169,7 @@ def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Stra
         group = dist.group.WORLD if info.world_size > 1 else None
         state.gns = GradientNoiseScale(state.model, ema=plan.config.gns.ema, process_group=group)
         state.gns.shards_per_rank = len(state.shards)
-        guard = state.tracker.diagnostics.best_effort
-        stack.callback(guard("end of gns").run, state.gns.close)
-        stack.callback(guard("gns outlook").run, _say_outlook, state.gns)
+        stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
     return state
 
 
@@ -244,16 +242,16 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
     if auxiliary.losses:
         weights = ", ".join(f"{name} with weight {each.weight:g}" for name, each in auxiliary.losses.items())
         logger.info("objective.losses: %s", weights)
+    if state.gns is not None:
+        stack.callback(diagnostics.best_effort("gns outlook").run, _say_outlook, state.gns)
     run.extensions = _load_extensions(run, auxiliary)
     stack.callback(run.extensions.close)
     decides_every = config.micro_batches.auto.every if config.micro_batches.auto is not None else 0
     run.periods = (run.extensions.periods | {config.eval.every, config.checkpoint.every, decides_every}) - {0}
     make_graphs = None
     if device.type == "cuda" and config.train.cuda_graph:
-        find = (
-            plan.parts.find if config.train.cuda_graph == "auto" else partial(plan.parts.need, key="train.cuda_graph")
-        )
-        if (make_graphs := find("cuda graphs")) is None:
+        make_graphs = plan.part("cuda graphs", "train.cuda_graph" if config.train.cuda_graph is True else "")
+        if make_graphs is None:
             logger.info("the step runs without CUDA graphs: %s", plan.parts.problem)
     run.train_step = TrainStep(
         model=step_model,
