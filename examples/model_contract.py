@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trainer.contracts import check_model
+from trainer.lab.contracts import check_model
 from trainer.model.protocol import ModelOutput
 
 

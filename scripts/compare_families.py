@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from experiments import Results, Setting, markdown, mean_of, rows_of, study_parser, train
 
+from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable
 from trainer.training.setup.plan import build_model, size_of
 
@@ -108,7 +109,7 @@ def parameters_of(family: str, heads: int, dim: int) -> float:
     if family == "mamba2" and dim % 16:
         return float("inf")
     with torch.device("meta"):
-        return size_of(build_model(table, VOCAB))[0]
+        return size_of(build_model(table, VOCAB, parts=PARTS))[0]
 
 
 def run(setting: Setting, seed: int, text: Path, work: Path) -> dict[str, float]:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.contracts import Report, check_model
-from trainer.extensions.hugging_face import HuggingFace, without_attention
+from trainer.lab.contracts import Report, check_model
+from trainer.lab.hugging_face import HuggingFace, without_attention
 from trainer.model.protocol import ModelOutput, carry_flat
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"

@@ -1,4 +1,4 @@
-"""Resolves custom parts that a config names by import path."""
+"""Resolves import paths: of custom parts that a config names, and of the parts that a run is given."""
 
 from __future__ import annotations
 
@@ -49,6 +49,37 @@ def resolve_target(target: str, key: str) -> Any:
         problem = f"{module_name} ({module.__file__}) has no function {name}"
         raise UserError(key, problem, "name a function of the module")
     return found
+
+
+class Parts:
+    """Parts of a run that the core knows by name alone: its caller gives their import paths, which are loaded when asked for.
+
+    Args:
+        paths: name -> `module:attribute`, or a module.
+        problem: why other names are missing.
+    """
+
+    def __init__(
+        self, paths: Mapping[str, str] | None = None, *, problem: str = "the run was given no such part"
+    ) -> None:
+        self._paths, self.problem = paths or {}, problem
+
+    def find(self, name: str) -> Any:
+        """The part; None if it is missing."""
+        if name not in self._paths:
+            return None
+        module, _, attribute = self._paths[name].partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
+
+    def need(self, name: str, key: str) -> Any:
+        """The part that a key of the config asks for. A UserError if it is missing."""
+        if name not in self._paths:
+            raise UserError(key, f'needs "{name}": {self.problem}', "install it, or do without this setting")
+        return self.find(name)
+
+
+NO_PARTS = Parts()
 
 
 def place_of(error: BaseException) -> str:

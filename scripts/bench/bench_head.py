@@ -14,7 +14,7 @@ import torch
 from bench_table import Figure, bench_parser, growth_mb, in_child, in_turns, over, ratio_figure, run_bench, seconds_of
 from torch import Tensor, nn
 
-from trainer.model import transformer
+from trainer.lab import transformer
 from trainer.model.wrappers import Headless
 from trainer.objective import Objective
 from trainer.objective.chunked import ChunkedObjective

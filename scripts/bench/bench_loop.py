@@ -28,6 +28,7 @@ from trainer_run import ALONE, LOG_INTERVAL, TINY, plan_of, run_trainer
 from turns import Turn, run_in_turns
 
 from trainer.arrays import IGNORED, Ints
+from trainer.cli.parts import PARTS
 from trainer.data.batch import MicroBatch
 from trainer.data.loader import Loader
 from trainer.distributed.strategy import compile_blocks
@@ -62,7 +63,7 @@ class Stateful(nn.Module):
         super().__init__()
         config = plan.config
         torch.manual_seed(config.run.seed)
-        self.model = build_model(config.model, plan.vocab_size).to(device)
+        self.model = build_model(config.model, plan.vocab_size, parts=PARTS).to(device)
         self._capacity, self._autocast = config.ledger.capacity, autocast_context(config, device)
         self._table = torch.zeros(self._capacity, width_of(self.model), device=device)  # [capacity, state_width]
         self._rows: dict[int, int] = {}

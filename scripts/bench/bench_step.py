@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trainer_run import GPU_CONFIG, LOG_INTERVAL, TINY, plan_of, run_trainer
 from turns import Block, Turn, run_in_turns
 
+from trainer.cli.parts import PARTS
 from trainer.distributed.strategy import compile_blocks
 from trainer.metrics.device import compute_mfu, resolve_peak_tflops
 from trainer.model.protocol import ModelOutput
@@ -97,7 +98,11 @@ def plan_here(folder: Path, family: str, args: argparse.Namespace, sets: Sequenc
 def model_of(plan: Plan, family: str) -> nn.Module:
     """The model of a plan, or the plain GPT of its size."""
     table = plan.config.model
-    return Gpt(plan.vocab_size, table.dim, table.num_layers) if family == "gpt" else build_model(table, plan.vocab_size)
+    return (
+        Gpt(plan.vocab_size, table.dim, table.num_layers)
+        if family == "gpt"
+        else build_model(table, plan.vocab_size, parts=PARTS)
+    )
 
 
 def trained(family: str, sets: Sequence[str], args: argparse.Namespace, turn: Turn) -> None:

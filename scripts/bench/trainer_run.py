@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from trainer.cli.launch import give_back_freed_blocks
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.training.extension import Extension
@@ -111,7 +112,9 @@ def plan_of(folder: Path, given: Path | None, *, steps: int, device: str, sets: 
     """
     given = given or write_config(folder)
     watched = 'extension=[{target="trainer_run:WatchSteps"}]'
-    return make_plan(load_config(given, [*overrides(steps, device), watched, *sets]), given, ALONE.world_size)
+    return make_plan(
+        load_config(given, [*overrides(steps, device), watched, *sets]), given, ALONE.world_size, parts=PARTS
+    )
 
 
 def overrides(steps: int, device: str) -> list[str]:

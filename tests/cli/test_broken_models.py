@@ -12,7 +12,7 @@ from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.runs import FULL_ROWS, overrides, write_tiny_config
 from trainer.config.schema import ModelTable
-from trainer.extensions.contract_check import find_size
+from trainer.lab.contract_check import find_size
 
 HEAD = """\
 import torch

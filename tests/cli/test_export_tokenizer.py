@@ -11,6 +11,7 @@ from tests.support.grouped import train
 from tests.support.in_process import program
 from tests.support.runs import write_tiny_config
 from tests.support.spaced import spaced
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.config.schema import ModelTable
 from trainer.tools.trained.saved_model import copy_tokenizer
@@ -33,7 +34,7 @@ def pretrained(tmp_path_factory):
     fast.chat_template = {"default": "{{ messages[0].content }}", "other": "no {{ messages[0].content }}"}
     fast.save_pretrained(path)
     (path / "special_tokens_map.json").write_text(json.dumps(ends))  # as older versions wrote it
-    build_model(ModelTable(family="mamba2", dim=32, num_layers=1), len(words) + 1).save_pretrained(path)
+    build_model(ModelTable(family="mamba2", dim=32, num_layers=1), len(words) + 1, parts=PARTS).save_pretrained(path)
     return path
 
 

@@ -13,9 +13,8 @@ import pytest
 from tests.support.in_process import program
 from tests.support.records import write_record
 from trainer.errors import UserError
-from trainer.metrics.run_status import take_lock
 from trainer.tools.diagnostics.diagnose import RULES
-from trainer.tools.verbs.records import MIN_INTERVAL_SEC, LiveVerdict, entry_of, find_runs, ls
+from trainer.tools.verbs.records import entry_of, find_runs, ls
 
 NOW = 1_000_000.0
 
@@ -108,17 +107,3 @@ def test_a_run_that_failed_before_its_first_number_stands_where_it_belongs_and_s
     assert re.search(r"failed │ 0 │ - │ - │ [3-8] min", shown), shown
     assert "KeyError:" in shown  # the column wraps
     assert "..." in shown
-
-
-def test_the_verdict_beside_the_bar_is_looked_up_from_time_to_time(tmp_path):
-    now = [0.0]
-    verdict = LiveVerdict(tmp_path / "a", clock=lambda: now[0])
-    assert verdict() == ""
-    now[0] = MIN_INTERVAL_SEC
-    assert verdict() == "", "no run is there yet"
-    lock = take_lock(make_run(tmp_path / "a", "running", [5.0, 4.0]))
-    now[0] += MIN_INTERVAL_SEC - 1
-    assert verdict() == "", "not again so soon"
-    now[0] += 1
-    assert verdict() == f"no finding by 2 of {len(RULES)} rules"
-    lock.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import losses, train, write_tiny_config
-from trainer.extensions.profile import SETTLING, WARM_UP
+from trainer.lab.profile import SETTLING, WARM_UP
 
 
 def profiled(directory: Path, steps: int) -> tuple[Path, str]:

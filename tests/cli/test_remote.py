@@ -15,7 +15,7 @@ from tests.support.in_process import program
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import losses, train, write_tiny_config
 from tests.support.s3 import S3Server
-from trainer.extensions.storage import Storage
+from trainer.lab.storage import Storage
 
 
 @pytest.fixture(scope="module")

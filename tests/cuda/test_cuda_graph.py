@@ -19,7 +19,7 @@ from tests.support.replayed import use_recorded_graphs
 from tests.support.runs import FULL_ROWS, read_rows
 from trainer.distributed.strategy import Replicated
 from trainer.errors import UserError
-from trainer.extensions.cuda_graph import MicroGraphs
+from trainer.lab.cuda_graph import MicroGraphs
 from trainer.training.setup import open_run
 from trainer.training.step.step import TrainStep
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.strategy import compile_blocks
-from trainer.model import transformer
+from trainer.lab import transformer
 
 pytestmark = pytest.mark.cuda
 document_mask = transformer.document_mask

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.support.on_device import settings, synchronization_forbidden, train_here
 from tests.support.runs import losses, write_tiny_config
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo, pick_backend
@@ -43,7 +44,7 @@ def group(device: torch.device) -> Iterator[None]:
 
 def train_sharded(path: Path, config: RunConfig, run_dir: Path, device: torch.device) -> dict[str, torch.Tensor]:
     """Train with the model in shards; gives the weights."""
-    plan = make_plan(config, path, 1)
+    plan = make_plan(config, path, 1, parts=PARTS)
     half = torch.bfloat16 if config.train.precision == "bf16" else None
     strategy = Sharded(Layout(1, 1), device=device, param_dtype=half)
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
@@ -72,7 +73,7 @@ def test_a_sharded_run_trains_as_the_whole_model_does(tmp_path: Path, device: to
 @pytest.mark.usefixtures("group")
 def test_sharded_gradients_do_not_make_the_host_wait(tmp_path: Path, device: torch.device) -> None:
     path = write_tiny_config(tmp_path)
-    plan = make_plan(load_config(path, settings(device, *SETS)), path, 1)
+    plan = make_plan(load_config(path, settings(device, *SETS)), path, 1, parts=PARTS)
     strategy = Sharded(Layout(1, 1), device=device)
     model = make_state(plan, ALONE, device, strategy).model
     strategy.wrap(model, model)

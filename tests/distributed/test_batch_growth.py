@@ -15,7 +15,7 @@ from tests.support.grouped import train
 from tests.support.late import events
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import write_tiny_config
-from trainer.extensions.batch_growth import BatchGrowth
+from trainer.lab.batch_growth import BatchGrowth
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, Window
 from trainer.micro_batches import AutoRule, MicroBatches

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.broken_diagnostics import find_diagnostics, losses, train_with_broken
 from tests.support.runs import read_rows, write_tiny_config
-from trainer.extensions.carry_probe import SAMPLED_KEYS, SHARE_KEY
+from trainer.lab.carry_probe import SAMPLED_KEYS, SHARE_KEY
 from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS
 
 pytestmark = pytest.mark.distributed
@@ -47,11 +47,11 @@ COUNTED = (*COUNTER_KEYS, *GAUGE_KEYS)
 # What is absent from the last row, and not 0, where a function is broken.
 ABSENT = {
     "trainer.ledger.ledger.Ledger.drain_metrics": COUNTED,
-    "trainer.extensions.carry_probe.CarryProbe.measure": (*PROBED, "time/probe"),
+    "trainer.lab.carry_probe.CarryProbe.measure": (*PROBED, "time/probe"),
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure": "gns/",
     "trainer.metrics.noise_scale.estimate.NoiseScaleAverage.drain_metrics": "gns/",
-    "trainer.extensions.per_layer.PerLayer.before_update": ("layer/", "param_group/"),
-    "trainer.extensions.per_layer.PerLayer.finish": ("layer/", "param_group/"),
+    "trainer.lab.per_layer.PerLayer.before_update": ("layer/", "param_group/"),
+    "trainer.lab.per_layer.PerLayer.finish": ("layer/", "param_group/"),
     "trainer.training.step.details.StepDetails.drain_metrics": (
         *("accuracy", "objective/", "token_type/", "source/", "modality/"),
     ),
@@ -128,7 +128,7 @@ def test_all_may_fail_at_once_and_one_that_fails_alone_leaves_its_own_metrics_ab
 def test_what_fails_to_be_measured_on_one_rank_is_absent_on_all(tmp_path):
     prefixes = {
         "trainer.metrics.noise_scale.hooks.GradientNoiseScale._measure": "gns/",
-        "trainer.extensions.per_layer.PerLayer.after_update": "layer/",
+        "trainer.lab.per_layer.PerLayer.after_update": "layer/",
     }
     outcomes = train(tmp_path, {ALL: list(find_diagnostics()), **{name: [name] for name in prefixes}}, 2, [1])
     assert ALL in outcomes

@@ -10,7 +10,7 @@ import pytest
 from tests.support import grouped
 from tests.support.fault_runs import rows_of as rows
 from tests.support.runs import make_corpus, read_rows, write_tiny_config
-from trainer.extensions.carry_probe import SAMPLED_KEYS, SHARE_KEY
+from trainer.lab.carry_probe import SAMPLED_KEYS, SHARE_KEY
 
 pytestmark = pytest.mark.distributed
 

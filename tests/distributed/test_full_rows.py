@@ -17,6 +17,7 @@ from tests.support.checkpoints import weights
 from tests.support.grouped import train
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import make_corpus, read_rows, write_tiny_config
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.setup.parts import make_model
@@ -71,8 +72,8 @@ def ran(config) -> Callable[[str], Path]:
 
 def uncut(config: Path, path: Path, sets: tuple[str, ...]) -> tuple[float, int]:
     """(sum of the losses of all tokens of whole documents, run from zero, and their number)."""
-    plan = make_plan(load_config(config, [*PER_ROW, *sets]), config, 1)
-    model = make_model(plan.config, plan.config.model, plan.vocab_size)
+    plan = make_plan(load_config(config, [*PER_ROW, *sets]), config, 1, parts=PARTS)
+    model = make_model(plan)
     model.load_state_dict(weights(path))
     total, count = 0.0, 0
     for file in sorted((config.parent / "corpus").rglob("*.jsonl")):

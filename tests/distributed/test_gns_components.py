@@ -15,7 +15,7 @@ from tests.support.gloo import run_on_ranks
 from tests.support.grouped import train
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import losses, read_rows, write_tiny_config
-from trainer.extensions.noise_components import NoiseComponents, Piece, normal_equations
+from trainer.lab.noise_components import NoiseComponents, Piece, normal_equations
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed

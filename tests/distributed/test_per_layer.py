@@ -15,7 +15,7 @@ from tests.support.gloo import run_on_ranks
 from tests.support.grouped import train
 from tests.support.layered import everything
 from tests.support.runs import read_rows, write_tiny_config
-from trainer.extensions.per_layer import WeightSample
+from trainer.lab.per_layer import WeightSample
 
 pytestmark = pytest.mark.distributed
 KEYS = ("layer/", "param_group/")

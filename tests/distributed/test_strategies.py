@@ -17,6 +17,7 @@ from tests.support.in_process import program
 from tests.support.ranks import Ranks, checkpoint_differences, status
 from tests.support.runs import FULL_ROWS, ROOT, losses, overrides, read_rows, write_tiny_config
 from tests.support.runs import train as train_forked
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.model.weights import read_weights
@@ -131,7 +132,7 @@ def held_after(rank: int, world: int, config: str, saved: dict[str, str]) -> lis
     info, found = RankInfo(rank, rank, world), []
     for strategy, sets in STRATEGIES.items():
         loaded = load_config(config, [*SETTINGS, *sets, "train.steps=99"])
-        plan, ranks = make_plan(loaded, Path(config), world), make_strategy(loaded, info, CPU)
+        plan, ranks = make_plan(loaded, Path(config), world, parts=PARTS), make_strategy(loaded, info, CPU)
         for name, path in saved.items():
             state = make_state(plan, info, CPU, ranks)
             _, state_json = checkpoint.find(Path(path).parent, path)

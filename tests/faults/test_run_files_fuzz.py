@@ -23,6 +23,7 @@ from tests.support.fault_runs import keep
 from tests.support.in_process import program
 from tests.support.runs import EVERY_FILE, write_tiny_config
 from trainer.cli.main import app
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.training.main import train
@@ -59,7 +60,7 @@ def whole(tmp_path_factory) -> tuple[Path, Path]:
     config, run_dir = write_tiny_config(directory), directory / "run"
     for steps in (4, 6):
         sets = [*EVERY_FILE, f"train.steps={steps}", "checkpoint.resume=auto"]
-        assert train(load_config(config, sets), Launch(config_path=config, run_dir=str(run_dir))) == 0
+        assert train(load_config(config, sets), Launch(config_path=config, parts=PARTS, run_dir=str(run_dir))) == 0
     changed = {"data.source.first.weight": {"before": 3.0, "after": 2.0}}
     with (run_dir / "events.jsonl").open("a") as file:
         file.write(
@@ -120,7 +121,7 @@ def spoil(path: Path, chance: random.Random) -> str:
 def resume(config: Path, run_dir: Path) -> None:
     with contextlib.suppress(UserError):
         table = load_config(config, [*EVERY_FILE, "train.steps=7", "checkpoint.resume=auto"])
-        train(table, Launch(config_path=config, run_dir=str(run_dir)))
+        train(table, Launch(config_path=config, parts=PARTS, run_dir=str(run_dir)))
 
 
 def test_nothing_in_the_files_of_a_run_hangs_a_verb_or_a_resume_or_ends_it_with_a_traceback(

@@ -29,11 +29,8 @@ def key_of(batch):
 
 
 class FromScratch:
-    """The table of metrics worked out anew at every pick, from what was picked when and what is still to come.
-
-    Args:
-        future: the key and the number of rows of every batch, to the end of the last epoch that is looked at.
-    """
+    """The table of metrics worked out anew at every pick, from what was picked when and what is still to come: `future`, the
+    key and the number of rows of every batch, to the end of the last epoch that is looked at."""
 
     def __init__(self, future, pick_mode, modalities):
         self.future, self.pick_mode, self.modalities = future, pick_mode, modalities

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainer.data.batch import accepted_inputs
+from trainer.lab.gated_delta import build as build_gated_delta
 from trainer.model import build
-from trainer.model.gated_delta import build as build_gated_delta
 from trainer.model.protocol import carry_flat
 
 VOCAB = 13

@@ -18,6 +18,7 @@ import torch
 
 from tests.support.in_process import program, train_here
 from tests.support.runs import ROOT, read_rows
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
@@ -91,7 +92,7 @@ def without_release(window: Sequence[MicroBatch]) -> list[MicroBatch]:
 def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: bool = True) -> Result:
     """Train the shipped config, changed by `overrides`."""
     config = load_config(CONFIG, [source_override(corpus), f"train.steps={steps}", "eval.every=0", *overrides])
-    plan, stack = make_plan(config, CONFIG, 1), ExitStack()
+    plan, stack = make_plan(config, CONFIG, 1, parts=PARTS), ExitStack()
     launch = Launch(run_dir=str(directory))
     training = open_run(plan, launch, RankInfo(), torch.device("cpu"), stack, stack)
     assert training is not None

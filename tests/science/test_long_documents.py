@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.extensions.noise_components import KEPT, NoiseComponents, Piece, normal_equations
+from trainer.lab.noise_components import KEPT, NoiseComponents, Piece, normal_equations
 
 DIM, MICROS, ROWS, RUNS = 60, 4, 4, 60
 MEAN, T_GROUP, T_ROW = 0.5, 30.0, 78.0

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from tests.support.noise_processes import Process, constant, covers, histories
-from trainer.extensions.batch_growth import evidence_of, outlook
-from trainer.metrics.noise_scale.estimate import Current, History, NoiseScaleAverage
+from trainer.lab.batch_growth import evidence_of
+from trainer.metrics.noise_scale.estimate import Current, History, NoiseScaleAverage, outlook
 from trainer.micro_batches import AutoRule
 
 AT = 200  # the step of the jump

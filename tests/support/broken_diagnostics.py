@@ -47,21 +47,19 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.aggregate.rank_operations": "which keys are reduced; the same on all ranks",
     "trainer.metrics.noise_scale.hooks.GradientNoiseScale._hook": "a guard",
     "trainer.metrics.sinks.BackgroundSink._run": "holds a guard",
-    "trainer.extensions.mirror": "has faults of its own",
-    "trainer.extensions.remote": "has faults of its own",
-    "trainer.extensions.storage": "has faults of its own",
-    "trainer.extensions.stored": "copies what is read",
-    "trainer.extensions.contract_check": "refuses a model",
-    "trainer.extensions.batch_growth": "decides on the batch",
-    "trainer.extensions.evaluation_sample": "draws what is evaluated",
+    "trainer.lab.mirror": "has faults of its own",
+    "trainer.lab.remote": "has faults of its own",
+    "trainer.lab.storage": "has faults of its own",
+    "trainer.lab.stored": "copies what is read",
+    "trainer.lab.contract_check": "refuses a model",
+    "trainer.lab.batch_growth": "decides on the batch",
     **dict.fromkeys(
-        (f"trainer.extensions.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
+        (f"trainer.lab.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
         "run the model on all ranks, and hold a guard",
     ),
 }
 SHOWN = (
-    "trainer.tools.verbs.records",
-    "trainer.extensions",
+    "trainer.lab",
     "trainer.objective.loss.token_type_sums",
     "trainer.training.main.summarize",
     "trainer.training.run_dir.RunDir.keep_status",
@@ -210,12 +208,7 @@ def train_with_broken(
     """Name of a case ("" for a run with nothing broken) -> outcomes by rank. Its run directory is `directory / run <name>`.
 
     A function that a run calls but once after it has begun raises at that call, any other from its second. Those that no rank
-    calls are left out.
-
-    Args:
-        cases: name -> the functions that are broken at once.
-        breaks_on: ranks on which they are broken.
-    """
+    calls are left out. `cases`: name -> the functions that are broken at once, on the ranks `breaks_on`."""
     # One a run: a rank that is ahead would meet the store of the run before.
     ports = [free_port() for _ in range(1 + len(cases))]
     context = fork_server()
@@ -297,6 +290,7 @@ def _called(directory: Path, world_size: int) -> dict[str, int]:
 
 
 def _train_once(directory: Path, config: Path, name: str, rank: int, begun: Begun) -> tuple[int | str, str]:
+    from trainer.cli.parts import PARTS
     from trainer.config.load import load_config
     from trainer.training.main import train
     from trainer.training.setup.open_run import Launch
@@ -313,7 +307,7 @@ def _train_once(directory: Path, config: Path, name: str, rank: int, begun: Begu
     try:
         loaded = load_config(str(config), [])
         with replaced(Target("", TrainStep, "accumulate"), begun.mark):
-            code = train(loaded, Launch(config_path=config, run_dir=str(directory / f"run {name}")))
+            code = train(loaded, Launch(config_path=config, run_dir=str(directory / f"run {name}"), parts=PARTS))
     except BaseException:  # noqa: BLE001 - the outcome is compared
         code = traceback.format_exc()
     sys.stderr.flush()

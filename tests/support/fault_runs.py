@@ -82,12 +82,8 @@ def row_differences(one: Path, other: Path) -> list[str]:
 
 
 def keep(promise: int, what: str, *, lost: str = "0", times: int = 1) -> None:
-    """Write down a fault that a test has injected, once it has seen the promise kept.
-
-    Args:
-        promise: its number in docs/reliability.md.
-        lost: what a resume does not give back.
-    """
+    """Write down a fault that a test has injected, once it has seen the promise of docs/reliability.md kept. `lost`: what a
+    resume does not give back."""
     RECORDS.mkdir(parents=True, exist_ok=True)
     row = {"promise": promise, "what": what, "times": times, "lost": lost}
     name = hashlib.sha256(what.encode()).hexdigest()[:16]

@@ -185,11 +185,8 @@ def wrong_windows(
     rank: int,
     world_size: int,
 ) -> list[str]:
-    """What differs from the separate backwards, by either kind of norms, from rank 0.
-
-    Args:
-        measure: windows of a case by the number of their micro-batches.
-    """
+    """What differs from the separate backwards, by either kind of norms, from rank 0. `measure`: windows of a case by the
+    number of their micro-batches."""
     wrong = []
     for kind, norms_are_taken in (("many at once", norms_of_cuda), ("one by one", contextlib.nullcontext)):
         with norms_are_taken():

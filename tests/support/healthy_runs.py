@@ -91,11 +91,7 @@ def make_healthy_runs(directory: Path, world_size: int, seeds: Sequence[int]) ->
 
 
 def start(directory: Path, *, overrides: tuple[str, ...], nproc: int | None = None) -> Path:
-    """Train for 120 steps; gives the run's directory.
-
-    Raises:
-        RuntimeError: the run failed.
-    """
+    """Train for 120 steps; gives the run's directory. A RuntimeError if the run failed."""
     directory.mkdir(parents=True, exist_ok=True)
     options = [part for override in ("train.steps=120", *overrides) for part in ("--set", override)]
     run_dir = directory / "run"

@@ -1,4 +1,4 @@
-"""Models of different make that keep the contract: `trainer.contracts` must not convict any of them."""
+"""Models of different make that keep the contract: `trainer.lab.contracts` must not convict any of them."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli.main import run
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.ending import STOP_SIGNALS
 from trainer.training.main import train
@@ -52,7 +53,10 @@ def exit_code(arguments: Sequence[object]) -> int:
 def train_here(config: Path, run_dir: Path, *sets: str, code: int = 0) -> None:
     """A run of one rank, with an exit code."""
     with own_signal_handlers():
-        assert train(load_config(config, list(sets)), Launch(config_path=config, run_dir=str(run_dir))) == code
+        assert (
+            train(load_config(config, list(sets)), Launch(config_path=config, run_dir=str(run_dir), parts=PARTS))
+            == code
+        )
 
 
 @contextmanager

@@ -17,12 +17,8 @@ FAULTY = ("--set", "model.target=tests.support.faulty_model:build", "--set", "mo
 
 
 class Launched:
-    """The launcher and its ranks. Leaving the context kills what is left of them.
-
-    Args:
-        is_torchrun: torchrun starts them, not `train --nproc`.
-        fault: see `tests.support.faulty_model`.
-    """
+    """The launcher (`train --nproc`, or torchrun) and its ranks. Leaving the context kills what is left of them. `fault`: see
+    `tests.support.faulty_model`."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.extensions.per_layer import PerLayer
+from trainer.lab.per_layer import PerLayer
 from trainer.metrics.noise_scale.estimate import PairAverage
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.support.honest_models import DIM, HONEST, VOCAB, Language
 from tests.support.mutant_models import MUTANTS
-from trainer.contracts import check, check_model
+from trainer.lab.contracts import check, check_model
 from trainer.model.protocol import ModelOutput
 
 Change = Callable[[Any], Any]
@@ -512,12 +512,8 @@ def called(module: nn.Module) -> int:
 
 
 class Cells(Language):
-    """Token by token, of four projections of the input each.
-
-    Args:
-        width: of the state.
-        step: `(model, [4 x [B, D]], state [B, width])` to the output [B, D] and the next state.
-    """
+    """Token by token, of four projections of the input each; `step`: `(model, [4 x [B, D]], state [B, width])` to the output
+    [B, D] and the next state."""
 
     def __init__(self, width: int, step: Callable[..., tuple[Tensor, Any]]) -> None:
         super().__init__(width)

@@ -62,12 +62,8 @@ def scaled(vocab_size: int, dim: int, num_layers: int) -> Scaled:
 
 
 class Layered(DropoutModel):
-    """Residual layers, the first of which has something wrong with it.
-
-    Args:
-        cuts_off: no gradient reaches the first layer.
-        multiplier: of the first layer's output; its weights begin that much smaller.
-    """
+    """Residual layers. `cuts_off`: no gradient reaches the first one; `multiplier`: of its output, and its weights begin that
+    much smaller."""
 
     def __init__(self, vocab_size: int, dim: int, num_layers: int, *, cuts_off: bool, multiplier: float) -> None:
         super().__init__(vocab_size, dim)

@@ -38,16 +38,8 @@ class Ranks:
         is_fresh: bool = False,
         max_file_bytes: int | None = None,
     ) -> None:
-        """Start them.
-
-        Args:
-            arguments: of the program.
-            logs: directory for what they print.
-            extra: environment variables.
-            fault: see `tests.support.faulty_model`.
-            is_fresh: start new processes rather than fork.
-            max_file_bytes: a limit on the size of a file (forks only).
-        """
+        """Start them, to print into `logs`, with `extra` in their environment. `fault`: see `tests.support.faulty_model`;
+        `is_fresh`: start new processes rather than fork; `max_file_bytes`: a limit on the size of a file (forks only)."""
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = logs
         port = free_port()
@@ -97,11 +89,7 @@ class Ranks:
         return any(process.poll() is None for process in self.processes)
 
     def wait(self, timeout: float = PATIENCE_SEC) -> list[int]:
-        """The exit codes by rank, once all have ended.
-
-        Raises:
-            AssertionError: some go on for longer.
-        """
+        """The exit codes by rank, once all have ended. An AssertionError if some go on for longer."""
         end = time.monotonic() + timeout
         for rank, process in enumerate(self.processes):
             try:

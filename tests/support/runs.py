@@ -169,12 +169,8 @@ def run(
     extra: Mapping[str, str] | None = None,
     code: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Run the program to its end, in one process or as `nproc` ranks; forked, so that it starts in no time.
-
-    Args:
-        extra: environment variables.
-        code: Python that runs in the program's place.
-    """
+    """Run the program to its end, in one process or as `nproc` ranks; forked, so that it starts in no time. `extra`:
+    environment variables; `code`: Python that runs in the program's place."""
     world_size, port = nproc or 1, free_port()
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
@@ -202,15 +198,8 @@ def train(
     by: Callable[..., subprocess.CompletedProcess[str]] = run,
     **options: Any,
 ) -> str:
-    """Train into `run_dir`; returns stderr.
-
-    Args:
-        sets: overrides of the config.
-        more: further words of the command line.
-        code: how it must end.
-        by: what runs the program, as `run` does.
-        options: of `by`.
-    """
+    """Train into `run_dir` with overrides of the config and `more` words; returns stderr. `code`: how it must end; `by`: what
+    runs the program, as `run` does."""
     line = ("--config", config, "--run-dir", run_dir, "--stdout", "off", *overrides(*sets), *more)
     done = by(*line, **options)
     assert done.returncode == code, done.stderr[-3000:]

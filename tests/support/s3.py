@@ -85,11 +85,7 @@ class S3Server:
         self.start()
 
     def environment(self, port: int | None = None) -> dict[str, str]:
-        """What a client needs in its environment.
-
-        Args:
-            port: of a proxy in front of the server.
-        """
+        """What a client needs in its environment. `port`: of a proxy in front of the server."""
         endpoint = f"http://127.0.0.1:{port or self.port}"
         return {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
 

@@ -34,8 +34,8 @@ def writes(path: Path) -> Iterator[str]:
 def test_nothing_else_writes_files() -> None:
     # Whole directories, written beside their place by the helper; and downloads, whose size is compared.
     allowed = (
-        "trainer/extensions/stored.py",
-        "trainer/extensions/remote.py",
+        "trainer/lab/stored.py",
+        "trainer/lab/remote.py",
         "trainer/tools/corpus/writer.py",
         "trainer/training/checkpointing/checkpoint.py",
         "trainer/tools/trained/saved_model.py",

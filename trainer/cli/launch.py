@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.options import uncollected
+from trainer.cli.parts import PARTS
 from trainer.cli.terminal import refuse
 from trainer.config.load import load_config, located
 from trainer.config.rules import check_sharding
@@ -92,6 +93,7 @@ def run_training(
         stop=stop,
         config_path=Path(config_path).absolute(),
         run_dir=run_dir and os.path.abspath(run_dir),
+        parts=PARTS,
         data_policy=DataPolicy(verify_whole=verify_data, accept_change=accept_data_change),
         on_run_dir=lambda path: report_to_launcher(RUN_DIR, str(path)),
         moments={"": began, "imports": time.monotonic()},

@@ -13,15 +13,16 @@ import io
 import os
 import re
 import sys
-from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from trainer.cli.options import ConfigOption, ReplicasOption, SetOption, StrategyOption, require_config
+from trainer.cli.parts import VERBS
 from trainer.cli.terminal import echo, refuse
 from trainer.ending import leave_soon
 from trainer.errors import UserError
+from trainer.import_path import Parts
 
 app = typer.Typer(
     name="train",
@@ -31,30 +32,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# The verbs, in the order of `train --help`: module and function, or typer app where a verb has verbs of its own. By name: they
-# are tools around a run, of which what runs it imports none.
-VERBS = {
-    "init": "before_run:init",
-    "check": "before_run:check",
-    "preview": "before_run:preview",
-    "ls": "records:ls",
-    "mix": "mix:mix",
-    "doctor": "before_run:doctor",
-    "diagnose": "records:diagnose",
-    "report": "records:report",
-    "compare": "compare:compare",
-    "cbs": "cbs:cbs",
-    "replay": "replay:replay",
-    "bisect": "replay:bisect",
-    "sample": "models:sample",
-    "eval": "models:evaluate",
-    "export": "models:export",
-    "data": "data:app",
-    "config": "files:config",
-    "checkpoint": "files:checkpoint",
-    "payload": "files:payload",
-}
-
 # Options of `train` that stand for settings; `check` and `preview` take them, too.
 OF_TRAIN = {
     "steps": "train.steps",
@@ -66,9 +43,8 @@ OF_TRAIN = {
 }
 
 
-for _name, _place in VERBS.items():
-    _module, _, _attribute = _place.partition(":")
-    _verb = getattr(import_module(f"trainer.tools.verbs.{_module}"), _attribute)
+for _name in VERBS:
+    _verb = Parts(VERBS).find(_name)
     if isinstance(_verb, typer.Typer):
         app.add_typer(_verb, name=_name)
     else:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from trainer.config.schema import RunConfig
 from trainer.files import read_json
-from trainer.model.gated_delta import fewest_heads
 from trainer.model.protocol import ModelOutput
 
 DEFAULT = "rglru"
+WIDEST = 128  # heads of gated_delta by default
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Family:
     """Where a family is built.
 
     Args:
-        builder: import path of a function of vocab_size, dim, num_layers and `[model] args`.
+        builder: import path, or a name in `Parts`, of a function of vocab_size, dim, num_layers and `[model] args`.
         args: further arguments that the family itself gives.
         is_own: of this package, whose tests prove its contract; an adapter's model is checked before each run.
         least_tokens: of a row. One token after a state takes a path of its own in some models, which writes into the state and
@@ -37,14 +37,13 @@ class Family:
 
 
 def _hugging_face(model_type: str, least_tokens: int = 1) -> Family:
-    builder = "trainer.extensions.hugging_face:build"
-    return Family(builder, {"model_type": model_type}, is_own=False, least_tokens=least_tokens)
+    return Family("hugging_face", {"model_type": model_type}, is_own=False, least_tokens=least_tokens)
 
 
 FAMILIES: dict[str, Family] = {
     "rglru": Family("trainer.model.encoder:build"),
-    "gated_delta": Family("trainer.extensions.flash_linear_attention:build"),
-    "transformer": Family("trainer.model.transformer:build"),
+    "gated_delta": Family("gated_delta"),
+    "transformer": Family("transformer"),
     "gru": Family("trainer.model.families:TorchRnn", {"kind": nn.GRU}, is_own=False),
     "lstm": Family("trainer.model.families:TorchRnn", {"kind": nn.LSTM}, is_own=False),
     "mamba2": _hugging_face("mamba2", least_tokens=2),
@@ -55,6 +54,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 GONE = {"fla_gated_delta": 'use "gated_delta", which runs the same kernels on CUDA where fla-core is installed'}
+
+
+def fewest_heads(dim: int) -> int:
+    """The fewest heads that divide `dim` and are at most `WIDEST` wide, the width at which kernels are fastest."""
+    return next((n for n in range(-(-dim // WIDEST), dim) if n and dim % n == 0), max(dim, 1))
 
 
 def as_trained(config: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class SequenceModel(Protocol):
     """A `torch.nn.Module` that predicts the next token and may carry a state from one cell of a group to the next.
 
     A model with `state_width == 0` has no state: it receives `state=None` and returns `state=None`. A model that lacks the
-    attribute and returns no state breaks its contract (`trainer.contracts`).
+    attribute and returns no state breaks its contract (docs/contracts.md).
 
     Required: a `torch.nn.Module` with `state_width` and a `forward` that takes `tokens` and `state` by name and returns
     an object with `.logits` and `.state`. Without `state_width`, `carry_flat` finds it and lets a state

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from trainer.contracts.anybody import Adapted
-from trainer.contracts.subject import CallFailed
 from trainer.errors import UserError
-from trainer.extensions.hugging_face import package, quiet, references_on_cpu, without_attention
 from trainer.import_path import format_error
+from trainer.lab.contracts.anybody import Adapted
+from trainer.lab.contracts.subject import CallFailed
+from trainer.lab.hugging_face import package, quiet, references_on_cpu, without_attention
 from trainer.wording import few
 
 HEADS = 4

@@ -31,10 +31,10 @@ from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Replicated, Strategy, compile_blocks
-from trainer.extensions.flash_linear_attention import kernel_rule, refusal_here, use_rule
+from trainer.lab.flash_linear_attention import kernel_rule, refusal_here, use_rule
+from trainer.lab.gated_delta import GatedDelta
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.encoder import GatedRecurrence
-from trainer.model.gated_delta import GatedDelta
 from trainer.model.recurrence import HAS_TRITON, fused_scan
 from trainer.model.weights import tied_names
 from trainer.training.setup.parts import (
@@ -197,7 +197,7 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
     warnings.simplefilter("ignore")  # a run gives them
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), live:
         if model is None:
-            model = make_model(config, config.model, plan.vocab_size)
+            model = make_model(plan)
         else:
             _make_empty(model)
         wanted = config.train.device
@@ -251,7 +251,7 @@ def _sharded_on_meta(plan: Plan, strategy: Strategy) -> nn.Module:
     train = plan.config.train.model_copy(update={"compile": False})  # what a compiler leaves out is not known
     config = plan.config.model_copy(update={"train": train})
     with torch.device("meta"):
-        model = make_model(config, config.model, plan.vocab_size)
+        model = make_model(plan)
     shard_model(strategy, model, config)
     return model
 
@@ -268,11 +268,7 @@ def _make_empty(model: nn.Module) -> None:
 @contextmanager
 def _assumed_ranks(plan: Plan) -> Iterator[Strategy]:
     """The strategy of a run on as many ranks as the plan assumes, of which this process is the first and no other exists.
-
-    Raises:
-        UserError: replicas do not fit the ranks.
-        ValueError: this process has a process group.
-    """
+    Raises UserError: replicas do not fit the ranks; ValueError: this process has a process group."""
     info = RankInfo(world_size=plan.facts.world_size)
     if plan.layout is None:
         yield make_strategy(plan.config, info, CPU)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,9 +28,6 @@ from trainer.training.checkpointing.train_state import SHOWN_LOSSES
 from trainer.training.run import Run, StepInFlight
 from trainer.training.signals import StopNow
 from trainer.training.step.step import StepOutcome
-
-if TYPE_CHECKING:
-    from trainer.extensions.batch_growth import BatchGrowth
 
 logger = get_logger(__name__)
 SLOW_START_SEC = 10.0
@@ -201,7 +198,7 @@ def begin_reading(run: Run) -> bool:
 
 
 def micro_batches_of(
-    run: Run, growth: BatchGrowth, step: int, previous: StepInFlight | None, tokens_before: int
+    run: Run, growth: Any, step: int, previous: StepInFlight | None, tokens_before: int
 ) -> tuple[int, int, Mapping[str, Any] | None]:
     """The micro-batches of a step, those of the step before it (0 if there is none), and the event of a change between them.
 

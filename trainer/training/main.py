@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import logging
 import os
 import shutil
@@ -60,14 +59,16 @@ def train(config: RunConfig, launch: Launch) -> int:
         launch = replace(launch, stdout=stdout)
         info = rank_info()
         device = pick_device(config.train.device, info, key="train.device")
-        plan = make_plan(config, launch.config_path or Path(), info.world_size)
+        plan = make_plan(config, launch.config_path or Path(), info.world_size, parts=launch.parts)
         if isinstance(plan.tokenizer, HuggingFaceTokenizer):  # whose encoding takes long enough to keep what it gives
-            tokenized = importlib.import_module("trainer.extensions.tokenized")
-            try:
-                plan = tokenized.tokenize_once(plan, info, lambda: stop.requested)
-            except tokenized.Stopped:
-                logger.warning("stopped while text was tokenized; the same command continues")
-                return EXIT_FAILED
+            if (tokenized := plan.part("tokenized text")) is None:
+                logger.info("text is tokenized again whenever it is read: %s", plan.parts.problem)
+            else:
+                try:
+                    plan = tokenized.tokenize_once(plan, info, lambda: stop.requested)
+                except tokenized.Stopped:
+                    logger.warning("stopped while text was tokenized; the same command continues")
+                    return EXIT_FAILED
         # A model of one's own may do anything while it is built: it is built once, where it is needed.
         raise_found(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
         backend = pick_backend(config.distributed.backend, device)
@@ -175,7 +176,8 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
         lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
     lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
     if position.last_eval is not None:  # the result: last
-        lines += importlib.import_module("trainer.extensions.depth_curve").lines_of(position.last_eval[1], run.config)
+        lines_of = run.plan.part("lines by depth") if run.config.eval.depth else None
+        lines += [] if lines_of is None else lines_of(position.last_eval[1], run.config)
         sets = [] if run.evaluator is None else run.evaluator.sets
         more = f"; on all of it: train eval {run_dir.path}" if any(each.sample is not None for each in sets) else ""
         lines += [line + more for line in _evaluated(*position.last_eval, {each.name: each.read for each in sets})]

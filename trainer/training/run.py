@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,9 +31,6 @@ from trainer.training.setup.plan import Plan
 from trainer.training.signals import StopRequest
 from trainer.training.step.schedule import Length, Schedule
 from trainer.training.step.step import Launched, TrainStep
-
-if TYPE_CHECKING:
-    from trainer.extensions.batch_growth import BatchGrowth
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Run:
     failure: str = ""
     """Set by an extension, on all ranks alike, to end the run."""
     evaluator: Evaluator | None = None
-    growth: BatchGrowth | None = None
+    growth: Any = None
     """Decides on a step's micro-batches; None: all steps have as many."""
     loaders: list[Iterator[MicroBatch]] = field(init=False)
     """Of this rank's data shards."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.contracts import check_model
-from trainer.contracts.anybody import Adapted, Packing, adapt
+from trainer.lab.contracts import check_model
+from trainer.lab.contracts.anybody import Adapted, Packing, adapt
 
 VOCAB, DIM = 31, 12
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from tests.support.honest_models import DIM, HONEST, VOCAB, Gru, Losses, NestedLstm, Parity, RouterLoss
 from tests.support.mutant_models import MUTANTS, DropState
-from trainer.contracts import CHECKS, ContractError, check_model
-from trainer.contracts.subject import copy_model
-from trainer.contracts.trial import NO_STATE
+from trainer.lab.contracts import CHECKS, ContractError, check_model
+from trainer.lab.contracts.subject import copy_model
+from trainer.lab.contracts.trial import NO_STATE
 from trainer.model.encoder import RecurrentEncoder
 
 ON = {"fp32": None, "bf16": torch.bfloat16}
@@ -120,7 +120,7 @@ def test_an_honest_model_is_not_convicted_without_float64_either(name, precision
     def refuse(subject):
         raise RuntimeError("no float64 here")
 
-    monkeypatch.setattr("trainer.contracts.subject.Subject.in_float64", refuse)
+    monkeypatch.setattr("trainer.lab.contracts.subject.Subject.in_float64", refuse)
     assert name != "gru" or check_model(made(DropState), vocab_size=VOCAB)["carry"].status == "broken"
     assert (report := check_model(made(HONEST[name]), vocab_size=VOCAB, seq_len=16)).breaches == [], report
 
@@ -348,11 +348,11 @@ def test_compiled_models_are_judged_like_others():
 
 def test_the_package_needs_torch_alone():
     code = (
-        "import sys, trainer.contracts\n"
+        "import sys, trainer.lab.contracts\n"
         "print(sorted({m.split('.')[1] for m in sys.modules if m.startswith('trainer.')}), 'pydantic' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
-    assert found.stdout.split() == ["['contracts',", "'errors',", "'import_path',", "'wording']", "False"]
+    assert found.stdout.split() == ["['errors',", "'import_path',", "'lab',", "'wording']", "False"]
     assert DIM
 
 

@@ -11,8 +11,8 @@ from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.loader import Loader
 from trainer.data.weights import ConstantWeight
 from trainer.errors import UserError
-from trainer.extensions.noise_components import halves
-from trainer.extensions.own_batches import OwnBatches
+from trainer.lab.noise_components import halves
+from trainer.lab.own_batches import OwnBatches
 
 
 class OneBuffer:

@@ -13,10 +13,10 @@ import pytest
 from tests.support.runs import make_corpus
 from trainer.data.layout import discover_nested
 from trainer.errors import UserError
-from trainer.extensions.cache import Cache
-from trainer.extensions.storage import Storage
-from trainer.extensions.stored import copy as copy_files
-from trainer.extensions.stored import discover_stored, stored_direct, stored_nested
+from trainer.lab.cache import Cache
+from trainer.lab.storage import Storage
+from trainer.lab.stored import copy as copy_files
+from trainer.lab.stored import discover_stored, stored_direct, stored_nested
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.spaced import spaced
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, load_tokenizer, prompt_ids
 from trainer.errors import UserError
-from trainer.extensions.samples import TextStream
+from trainer.lab.samples import TextStream
 
 
 def pieces_of(tokenizer, ids, prompt=()):

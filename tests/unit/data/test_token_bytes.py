@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, IdsTokenizer, load_tokenizer
-from trainer.extensions.token_bytes import token_bytes
+from trainer.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, IdsTokenizer, load_tokenizer, token_bytes
 
 tokenizers = pytest.importorskip("tokenizers")
 END = "<|end|>"

@@ -19,7 +19,7 @@ from trainer.data import open_documents
 from trainer.data.layout import discover
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
-from trainer.extensions import tokenized as pool
+from trainer.lab import tokenized as pool
 from trainer.tools.corpus import tokens as module
 from trainer.tools.corpus.tokens import tokenize
 
@@ -92,7 +92,7 @@ def test_a_killed_call_takes_its_processes_with_it_and_is_gone_on_with(source, i
     script.write_text(
         "import time\n"
         "from pathlib import Path\n"
-        "from trainer.extensions import tokenized as pool\n"
+        "from trainer.lab import tokenized as pool\n"
         "from trainer.tools.corpus.tokens import tokenize\n"
         "from trainer.data.layout import discover\n"
         "pool._join = lambda *_: time.sleep(600)\n"  # it is killed in the middle of its work
@@ -163,7 +163,7 @@ def test_two_files_never_get_one_name(source, in_threads, monkeypatch):
 
 
 def test_a_lost_process_is_an_error_that_says_so(source, monkeypatch):
-    monkeypatch.setattr("trainer.extensions.tokenized._begin", os.abort)
+    monkeypatch.setattr("trainer.lab.tokenized._begin", os.abort)
     with pytest.raises(UserError, match="a process ended"):
         run(source, "out")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer.arrays import IGNORED
-from trainer.extensions.carry_probe import SAMPLED_KEYS, SHARE_KEY, CarryProbe
+from trainer.lab.carry_probe import SAMPLED_KEYS, SHARE_KEY, CarryProbe
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import SkipBatch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.support.gns_windows import make_model, window
 from tests.support.layered import TRUTH, Layered, measure, wrong_averages
 from trainer.errors import UserError
-from trainer.extensions.per_layer import MOST_IN_ALL, MOST_PER_TENSOR, PerLayer, WeightSample, layer_of, sample_limit
+from trainer.lab.per_layer import MOST_IN_ALL, MOST_PER_TENSOR, PerLayer, WeightSample, layer_of, sample_limit
 from trainer.metrics.catalog.lookup import is_known, lookup
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 

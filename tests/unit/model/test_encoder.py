@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.errors import UserError
-from trainer.model import RecurrentEncoder, build, gated_delta, transformer
+from trainer.lab import gated_delta, transformer
+from trainer.model import RecurrentEncoder, build
 from trainer.model.encoder import RMSNorm
 from trainer.model.wrappers import recompute_blocks
 

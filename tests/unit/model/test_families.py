@@ -11,12 +11,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.runs import ROOT
+from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable
-from trainer.contracts import check_model
 from trainer.errors import UserError
-from trainer.model import gated_delta
+from trainer.lab import gated_delta
+from trainer.lab.contracts import check_model
+from trainer.lab.gated_delta import CHUNK
 from trainer.model.families import FAMILIES
-from trainer.model.gated_delta import CHUNK
 from trainer.training.setup.plan import build_model, family_of
 
 VOCAB = 37
@@ -35,7 +36,7 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in FAMILIES])
 def test_a_family_keeps_the_contract(name):
     torch.manual_seed(0)
-    report = check_model(build_model(table(name), VOCAB), vocab_size=VOCAB, seq_len=32)
+    report = check_model(build_model(table(name), VOCAB, parts=PARTS), vocab_size=VOCAB, seq_len=32)
     assert not report.breaches, report
     assert not report.warnings, report
     assert report["causality"].status == report["isolation"].status == "held"
@@ -48,8 +49,8 @@ def test_a_family_keeps_the_contract(name):
 @pytest.mark.parametrize("name", ["gated_delta", pytest.param("mamba2", marks=needs_transformers)])
 def test_the_weightless_model_has_the_parameters_and_the_state_of_the_real_one(name):
     with torch.device("meta"):
-        model = build_model(table(name), VOCAB)
-    real = build_model(table(name), VOCAB)
+        model = build_model(table(name), VOCAB, parts=PARTS)
+    real = build_model(table(name), VOCAB, parts=PARTS)
     assert [p.shape for p in model.parameters()] == [p.shape for p in real.parameters()]
     assert model.state_layout.to_json() == real.state_layout.to_json()
 
@@ -69,7 +70,7 @@ def test_flops_per_token_of_gated_delta_equal_torchs_count():
 def test_a_model_is_a_family_or_a_target():
     assert family_of(table(None)) is FAMILIES["rglru"]
     with pytest.raises(UserError, match=r"model.family: there is no 'mamba'; choose one of rglru, .*mamba2"):
-        build_model(table("mamba"), VOCAB)
+        build_model(table("mamba"), VOCAB, parts=PARTS)
     with pytest.raises(ValueError, match="are two models: remove one"):
         table("gated_delta", target="own:build")
 
@@ -78,12 +79,12 @@ def test_args_that_a_family_does_not_take_are_named():
     with pytest.raises(
         UserError, match=r"model.args: .*unexpected keyword argument 'head'; it takes .*heads, mlp_ratio"
     ):
-        build_model(table("gated_delta", args={"head": 2}), VOCAB)
+        build_model(table("gated_delta", args={"head": 2}), VOCAB, parts=PARTS)
 
 
 def test_a_size_is_said_once():
     with pytest.raises(UserError, match=r"model.args: names dim, which the run gives itself; set \[model\] dim"):
-        build_model(table("gated_delta", args={"dim": 3}), VOCAB)
+        build_model(table("gated_delta", args={"dim": 3}), VOCAB, parts=PARTS)
 
 
 @needs_transformers
@@ -93,10 +94,12 @@ def test_transformers_prints_nothing_while_a_model_of_its_own_is_found_to_keep_t
     code = (
         "from trainer.config.schema import ModelTable\n"
         "from trainer.training.setup.plan import build_model\n"
-        "from trainer.contracts import check_model\n"
-        f"build_model(ModelTable(family='mamba2', dim=64, num_layers=2), {VOCAB}).save_pretrained({str(tmp_path)!r})\n"
+        "from trainer.lab.contracts import check_model\n"
+        "from trainer.cli.parts import PARTS\n"
+        "table = ModelTable(family='mamba2', dim=64, num_layers=2)\n"
+        f"build_model(table, {VOCAB}, parts=PARTS).save_pretrained({str(tmp_path)!r})\n"
         f"table = ModelTable(family='mamba2', dim=64, num_layers=2, args={{'from': {str(tmp_path)!r}}})\n"
-        f"report = check_model(build_model(table, {VOCAB}), vocab_size={VOCAB}, seq_len=32)\n"
+        f"report = check_model(build_model(table, {VOCAB}, parts=PARTS), vocab_size={VOCAB}, seq_len=32)\n"
         "assert not report.breaches + report.warnings, report\n"
         "assert all(report[each].status == 'held' for each in ('causality', 'isolation', 'carry', 'gradient')), report\n"
     )
@@ -118,19 +121,19 @@ def test_transformers_prints_nothing_while_a_model_of_its_own_is_found_to_keep_t
 def test_settings_that_a_family_cannot_have_are_refused_in_one_line(family, args, message):
     sizes = {key: args.pop(key) for key in ("dim",) if key in args}
     with pytest.raises(UserError) as caught:
-        build_model(table(family, args=args, **sizes), VOCAB)
+        build_model(table(family, args=args, **sizes), VOCAB, parts=PARTS)
     assert message in caught.value.message
 
 
 @needs_transformers
 def test_a_directory_of_save_pretrained_is_read_and_grows_to_the_vocabulary(tmp_path):
     torch.manual_seed(0)
-    first = build_model(table("mamba2"), VOCAB)
+    first = build_model(table("mamba2"), VOCAB, parts=PARTS)
     first.save_pretrained(tmp_path)
     tokens = torch.arange(24).reshape(2, 12) % VOCAB
-    again = build_model(table("mamba2", args={"from": str(tmp_path)}), VOCAB)
+    again = build_model(table("mamba2", args={"from": str(tmp_path)}), VOCAB, parts=PARTS)
     torch.testing.assert_close(again.eval()(tokens).logits, first.eval()(tokens).logits)
-    larger = build_model(table("mamba2", args={"from": str(tmp_path)}), VOCAB + 3)
+    larger = build_model(table("mamba2", args={"from": str(tmp_path)}), VOCAB + 3, parts=PARTS)
     assert larger(tokens).logits.shape[-1] == VOCAB + 3
     with pytest.raises(UserError, match=r"it has a mamba2.*; name a directory of save_pretrained with a lfm2"):
-        build_model(table("lfm2", args={"from": str(tmp_path)}), VOCAB)
+        build_model(table("lfm2", args={"from": str(tmp_path)}), VOCAB, parts=PARTS)

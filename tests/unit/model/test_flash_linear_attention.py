@@ -14,10 +14,11 @@ from torch.library import opcheck
 
 from tests.support.kernels import DEVICE, interpreted_fla
 from tests.unit.model.test_recurrence import rule_by_steps
+from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable
 from trainer.errors import UserError
-from trainer.extensions.flash_linear_attention import build, kernel_rule, refusal, refusal_here, use_rule
-from trainer.model.gated_delta import CHUNK, gated_delta_rule
+from trainer.lab.flash_linear_attention import build, kernel_rule, refusal, refusal_here, use_rule
+from trainer.lab.gated_delta import CHUNK, gated_delta_rule
 from trainer.training.setup.plan import build_model
 
 ROWS, LENGTH, HEADS, WIDTH = 3, 100, 2, 32 if DEVICE == "cpu" else 128
@@ -138,9 +139,9 @@ def test_versions_that_are_not_right_together_are_refused_by_name(fla, triton, c
 
 
 def test_what_runs_is_said_and_the_family_of_its_own_is_gone():
-    model = build_model(ModelTable(family="gated_delta", dim=192, num_layers=1), 37)
+    model = build_model(ModelTable(family="gated_delta", dim=192, num_layers=1), 37, parts=PARTS)
     cpu = "gated delta rule in torch: its kernels need CUDA"
     assert model.implementation(torch.device("cpu"), "bf16") == cpu
     assert "in 16 bits" in model.implementation(torch.device("cuda"), "fp32")
     with pytest.raises(UserError, match=r"'fla_gated_delta'; use \"gated_delta\", which runs the same kernels"):
-        build_model(ModelTable(family="fla_gated_delta", dim=64, num_layers=1), 37)
+        build_model(ModelTable(family="fla_gated_delta", dim=64, num_layers=1), 37, parts=PARTS)

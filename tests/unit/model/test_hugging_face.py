@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
+from trainer.cli.parts import PARTS
 from trainer.config.schema import ModelTable, ObjectiveTable
-from trainer.contracts import check_model
-from trainer.extensions.hugging_face import references_on_cpu, writer_of
-from trainer.extensions.samples import Draw, generate
+from trainer.lab.contracts import check_model
+from trainer.lab.hugging_face import references_on_cpu, writer_of
+from trainer.lab.samples import Draw, generate
 from trainer.model.families import FAMILIES
 from trainer.model.protocol import ModelOutput
 from trainer.objective.loss import Objective
@@ -29,7 +30,7 @@ ADAPTED = [name for name, family in FAMILIES.items() if "model_type" in family.a
 def noisy(family: str, **args: object) -> nn.Module:
     """A model whose every parameter counts: norms and biases start at 1 and 0, which would hide one that is left out."""
     torch.manual_seed(0)
-    model = build_model(ModelTable(family=family, dim=64, num_layers=2, args=args), VOCAB)
+    model = build_model(ModelTable(family=family, dim=64, num_layers=2, args=args), VOCAB, parts=PARTS)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

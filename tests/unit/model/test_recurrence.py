@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.model.gated_delta import DeltaMixer, gated_delta_rule, short_convolution
+from trainer.lab.gated_delta import DeltaMixer, gated_delta_rule, short_convolution
 from trainer.model.recurrence import gated_scan
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.config.schema import CoordTable
 from trainer.errors import UserError
-from trainer.model import gated_delta, transformer
+from trainer.lab import gated_delta, transformer
 from trainer.model.protocol import ModelOutput
 from trainer.model.wrappers import Headless, output_layer, refuse_more_than_a_head
 from trainer.objective import Objective

@@ -11,9 +11,9 @@ import pytest
 from tests.unit.remote.conftest import make_checkpoint
 from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
-from trainer.extensions.mirror import Mirror
-from trainer.extensions.remote import ABANDONED, Claimed, Owner, RemoteCheckpoints, claim, save_id
-from trainer.extensions.storage import StorageError
+from trainer.lab.mirror import Mirror
+from trainer.lab.remote import ABANDONED, Claimed, Owner, RemoteCheckpoints, claim, save_id
+from trainer.lab.storage import StorageError
 from trainer.training.checkpointing.checkpoint import MARKER, complete_checkpoints, parse_marker, step_of
 from trainer.training.checkpointing.tensor_files import CheckpointError
 from trainer.training.run_dir import ID_FILE, RunDir

@@ -10,8 +10,8 @@ import pytest
 from tests.unit.remote.conftest import make_checkpoint
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
-from trainer.extensions.remote import RemoteCheckpoints, claim, find_checkpoint, save_id
-from trainer.extensions.storage import MissingError, Storage, StorageError
+from trainer.lab.remote import RemoteCheckpoints, claim, find_checkpoint, save_id
+from trainer.lab.storage import MissingError, Storage, StorageError
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import MARKER, parse_marker
 from trainer.training.checkpointing.tensor_files import CheckpointError

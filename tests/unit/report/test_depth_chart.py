@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainer.extensions.depth_curve import curves_of, in_words
+from trainer.lab.depth_curve import curves_of, in_words
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.charts import make_charts
 from trainer.tools.report.depth_chart import HEIGHT, WIDTH, depth_figures

@@ -21,7 +21,7 @@ from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
-from trainer.extensions.cuda_graph import MicroGraphs, make
+from trainer.lab.cuda_graph import MicroGraphs, make
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale

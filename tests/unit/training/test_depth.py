@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from tests.support.gloo import run_on_ranks
 from tests.support.runs import held_out_texts, write_tiny_config
 from trainer.arrays import IGNORED
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
-from trainer.extensions.depth import TrainingDepth, bucket_start, depths
-from trainer.extensions.evaluation_sample import Sample
+from trainer.lab.depth import TrainingDepth, bucket_start, depths
 from trainer.metrics import aggregate
 from trainer.metrics.aggregate import Moments, Recorder
 from trainer.metrics.best_effort import Diagnostics
@@ -30,6 +30,7 @@ from trainer.metrics.catalog.lookup import is_known, lookup
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.auxiliary import Auxiliary
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
+from trainer.training.setup.evaluation_sample import Sample
 from trainer.training.setup.parts import make_model, model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -47,12 +48,12 @@ def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
     config = directory / "tiny.toml"
     if not config.exists():  # several ranks read it
         write_tiny_config(directory)
-    return make_plan(load_config(config, [*SETTINGS, *overrides]), config, ranks)
+    return make_plan(load_config(config, [*SETTINGS, *overrides]), config, ranks, parts=PARTS)
 
 
 def model_of(plan: Plan) -> torch.nn.Module:
     torch.manual_seed(0)
-    return make_model(plan.config, plan.config.model, plan.vocab_size).double().eval()
+    return make_model(plan).double().eval()
 
 
 def evaluated(plan: Plan, model: torch.nn.Module, info: RankInfo = RankInfo(), diagnostics=None, sets=()):  # noqa: B008
@@ -163,7 +164,7 @@ def test_a_sample_is_weighted_by_its_probabilities(tmp_path, monkeypatch):
 
 
 def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
-    from trainer.extensions import evaluation_sample
+    from trainer.training.setup import evaluation_sample
 
     sizes = [file.stat().st_size for file in (write_tiny_config(tmp_path).parent / "corpus").rglob("*.jsonl")]
     monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
@@ -222,7 +223,7 @@ def test_nothing_is_reported_of_documents_within_a_cell_or_if_it_is_off(tmp_path
 
 
 def test_a_failure_costs_the_depth_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.extensions.depth.depths", lambda *_: 1 / 0)
+    monkeypatch.setattr("trainer.lab.depth.depths", lambda *_: 1 / 0)
     plan, diagnostics = plan_of(tmp_path), Diagnostics()
     found = evaluated(plan, model_of(plan), diagnostics=diagnostics)
     assert by_depth(found) == {}

@@ -17,16 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.runs import held_out_texts, write_tiny_config
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
-from trainer.extensions import evaluation_sample
-from trainer.extensions.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
+from trainer.training.setup import evaluation_sample
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
+from trainer.training.setup.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
 from trainer.training.setup.parts import make_model, model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -121,7 +122,7 @@ def test_fewer_than_five_documents_say_nothing_of_the_others(num):
 
 def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
     config = write_tiny_config(directory)
-    return make_plan(load_config(config, [*HOLDOUT, *overrides]), config, ranks)
+    return make_plan(load_config(config, [*HOLDOUT, *overrides]), config, ranks, parts=PARTS)
 
 
 def evaluated(plan: Plan, model: torch.nn.Module, auxiliary: Auxiliary = Auxiliary()) -> tuple[dict[str, float], str]:  # noqa: B008
@@ -173,7 +174,7 @@ def parts_of(plan: Plan, model: torch.nn.Module, text: bytes) -> list[tuple[int,
 def test_the_error_is_that_of_the_drawn_documents_own_losses(tmp_path, overrides):
     plan = plan_of(tmp_path, "eval.batches=16", "data.max_group_cells=64", *overrides)
     torch.manual_seed(0)
-    model = make_model(plan.config, plan.config.model, plan.vocab_size)
+    model = make_model(plan)
     seen = []
     original = Sample.error
     with pytest.MonkeyPatch.context() as patch:
@@ -213,7 +214,7 @@ def test_of_any_alignment_and_number_of_ranks_the_losses_are_those_of_whole_docu
     for align, ranks in (("stream", 1), ("document", 1), ("stream", 3)):
         plan = plan_of(tmp_path, *sets, rows, f'data.align="{align}"', ranks=ranks)
         if not found:
-            model = make_model(plan.config, plan.config.model, plan.vocab_size).double().eval()
+            model = make_model(plan).double().eval()
         sums: dict[str, float] = {}
         for rank in range(ranks):
             (own,) = eval_sets(plan, RankInfo(rank, rank, ranks), CPU)
@@ -250,7 +251,7 @@ def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path, has_oth
     """Whose metrics a model would have to give row by row, so that they are left out."""
     torch.manual_seed(0)
     plan = plan_of(tmp_path, "eval.batches=1000000")
-    model = make_model(plan.config, plan.config.model, plan.vocab_size)
+    model = make_model(plan)
     model.register_forward_hook(lambda module, given, output: output._replace(metrics={"my/number": 1.0}))
     own = {
         "by_tokens": AuxiliaryLoss(
@@ -297,7 +298,7 @@ def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for
 
 def test_a_loss_of_the_model_that_is_no_tensor_is_named(tmp_path):
     plan = plan_of(tmp_path, "eval.batches=8")
-    model = make_model(plan.config, plan.config.model, plan.vocab_size)
+    model = make_model(plan)
     model.register_forward_hook(lambda module, given, output: output._replace(losses={"balance": 0.5}))
     with pytest.raises(UserError, match="it returns the loss balance, which is not in its loss_keys"):
         evaluated(plan, model)
@@ -349,7 +350,7 @@ def test_bits_per_byte_are_those_of_the_text_also_where_files_hold_ids(tmp_path)
     sets = [f'data.tokenizer="{tmp_path}/tokenizer.json"', f"eval.source=[{text},{ids_file}]"]
     plan = plan_of(tmp_path, "eval.holdout_fraction=0", *sets)
     torch.manual_seed(0)
-    model = make_model(plan.config, plan.config.model, plan.vocab_size).eval()
+    model = make_model(plan).eval()
     found, _ = evaluated(plan, model)
     nats = num_bytes = 0.0
     size = plan.config.data.seq_len * plan.config.data.max_group_cells
@@ -367,7 +368,7 @@ def test_bits_per_byte_are_those_of_the_text_also_where_files_hold_ids(tmp_path)
 
 def test_bits_per_byte_of_bytes_are_the_cross_entropy(tmp_path):
     plan = plan_of(tmp_path, "eval.batches=8", "objective.z_loss=0.01")
-    found, _ = evaluated(plan, make_model(plan.config, plan.config.model, plan.vocab_size))
+    found, _ = evaluated(plan, make_model(plan))
     assert found["eval_bits_per_byte"] == pytest.approx(found["eval_objective/token_ce"] / math.log(2), rel=1e-12)
     assert found["eval_loss"] > found["eval_objective/token_ce"]
 
@@ -383,8 +384,8 @@ def test_ranks_that_hold_shards_run_as_many_forwards_however_uneven_the_document
     config = write_tiny_config(tmp_path)
     source = f'data.source=[{{name="u", root="{tmp_path / "uneven"}"}}]'
     overrides = [source, "eval.every=1", "eval.holdout_fraction=0.4", "eval.batches=100000"]
-    plan = make_plan(load_config(config, overrides), config, 3)
-    model = make_model(plan.config, plan.config.model, plan.vocab_size)
+    plan = make_plan(load_config(config, overrides), config, 3, parts=PARTS)
+    model = make_model(plan)
     barrier, said, forwards = threading.Barrier(3, timeout=60), [0] * 3, [0] * 3
 
     def run(rank: int) -> int:

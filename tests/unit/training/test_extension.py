@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import re
-import subprocess
 import sys
 import weakref
 
 import pytest
 
 from tests.support.in_process import train_here
-from tests.support.runs import ROOT, environment, read_rows, run, write_tiny_config
+from tests.support.runs import read_rows, run, write_tiny_config
 from trainer.errors import UserError
 from trainer.training import main
 from trainer.training.signals import UnexpectedExit
@@ -151,23 +150,6 @@ def test_one_that_cannot_be_made_is_refused_before_the_first_step_and_the_record
     ended = json.loads((own.parent / "run" / "status.json").read_text())
     assert (ended["state"], ended["last_step"]) == ("failed", 0)
     assert re.search(message, ended["reason"])
-
-
-def test_what_is_off_is_not_imported(tmp_path):
-    config = write_tiny_config(tmp_path)
-    code = f"""
-import sys
-sys.argv = ["train", "--config", {str(config)!r}, "--run-dir", {str(tmp_path / "run")!r}, "--steps", "2",
-    "--set", "train.spike_sigma=0", "--set", "ledger.probe_every=0", "--set", "gns.enabled=false"]
-from trainer.cli.main import run
-try:
-    run()
-except SystemExit as end:
-    assert not end.code, end.code
-found = [name for name in sys.modules if name.startswith(("trainer.extensions.", "trainer.contracts.", "matplotlib", "plotly"))]
-assert found == ["trainer.extensions.mix"], found  # it has two sources
-"""
-    subprocess.run([sys.executable, "-c", code], env=environment({"PYTHONPATH": str(ROOT)}), check=True)
 
 
 def test_a_run_that_is_done_is_freed_without_a_collection(tmp_path, monkeypatch):

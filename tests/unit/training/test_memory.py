@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.runs import ROOT, write_tiny_config
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.tools.memory import LiveBytes, predict_memory
 from trainer.training.setup.plan import Plan, make_plan
@@ -24,7 +25,7 @@ MOSTLY_WEIGHTS = ("model.dim=512", "data.seq_len=64", "data.mixing.batch_size=4"
 
 def plan_of(tmp_path: Path, *sets: str, world_size: int = 1) -> Plan:
     config = write_tiny_config(tmp_path)
-    return make_plan(load_config(config, list(sets)), config, world_size)
+    return make_plan(load_config(config, list(sets)), config, world_size, parts=PARTS)
 
 
 def test_storages_are_counted_once_and_until_they_go():
@@ -172,7 +173,7 @@ def test_a_process_takes_what_was_predicted(tmp_path, nproc, sets):
     """Resident memory of the run's ranks; where small tensors prevail, with all blocks that glibc keeps given back at once."""
     config = write_ids_config(tmp_path)
     words = [word for each in sets for word in ("--set", each)]
-    predicted = predict_memory(make_plan(load_config(config, list(sets)), config, nproc)).peak
+    predicted = predict_memory(make_plan(load_config(config, list(sets)), config, nproc, parts=PARTS)).peak
     command = [sys.executable, "-m", "trainer", "--config", str(config), *words]
     command += ["--nproc", str(nproc)] if nproc > 1 else []
     small_blocks = {} if CHECKPOINTED in sets else {"MALLOC_MMAP_THRESHOLD_": "65536"}

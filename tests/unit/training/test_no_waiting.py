@@ -26,7 +26,7 @@ from tests.support.runs import write_tiny_config
 from trainer.config.schema import CoordTable, GnsTable, OptimizerTable
 from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
-from trainer.extensions.per_layer import LayerNumbers
+from trainer.lab.per_layer import LayerNumbers
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS

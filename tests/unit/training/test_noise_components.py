@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from trainer.extensions.noise_components import NUM_SUMS, NoiseComponents, Piece, normal_equations
+from trainer.lab.noise_components import NUM_SUMS, NoiseComponents, Piece, normal_equations
 
 DIM = 60
 MEAN = np.full(DIM, 0.5)

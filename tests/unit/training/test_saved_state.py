@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import file_content, sign, write_content
 from tests.support.in_process import train_here
 from tests.support.runs import write_tiny_config
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
@@ -78,7 +79,7 @@ def resume(config_path: Path, path: Path) -> str:
     config = load_config(str(config_path), ["gns.enabled=true"])
     try:
         _, state_json = files.find(path.parent, str(path)) or (None, {})
-        plan = make_plan(config, config_path, 1)
+        plan = make_plan(config, config_path, 1, parts=PARTS)
         data = check_data(plan, state_json, ALONE, DataPolicy())
         restore(path, state_json, plan, make_state(plan, ALONE, CPU), ALONE, data)
     except UserError as error:

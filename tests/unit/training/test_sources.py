@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.runs import make_corpus
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
@@ -33,12 +34,12 @@ def resolve(sources: str, **files: str) -> list[Source]:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     Path("x.toml").write_text(HEAD + sources)
-    return resolve_sources(load_config("x.toml"), Path("x.toml"), 1)
+    return resolve_sources(load_config("x.toml"), Path("x.toml"), 1, PARTS)
 
 
 def planned(*sets: str, tables: str) -> Plan:
     Path("x.toml").write_text(HEAD + tables)
-    return make_plan(load_config("x.toml", sets), Path("x.toml"), 1)
+    return make_plan(load_config("x.toml", sets), Path("x.toml"), 1, parts=PARTS)
 
 
 def source(name: str, body: str, table: str = "data.source") -> str:

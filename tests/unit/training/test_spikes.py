@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.extensions.spikes import DECAY, WARMUP, Spike, SpikeDetector
+from trainer.lab.spikes import DECAY, WARMUP, Spike, SpikeDetector
 
 
 def noisy(count: int, mean: float = 3.0, sigma: float = 0.1) -> list[float]:

@@ -22,6 +22,7 @@ in the last steps, so the bounds include those of these steps alone.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.errors import UserError
+from trainer.wording import number_text
 
 # Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the window's vector.
 KAPPA = 0  # sum of kappa over micro-batches
@@ -325,10 +327,7 @@ class History:
 def _recent_mean(pairs: NDArray[np.float64]) -> Fit:
     """The mean of the last steps, and its covariance from the differences of successive pairs (von Neumann 1941), in which a
     jump enters once. Noise is taken to grow with the level, since it may have grown with it in these steps.
-
-    Args:
-        pairs: [n, 2] single steps, newest first.
-    """
+    `pairs`: [n, 2] single steps, newest first."""
     steps, now, mean = np.diff(pairs, axis=0), pairs[:RECENT].mean(axis=0), pairs.mean(axis=0)
     growth = np.divide(now, mean, out=np.ones(2), where=mean != 0.0).max()
     covariance = steps.T @ steps / (2 * len(steps) * RECENT) * max(growth, 1.0) ** 2
@@ -532,3 +531,28 @@ class NoiseScaleAverage:
         for name in self.GAUGES:
             setattr(self, name, float(state["gauges"][name]))
         self._absent = None
+
+
+def outlook(noise: NoiseScaleAverage) -> str:
+    """How many more steps, or sequences per step, give `gns/b_now` a value if noise and signal stay as they are; empty where it
+    has one, and before it has a bound.
+
+    The variance of |G|^2 falls with the number of steps, and with the sequences per step or their square: the signal's part and
+    the noise's. Where |G|^2 is below its own error, that error stands for it.
+    """
+    current = noise.history.current()
+    if current is None or current.ratio.value is not None:
+        return ""
+    _, used, longest = current
+    signal, error = float(longest.now[1]), math.sqrt(longest.covariance[1, 1])
+    relative = math.sqrt(used.covariance[1, 1]) / max(signal, error, sys.float_info.min)
+    # What the variance is too large by: with a scatter known from many steps, and from as few as now.
+    later, now = ((t_quantile(HIGH_QUANTILE, freedom) * relative) ** 2 for freedom in (BLOCKS, used.freedom))
+    batch, times = 1.0 / noise.big_noise, max(now, 1.1)
+    numbers = math.ceil(used.steps / SHORTENED * max(later - 1.0, 0.1)), batch * math.sqrt(times), batch * times, batch
+    steps, least, most, today = (number_text(float(f"{number:.2g}")) for number in numbers)
+    known = f", it is at least {number_text(current.ratio.low, 3)} sequences" if current.ratio.low else ""
+    takes = f"about {steps} more steps, or {least} to {most}"
+    if signal <= error:
+        takes = f"more than {steps} more steps, or more than {least}"
+    return f"gns/b_now has no value yet{known}: it takes {takes} sequences per step instead of {today}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.arrays import IGNORED
+from trainer.cli.parts import PARTS
 from trainer.config.base import MOST_MICRO_BATCHES
 from trainer.config.load import load_config
 from trainer.config.rules import data_shards
@@ -26,9 +27,9 @@ from trainer.data.groups import OpenStream
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.errors import UserError
-from trainer.extensions.digests import BITS, KINDS
-from trainer.extensions.mix import announced, changes_of
 from trainer.files import parse_json, read_lines, write_file
+from trainer.lab.digests import BITS, KINDS
+from trainer.lab.mix import announced, changes_of
 from trainer.metrics.payload_contract import Restart
 from trainer.metrics.run_status import usable
 from trainer.tools.branching.run_branches import BranchFailed, run_program, with_tables
@@ -179,7 +180,7 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     sources = [each.model_copy(update={"include": each.include and str(base / each.include)}) for each in data.source]
     config = config.model_copy(update={"data": data.model_copy(update={"source": sources})})
     state, size = _state(kept[start]) if start else {}, environment.get("world_size")
-    plan = make_plan(config, Path(), size if isinstance(size, int) and size >= 1 else 1, logs_doubts=False)
+    plan = make_plan(config, Path(), size if isinstance(size, int) and size >= 1 else 1, parts=PARTS, logs_doubts=False)
     try:  # of a run's beginning by a later checkpoint
         plan = check_data(plan, state or (_state(kept[min(kept)]) if kept else None), RankInfo(), DataPolicy()).plan
     except UserError as error:

@@ -157,11 +157,7 @@ def run_branches(
 def _run_branch(
     study: Study, branch: Branch, environment: Mapping[str, str], should_stop: Callable[[], bool]
 ) -> BranchResult | None:
-    """Train a branch, from its own checkpoint if it has one, and evaluate it. None: stopped.
-
-    Raises:
-        BranchFailed, OSError: see `run_branches`.
-    """
+    """Train a branch, from its own checkpoint if it has one, and evaluate it. None: stopped. Raises as `run_branches`."""
     started, end = time.monotonic(), study.origin.step + branch.steps
     path = study.directory / branch.name
     if not checkpoint.complete_checkpoints(RunDir(path).checkpoints):

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trainer.cli.parts import PARTS
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.files import open_descriptor, read_bytes
@@ -108,7 +109,7 @@ def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origi
     step, world_size, tokens_seen = saved["step"], saved["world_size"], saved["tracker"]["tokens_seen"]
     config = config_of(saved, path)
     refuse_code(config, path, trusted=trust_code)
-    plan = make_plan(config, config_path_of(saved.get("environment", {}), run_dir), world_size)
+    plan = make_plan(config, config_path_of(saved.get("environment", {}), run_dir), world_size, parts=PARTS)
     micro_batches = saved["micro_batches"][0] or config.micro_batches.first
     lr = make_schedule(config, plan.length)(saved.get("reached", step)) * config.micro_batches.lr_factor(micro_batches)
     if lr <= 0:

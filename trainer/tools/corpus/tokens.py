@@ -16,8 +16,8 @@ from trainer.data.documents import ReadOptions, load_megatron
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
-from trainer.extensions.tokenized import PARTS, SPAN_BYTES, TextFile, tokenize_files
 from trainer.files import remove_leftovers, write_file
+from trainer.lab.tokenized import PARTS, SPAN_BYTES, TextFile, tokenize_files
 from trainer.metrics.progress_bar import Report, silent
 from trainer.wording import few
 

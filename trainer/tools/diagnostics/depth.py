@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trainer.extensions.depth_curve import DepthCurve, Number, curves_of, unused_from
+from trainer.lab.depth_curve import DepthCurve, Number, curves_of, unused_from
 from trainer.tools.diagnostics.rule import (
     Evidence,
     Knob,

@@ -273,7 +273,7 @@ def model_contract(run: RunRecord) -> Outcome:
     if not events:
         if "model" in run.config and run.setting("model.target") is None:
             return healthy("a built-in model, which the tests prove")
-        return not_measured("the run has no record of a check of its model (trainer.contracts.check_model)")
+        return not_measured("the run has no record of a check of its model (trainer.lab.contracts.check_model)")
     # Where each document begins a row, none has a reset inside.
     begins_rows = run.setting("data.mixing.batching_mode") != "per_row" or run.setting("data.align") == "document"
     unused = "resets" if begins_rows else None

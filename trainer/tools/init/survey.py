@@ -21,9 +21,9 @@ from trainer.data.formats import is_import_path, takes_option
 from trainer.data.layout import Discovery, Stream, discover, discover_direct, refuse_empty, refuse_unheeded
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
-from trainer.extensions.cache import Cache
-from trainer.extensions.stored import discover_stored
 from trainer.files import is_url, write_file
+from trainer.lab.cache import Cache
+from trainer.lab.stored import discover_stored
 from trainer.metrics.progress_bar import progress_bar
 from trainer.tools.init.sizing import Mix, Part, choose_sizes, never_held_out, parts_of
 from trainer.tools.init.starter import Starter, StarterSource, render_starter

@@ -11,7 +11,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trainer.extensions.depth_curve import is_by_depth
+from trainer.lab.depth_curve import is_by_depth
 from trainer.metrics.catalog.lookup import (
     CATALOG,
     ERROR_SUFFIX,

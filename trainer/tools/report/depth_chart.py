@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from trainer.extensions.depth_curve import DepthCurve, Number, in_words
+from trainer.lab.depth_curve import DepthCurve, Number, in_words
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN
 from trainer.tools.diagnostics.depth import last_curves
 from trainer.tools.runs.load import RunRecord

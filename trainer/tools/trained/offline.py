@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from trainer.cli.parts import PARTS
 from trainer.config.data_tables import EvalSourceTable, MixingTable
 from trainer.config.schema import RunConfig, SchedulerTable
 from trainer.data.batch import MicroBatch
@@ -93,11 +94,8 @@ def evaluate_checkpoint(
 
 
 def _sets(config: RunConfig, given: Sequence[EvalSourceTable], directory: Path) -> list[EvalSourceTable]:
-    """The sets to evaluate on: those of the config that `given` does not replace, and `given`.
-
-    Raises:
-        UserError: two have one name; or one of the config cannot be read, and none is given.
-    """
+    """The sets to evaluate on: those of the config that `given` does not replace, and `given`. A UserError if two have
+    one name, or if one of the config cannot be read, and none is given."""
     new = [each.name for each in given]
     if twice := sorted({name for name in new if new.count(name) > 1}):
         raise UserError("--source", f"two sets are named {twice[0]}", "give it another name")
@@ -106,7 +104,7 @@ def _sets(config: RunConfig, given: Sequence[EvalSourceTable], directory: Path) 
         if each.name in new:
             continue
         try:
-            resolve_eval_sources(_with_eval(config, source=[each]))
+            resolve_eval_sources(_with_eval(config, source=[each]), PARTS)
             kept.append(each)
         except UserError as error:
             if not given:
@@ -130,18 +128,18 @@ def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batche
     }
     trained, config = config, config.model_copy(update=changed)
     if not sets:
-        return make_plan(_with_eval(config, source=[], every=1, batches=batches or ALL), path, 1)
+        return make_plan(_with_eval(config, source=[], every=1, batches=batches or ALL), path, 1, parts=PARTS)
     if batches is not None:
         sets = [each.model_copy(update={"batches": batches}) for each in sets]
     # The training data may be elsewhere: the sets take its place. They need not have the modalities of the training data.
     data = config.data.model_copy(update={"source": [each.as_source() for each in sets], "mixing": MixingTable()})
     without = _with_eval(config, source=[], target=None, every=0, holdout_fraction=0.0)
-    plan = make_plan(without.model_copy(update={"data": data}), path, 1)
+    plan = make_plan(without.model_copy(update={"data": data}), path, 1, parts=PARTS)
     data = data.model_copy(update={"mixing": config.data.mixing})
     planned = _with_eval(plan.config, source=sets, target=config.eval.target, every=1)
     plan = replace(plan, config=planned.model_copy(update={"data": data}), eval_sources=plan.sources)
     with suppress(UserError):  # the training data are no longer where the run read them
-        for doubt in trained_on(resolve_sources(trained, path, 1), plan.eval_sources):
+        for doubt in trained_on(resolve_sources(trained, path, 1, PARTS), plan.eval_sources):
             logger.warning("%s", UserError(*doubt).message)
     return plan
 

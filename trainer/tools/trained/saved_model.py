@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config, to_toml
 from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
@@ -231,7 +232,7 @@ def model_with(weights: Mapping[str, Tensor], config: RunConfig, vocab_size: int
     Raises:
         UserError: they do not fit.
     """
-    model = build_model(config.model, vocab_size, seq_len=config.data.seq_len)
+    model = build_model(config.model, vocab_size, seq_len=config.data.seq_len, parts=PARTS)
     check_fit(model, weights, key=str(source), path="the file")
     model.load_state_dict(dict(weights))
     return model
@@ -329,7 +330,7 @@ def export_model(
 
 
 def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -> None:
-    from trainer.extensions.hugging_face import writer_of
+    from trainer.lab.hugging_face import writer_of
 
     table, seq_len = saved.config.model, saved.config.data.seq_len
     model: Any = model_with(saved.weights, saved.config, vocab_size, saved.path)

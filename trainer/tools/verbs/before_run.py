@@ -23,6 +23,7 @@ from trainer.cli.options import (
     require_config,
     uncollected,
 )
+from trainer.cli.parts import PARTS
 from trainer.cli.terminal import coloured, echo, output, print_json, put_text, refuse_existing
 from trainer.errors import UserError
 from trainer.wording import counted
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from trainer.contracts import Report
+    from trainer.lab.contracts import Report
     from trainer.tools.preview.summary import Preview
     from trainer.training.setup.plan import Plan
 
@@ -77,13 +78,13 @@ def check(
         import torch
 
         from trainer.config.load import load_config, located, to_toml
-        from trainer.extensions.contract_check import check_here, refuse_breaches, remarks
+        from trainer.lab.contract_check import check_here, refuse_breaches, remarks
         from trainer.metrics.logger import get_logger
         from trainer.training.setup.plan import make_plan
 
     resolved = load_config(config_path, overrides or [])
     with located(config_path, overrides or []):
-        plan = make_plan(resolved, Path(config_path), world_size)
+        plan = make_plan(resolved, Path(config_path), world_size, parts=PARTS)
         _refuse_what_a_run_would(plan)
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
         preview = _preview(plan)
@@ -125,8 +126,8 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
     from trainer.data.layout import refuse_empty
     from trainer.distributed.strategy import shard_units
-    from trainer.extensions.storage import Storage
     from trainer.files import is_url
+    from trainer.lab.storage import Storage
     from trainer.model.weights import check_fit, read_weights
     from trainer.model.wrappers import output_layer, recompute_blocks
     from trainer.training.checkpointing.restore import check_resume
@@ -317,7 +318,7 @@ def preview(
 
     resolved = load_config(config_path, overrides or [])
     with collected_warnings() as logged, located(config_path, overrides or []):
-        plan = make_plan(resolved, Path(config_path), world_size, logs_doubts=False)
+        plan = make_plan(resolved, Path(config_path), world_size, parts=PARTS, logs_doubts=False)
         forecast = make_preview(plan)
     warnings = find_warnings(plan, forecast)
     if as_json:
@@ -354,8 +355,8 @@ def doctor(
         _check_node()
         return
     from trainer.config.load import parse_value
-    from trainer.contracts import check_model
     from trainer.distributed.env import pick_device
+    from trainer.lab.contracts import check_model
 
     given: Any = parse_value(args)
     if not isinstance(given, dict):
@@ -406,9 +407,9 @@ def _check_node() -> None:
 def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layers: int, seq_len: int) -> nn.Module:
     """The model of `--model`, which may take its arguments as it likes."""
     from trainer.config.schema import ModelTable
-    from trainer.contracts.anybody import adapt
-    from trainer.contracts.subject import CallFailed
     from trainer.import_path import resolve_target, users_code
+    from trainer.lab.contracts.anybody import adapt
+    from trainer.lab.contracts.subject import CallFailed
     from trainer.training.setup.plan import build_model
 
     sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}
@@ -427,7 +428,7 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
                 return adapted
     settings: dict[str, Any] = {"target" if ":" in name else "family": name, "args": args}
     table = ModelTable.model_construct(**settings, dim=dim, num_layers=num_layers)
-    return build_model(table, vocab_size, seq_len=seq_len)
+    return build_model(table, vocab_size, seq_len=seq_len, parts=PARTS)
 
 
 def _print_report(model: str, report: Report) -> None:

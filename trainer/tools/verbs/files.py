@@ -136,9 +136,9 @@ def push(
 ) -> None:
     """Upload the checkpoints of a run that has ended, where its store lacks them; exit with 1 if that fails."""
     from trainer.config.load import load_config
-    from trainer.extensions.mirror import start_mirror
-    from trainer.extensions.remote import Claimed, RemoteCheckpoints, claim
-    from trainer.extensions.storage import StorageError
+    from trainer.lab.mirror import start_mirror
+    from trainer.lab.remote import Claimed, RemoteCheckpoints, claim
+    from trainer.lab.storage import StorageError
     from trainer.metrics.best_effort import Diagnostics
     from trainer.training.run_dir import RunDir
 
@@ -175,9 +175,9 @@ def _entries(place: str, *, is_deep: bool) -> list[CheckpointEntry]:
 
 
 def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
-    from trainer.extensions.remote import RemoteCheckpoints
-    from trainer.extensions.storage import StorageError
     from trainer.files import parse_json
+    from trainer.lab.remote import RemoteCheckpoints
+    from trainer.lab.storage import StorageError
     from trainer.training.checkpointing.checkpoint import MARKER, STATE_FILE, checkpoint_name
 
     remote, entries = RemoteCheckpoints(url, key="URL"), []
@@ -206,7 +206,7 @@ def _stored_entries(url: str, *, is_deep: bool) -> list[CheckpointEntry]:
 
 def _state_of(path: str, read: Callable[[], Any]) -> tuple[str | None, int | None]:
     """(what is wrong with a checkpoint, its number of ranks), by a function that reads its state.json."""
-    from trainer.extensions.storage import StorageError
+    from trainer.lab.storage import StorageError
     from trainer.training.checkpointing.tensor_files import CheckpointError
 
     try:

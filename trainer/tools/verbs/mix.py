@@ -43,7 +43,7 @@ def _ask(run: Path, settings: list[str], *, waits: bool) -> dict[str, Any]:
         return {"problem": f"is not training ({state}): only a run that is can change its weights"}
     with uncollected():
         from trainer.config.load import load_config
-        from trainer.extensions.mix import parse
+        from trainer.lab.mix import parse
         from trainer.training.run_dir import REQUESTS
     sources = load_config(run / "config.resolved.toml").data.source
     # Included files have sources of their own, which the run knows.

@@ -50,7 +50,7 @@ def sample(
     with uncollected():
         from trainer.data.tokenizer import prompt_ids
         from trainer.distributed.env import pick_device
-        from trainer.extensions.samples import Draw, GenerationError, TextStream, generate
+        from trainer.lab.samples import Draw, GenerationError, TextStream, generate
         from trainer.tools.trained.saved_model import load_model
 
     on = pick_device(device)
@@ -144,7 +144,7 @@ def _parse_source(text: str) -> EvalSourceTable:
 
 
 def _print_metrics(title: str, metrics: dict[str, float]) -> None:
-    from trainer.extensions.depth_curve import curves_of, in_words, is_by_depth
+    from trainer.lab.depth_curve import curves_of, in_words, is_by_depth
     from trainer.tools.fitted_table import Column, fitted_table
 
     rows: dict[str, dict[str, float]] = {}

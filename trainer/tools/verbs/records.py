@@ -1,11 +1,10 @@
-"""What the records of runs say: `train ls`, `train diagnose`, `train report`, and the verdict next to the progress bar."""
+"""What the records of runs say: `train ls`, `train diagnose` and `train report`."""
 
 from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 SHOWN_REASON, SHOWN_STEPS = 80, 4
 EXIT_FINDINGS = 3
-MIN_INTERVAL_SEC, MAX_TIME_SHARE = 20.0, 0.005  # of the live verdict
 
 
 @dataclass(frozen=True)
@@ -183,29 +181,6 @@ def _steps(entry: RunEntry) -> str:
     if entry.step is None:
         return "-"
     return f"{entry.step:,}/{entry.steps:,}" if entry.steps is not None else f"{entry.step:,}"
-
-
-class LiveVerdict:
-    """The verdict next to the progress bar: reads the run's record again, in at most `MAX_TIME_SHARE` of the run's time."""
-
-    def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = run_dir
-        self._clock = clock
-        self._next = clock() + MIN_INTERVAL_SEC
-        self._text = ""
-
-    def __call__(self) -> str:
-        """A few words on the run so far, or nothing before the first logged row."""
-        from trainer.tools.diagnostics.diagnose import diagnose
-        from trainer.tools.runs.load import load_run
-
-        started = self._clock()
-        if started >= self._next:
-            with suppress(UserError):  # no row yet
-                self._text = diagnose(load_run(self._path)).brief
-            took = self._clock() - started
-            self._next = started + max(MIN_INTERVAL_SEC, took / MAX_TIME_SHARE)
-        return self._text
 
 
 def diagnose(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +11,7 @@ from trainer.data.batch import MicroBatch, accepted_inputs
 from trainer.data.blend import BlendSource
 from trainer.data.lanes import LaneBlend
 from trainer.data.loader import Loader
+from trainer.data.tokenizer import token_bytes
 from trainer.data.weights import ConstantWeight
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
@@ -23,6 +22,7 @@ from trainer.metrics.logger import get_logger
 from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
 from trainer.training.evaluator import EvalSet, Evaluator, OwnTask
+from trainer.training.setup.evaluation_sample import draw_sample
 from trainer.training.setup.parts import (
     autocast_context,
     evaluated_rows,
@@ -75,8 +75,7 @@ def _eval_set(
         cells = plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells
         budget = num_batches * rows * plan.facts.data_shards or int(SHARE * steps * cells)
         generator = keyed_generator("evaluation", name, plan.config.run.seed)
-        draw = _extension("evaluation_sample").draw_sample
-        read, drawn = draw(plan, sources, datasets, budget, 1 if num_batches else runs, info, generator)
+        read, drawn = draw_sample(plan, sources, datasets, budget, 1 if num_batches else runs, info, generator)
         if drawn is not None:
             datasets, rider = drawn
             riders.append(rider)
@@ -100,10 +99,6 @@ def _eval_set(
 
     filler = next(Loader([blend.masked()], device=device, prefetch=0)).masked()
     return EvalSet(name, batches, filler, read, riders[0].sample if riders else None, riders)
-
-
-def _extension(name: str) -> Any:
-    return importlib.import_module(f"trainer.extensions.{name}")
 
 
 def make_details(
@@ -161,10 +156,13 @@ def make_evaluator(
         )
     components = plan.config.objective.components
     if table.depth and {"own", "token_ce"} & {*components}:
-        make, guard = _extension("depth").Depth, diagnostics.best_effort("eval.depth")
+        make, guard = plan.part("losses by depth", "eval.depth"), diagnostics.best_effort("eval.depth")
         is_cut = plan.config.data.max_group_cells > 0
-        sets = [each._replace(riders=[*each.riders, make(each.sample, guard, is_cut=is_cut)]) for each in sets]
-    sizes, problem = _extension("token_bytes").token_bytes(plan.tokenizer)
+        if make is None:
+            logger.info("evaluations report no losses by depth: %s", plan.parts.problem)
+        else:
+            sets = [each._replace(riders=[*each.riders, make(each.sample, guard, is_cut=is_cut)]) for each in sets]
+    sizes, problem = token_bytes(plan.tokenizer)
     if "token_ce" not in components:
         sizes, problem = None, "the cross-entropy is not trained on"
     if sizes is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,10 +23,11 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy, compile_blocks
 from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
-from trainer.import_path import resolve_target, users_code
+from trainer.import_path import NO_PARTS, Parts, resolve_target, users_code
 from trainer.metrics.aggregate import Operations, rank_operations
 from trainer.metrics.catalog.spec import RankReduction
 from trainer.metrics.logger import get_logger
+from trainer.metrics.noise_scale.estimate import outlook
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
 from trainer.model.families import with_sizes
@@ -70,6 +70,7 @@ class Launch:
     config_path: Path | None = None
     """Where the config was read from; None: it is not recorded."""
     run_dir: str | None = None
+    parts: Parts = NO_PARTS
     stdout: Output | None = None
     """For payloads."""
     data_policy: DataPolicy = DataPolicy()  # noqa: RUF009 - frozen
@@ -119,7 +120,10 @@ def open_run(
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
     open_record(run, found, data.change, stack, config_path=launch.config_path, stdout=launch.stdout)
     if len(plan.sources) > 1:  # before anything is read
-        importlib.import_module("trainer.extensions.mix").restore(run, found)
+        is_mixed = found is not None and found[1].get("extensions", {}).get("mix")
+        restore_mix = plan.parts.need("mix changes", "checkpoint.resume") if is_mixed else plan.part("mix changes")
+        if restore_mix is not None:
+            restore_mix(run, found)
     _open_parts(run, sets, auxiliary, stack)
     if found is not None:
         with loading(found[0], "extensions"):
@@ -169,9 +173,14 @@ def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Stra
     return state
 
 
+def _say_outlook(noise: GradientNoiseScale) -> None:
+    if sentence := outlook(noise):
+        logger.info("%s", sentence)
+
+
 def _start_mirror(claimed: Any, run: Run, after_group: ExitStack) -> Callable[[Path], None]:
     """Start to copy checkpoints to the claimed store. Returns what decides which are kept."""
-    mirrors = importlib.import_module("trainer.extensions.mirror")
+    mirrors = run.plan.parts.need("mirror", "checkpoint.remote")
     table, step = run.config.checkpoint, run.position.step
     mirror = mirrors.start_mirror(claimed, run.run_dir, table, step, run.diagnostics)
     after_group.callback(mirrors.wait_for_mirror, mirror, run.stop)
@@ -223,7 +232,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
             plan, state.model, cell_model, run.loss, auxiliary, info, device, diagnostics, sets, strategy=run.strategy
         )
     if not config.micro_batches.is_constant:
-        run.growth = importlib.import_module("trainer.extensions.batch_growth").BatchGrowth(
+        run.growth = plan.parts.need("batch growth", "train.micro_batches")(
             config.micro_batches,
             micro_tokens=plan.facts.tokens_per_micro,
             noise=run.gns,
@@ -233,11 +242,17 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
     if auxiliary.losses:
         weights = ", ".join(f"{name} with weight {each.weight:g}" for name, each in auxiliary.losses.items())
         logger.info("objective.losses: %s", weights)
+    if state.gns is not None:
+        stack.callback(diagnostics.best_effort("gns outlook").run, _say_outlook, state.gns)
     run.extensions = _load_extensions(run, auxiliary)
     stack.callback(run.extensions.close)
     decides_every = config.micro_batches.auto.every if config.micro_batches.auto is not None else 0
     run.periods = (run.extensions.periods | {config.eval.every, config.checkpoint.every, decides_every}) - {0}
-    replays = device.type == "cuda" and config.train.cuda_graph
+    make_graphs = None
+    if device.type == "cuda" and config.train.cuda_graph:
+        make_graphs = plan.part("cuda graphs", "train.cuda_graph" if config.train.cuda_graph is True else "")
+        if make_graphs is None:
+            logger.info("the step runs without CUDA graphs: %s", plan.parts.problem)
     run.train_step = TrainStep(
         model=step_model,
         ledgers=[shard.ledger for shard in state.shards if shard.ledger is not None],
@@ -256,7 +271,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
         strategy=run.strategy,
         extensions=run.extensions,
         diagnostics=diagnostics,
-        graphs=importlib.import_module("trainer.extensions.cuda_graph").make(run, auxiliary) if replays else None,
+        graphs=None if make_graphs is None else make_graphs(run, auxiliary),
     )
     first = state.shards[0].number
     run.reporters = [("ledger metrics", number - first, ledger) for number, ledger in state.ledgers.items()]
@@ -267,36 +282,40 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
 
 
 def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
-    """The extensions that the config asks for. One that is off is not imported."""
+    """The extensions that are on, each with the key that asks for it. One that is off is not imported."""
     config = run.config
     has_replicas = run.info.world_size > 1 and run.plan.layout is None and config.metrics.digests != "off"
     shows_bar = run.info.is_main and sys.stderr.isatty()
     asked = {
-        "carry probe": (run.state.ledgers and config.ledger.probe_every, "carry_probe:StepProbe"),
-        "gns components": (run.gns is not None and config.gns.components_every, "noise_components:NoiseSources"),
-        "gns outlook": (run.info.is_main and run.gns is not None, "batch_growth:NoiseOutlook"),
-        "per_depth": (config.metrics.per_depth, "depth:TrainingDepth"),
-        "per_layer": (config.metrics.per_layer, "per_layer:LayerNumbers"),
-        "digests": (config.metrics.digests == "write" or has_replicas, "digests:Digests"),
-        "spikes": (config.train.spike_sigma, "spikes:LossSpikes"),
-        "mix": (len(run.plan.sources) > 1, "mix:Mix"),
-        "sample": (config.sample.every, "samples:Samples"),
-        "profile": (run.info.is_main and config.metrics.profile, "profile:StepProfile"),
-        "progress": (shows_bar, "progress:ProgressBar"),
+        "carry probe": (run.state.ledgers and config.ledger.probe_every, "ledger.probe_every"),
+        "gns components": (run.gns is not None and config.gns.components_every, "gns.components_every"),
+        "per_depth": (config.metrics.per_depth, "metrics.per_depth"),
+        "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
+        "digests": (config.metrics.digests == "write" or has_replicas, "metrics.digests"),
+        "spikes": (config.train.spike_sigma, "train.spike_sigma"),
+        "mix": (len(run.plan.sources) > 1, ""),
+        "sample": (config.sample.every, "sample.every"),
+        "profile": (run.info.is_main and config.metrics.profile, "metrics.profile"),
+        "progress": (shows_bar, ""),
     }
     details = make_details(run.plan, run.diagnostics, auxiliary)
     found: dict[str, Extension] = {"step_details": LoggedDetails(run, details)}
     if auxiliary.metric_keys:
         found["model metrics"] = ModelMetrics(run, auxiliary.metric_keys)
-    for name, (is_on, target) in asked.items():
-        if is_on:
+    missing = []
+    with raise_on_all_ranks(world_size=run.info.world_size):
+        for name, (is_on, key) in asked.items():
             try:
-                found[name] = resolve_target(f"trainer.extensions.{target}", name)(run)
+                if is_on and (make := run.plan.part(name, key)) is not None:
+                    found[name] = make(run)
+                elif is_on:
+                    missing.append(name)
             except UserError:
                 raise
             except Exception as error:  # noqa: BLE001 - such as a profile that cannot be written
                 run.diagnostics.best_effort(name).fail(error)
-    with raise_on_all_ranks(world_size=run.info.world_size):
+        if missing:
+            logger.info("%s: off are %s", run.plan.parts.problem, ", ".join(missing))
         for number, table in enumerate(config.extension):
             with users_code(f"extension {table.target}"):
                 made = resolve_target(table.target, "extension.target")(run, **table.args)
@@ -340,16 +359,14 @@ def _is_over(run_dir: RunDir, position: Position, length: Length, info: RankInfo
 def _checked_contract(
     plan: Plan, model: nn.Module | None, info: RankInfo, device: torch.device, step: int
 ) -> dict[str, Any] | None:
-    """What the check of a model of the user's own found (rank 0); the tests prove the built-in one.
-
-    On a resume too: the code of a model may have changed since.
-
-    Args:
-        model: the run's; None if it is in shards, of which nothing is run on one rank alone: another one is built.
-    """
+    """What the check of a model of the user's own found (rank 0); the tests prove the built-in one. On a resume too: the code
+    of a model may have changed since. `model`: the run's; None if it is in shards: another one is built."""
     contract: dict[str, Any] | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main and not plan.has_built_in_model:
-            check = importlib.import_module("trainer.extensions.contract_check").check_before_run
-            contract = check(plan, model, device, step=step)
+            is_on = plan.config.model.contract
+            if (check := plan.part("contract check", "model.contract" if is_on else "")) is not None:
+                contract = check(plan, model, device, step=step)
+            elif is_on:
+                logger.warning("the model was not checked against its contract: %s", plan.parts.problem)
     return contract

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +59,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     """
     config = plan.config
     torch.manual_seed(config.run.seed)  # the same weights on every rank
-    model = make_model(config, config.model, plan.vocab_size)
+    model = make_model(plan)
     shard_model(strategy or Strategy(), model, config)
     model = model.to(device)
     check_state_rules(config, model)
@@ -84,13 +83,14 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     )
 
 
-def make_model(config: RunConfig, table: ModelTable, vocab_size: int) -> nn.Module:
-    """The model of a table, as `[train]` has it run.
+def make_model(plan: Plan, table: ModelTable | None = None) -> nn.Module:
+    """The model of a plan, or of another table, as `[train]` has it run.
 
     Raises:
         UserError: it cannot be built, or its blocks are not known.
     """
-    model = build_model(table, vocab_size, seq_len=config.data.seq_len)
+    config = plan.config
+    model = build_model(table or config.model, plan.vocab_size, seq_len=config.data.seq_len, parts=plan.parts)
     if config.train.activation_checkpointing == "block":
         recompute_blocks(model)
     return model
@@ -299,8 +299,8 @@ def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
     if not hasattr(dataset, "__iter__"):
         problem = f"gave a {type(dataset).__name__}, which cannot be iterated"
         raise UserError(key, problem, "return an iterable of dicts")
-    own = importlib.import_module("trainer.extensions.own_batches")  # which no other source needs
-    return own.OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {source.table.target}")
+    own = plan.parts.need("own batches", key)  # which no other source needs
+    return own(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {source.table.target}")
 
 
 def max_tokens_per_micro(plan: Plan) -> int:

@@ -20,7 +20,7 @@ from trainer.distributed.shards import Layout
 from trainer.distributed.strategy import layout_for
 from trainer.errors import UserError
 from trainer.files import is_url
-from trainer.import_path import refuse_arguments, resolve_target, users_code
+from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
 from trainer.metrics.catalog.lookup import is_built_in
 from trainer.metrics.logger import get_logger
 from trainer.micro_batches import MicroBatches
@@ -56,6 +56,14 @@ class Plan:
     """Settings that cannot be meant."""
     here: Path = field(default_factory=Path.cwd)
     """The working directory before any code of the user's was imported, which may leave it."""
+    parts: Parts = NO_PARTS
+    """What the run may have beyond the core."""
+
+    def part(self, name: str, key: str = "") -> Any:
+        """One of `parts`, or None. A UserError if it is missing, and the config sets the `key` that asks for it."""
+        table, _, field = key.partition(".")
+        is_asked = bool(key) and field in getattr(self.config, table).model_fields_set
+        return self.parts.need(name, key) if is_asked else self.parts.find(name)
 
     def place(self, path: str) -> str:
         """A path of the config, absolute; a URL as it is."""
@@ -130,14 +138,20 @@ class Plan:
         )
 
     def weightless_model(self) -> nn.Module:
-        """The model, without memory for its weights where it can be built so."""
-        try:
-            with torch.device("meta"):
-                return build_model(self.config.model, self.vocab_size, seq_len=self.config.data.seq_len)
-        except UserError:
-            # A model that looks at its numbers while it is built cannot be built without; any other fault shows again.
-            with torch.random.fork_rng(devices=[]):
-                return build_model(self.config.model, self.vocab_size, seq_len=self.config.data.seq_len)
+        """As `weightless`."""
+        return weightless(self.config.model, self.vocab_size, self.config.data.seq_len, self.parts)
+
+
+def weightless(table: ModelTable, vocab_size: int, seq_len: int, parts: Parts) -> nn.Module:
+    """As `build_model`, without memory for the weights where the model can be built so."""
+    build = partial(build_model, table, vocab_size, seq_len=seq_len, parts=parts)
+    try:
+        with torch.device("meta"):
+            return build()
+    except UserError:
+        # A model that looks at its numbers while it is built cannot be built without; any other fault shows again.
+        with torch.random.fork_rng(devices=[]):
+            return build()
 
 
 def size_of(model: nn.Module) -> tuple[int, int]:
@@ -161,10 +175,13 @@ def _with_capacity(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"ledger": table.model_copy(update={"capacity": capacity})})
 
 
-def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_doubts: bool = True) -> Plan:
+def make_plan(
+    config: RunConfig, config_path: Path, world_size: int, *, parts: Parts = NO_PARTS, logs_doubts: bool = True
+) -> Plan:
     """Check all that can be checked now, and warn about settings that cannot be meant.
 
     Args:
+        parts: see `Plan`.
         logs_doubts: False: the caller shows `Plan.doubts`.
 
     Raises:
@@ -173,17 +190,17 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
     here = Path.cwd()
     config = _with_capacity(_for_this_device(config))
     num_shards = data_shards(config, world_size)
-    sources = resolve_sources(config, config_path, num_shards)
+    sources = resolve_sources(config, config_path, num_shards, parts)
     facts = check_rules(config, leaf_tables(sources), world_size)
     if config.train.tokens:  # the number of full steps is what forecasts go by
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": facts.steps})})
     _check_modalities(config, sources)
-    eval_sources = resolve_eval_sources(config)
+    eval_sources = resolve_eval_sources(config, parts)
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
     found = doubts(config, facts.tokens_in_run, sources, eval_sources)
     # From here on the user's code is imported: what the config names is found, or taken relative to `here`.
     check_reading(sources, eval_sources, tokenizer)
-    resolve_builder(config.model)
+    resolve_builder(config.model, parts)
     least = 1 if config.model.target is not None else family_of(config.model).least_tokens
     if config.row_tokens < least:
         problem = f"rows of {config.row_tokens} tokens are too short to train {config.model.family}"
@@ -202,7 +219,7 @@ def make_plan(config: RunConfig, config_path: Path, world_size: int, *, logs_dou
         own_loss(config.objective.target, config.objective.args, "objective.target")
     for doubt in found if logs_doubts else ():
         logger.warning("%s", doubt.message)
-    return Plan(config, sources, tokenizer, facts, eval_sources, found, here)
+    return Plan(config, sources, tokenizer, facts, eval_sources, found, here, parts)
 
 
 def _for_this_device(config: RunConfig) -> RunConfig:
@@ -251,17 +268,20 @@ def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
             raise UserError(f"{table}.batch_size_by_modality", problem, "remove it, or name one that exists")
 
 
-def build_model(table: ModelTable, vocab_size: int, *, seq_len: int | None = None) -> nn.Module:
+def build_model(
+    table: ModelTable, vocab_size: int, *, seq_len: int | None = None, parts: Parts = NO_PARTS
+) -> nn.Module:
     """The model that `[model]` names.
 
     Args:
         seq_len: tokens of a cell; a model without `state_width` may take rows of no other length.
+        parts: where families are that the core does not have.
 
     Raises:
         UserError: the target does not take the arguments, fails, or gives no module with `state_width` and a parameter to
             train.
     """
-    key, name, target, own = resolve_builder(table)
+    key, name, target, own = resolve_builder(table, parts)
     given = {"vocab_size": vocab_size, "dim": table.dim, "num_layers": table.num_layers, **own}
     if twice := sorted(given.keys() & table.args.keys()):
         problem = f"names {', '.join(twice)}, which the run gives itself"
@@ -282,7 +302,7 @@ def build_model(table: ModelTable, vocab_size: int, *, seq_len: int | None = Non
         raise UserError(key, f"{name} gave {problem}", "return a trainer.model.protocol.SequenceModel (docs/models.md)")
     if not hasattr(model, "state_width"):
         fix = "make it forward(tokens, state=None) -> trainer.model.protocol.ModelOutput (docs/models.md); "
-        fix += "wrap a model of transformers in trainer.contracts.anybody.adapt"
+        fix += "wrap a model of transformers (docs/models.md#models-of-transformers)"
         with users_code(key, f"{name} gave a model without state_width, whose forward fails", fix):
             carry_flat(model, lengths=() if seq_len is None else (seq_len,))
     built: nn.Module = model
@@ -338,13 +358,14 @@ def family_of(table: ModelTable) -> Family:
     return FAMILIES[name]
 
 
-def resolve_builder(table: ModelTable) -> tuple[str, str, Any, Mapping[str, Any]]:
+def resolve_builder(table: ModelTable, parts: Parts) -> tuple[str, str, Any, Mapping[str, Any]]:
     """(config key, name in messages, function, arguments of its own) of what builds the model.
 
     Raises:
-        UserError: the family or the target does not exist.
+        UserError: the family or the target does not exist, or the family is none of the core's, nor of `parts`.
     """
     if table.target is not None:
         return "model.target", table.target, resolve_target(table.target, "model.target"), {}
-    family = family_of(table)
-    return "model.family", table.family or DEFAULT, resolve_target(family.builder, "model.family"), family.args
+    family, key = family_of(table), "model.family"
+    builder = (resolve_target if ":" in family.builder else parts.need)(family.builder, key)
+    return key, table.family or DEFAULT, builder, family.args

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Mapping
@@ -63,9 +62,10 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
                 if config.checkpoint.remote is None and not is_url(resume):
                     found = checkpoint.find(run_dir.checkpoints, resume)
                 else:
-                    stores = importlib.import_module("trainer.extensions.remote")
+                    key = "checkpoint.resume" if config.checkpoint.remote is None else "checkpoint.remote"
+                    find_checkpoint = plan.parts.need("checkpoints in a store", key)
                     ready = partial(_make_ready, run_dir, stack)
-                    found, claimed = stores.find_checkpoint(config, run_dir, resume, ready)
+                    found, claimed = find_checkpoint(config, run_dir, resume, ready)
             except OSError as error:  # a name that is too long, a directory that may not be read
                 place = printable(str(error.filename or given or config.run.dir))
                 shown = f"{place[:80]}{'...' if len(place) > 80 else ''}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +23,11 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
 from trainer.errors import UserError
 from trainer.files import did_you_mean, is_url
-from trainer.import_path import resolve_target
-
-if TYPE_CHECKING:
-    pass
-
+from trainer.import_path import NO_PARTS, Parts, resolve_target
 
 MAX_INCLUDE_DEPTH = 16
+Stores = Callable[[], tuple[Any, Any]]
+"""What gives the reader of sources that are URLs, and its cache."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Source:
         return float(shares @ shares)
 
 
-def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> list[Source]:
+def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts: Parts = NO_PARTS) -> list[Source]:
     """Every leaf source, with its weight and streams.
 
     Raises:
@@ -68,7 +66,8 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> li
             streams, or all weights are zero at some time of the run.
     """
     leaves: list[Source] = []
-    _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),), config.data)
+    stores = partial(_stores, config.data, parts)
+    _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),), stores)
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
     _refuse_unknown_steps(config, leaves)
     # What `auto` may come to: a gap would end the run. A length in tokens has the same number of batches for every m.
@@ -83,15 +82,15 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int) -> li
     return leaves
 
 
-def resolve_eval_sources(config: RunConfig) -> list[Source]:
+def resolve_eval_sources(config: RunConfig, parts: Parts = NO_PARTS) -> list[Source]:
     """The validation sets of `[[eval.source]]`, with their streams.
 
     Raises:
         UserError: a set has no streams.
     """
-    tables = [each.as_source() for each in config.eval.source]
+    tables, stores = [each.as_source() for each in config.eval.source], partial(_stores, config.data, parts)
     return [
-        Source(table.name, table, ConstantWeight(1.0), *_streams(table, f"eval source {table.name}", config.data))
+        Source(table.name, table, ConstantWeight(1.0), *_streams(table, f"eval source {table.name}", stores))
         for table in tables
     ]
 
@@ -123,7 +122,7 @@ def _collect(
     outer: WeightSpec,
     leaves: list[Source],
     including: tuple[Path, ...],
-    data: DataTable,
+    stores: Stores,
 ) -> None:
     for table in tables:
         name = f"{prefix}{table.name}"
@@ -133,7 +132,7 @@ def _collect(
             leaf = Source(name, table, weight, [])
             try:
                 file = str(path) if prefix else ""  # of the config itself, `located` knows the line
-                streams, copies = _streams(table, f"source {name}", data, file=file)
+                streams, copies = _streams(table, f"source {name}", stores, file=file)
                 leaf = replace(leaf, streams=streams, copies=copies)
             except UserError:
                 if not leaf.is_off:  # whose data may be gone
@@ -144,7 +143,7 @@ def _collect(
         if included.resolve() in including or len(including) > MAX_INCLUDE_DEPTH:
             raise UserError(f"{name}.include", f"{table.include} includes itself", "break the circle", where=str(path))
         nested = load_dataset_file(included).source
-        _collect(nested, included, f"{name}.", weight, leaves, (*including, included.resolve()), data)
+        _collect(nested, included, f"{name}.", weight, leaves, (*including, included.resolve()), stores)
 
 
 def weight_spec(weight: Weight, path: str) -> WeightSpec:
@@ -155,26 +154,22 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
 
 
 def _streams(
-    table: SourceTable, source: str, data: DataTable, *, file: str = ""
+    table: SourceTable, source: str, stores: Stores, *, file: str = ""
 ) -> tuple[list[Stream], tuple[Any, ...]]:
-    """The streams of a source, and the local copies of what URLs name.
-
-    Args:
-        source: how messages name it.
-        file: an included file that it is in.
-    """
+    """The streams of a source, which messages name `source`, and the local copies of what URLs name. `file`: an included file
+    that it is in."""
     key = f"{source}: {'paths' if table.root is None else 'root'}"
     try:
         if table.root is not None and is_url(table.root):
-            stores, cache = _stores(data)
-            streams, copy = stores.stored_nested(table.root, table.modalities, format=table.format, cache=cache)
+            reader, cache = stores()
+            streams, copy = reader.stored_nested(table.root, table.modalities, format=table.format, cache=cache)
             return streams, (copy,)
         if table.root is not None:
             return discover_nested(table.root, table.modalities, format=table.format), ()
         if table.paths is not None and any(map(is_url, table.paths)):
-            stores, cache = _stores(data)
+            reader, cache = stores()
             found: tuple[list[Stream], tuple[Any, ...]]
-            found = stores.stored_direct(table.paths, format=table.format, cache=cache)
+            found = reader.stored_direct(table.paths, format=table.format, cache=cache)
             return found
         if table.paths is not None:
             return discover_direct(table.paths, format=table.format), ()
@@ -187,10 +182,9 @@ def _streams(
     return [], ()
 
 
-def _stores(data: DataTable) -> tuple[Any, Any]:
-    """What reads sources that are URLs, and its cache."""
-    stores = importlib.import_module("trainer.extensions.stored")
-    return stores, stores.Cache(data.cache_dir, data.cache_gb)
+def _stores(data: DataTable, parts: Parts) -> tuple[Any, Any]:
+    reader = parts.need("sources in a store", "paths")
+    return reader, reader.Cache(data.cache_dir, data.cache_gb)
 
 
 def check_reading(sources: Sequence[Source], eval_sources: Sequence[Source], tokenizer: Tokenizer) -> None:

@@ -97,11 +97,7 @@ def lr_at(step: int, *, steps: int, peak: float, table: SchedulerTable) -> float
 
 
 def _own(target: str, function: Callable[[int], float], step: int) -> float:
-    """The rate that a function of the user's own gives.
-
-    Raises:
-        UserError: it fails, or gives no rate.
-    """
+    """The rate that a function of the user's own gives. A UserError if it fails, or gives no rate."""
     with users_code("scheduler.target", f"{target} fails at step {step}"):
         found: Any = function(step)
         rate = math.nan if isinstance(found, str) else float(found)

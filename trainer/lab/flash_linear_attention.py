@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.model import gated_delta
-from trainer.model.gated_delta import CHUNK, DeltaMixer, GatedDelta, Rule, gated_delta_rule
+from trainer.lab import gated_delta
+from trainer.lab.gated_delta import CHUNK, DeltaMixer, GatedDelta, Rule, gated_delta_rule
 
 FORGET: Final = -32.0
 """Log decay at a reset: what is left of a state, 1e-14, is below the rounding of what follows."""
@@ -196,13 +196,10 @@ def implementation(width: int, device: torch.device, precision: str) -> str:
     return f"gated delta rule by the kernels of fla-core {version('fla-core')}"
 
 
-def build(
-    vocab_size: int, dim: int, num_layers: int, *, heads: int = 0, mlp_ratio: float = 2.0, tie_embeddings: bool = False
-) -> GatedDelta:
+@functools.wraps(gated_delta.build)
+def build(*args: Any, **given: Any) -> GatedDelta:
     """`gated_delta.build`, of which CUDA runs the kernels where they are right."""
-    model = gated_delta.build(
-        vocab_size, dim, num_layers, heads=heads, mlp_ratio=mlp_ratio, tie_embeddings=tie_embeddings
-    )
+    model = gated_delta.build(*args, **given)
     use_rule(model, rule)
-    model.implementation = functools.partial(implementation, dim // model.heads)
+    model.implementation = functools.partial(implementation, model.dim // model.heads)
     return model

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.contracts.subject import CallFailed, one_line
-from trainer.contracts.trial import relative
+from trainer.lab.contracts.subject import CallFailed, one_line
+from trainer.lab.contracts.trial import relative
 
 TOKENS = ("tokens", "input_ids", "input", "inputs", "ids", "idx", "x")
 STATES = ("state", "states", "past_key_values", "cache_params", "hidden_state", "hidden", "hx", "h", "cache", "mems")

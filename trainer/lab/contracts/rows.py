@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from trainer.contracts.subject import CallFailed, NotTestable, Result
-from trainer.contracts.trial import ROWS, Trial, Verdict, relative, untestable
+from trainer.lab.contracts.subject import CallFailed, NotTestable, Result
+from trainer.lab.contracts.trial import ROWS, Trial, Verdict, relative, untestable
 
 
 def check_causality(trial: Trial) -> Verdict:

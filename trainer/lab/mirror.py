@@ -17,9 +17,9 @@ from typing import Any
 
 from trainer.config.schema import CheckpointTable
 from trainer.errors import UserError
-from trainer.extensions.remote import ABANDONED, Claimed, kept, save_id
-from trainer.extensions.storage import StorageError
 from trainer.files import read_bytes
+from trainer.lab.remote import ABANDONED, Claimed, kept, save_id
+from trainer.lab.storage import StorageError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import EventWriter
@@ -163,12 +163,7 @@ class Mirror:
         self._on_event({"event": name, "url": self._remote.url, **values})
 
     def _synchronize(self) -> None:
-        """Make the store equal to the local directory.
-
-        Raises:
-            TakenOverError: somebody else writes there.
-            StorageError: a request failed.
-        """
+        """Make the store equal to the local directory. Raises TakenOverError: somebody else writes there; StorageError."""
         while True:
             self._prepare()
             path = self._choose()

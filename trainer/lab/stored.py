@@ -1,6 +1,6 @@
 """Sources that are URLs: local copies of the files in a store, whole, never changed, within a limit of size.
 
-Of such a copy (see `trainer.extensions.cache`) entry.json has the URL, and size and version of every file, and the files lie in
+Of such a copy (see `trainer.lab.cache`) entry.json has the URL, and size and version of every file, and the files lie in
 files/<name>/, where <name> is the last part of the URL. The key is a hash of the URL and of all names, sizes and versions. An
 object that changes in the store gives another copy, which shares the unchanged files with the old one (hard links), so that a
 run that still reads the old one is not disturbed. Everything after this reads local copies, under the names of the objects. A
@@ -26,9 +26,9 @@ from typing import Any
 from trainer.data.formats import FORMATS, check_format, index_suffixes
 from trainer.data.layout import Discovery, Stream, discover_direct, discover_nested, wanted
 from trainer.errors import UserError
-from trainer.extensions.cache import ENTRY, Cache, Snapshot, read_entry
-from trainer.extensions.storage import MissingError, Storage, StorageError, StoredFile
 from trainer.files import is_url, write_json
+from trainer.lab.cache import ENTRY, Cache, Snapshot, read_entry
+from trainer.lab.storage import MissingError, Storage, StorageError, StoredFile
 from trainer.metrics.logger import get_logger
 from trainer.wording import counted
 

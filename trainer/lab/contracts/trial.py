@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trainer.contracts.subject import CallFailed, NotTestable, Subject
+from trainer.lab.contracts.subject import CallFailed, NotTestable, Subject
 
 Status = Literal["held", "broken", "warning", "not testable here"]
 

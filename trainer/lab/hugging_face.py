@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.import_path import format_error
+from trainer.lab.gated_delta import GatedDelta
+from trainer.lab.transformer import ROTARY_BASE, Transformer
 from trainer.model.encoder import NORM_EPS
-from trainer.model.gated_delta import GatedDelta
 from trainer.model.protocol import ModelOutput, extras_of
-from trainer.model.transformer import ROTARY_BASE, Transformer
 
 HEAD_DIM = 32
 Weights = dict[str, Tensor]

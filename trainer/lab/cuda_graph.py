@@ -133,11 +133,7 @@ class MicroGraphs:
         )
 
     def _place(self, given: dict[str, Any], kappa: float) -> None:
-        """Copy inputs to where the graphs read them.
-
-        Raises:
-            TypeError: one is no tensor.
-        """
+        """Copy inputs to where the graphs read them. A TypeError if one is no tensor."""
         if not self._inputs:
             self._inputs = {name: torch.empty_like(value) for name, value in given.items()}
         self._kappa.fill_(kappa)
@@ -187,11 +183,7 @@ class MicroGraphs:
         return self._sums
 
     def _give_up(self, step: TrainStep, error: Exception, *, is_first: bool) -> None:
-        """Continue without graphs.
-
-        Raises:
-            UserError: they are asked for.
-        """
+        """Continue without graphs. A UserError if they are asked for."""
         if self._is_asked:
             problem = f"the step cannot be captured: {error_text(error)}"
             raise UserError("train.cuda_graph", problem, 'set it to false, or to "auto"') from error

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.contracts.subject import CallFailed, NotTestable, Subject, gradients, norm, ratio
-from trainer.contracts.trial import CELLS, NO_STATE, ROWS, TESTABLE, Trial, Verdict, run_cells, untestable
+from trainer.lab.contracts.subject import CallFailed, NotTestable, Subject, gradients, norm, ratio
+from trainer.lab.contracts.trial import CELLS, NO_STATE, ROWS, TESTABLE, Trial, Verdict, run_cells, untestable
 
 ALLOWED = 8.0
 """Errors of the cut row, in units of those that the uncut row has at this precision."""
@@ -256,12 +256,8 @@ def _eps(dtype: torch.dtype) -> float:
 def _gradients(
     trial: Trial, logits: Tensor, targets: Tensor, *leaves: Tensor, of: nn.Module | None = None
 ) -> list[Tensor]:
-    """Gradients of the cross-entropy with respect to the leaves and then to all trained parameters; zeros where unused.
-
-    Raises:
-        CallFailed: backward raises.
-        NotTestable: nothing is trained.
-    """
+    """Gradients of the cross-entropy with respect to the leaves and then to all trained parameters; zeros where unused. Raises
+    CallFailed: backward raises; NotTestable: nothing is trained."""
     parameters = [p for p in (of or trial.subject.model).parameters() if p.requires_grad]
     if not parameters or not logits.requires_grad:
         raise NotTestable("no parameter is trained")

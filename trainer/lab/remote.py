@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
-from trainer.extensions.storage import MissingError, Storage, StorageError, StoredFile
 from trainer.files import (
     is_url,
     open_plain,
@@ -32,6 +31,7 @@ from trainer.files import (
     write_file,
     write_json,
 )
+from trainer.lab.storage import MissingError, Storage, StorageError, StoredFile
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import MARKER, checkpoint_name, parse_marker, step_of

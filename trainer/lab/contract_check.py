@@ -12,15 +12,15 @@ from torch import nn
 from trainer.arrays import IGNORED
 from trainer.config.rules import largest_batch
 from trainer.config.schema import ModelTable
-from trainer.contracts import Report, check_model
 from trainer.data.batch import accepted_inputs, check_inputs
 from trainer.errors import UserError
-from trainer.import_path import users_code
+from trainer.import_path import NO_PARTS, Parts, users_code
+from trainer.lab.contracts import Report, check_model
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating
 from trainer.model.wrappers import run_few_tokens
 from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss, runs_on
-from trainer.training.setup.plan import Plan, build_model, resolve_builder
+from trainer.training.setup.plan import Plan, resolve_builder, weightless
 
 logger = get_logger(__name__)
 
@@ -70,14 +70,14 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
     table, tokens = plan.config.model, plan.config.data.seq_len
     if not table.contract:
         return OFF
-    size = find_size(table, plan.vocab_size, tokens)
+    size = find_size(table, plan.vocab_size, tokens, plan.parts)
     if isinstance(size, str):
         return size
     is_full = (size.dim, size.num_layers) == (table.dim, table.num_layers)
     with torch.random.fork_rng(devices=[]):
         if model is None or not is_full:
             reduced = table.model_copy(update={"dim": size.dim, "num_layers": size.num_layers})
-            model = make_model(plan.config, reduced, plan.vocab_size).to(device)
+            model = make_model(plan, reduced).to(device)
             model_and_loss(model, plan.config, device)
         accepted = accepted_inputs(model)
         if accepted is not None and not any(source.table.target is not None for source in plan.sources):
@@ -167,7 +167,7 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
         refused = [verdict for verdict in refused if verdict.check != "resets"]
     if not refused:
         return
-    key, name, *_ = resolve_builder(plan.config.model)
+    key, name, *_ = resolve_builder(plan.config.model, plan.parts)
     first, *others = refused
     names = ", ".join(f'"{name}"' for name in dict.fromkeys([*plan.config.model.trust, *(v.check for v in refused)]))
     more = f" (and breaks {' and '.join(verdict.check for verdict in others)})" if others else ""
@@ -178,14 +178,14 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
     raise UserError(key, f"{name}: {problem}", fix)
 
 
-def find_size(table: ModelTable, vocab_size: int, tokens: int) -> Size | str:
+def find_size(table: ModelTable, vocab_size: int, tokens: int, parts: Parts = NO_PARTS) -> Size | str:
     """The real size, or a smaller one if that would take long; why nothing can be checked, if there is none."""
     if tokens * vocab_size > MAX_LOGITS:
         return f"logits of {tokens:,} tokens and {vocab_size:,} ids would take long"
-    real = Size(table.dim, table.num_layers, _count(table, vocab_size, tokens))
+    real = Size(table.dim, table.num_layers, _count(table, vocab_size, tokens, parts))
     if real.parameters <= MAX_PARAMETERS and real.parameters * tokens <= MAX_WORK and real.num_layers <= MAX_LAYERS:
         return real
-    for size in _smaller(table, vocab_size, tokens):
+    for size in _smaller(table, vocab_size, tokens, parts):
         if size.parameters <= SMALL_PARAMETERS and size.parameters * tokens <= MAX_WORK:
             return size
     if real.parameters <= MAX_PARAMETERS_ONCE and real.parameters * tokens <= 10 * MAX_WORK:
@@ -193,27 +193,21 @@ def find_size(table: ModelTable, vocab_size: int, tokens: int) -> Size | str:
     return f"{real.parameters:,} parameters and rows of {tokens:,} tokens would take long, and no smaller model can be built"
 
 
-def _smaller(table: ModelTable, vocab_size: int, tokens: int) -> Iterator[Size]:
+def _smaller(table: ModelTable, vocab_size: int, tokens: int, parts: Parts) -> Iterator[Size]:
     """Fewer layers, then half the width again and again: heads must divide the width."""
     layers, dim = min(table.num_layers, 2), table.dim
     while True:
         with suppress(UserError):
             reduced = table.model_copy(update={"dim": dim, "num_layers": layers})
-            yield Size(dim, layers, _count(reduced, vocab_size, tokens))
+            yield Size(dim, layers, _count(reduced, vocab_size, tokens, parts))
         if dim % 2 or dim <= LEAST_DIM:
             return
         dim //= 2
 
 
-def _count(table: ModelTable, vocab_size: int, tokens: int) -> int:
-    """Parameters of a model of this size, which is built without weights if it can be."""
-    try:
-        with torch.device("meta"):
-            model = build_model(table, vocab_size, seq_len=tokens)
-    except UserError:  # it may look at its numbers while it is built
-        with torch.random.fork_rng(devices=[]):
-            model = build_model(table, vocab_size, seq_len=tokens)
-    return sum(parameter.numel() for parameter in model.parameters())
+def _count(table: ModelTable, vocab_size: int, tokens: int, parts: Parts) -> int:
+    """Parameters of a model of this size."""
+    return sum(parameter.numel() for parameter in weightless(table, vocab_size, tokens, parts).parameters())
 
 
 def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> None:
@@ -228,7 +222,7 @@ def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> Non
     """
     if not runs_on(plan, model):
         return
-    _, name, *_ = resolve_builder(plan.config.model)
+    _, name, *_ = resolve_builder(plan.config.model, plan.parts)
     problem, fix = "", 'set it to "document", or let the model\'s forward take resets [B, T]'
     if "resets" not in accepted:
         problem = f"documents share a row, and {name} takes no resets, which keep them apart"

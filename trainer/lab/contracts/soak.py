@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.contracts.subject import CallFailed, NotTestable, Subject, dtype_name, gradients, norm, ratio
-from trainer.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effective_dtype, relative, untestable
+from trainer.lab.contracts.subject import CallFailed, NotTestable, Subject, dtype_name, gradients, norm, ratio
+from trainer.lab.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effective_dtype, relative, untestable
 
 LEAST_ROWS = 9  # a fault may begin beyond 2, 4 or 8 rows
 MOST_ROWS = 64
@@ -199,12 +199,8 @@ def _find_way(trial: Trial, ways: Sequence[_Pass], seq_len: int, rows: int, seco
 
 
 def _find_size(trial: Trial, way: _Pass, seq_len: int, rows: int, seconds: float) -> _Size:
-    """The first size that fits the time: fewer rows first, then shorter cells.
-
-    Raises:
-        CallFailed: the model takes none of these shapes.
-        NotTestable: nothing fits.
-    """
+    """The first size that fits the time: fewer rows first, then shorter cells. Raises CallFailed: the model
+    takes none of these shapes; NotTestable: nothing fits."""
     shorter = [
         each for each in sorted(CELL_LENGTHS, reverse=True) if trial.cell <= each < seq_len and trial.takes_cells
     ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from trainer.config.schema import FIRST_PROFILED
-from trainer.extensions.trace import FOLDER, TRACE, read_trace, summarize, write_summary
+from trainer.lab.trace import FOLDER, TRACE, read_trace, summarize, write_summary
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
 from trainer.wording import counted

@@ -14,11 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.contracts.anybody import adapt
-from trainer.contracts.carry import check_carry, check_checkpointing, check_gradient, check_precision, check_state_used
-from trainer.contracts.rows import check_causality, check_isolation, check_resets
-from trainer.contracts.soak import LEAST_ROWS, LEAST_SECONDS, check_soak
-from trainer.contracts.subject import (
+from trainer.errors import UserError
+from trainer.import_path import format_error, shown_path
+from trainer.lab.contracts.anybody import adapt
+from trainer.lab.contracts.carry import (
+    check_carry,
+    check_checkpointing,
+    check_gradient,
+    check_precision,
+    check_state_used,
+)
+from trainer.lab.contracts.rows import check_causality, check_isolation, check_resets
+from trainer.lab.contracts.soak import LEAST_ROWS, LEAST_SECONDS, check_soak
+from trainer.lab.contracts.subject import (
     CallFailed,
     NotTestable,
     Result,
@@ -28,9 +36,7 @@ from trainer.contracts.subject import (
     seed_generators,
     without_dropout,
 )
-from trainer.contracts.trial import CHECKS, ROWS, Report, Trial, Verdict, make_trial, relative, untestable
-from trainer.errors import UserError
-from trainer.import_path import format_error, shown_path
+from trainer.lab.contracts.trial import CHECKS, ROWS, Report, Trial, Verdict, make_trial, relative, untestable
 
 LOW = (torch.bfloat16, torch.float16)
 KNOWN_INPUTS = frozenset({"tokens", "state", "resets"})

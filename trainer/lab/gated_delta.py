@@ -27,10 +27,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
+from trainer.model.families import fewest_heads
 from trainer.model.protocol import ModelOutput
 
 CHUNK = 64
-WIDEST = 128  # heads by default
 TAPS = 4  # positions that the short convolution sees
 INITIAL_DECAY_RANGE = (1.0, 16.0)  # of A; the step is about 0.001 to 0.1, as in Mamba-2
 INITIAL_STEP_RANGE = (1e-3, 1e-1)
@@ -295,11 +295,6 @@ class GatedDelta(LanguageModel):
         weights = self.num_layers * (5 * self.dim**2 + 2 * self.dim * self.heads + 3 * self.dim * self.hidden)
         rule = self.dim * (18 * width + 26 * chunk)
         return 6.0 * (weights + self.dim * self.vocab_size) + self.num_layers * rule
-
-
-def fewest_heads(dim: int) -> int:
-    """The fewest heads that divide `dim` and are at most `WIDEST` wide, the width at which kernels are fastest."""
-    return next((n for n in range(-(-dim // WIDEST), dim) if n and dim % n == 0), max(dim, 1))
 
 
 def build(

@@ -32,8 +32,8 @@ from trainer.data.formats import FORMATS, file_kind, format_name, is_import_path
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
-from trainer.extensions.cache import ENTRY, Cache
 from trainer.files import replacing, write_file, write_json
+from trainer.lab.cache import ENTRY, Cache
 from trainer.metrics.logger import get_logger
 from trainer.metrics.progress_bar import Report, now_and_then, progress_bar, silent
 from trainer.wording import listed

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from trainer.metrics.best_effort import BestEffort
 from trainer.training.extension import Extension
 
 if TYPE_CHECKING:
@@ -18,23 +16,19 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Extension):
-    """A bar with steps, or tokens if they are the run's length, loss, time left and what diagnosis says so far.
+    """A bar with steps, or tokens if they are the run's length, loss and time left.
 
     rich must own neither stream: by default it takes stdout, and payload lines with it.
     """
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        # By name: diagnosis is a tool around runs, which extensions do not import.
-        self._verdict = importlib.import_module("trainer.tools.verbs.records").LiveVerdict(run.run_dir.path)
-        self._guard = BestEffort("verdict")
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[verdict]}", markup=False),
             console=Console(file=sys.stderr),
             redirect_stdout=False,
             redirect_stderr=False,
@@ -42,13 +36,12 @@ class ProgressBar(Extension):
             auto_refresh=False,
         )
         total, done = run.length.total, run.position.reached
-        self._task = self._bar.add_task(run.config.run.name, total=total, completed=done, loss="-", verdict="")
+        self._task = self._bar.add_task(run.config.run.name, total=total, completed=done, loss="-")
         self._bar.start()
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
         """Show so much of the run as done."""
-        verdict, loss = self._guard.run(self._verdict) or "", f"{outcome.loss:.4f}"
-        self._bar.update(self._task, completed=taken.reached, loss=loss, verdict=verdict, refresh=True)
+        self._bar.update(self._task, completed=taken.reached, loss=f"{outcome.loss:.4f}", refresh=True)
 
     def before_output(self) -> None:
         """Take the bar off the screen."""

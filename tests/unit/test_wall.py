@@ -1,0 +1,80 @@
+"""The wall: one table of the core names `trainer.lab` and `trainer.tools`, and a run needs neither."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.runs import ROOT, environment, read_rows, write_tiny_config
+
+PACKAGE = ROOT / "trainer"
+TABLE = PACKAGE / "cli" / "parts.py"
+NAMED = re.compile(r"trainer[./](lab|tools)\b|(from|import) (trainer|\.+)(.* import)? *(lab|tools)\b")
+# The program's verbs, whose options it has to know, and what they import; a run takes none of them.
+OF_THE_PROGRAM = re.compile(r"trainer\.tools(\.verbs(\.\w+)?|\.fitted_table)?")
+EVALUATED = ("eval.every=2", "eval.holdout_fraction=0.2", "train.steps=4")
+# What each asks for that only the lab has, and the name of it.
+ASKED = {
+    "train.spike_sigma=6": "spikes",
+    "eval.depth=true": "losses by depth",
+    "model.family=gated_delta": "gated_delta",
+    'checkpoint.remote="memory://run"': "checkpoints in a store",
+    'train.micro_batches={schedule="step",points={0=1,2=2}}': "batch growth",
+}
+
+
+def trained(directory: Path, *runs: tuple[str, ...], before: str = "") -> tuple[list[int], list[str], str]:
+    """Exit codes of runs in one new process, the modules around the core that it has imported, and its messages."""
+    config = write_tiny_config(directory)
+    lines = []
+    for number, sets in enumerate(runs):
+        words = [word for each in (*EVALUATED, *sets) for word in ("--set", each)]
+        lines.append(
+            ["train", "--config", str(config), "--stdout", "off", "--run-dir", f"{directory}/{number}", *words]
+        )
+    code = f"""
+import json, sys
+{before}
+from trainer.cli.main import run
+codes = []
+for sys.argv in {lines}:
+    try:
+        run()
+    except SystemExit as end:
+        codes.append(end.code)
+print(json.dumps([codes, sorted(name for name in sys.modules if name.startswith(("trainer.lab", "trainer.tools")))]))
+"""
+    made = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run([sys.executable, "-c", code], env=made, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return (*json.loads(done.stdout.splitlines()[-1]), done.stderr)
+
+
+def test_no_file_of_the_core_but_one_names_what_is_around_it():
+    core = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("lab", "tools")]
+    found = [path for path in core if NAMED.search(path.read_text(encoding="utf-8"))]
+    assert found == [TABLE]
+
+
+def test_a_run_that_asks_for_nothing_of_the_lab_imports_nothing_of_it(tmp_path):
+    source = f'data.source=[{{name="one",layout="nested",root="{tmp_path}/corpus"}}]'  # mixing can change during a run
+    off = ("train.spike_sigma=0", "ledger.probe_every=0", "eval.depth=false", "data.mixing.batch_size_by_modality={}")
+    codes, imported, said = trained(tmp_path, (source, *off))
+    assert codes == [0], said
+    assert not [name for name in imported if not OF_THE_PROGRAM.fullmatch(name)]
+
+
+def test_without_the_lab_a_run_trains_alike_says_what_is_off_and_refuses_what_is_asked_for(tmp_path):
+    (tmp_path / "with").mkdir()
+    (code,), _, said = trained(tmp_path / "with", ())
+    assert code == 0, said
+    codes, _, said = trained(tmp_path, (), *((each,) for each in ASKED), before='sys.modules["trainer.lab"] = None')
+    assert codes == [0] + [2] * len(ASKED), said
+    assert said.count("trainer.lab is not installed: off are carry probe, spikes, mix\n") == 1
+    for setting, name in ASKED.items():
+        assert f'{setting.partition("=")[0]}: needs "{name}": trainer.lab is not installed' in said, setting
+    with_lab, without = (read_rows(folder / "0" / "metrics.jsonl") for folder in (tmp_path / "with", tmp_path))
+    assert {place: row.get("loss") for place, row in without.items()} == {
+        place: row.get("loss") for place, row in with_lab.items()
+    }

@@ -1,0 +1,68 @@
+"""The verbs of `train` and the parts of a run that are not in the core; nothing else in the core names tools or lab."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from trainer.import_path import Parts
+
+LAB = "trainer.lab"
+
+VERBS = {
+    "init": "trainer.tools.verbs.before_run:init",
+    "check": "trainer.tools.verbs.before_run:check",
+    "preview": "trainer.tools.verbs.before_run:preview",
+    "ls": "trainer.tools.verbs.records:ls",
+    "mix": "trainer.tools.verbs.mix:mix",
+    "doctor": "trainer.tools.verbs.before_run:doctor",
+    "diagnose": "trainer.tools.verbs.records:diagnose",
+    "report": "trainer.tools.verbs.records:report",
+    "compare": "trainer.tools.verbs.compare:compare",
+    "cbs": "trainer.tools.verbs.cbs:cbs",
+    "replay": "trainer.tools.verbs.replay:replay",
+    "bisect": "trainer.tools.verbs.replay:bisect",
+    "sample": "trainer.tools.verbs.models:sample",
+    "eval": "trainer.tools.verbs.models:evaluate",
+    "export": "trainer.tools.verbs.models:export",
+    "data": "trainer.tools.verbs.data:app",
+    "config": "trainer.tools.verbs.files:config",
+    "checkpoint": "trainer.tools.verbs.files:checkpoint",
+    "payload": "trainer.tools.verbs.files:payload",
+}
+"""In the order of `train --help`: a function, or a typer app where a verb has verbs of its own."""
+
+_LAB = {
+    # Extensions: checkpoints have their states under these names.
+    "carry probe": f"{LAB}.carry_probe:StepProbe",
+    "gns components": f"{LAB}.noise_components:NoiseSources",
+    "per_depth": f"{LAB}.depth:TrainingDepth",
+    "per_layer": f"{LAB}.per_layer:LayerNumbers",
+    "digests": f"{LAB}.digests:Digests",
+    "spikes": f"{LAB}.spikes:LossSpikes",
+    "mix": f"{LAB}.mix:Mix",
+    "sample": f"{LAB}.samples:Samples",
+    "profile": f"{LAB}.profile:StepProfile",
+    "progress": f"{LAB}.progress:ProgressBar",
+    # Families of models.
+    "gated_delta": f"{LAB}.flash_linear_attention:build",
+    "transformer": f"{LAB}.transformer:build",
+    "hugging_face": f"{LAB}.hugging_face:build",
+    # Other parts of a run.
+    "batch growth": f"{LAB}.batch_growth:BatchGrowth",
+    "checkpoints in a store": f"{LAB}.remote:find_checkpoint",
+    "contract check": f"{LAB}.contract_check:check_before_run",
+    "cuda graphs": f"{LAB}.cuda_graph:make",
+    "lines by depth": f"{LAB}.depth_curve:lines_of",
+    "losses by depth": f"{LAB}.depth:Depth",
+    "mirror": f"{LAB}.mirror",
+    "mix changes": f"{LAB}.mix:restore",
+    "own batches": f"{LAB}.own_batches:OwnBatches",
+    "sources in a store": f"{LAB}.stored",
+    "tokenized text": f"{LAB}.tokenized",
+}
+
+
+_SPEC = find_spec(LAB)
+_IS_THERE = _SPEC is not None and _SPEC.origin is not None  # a deleted directory may leave its caches
+PARTS = Parts(_LAB if _IS_THERE else {}, problem=f"{LAB} is not installed")
+"""What a run is given."""
