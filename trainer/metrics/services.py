@@ -246,11 +246,20 @@ class WandbSink:
         within(_GRACE_SEC, leave)
 
 
-class TensorboardSink:
-    """Writes each metric as a scalar to TensorBoard's event files (extra `tensorboard`), at its step."""
+def _verbatim(text: str) -> str:
+    """As TensorBoard shows it verbatim: indented. Anything else would be rendered as Markdown."""
+    return "".join(f"    {line}\n" for line in text.splitlines() or [""])
 
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
+
+class TensorboardSink:
+    """Writes each metric as a scalar to TensorBoard's event files (extra `tensorboard`), at its step.
+
+    Args:
+        config: setting by its dotted key, shown as text and in the tab of hyperparameters.
+    """
+
+    def __init__(self, log_dir: Path, config: Mapping[str, Any] | None = None) -> None:
+        self._log_dir, self._config = log_dir, config
         self._writer: Any = None
         self._purge_step: int | None = None
 
@@ -260,7 +269,19 @@ class TensorboardSink:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._log_dir), purge_step=self._purge_step, flush_secs=30)
+            if (config := self._config) is not None:
+                self._config = None  # once
+                self._show_config(config)
         return self._writer
+
+    def _show_config(self, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        self._writer.add_text("config", _verbatim("\n".join(f"{key} = {value!r}" for key, value in config.items())))
+        plain = {key: each if isinstance(each, bool | int | float) else str(each) for key, each in config.items()}
+        # The writer's own `add_hparams` would make a run of its own of them.
+        for each in hparams(plain, dict.fromkeys(map(display_key, ("loss", "eval_loss"))))[:2]:  # not that it has ended
+            self._writer.file_writer.add_summary(each)
 
     def log(self, payload: Mapping[str, Any]) -> None:
         """Write one payload."""
@@ -273,9 +294,7 @@ class TensorboardSink:
             self.close()
             self._purge_step = event["global_step"] + 1
         elif event.get("event") == SAMPLE:
-            # Indented text is shown verbatim; anything else would be rendered as Markdown.
-            shown = "".join(f"    {line}\n" for line in f"{event['prompt']}{event['text']}".splitlines() or [""])
-            self._opened().add_text("sample/text", shown, event["global_step"])
+            self._opened().add_text("sample/text", _verbatim(f"{event['prompt']}{event['text']}"), event["global_step"])
 
     def close(self) -> None:
         """Flush and close the files."""

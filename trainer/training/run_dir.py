@@ -101,12 +101,12 @@ class RunDir:
             problem, fix = f"cannot be written: {error.strerror}", "choose another place with --run-dir"
             raise UserError(str(error.filename or self.path), problem, fix) from None
 
-    def describe(self, config: RunConfig, source: Path, info: RankInfo, *, state_width: int) -> None:
+    def describe(self, config: RunConfig, source: Path, info: RankInfo, **sizes: int) -> None:
         """Write what the run was started with (rank 0). What an earlier launch wrote is kept: `config.resolved.1.toml`.
 
         Args:
             source: where the config was read from.
-            state_width: numbers of the model's state per group.
+            sizes: of the model, and of a full step, for env.json.
 
         Raises:
             UserError: it cannot be written.
@@ -116,7 +116,7 @@ class RunDir:
             if source.resolve() != self.resolved_config.resolve():
                 _write_kept(self.path / CONFIG, read_bytes(source))
             _write_kept(self.resolved_config, to_toml(config).encode())
-            write_json(self.path / ENVIRONMENT, {**environment(info), "state_width": state_width})
+            write_json(self.path / ENVIRONMENT, {**environment(info), **sizes})
 
     def lock(self) -> BinaryIO:
         """Hold the directory for this process until the file is closed or the process ends, however it ends (rank 0).

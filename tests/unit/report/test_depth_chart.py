@@ -12,7 +12,7 @@ import pytest
 from trainer.extensions.depth_curve import curves_of, in_words
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.charts import make_charts
-from trainer.tools.report.depth_chart import HEIGHT, WIDTH, depth_figures
+from trainer.tools.report.depth_chart import HEIGHT, WIDTH, depth_figures, drawing
 from trainer.tools.report.page import DEPTH, render_parts
 
 LOSSES = [(1, 3.5), (2, 3.1), (4, 2.9), (8, 2.6), (16, 2.5), (32, 2.4), (64, 2.3)]
@@ -85,3 +85,12 @@ def test_each_set_is_drawn_within_its_picture_and_where_its_numbers_are(make_run
     assert DEPTH in page["contents"]
     assert not [chart for chart in make_charts([run]) if any("depth/64" in key for key in chart.keys)]
     assert DEPTH not in render_parts([diagnose(make_run("b", {"loss": [1.0, 2.0]}))])["overview"]
+
+
+@pytest.mark.parametrize(("known", "bands"), [((16, 32, 64), 1), ((16, 64), 2), ((), 0)])
+def test_without_an_error_there_is_no_band(known, bands):
+    values = {
+        key: each for key, each in numbers().items() if not key.endswith("_se") or key.split("/")[2] in map(str, known)
+    }
+    drawn = drawing(*curves_of(values).values())
+    assert (drawn.count("<polygon"), "band" in drawn) == (bands, bands > 0)

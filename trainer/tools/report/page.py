@@ -16,12 +16,21 @@ from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.tools.report.charts import Chart, drawn_keys, make_charts
 from trainer.tools.report.depth_chart import depth_figures
 from trainer.tools.report.figures import NUM_COLORS, encode_charts, skipped_step
-from trainer.tools.report.run_summary import SummaryRow, config_differences, rows_text, summarize, value_text
+from trainer.tools.report.run_summary import (
+    SummaryRow,
+    config_differences,
+    ran,
+    rows_text,
+    summaries,
+    summarize,
+    value_text,
+)
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.wording import counted, few, number_text
 
 _MOST_STEP_BUTTONS: Final = 6
 _MOST_EVENTS, _MOST_SETTINGS, _MOST_DETAILS = 200, 2_000, 4_000  # no file of a run makes a page of any size
+FINDINGS: Final = "Findings"
 DEPTH: Final = "Is context worth its cost?"
 _EVENT_COLUMNS: Final = ("Event", "Run", "Step", "Details")
 
@@ -86,10 +95,17 @@ def _optional(tag: str, text: str, class_: str | None = None) -> Html:
 
 
 def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html:
+    """The verdict, and of one of several runs its findings too."""
     front = "" if is_single else element("h3", _swatch(number), diagnosis.run.name)
+    sentence = element("p", _mark(diagnosis) if diagnosis.verdict else "", diagnosis.summary)
+    look = {"healthy": " good", "findings": " bad"}.get(str(diagnosis.verdict), "")
+    return element("div", front, sentence, "" if is_single else _findings(diagnosis), class_=f"verdict{look}")
+
+
+def _findings(diagnosis: Diagnosis) -> Html:
+    """Findings and suggestions, and all rules; nothing for a run without training rows."""
     if diagnosis.verdict is None:
-        return element("div", front, element("p", diagnosis.summary), class_="verdict")
-    items = [_finding(ruling) for ruling in (*diagnosis.findings, *diagnosis.advice)]
+        return Html("")
     rows = [
         (
             _code(ruling.rule.name),
@@ -100,14 +116,13 @@ def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html
         for ruling in diagnosis.rulings
     ]
     rules = _table(("Rule", "Result", "Measured", "Condition for a finding"), rows, caption="Rules")
-    return element(
-        "div",
-        front,
-        element("p", _mark(diagnosis), diagnosis.summary),
-        element("p", f"Checked on {rows_text(diagnosis.run.steps)}.", class_="note"),
-        element("ol", *items) if items else "",
-        element("details", element("summary", f"All {len(rows)} rules"), rules),
-        class_="verdict" + {"healthy": " good", "findings": " bad"}.get(diagnosis.verdict, ""),
+    items = [_finding(ruling) for ruling in (*diagnosis.findings, *diagnosis.advice)]
+    return join(
+        [
+            element("p", f"Checked on {rows_text(diagnosis.run.steps)}: {diagnosis.coverage}.", class_="note"),
+            element("ol", *items) if items else "",
+            element("details", element("summary", f"All {len(rows)} rules"), rules),
+        ]
     )
 
 
@@ -148,7 +163,7 @@ def _tiles(run: RunRecord) -> Html:
         value = element("dd", row.text, " ", unit, class_="value")
         return element("div", element("dt", row.label), value, _optional("dd", row.note, "note"))
 
-    tiles = [tile(row) for row in summarize(run) if row.value is not None or row.note]
+    tiles = [tile(row) for row in [*ran(run), *summarize(run)] if row.value is not None or row.note]
     return _section("Outcome", element("dl", *tiles, class_="tiles"))
 
 
@@ -163,7 +178,7 @@ def _outcome_tables(diagnoses: Sequence[Diagnosis]) -> Html:
     rows: list[list[str]] = [["Verdict", *verdicts]]
     rows += [
         [results[0].heading, *(join([each.text, _optional("small", each.note)]) for each in results)]
-        for results in zip(*map(summarize, runs), strict=True)
+        for results in summaries(runs)
     ]
     different = [
         [_code(key), *(_code(value_text(value)) for value in values)] for key, values in config_differences(runs)
@@ -292,6 +307,7 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
     names = [
         "Verdict",
         "Outcome",
+        *([FINDINGS] if is_single and diagnoses[0].verdict else []),
         *([DEPTH] if depth else []),
         *dict.fromkeys(chart.group for chart in charts),
         *(["Events"] if events else []),
@@ -306,7 +322,10 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
         _settings("Config", "config.resolved.toml", [(run.name, run.config) for run in runs]),
         _settings("Environment", "env.json", [(run.name, run.environment) for run in runs]),
     ]
-    outcome = _tiles(runs[0]) if is_single else _outcome_tables(diagnoses)
+    outcome = _outcome_tables(diagnoses)
+    if is_single:
+        found = element("div", _findings(diagnoses[0]), class_="verdict")
+        outcome = join([_tiles(runs[0]), _section(FINDINGS, found) if diagnoses[0].verdict else ""])
     return {
         "contents": element("ul", *(element("li", link) for link in links)),
         "overview": join([_section("Verdict", *cards), _notes(runs), outcome, depth]),

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -37,7 +37,7 @@ class RunEntry:
     Args:
         state: as in status.json; `died` where that says running but the process is gone, `unknown` if it is another machine's.
         step, steps: the last step, which may be later than the last logged one, and the configured number; None where unknown.
-        loss, eval_loss, fill: the last logged values.
+        loss, eval_loss, tokens_in_step, fill: the last logged values.
         age_sec: since the run last logged, or wrote its state if it has logged nothing.
         verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 27 rules`.
         reason: why the run ended, from status.json; None if that has none.
@@ -50,6 +50,7 @@ class RunEntry:
     steps: int | None = None
     loss: float | None = None
     eval_loss: float | None = None
+    tokens_in_step: float | None = None
     fill: float | None = None
     age_sec: float | None = None
     verdict: str | None = None
@@ -126,15 +127,14 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
         return replace(entry, verdict="record unreadable")
     if not run.keys:
         return entry
-    loss, eval_loss, fill = (next(reversed(run.column(key)[1]), None) for key in ("loss", "eval_loss", "data/fill"))
+    shown = {"loss": "loss", "eval_loss": "eval_loss", "tokens_in_step": "tokens_in_step", "fill": "data/fill"}
+    values: dict[str, Any] = {name: next(reversed(run.column(key)[1]), None) for name, key in shown.items()}
     steps = run.setting("train.steps")
     return replace(
         entry,
         step=max([*run.steps[-1:], *reached], default=None),  # rows are some steps apart
         steps=steps if isinstance(steps, int) else None,
-        loss=loss,
-        eval_loss=eval_loss,
-        fill=fill,
+        **values,
         age_sec=max(now - times[0], 0.0),
         verdict=diagnose(run).brief if diagnoses else None,
         changed=[key for key, value in settings_by_step(run).items() if isinstance(value, dict)],
@@ -157,9 +157,11 @@ def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
         Column("eval", evals, "right", leave_out=4),
         Column("age", ages, "right", leave_out=3),
     ]
-    if any(entry.fill is not None for entry in entries):
-        fills = ["-" if entry.fill is None else f"{entry.fill:.1%}" for entry in entries]
-        columns.insert(5, Column("fill", fills, "right", leave_out=5))
+    for name, form in {"fill": "{:.1%}", "tokens_in_step": "{:,.0f}"}.items():
+        found = [getattr(entry, name) for entry in entries]
+        if any(value is not None for value in found):
+            cells = ["-" if value is None else form.format(value) for value in found]
+            columns.insert(5, Column(name.replace("_in_", "/"), cells, "right", leave_out=5))
     if any(entry.changed for entry in entries):
         changed = [counted(len(entry.changed), "setting") if entry.changed else "" for entry in entries]
         columns.append(Column("changed", changed, leave_out=3))
