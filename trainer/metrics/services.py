@@ -280,7 +280,8 @@ class TensorboardSink:
         self._writer.add_text("config", _verbatim("\n".join(f"{key} = {value!r}" for key, value in config.items())))
         plain = {key: each if isinstance(each, bool | int | float) else str(each) for key, each in config.items()}
         # The writer's own `add_hparams` would make a run of its own of them.
-        for each in hparams(plain, dict.fromkeys(map(display_key, ("loss", "eval_loss"))))[:2]:  # not that it has ended
+        make: Any = hparams
+        for each in make(plain, dict.fromkeys(map(display_key, ("loss", "eval_loss"))))[:2]:  # not that it has ended
             self._writer.file_writer.add_summary(each)
 
     def log(self, payload: Mapping[str, Any]) -> None:
