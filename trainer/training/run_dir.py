@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -47,6 +47,8 @@ class RunDir:
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.is_new = is_new
         self.is_locked = False
+        self.on_end: Callable[..., object] = dict
+        """Called with the state, `reason` and `step` that the run ends in (rank 0)."""
         self._status_at = 0.0
         self._set(path)
 
@@ -161,6 +163,7 @@ class RunDir:
         except OSError as error:
             # The reason itself goes to stderr: what ended the run must not be hidden behind a second failure.
             logger.error("%s cannot be written: %s", self.status_file, error.strerror)
+        self.on_end(state, reason=reason, step=step)
 
     def leave_reason(self, info: RankInfo, reason: str, *, step: int) -> None:
         """Write that the run failed, if nothing says yet that it has ended (rank 0; other ranks do nothing)."""

@@ -280,6 +280,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
         "digests": (config.metrics.digests == "write" or has_replicas, "digests:Digests"),
         "spikes": (config.train.spike_sigma, "spikes:LossSpikes"),
         "mix": (len(run.plan.sources) > 1, "mix:Mix"),
+        "alert": (run.info.is_main and (config.alert.command or config.alert.url), "alert:Alert"),
         "sample": (config.sample.every, "samples:Samples"),
         "profile": (run.info.is_main and config.metrics.profile, "profile:StepProfile"),
         "progress": (shows_bar, "progress:ProgressBar"),
