@@ -134,6 +134,7 @@ def check_paper(page):
 
 def test_the_charts_show_the_logged_values_with_verdict_and_restart_and_no_request_leaves_the_page(runs, tmp_path):
     logged = read_rows(runs[0] / "metrics.jsonl")
+    assert "reaches back to the cut, at most 128 tokens" in (runs[0] / "logs" / "rank_000.log").read_text()
     with opened(make_report(tmp_path / "one.html", runs[0]), scheme="dark") as seen:
         page = seen.page
         tiles = " ".join(page.locator("#outcome").inner_text().split())
