@@ -347,13 +347,7 @@ def plotly_script() -> str:
     return str(get_plotlyjs())
 
 
-def render_page(
-    names: Sequence[str],
-    parts: Mapping[str, str],
-    *,
-    plotly: str = "",
-    plotly_file: str = "",
-) -> str:
+def render_page(names: Sequence[str], parts: Mapping[str, str], *, plotly: str = "", plotly_file: str = "") -> str:
     """The whole page.
 
     Args:
