@@ -13,6 +13,7 @@ import time
 import urllib.request
 from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import TYPE_CHECKING, Any
 
 from trainer.ending import within
@@ -39,24 +40,18 @@ class Alert(Extension):
 
 
 def alert(config: RunConfig, run_dir: Path, event: str, *, reason: str, step: int, wait_sec: float = 0.0) -> None:
-    """Tell of a run that is `done`, `stopped` or `failed`, or goes on after a `spike`.
-
-    Args:
-        wait_sec: how long to wait for it.
-    """
-    if config.alert.command or config.alert.url is not None:
-        said = {"event": event, "state": "running" if event == "spike" else event, "reason": reason, "last_step": step}
-        said |= {"run": config.run.name, "run_dir": str(run_dir), "host": socket.gethostname(), "time": time.time()}
-        said["text"] = f"{config.run.name}: {event} at step {step}: {reason}"
-        within(wait_sec, partial(_tell, config.alert.command, config.alert.url, said))
+    """Tell of a run that is `done`, `stopped` or `failed`, or goes on after a `spike`; wait so long for it."""
+    state, name = "running" if event == "spike" else event, config.run.name
+    said = {"event": event, "state": state, "reason": reason, "last_step": step, "run": name, "run_dir": str(run_dir)}
+    said |= {"host": socket.gethostname(), "time": time.time(), "text": f"{name}: {event} at step {step}: {reason}"}
+    within(wait_sec, partial(_tell, config.alert.command, config.alert.url, said))
 
 
 def _tell(command: list[str], url: str | None, said: dict[str, Any]) -> None:
     body = json.dumps(said).encode()
     try:
         if command:
-            quiet = subprocess.DEVNULL
-            subprocess.run(command, input=body, stdout=quiet, stderr=quiet, timeout=WAIT_SEC, check=True)
+            subprocess.run(command, input=body, stdout=DEVNULL, stderr=DEVNULL, timeout=WAIT_SEC, check=True)
         if url is not None:
             request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
             urllib.request.urlopen(request, timeout=WAIT_SEC).close()

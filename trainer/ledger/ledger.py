@@ -115,8 +115,7 @@ class Ledger:
 
     Args:
         state_width: numbers per state.
-        layout: instead, of states that are any nest of tensors [B, ...]: `StateLayout(state)` of trainer.model.protocol.
-            `lookup` returns such nests and `store` takes them.
+        layout: instead, of states that are any nest of tensors [B, ...]: `trainer.model.protocol.StateLayout(state)`.
         capacity: most groups that this rank can hold.
         wipe_mode: `none`, `full`, `lru` or `periodic_stale`; see `trainer.ledger.index`.
         stale_threshold: with `periodic_stale`, steps that a group may go without a store.

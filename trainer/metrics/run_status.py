@@ -30,11 +30,9 @@ OWN_LOOP: Final = "own"
 _METRICS_NAME: Final = "metrics.jsonl"
 _TAIL_BYTES: Final = 1 << 20
 ROOM_BYTES, SHORTEST_REASON = 4096, 500
-SIZES: Final = ("parameters", "state_width", "tokens_per_step")
-"""In env.json: of the model, and of a full step."""
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("state", "reason", "wandb_run_id", "loop", "host"), str),
-    **dict.fromkeys(("last_step", "pid", "threads", "world_size", *SIZES), int),
+    **dict.fromkeys(("last_step", "pid", "world_size", "threads", "parameters", "state_width", "tokens_per_step"), int),
     "time": (int, float),
     "command": list,
 }

@@ -252,14 +252,11 @@ def _verbatim(text: str) -> str:
 
 
 class TensorboardSink:
-    """Writes each metric as a scalar to TensorBoard's event files (extra `tensorboard`), at its step.
-
-    Args:
-        config: setting by its dotted key, shown as text and in the tab of hyperparameters.
-    """
+    """Writes each metric as a scalar to TensorBoard's event files (extra `tensorboard`), at its step; and `config`, the settings
+    by their dotted keys, as text and as hyperparameters."""
 
     def __init__(self, log_dir: Path, config: Mapping[str, Any] | None = None) -> None:
-        self._log_dir, self._config = log_dir, config
+        self._log_dir, self._config = log_dir, config or {}
         self._writer: Any = None
         self._purge_step: int | None = None
 
@@ -269,20 +266,19 @@ class TensorboardSink:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._log_dir), purge_step=self._purge_step, flush_secs=30)
-            if (config := self._config) is not None:
-                self._config = None  # once
-                self._show_config(config)
+            self._show_config()
         return self._writer
 
-    def _show_config(self, config: Mapping[str, Any]) -> None:
+    def _show_config(self) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        self._writer.add_text("config", _verbatim("\n".join(f"{key} = {value!r}" for key, value in config.items())))
-        plain = {key: each if isinstance(each, bool | int | float) else str(each) for key, each in config.items()}
-        # The writer's own `add_hparams` would make a run of its own of them.
-        make: Any = hparams
-        for each in make(plain, dict.fromkeys(map(display_key, ("loss", "eval_loss"))))[:2]:  # not that it has ended
-            self._writer.file_writer.add_summary(each)
+        if config := self._config:
+            self._config = {}  # once
+            self._writer.add_text("config", _verbatim("\n".join(f"{key} = {each!r}" for key, each in config.items())))
+            plain = {key: each if isinstance(each, bool | int | float) else str(each) for key, each in config.items()}
+            # The writer's own `add_hparams` would make a run of its own of them; the third part says that it has ended.
+            for each in hparams(plain, {"train/loss": 0.0, "eval/loss": 0.0})[:2]:  # type: ignore[no-untyped-call]
+                self._writer.file_writer.add_summary(each)
 
     def log(self, payload: Mapping[str, Any]) -> None:
         """Write one payload."""

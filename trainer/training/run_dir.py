@@ -47,8 +47,7 @@ class RunDir:
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.is_new = is_new
         self.is_locked = False
-        self.on_end: Callable[..., object] = lambda *_, **__: None
-        """Called with the state, `reason` and `step` that the run ends in (rank 0)."""
+        self.on_end: Callable[..., object] = lambda *_, **__: None  # takes the state, `reason` and `step` of an end
         self._status_at = 0.0
         self._set(path)
 

@@ -149,8 +149,8 @@ class Diagnosis:
             "no_findings": "Nothing wrong was found, but little could be checked",
             "findings": f"{counted(len(self.findings), 'finding')}: {self.brief}",
         }[self.verdict]
-        advice = f"; {counted(len(self.advice), 'suggestion')}: " + ", ".join(each.rule.name for each in self.advice)
-        return found + advice * bool(self.advice)
+        advice = ", ".join(each.rule.name for each in self.advice)
+        return found + (f"; {counted(len(self.advice), 'suggestion')}: {advice}" if advice else "")
 
     def to_json(self) -> dict[str, Any]:
         """Version 2 of the JSON; later versions only add keys or increase the version."""

@@ -93,9 +93,8 @@ def _part(
             words = f"<title>{label}, {start:,} tokens on: {value}</title>"
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill: {COLORS[color]}">{words}</circle>'
     has_band = is_gain and any(math.isfinite(value.error) for *_, line in lines for _, value in line)
-    remark = " (band: 95 % over documents)" * has_band
     names = ", ".join(f'<tspan style="fill: {COLORS[color]}">{label}</tspan>' for label, color, _ in lines)
-    yield _text(LEFT, top - 9, f"{what} {names}, nats per token{remark}", "start")
+    yield _text(LEFT, top - 9, f"{what} {names}, nats per token{' (band: 95 % over documents)' * has_band}", "start")
 
 
 def _band(number: Number) -> Place:

@@ -99,21 +99,20 @@ def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html
     front = "" if is_single else element("h3", _swatch(number), diagnosis.run.name)
     sentence = element("p", _mark(diagnosis) if diagnosis.verdict else "", diagnosis.summary)
     look = {"healthy": " good", "findings": " bad"}.get(str(diagnosis.verdict), "")
-    return element("div", front, sentence, "" if is_single else _findings(diagnosis), class_=f"verdict{look}")
+    found = "" if is_single or diagnosis.verdict is None else _findings(diagnosis)
+    return element("div", front, sentence, found, class_=f"verdict{look}")
 
 
 def _findings(diagnosis: Diagnosis) -> Html:
-    """Findings and suggestions, and all rules; nothing for a run without training rows."""
-    if diagnosis.verdict is None:
-        return Html("")
+    """Findings and suggestions, and all rules."""
     rows = [
         (
-            _code(ruling.rule.name),
-            ruling.result,
-            ruling.outcome.sentence,
-            element("small", "{} ({})".format(*ruling.rule.texts)),
+            _code(each.rule.name),
+            each.result,
+            each.outcome.sentence,
+            element("small", "{} ({})".format(*each.rule.texts)),
         )
-        for ruling in diagnosis.rulings
+        for each in diagnosis.rulings
     ]
     rules = _table(("Rule", "Result", "Measured", "Condition for a finding"), rows, caption="Rules")
     items = [_finding(ruling) for ruling in (*diagnosis.findings, *diagnosis.advice)]
@@ -171,12 +170,7 @@ def _outcome_tables(diagnoses: Sequence[Diagnosis]) -> Html:
     """The results of several runs side by side, and the settings in which they differ."""
     runs = [diagnosis.run for diagnosis in diagnoses]
     head = ["", *(join([_swatch(number), run.name]) for number, run in enumerate(runs))]
-    verdicts = [
-        element("span", _mark(diagnosis), " ", diagnosis.summary) if diagnosis.verdict else "not diagnosed"
-        for diagnosis in diagnoses
-    ]
-    rows: list[list[str]] = [["Verdict", *verdicts]]
-    rows += [
+    rows = [
         [results[0].heading, *(join([each.text, _optional("small", each.note)]) for each in results)]
         for results in summaries(runs)
     ]

@@ -181,37 +181,29 @@ def _noise_scale(run: RunRecord) -> SummaryRow:
 def _time(run: RunRecord) -> SummaryRow:
     """Of all steps: each row has the mean time of the steps since the row before."""
     times, seconds = _finite(run, "step_time_sec"), 0.0
-    begun = (each.global_step for each in run.restarts if each.global_step < min(times, default=0))
-    before = max(begun, default=0)
+    before = max((each.global_step for each in run.restarts if each.global_step < min(times, default=0)), default=0)
     for step, each in times.items():
         seconds, before = seconds + each * (step - before), step
-    note = f"{timedelta(seconds=round(seconds))} without evaluations and checkpoints"
-    return SummaryRow("Time of all steps", seconds if times else None, "s", note if times else "", digits=3)
-
-
-def _bits(run: RunRecord, step: int) -> str:
-    bits = _finite(run, "eval_bits_per_byte").get(step)
-    return "" if bits is None else f"{number_text(bits)} bits/byte, "
+    note = f"{timedelta(seconds=round(seconds))} without evaluations and checkpoints" * bool(times)
+    return SummaryRow("Time of all steps", seconds if times else None, "s", note, digits=3)
 
 
 def ran(run: RunRecord) -> list[SummaryRow]:
     """What was trained, on what: the model, the device and the data, as far as they are recorded."""
-    table, ranks = run.setting("model"), run.world_size
-    devices, wanted = run.environment.get("devices"), run.setting("train.device")
-    name = sizes = device = None
-    if isinstance(table, Mapping):
-        name = table.get("target") or table.get("family") or "rglru"  # the default, as in trainer/model/families.py
-        sizes = f"dim {table.get('dim')}, {table.get('num_layers')} layers"
-    if devices is not None and wanted is not None:
+    model, ranks, devices = run.setting("model"), run.world_size, run.environment.get("devices")
+    name = sizes = device = ""
+    if isinstance(model, Mapping):
+        name = str(model.get("target") or model.get("family") or "rglru")  # the default, as `families.DEFAULT`
+        sizes = f"dim {model.get('dim')}, {model.get('num_layers')} layers"
+    if devices is not None and (wanted := run.setting("train.device")) is not None:
         device = few(list(dict.fromkeys(devices))) if devices and wanted != "cpu" else "cpu"
-    how = [counted(ranks, "rank")] if ranks else []
-    how += filter(None, (run.setting("train.precision"), run.setting("distributed.strategy") if ranks != 1 else None))
+    how = [run.setting("train.precision"), run.setting("distributed.strategy") if ranks != 1 else None]
+    how = [counted(ranks, "rank") if ranks else "", *how]
     sources = run.setting("data.source")
-    names = (
-        [str(each.get("name")) for each in sources if isinstance(each, Mapping)] if isinstance(sources, list) else []
-    )
-    rows = ("Model", name, sizes), ("Device", device, ", ".join(map(str, how))), ("Data", few(names) or None, "")
-    return [SummaryRow(label, str(value), note=note or "") for label, value, note in rows if value]
+    tables = [each for each in sources if isinstance(each, Mapping)] if isinstance(sources, list) else []
+    rows = ("Model", name, sizes), ("Device", device, ", ".join(map(str, filter(None, how))))
+    found = [*rows, ("Data", few([str(each.get("name")) for each in tables]), "")]
+    return [SummaryRow(label, value, note=note) for label, value, note in found if value]
 
 
 def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
@@ -224,26 +216,25 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     redone = f"{counted(sum(run.steps_redone), 'step')} repeated" if any(run.steps_redone) else ""
     num_evals = f"{counted(len(evals), 'evaluation')}{part}, "
     last = float(run.steps[-1]) if run.steps else None
-    tokens, full = (
-        _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens"),
-        run.environment.get("tokens_per_step"),
-    )
-    parameters = float(run.environment.get("parameters", 0)) or None
+    tokens = _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens")
+    parameters, full = (run.environment.get(key) for key in ("parameters", "tokens_per_step"))
     ratio = tokens.value / parameters if parameters and isinstance(tokens.value, float) else None
+    bits = {at: f"{number_text(value)} bits/byte, " for at, value in _finite(run, "eval_bits_per_byte").items()}
+    final = bits.get(max(evals, default=0), "")
     return [
         SummaryRow("State", str(state) if state else None, note=": ".join(filter(None, reached))),
         SummaryRow("Steps", last, note=f"the last of {rows_text(run.steps)}" if run.steps else ""),
         _time(run),
         tokens,
-        SummaryRow("Parameters", parameters),
+        SummaryRow("Parameters", float(parameters) if parameters else None),
         SummaryRow("Tokens per parameter", ratio),
         _middle("Batch", run, "tokens_in_step", "tokens/step", "mean", f"of at most {full:,}, " if full else ""),
         _middle("Fill", run, "data/fill", "of full rows", "mean"),
         _middle("Speed", run, "tokens_per_sec", "tokens/s"),
         _middle("MFU", run, "mfu", "of the peak"),
         _last_row("Peak memory", _finite(run, "gpu/peak_gb"), "GB"),
-        _last_row("Held-out loss", evals, "nats/token", f"{_bits(run, max(evals, default=0))}last of {num_evals}"),
-        _last_row("Best held-out loss", evals, "nats/token", f"{_bits(run, best)}best of {num_evals}", best),
+        _last_row("Held-out loss", evals, "nats/token", f"{final}last of {num_evals}"),
+        _last_row("Best held-out loss", evals, "nats/token", f"{bits.get(best, '')}best of {num_evals}", best),
         *_losses(run, window),
         _noise_scale(run),
         _total("Cold starts", run, ["ledger/cold_starts"], "cells"),

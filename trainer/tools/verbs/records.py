@@ -144,24 +144,20 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
 def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
     from trainer.tools.fitted_table import Column
 
-    ages = ["-" if entry.age_sec is None else duration_text(entry.age_sec) for entry in entries]
-    losses, evals = (
-        ["-" if value is None else f"{value:.4f}" for value in values]
-        for values in ([entry.loss for entry in entries], [entry.eval_loss for entry in entries])
-    )
+    def numbers(name: str, heading: str, leave_out: int, form: Callable[[float], str]) -> list[Column]:
+        cells = ["-" if (value := getattr(each, name)) is None else form(value) for each in entries]
+        return [Column(heading, cells, "right", leave_out)] if leave_out < 5 or {*cells} != {"-"} else []
+
     columns = [
         Column("run", [escape(entry.run) for entry in entries]),
         Column("state", [coloured(entry.state, otherwise="dim") for entry in entries]),
         Column("step", [_steps(entry) for entry in entries], "right", leave_out=1),
-        Column("loss", losses, "right", leave_out=2),
-        Column("eval", evals, "right", leave_out=4),
-        Column("age", ages, "right", leave_out=3),
+        *numbers("loss", "loss", 2, "{:.4f}".format),
+        *numbers("eval_loss", "eval", 4, "{:.4f}".format),
+        *numbers("tokens_in_step", "tokens/step", 5, "{:,.0f}".format),
+        *numbers("fill", "fill", 5, "{:.1%}".format),
+        *numbers("age_sec", "age", 3, duration_text),
     ]
-    for name, form in {"fill": "{:.1%}", "tokens_in_step": "{:,.0f}"}.items():
-        found = [getattr(entry, name) for entry in entries]
-        if any(value is not None for value in found):
-            cells = ["-" if value is None else form.format(value) for value in found]
-            columns.insert(5, Column(name.replace("_in_", "/"), cells, "right", leave_out=5))
     if any(entry.changed for entry in entries):
         changed = [counted(len(entry.changed), "setting") if entry.changed else "" for entry in entries]
         columns.append(Column("changed", changed, leave_out=3))
