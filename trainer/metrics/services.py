@@ -252,8 +252,8 @@ def _verbatim(text: str) -> str:
 
 
 class TensorboardSink:
-    """Writes each metric as a scalar to TensorBoard's event files (extra `tensorboard`), at its step; and `config`, the settings
-    by their dotted keys, as text and as hyperparameters."""
+    """Writes each metric as a scalar to TensorBoard's event files (extra `tensorboard`), at its step; and `config`, the
+    settings by their dotted keys, as text and as hyperparameters."""
 
     def __init__(self, log_dir: Path, config: Mapping[str, Any] | None = None) -> None:
         self._log_dir, self._config = log_dir, config or {}

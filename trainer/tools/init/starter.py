@@ -98,10 +98,9 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
 
 
 def _comment(text: str) -> str:
-    wrap = textwrap.TextWrapper(
-        WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+    return textwrap.fill(
+        text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
     )
-    return wrap.fill(text)
 
 
 def _sources(starter: Starter) -> str:

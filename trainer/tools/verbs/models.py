@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 ModelArgument = Annotated[str, typer.Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
 ExportFormat = Literal["safetensors", "hf", "csv"]
 HELD_OUT = "held-out documents"
-FILES = re.compile(
+FILE_SUFFIX = re.compile(
     r"\.(arrow|bin|ckpt|csv|gguf|h5|json|jsonl|np[yz]|onnx|parquet|pth?|safetensors|tsv|xlsx)", re.IGNORECASE
 )
-"""Suffixes of files: no directory should have one, nor CSV another than its own."""
 METRICS = {"loss": "loss", "bits_per_byte": "bits per byte", "perplexity": "perplexity", "accuracy": "accuracy"}
 
 
@@ -193,7 +192,7 @@ def export(
     """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV)."""
     target = Path(out)
     format = format or ("csv" if target.suffix == ".csv" else "safetensors")
-    if FILES.fullmatch(target.suffix) and f"{target.suffix}:{format}" != ".csv:csv":
+    if FILE_SUFFIX.fullmatch(target.suffix) and f"{target.suffix}:{format}" != ".csv:csv":
         made_of = "CSV" if format == "csv" else "a directory with weights"
         raise UserError(
             "--out", f"{out} would be {made_of}", f"leave out {target.suffix}, or end it in .csv for metrics"

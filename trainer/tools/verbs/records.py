@@ -178,9 +178,8 @@ def _verdict_cell(entry: RunEntry) -> str:
 
 
 def _steps(entry: RunEntry) -> str:
-    if entry.step is None:
-        return "-"
-    return f"{entry.step:,}/{entry.steps:,}" if entry.steps is not None else f"{entry.step:,}"
+    of = "" if entry.steps is None else f"/{entry.steps:,}"
+    return "-" if entry.step is None else f"{entry.step:,}{of}"
 
 
 class LiveVerdict:
