@@ -64,9 +64,8 @@ def test_a_nest_goes_in_and_comes_out_and_zeros_for_what_is_not_held() -> None:
         assert torch.equal(kept, torch.stack([given[1], torch.zeros_like(given[0]), given[0]]))
     with pytest.raises(ValueError, match="another layout"):
         ledger.store(groups, cells, np.array([False, False]), state["h"])
-    for both in ({}, {"state_width": 2, "layout": StateLayout(state)}):
-        with pytest.raises(TypeError, match="either state_width or layout"):
-            Ledger(capacity=4, wipe_mode="lru", **both)
+    with pytest.raises(TypeError, match="either state_width or layout"):
+        Ledger(capacity=4, wipe_mode="lru")
 
 
 def test_every_key_is_always_present_as_a_float() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,52 +16,46 @@ from tests.support.runs import write_tiny_config
 from trainer.config.load import load_config
 from trainer.extensions import alert as alerts
 
-Said = list[dict[str, Any]]
+said: list[dict[str, Any]] = []
+
+
+class Hook(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        said.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(500 if said[-1]["run"] == "refused" else 200)
+        self.end_headers()
 
 
 @pytest.fixture
-def webhook() -> Iterator[tuple[str, Said]]:
-    """(the setting, what it was told)."""
-    said: Said = []
-
-    class Hook(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            said.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(500 if said[-1]["run"] == "refused" else 200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
+def url():
+    said.clear()
     with HTTPServer(("127.0.0.1", 0), Hook) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f'alert.url="http://127.0.0.1:{server.server_port}/hook"', said
+        yield f'alert.url="http://127.0.0.1:{server.server_port}/hook"'
         server.shutdown()
 
 
-def test_a_webhook_hears_of_spikes_and_of_every_end(tmp_path: Path, webhook: tuple[str, Said]) -> None:
-    config, (url, said) = write_tiny_config(tmp_path), webhook
+def test_a_webhook_hears_of_spikes_and_of_every_end(tmp_path: Path, url: str) -> None:
+    config = write_tiny_config(tmp_path)
     train_here(config, tmp_path / "done", url, "train.steps=60", "train.spike_sigma=0.01", "optimizer.lr=1e-6")
     train_here(config, tmp_path / "failed", url, "optimizer.lr=1e38", code=1)
+    spike, *_, done, failed = said
     assert [each["event"] for each in said if each["event"] != "spike"] == ["done", "failed"]
-    spike, done, failed = (next(each for each in said if each["event"] == name) for name in ("spike", "done", "failed"))
-    assert (spike["state"], spike["last_step"] > 20) == ("running", True)
+    assert (spike["event"], spike["state"], spike["last_step"] > 20) == ("spike", "running", True)
     assert done["text"] == "tiny: done at step 60: all steps are done"
     status = json.loads((tmp_path / "failed" / "status.json").read_text())
     assert [failed[key] for key in ("state", "reason", "last_step")] == [*status.values()][:3]
 
 
-def test_a_service_that_hangs_or_fails_costs_seconds_and_a_warning(
-    tmp_path: Path, webhook: tuple[str, Said], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_hangs_or_fails_costs_seconds_and_a_warning(tmp_path, url, caplog, monkeypatch):
     monkeypatch.setattr(alerts.logger.parent, "propagate", True)
     monkeypatch.setattr(alerts, "WAIT_SEC", 1.0)
     command = f"alert.command=['sh', '-c', 'cat > {tmp_path}/heard; exec sleep 60']"
-    for setting, wait_sec in ((command, 0.0), (command, 5.0), (webhook[0], 5.0)):
+    for setting, wait_sec in ((command, 0.0), (command, 5.0), (url, 5.0)):
         config, begun = load_config(write_tiny_config(tmp_path), [setting, "run.name=refused"]), time.monotonic()
         alerts.alert(config, tmp_path, "stopped", reason="SIGTERM", step=3, wait_sec=wait_sec)
         assert time.monotonic() - begun < max(wait_sec - 1.0, 0.9)
     assert json.loads((tmp_path / "heard").read_text())["last_step"] == 3
-    problems = [record.getMessage() for record in caplog.records]
-    assert len(problems) == 3
-    assert all("the alert of stopped did not arrive" in problem for problem in problems)
+    assert [each.getMessage().partition(" arrive")[0] for each in caplog.records] == [
+        "the alert of stopped did not"
+    ] * 3
