@@ -33,7 +33,7 @@ CEILINGS = {
     "core: files": (113, 113),
     "trainer: lines": (42_800, 33_000),
     "trainer: files": (210, 210),
-    "tests: lines": (40_480, 30_000),
+    "tests: lines": (40_440, 30_000),
     "launches in make test": (136, 136),  # counted and checked in tests/conftest.py
     "scripts: lines": (5_020, 5_000),
     "words of documentation": (40_760, 38_000),

@@ -15,7 +15,7 @@ from bench_table import Figure, Table, bench_parser, run_bench
 from torch.profiler import ProfilerActivity, profile, schedule
 from trainer_run import GPU_CONFIG, TINY, StepWatcher, plan_of, run_trainer
 
-from trainer.lab.trace import TraceSummary, read_trace, summarize
+from trainer.lab.profile import TraceSummary, read_trace, summarize
 
 WARM_UP, SETTLE, ACTIVE = 8, 2, 4
 STEPS = WARM_UP + SETTLE + ACTIVE + 2

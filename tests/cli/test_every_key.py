@@ -14,35 +14,8 @@ from tests.support.ranks import status
 from tests.support.runs import make_corpus, read_rows, write_tiny_config
 from trainer.metrics.catalog.lookup import CATALOG, family, is_known
 
-EXTRA = """
-per_source = true
-per_layer = true
-per_depth = true
-peak_tflops = 1.0
-
-[objective]
-token_types = true
-z_loss = 1e-2
-coord = { first_token = 97, num_bins = 20, sigma = 1.0, weight = 0.5 }
-
-[eval]
-every = 12
-batches = 1
-holdout_fraction = 0.2
-target = "slow_saves:evaluate"
-
-[[eval.source]]
-batches = 1
-name = "mine"
-paths = ["mine.jsonl"]
-
-[[data.source]]
-name = "own"
-target = "slow_saves:batches"
-
-[checkpoint]
-every = 2
-"""
+# What follows `[metrics]` of the tiny config.
+EXTRA = Path(__file__).with_name("every_key.toml").read_text(encoding="utf-8")
 # The device's memory, and the scale of fp16's losses.
 ON_CUDA = {f"gpu/{name}" for name in ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utilization")} | {
     "grad_scale"

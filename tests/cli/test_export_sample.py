@@ -152,6 +152,9 @@ def test_without_a_format_the_path_decides(folder, tmp_path, capsys):
         done = program(["export", folder / "run", "--out", tmp_path / name, *format], capsys)
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "x.csv").read_bytes() == (tmp_path / "asked").read_bytes()
+    for name, format in (("x.parquet", ()), ("y.safetensors", ("--force",)), ("z.json", ("--format", "csv"))):
+        done = program(["export", folder / "run", "--out", tmp_path / name, *format], capsys)
+        assert (done.returncode, " would be " in done.stderr, (tmp_path / name).exists()) == (2, True, False)
 
 
 def test_a_tokenizer_that_is_not_there_is_named_with_the_way_out(tmp_path, monkeypatch):

@@ -36,11 +36,12 @@ def test_an_entry_says_state_step_loss_age_and_verdict(tmp_path):
     assert entry_of(tmp_path / "b", now=NOW, diagnoses=False).verdict is None
 
 
-def test_the_fill_is_shown_of_runs_that_log_it(tmp_path, capsys):
+def test_fill_and_batch_are_shown_of_runs_that_log_them(tmp_path, capsys):
     make_run(tmp_path / "a", "done", [5.0])
     assert "fill" not in program(["ls", str(tmp_path)], capsys).stdout.split("\n", 4)[1]
-    write_record(tmp_path / "b", {"loss": [5.0], "data/fill": [0.987]}, status={"state": "done"})
-    assert " 98.7% " in program(["ls", str(tmp_path)], capsys).stdout
+    rows = {"loss": [5.0], "data/fill": [0.987], "tokens_in_step": [1234.0]}
+    write_record(tmp_path / "b", rows, status={"state": "done"})
+    assert re.search(r" 1,234 . 98.7% ", program(["ls", str(tmp_path)], capsys).stdout)
 
 
 def test_names_are_shortened_before_a_column_is_left_out(tmp_path, monkeypatch, capsys):

@@ -64,12 +64,15 @@ def test_wandb_s_file_holds_the_same_numbers_and_the_resolved_config(finished):
     assert logged_config["train"]["steps"] == 8
 
 
-def test_tensorboard_holds_the_same_losses(finished):
+def test_tensorboard_holds_the_same_losses_and_the_settings(finished):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run_dir, _ = finished
     events = accumulator.EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
     rows = read_rows(run_dir / "metrics.jsonl")
+    (config,) = events.Tensors("config/text_summary")[0].tensor_proto.string_val
+    assert "    train.steps = 8\n" in config.decode()
+    assert b"train.steps" in events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     found = {event.step: event.value for event in events.Scalars("train/loss")}
     assert found == {
         step: pytest.approx(row["loss"], rel=1e-6) for (mode, step), row in rows.items() if mode == "train"

@@ -124,12 +124,7 @@ def everything(rank: int, world_size: int) -> Results:
     wide = window_with_bf16_parameters(rank, world_size)
     with norms_of_cuda():
         assert window_with_bf16_parameters(rank, world_size)[0].tr_sigma == pytest.approx(wide[0].tr_sigma, rel=1e-6)
-    return (
-        compare_all(rank, world_size),
-        wide,
-        step_like_a_user(rank, world_size),
-        refusals(rank, world_size),
-    )
+    return (compare_all(rank, world_size), wide, step_like_a_user(rank, world_size), refusals(rank, world_size))
 
 
 @pytest.fixture(scope="module")

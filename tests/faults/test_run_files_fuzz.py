@@ -164,12 +164,7 @@ def test_nothing_in_the_files_of_a_run_hangs_a_verb_or_a_resume_or_ends_it_with_
                 found.append(f"{number} {name} {kind}: {verb}: {took:.0f} s")
     assert victim.read_text() == "precious\n"
     assert not found, "\n".join(found)
-    keep(
-        7,
-        "anything in any file of a run, under all verbs and resumes",
-        lost="–",
-        times=CASES,
-    )
+    keep(7, "anything in any file of a run, under all verbs and resumes", lost="–", times=CASES)
 
 
 def options(command: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:

@@ -51,11 +51,7 @@ KINDS = (  # the first that fits counts
 )
 # Times these, for the loss of the first row, the rest of it, and later rows; not for counts. In bfloat16, and after Muon's
 # steps in it, rounding is as much coarser; the gradient of `gated_delta` is a difference of larger numbers.
-COARSE = {
-    "device_per_stream": (20.0, 400.0, 400.0),
-    "growing_batch": (1.0, 1.0, 50.0),
-    "gated_delta": (1.0, 4.0, 1.0),
-}
+COARSE = {"device_per_stream": (20.0, 400.0, 400.0), "growing_batch": (1.0, 1.0, 50.0), "gated_delta": (1.0, 4.0, 1.0)}
 EVERY_ROW = re.compile(r"lr$|(eval_)?loss$|grad_norm$|gns/(tr_sigma|grad_sq)$")
 
 

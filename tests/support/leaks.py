@@ -320,9 +320,7 @@ PUBLIC: dict[str, Case] = {
     "the offset moves in place": Case(model(count=advance_in_place), "ml-explore/mlx-lm#1699", "purity"),
     "a slot keeps its last user's state": Case(model(state=of_slot, end=to_slot), "ggml-org/llama.cpp#29092"),
     "the state is rounded to bf16 by each call": Case(
-        ends(lambda h: h.bfloat16().to(h.dtype)),
-        "ml-explore/mlx-lm#988",
-        "carry",
+        ends(lambda h: h.bfloat16().to(h.dtype)), "ml-explore/mlx-lm#988", "carry"
     ),
     "single tokens round their gate": Case(
         model(decay=lambda c: (c.decay * 256).round() / 256 if c.length == 1 else c.decay),

@@ -21,53 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "train"
 TIMEOUT_SEC = 600
 
-TINY = """\
-[run]
-name = "tiny"
-dir = "{runs}"
-seed = 7
-
-[train]
-steps = 6
-micro_batches = 2
-device = "cpu"
-
-[data]
-seq_len = 16
-max_group_cells = 8
-
-[data.mixing]
-num_streams_mixed = 2
-batching_mode = "per_stream"
-batch_size = 4
-batch_size_by_modality = {{ b = 2 }}
-
-[[data.source]]
-name = "first"
-layout = "nested"
-root = "{corpus}"
-modalities = ["a"]
-weight = {{ schedule = "linear", unit = "step", points = {{ 0 = 3.0, 20 = 1.0 }} }}
-
-[[data.source]]
-name = "second"
-layout = "nested"
-root = "{corpus}"
-modalities = ["b"]
-
-[model]
-dim = 16
-num_layers = 2
-
-[ledger]
-capacity = 32
-
-[scheduler]
-warmup_steps = 2
-
-[metrics]
-log_interval = 1
-"""
+TINY = Path(__file__).with_name("tiny.toml.in").read_text(encoding="utf-8")
 
 
 def make_corpus(root: Path, *, streams: int = 4, documents: int = 12, seed: int = 0) -> Path:

@@ -40,6 +40,7 @@ _LAB = {
     "digests": f"{LAB}.digests:Digests",
     "spikes": f"{LAB}.spikes:LossSpikes",
     "mix": f"{LAB}.mix:Mix",
+    "alert": f"{LAB}.alert:Alert",
     "sample": f"{LAB}.samples:Samples",
     "profile": f"{LAB}.profile:StepProfile",
     "progress": f"{LAB}.progress:ProgressBar",

@@ -408,6 +408,15 @@ class DistributedTable(Table):
     """ddp: allow parameters that some micro-batches do not use; DDP searches for them in every step."""
 
 
+class AlertTable(Table):
+    """`[alert]`: who is told of loss spikes and of the run's end (docs/reliability.md)."""
+
+    command: list[Text] = []
+    """Program and arguments; gets JSON on stdin."""
+    url: Annotated[str, Field(pattern=WEB_ADDRESS, max_length=4096)] | None = None
+    """A webhook, which gets the JSON by POST."""
+
+
 class ExtensionTable(Table):
     """`[[extension]]`: a class of your own that rides on the run (docs/extensions.md)."""
 
@@ -434,6 +443,7 @@ class RunConfig(Table):
     sample: SampleTable = SampleTable()
     checkpoint: CheckpointTable = CheckpointTable()
     distributed: DistributedTable = DistributedTable()
+    alert: AlertTable = AlertTable()
     extension: list[ExtensionTable] = []
 
     @property

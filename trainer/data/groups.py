@@ -189,7 +189,7 @@ class OpenStream:
 
     @property
     def tokens_behind_cuts(self) -> tuple[int, int]:
-        """(target tokens that are read without the state of the text before them, all target tokens)."""
+        """(target tokens that follow a cut of their document, all target tokens)."""
         tokens = self.num_tokens()
         return int(tokens[self.groups.first_cells > 0].sum()), int(tokens.sum())
 
@@ -277,9 +277,10 @@ class StreamOpener:
         found, self._behind_cuts = self._behind_cuts, None
         if found and self._warns and any(behind for behind, _ in found):
             behind, tokens = map(sum, zip(*found, strict=True))
-            text = "source %s: of the tokens of %s opened first, %.1f %% are read without the state of the text before them, "
-            text += "since documents are cut (data.max_group_cells)"
-            logger.info(text, self._cut.namespace, counted(len(found), "stream"), 100 * behind / tokens)
+            text = "source %s: of the tokens of %s opened first, %.1f %% follow a cut of their document: "
+            text += "their state reaches back to the cut, at most %s tokens (data.max_group_cells)"
+            reach = f"{self._cut.max_group_cells * self._cut.seq_len:,}"
+            logger.info(text, self._cut.namespace, counted(len(found), "stream"), 100 * behind / tokens, reach)
 
     def warn(self) -> None:
         """Warn of the opened files that `eod` does not occur in, and of those of a doubtful `dtype`; once of either."""

@@ -1,14 +1,25 @@
-"""`--profile N`: torch's profiler over N steady steps of rank 0, into the run directory."""
+"""`--profile N`: torch's profiler over N steady steps of rank 0, and what its trace shows: kernels, idle time, synchronizations.
+
+The run writes both to `RUN_DIR/profile`. The summary needs the exported file alone (Chrome's trace event format), so it works with
+the traces of every release and of other machines. Steps are the spans that `torch.profiler.profile.step` leaves. Of a run on the
+CPU, operators take the place of kernels.
+"""
 
 from __future__ import annotations
 
+import gzip
+import json
 import shutil
-from typing import TYPE_CHECKING
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from trainer.config.schema import FIRST_PROFILED
-from trainer.lab.trace import FOLDER, TRACE, read_trace, summarize, write_summary
+from trainer.files import write_json
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
 from trainer.wording import counted
@@ -17,9 +28,204 @@ if TYPE_CHECKING:
     from trainer.training.run import Run
 
 logger = get_logger(__name__)
+
+FOLDER: Final = "profile"  # of the run directory, with the trace and its summary
+TRACE: Final = "trace.json.gz"
+SUMMARY: Final = "summary.json"
+MOST_KERNELS: Final = 25
 WARM_UP = 2  # steps with the profiler on that are not recorded
 SETTLING = FIRST_PROFILED - 1 - WARM_UP  # steps before: models are compiled, buckets are built, caches are filled
 SHOWN = 8
+
+STEP_PREFIX = "ProfilerStep#"
+ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
+SYNCHRONIZING = frozenset(
+    f"{prefix}{name}"
+    for prefix in ("cuda", "hip")
+    for name in ("DeviceSynchronize", "StreamSynchronize", "Memcpy", "Memcpy2D", "MemcpyToSymbol", "MemcpyFromSymbol")
+) | {"cuCtxSynchronize", "cuStreamSynchronize"}
+EVENT_WAITS = frozenset({"cudaEventSynchronize", "hipEventSynchronize", "cuEventSynchronize"})
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that ran from `start` to `end`, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+    @property
+    def length(self) -> float:
+        """In microseconds."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """A kernel's (or on the CPU an operator's) time over all profiled steps."""
+
+    name: str
+    calls: int
+    total_ms: float
+    share: float
+    """Of the sum of all kernels' times."""
+
+
+@dataclass(frozen=True)
+class TraceSummary:
+    """What happened in the profiled steps, from the start of the first to the end of the last on the host."""
+
+    num_steps: int
+    is_of_device: bool
+    """False: the trace has no kernels, and operators of the CPU stand for them."""
+    step_ms: float
+    """Mean length of a step."""
+    idle_ms: float
+    """Mean time of a step in which no kernel runs, on any stream."""
+    longest_gap_ms: float
+    kernels: tuple[KernelTime, ...]
+    """Those that take most of the time first."""
+    synchronizations: Mapping[int, Mapping[str, int]]
+    """Step as the profiler counts them -> call that waits for the device -> how often, on any thread."""
+    event_waits: int
+    """Waits for an event of the device, over all steps. A step's numbers are read so, once the next step is launched."""
+
+    @property
+    def idle_share(self) -> float:
+        """Idle time over step time."""
+        return self.idle_ms / self.step_ms
+
+    @property
+    def num_synchronizations(self) -> int:
+        """Calls that wait for the device, over all steps."""
+        return sum(sum(calls.values()) for calls in self.synchronizations.values())
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of an exported trace, compressed (.gz) or not."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    events: list[dict[str, Any]] = json.loads(data)["traceEvents"]
+    return events
+
+
+def summarize(events: Iterable[Mapping[str, Any]]) -> TraceSummary:
+    """Sum up a trace.
+
+    Args:
+        events: see `read_trace`; times in microseconds.
+
+    Raises:
+        ValueError: no step was profiled.
+    """
+    whole = [event for event in events if event.get("ph") == "X"]
+    steps = {
+        int(event["name"].removeprefix(STEP_PREFIX)): _span(event)
+        for event in whole
+        if event.get("cat") == "user_annotation" and str(event["name"]).startswith(STEP_PREFIX)
+    }
+    if not steps:
+        raise ValueError("the trace has no profiled step")
+    start, end = min(step.start for step in steps.values()), max(step.end for step in steps.values())
+    on_device = [_span(event) for event in whole if event.get("cat") in ON_DEVICE]
+    busy, times = on_device, [(span, span.length) for span in clipped(on_device, start, end)]
+    if not on_device:
+        busy, times = _operators(whole, start, end)
+    idle = gaps(busy, start, end)
+    calls = [_span(event) for event in whole if event.get("cat") in RUNTIME]
+    return TraceSummary(
+        num_steps=len(steps),
+        is_of_device=bool(on_device),
+        step_ms=(end - start) / len(steps) / 1e3,
+        idle_ms=sum(idle) / len(steps) / 1e3,
+        longest_gap_ms=max(idle, default=0.0) / 1e3,
+        kernels=_table(times),
+        synchronizations=_per_step(calls, steps),
+        event_waits=sum(call.name in EVENT_WAITS and start <= call.start < end for call in calls),
+    )
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    start = float(event["ts"])
+    return Span(str(event["name"]), start, start + float(event.get("dur", 0.0)))
+
+
+def _operators(
+    events: Iterable[Mapping[str, Any]], start: float, end: float
+) -> tuple[list[Span], list[tuple[Span, float]]]:
+    """Operators of the CPU, and each with its own time, without that of the operators that it calls."""
+    by_thread: dict[Any, list[Span]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "cpu_op":
+            by_thread[event.get("pid"), event.get("tid")].extend(clipped([_span(event)], start, end))
+    times = [pair for spans in by_thread.values() for pair in self_times(spans)]
+    return [span for span, _ in times], times
+
+
+def _table(times: Sequence[tuple[Span, float]]) -> tuple[KernelTime, ...]:
+    calls: Counter[str] = Counter(span.name for span, _ in times)
+    total: dict[str, float] = defaultdict(float)
+    for span, length in times:
+        total[span.name] += length
+    everything = sum(total.values())
+    found = [KernelTime(name, calls[name], total[name] / 1e3, total[name] / everything) for name in total]
+    return tuple(sorted(found, key=lambda kernel: (-kernel.total_ms, kernel.name)))
+
+
+def _per_step(calls: Sequence[Span], steps: Mapping[int, Span]) -> dict[int, dict[str, int]]:
+    """Synchronizing calls by the step in which they began."""
+    return {
+        number: dict(Counter(c.name for c in calls if c.name in SYNCHRONIZING and step.start <= c.start < step.end))
+        for number, step in sorted(steps.items())
+    }
+
+
+def clipped(spans: Iterable[Span], start: float, end: float) -> Iterator[Span]:
+    """The parts of the spans between `start` and `end`; those outside are left out."""
+    for span in spans:
+        inside = Span(span.name, max(span.start, start), min(span.end, end))
+        if inside.length > 0:
+            yield inside
+
+
+def gaps(spans: Iterable[Span], start: float, end: float) -> list[float]:
+    """Lengths of the times between `start` and `end` in which none of the spans runs, in order. Spans may overlap."""
+    found, covered_to = [], start
+    for span in sorted(clipped(spans, start, end), key=lambda each: each.start):
+        if span.start > covered_to:
+            found.append(span.start - covered_to)
+        covered_to = max(covered_to, span.end)
+    if end > covered_to:
+        found.append(end - covered_to)
+    return found
+
+
+def self_times(spans: Sequence[Span]) -> list[tuple[Span, float]]:
+    """Each span of one thread with its length less that of the spans directly inside it."""
+    own = [span.length for span in spans]
+    open_spans: list[int] = []
+    # Of two that start together the longer one is the outer one.
+    for index in sorted(range(len(spans)), key=lambda each: (spans[each].start, -spans[each].end)):
+        while open_spans and spans[open_spans[-1]].end <= spans[index].start:
+            open_spans.pop()
+        if open_spans:
+            own[open_spans[-1]] -= spans[index].length
+        open_spans.append(index)
+    return list(zip(spans, own, strict=True))
+
+
+def write_summary(folder: Path, found: TraceSummary, *, first_step: int) -> None:
+    """Write the summary beside the trace.
+
+    Args:
+        first_step: global step of the first profiled one.
+    """
+    content = asdict(found)
+    content["kernels"] = content["kernels"][:MOST_KERNELS]
+    content["num_kernels"] = len(found.kernels)
+    content["synchronizations"] = {str(step): dict(calls) for step, calls in found.synchronizations.items()}
+    write_json(folder / SUMMARY, {"profile_version": 1, "first_step": first_step, **content})
 
 
 class StepProfile(Extension):

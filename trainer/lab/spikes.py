@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer.lab.alert import alert
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
 
@@ -113,8 +114,10 @@ class LossSpikes(Extension):
     def exchanged(self, by_rank: Sequence[Any]) -> None:
         """Write the spikes that any rank has found, with the batches of all."""
         for step, spike, grad_norm in sorted({found for spikes, _ in filter(None, by_rank) for found in spikes}):
-            text = "step %d: loss spike: %.4f, %.1f standard deviations above its average of %.4f"
-            logger.warning(text, step, spike.loss, spike.num_sigma, spike.mean)
+            text = f"{spike.loss:.4f}, {spike.num_sigma:.1f} standard deviations above its average of {spike.mean:.4f}"
+            logger.warning("step %d: loss spike: %s", step, text)
+            if self.run.info.is_main:
+                alert(self.run.config, self.run.run_dir.path, "spike", reason=text, step=step)
             values = {**spike._asdict(), "grad_norm": grad_norm, "replay": self.run.run_dir.replay_command(step)}
             batches = [rank and rank[1].get(step) for rank in by_rank]
             self.run.event({"event": "loss_spike", "global_step": step, **values, "batches": batches})

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from trainer.ledger.index import EVICTION_MODES, WIPE_MODES, Evicted, GroupIndex
 from trainer.ledger.slab import Native, Slab
 from trainer.ledger.snapshot import Owners, load_shards, save_shard
 from trainer.on_device import to_device
+
+if TYPE_CHECKING:
+    from trainer.model.protocol import StateLayout
 
 COUNTER_KEYS = (
     *(f"ledger/{what}/{mode}" for what in ("evictions", "false_evictions") for mode in EVICTION_MODES),
@@ -112,6 +115,7 @@ class Ledger:
 
     Args:
         state_width: numbers per state.
+        layout: instead, of states that are any nest of tensors [B, ...]: `trainer.model.protocol.StateLayout(state)`.
         capacity: most groups that this rank can hold.
         wipe_mode: `none`, `full`, `lru` or `periodic_stale`; see `trainer.ledger.index`.
         stale_threshold: with `periodic_stale`, steps that a group may go without a store.
@@ -128,7 +132,8 @@ class Ledger:
     def __init__(
         self,
         *,
-        state_width: int,
+        state_width: int | None = None,
+        layout: StateLayout | None = None,
         capacity: int,
         wipe_mode: WipeMode,
         stale_threshold: int = 0,
@@ -154,7 +159,11 @@ class Ledger:
         self.owners = owners
         self._step: int | None = None
         self._stored_at = -1
-        self._slab = Slab(width=state_width, capacity=capacity, device=torch.device(device), dtype=dtype)
+        self._layout = layout
+        width = state_width if layout is None else layout.width
+        if width is None or None not in (state_width, layout):
+            raise TypeError("Ledger takes either state_width or layout")
+        self._slab = Slab(width=width, capacity=capacity, device=torch.device(device), dtype=dtype)
         self._given_dtype = torch.promote_types(dtype, torch.float32)
         # Numbers, or tensors of the device where it alone knows them.
         self._counts: dict[str, Native] = dict.fromkeys(COUNTER_KEYS, 0)
@@ -194,8 +203,9 @@ class Ledger:
         if self._wipe_mode == "periodic_stale" and is_due(step, previous, self._sweep_every):
             self._index.sweep(step - self._stale_threshold, step)
 
-    def lookup(self, group_ids: Ints, cell_index: Ints) -> Tensor:
-        """The states from which a micro-batch's cells continue, [B, state_width]: a detached copy, in float32 or wider.
+    def lookup(self, group_ids: Ints, cell_index: Ints) -> Any:
+        """The states from which a micro-batch's cells continue, [B, state_width]: a detached copy, in float32 or wider; with a
+        layout the nest, each tensor in its own type.
 
         Zeros at the start of a group (cell 0), for group id -1, and where no state is held. The last is counted as a
         cold start, on the rank that asks.
@@ -214,7 +224,8 @@ class Ledger:
             distinct(group_ids)
             states, is_valid = self._fetch(self._exchange, group_ids, np.flatnonzero(~is_fresh))
         self._counts["ledger/cold_starts"] += np.count_nonzero(~is_fresh) - self._slab.library.count_nonzero(is_valid)
-        return states.to(self._given_dtype)
+        states = states.to(self._given_dtype)
+        return states if self._layout is None else self._layout.unflatten(states)
 
     def lookup_age(self) -> Tensor:
         """Steps since each state that the last `lookup` returned was stored, int64 [B] on the device; -1 where it was zeros.
@@ -234,12 +245,12 @@ class Ledger:
         group_ids: Ints,
         cell_index: Ints,
         is_last: Flags,
-        states: Tensor,
+        states: Any,
         *,
         end_ids: Ints | None = None,
         end_cell_index: Ints | None = None,
     ) -> None:
-        """Store the states after a micro-batch's cells ([B, state_width], copied); call it after the backward.
+        """Store the states after a micro-batch's cells ([B, state_width], or the nest; copied); call it after the backward.
 
         Group id -1 is ignored. A last cell's state is not stored; its group's slot is freed, which is not an eviction.
         Then, with `lru`, the least recently stored groups are evicted until the new ones fit; groups of this micro-batch
@@ -256,7 +267,7 @@ class Ledger:
         If it raises, nothing is changed; with `exchange`, on the rank that raises.
 
         Raises:
-            ValueError: a group appears twice, an id is neither -1 nor in [0, 2^63), or `states` has another shape.
+            ValueError: a group appears twice, an id is neither -1 nor in [0, 2^63), or `states` has another shape or layout.
             UserError: the capacity is exhausted (with `lru`: below one micro-batch's groups).
             RuntimeError: no step has begun.
         """
@@ -264,6 +275,8 @@ class Ledger:
             raise RuntimeError("the ledger has no step yet: call begin_step before store")
         group_ids, cell_index = _as_group_ids(group_ids), np.ascontiguousarray(cell_index, np.int64)
         is_last = np.ascontiguousarray(is_last, np.bool_)
+        if self._layout is not None:
+            states = self._layout.flatten(states)
         if states.shape != (group_ids.size, self._slab.width):
             raise ValueError(f"states must be [{group_ids.size}, {self._slab.width}], got {list(states.shape)}")
         if not group_ids.shape == cell_index.shape == is_last.shape:

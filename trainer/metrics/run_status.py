@@ -32,7 +32,7 @@ _TAIL_BYTES: Final = 1 << 20
 ROOM_BYTES, SHORTEST_REASON = 4096, 500
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("state", "reason", "wandb_run_id", "loop", "host"), str),
-    **dict.fromkeys(("last_step", "pid", "world_size", "state_width", "threads"), int),
+    **dict.fromkeys(("last_step", "pid", "world_size", "threads", "parameters", "state_width", "tokens_per_step"), int),
     "time": (int, float),
     "command": list,
 }

@@ -246,11 +246,17 @@ class WandbSink:
         within(_GRACE_SEC, leave)
 
 
-class TensorboardSink:
-    """Writes each metric as a scalar to TensorBoard's event files (extra `tensorboard`), at its step."""
+def _verbatim(text: str) -> str:
+    """As TensorBoard shows it verbatim: indented. Anything else would be rendered as Markdown."""
+    return "".join(f"    {line}\n" for line in text.splitlines() or [""])
 
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
+
+class TensorboardSink:
+    """Writes each metric as a scalar to TensorBoard's event files (extra `tensorboard`), at its step; and `config`, the
+    settings by their dotted keys, as text and as hyperparameters."""
+
+    def __init__(self, log_dir: Path, config: Mapping[str, Any] | None = None) -> None:
+        self._log_dir, self._config = log_dir, config or {}
         self._writer: Any = None
         self._purge_step: int | None = None
 
@@ -260,7 +266,19 @@ class TensorboardSink:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._log_dir), purge_step=self._purge_step, flush_secs=30)
+            self._show_config()
         return self._writer
+
+    def _show_config(self) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        if config := self._config:
+            self._config = {}  # once
+            self._writer.add_text("config", _verbatim("\n".join(f"{key} = {each!r}" for key, each in config.items())))
+            plain = {key: each if isinstance(each, bool | int | float) else str(each) for key, each in config.items()}
+            # The writer's own `add_hparams` would make a run of its own of them; the third part says that it has ended.
+            for each in hparams(plain, {"train/loss": 0.0, "eval/loss": 0.0})[:2]:  # type: ignore[no-untyped-call]
+                self._writer.file_writer.add_summary(each)
 
     def log(self, payload: Mapping[str, Any]) -> None:
         """Write one payload."""
@@ -273,9 +291,7 @@ class TensorboardSink:
             self.close()
             self._purge_step = event["global_step"] + 1
         elif event.get("event") == SAMPLE:
-            # Indented text is shown verbatim; anything else would be rendered as Markdown.
-            shown = "".join(f"    {line}\n" for line in f"{event['prompt']}{event['text']}".splitlines() or [""])
-            self._opened().add_text("sample/text", shown, event["global_step"])
+            self._opened().add_text("sample/text", _verbatim(f"{event['prompt']}{event['text']}"), event["global_step"])
 
     def close(self) -> None:
         """Flush and close the files."""

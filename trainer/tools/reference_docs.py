@@ -4,46 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import resources
 from typing import Any
 
 from trainer.config.data_tables import FilesTable
 from trainer.config.schema import RunConfig
 from trainer.metrics.catalog.lookup import CATALOG
 
-_INTRODUCTION = """\
-<!-- Generated from trainer/config by `make docs`. -->
-# Configuration
-
-A run is one TOML file. `train check --config x.toml --defaults` prints it with all defaults. Unknown keys, values of the
-wrong type (nothing is converted), NaN and infinity are rejected with file, line, key and fix. `--set table.key=value`
-changes a value; `data.source` takes an index or name (`--set data.source.python.weight=2`). Paths of data and runs are relative
-to the working directory. [The tutorial](tutorial.md#how-a-document-is-read) explains cell, group and stream.
-
-Editors complete a file that starts with `#:schema ../docs/config.schema.json`.
-"""
-_METRICS_HEAD = """# Metrics and losses
-
-Generated from `trainer/metrics/catalog/` by `make docs`. Words such as cell, group and ledger are in
-[the tutorial](../tutorial.md#how-a-document-is-read).
-
-Every key of a payload's `metrics`. Evaluation keys have the prefix `eval_` (`eval_loss`). A part in angle brackets stands
-for a name (`objective/<name>`: `objective/token_ce`). If a feature is off, or a value is unknown (MFU on an unknown device, a
-noise scale without an upper bound), the key is absent rather than zero. Estimates of a variance or a squared norm may be
-negative by chance. Backends show keys without a namespace under `train/` and `eval/` (`loss` as `train/loss`). Without
-`metrics.per_source`, `<source>` in times is `all`.
-
-*Steps/ranks*: how values combine over micro-batches and steps since the last logged one, and over ranks. `weighted_mean` sums
-values and counts before it divides. `sum_and_worst` gives the total under the key and the largest rank's value under
-`<key>_max`; `mean_and_error` gives the mean and its standard error under `<key>_se`.
-"""
 _TYPES = {"object": "table"}
 _Node = dict[str, Any]
+
+
+def _head(name: str) -> str:
+    return (resources.files("trainer.tools") / "reference" / f"{name}.md").read_text(encoding="utf-8")
 
 
 def render_config_markdown() -> str:
     """docs/config.md: every table and key with its type, default and meaning."""
     schema = RunConfig.model_json_schema()
-    parts = [_INTRODUCTION]
+    parts = [_head("config")]
     for title, table in _tables("", schema, schema["$defs"]):
         summary = table["description"].split("`: ", 1)[-1]
         parts.append(f"\n## {title}\n\n{summary[:1].upper()}{summary[1:]}\n")
@@ -111,7 +90,7 @@ def _default(node: _Node) -> str:
 
 def render_catalog_markdown() -> str:
     """docs/training/METRICS_LOSSES.md: every metric of the catalog."""
-    parts = [_METRICS_HEAD]
+    parts = [_head("metrics")]
     for group in dict.fromkeys(spec.group for spec in CATALOG):
         parts.append(f"\n## {group}\n\n")
         parts.append("| key | unit | steps/ranks | meaning | healthy | pathological |\n|---|---|---|---|---|---|\n")

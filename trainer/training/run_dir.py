@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -47,6 +47,7 @@ class RunDir:
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.is_new = is_new
         self.is_locked = False
+        self.on_end: Callable[..., object] = lambda *_, **__: None  # takes the state, `reason` and `step` of an end
         self._status_at = 0.0
         self._set(path)
 
@@ -101,12 +102,12 @@ class RunDir:
             problem, fix = f"cannot be written: {error.strerror}", "choose another place with --run-dir"
             raise UserError(str(error.filename or self.path), problem, fix) from None
 
-    def describe(self, config: RunConfig, source: Path, info: RankInfo, *, state_width: int) -> None:
+    def describe(self, config: RunConfig, source: Path, info: RankInfo, **sizes: int) -> None:
         """Write what the run was started with (rank 0). What an earlier launch wrote is kept: `config.resolved.1.toml`.
 
         Args:
             source: where the config was read from.
-            state_width: numbers of the model's state per group.
+            sizes: of the model, and of a full step, for env.json.
 
         Raises:
             UserError: it cannot be written.
@@ -116,7 +117,7 @@ class RunDir:
             if source.resolve() != self.resolved_config.resolve():
                 _write_kept(self.path / CONFIG, read_bytes(source))
             _write_kept(self.resolved_config, to_toml(config).encode())
-            write_json(self.path / ENVIRONMENT, {**environment(info), "state_width": state_width})
+            write_json(self.path / ENVIRONMENT, {**environment(info), **sizes})
 
     def lock(self) -> BinaryIO:
         """Hold the directory for this process until the file is closed or the process ends, however it ends (rank 0).
@@ -161,6 +162,7 @@ class RunDir:
         except OSError as error:
             # The reason itself goes to stderr: what ended the run must not be hidden behind a second failure.
             logger.error("%s cannot be written: %s", self.status_file, error.strerror)
+        self.on_end(state, reason=reason, step=step)
 
     def leave_reason(self, info: RankInfo, reason: str, *, step: int) -> None:
         """Write that the run failed, if nothing says yet that it has ended (rank 0; other ranks do nothing)."""

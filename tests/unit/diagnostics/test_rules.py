@@ -458,16 +458,8 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
         replace(FAULTY["low_fill"], config=full_rows(mixing={**MIXING, "batching_mode": "per_row", "batch_size": 1})),
         ("data.source", None, "more data"),
     ),
-    (
-        "low_fill",
-        replace(FAULTY["low_fill"], config=full_rows(align="document")),
-        ("data.align", "document", "stream"),
-    ),
-    (
-        "low_fill",
-        replace(FAULTY["low_fill"], config=full_rows({"target": "mine:build"})),
-        ("data.seq_len", 64, 32),
-    ),
+    ("low_fill", replace(FAULTY["low_fill"], config=full_rows(align="document")), ("data.align", "document", "stream")),
+    ("low_fill", replace(FAULTY["low_fill"], config=full_rows({"target": "mine:build"})), ("data.seq_len", 64, 32)),
     (
         "masked_ranks",
         replace(FAULTY["masked_ranks"], config=full_rows()),

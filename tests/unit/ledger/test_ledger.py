@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tests.support.ranks import differences
 from tests.unit.training.test_no_waiting import META, NoBlockingCopies
@@ -14,6 +15,7 @@ from trainer.errors import UserError
 from trainer.hashing import splitmix64
 from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS, WIPE_MODES, Ledger, index, owner_of
 from trainer.ledger.index import WipeMode
+from trainer.model.protocol import StateLayout
 
 WIDTH = 2
 
@@ -48,6 +50,22 @@ def test_loaded_states_are_detached_copies() -> None:
     assert not found.requires_grad
     found += 1
     assert lookup(ledger, [7]) == [2.0]
+
+
+def test_a_nest_goes_in_and_comes_out_and_zeros_for_what_is_not_held() -> None:
+    state = {"h": torch.randn(2, 3, 4), "c": (torch.randn(2, 5).bfloat16(), torch.tensor([[2**40], [-1]]))}
+    ledger = Ledger(layout=StateLayout(state), capacity=4, wipe_mode="lru")
+    ledger.begin_step(1)
+    groups, cells = np.array([7, 9]), np.array([1, 1])
+    ledger.store(groups, cells - 1, np.array([False, False]), state)
+    found = ledger.lookup(np.array([9, 8, 7]), np.array([1, 1, 1]))
+    for kept, given in zip(tree_leaves(found), tree_leaves(state), strict=True):
+        assert kept.dtype == given.dtype
+        assert torch.equal(kept, torch.stack([given[1], torch.zeros_like(given[0]), given[0]]))
+    with pytest.raises(ValueError, match="another layout"):
+        ledger.store(groups, cells, np.array([False, False]), state["h"])
+    with pytest.raises(TypeError, match="either state_width or layout"):
+        Ledger(capacity=4, wipe_mode="lru")
 
 
 def test_every_key_is_always_present_as_a_float() -> None:

@@ -36,9 +36,7 @@ def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> Plan:
 
 
 @given(
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12),
-    max_cells=st.integers(1, 4),
-    every=st.integers(1, 2),
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), max_cells=st.integers(1, 4), every=st.integers(1, 2)
 )
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_every_token_of_the_documents_belongs_to_one_group(lengths: list[int], max_cells: int, every: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.lab.trace import Span, gaps, read_trace, self_times, summarize
+from trainer.lab.profile import Span, gaps, read_trace, self_times, summarize
 
 
 def event(cat: str, name: str, start: float, end: float, tid: int = 1) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from trainer.lab.depth_curve import curves_of, in_words
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.charts import make_charts
-from trainer.tools.report.depth_chart import HEIGHT, WIDTH, depth_figures
+from trainer.tools.report.depth_chart import HEIGHT, WIDTH, depth_figures, drawing
 from trainer.tools.report.page import DEPTH, render_parts
 
 LOSSES = [(1, 3.5), (2, 3.1), (4, 2.9), (8, 2.6), (16, 2.5), (32, 2.4), (64, 2.3)]
@@ -35,14 +35,8 @@ def numbers(gains=(0.0, 0.1, 0.2), error=0.02, name="") -> dict[str, float]:
     ("gains", "words"),
     [
         ((0.12, 0.12, 0.12), "lowers the loss by 0.1200 +- 0.0040 (95 %) beyond 16 tokens"),
-        (
-            (0.12, 0.03, 0.02),
-            "lowers the loss by 0.1200 +- 0.0040 (95 %) beyond 16 tokens; nothing beyond 64",
-        ),
-        (
-            (0.0, 0.0, 0.001),
-            "changes the loss by -0.0010 +- 0.0040 (95 %) beyond 16 tokens: nothing to tell from 0",
-        ),
+        ((0.12, 0.03, 0.02), "lowers the loss by 0.1200 +- 0.0040 (95 %) beyond 16 tokens; nothing beyond 64"),
+        ((0.0, 0.0, 0.001), "changes the loss by -0.0010 +- 0.0040 (95 %) beyond 16 tokens: nothing to tell from 0"),
         ((-0.1, -0.1, -0.1), "raises the loss by 0.1000 +- 0.0040 (95 %) beyond 16 tokens"),
     ],
 )
@@ -85,3 +79,10 @@ def test_each_set_is_drawn_within_its_picture_and_where_its_numbers_are(make_run
     assert DEPTH in page["contents"]
     assert not [chart for chart in make_charts([run]) if any("depth/64" in key for key in chart.keys)]
     assert DEPTH not in render_parts([diagnose(make_run("b", {"loss": [1.0, 2.0]}))])["overview"]
+
+
+@pytest.mark.parametrize(("unknown", "bands"), [((), 1), (("32",), 2), (("16", "32", "64"), 0)])
+def test_without_an_error_there_is_no_band(unknown, bands):
+    values = {key: each for key, each in numbers().items() if key[-3:] != "_se" or key.split("/")[2] not in unknown}
+    drawn = drawing(*curves_of(values).values())
+    assert (drawn.count("<polygon"), "band" in drawn) == (bands, bands > 0)

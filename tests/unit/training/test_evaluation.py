@@ -163,12 +163,7 @@ def parts_of(plan: Plan, model: torch.nn.Module, text: bytes) -> list[tuple[int,
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        (),
-        ("data.max_group_cells=2",),
-        ("data.seq_len=64",),
-        ("objective.z_loss=0.01", "objective.chunk_tokens=16"),
-    ],
+    [(), ("data.max_group_cells=2",), ("data.seq_len=64",), ("objective.z_loss=0.01", "objective.chunk_tokens=16")],
     ids=["plain", "cut", "short", "chunked_z"],
 )
 def test_the_error_is_that_of_the_drawn_documents_own_losses(tmp_path, overrides):

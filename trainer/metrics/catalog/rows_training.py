@@ -134,9 +134,7 @@ ROWS: tuple[MetricSpec, ...] = (
         "A regularizer outgrows the cross-entropy.",
     ),
     _TokenTypeMean("token_type/<type>/loss", "Loss by token type", unit="nats/token")(
-        "Loss over the target tokens of one type.",
-        "Falls for each type.",
-        "One type rises while the total falls.",
+        "Loss over the target tokens of one type.", "Falls for each type.", "One type rises while the total falls."
     ),
     _TokenTypeMean("token_type/<type>/accuracy", "Accuracy by token type", unit="fraction")(
         "Fraction of correct predictions over the target tokens of one type.",

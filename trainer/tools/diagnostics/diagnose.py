@@ -141,16 +141,16 @@ class Diagnosis:
 
     @property
     def summary(self) -> str:
-        """One line: healthy or not, the numbers of findings and of suggestions (advice), and of the rules that judged."""
+        """One sentence: healthy or not, with the names of the findings and of the suggestions (advice)."""
         if self.verdict is None:
             return "Not diagnosed: no training rows"
         found = {
-            "healthy": "Healthy: no findings",
-            "no_findings": "Nothing wrong in what was measured",
-            "findings": counted(len(self.findings), "finding"),
+            "healthy": "Healthy: nothing wrong was found",
+            "no_findings": "Nothing wrong was found, but little could be checked",
+            "findings": f"{counted(len(self.findings), 'finding')}: {self.brief}",
         }[self.verdict]
-        advice = f", {counted(len(self.advice), 'suggestion')}" if self.advice else ""
-        return f"{found}{advice}; {self.coverage}"
+        advice = ", ".join(each.rule.name for each in self.advice)
+        return found + (f"; {counted(len(self.advice), 'suggestion')}: {advice}" if advice else "")
 
     def to_json(self) -> dict[str, Any]:
         """Version 2 of the JSON; later versions only add keys or increase the version."""

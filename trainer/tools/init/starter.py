@@ -7,56 +7,13 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import resources
 from typing import Any
 
 from trainer.tools.init.sizing import MIXES, Mix, Part, Sizes
 
 WIDTH = 120  # of notes
 TIE_FROM_VOCABULARY = 8192  # from this size on, tied embeddings save most of a small model's parameters
-TEMPLATE = """\
-# Written by `train init`. All keys: train config docs. Values derived from this file: train check --config FILE
-{head}
-
-[run]
-name = {name}   # the run directory is runs/<name>-<time>
-seed = 0
-
-[train]
-steps = {steps}   # {length}
-micro_batches = {micro_batches}   # micro-batches per optimizer step and rank
-# precision = "bf16"   # on a GPU that supports it
-
-[data]
-seq_len = {seq_len}   # tokens per cell; the recurrent state is carried from cell to cell
-tokenizer = {tokenizer}   # bytes, ids, or the path of a tokenizer.json
-{vocabulary}
-[data.mixing]
-batching_mode = "per_row"   # each row reads documents one behind the other
-num_streams_mixed = {num_streams_mixed}   # streams read concurrently (K)
-batch_size = {batch_size}   # rows per micro-batch and rank
-
-{sources}
-
-{evaluation}
-
-[model]
-dim = 192
-num_layers = 4
-{tying}
-[optimizer]
-lr = 2e-3
-
-{objective}[scheduler]
-name = "cosine"
-warmup_steps = {warmup}
-
-[metrics]
-log_interval = 10
-wandb = {{ mode = "auto", project = "trainer" }}   # online with a login, otherwise offline; or "disabled"
-
-[checkpoint]
-every = {save}
-"""
 VOCABULARY = """\
 # The largest id is {} (it occurs {:,} times). Set this to your tokenizer's vocabulary size.
 vocab_size = {}
@@ -124,7 +81,8 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
     sizes = starter.sizes
     notes = [_comment(f"Note: {note}") for note in starter.notes]
     evaluation = EVALUATION.format(max(sizes.steps // 10, 10), sizes.holdout_fraction)
-    text = TEMPLATE.format(
+    template = resources.files("trainer.tools.init") / "starter.toml.in"
+    text = template.read_text(encoding="utf-8").format(
         **{**asdict(sizes), "name": _toml(starter.name), "tokenizer": _toml(starter.tokenizer)},
         head="\n".join([*(f"# {line}" for line in starter.found), *notes]),
         length=starter.length,
@@ -140,10 +98,9 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
 
 
 def _comment(text: str) -> str:
-    wrap = textwrap.TextWrapper(
-        WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+    return textwrap.fill(
+        text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
     )
-    return wrap.fill(text)
 
 
 def _sources(starter: Starter) -> str:

@@ -65,7 +65,7 @@ class SourceView:
         tokens, epochs: None: not forecast.
         num_mixed: K, or the number of streams if that is less.
         rank_token_shares: of the source's tokens that each rank reads in an epoch; of full rows.
-        behind_cuts_share: of its tokens, those that are read without the state of the text before them in their document.
+        behind_cuts_share: of its tokens, those that follow a cut of their document.
     """
 
     name: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import groupby
 
 from trainer.lab.depth_curve import DepthCurve, Number, in_words
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN
@@ -79,16 +80,21 @@ def _part(
         # A bucket is drawn at its geometric middle.
         middles = [(start * math.sqrt(2), start, value) for start, value in line]
         if is_gain:
-            up, down = ([at(depth, _band(value)[side]) for depth, _, value in middles] for side in (1, 0))
-            yield f'<polygon points="{_path([*up, *down[::-1]])}" style="fill: {COLORS[color]}; opacity: .25" />'
+            # No error, no band; a single one is an error bar.
+            for has_error, near in groupby(middles, key=lambda each: math.isfinite(each[2].error)):
+                bands = [(depth, _band(value)) for depth, _, value in near if has_error]
+                edge = _path(at(depth, band[side]) for side in (1, 0) for depth, band in bands[:: 2 * side - 1])
+                look = f"fill: {COLORS[color]}; stroke: {COLORS[color]}; opacity: .25"
+                yield f'<polygon points="{edge}" style="{look}" />' * has_error
         path, dash = _path([at(depth, value.value) for depth, _, value in middles]), "; stroke-dasharray: 6 4" * number
         yield f'<polyline points="{path}" style="fill: none; stroke: {COLORS[color]}; stroke-width: 2{dash}" />'
         for depth, start, value in middles:
             x, y = at(depth, value.value)
             words = f"<title>{label}, {start:,} tokens on: {value}</title>"
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill: {COLORS[color]}">{words}</circle>'
+    has_band = is_gain and any(math.isfinite(value.error) for *_, line in lines for _, value in line)
     names = ", ".join(f'<tspan style="fill: {COLORS[color]}">{label}</tspan>' for label, color, _ in lines)
-    yield _text(LEFT, top - 9, f"{what} {names}, nats per token{' (band: 95 % over documents)' * is_gain}", "start")
+    yield _text(LEFT, top - 9, f"{what} {names}, nats per token{' (band: 95 % over documents)' * has_band}", "start")
 
 
 def _band(number: Number) -> Place:

@@ -6,6 +6,7 @@ import json
 import math
 from base64 import b64encode
 from collections.abc import Sequence
+from importlib import resources
 from typing import Any, Final
 
 import numpy as np
@@ -27,38 +28,6 @@ _MOST_WORDS: Final = 6  # more would overlap; the lines are still drawn
 _WORD: Final = 0.14  # of the width of a chart
 _FLATTENED: Final = 3.0
 _SMALL: Final = {"size": 11, "color": "muted"}
-_AXIS: Final = {"gridcolor": "grid", "linecolor": "line", "zeroline": False, "tickfont": _SMALL, "automargin": True}
-_LAYOUT: Final = {
-    "margin": {"l": 44, "r": 10, "t": 16, "b": 28},
-    "paper_bgcolor": "card/0",
-    "plot_bgcolor": "card/0",
-    "font": {"color": "ink", "size": 12},
-    "hoverlabel": {"bgcolor": "card", "bordercolor": "line", "font": {"size": 12, "color": "ink"}},
-    "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "font": {"size": 11}, "itemdoubleclick": False},
-    "modebar": {"uirevision": "kept"},
-    "xaxis": _AXIS
-    | {
-        "title": {"text": "optimizer step", "standoff": 6, "font": _SMALL},
-        "nticks": 6,
-        "tickformat": "~s",
-        "hoverformat": ",.6~f",
-        "unifiedhovertitle": {"text": "step %{x}"},
-        "showspikes": True,
-        "spikemode": "across",
-        "spikethickness": 1,
-        "spikedash": "solid",
-        "spikecolor": "mark",
-    },
-    "yaxis": _AXIS
-    | {
-        "title": {"standoff": 6, "font": _SMALL},
-        "fixedrange": True,
-        "nticks": 5,
-        "minexponent": 4,
-        "exponentformat": "power",
-    },
-}
-"""What all charts share."""
 Json = dict[str, Any]
 
 
@@ -92,7 +61,10 @@ def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> str:
     first = min((int(curve.first[0]) for curve in curves), default=0)
     last = max((int(curve.last[-1]) for curve in curves), default=1)
     pad = max((last - first) * 0.015, 0.5)
-    template = {"layout": _LAYOUT, "data": {"scatter": [{"showlegend": False}]}}
+    layout = json.loads(
+        (resources.files("trainer.tools.report") / "assets" / "layout.json").read_text(encoding="utf-8")
+    )
+    template = {"layout": layout, "data": {"scatter": [{"showlegend": False}]}}
     page = {"columns": columns.encoded, "span": [first - pad, last + pad], "template": template, "charts": figures}
     # "</script>" in the name of a run would end the element.
     return json.dumps(page, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

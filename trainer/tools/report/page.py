@@ -16,12 +16,21 @@ from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.tools.report.charts import Chart, drawn_keys, make_charts
 from trainer.tools.report.depth_chart import depth_figures
 from trainer.tools.report.figures import NUM_COLORS, encode_charts, skipped_step
-from trainer.tools.report.run_summary import SummaryRow, config_differences, rows_text, summarize, value_text
+from trainer.tools.report.run_summary import (
+    SummaryRow,
+    config_differences,
+    ran,
+    rows_text,
+    summaries,
+    summarize,
+    value_text,
+)
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.wording import counted, few, number_text
 
 _MOST_STEP_BUTTONS: Final = 6
 _MOST_EVENTS, _MOST_SETTINGS, _MOST_DETAILS = 200, 2_000, 4_000  # no file of a run makes a page of any size
+FINDINGS: Final = "Findings"
 DEPTH: Final = "Is context worth its cost?"
 _EVENT_COLUMNS: Final = ("Event", "Run", "Step", "Details")
 
@@ -86,28 +95,33 @@ def _optional(tag: str, text: str, class_: str | None = None) -> Html:
 
 
 def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html:
+    """The verdict, and of one of several runs its findings too."""
     front = "" if is_single else element("h3", _swatch(number), diagnosis.run.name)
-    if diagnosis.verdict is None:
-        return element("div", front, element("p", diagnosis.summary), class_="verdict")
-    items = [_finding(ruling) for ruling in (*diagnosis.findings, *diagnosis.advice)]
+    sentence = element("p", _mark(diagnosis) if diagnosis.verdict else "", diagnosis.summary)
+    look = {"healthy": " good", "findings": " bad"}.get(str(diagnosis.verdict), "")
+    found = "" if is_single or diagnosis.verdict is None else _findings(diagnosis)
+    return element("div", front, sentence, found, class_=f"verdict{look}")
+
+
+def _findings(diagnosis: Diagnosis) -> Html:
+    """Findings and suggestions, and all rules."""
     rows = [
         (
-            _code(ruling.rule.name),
-            ruling.result,
-            ruling.outcome.sentence,
-            element("small", "{} ({})".format(*ruling.rule.texts)),
+            _code(each.rule.name),
+            each.result,
+            each.outcome.sentence,
+            element("small", "{} ({})".format(*each.rule.texts)),
         )
-        for ruling in diagnosis.rulings
+        for each in diagnosis.rulings
     ]
     rules = _table(("Rule", "Result", "Measured", "Condition for a finding"), rows, caption="Rules")
-    return element(
-        "div",
-        front,
-        element("p", _mark(diagnosis), diagnosis.summary),
-        element("p", f"Checked on {rows_text(diagnosis.run.steps)}.", class_="note"),
-        element("ol", *items) if items else "",
-        element("details", element("summary", f"All {len(rows)} rules"), rules),
-        class_="verdict" + {"healthy": " good", "findings": " bad"}.get(diagnosis.verdict, ""),
+    items = [_finding(ruling) for ruling in (*diagnosis.findings, *diagnosis.advice)]
+    return join(
+        [
+            element("p", f"Checked on {rows_text(diagnosis.run.steps)}: {diagnosis.coverage}.", class_="note"),
+            element("ol", *items) if items else "",
+            element("details", element("summary", f"All {len(rows)} rules"), rules),
+        ]
     )
 
 
@@ -148,7 +162,7 @@ def _tiles(run: RunRecord) -> Html:
         value = element("dd", row.text, " ", unit, class_="value")
         return element("div", element("dt", row.label), value, _optional("dd", row.note, "note"))
 
-    tiles = [tile(row) for row in summarize(run) if row.value is not None or row.note]
+    tiles = [tile(row) for row in [*ran(run), *summarize(run)] if row.value is not None or row.note]
     return _section("Outcome", element("dl", *tiles, class_="tiles"))
 
 
@@ -156,14 +170,9 @@ def _outcome_tables(diagnoses: Sequence[Diagnosis]) -> Html:
     """The results of several runs side by side, and the settings in which they differ."""
     runs = [diagnosis.run for diagnosis in diagnoses]
     head = ["", *(join([_swatch(number), run.name]) for number, run in enumerate(runs))]
-    verdicts = [
-        element("span", _mark(diagnosis), " ", diagnosis.summary) if diagnosis.verdict else "not diagnosed"
-        for diagnosis in diagnoses
-    ]
-    rows: list[list[str]] = [["Verdict", *verdicts]]
-    rows += [
+    rows = [
         [results[0].heading, *(join([each.text, _optional("small", each.note)]) for each in results)]
-        for results in zip(*map(summarize, runs), strict=True)
+        for results in summaries(runs)
     ]
     different = [
         [_code(key), *(_code(value_text(value)) for value in values)] for key, values in config_differences(runs)
@@ -292,6 +301,7 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
     names = [
         "Verdict",
         "Outcome",
+        *([FINDINGS] if is_single and diagnoses[0].verdict else []),
         *([DEPTH] if depth else []),
         *dict.fromkeys(chart.group for chart in charts),
         *(["Events"] if events else []),
@@ -306,7 +316,10 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
         _settings("Config", "config.resolved.toml", [(run.name, run.config) for run in runs]),
         _settings("Environment", "env.json", [(run.name, run.environment) for run in runs]),
     ]
-    outcome = _tiles(runs[0]) if is_single else _outcome_tables(diagnoses)
+    outcome = _outcome_tables(diagnoses)
+    if is_single:
+        found = element("div", _findings(diagnoses[0]), class_="verdict")
+        outcome = join([_tiles(runs[0]), _section(FINDINGS, found) if diagnoses[0].verdict else ""])
     return {
         "contents": element("ul", *(element("li", link) for link in links)),
         "overview": join([_section("Verdict", *cards), _notes(runs), outcome, depth]),
@@ -328,13 +341,7 @@ def plotly_script() -> str:
     return str(get_plotlyjs())
 
 
-def render_page(
-    names: Sequence[str],
-    parts: Mapping[str, str],
-    *,
-    plotly: str = "",
-    plotly_file: str = "",
-) -> str:
+def render_page(names: Sequence[str], parts: Mapping[str, str], *, plotly: str = "", plotly_file: str = "") -> str:
     """The whole page.
 
     Args:

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import accumulate
 from typing import Any, Final
 
@@ -135,10 +136,12 @@ def _total(label: str, run: RunRecord, keys: Sequence[str], unit: str) -> Summar
     return SummaryRow(label, total, unit, f"total of {rows_text(steps)}") if steps else SummaryRow(label, None, unit)
 
 
-def _mean(label: str, run: RunRecord, key: str, unit: str) -> SummaryRow:
-    values = _finite(run, key)
-    note = ("mean of " if len(values) > 1 else "") + rows_text(list(values))
-    return SummaryRow(label, statistics.fmean(values.values()), unit, note) if values else SummaryRow(label, None, unit)
+def _middle(label: str, run: RunRecord, key: str, unit: str, of: str = "median", front: str = "") -> SummaryRow:
+    """The median, or the mean, of a key's finite values."""
+    if not (values := _finite(run, key)):
+        return SummaryRow(label, None, unit)
+    value = (statistics.fmean if of == "mean" else statistics.median)(values.values())
+    return SummaryRow(label, value, unit, front + f"{of} of " * (len(values) > 1) + rows_text(list(values)), digits=4)
 
 
 def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
@@ -175,6 +178,34 @@ def _noise_scale(run: RunRecord) -> SummaryRow:
     return SummaryRow("Noise scale", scale.value, "sequences", f"{scale.where}{between}", digits=4)
 
 
+def _time(run: RunRecord) -> SummaryRow:
+    """Of all steps: each row has the mean time of the steps since the row before."""
+    times, seconds = _finite(run, "step_time_sec"), 0.0
+    before = max((each.global_step for each in run.restarts if each.global_step < min(times, default=0)), default=0)
+    for step, each in times.items():
+        seconds, before = seconds + each * (step - before), step
+    note = f"{timedelta(seconds=round(seconds))} without evaluations and checkpoints" * bool(times)
+    return SummaryRow("Time of all steps", seconds if times else None, "s", note, digits=3)
+
+
+def ran(run: RunRecord) -> list[SummaryRow]:
+    """What was trained, on what: the model, the device and the data, as far as they are recorded."""
+    model, ranks, devices = run.setting("model"), run.world_size, run.environment.get("devices")
+    name = sizes = device = ""
+    if isinstance(model, Mapping):
+        name = str(model.get("target") or model.get("family") or "rglru")  # the default, as `families.DEFAULT`
+        sizes = f"dim {model.get('dim')}, {model.get('num_layers')} layers"
+    if devices is not None and (wanted := run.setting("train.device")) is not None:
+        device = few(list(dict.fromkeys(devices))) if devices and wanted != "cpu" else "cpu"
+    how = [run.setting("train.precision"), run.setting("distributed.strategy") if ranks != 1 else None]
+    how = [counted(ranks, "rank") if ranks else "", *how]
+    sources = run.setting("data.source")
+    tables = [each for each in sources if isinstance(each, Mapping)] if isinstance(sources, list) else []
+    rows = ("Model", name, sizes), ("Device", device, ", ".join(map(str, filter(None, how))))
+    found = [*rows, ("Data", few([str(each.get("name")) for each in tables]), "")]
+    return [SummaryRow(label, value, note=note) for label, value, note in found if value]
+
+
 def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
     state, step, reason = (run.status.get(key) for key in ("state", "last_step", "reason"))
@@ -182,26 +213,41 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     evals, errors = _finite(run, "eval_loss"), _finite(run, "eval_loss_se")
     part = f", +- {number_text(ERRORS_SHOWN * list(errors.values())[-1])} (95 %)" if errors else ""
     best = min(evals, key=evals.__getitem__, default=0)
-    speeds = _finite(run, "tokens_per_sec")
-    speed_note = ("median of " if len(speeds) > 1 else "") + rows_text(list(speeds)) if speeds else ""
     redone = f"{counted(sum(run.steps_redone), 'step')} repeated" if any(run.steps_redone) else ""
     num_evals = f"{counted(len(evals), 'evaluation')}{part}, "
     last = float(run.steps[-1]) if run.steps else None
+    tokens = _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens")
+    parameters, full = (run.environment.get(key) for key in ("parameters", "tokens_per_step"))
+    ratio = tokens.value / parameters if parameters and isinstance(tokens.value, float) else None
+    bits = {at: f"{number_text(value)} bits/byte, " for at, value in _finite(run, "eval_bits_per_byte").items()}
+    final = bits.get(max(evals, default=0), "")
     return [
         SummaryRow("State", str(state) if state else None, note=": ".join(filter(None, reached))),
         SummaryRow("Steps", last, note=f"the last of {rows_text(run.steps)}" if run.steps else ""),
-        _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens"),
+        _time(run),
+        tokens,
+        SummaryRow("Parameters", float(parameters) if parameters else None),
+        SummaryRow("Tokens per parameter", ratio),
+        _middle("Batch", run, "tokens_in_step", "tokens/step", "mean", f"of at most {full:,}, " if full else ""),
+        _middle("Fill", run, "data/fill", "of full rows", "mean"),
+        _middle("Speed", run, "tokens_per_sec", "tokens/s"),
+        _middle("MFU", run, "mfu", "of the peak"),
+        _last_row("Peak memory", _finite(run, "gpu/peak_gb"), "GB"),
+        _last_row("Held-out loss", evals, "nats/token", f"{final}last of {num_evals}"),
+        _last_row("Best held-out loss", evals, "nats/token", f"{bits.get(best, '')}best of {num_evals}", best),
         *_losses(run, window),
-        _last_row("Held-out loss", evals, "nats/token", f"last of {num_evals}"),
-        _last_row("Best held-out loss", evals, "nats/token", f"best of {num_evals}", best),
-        SummaryRow("Speed", statistics.median(speeds.values()) if speeds else None, "tokens/s", speed_note),
-        _mean("Fill", run, "data/fill", "of full rows"),
         _noise_scale(run),
         _total("Cold starts", run, ["ledger/cold_starts"], "cells"),
         _total("False evictions", run, keys_under("ledger/false_evictions/"), "groups"),
         _total("Rejected steps", run, ["non_finite_steps"], "steps"),
         SummaryRow("Restarts", float(len(run.restarts)), note=redone),
     ]
+
+
+def summaries(runs: Sequence[RunRecord], window: int | None = None) -> list[tuple[SummaryRow, ...]]:
+    """The results that any of the runs has, those of all side by side."""
+    rows = zip(*(summarize(run, window=window) for run in runs), strict=True)
+    return [results for results in rows if any(each.value is not None or each.note for each in results)]
 
 
 def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:

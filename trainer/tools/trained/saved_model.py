@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import chdir, suppress
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -48,44 +49,6 @@ TOKENIZER_PARTS = (
 """What `transformers` reads beside a tokenizer.json, of which it makes the same tokenizer."""
 HUGGING_FACE_CONFIG, CARD = "config.json", "README.md"
 SHOWN_RESULTS = ("loss", "eval_loss")
-_USE = """\
-## Use
-
-`train sample {out} --prompt "Once"{option}`, or start a run with `--set model.weights={out}`. In Python:
-
-```python
-import torch
-from trainer.tools.trained.saved_model import load_model
-
-saved = load_model("{out}", step=None, device=torch.device("cpu"){argument})
-tokens = torch.tensor([[saved.tokenizer.bos_id, *saved.tokenizer.encode("Once")]])
-logits, state = saved.model(tokens=tokens, state=None)  # [B, T, V]; the state to continue from
-```
-"""
-_USE_HUGGING_FACE = """\
-## Use
-
-```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("{out}")
-```
-
-Every document began with the id {bos}, which no tokenizer adds: put it before the ids of a text.
-"""
-_USE_WITH_TOKENIZER = """\
-## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model, tokenizer = AutoModelForCausalLM.from_pretrained("{out}"), AutoTokenizer.from_pretrained("{out}")
-found = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=50, do_sample=True)
-print(tokenizer.decode(found[0], skip_special_tokens=True))
-```
-
-Every document began with the id {bos}, `<|document|>`, which this tokenizer puts before a text.
-"""
 FIRST_TOKEN = "<|document|>"
 
 
@@ -316,11 +279,11 @@ def export_model(
             metadata = {"format": "pt", "step": str(saved.step), "tokenizer": tokenizer.name, "run": run_dir.name}
             save_weights(saved.weights, staging / WEIGHTS_FILE, metadata)
             write_file(staging / CONFIG_FILE, to_toml(config))
-        use = _USE_HUGGING_FACE if as_hugging_face else _USE
+        use = "transformers" if as_hugging_face else "trainer"
         if config.data.tokenizer.endswith(".json"):
             copy_tokenizer(Path(config.data.tokenizer), staging)
             if as_hugging_face and begin_texts(staging, tokenizer.bos_id):
-                use = _USE_WITH_TOKENIZER
+                use = "transformers_tokenizer"
         write_file(staging / CARD, _card(saved, run_dir, tokenizer.vocab_size, str(out), use))
         shutil.rmtree(place, ignore_errors=True)
         staging.rename(place)
@@ -358,7 +321,7 @@ def _last_results(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
 
 
 def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, use: str) -> str:
-    """README.md of an exported model, whose commands name the directory `out`."""
+    """README.md of an exported model, whose commands name the directory `out`; `use`: which text says how to load it."""
     config, model = saved.config, saved.config.model
     origin = model.args.get("from", f"dim {model.dim}, {model.num_layers} layers")
     parameters = {tensor.data_ptr(): tensor.numel() for tensor in saved.weights.values() if tensor.numel()}
@@ -373,20 +336,7 @@ def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, use:
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     option, argument = (" --trust-code", ", trust_code=True") if model.target is not None else ("", "")
-    return f"""\
----
-library_name: {"trainer" if use is _USE else "transformers"}
-tags: [language-model]
----
-# {config.run.name}
-
-A causal language model, exported after step {saved.step:,} by `train export`. The values below are the last that the run
-logged up to that step.
-
-| | |
-|---|---|
-{table}
-
-What the data may be used for, and so what this model may, is for whoever publishes it to say here.
-
-{use.format(out=out, bos=vocab_size - 1, option=option, argument=argument)}"""
+    facts = {"library": use.partition("_")[0], "name": config.run.name, "step": saved.step, "table": table}
+    facts |= {"out": out, "bos": vocab_size - 1, "option": option, "argument": argument}
+    cards = resources.files("trainer.tools.trained") / "cards"
+    return "".join((cards / f"{name}.md").read_text(encoding="utf-8").format(**facts) for name in ("card", use))

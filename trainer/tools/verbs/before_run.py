@@ -243,6 +243,7 @@ def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
             found = sources[view.name]
             found["corpus_share"] = {each.name: each.corpus_share for each in view.modalities}
             found["behind_cuts_share"] = view.behind_cuts_share
+            found["state_reach_tokens"] = plan.config.max_group_rows * plan.config.row_tokens
             if preview is not None and preview.has_full_rows:
                 found["drawn_share"] = {each.name: each.drawn_share for each in view.modalities}
                 if plan.facts.data_shards > 1:
@@ -293,8 +294,10 @@ def _print_facts(facts: dict[str, Any]) -> None:
             drawn = f", {found['drawn_share'][modality]:.1%} of what is drawn" if "drawn_share" in found else ""
             echo(f"#     {modality}: {share:.1%} of the corpus{drawn}")
         if found.get("behind_cuts_share"):
-            share = found["behind_cuts_share"]
-            echo(f"#     {share:.1%} of the tokens are read without the state of the text before them")
+            reach = (
+                f"state reaches back to the cut, at most {found['state_reach_tokens']:,} tokens (data.max_group_cells)"
+            )
+            echo(f"#     {found['behind_cuts_share']:.1%} of the tokens follow a cut of their document: their {reach}")
         if tokens := found.get("rank_token_shares"):
             echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}")
     for name, found in evals.items():

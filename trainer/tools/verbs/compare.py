@@ -113,11 +113,11 @@ def _config_table(runs: Sequence[RunRecord]) -> Table | str:
 
 
 def _outcome_table(diagnoses: Sequence[Diagnosis], window: int | None) -> Table:
-    from trainer.tools.report.run_summary import summarize
+    from trainer.tools.report.run_summary import summaries
 
     runs = [diagnosis.run for diagnosis in diagnoses]
     table = _new_table("Outcome", "", runs, "difference")
-    for first, second in zip(*(summarize(run, window=window) for run in runs), strict=True):
+    for first, second in summaries(runs, window):
         difference = ""
         if isinstance(first.value, float) and isinstance(second.value, float):
             difference = _signed(second.value - first.value)
@@ -181,7 +181,7 @@ def _print_groups(label: str, groups: Sequence[SeedGroup]) -> None:
 def _columns(label: str, groups: Sequence[SeedGroup]) -> list[Column]:
     from trainer.tools.report.run_summary import value_text
 
-    labels = [label, *(name for name in LOSSES if name != label), "Speed", "Noise scale", *IF_ANY]
+    labels = [label, *(name for name in LOSSES if name != label), "Batch", "Fill", "Speed", "Noise scale", *IF_ANY]
     settings = [
         Column(
             escape(key).replace(".", ".\n"),

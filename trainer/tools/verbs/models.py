@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 ModelArgument = Annotated[str, typer.Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
 ExportFormat = Literal["safetensors", "hf", "csv"]
 HELD_OUT = "held-out documents"
+FILE_SUFFIX = re.compile(
+    r"\.(arrow|bin|ckpt|csv|gguf|h5|json|jsonl|np[yz]|onnx|parquet|pth?|safetensors|tsv|xlsx)", re.IGNORECASE
+)
 METRICS = {"loss": "loss", "bits_per_byte": "bits per byte", "perplexity": "perplexity", "accuracy": "accuracy"}
 
 
@@ -188,6 +192,11 @@ def export(
     """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV)."""
     target = Path(out)
     format = format or ("csv" if target.suffix == ".csv" else "safetensors")
+    if FILE_SUFFIX.fullmatch(target.suffix) and f"{target.suffix}:{format}" != ".csv:csv":
+        made_of = "CSV" if format == "csv" else "a directory with weights"
+        raise UserError(
+            "--out", f"{out} would be {made_of}", f"leave out {target.suffix}, or end it in .csv for metrics"
+        )
     refuse_existing(out, force=force)
     if target.is_dir() and not _is_export(target):
         raise UserError(out, "is a directory with other files than an export", "name a new one")

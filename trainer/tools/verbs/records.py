@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -35,7 +35,7 @@ class RunEntry:
     Args:
         state: as in status.json; `died` where that says running but the process is gone, `unknown` if it is another machine's.
         step, steps: the last step, which may be later than the last logged one, and the configured number; None where unknown.
-        loss, eval_loss, fill: the last logged values.
+        loss, eval_loss, tokens_in_step, fill: the last logged values.
         age_sec: since the run last logged, or wrote its state if it has logged nothing.
         verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 27 rules`.
         reason: why the run ended, from status.json; None if that has none.
@@ -48,6 +48,7 @@ class RunEntry:
     steps: int | None = None
     loss: float | None = None
     eval_loss: float | None = None
+    tokens_in_step: float | None = None
     fill: float | None = None
     age_sec: float | None = None
     verdict: str | None = None
@@ -124,15 +125,14 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
         return replace(entry, verdict="record unreadable")
     if not run.keys:
         return entry
-    loss, eval_loss, fill = (next(reversed(run.column(key)[1]), None) for key in ("loss", "eval_loss", "data/fill"))
+    shown = {"loss": "loss", "eval_loss": "eval_loss", "tokens_in_step": "tokens_in_step", "fill": "data/fill"}
+    values: dict[str, Any] = {name: next(reversed(run.column(key)[1]), None) for name, key in shown.items()}
     steps = run.setting("train.steps")
     return replace(
         entry,
         step=max([*run.steps[-1:], *reached], default=None),  # rows are some steps apart
         steps=steps if isinstance(steps, int) else None,
-        loss=loss,
-        eval_loss=eval_loss,
-        fill=fill,
+        **values,
         age_sec=max(now - times[0], 0.0),
         verdict=diagnose(run).brief if diagnoses else None,
         changed=[key for key, value in settings_by_step(run).items() if isinstance(value, dict)],
@@ -142,22 +142,20 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
 def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
     from trainer.tools.fitted_table import Column
 
-    ages = ["-" if entry.age_sec is None else duration_text(entry.age_sec) for entry in entries]
-    losses, evals = (
-        ["-" if value is None else f"{value:.4f}" for value in values]
-        for values in ([entry.loss for entry in entries], [entry.eval_loss for entry in entries])
-    )
+    def numbers(name: str, heading: str, leave_out: int, form: Callable[[float], str]) -> list[Column]:
+        cells = ["-" if (value := getattr(each, name)) is None else form(value) for each in entries]
+        return [Column(heading, cells, "right", leave_out)] if leave_out < 5 or {*cells} != {"-"} else []
+
     columns = [
         Column("run", [escape(entry.run) for entry in entries]),
         Column("state", [coloured(entry.state, otherwise="dim") for entry in entries]),
         Column("step", [_steps(entry) for entry in entries], "right", leave_out=1),
-        Column("loss", losses, "right", leave_out=2),
-        Column("eval", evals, "right", leave_out=4),
-        Column("age", ages, "right", leave_out=3),
+        *numbers("loss", "loss", 2, "{:.4f}".format),
+        *numbers("eval_loss", "eval", 4, "{:.4f}".format),
+        *numbers("tokens_in_step", "tokens/step", 5, "{:,.0f}".format),
+        *numbers("fill", "fill", 5, "{:.1%}".format),
+        *numbers("age_sec", "age", 3, duration_text),
     ]
-    if any(entry.fill is not None for entry in entries):
-        fills = ["-" if entry.fill is None else f"{entry.fill:.1%}" for entry in entries]
-        columns.insert(5, Column("fill", fills, "right", leave_out=5))
     if any(entry.changed for entry in entries):
         changed = [counted(len(entry.changed), "setting") if entry.changed else "" for entry in entries]
         columns.append(Column("changed", changed, leave_out=3))
@@ -178,9 +176,8 @@ def _verdict_cell(entry: RunEntry) -> str:
 
 
 def _steps(entry: RunEntry) -> str:
-    if entry.step is None:
-        return "-"
-    return f"{entry.step:,}/{entry.steps:,}" if entry.steps is not None else f"{entry.step:,}"
+    of = "" if entry.steps is None else f"/{entry.steps:,}"
+    return "-" if entry.step is None else f"{entry.step:,}{of}"
 
 
 def diagnose(

@@ -294,6 +294,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
         "digests": (config.metrics.digests == "write" or has_replicas, "metrics.digests"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
         "mix": (len(run.plan.sources) > 1, ""),
+        "alert": (run.info.is_main and (config.alert.command or config.alert.url), "alert"),
         "sample": (config.sample.every, "sample.every"),
         "profile": (run.info.is_main and config.metrics.profile, "metrics.profile"),
         "progress": (shows_bar, ""),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trainer.config.load import flatten
 from trainer.config.rules import why_no_noise_scale
 from trainer.config.schema import RunConfig
 from trainer.data.fingerprint import DataChange
@@ -180,7 +181,8 @@ def _open_sinks(
         events.write({"event": "restart", "global_step": step, **details, "previous": ended})
     # After what says that the settings changed: the record is true, wherever this process is killed.
     if config_path is not None:
-        run_dir.describe(plan.config, config_path, info, state_width=width_of(state.model))
+        sizes = {"parameters": num_parameters(state.model), "state_width": width_of(state.model)}
+        run_dir.describe(plan.config, config_path, info, **sizes, tokens_per_step=plan.facts.tokens_per_step)
     within = [sink.sink for sink in sinks if isinstance(sink, BackgroundSink)]
     run.wandb_run_id = next((sink.run_id for sink in within if isinstance(sink, WandbSink)), None)
     run_dir.write_status("running", reason="", step=step, wandb_run_id=run.wandb_run_id)
@@ -229,7 +231,8 @@ def make_sinks(
         )
         sinks.append(in_background(wandb, "wandb", CLOSE_SEC))
     if config.metrics.tensorboard:
-        sinks.append(in_background(TensorboardSink(run_dir.path / "tensorboard"), "tensorboard"))
+        settings = flatten(config.model_dump(mode="json"))
+        sinks.append(in_background(TensorboardSink(run_dir.path / "tensorboard", settings), "tensorboard"))
     return sinks
 
 

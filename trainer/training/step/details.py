@@ -129,13 +129,7 @@ class StepDetails:
             self._put(f"{kind}/{name}/loss", loss[rows].sum(), count)
 
     def _add_segments(
-        self,
-        kind: str,
-        names: Collection[str],
-        labels: Sequence[str],
-        segments: Ints,
-        micro: MicroBatch,
-        loss: Tensor,
+        self, kind: str, names: Collection[str], labels: Sequence[str], segments: Ints, micro: MicroBatch, loss: Tensor
     ) -> None:
         """Of rows that hold several documents: `labels` are those of their segments."""
         columns = torch.stack([loss.double(), (micro.targets != IGNORED).double()], dim=-1).flatten(0, 1)

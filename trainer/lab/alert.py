@@ -1,0 +1,59 @@
+"""`[alert]`: a command or a webhook is told of loss spikes and of the end of the run, however it ends (rank 0).
+
+Best effort and bounded in time: no alert ends a run, a spike's is not waited for, and the end waits `WAIT_SEC` at most.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from functools import partial
+from pathlib import Path
+from subprocess import DEVNULL
+from typing import TYPE_CHECKING, Any
+
+from trainer.ending import within
+from trainer.metrics.logger import get_logger
+from trainer.training.extension import Extension
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+    from trainer.training.run import Run
+
+logger = get_logger(__name__)
+WAIT_SEC = 5.0
+
+
+class Alert(Extension):
+    """Hears of each end from what writes status.json, which a process that hangs or is stopped twice does too."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        command = run.config.alert.command
+        if command and shutil.which(command[0]) is None:
+            raise FileNotFoundError(f"alert.command: {command[0]} is not found")
+        run.run_dir.on_end = partial(alert, run.config, run.run_dir.path, wait_sec=WAIT_SEC)
+
+
+def alert(config: RunConfig, run_dir: Path, event: str, *, reason: str, step: int, wait_sec: float = 0.0) -> None:
+    """Tell of a run that is `done`, `stopped` or `failed`, or goes on after a `spike`; wait so long for it."""
+    state, name = "running" if event == "spike" else event, config.run.name
+    said = {"event": event, "state": state, "reason": reason, "last_step": step, "run": name, "run_dir": str(run_dir)}
+    said |= {"host": socket.gethostname(), "time": time.time(), "text": f"{name}: {event} at step {step}: {reason}"}
+    within(wait_sec, partial(_tell, config.alert.command, config.alert.url, said))
+
+
+def _tell(command: list[str], url: str | None, said: dict[str, Any]) -> None:
+    body = json.dumps(said).encode()
+    try:
+        if command:
+            subprocess.run(command, input=body, stdout=DEVNULL, stderr=DEVNULL, timeout=WAIT_SEC, check=True)
+        if url is not None:
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+            urllib.request.urlopen(request, timeout=WAIT_SEC).close()
+    except Exception as error:  # noqa: BLE001 - a service may fail in any way, and the run goes on
+        logger.warning("the alert of %s did not arrive: %s", said["event"], error)
