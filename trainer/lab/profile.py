@@ -1,8 +1,8 @@
-"""`--profile N`: torch's profiler over N steady steps of rank 0, and what its trace shows: kernels, idle time, synchronizations.
+"""`--profile N`: torch's profiler over N steady steps of rank 0; what its trace shows: kernels, idle time, synchronizations.
 
-The run writes both to `RUN_DIR/profile`. The summary needs the exported file alone (Chrome's trace event format), so it works with
-the traces of every release and of other machines. Steps are the spans that `torch.profiler.profile.step` leaves. Of a run on the
-CPU, operators take the place of kernels.
+The run writes both to `RUN_DIR/profile`. The summary needs the exported file alone (Chrome's trace event format), so it works
+with traces of every release and of other machines. Steps are the spans that `torch.profiler.profile.step` leaves. Of a run on
+the CPU, operators take the place of kernels.
 """
 
 from __future__ import annotations
