@@ -52,6 +52,8 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.storage": "has faults of its own",
     "trainer.lab.stored": "copies what is read",
     "trainer.lab.contract_check": "refuses a model",
+    "trainer.lab.contracts": "is what refuses it",
+    **dict.fromkeys(("trainer.lab.gated_delta", "trainer.lab.transformer"), "models"),
     "trainer.lab.batch_growth": "decides on the batch",
     **dict.fromkeys(
         (f"trainer.lab.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),

@@ -16,8 +16,8 @@ OF_THE_PROGRAM = re.compile(r"trainer\.tools(\.verbs(\.\w+)?|\.fitted_table)?")
 EVALUATED = ("eval.every=2", "eval.holdout_fraction=0.2", "train.steps=4")
 # What each asks for that only the lab has, and the name of it.
 ASKED = {
-    "train.spike_sigma=6": "spikes",
-    "eval.depth=true": "losses by depth",
+    "train.spike_sigma=4": "spikes",
+    "ledger.probe_every=2": "carry probe",
     "model.family=gated_delta": "gated_delta",
     'checkpoint.remote="memory://run"': "checkpoints in a store",
     'train.micro_batches={schedule="step",points={0=1,2=2}}': "batch growth",

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.in_process import program, train_here
 from tests.support.runs import make_corpus, write_tiny_config
+from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.training.setup import plausible
@@ -27,7 +28,7 @@ def config(tmp_path_factory) -> Path:
 
 
 def plan(config: Path, *overrides: str, world_size: int = 1) -> Plan:
-    return make_plan(load_config(config, overrides), config, world_size)
+    return make_plan(load_config(config, overrides), config, world_size, parts=PARTS)
 
 
 GROWN = "train.micro_batches={schedule='step',points={0=1,6=2,7=4}}"

@@ -250,7 +250,7 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
     run.periods = (run.extensions.periods | {config.eval.every, config.checkpoint.every, decides_every}) - {0}
     make_graphs = None
     if device.type == "cuda" and config.train.cuda_graph:
-        make_graphs = plan.part("cuda graphs", "train.cuda_graph" if config.train.cuda_graph is True else "")
+        make_graphs = plan.part("cuda graphs", "train.cuda_graph")
         if make_graphs is None:
             logger.info("the step runs without CUDA graphs: %s", plan.parts.problem)
     run.train_step = TrainStep(
@@ -366,7 +366,7 @@ def _checked_contract(
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main and not plan.has_built_in_model:
             is_on = plan.config.model.contract
-            if (check := plan.part("contract check", "model.contract" if is_on else "")) is not None:
+            if (check := plan.part("contract check")) is not None:
                 contract = check(plan, model, device, step=step)
             elif is_on:
                 logger.warning("the model was not checked against its contract: %s", plan.parts.problem)

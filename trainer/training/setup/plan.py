@@ -60,10 +60,13 @@ class Plan:
     """What the run may have beyond the core."""
 
     def part(self, name: str, key: str = "") -> Any:
-        """One of `parts`, or None. A UserError if it is missing, and the config sets the `key` that asks for it."""
-        table, _, field = key.partition(".")
-        is_asked = bool(key) and field in getattr(self.config, table).model_fields_set
-        return self.parts.need(name, key) if is_asked else self.parts.find(name)
+        """One of `parts`, or None. A UserError if it is missing, and the `key` that asks for it has not its default."""
+        if key:  # a run's own config.resolved.toml has all keys: not whether it is set, but what to
+            table, _, field = key.partition(".")
+            settings = getattr(self.config, table)
+            if getattr(settings, field) != type(settings).model_fields[field].default:
+                return self.parts.need(name, key)
+        return self.parts.find(name)
 
     def place(self, path: str) -> str:
         """A path of the config, absolute; a URL as it is."""
