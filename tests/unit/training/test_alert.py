@@ -50,8 +50,8 @@ def test_a_webhook_hears_of_spikes_and_of_every_end(tmp_path: Path, url: str) ->
 def test_a_service_that_hangs_or_fails_costs_seconds_and_a_warning(tmp_path, url, caplog, monkeypatch):
     monkeypatch.setattr(alerts.logger.parent, "propagate", True)
     monkeypatch.setattr(alerts, "WAIT_SEC", 1.0)
-    command = f"alert.command=['sh', '-c', 'cat > {tmp_path}/heard; exec sleep 60']"
-    for setting, wait_sec in ((command, 0.0), (command, 5.0), (url, 5.0)):
+    hears, hangs = f"alert.command=['tee', '{tmp_path}/heard']", "alert.command=['sleep', '60']"
+    for setting, wait_sec in ((hears, 5.0), (hangs, 0.0), (hangs, 5.0), (url, 5.0)):
         config, begun = load_config(write_tiny_config(tmp_path), [setting, "run.name=refused"]), time.monotonic()
         alerts.alert(config, tmp_path, "stopped", reason="SIGTERM", step=3, wait_sec=wait_sec)
         assert time.monotonic() - begun < max(wait_sec - 1.0, 0.9)
