@@ -286,6 +286,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
     config = run.config
     has_replicas = run.info.world_size > 1 and run.plan.layout is None and config.metrics.digests != "off"
     shows_bar = run.info.is_main and sys.stderr.isatty()
+    alert_key = "alert.command" if config.alert.command else "alert.url"
     asked = {
         "carry probe": (run.state.ledgers and config.ledger.probe_every, "ledger.probe_every"),
         "gns components": (run.gns is not None and config.gns.components_every, "gns.components_every"),
@@ -294,7 +295,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
         "digests": (config.metrics.digests == "write" or has_replicas, "metrics.digests"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
         "mix": (len(run.plan.sources) > 1, ""),
-        "alert": (run.info.is_main and (config.alert.command or config.alert.url), "alert"),
+        "alert": (run.info.is_main and (config.alert.command or config.alert.url), alert_key),
         "sample": (config.sample.every, "sample.every"),
         "profile": (run.info.is_main and config.metrics.profile, "metrics.profile"),
         "progress": (shows_bar, ""),
