@@ -7,8 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.gloo import run_on_ranks
-from tests.support.gns_cases import CASES, Case, Norms, make_net, measured, run_window, wrong_windows
-from trainer.metrics.noise_scale.estimate import Absent, Window
+from tests.support.gns_cases import CASES, Case, Windows, make_net, measured, run_window, wrong_windows
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.distributed
 MICRO_BATCHES = (1, 2, 4)
 
 
-def windows_of_case(rank: int, case: Case) -> dict[int, list[tuple[Norms, Window | Absent]]]:
+def windows_of_case(rank: int, case: Case) -> Windows:
     """Two windows of each length: static_graph and rebuilt buckets behave differently from the second on."""
     net = make_net(case)
     bucket_mb: float | None = 1e-3  # a bucket for each parameter
@@ -27,7 +26,7 @@ def windows_of_case(rank: int, case: Case) -> dict[int, list[tuple[Norms, Window
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, enabled=case.has_scaler)
     gns = GradientNoiseScale(ddp)
-    results: dict[int, list[tuple[Norms, Window | Absent]]] = {}
+    results: Windows = {}
     for m in MICRO_BATCHES:  # 1 first: with static_graph DDP itself fails if its first backward is under no_sync
         for _ in range(2):
             optimizer.zero_grad()

@@ -14,7 +14,7 @@ from tests.support.gns_cases import (
     CASES,
     Case,
     Net,
-    Norms,
+    Windows,
     make_net,
     measured,
     run_window,
@@ -23,7 +23,7 @@ from tests.support.gns_cases import (
 )
 from tests.support.gns_windows import norms_of_cuda
 from trainer.errors import UserError
-from trainer.metrics.noise_scale.estimate import Absent, Window
+from trainer.metrics.noise_scale.estimate import Window
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 
 pytestmark = pytest.mark.distributed
@@ -52,12 +52,12 @@ def sharded(case: Case, world_size: int, policy: MixedPrecisionPolicy | None = N
     return net
 
 
-def windows_of_case(rank: int, world_size: int, case: Case) -> dict[int, list[tuple[Norms, Window | Absent]]]:
+def windows_of_case(rank: int, world_size: int, case: Case) -> Windows:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     net = sharded(case, world_size)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     gns = GradientNoiseScale(net)
-    results: dict[int, list[tuple[Norms, Window | Absent]]] = {}
+    results: Windows = {}
     for m in (1, 1, 2, 2, 4, 4):
         optimizer.zero_grad()
         run_window(case, net, gns, scaler, rank, m)

@@ -78,7 +78,7 @@ class Forked:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end. A subprocess.TimeoutExpired if it goes on."""
+        """Wait for the end; raises subprocess.TimeoutExpired if it still runs."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("train", timeout or 0.0)
@@ -95,7 +95,7 @@ def wait_as_torchrun(processes: Sequence[Forked], timeout: float) -> int:
     """Wait for all ranks; the first one that fails ends the others.
 
     Returns 0, or the code of a failure. A rank also fails because another one has left it, and may be seen to end first: a
-    mistake's 2 and a kill count before what was seen first. A subprocess.TimeoutExpired if some go on; they are killed.
+    mistake's 2 and a kill count before what was seen first. Raises subprocess.TimeoutExpired if some still run.
     """
     end, first = time.monotonic() + timeout, 0
     while any(process.poll() is None for process in processes):

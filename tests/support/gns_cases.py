@@ -122,6 +122,10 @@ class Norms:
     grad_sq: float = math.nan
 
 
+Windows = dict[int, list[tuple[Norms, Window | Absent]]]
+"""By the number of their micro-batches."""
+
+
 def separate_backwards(case: Case, world_size: int, m: int) -> Norms:
     """From the gradient of every micro-batch's mean loss, each from a fresh model of its own."""
     gradients, kappas, noises = [], [], []
@@ -180,18 +184,16 @@ def differences(norms: Norms, window: Window | Absent, expected: Norms, num_micr
 
 
 def wrong_windows(
-    cases: Mapping[str, Case],
-    measure: Callable[[Case], dict[int, list[tuple[Norms, Window | Absent]]]],
-    rank: int,
-    world_size: int,
+    cases: Mapping[str, Case], measure: Callable[[Case], Windows], rank: int, world_size: int
 ) -> list[str]:
-    """What differs from the separate backwards, by either kind of norms, from rank 0. `measure`: windows of a case by the
-    number of their micro-batches."""
+    """What differs from the separate backwards, by either kind of norms, from rank 0."""
     wrong = []
     for kind, norms_are_taken in (("many at once", norms_of_cuda), ("one by one", contextlib.nullcontext)):
         with norms_are_taken():
             found = {(name, m): windows for name, case in cases.items() for m, windows in measure(case).items()}
-        for (name, m), windows in found.items() if rank == 0 else ():
+        if rank > 0:
+            continue
+        for (name, m), windows in found.items():
             expected = separate_backwards(cases[name], world_size, m)
             for number, (norms, window) in enumerate(windows):
                 where = f"{kind}, {name}, m={m}, window {number}: "

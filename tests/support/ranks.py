@@ -89,7 +89,7 @@ class Ranks:
         return any(process.poll() is None for process in self.processes)
 
     def wait(self, timeout: float = PATIENCE_SEC) -> list[int]:
-        """The exit codes by rank, once all have ended. An AssertionError if some go on for longer."""
+        """The exit codes by rank, once all have ended; raises AssertionError if some still run."""
         end = time.monotonic() + timeout
         for rank, process in enumerate(self.processes):
             try:

@@ -43,8 +43,9 @@ OF_TRAIN = {
 }
 
 
+_verbs = Parts(VERBS)
 for _name in VERBS:
-    _verb = Parts(VERBS).find(_name)
+    _verb = _verbs.find(_name)
     if isinstance(_verb, typer.Typer):
         app.add_typer(_verb, name=_name)
     else:

@@ -409,7 +409,7 @@ class DistributedTable(Table):
 
 
 class AlertTable(Table):
-    """`[alert]`: who is told of loss spikes and of the run's end (docs/reliability.md)."""
+    """`[alert]`: where loss spikes and the end of the run are reported (docs/reliability.md)."""
 
     command: list[Text] = []
     """Program and arguments; gets JSON on stdin."""

@@ -1,4 +1,4 @@
-"""`[alert]`: a command or a webhook is told of loss spikes and of the end of the run, however it ends (rank 0).
+"""`[alert]`: rank 0 reports loss spikes and the end of the run, however it ends, to a command or a webhook.
 
 Best effort and bounded in time: no alert ends a run, a spike's is not waited for, and the end waits `WAIT_SEC` at most.
 """
@@ -17,8 +17,10 @@ from subprocess import DEVNULL
 from typing import TYPE_CHECKING, Any
 
 from trainer.ending import within
+from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Extension
+from trainer.wording import printable
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
@@ -35,12 +37,12 @@ class Alert(Extension):
         super().__init__(run)
         command = run.config.alert.command
         if command and shutil.which(command[0]) is None:
-            raise FileNotFoundError(f"alert.command: {command[0]} is not found")
+            raise UserError("alert.command", f"{printable(command[0])} is not found", "name a program of this machine")
         run.run_dir.on_end = partial(alert, run.config, run.run_dir.path, wait_sec=WAIT_SEC)
 
 
 def alert(config: RunConfig, run_dir: Path, event: str, *, reason: str, step: int, wait_sec: float = 0.0) -> None:
-    """Tell of a run that is `done`, `stopped` or `failed`, or goes on after a `spike`; wait so long for it."""
+    """Report that a run is `done`, `stopped` or `failed`, or had a `spike`, and wait at most `wait_sec` for the delivery."""
     state, name = "running" if event == "spike" else event, config.run.name
     said = {"event": event, "state": state, "reason": reason, "last_step": step, "run": name, "run_dir": str(run_dir)}
     said |= {"host": socket.gethostname(), "time": time.time(), "text": f"{name}: {event} at step {step}: {reason}"}
@@ -55,5 +57,5 @@ def _tell(command: list[str], url: str | None, said: dict[str, Any]) -> None:
         if url is not None:
             request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
             urllib.request.urlopen(request, timeout=WAIT_SEC).close()
-    except Exception as error:  # noqa: BLE001 - a service may fail in any way, and the run goes on
+    except Exception as error:  # noqa: BLE001 - a service may fail in any way, which must not end the run
         logger.warning("the alert of %s did not arrive: %s", said["event"], error)

@@ -34,7 +34,7 @@ _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("state", "reason", "wandb_run_id", "loop", "host"), str),
     **dict.fromkeys(("last_step", "pid", "world_size", "threads", "parameters", "state_width", "tokens_per_step"), int),
     "time": (int, float),
-    "command": list,
+    **dict.fromkeys(("command", "devices"), list),
 }
 
 

@@ -1,4 +1,4 @@
-"""`[alert]`: who is told of a run's spikes and end, and that no service can hold it up."""
+"""`[alert]`: what is reported of a run, and that no service can hold it up."""
 
 from __future__ import annotations
 

@@ -126,8 +126,9 @@ def test_numbers_of_its_files_are_checked_before_they_are_used(trained, capsys):
     with (trained / "events.jsonl").open("a") as file:
         for each in odd:
             file.write(json.dumps({"event": "mix", "global_step": 2, "batch": 9, "changed": change, **each}) + "\n")
-    (trained / "env.json").write_text(json.dumps({**environment, "command": 5, "threads": math.inf}))
-    for verb in (["data", "at", trained, 2], ["compare", trained, trained], ["diagnose", trained]):
+    (trained / "env.json").write_text(json.dumps({**environment, "command": 5, "threads": math.inf, "devices": 5}))
+    report = ["report", trained, "--out", trained.parent / "page.html"]
+    for verb in (["data", "at", trained, 2], ["compare", trained, trained], ["diagnose", trained], report):
         assert program(verb, capsys).returncode == 0
     train_here(trained.parent / "tiny.toml", trained, "train.steps=4", "checkpoint.resume=auto")
 

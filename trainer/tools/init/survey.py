@@ -67,7 +67,8 @@ def make_starter(
     kind = guess(at.streams, format=format, dtype=dtype, column=column)
     if is_import_path(format) and tokenizer == "ids":  # what a format of the user's own yields is not visible here
         kind = replace(kind, kind="ids")
-    near = _tokenizer_near(Path(paths[0])) if kind.kind == "text" and tokenizer is None else None
+    is_asked = kind.kind == "text" and tokenizer is None and not is_url(paths[0])
+    near = _tokenizer_near(Path(paths[0])) if is_asked else None
     named = tokenizer or near or ("bytes" if kind.kind == "text" else "ids")
     chosen, share = sample_streams(at.streams)
     with progress_bar() as report:

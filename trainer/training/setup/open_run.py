@@ -307,11 +307,13 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
     missing = []
     with raise_on_all_ranks(world_size=run.info.world_size):
         for name, (is_on, key) in asked.items():
+            if not is_on:
+                continue
+            if (make := run.plan.part(name, key)) is None:
+                missing.append(name)
+                continue
             try:
-                if is_on and (make := run.plan.part(name, key)) is not None:
-                    found[name] = make(run)
-                elif is_on:
-                    missing.append(name)
+                found[name] = make(run)
             except UserError:
                 raise
             except Exception as error:  # noqa: BLE001 - such as a profile that cannot be written
