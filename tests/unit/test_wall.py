@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,27 @@ ASKED = {
     'checkpoint.remote="memory://run"': "checkpoints in a store",
     'train.micro_batches={schedule="step",points={0=1,2=2}}': "batch growth",
 }
+
+
+LISTED = """
+import sys
+from trainer.training.extension import Extension
+
+class Listed(Extension):
+    def at_boundary(self, step, *, is_last):
+        self.run.extensions.asks |= is_last
+
+    def to_exchange(self):
+        return [name for name in sys.modules if name.startswith("trainer.lab")]
+
+    def exchanged(self, by_rank):
+        self.run.event({"event": "listed", "by_rank": by_rank})
+"""
+
+
+def of_the_lab(config: Path) -> list[list[str]]:
+    """Command lines of verbs that need the lab."""
+    return []
 
 
 def trained(directory: Path, *runs: tuple[str, ...], before: str = "") -> tuple[list[int], list[str], str]:
@@ -58,11 +80,50 @@ def test_no_file_of_the_core_but_one_names_what_is_around_it():
 
 
 def test_a_run_that_asks_for_nothing_of_the_lab_imports_nothing_of_it(tmp_path):
-    source = f'data.source=[{{name="one",layout="nested",root="{tmp_path}/corpus"}}]'  # mixing can change during a run
-    off = ("train.spike_sigma=0", "ledger.probe_every=0", "eval.depth=false", "data.mixing.batch_size_by_modality={}")
-    codes, imported, said = trained(tmp_path, (source, *off))
+    codes, imported, said = trained(tmp_path, ())
     assert codes == [0], said
     assert not [name for name in imported if not OF_THE_PROGRAM.fullmatch(name)]
+
+
+def test_the_smoke_run_imports_nothing_of_the_lab_on_any_rank(tmp_path):
+    write_tiny_config(tmp_path)
+    (tmp_path / "listed.py").write_text(LISTED)
+    sources = ", ".join(
+        f'{{name="{name}", layout="nested", root="{tmp_path}/corpus", modalities=["{name}"]}}' for name in "ab"
+    )
+    words = ("train.steps=3", f"data.source=[{sources}]", "data.seq_len=16", 'metrics.wandb.mode="disabled"')
+    words += ('extension=[{target="listed:Listed"}]', "eval.every=2", "eval.holdout_fraction=0.2")
+    sets = [word for each in words for word in ("--set", each)]
+    command = [sys.executable, "-m", "trainer", "--nproc", "2", "--config", str(ROOT / "train_configs" / "smoke.toml")]
+    command += ["--run-dir", str(tmp_path / "run"), "--stdout", "off", *sets]
+    made = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(command, env=made, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if row["event"] == "listed"]
+    assert row["by_rank"] == [[], []]
+
+
+def test_verbs_that_need_the_lab_say_so_without_it(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "trainer", ignore=shutil.ignore_patterns("lab", "__pycache__"))
+    config = write_tiny_config(tmp_path)
+    code = f"""
+import sys
+from trainer.cli.main import run
+for sys.argv in {[["train", *verb] for verb in of_the_lab(config)]}:
+    try:
+        run()
+    except SystemExit as end:
+        print(sys.argv[1], end.code)
+"""
+    made = environment({"PYTHONPATH": str(tmp_path)})
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=made, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    for verb, *_ in of_the_lab(config):
+        assert f"{verb} 2" in done.stdout
+        assert f"train {verb}: trainer.lab is not installed" in done.stderr
 
 
 def test_without_the_lab_a_run_trains_alike_says_what_is_off_and_refuses_what_is_asked_for(tmp_path):
@@ -71,7 +132,7 @@ def test_without_the_lab_a_run_trains_alike_says_what_is_off_and_refuses_what_is
     assert code == 0, said
     codes, _, said = trained(tmp_path, (), *((each,) for each in ASKED), before='sys.modules["trainer.lab"] = None')
     assert codes == [0] + [2] * len(ASKED), said
-    assert said.count("trainer.lab is not installed: off are carry probe, spikes, mix\n") == 1
+    assert said.count("trainer.lab is not installed: off are carry probe\n") == 1
     for setting, name in ASKED.items():
         assert f'{setting.partition("=")[0]}: needs "{name}": trainer.lab is not installed' in said, setting
     with_lab, without = (read_rows(folder / "0" / "metrics.jsonl") for folder in (tmp_path / "with", tmp_path))

@@ -39,7 +39,6 @@ _LAB = {
     "per_layer": f"{LAB}.per_layer:LayerNumbers",
     "digests": f"{LAB}.digests:Digests",
     "spikes": f"{LAB}.spikes:LossSpikes",
-    "mix": f"{LAB}.mix:Mix",
     "alert": f"{LAB}.alert:Alert",
     "sample": f"{LAB}.samples:Samples",
     "profile": f"{LAB}.profile:StepProfile",
@@ -53,10 +52,11 @@ _LAB = {
     "checkpoints in a store": f"{LAB}.remote:find_checkpoint",
     "contract check": f"{LAB}.contract_check:check_before_run",
     "cuda graphs": f"{LAB}.cuda_graph:make",
-    "lines by depth": f"{LAB}.depth_curve:lines_of",
+    "lines by depth": "trainer.tools.runs.depth_curve:lines_of",
     "losses by depth": f"{LAB}.depth:Depth",
     "mirror": f"{LAB}.mirror",
     "mix changes": f"{LAB}.mix:restore",
+    "mix requests": f"{LAB}.mix:Requests",
     "own batches": f"{LAB}.own_batches:OwnBatches",
     "sources in a store": f"{LAB}.stored",
     "tokenized text": f"{LAB}.tokenized",
@@ -65,5 +65,11 @@ _LAB = {
 
 _SPEC = find_spec(LAB)
 _IS_THERE = _SPEC is not None and _SPEC.origin is not None  # a deleted directory may leave its caches
-PARTS = Parts(_LAB if _IS_THERE else {}, problem=f"{LAB} is not installed")
+_MISSING = f"{LAB} is not installed"
+PARTS = Parts(_LAB if _IS_THERE else {}, problem=_MISSING)
 """What a run is given."""
+
+
+def without_lab(error: ImportError) -> str:
+    """What an import lacks, if it is the lab; empty if it is anything else."""
+    return _MISSING if not _IS_THERE and (error.name or "").startswith(LAB) else ""
