@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
+from trainer.errors import UserError
 from trainer.import_path import Parts
 
 LAB = "trainer.lab"
@@ -70,6 +74,12 @@ PARTS = Parts(_LAB if _IS_THERE else {}, problem=_MISSING)
 """What a run is given."""
 
 
-def without_lab(error: ImportError) -> str:
-    """What an import lacks, if it is the lab; empty if it is anything else."""
-    return _MISSING if not _IS_THERE and (error.name or "").startswith(LAB) else ""
+@contextmanager
+def lab_or_refusal() -> Iterator[None]:
+    """Around a verb. A UserError if it imports the lab, which is not there."""
+    try:
+        yield
+    except ImportError as error:
+        if _IS_THERE or not (error.name or "").startswith(LAB):
+            raise
+        raise UserError(" ".join(["train", *sys.argv[1:2]]), _MISSING, "install it for this verb") from error

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.distributed.shards import layout_of, own_entries, own_part
+from trainer.distributed.shards import is_dtensor, layout_of, own_part, own_range
 from trainer.errors import UserError
 from trainer.metrics.noise_scale.estimate import (
     KAPPA,
@@ -209,6 +209,19 @@ def layer_of(name: str) -> str:
     number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
     kept = parts[: number + 1] if number is not None else parts[:-1] or parts
     return ".".join(kept).replace("/", "_")  # which separates the segments of a metric key
+
+
+def own_entries(tensor: Tensor) -> tuple[int, int]:
+    """The entries [first, stop) of the whole tensor, counted row by row, that this rank holds.
+
+    Raises:
+        ValueError: it is sharded along another dimension.
+    """
+    if is_dtensor(tensor) and not tensor.placements[-1].is_shard(0):
+        raise ValueError(f"sharded as {tensor.placements[-1]}")
+    start, stop = own_range(tensor)
+    row = tensor.numel() // max(tensor.shape[0], 1) if tensor.ndim else 1
+    return start * row, stop * row
 
 
 def sample_limit(num_tensors: int) -> int:

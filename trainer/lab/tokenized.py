@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.data.documents import ReadOptions, Span, write_index
+from trainer.arrays import Ints
+from trainer.data.documents import DTYPES, HEADER, MAGIC, ReadOptions, Span, damaged
 from trainer.data.formats import FORMATS, file_kind, format_name, is_import_path
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import load_tokenizer
@@ -292,3 +293,14 @@ def _key(streams: Sequence[Stream], source: Source, tokenizer: Path) -> str:
     table = source.table
     how = ["tokens", table.format, table.text_split, table.column, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
     return hashlib.sha256(json.dumps([how, files]).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+
+
+def write_index(path: Path, lengths: Ints, dtype: np.dtype[Any]) -> None:
+    """Write the index of a `.bin` whose documents, of these lengths, follow each other, one sequence each."""
+    code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
+    if (longest := int(lengths.max(initial=0))) >= 1 << 31:
+        raise damaged(path, f"a document of {longest:,} tokens is too long for it", "cut the document")
+    pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
+    header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
+    tables = (lengths.astype("<i4"), pointers.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8"))
+    write_file(path, header + b"".join(table.tobytes() for table in tables))

@@ -307,13 +307,12 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
         found["replicas"] = Replicas(run)
     if len(run.plan.sources) > 1:
         found["mix"] = MixWeights(run)
-    missing = []
     with raise_on_all_ranks(world_size=run.info.world_size):
         for name, (is_on, key) in asked.items():
             if not is_on:
                 continue
             if (make := run.plan.part(name, key)) is None:
-                missing.append(name)
+                logger.info("%s is off: %s", name, run.plan.parts.problem)
                 continue
             try:
                 found[name] = make(run)
@@ -321,8 +320,6 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
                 raise
             except Exception as error:  # noqa: BLE001 - such as a profile that cannot be written
                 run.diagnostics.best_effort(name).fail(error)
-        if missing:
-            logger.info("%s: off are %s", run.plan.parts.problem, ", ".join(missing))
         for number, table in enumerate(config.extension):
             with users_code(f"extension {table.target}"):
                 made = resolve_target(table.target, "extension.target")(run, **table.args)

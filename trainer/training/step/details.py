@@ -191,8 +191,7 @@ def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
         whole = flat.numel() // 8 * 8
         if flat.storage_offset() % 8:  # a view of wider numbers would not be aligned
             flat = flat.clone()
-        total = total * FACTOR + flat[:whole].view(torch.int64).sum()
-        total = total + flat[whole:].sum()
+        total = total * FACTOR + flat[:whole].view(torch.int64).sum() + flat[whole:].sum()
     mixed: Tensor = torch.as_tensor(total, dtype=torch.int64)
     for shift in (33, 29, 32):  # every bit changes the low ones: a bijection, as in splitmix64
         mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * FACTOR
@@ -200,10 +199,7 @@ def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class Replicas(Extension):
-    """Ends a run whose ranks hold different weights, which one sum over ranks shows.
-
-    W sum(d^2) = sum(d)^2 only if the digests d of all W ranks are equal; only then do the ranks tell each other theirs.
-    """
+    """Ends a run whose ranks hold different weights: W sum(d^2) = sum(d)^2 only if the digests d of all W ranks are equal."""
 
     num_sums = 2
 
@@ -261,14 +257,15 @@ class MixWeights(Extension):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._dataset, self._requests = run.state.dataset, None
+        self._dataset = run.state.dataset
+        self._requests: Any = None
         self._look(skip=True)  # nobody waits any more for an answer to what an earlier process was asked
         if run.config.metrics.per_source:
             self.metric_keys = [f"blend/weight/{source.name}" for source in self._dataset.sources]
 
     def _look(self, *, skip: bool = False) -> None:
         if self._requests is None and self.run.info.is_main and os.path.lexists(self.run.run_dir.path / REQUESTS):
-            make: Any = self.run.plan.part("mix requests")
+            make = self.run.plan.part("mix requests")
             self._requests = make and make(self.run, skip=skip)
 
     def drain_metrics(self) -> Mapping[str, Reported]:
