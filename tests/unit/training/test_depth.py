@@ -38,6 +38,7 @@ CPU, FRACTION, CELL = torch.device("cpu"), 0.5, 16
 SETTINGS = (
     f"eval.holdout_fraction={FRACTION}",
     "eval.every=1",
+    "eval.depth=true",
     "eval.batches=100000",
     "data.max_group_cells=64",
     "ledger.capacity=4096",
