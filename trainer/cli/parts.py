@@ -39,14 +39,12 @@ _LAB = {
     # Extensions: checkpoints have their states under these names.
     "carry probe": f"{LAB}.carry_probe:StepProbe",
     "gns components": f"{LAB}.noise_components:NoiseSources",
-    "per_depth": f"{LAB}.depth:TrainingDepth",
     "per_layer": f"{LAB}.per_layer:LayerNumbers",
     "digests": f"{LAB}.digests:Digests",
     "spikes": f"{LAB}.spikes:LossSpikes",
     "alert": f"{LAB}.alert:Alert",
     "sample": f"{LAB}.samples:Samples",
     "profile": f"{LAB}.profile:StepProfile",
-    "progress": f"{LAB}.progress:ProgressBar",
     # Families of models.
     "gated_delta": f"{LAB}.flash_linear_attention:build",
     "transformer": f"{LAB}.transformer:build",

@@ -335,8 +335,6 @@ class MetricsTable(Table):
     """auto: readable lines on a terminal, JSON payloads elsewhere."""
     per_source: bool = False
     """Also report metrics per source and modality."""
-    per_depth: bool = False
-    """Also report the training loss by the number of tokens before (docs/evaluation.md)."""
     digests: Literal["off", "compare", "write"] = "compare"
     """compare: under ddp, a rank with other weights ends the run; write: digests.jsonl too."""
     per_layer: bool = False

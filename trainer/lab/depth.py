@@ -23,11 +23,9 @@ from torch import Tensor
 
 from trainer.arrays import IGNORED, Flags
 from trainer.data.batch import MicroBatch
-from trainer.metrics.aggregate import Moments, SumCount
+from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import BestEffort, SkipBatch
-from trainer.objective.loss import ObjectiveOutput
 from trainer.training.evaluator import EvalRider, Evaluator, RowResults
-from trainer.training.extension import Extension
 
 NUM_BUCKETS = 40
 """[0, 1), [1, 2), [2, 4), ...: more than any document has."""
@@ -61,25 +59,6 @@ def buckets(micro: MicroBatch) -> Tensor:
     before = torch.from_numpy(micro.carry.tokens_before(num_tokens)).to(micro.targets.device)
     depth = depths(before, num_tokens, micro.inputs.get("resets"))
     return torch.frexp(depth.double()).exponent.long()  # the depth is at least 2 ** (exponent - 1), or 0
-
-
-class TrainingDepth(Extension):
-    """The loss of a logged step's own targets by depth (`metrics.per_depth`)."""
-
-    metric_keys = tuple(f"train/depth/{bucket_start(index)}/loss" for index in range(NUM_BUCKETS))
-
-    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Add the sums of the rows that have a document."""
-        if micro.carry is not None and result.token_loss is not None:
-            # Rows of lanes have a document wherever they have a target.
-            is_known = micro.carry.group_ids >= (0 if micro.carry.end_ids is None else -1)
-            rows = torch.from_numpy(is_known).to(micro.targets.device)
-            columns = torch.stack([result.token_loss.double(), (micro.targets != IGNORED).double()], dim=-1)
-            sums = columns.new_zeros(NUM_BUCKETS, 2).index_add_(
-                0, buckets(micro)[rows].flatten(), columns[rows].flatten(0, 1)
-            )
-            for key, (total, count) in zip(self.metric_keys, sums, strict=True):
-                self.run.record(key, SumCount(total, count))
 
 
 class Depth(EvalRider):

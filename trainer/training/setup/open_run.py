@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -285,19 +284,16 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
     """The extensions that are on, each with the key that asks for it. One that is off is not imported."""
     config, probe_every = run.config, run.config.ledger.probe_every
     is_probed = probe_every and (run.length.is_in_tokens or probe_every <= run.length.total)
-    shows_bar = run.info.is_main and sys.stderr.isatty()
     alert_key = "alert.command" if config.alert.command else "alert.url"
     asked = {
         "carry probe": (run.state.ledgers and is_probed, "ledger.probe_every"),
         "gns components": (run.gns is not None and config.gns.components_every, "gns.components_every"),
-        "per_depth": (config.metrics.per_depth, "metrics.per_depth"),
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
         "digests": (config.metrics.digests == "write", "metrics.digests"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
         "alert": (run.info.is_main and (config.alert.command or config.alert.url), alert_key),
         "sample": (config.sample.every, "sample.every"),
         "profile": (run.info.is_main and config.metrics.profile, "metrics.profile"),
-        "progress": (shows_bar, ""),
     }
     details = make_details(run.plan, run.diagnostics, auxiliary)
     found: dict[str, Extension] = {"step_details": LoggedDetails(run, details)}
