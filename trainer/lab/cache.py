@@ -67,7 +67,7 @@ class Cache:
         is_first: bool = True,
         on_wait: Callable[[], None] = lambda: None,
     ) -> Snapshot:
-        """What lies under a key, made unless it is whole: one process makes it, others wait for that.
+        """The copy under a key, made unless it is whole: one process makes it, others wait for that.
 
         Args:
             target: the directory, below that of the key.
@@ -76,12 +76,14 @@ class Cache:
             on_wait: called now and then.
         """
         place = self.directory / key
-        others_until = time.monotonic() + (0.0 if is_first else HEAD_START_SEC)
+        others_until = time.monotonic()
+        if not is_first:
+            others_until += HEAD_START_SEC
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = open_plain(self.directory / f"{key}.lock", "ab")
             is_new = has_said = False
-            # Shared by those that use the copy, alone by the one that makes it; a lock that is changed may be lost in between.
+            # Shared by those that use the copy, alone by the one that makes it; a lock that is changed may be lost.
             while not (_try(lock, fcntl.LOCK_SH) and is_whole()):
                 if time.monotonic() >= others_until and _try(lock, fcntl.LOCK_EX):
                     if not is_whole():
@@ -109,7 +111,9 @@ class Cache:
             if self.limit and used + size > self.limit:
                 return f"data.cache_gb = {self.limit / 1e9:g}, of which {used / 1e9:.3g} GB are in use"
             free = shutil.disk_usage(self.directory).free
-            return "" if free >= to_download else f"{free / 1e9:.3g} GB are free in {self.directory}"
+            if free < to_download:
+                return f"{free / 1e9:.3g} GB are free in {self.directory}"
+            return ""
 
         for other, num_bytes in others.items():
             # Nothing is deleted for what can never fit.
@@ -117,7 +121,8 @@ class Cache:
                 break
             if self._delete(other):
                 used -= num_bytes
-        if problem := lack():
+        problem = lack()
+        if problem:
             shutil.rmtree(place)
             fix = "raise data.cache_gb, name another data.cache_dir, or read fewer modalities"
             raise UserError(url, f"takes {size / 1e9:.3g} GB as a local copy; {problem}", fix)

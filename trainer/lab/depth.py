@@ -32,18 +32,21 @@ NUM_BUCKETS = 40
 HELD_ON_DEVICE = 64  # micro-batches whose sums are fetched together
 Floats = NDArray[np.float64]
 Unit = tuple[str | int, ...]
-"""What counts as one draw with other groups: a document in parts, or a drawn file."""
+"""Groups of one unit count as one draw: a document in parts, or a drawn file."""
 Part = tuple[int, Floats, dict[Unit, Floats]]
 
 
 def bucket_start(index: int) -> int:
     """The first depth of a bucket."""
-    return 1 << (index - 1) if index else 0
+    return 1 << index >> 1
 
 
 def depths(tokens_before: Tensor, num_tokens: int, resets: Tensor | None) -> Tensor:
-    """The depth of each target of rows before which their groups had so many tokens [B]; int64 [B, num_tokens]. `resets`: bool,
-    or None."""
+    """The depth of each target of rows before which their groups had so many tokens [B]; int64 [B, num_tokens].
+
+    Args:
+        resets: bool [B, num_tokens]; None: the model takes none.
+    """
     places = torch.arange(num_tokens, device=tokens_before.device)
     found = tokens_before[:, None] + places
     if resets is None:
@@ -102,16 +105,19 @@ class Depth(EvalRider):
                 raise SkipBatch("the loss is not known per token")
             losses[rows] = result.token_loss.double()
         is_continued = torch.from_numpy(continues).to(targets.device)[:, None]
-        zero = losses if from_zero is None else torch.where(is_continued, from_zero.double(), losses)
+        zero = losses
+        if from_zero is not None:
+            zero = torch.where(is_continued, from_zero.double(), losses)
         columns = torch.stack([(targets != IGNORED).double(), losses, zero], dim=-1)  # [B, T, 3]
         bucket = buckets(micro)[:, :, None].expand(-1, -1, 3)
         sums = columns.new_zeros(len(targets), NUM_BUCKETS, 3).scatter_add_(1, bucket, columns)
         beyond = columns.sum(1) * is_continued  # [B, 3]
         groups = micro.carry.group_ids.tolist()
         located: Any = micro.located
-        for group, segments in zip(groups, located.rows, strict=True) if self._is_cut else ():
-            for each in segments:
-                self._cut[group] = (each.source, each.stream, each.document)
+        if self._is_cut:
+            for group, segments in zip(groups, located.rows, strict=True):
+                for each in segments:
+                    self._cut[group] = (each.source, each.stream, each.document)
         self._waiting.append((groups, torch.cat([sums, beyond[:, None]], dim=1)))
         self._cell = targets.shape[1]
         if len(self._waiting) == HELD_ON_DEVICE:
@@ -136,7 +142,8 @@ class Depth(EvalRider):
         for group, sums in self._by_group.items():
             unit, weight = self._cut.get(group), 1.0
             if self._sample is not None:
-                if (at := self._sample.groups.get(group)) is None:  # a row that fills up a batch
+                at = self._sample.groups.get(group)
+                if at is None:  # a row that fills up a batch
                     continue
                 unit, weight = self._sample.units[at], self._sample.weights[at]
             if unit is None:
@@ -148,7 +155,9 @@ class Depth(EvalRider):
     def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         """`depth/<first depth of a bucket>/...`; empty if no document is longer than a cell."""
         self._is_off = self._is_off or any(part is None for part in by_rank)
-        return {} if self._is_off else self._guard.run(self._metrics, by_rank) or {}
+        if self._is_off:
+            return {}
+        return self._guard.run(self._metrics, by_rank) or {}
 
     def _metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         cell = max(length for length, *_ in by_rank)
@@ -165,8 +174,9 @@ class Depth(EvalRider):
         for index in range(NUM_BUCKETS):
             if total[index, 0, 0]:
                 start = bucket_start(index)
-                # In a bucket of first cells alone, nothing is carried.
-                kinds = ["loss", "loss_from_zero", "carry_gain"] if 2 * start > cell else ["loss"]
+                kinds = ["loss"]
+                if 2 * start > cell:  # in a bucket of first cells alone, nothing is carried
+                    kinds += ["loss_from_zero", "carry_gain"]
                 found |= _numbers(f"depth/{start}", total[index], kinds)
         return found
 
@@ -187,6 +197,7 @@ def _numbers(prefix: str, moments: Floats, names: Sequence[str]) -> dict[str, fl
     for name, each in zip(names, moments, strict=False):
         one = Moments(*each.tolist())
         found[f"{prefix}/{name}"] = one.mean()
-        if not math.isnan(error := one.wide_error()):
+        error = one.wide_error()
+        if not math.isnan(error):
             found[f"{prefix}/{name}_se"] = error
     return found

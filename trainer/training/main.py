@@ -134,7 +134,6 @@ def _run_to_end(run: Run) -> int:
     finally:
         run.watchdog.at("end", run.position.step, may_wait=True)
         guard = run.diagnostics.best_effort
-        run.extensions.call("before_output")
         if run.info.is_main:
             # A run that failed: what this rank knows, since the others cannot be asked any more.
             run.extensions.exchange(alone=True)

@@ -413,7 +413,7 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
     """The model of `--model`, which may take its arguments as it likes."""
     from trainer.config.schema import ModelTable
     from trainer.import_path import resolve_target, users_code
-    from trainer.lab.contracts.anybody import adapt
+    from trainer.lab.contracts.adapted import adapt
     from trainer.lab.contracts.subject import CallFailed
     from trainer.training.setup.plan import build_model
 
