@@ -111,9 +111,7 @@ def evidence_of(noise: NoiseScaleAverage) -> Evidence:
     Its lower bound is the lower one of two, at the last step and before the recent ones: a doubling cannot be undone, and
     one bound may be luck.
     """
-    batch = 0.0
-    if noise.big_noise > 0.0:
-        batch = 1.0 / noise.big_noise
+    batch = 1.0 / noise.big_noise if noise.big_noise > 0.0 else 0.0
     if noise.drawn is not None:
         return Evidence(noise.drawn.low, noise.drawn.value, batch, "gns/b_drawn")
     now, before = (noise.history.current(before=steps, recent_z=AGREEING_Z) for steps in (0, RECENT))

@@ -40,11 +40,8 @@ class Snapshot:
 
 
 class Cache:
-    """The copies below the directory that `[data] cache_dir` names (None: the user's own), at most `cache_gb` of them (0: any).
-
-    Raises:
-        UserError: it can be no directory.
-    """
+    """The copies below the directory that `[data] cache_dir` names (None: the user's own), at most
+    `cache_gb` of them (0: any). Raises UserError: it can be no directory."""
 
     def __init__(self, directory: str | Path | None, limit_gb: float) -> None:
         self.limit = round(limit_gb * 1e9)  # bytes
@@ -76,9 +73,7 @@ class Cache:
             on_wait: called now and then.
         """
         place = self.directory / key
-        others_until = time.monotonic()
-        if not is_first:
-            others_until += HEAD_START_SEC
+        others_until = time.monotonic() + (0.0 if is_first else HEAD_START_SEC)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = open_plain(self.directory / f"{key}.lock", "ab")
@@ -111,9 +106,7 @@ class Cache:
             if self.limit and used + size > self.limit:
                 return f"data.cache_gb = {self.limit / 1e9:g}, of which {used / 1e9:.3g} GB are in use"
             free = shutil.disk_usage(self.directory).free
-            if free < to_download:
-                return f"{free / 1e9:.3g} GB are free in {self.directory}"
-            return ""
+            return f"{free / 1e9:.3g} GB are free in {self.directory}" if free < to_download else ""
 
         for other, num_bytes in others.items():
             # Nothing is deleted for what can never fit.

@@ -38,11 +38,8 @@ STEPS_WITHOUT_OF_DDP = 11  # which measures itself in its first ten
 
 
 def make(run: Run, auxiliary: Auxiliary) -> MicroGraphs | None:
-    """The graphs of a run on a CUDA device; None if it runs without.
-
-    Raises:
-        UserError: graphs are asked for and impossible.
-    """
+    """The graphs of a run on a CUDA device; None if it runs without. Raises UserError: graphs are
+    asked for and impossible."""
     config, is_asked, stream = run.config, run.config.train.cuda_graph is True, run.strategy.stream
     # What their Python does is not known.
     if not is_asked and (not run.plan.has_built_in_model or config.objective.target is not None):
@@ -86,9 +83,7 @@ class MicroGraphs:
 
     def __init__(self, device: torch.device, *, is_asked: bool, stream: torch.cuda.Stream | None = None) -> None:
         self._is_asked, self._stream = is_asked, stream
-        self._steps_without = STEPS_WITHOUT
-        if stream is not None:
-            self._steps_without = STEPS_WITHOUT_OF_DDP
+        self._steps_without = STEPS_WITHOUT if stream is None else STEPS_WITHOUT_OF_DDP
         self._num_steps, self._is_off = 0, False
         self._graphs: dict[Any, Graph] = {}
         self._inputs: dict[str, Tensor] = {}
@@ -98,11 +93,7 @@ class MicroGraphs:
     def __call__(
         self, step: TrainStep, micro: MicroBatch, state: Tensor | None, kappa: float, *, is_first: bool, is_last: bool
     ) -> tuple[Tensor | None, ObjectiveOutput]:
-        """As `TrainStep.run_micro`.
-
-        Raises:
-            UserError: it is asked for and cannot be captured.
-        """
+        """As `TrainStep.run_micro`. Raises UserError: it is asked for and cannot be captured."""
         self._num_steps += is_first
         given = {**micro.inputs, "targets": micro.targets}
         if state is not None:

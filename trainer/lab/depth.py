@@ -42,11 +42,8 @@ def bucket_start(index: int) -> int:
 
 
 def depths(tokens_before: Tensor, num_tokens: int, resets: Tensor | None) -> Tensor:
-    """The depth of each target of rows before which their groups had so many tokens [B]; int64 [B, num_tokens].
-
-    Args:
-        resets: bool [B, num_tokens]; None: the model takes none.
-    """
+    """The depth of each target of rows before which their groups had so many tokens [B]; int64 [B,
+    num_tokens]. `resets`: bool [B, num_tokens]; None: the model takes none."""
     places = torch.arange(num_tokens, device=tokens_before.device)
     found = tokens_before[:, None] + places
     if resets is None:
@@ -155,9 +152,7 @@ class Depth(EvalRider):
     def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         """`depth/<first depth of a bucket>/...`; empty if no document is longer than a cell."""
         self._is_off = self._is_off or any(part is None for part in by_rank)
-        if self._is_off:
-            return {}
-        return self._guard.run(self._metrics, by_rank) or {}
+        return {} if self._is_off else self._guard.run(self._metrics, by_rank) or {}
 
     def _metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
         cell = max(length for length, *_ in by_rank)

@@ -86,11 +86,8 @@ def open_sources(run: Run) -> list[str]:
 
 
 class Requests:
-    """Answers the requests that a run gets; on rank 0.
-
-    Args:
-        skip: do not answer those that are there already.
-    """
+    """Answers the requests that a run gets; on rank 0. `skip`: do not answer those that are there
+    already."""
 
     def __init__(self, run: Run, *, skip: bool) -> None:
         self._run = run
@@ -102,11 +99,8 @@ class Requests:
             self._new_lines()
 
     def answer(self, read: int) -> None:
-        """Announce, or refuse, the changes that were requested since the last call.
-
-        Args:
-            read: micro-batches that this rank has read.
-        """
+        """Announce, or refuse, the changes that were requested since the last call. `read`:
+        micro-batches that this rank has read."""
         for line in self._new_lines():
             try:
                 self._take_up(parse_json(line), read)

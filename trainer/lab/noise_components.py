@@ -238,11 +238,8 @@ class NoiseComponents:
 
 
 def lag_of_new_groups(signs: Vector) -> int:
-    """The number of windows after which hardly any group is continued.
-
-    Args:
-        signs: [windows, NUM_SIGNS].
-    """
+    """The number of windows after which hardly any group is continued. `signs`: [windows,
+    NUM_SIGNS]."""
     count, products = len(signs), signs @ signs.T
     related = [np.trace(products, lag) / (count - lag) > UNRELATED * np.trace(products) / count for lag in range(count)]
     return [*related, False].index(False)
@@ -263,10 +260,7 @@ def _ratio(x: float, y: float, x_moved: Vector, y_moved: Vector, lags: int) -> R
 
 def independent_columns(matrix: Vector) -> list[int]:
     """Indices of the columns, from the first on, that are no combination of kept ones before them.
-
-    Args:
-        matrix: [n, n] Gram matrix of the columns.
-    """
+    `matrix`: [n, n] Gram matrix of the columns."""
     kept: list[int] = []
     for column in range(len(matrix)):
         unexplained = matrix[column, column]

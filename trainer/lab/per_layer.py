@@ -93,9 +93,7 @@ class PerLayer:
         """Length of the vector that `after_update` returns."""
         self._gns = gns
         self._group = group
-        self._world_size = 1
-        if self._group is not None:
-            self._world_size = dist.get_world_size(self._group)
+        self._world_size = 1 if self._group is None else dist.get_world_size(self._group)
         self._copies = self._world_size  # ranks that hold the same part of the gradient and of the weights
         layout = layout_of(self._parameters[:1])
         if layout is not None:
@@ -115,11 +113,8 @@ class PerLayer:
         self._values: dict[str, float] = {}
 
     def before_update(self, squares: Mapping[nn.Parameter, Tensor] | None = None) -> None:
-        """Measure the gradient and copy a sample of the weights.
-
-        Args:
-            squares: square norm of each `.grad` (of a sharded one this rank's share), for a loop that has computed them.
-        """
+        """Measure the gradient and copy a sample of the weights. `squares`: square norm of each
+        `.grad` (of a sharded one this rank's share), for a loop that has computed them."""
         if squares is None:
             with_grad = [(p, p.grad) for p in self._parameters if p.grad is not None]
             squares = {parameter: square_sum(norms_of([own_part(grad)])) for parameter, grad in with_grad}
@@ -128,11 +123,8 @@ class PerLayer:
         self._sample.take()
 
     def after_update(self, *, has_noise: bool = True) -> Tensor:
-        """[num_sums] float64 on the device: this rank's sums, to be SUM-reduced over ranks for `finish`.
-
-        Args:
-            has_noise: False: the noise scale's hooks did not measure this window.
-        """
+        """[num_sums] float64 on the device: this rank's sums, to be SUM-reduced over ranks for
+        `finish`. `has_noise`: False: the noise scale's hooks did not measure this window."""
         big = torch.stack(self._squares)
         moved, weights = self._sample.compare()
         head, small = big.new_zeros(NUM_SUMS), torch.zeros_like(big)
@@ -223,10 +215,7 @@ def layer_of(name: str) -> str:
 
 def own_entries(tensor: Tensor) -> tuple[int, int]:
     """The entries [first, stop) of the whole tensor, counted row by row, that this rank holds.
-
-    Raises:
-        ValueError: it is sharded along another dimension.
-    """
+    Raises ValueError: it is sharded along another dimension."""
     if is_dtensor(tensor) and not tensor.placements[-1].is_shard(0):
         raise ValueError(f"sharded as {tensor.placements[-1]}")
     start, stop = own_range(tensor)

@@ -101,11 +101,8 @@ def _reader(model: nn.Module, cell: int, device: torch.device) -> Callable[[Sequ
 
 
 def draw_token(scores: Tensor, draw: Draw, forbidden: Sequence[int], generator: torch.Generator) -> int:
-    """Sample one id from scores [V].
-
-    Raises:
-        GenerationError: every allowed score is NaN or minus infinity.
-    """
+    """Sample one id from scores [V]. Raises GenerationError: every allowed score is NaN or minus
+    infinity."""
     allowed = scores.detach().to("cpu", torch.float64, copy=True)
     allowed[list(forbidden)] = -torch.inf
     if not torch.isfinite(allowed.max()):
@@ -157,11 +154,8 @@ class Samples(Extension):
 
 
 class TextStream:
-    """Decodes token by token. A character whose bytes span several tokens is emitted with the last of them.
-
-    Args:
-        prompt: ids of the text before, which decides whether a space comes first.
-    """
+    """Decodes token by token. A character whose bytes span several tokens is emitted with the last
+    of them. `prompt`: ids of the text before, which decides whether a space comes first."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer

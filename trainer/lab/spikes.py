@@ -33,9 +33,7 @@ class Spike(NamedTuple):
     @property
     def num_sigma(self) -> float:
         """Distance above the mean in standard deviations."""
-        if self.sigma == 0:
-            return math.inf
-        return (self.loss - self.mean) / self.sigma
+        return (self.loss - self.mean) / self.sigma if self.sigma > 0 else math.inf
 
 
 class SpikeDetector:

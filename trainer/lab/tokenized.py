@@ -61,11 +61,8 @@ class TextFile:
 
     @classmethod
     def cut(cls, path: str, format: str, target: Path, span_bytes: int = SPAN_BYTES) -> TextFile:
-        """A file, cut into spans.
-
-        Raises:
-            UserError: its format cannot be tokenized, or it is damaged.
-        """
+        """A file, cut into spans. Raises UserError: its format cannot be tokenized, or it is
+        damaged."""
         name = format_name(Path(path), format)
         cutters = {key: each.spans for key, each in FORMATS.items() if each.spans is not None}
         if name not in cutters:
@@ -94,11 +91,9 @@ def tokenize_files(
     workers: int,
     report: Report = silent,
 ) -> None:
-    """Write the tokens of the files that have none yet, in a pool of processes; `report` gets (megabytes done, of, file).
-
-    Raises:
-        UserError: a file is damaged, or holds no text. What was finished stays.
-    """
+    """Write the tokens of the files that have none yet, in a pool of processes; `report` gets
+    (megabytes done, of, file). Raises UserError: a file is damaged, or holds no text. What was
+    finished stays."""
     vocab_size = load_tokenizer(tokenizer).vocab_size
     dtype = np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<i4")
     (out / PARTS).mkdir(parents=True, exist_ok=True)

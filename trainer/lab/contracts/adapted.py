@@ -95,10 +95,7 @@ class Adapted(nn.Module):
 
     def run(self, tokens: Tensor, cache: Any = None, **inputs: Any) -> tuple[Tensor, Any]:
         """Logits and the cache after the row, in the model's own form; `cache` is written to.
-
-        Raises:
-            ValueError: no logits [B, T, V] were returned.
-        """
+        Raises ValueError: no logits [B, T, V] were returned."""
         given = {self.tokens_name: tokens, **inputs}
         if self.state_name is not None and not self.why_stateless:
             if cache is None and self._new_cache is not None:
@@ -176,11 +173,8 @@ class Packing(Adapted):
 
 
 def adapt(model: nn.Module) -> nn.Module:
-    """The model as it is, if its forward takes `tokens` by name or no token ids that are known; else behind an `Adapted`.
-
-    Raises:
-        CallFailed: see there.
-    """
+    """The model as it is, if its forward takes `tokens` by name or no token ids that are known;
+    else behind an `Adapted`. Raises CallFailed: see there."""
     names = inspect.signature(model.forward).parameters
     if "tokens" in names or not set(TOKENS) & set(names):
         return model

@@ -224,11 +224,8 @@ def _place_of_forward(model: nn.Module) -> str:
 
 
 def takes_resets(model: nn.Module) -> bool:
-    """Whether `forward` takes `resets`.
-
-    Raises:
-        NotTestable: it needs inputs that are not known here.
-    """
+    """Whether `forward` takes `resets`. Raises NotTestable: it needs inputs that are not known
+    here."""
     skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(model.forward).parameters
     required = {p.name for p in parameters.values() if p.default is inspect.Parameter.empty and p.kind not in skipped}
@@ -322,14 +319,10 @@ def _require(check: str, verdicts: dict[str, Verdict], trial: Trial) -> None:
 
 
 def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
-    """Judge purity, and find out in which modes the other checks have to run.
+    """Judge purity, and find the modes in which the other checks have to run.
 
-    Args:
-        live: the model as it is, with its dropouts; the trial's has none.
-
-    Returns:
-        The verdict, and the trial for the checks that follow. If the verdict allows it, they run on one copy of the model
-        instead of a fresh one per call.
+    `live` is the model as it is, with its dropouts; the trial's has none. Returns the verdict, and the trial for the checks
+    that follow: if the verdict allows it, they run on one copy of the model instead of a fresh one per call.
     """
     subject = trial.subject
     tokens, state = trial.tokens(), trial.start_state(ROWS)
@@ -373,9 +366,7 @@ def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
     if draws:
         text = "the model draws random numbers in eval(), which do not change its answer here"
         return Verdict("purity", "warning", text), trial
-    difference = 0.0
-    if len(modes) == 2:
-        difference = _difference(trial, results[True], results[False])
+    difference = _difference(trial, results[True], results[False]) if len(modes) == 2 else 0.0
     if difference > max(64 * trial.noise, trial.noise**0.5):
         text = f"train() and eval() differ by {difference:.1e} of the logits' spread, though nothing is random"
         return Verdict("purity", "warning", text, difference), trial

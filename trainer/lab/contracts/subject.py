@@ -90,9 +90,7 @@ class Subject:
     def zeros(self, rows: int) -> Tensor | None:
         """The state from which a group starts; None for a model without state."""
         width: int = self.model.state_width  # type: ignore[assignment]
-        if not width:
-            return None
-        return torch.zeros(rows, width, dtype=self.ledger_dtype, device=self.device)
+        return torch.zeros(rows, width, dtype=self.ledger_dtype, device=self.device) if width else None
 
     @property
     def ledger_dtype(self) -> torch.dtype:
@@ -101,9 +99,7 @@ class Subject:
 
     def carried(self, state: Tensor | None) -> Tensor | None:
         """A returned state as the ledger would give it to the next cell: a detached copy."""
-        if state is None:
-            return None
-        return state.detach().to(self.ledger_dtype, copy=True)
+        return None if state is None else state.detach().to(self.ledger_dtype, copy=True)
 
     def __call__(
         self,
@@ -252,11 +248,8 @@ class _DetachCopies(TorchFunctionMode):
 
 
 def copy_model(model: nn.Module, *, shares_parameters: bool = False) -> nn.Module:
-    """A copy, with the values of what a forward has left in it, such as a router's loss.
-
-    Raises:
-        NotTestable: it holds something that cannot be copied.
-    """
+    """A copy, with the values of what a forward has left in it, such as a router's loss. Raises
+    NotTestable: it holds something that cannot be copied."""
     shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if shares_parameters}
     try:
         with _DetachCopies():
@@ -313,11 +306,8 @@ def _normal(like: Tensor) -> Tensor:
 
 
 def gradients(loss: Tensor, of: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of a loss; zeros for tensors that it does not use.
-
-    Raises:
-        CallFailed: backward raises.
-    """
+    """The gradients of a loss; zeros for tensors that it does not use. Raises CallFailed: backward
+    raises."""
     try:
         return list(torch.autograd.grad(loss, of, allow_unused=True, materialize_grads=True))
     except Exception as error:  # autograd functions of the user's own may raise anything
@@ -344,9 +334,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def one_line(error: Exception) -> str:
     """The error with its place in the user's code, not too long."""
     text = format_error(error)
-    if len(text) > 300:
-        return f"{text[:300]} ..."
-    return text
+    return f"{text[:300]} ..." if len(text) > 300 else text
 
 
 def shape_of(value: Any) -> Any:

@@ -104,11 +104,8 @@ class Report:
         return next(verdict for verdict in self.verdicts if verdict.check == check)
 
     def raise_if_broken(self) -> None:
-        """For a user's own tests.
-
-        Raises:
-            ContractError: a check is broken; the message lists all verdicts.
-        """
+        """For a user's own tests. Raises ContractError: a check is broken; the message lists all
+        verdicts."""
         if self.breaches:
             raise ContractError(str(self))
 
@@ -218,11 +215,8 @@ class Trial:
             self.subject.training = before
 
     def judge(self, check: str, judge: Callable[[Trial, int], Verdict]) -> Verdict:
-        """The verdict of the worst mode; a breach must show with every draw of tokens.
-
-        Args:
-            judge: of this trial and the number of a draw.
-        """
+        """The verdict of the worst mode; a breach must show with every draw of tokens. `judge`: of
+        this trial and the number of a draw."""
         held = Verdict(check, "held", "")
         for training in self.modes:
             breaches: list[Verdict] = []
