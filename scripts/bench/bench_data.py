@@ -21,7 +21,7 @@ from bench_table import Figure, Table, bench_parser, in_turns, over, run_bench
 
 from trainer.arrays import IGNORED
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.documents import ReadOptions, write_index
+from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions
 from trainer.data.lanes import LaneBlend
 from trainer.data.layout import discover_direct
@@ -29,6 +29,7 @@ from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.data.weights import ConstantWeight
+from trainer.lab.tokenized import write_index
 
 ROWS, LANES, VOCAB, MIXED = 8, 16, 50_000, 4
 BATCH_GOAL, GOALS_US = 1.5, {8: 10.0, 64: 20.0}

@@ -153,7 +153,7 @@ class EvalTable(Table):
     documents, or as many as cost about 5 % of the time (docs/evaluation.md)."""
     holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of each stream's documents to hold out, by a hash of their id."""
-    depth: bool = True
+    depth: bool = False
     """Report the loss by the number of tokens read before, carried and from a zero state, where documents are longer than a
     cell: up to twice the time of an evaluation (docs/evaluation.md)."""
     target: ImportPath | None = None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -234,30 +233,6 @@ def parse_value(text: str) -> Any:
         return text
     # Further keys come from a newline in the text: then it is not a single value.
     return parsed["value"] if parsed.keys() == {"value"} else text
-
-
-class Difference(NamedTuple):
-    """One key. None: that config does not have the key (an absent optional key, another number of sources)."""
-
-    key: str
-    first: Any
-    second: Any
-
-
-def differences(first: BaseModel, second: BaseModel) -> list[Difference]:
-    """The keys whose values differ, sorted, with all defaults filled in; elements of arrays of tables are matched by `name`."""
-    one, other = (flatten(config.model_dump(mode="json", exclude_none=True)) for config in (first, second))
-    keys = sorted(one.keys() | other.keys())
-    return [Difference(key, one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)]
-
-
-def render_differences(found: list[Difference], first: str, second: str) -> str:
-    """Two lines per key in the manner of `diff`, with values in JSON's spelling, which is TOML's as well."""
-    signed = [(sign, key, value) for key, *both in found for sign, value in zip("-+", both, strict=True)]
-    lines = [
-        f"{sign}{key} = {json.dumps(value, ensure_ascii=False)}" for sign, key, value in signed if value is not None
-    ]
-    return "\n".join([f"--- {first}", f"+++ {second}", *lines])
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

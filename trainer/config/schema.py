@@ -73,8 +73,8 @@ class TrainTable(Table):
     """On a non-finite loss or gradient: stop the run, or skip the step."""
     max_skips: Count = 10
     """Consecutive steps that on_non_finite = "skip" may skip."""
-    spike_sigma: Factor = 6.0
-    """Record a loss this many standard deviations above its running mean, with its batches; 0: off."""
+    spike_sigma: Factor = 0.0
+    """Record a loss this many standard deviations (such as 6) above its running mean, with its batches; 0: off."""
 
     @model_validator(mode="after")
     def _has_a_length(self) -> TrainTable:
@@ -335,8 +335,6 @@ class MetricsTable(Table):
     """auto: readable lines on a terminal, JSON payloads elsewhere."""
     per_source: bool = False
     """Also report metrics per source and modality."""
-    per_depth: bool = False
-    """Also report the training loss by the number of tokens before (docs/evaluation.md)."""
     digests: Literal["off", "compare", "write"] = "compare"
     """compare: under ddp, a rank with other weights ends the run; write: digests.jsonl too."""
     per_layer: bool = False

@@ -25,7 +25,6 @@ import numpy.typing as npt
 from trainer.arrays import Ints
 from trainer.data.tokenizer import IdsTokenizer, Tokenizer
 from trainer.errors import UserError
-from trainer.files import write_file
 
 AGAIN = "write the file again"
 WHOLE = 1 << 22  # tokens: files up to this size are checked completely when they are opened
@@ -310,17 +309,6 @@ def _read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
         raise damaged(path, f"sequence {int(gaps[0]) + 1} does not directly follow the previous one of its document")
     totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     return dtype, starts[np.minimum(indices[:-1], len(starts) - 1)], np.diff(totals[indices])
-
-
-def write_index(path: Path, lengths: Ints, dtype: np.dtype[Any]) -> None:
-    """Write the index of a `.bin` whose documents, of these lengths, follow each other, one sequence each."""
-    code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
-    if (longest := int(lengths.max(initial=0))) >= 1 << 31:
-        raise damaged(path, f"a document of {longest:,} tokens is too long for it", "cut the document")
-    pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
-    header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
-    tables = (lengths.astype("<i4"), pointers.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8"))
-    write_file(path, header + b"".join(table.tobytes() for table in tables))
 
 
 def load_megatron(path: Path, options: ReadOptions) -> TokenTable:

@@ -150,12 +150,9 @@ def make_evaluator(
         )
     components = plan.config.objective.components
     if table.depth and {"own", "token_ce"} & {*components}:
-        make, guard = plan.part("losses by depth", "eval.depth"), diagnostics.best_effort("eval.depth")
+        make, guard = plan.parts.need("losses by depth", "eval.depth"), diagnostics.best_effort("eval.depth")
         is_cut = plan.config.data.max_group_cells > 0
-        if make is None:
-            logger.info("evaluations report no losses by depth: %s", plan.parts.problem)
-        else:
-            sets = [each._replace(riders=[*each.riders, make(each.sample, guard, is_cut=is_cut)]) for each in sets]
+        sets = [each._replace(riders=[*each.riders, make(each.sample, guard, is_cut=is_cut)]) for each in sets]
     sizes, problem = token_bytes(plan.tokenizer)
     if "token_ce" not in components:
         sizes, problem = None, "the cross-entropy is not trained on"
