@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.config.base import FORMS, TAGS
+from trainer.config.data_tables import FORMS, TAGS
 from trainer.errors import UserError
 from trainer.wording import short_repr
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.base import MOST_MICRO_BATCHES
-from trainer.config.data_tables import MixingTable, SourceTable
+from trainer.config.data_tables import MOST_MICRO_BATCHES, MixingTable, SourceTable
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, raise_found
 from trainer.metrics.catalog.rows_gns import ONE_BATCH_SIZE

@@ -106,8 +106,7 @@ class Plan:
     @property
     def layout(self) -> Layout | None:
         """How the ranks share the model; None if each holds all of it."""
-        table = self.config.distributed
-        return layout_for(table.strategy, table.replicas, RankInfo(world_size=self.facts.world_size))
+        return layout_for(self.config.distributed, RankInfo(world_size=self.facts.world_size))
 
     def num_parameters(self) -> int:
         """Trained parameters, counted without making them."""

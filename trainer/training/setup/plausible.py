@@ -166,7 +166,7 @@ def unmet_needs(
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
     numbers = 2 + (MOMENTS[config.optimizer.name] if config.optimizer.target is None else 0)  # with weight and gradient
     shards = data_shards(config, world_size)
-    layout = layout_for(config.distributed.strategy, config.distributed.replicas, RankInfo(world_size=world_size))
+    layout = layout_for(config.distributed, RankInfo(world_size=world_size))
     held = num_parameters if layout is None else -(-num_parameters // layout.shards)
     logits = tokens * vocab_size * (4 if train.precision == "fp32" else 2)
     needs = {

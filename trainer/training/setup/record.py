@@ -32,8 +32,8 @@ from trainer.training.checkpointing.restore import Change, changed_settings
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run import Run
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
-from trainer.training.setup.parts import alignment
 from trainer.training.setup.plan import Plan, width_of
+from trainer.training.setup.sources import alignment
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.wording import counted, printable
 
