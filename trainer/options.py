@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import (
@@ -76,21 +76,23 @@ class Options:
     """Base class: checks its values by the types of its fields, if pydantic does not.
 
     Raises:
-        UserError: a value is of another type, or out of range; the key is the field's name.
+        UserError: a value is of another type, or out of range, or does not go with another.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
-        for name, kind in _kinds(cls).items():
-            value = getattr(self, name)
-            if rule := _broken_rule(value, kind):
-                raise UserError(name, f"must be {rule}, got {value!r}")
+        kinds = _kinds(cls)
+        for each in fields(cls):
+            value = getattr(self, each.name)
+            rule = _broken_rule(value, kinds[each.name])
+            if rule:
+                raise UserError(f"{cls.__name__}.{each.name}", f"must be {rule}, got {value!r}")
         try:
             self.check()
         except ValueError as error:
-            raise UserError(type(self).__name__, str(error)) from None
+            raise UserError(cls.__name__, str(error)) from None
 
     def check(self) -> None:
         """Refuse values that do not go together by a ValueError. Called for a table of the config, too."""
@@ -121,9 +123,10 @@ def _broken_rule(value: Any, kind: Any) -> str:
     if kind is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         return "" if is_number else "a finite number"
-    if isinstance(value, Mapping):
-        pairs = [(each, key) for item in value.items() for each, key in zip(item, arguments, strict=True)]
-        return next(filter(None, (_broken_rule(*pair) for pair in pairs)), "")
+    if origin is dict:
+        of_key, of_value = arguments
+        rules = [_broken_rule(key, of_key) or _broken_rule(each, of_value) for key, each in value.items()]
+        return next(filter(None, rules), "")
     return ""
 
 

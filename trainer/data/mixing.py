@@ -176,7 +176,9 @@ class StreamMixingDataset(StreamSource):
         mix: MixOptions | None = None,
         **options: Any,
     ) -> None:
-        mix = mix or MixOptions()
+        mix = mix or MixOptions(batching_mode="per_stream")
+        if mix.batching_mode == "per_row":
+            raise UserError(cut.namespace, 'reads no full rows (batching_mode = "per_row")', "read them by a ShardSource")
         self.mode, self._is_shared = mix.batching_mode, mix.batching_mode == "per_stream"
         sizes = ("num_streams_mixed", "batch_size", "batch_size_by_modality")
         self.layout = ("world_size", *sizes) if self._is_shared else ("rank", "world_size", *sizes)

@@ -23,8 +23,9 @@ WIDTH = 2
 
 def new_ledger(wipe_mode: str = "none", capacity: int = 4, **settings: object) -> Ledger:
     defaults = {"stale_threshold": 2, "sweep_every": 1, "wipe_every": 3}
-    settings = {"capacity": capacity, "wipe_mode": wipe_mode, **defaults, **settings}
-    return Ledger(LedgerOptions(**settings), state_width=WIDTH)
+    where = {key: settings.pop(key) for key in ("device", "dtype") if key in settings}
+    options = LedgerOptions(**{"capacity": capacity, "wipe_mode": wipe_mode, **defaults, **settings})
+    return Ledger(options, state_width=WIDTH, **where)
 
 
 def store(ledger: Ledger, groups: list[int], value: float = 1.0, *, cell: int = 1, is_last: bool = False) -> None:
@@ -135,11 +136,11 @@ def test_steps_that_stored_nothing_may_begin_again(resumes: bool) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"wipe_mode": "lur"}, r"ledger\.wipe_mode: must be one of none, full, lru, periodic_stale, got 'lur'"),
-        ({"capacity": 0}, r"ledger\.capacity: must be >= 1 with wipe_mode none, got 0"),
-        ({"wipe_mode": "full", "wipe_every": 0}, r"ledger\.wipe_every: must be >= 1 with wipe_mode full, got 0"),
-        ({"wipe_mode": "periodic_stale", "sweep_every": 0}, r"ledger\.sweep_every: must be >= 1"),
-        ({"wipe_mode": "periodic_stale", "stale_threshold": 0}, r"ledger\.stale_threshold: must be >= 1"),
+        ({"wipe_mode": "lur"}, r"LedgerOptions\.wipe_mode: must be one of none, full, lru, periodic_stale, got 'lur'"),
+        ({"capacity": 0}, r"LedgerOptions\.capacity: must be >= 1, got 0"),
+        ({"wipe_mode": "full", "wipe_every": 0}, 'LedgerOptions: wipe_mode "full" needs wipe_every >= 1'),
+        ({"wipe_mode": "periodic_stale", "sweep_every": 0}, r"LedgerOptions\.sweep_every: must be >= 1, got 0"),
+        ({"wipe_mode": "periodic_stale", "stale_threshold": 0}, 'LedgerOptions: wipe_mode "periodic_stale" needs stale_threshold >= 1'),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, object], message: str) -> None:
