@@ -10,41 +10,19 @@ They stand here, not in the parts' modules, so that a config is read without tor
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Self,
-    TypeVar,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, Self, dataclass_transform, get_args, get_origin, get_type_hints
 
 from trainer.errors import UserError
 
 NO_NUL = r"^[^\x00]*$"
-C = TypeVar("C")
-_Test = Callable[[Any, Any], bool]
-_RULES: dict[str, tuple[_Test, str]] = {
-    "ge": (operator.ge, ">="),
-    "gt": (operator.gt, ">"),
-    "le": (operator.le, "<="),
-    "lt": (operator.lt, "<"),
-    "min_length": (lambda value, least: len(value) >= least, "of a length >="),
-    "max_length": (lambda value, most: len(value) <= most, "of a length <="),
-}
+_COMPARED = {"ge": (operator.ge, ">="), "gt": (operator.gt, ">"), "le": (operator.le, "<="), "lt": (operator.lt, "<")}
 
 
 class Limits:
-    """In `Annotated`, limits of a value by pydantic's names: those of `_RULES`, or `pattern`, which pydantic alone checks."""
+    """In `Annotated`, limits of a value by pydantic's names. Options check numbers; `pattern` and lengths pydantic checks."""
 
     def __init__(self, **limits: Any) -> None:
         self.limits = limits
@@ -66,7 +44,7 @@ Text = Annotated[str, Limits(min_length=1, max_length=4096, pattern=NO_NUL)]
 
 
 @dataclass_transform(field_specifiers=(field,))
-def part_options(cls: type[C]) -> type[C]:
+def part_options(cls: Any) -> Any:
     """A frozen dataclass. Type checkers are not told that it is frozen: it could be no base of pydantic's models."""
     return dataclass(frozen=True)(cls)
 
@@ -83,7 +61,7 @@ class Options:
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
-        kinds = _kinds(cls)
+        kinds = get_type_hints(cls, include_extras=True)
         for each in fields(cls):
             value = getattr(self, each.name)
             rule = _broken_rule(value, kinds[each.name])
@@ -95,7 +73,7 @@ class Options:
             raise UserError(cls.__name__, str(error)) from None
 
     def check(self) -> None:
-        """Refuse values that do not go together by a ValueError. Called for a table of the config, too."""
+        """Refuse values that do not go together by a ValueError. A table of the config calls it, too."""
 
     @classmethod
     def of(cls, table: object, **others: Any) -> Self:
@@ -104,28 +82,22 @@ class Options:
         return cls(**{name: getattr(table, name) for name in names}, **others)
 
 
-@lru_cache
-def _kinds(cls: Any) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
-
-
 def _broken_rule(value: Any, kind: Any) -> str:
     """What a value must be and is not, by its type; empty if it is all right."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        limits = {key: limit for each in arguments[1:] for key, limit in each.limits.items() if key in _RULES}
-        broken = (f"{_RULES[key][1]} {limit}" for key, limit in limits.items() if not _RULES[key][0](value, limit))
-        return _broken_rule(value, arguments[0]) or next(broken, "")
-    if origin is Literal:
-        return "" if value in arguments else f"one of {', '.join(map(str, arguments))}"
-    if kind is int:
-        return "" if type(value) is int else "an integer"
-    if kind is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return "" if is_number else "a finite number"
+        base, *limits = arguments
+        rule = _broken_rule(value, base)
+        for key, limit in limits[0].limits.items():
+            if not rule and key in _COMPARED and not _COMPARED[key][0](value, limit):  # NaN keeps no limit
+                rule = f"{_COMPARED[key][1]} {limit}"
+        return rule
+    if origin is Literal and value not in arguments:
+        return f"one of {', '.join(map(str, arguments))}"
+    if kind is int and type(value) is not int:
+        return "an integer"
     if origin is dict:
-        of_key, of_value = arguments
-        rules = [_broken_rule(key, of_key) or _broken_rule(each, of_value) for key, each in value.items()]
+        rules = (_broken_rule(each, arguments[1]) for each in value.values())
         return next(filter(None, rules), "")
     return ""
 

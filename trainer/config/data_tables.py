@@ -100,7 +100,7 @@ AutoSwitch = Annotated[Literal["auto", True, False], BeforeValidator(_no_number)
 class Table(BaseModel):
     """One TOML table: frozen and strictly typed; refuses unknown keys, NaN and infinity.
 
-    A table of `Options` has their fields, before its own, and their check.
+    A table of `Options` has their fields, before its own.
     """
 
     model_config = ConfigDict(
@@ -120,13 +120,6 @@ class Table(BaseModel):
                 for name, text in _docstrings(base).items():
                     cls.__pydantic_fields__[name].description = text
         return handler(source)
-
-    @model_validator(mode="after")
-    def _passes_the_check_of_the_part(self) -> Self:
-        part: object = self
-        if isinstance(part, Options):
-            part.check()
-        return self
 
 
 def _docstrings(options: type) -> dict[str, str]:

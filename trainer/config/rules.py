@@ -169,8 +169,6 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
         yield "eval.holdout_fraction", problem, fix
     if train.precision == "fp16" and train.device == "cpu":
         yield "train.precision", '"fp16" needs a CUDA device', 'use "bf16" or "fp32" on the CPU'
-    if config.distributed.backend == "nccl" and train.device == "cpu":
-        yield "distributed.backend", '"nccl" needs CUDA devices', 'use "gloo" or "auto"'
     if not config.gns.enabled and config.gns.components_every:
         problem = "needs the noise scale, which gns.enabled = false turns off"
         yield "gns.components_every", problem, "set it to 0, or gns.enabled to true"

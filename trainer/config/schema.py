@@ -128,6 +128,11 @@ class LedgerTable(Table, LedgerOptions):
     probe_cells: Size = 8
     """Cells that a probe reads again."""
 
+    @model_validator(mode="after")
+    def _has_what_the_mode_needs(self) -> LedgerTable:
+        self.check()
+        return self
+
 
 class CoordTable(Table, CoordOptions):
     """`[objective] coord`: distributional supervision of coordinate tokens, which are ordered bins."""
@@ -283,7 +288,7 @@ class GnsTable(Table):
 
 
 class WandbTable(Table):
-    """`[metrics] wandb`: Weights & Biases."""
+    """`[metrics] wandb`: Weights & Biases. Its own variables say the rest, such as WANDB_ENTITY and WANDB_BASE_URL."""
 
     mode: Literal["auto", "offline", "online", "disabled"] = "auto"
     """auto: WANDB_MODE, or online with a login, otherwise offline, in the run directory."""
@@ -291,10 +296,6 @@ class WandbTable(Table):
         default_factory=lambda: os.environ.get("WANDB_PROJECT") or "trainer", json_schema_extra={"default": "trainer"}
     )
     """Project name; absent: WANDB_PROJECT, or "trainer"."""
-    entity: Text | None = None
-    """Team or user; absent: the account's default."""
-    base_url: Annotated[str, Field(pattern=WEB_ADDRESS, max_length=4096)] | None = None
-    """URL of a self-hosted server; absent: wandb's own setting."""
 
 
 FIRST_PROFILED = 11
@@ -361,8 +362,6 @@ class DistributedTable(Table, StrategyOptions):
     shards: WholeNumber = 0
     """Data shards, a multiple of the ranks; 0: one per rank. With N a run is the same on all ranks that divide N
     (docs/data_shards.md)."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl on CUDA, gloo on the CPU."""
     timeout_sec: Seconds = 600.0
     """Seconds until a collective or a rank without progress ends the run (docs/reliability.md); raise it for slow reads."""
 

@@ -21,19 +21,13 @@ from trainer.options import StrategyOptions
 from trainer.wording import counted, few
 
 logger = logging.getLogger(__name__)
+DDP = StrategyOptions()
 
 
 def strategy_for(
     options: StrategyOptions, info: RankInfo, device: torch.device, *, param_dtype: torch.dtype | None = None
 ) -> Strategy:
-    """The strategy of a run. Every rank must call it.
-
-    Args:
-        param_dtype: see `Sharded`.
-
-    Raises:
-        UserError: as `layout_for`.
-    """
+    """The strategy of a run; `param_dtype` and errors as of `Sharded` and `layout_for`. Every rank must call it."""
     name = options.strategy
     if info.world_size == 1:
         if name != "ddp":
@@ -122,13 +116,7 @@ class Strategy:
 class Replicated(Strategy):
     """DDP: each rank holds the whole model; gradients are averaged in a window's last backward."""
 
-    def __init__(
-        self,
-        options: StrategyOptions = StrategyOptions(),  # noqa: B008 - immutable
-        *,
-        world_size: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, options: StrategyOptions = DDP, *, world_size: int, device: torch.device) -> None:
         self.copies = world_size
         self._options, self._device = options, device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

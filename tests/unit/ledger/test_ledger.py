@@ -140,7 +140,10 @@ def test_steps_that_stored_nothing_may_begin_again(resumes: bool) -> None:
         ({"capacity": 0}, r"LedgerOptions\.capacity: must be >= 1, got 0"),
         ({"wipe_mode": "full", "wipe_every": 0}, 'LedgerOptions: wipe_mode "full" needs wipe_every >= 1'),
         ({"wipe_mode": "periodic_stale", "sweep_every": 0}, r"LedgerOptions\.sweep_every: must be >= 1, got 0"),
-        ({"wipe_mode": "periodic_stale", "stale_threshold": 0}, 'LedgerOptions: wipe_mode "periodic_stale" needs stale_threshold >= 1'),
+        (
+            {"wipe_mode": "periodic_stale", "stale_threshold": 0},
+            'LedgerOptions: wipe_mode "periodic_stale" needs stale_threshold >= 1',
+        ),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, object], message: str) -> None:

@@ -215,15 +215,13 @@ def make_sinks(
         sinks.append(StdoutSink("line", stream=sys.stderr))
     table = config.metrics.wandb
     if (wandb_mode := table.mode) == "auto":
-        wandb_mode, why = resolve_mode(table.base_url)
+        wandb_mode, why = resolve_mode()
         logger.info("wandb: %s, since %s", wandb_mode, why)
     if wandb_mode != "disabled":
         resolved: dict[str, Any] = config.model_dump(mode="json")
         wandb = WandbSink(
             mode=wandb_mode,
             project=table.project,
-            entity=table.entity,
-            base_url=table.base_url,
             run_dir=run_dir.path,
             run_id=wandb_run_id,
             config=resolved,
