@@ -32,8 +32,9 @@ from trainer.cli.parts import PARTS
 from trainer.data.batch import MicroBatch
 from trainer.data.loader import Loader
 from trainer.distributed.strategy import compile_blocks
-from trainer.training.setup.parts import autocast_context, make_blend
+from trainer.training.setup.parts import autocast_context
 from trainer.training.setup.plan import Plan, build_model, width_of
+from trainer.training.setup.sources import make_blend
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.schedule import lr_at
 

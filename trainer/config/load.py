@@ -25,6 +25,7 @@ _HEADER = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
 _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 # These name a run, so they always differ.
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
+REMOVED: Final = ("distributed.backend", "metrics.wandb.base_url", "metrics.wandb.entity")
 _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices")
 
 
@@ -250,6 +251,15 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def without_removed(config: Mapping[str, Any], removed: Sequence[str] = REMOVED) -> dict[str, Any]:
+    """The config of an older checkpoint, without keys that are gone."""
+    kept = {key: value for key, value in config.items() if key not in removed}
+    for name in {key.partition(".")[0] for key in removed} & kept.keys():
+        inner = [key.removeprefix(f"{name}.") for key in removed if key.startswith(f"{name}.")]
+        kept[name] = without_removed(kept[name], inner) if isinstance(kept[name], Mapping) else kept[name]
+    return kept
 
 
 def recorded_settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from trainer.lab.contracts import Report, check_model
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating
 from trainer.model.wrappers import run_few_tokens
-from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss, runs_on
+from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss
 from trainer.training.setup.plan import Plan, resolve_builder, weightless
+from trainer.training.setup.sources import runs_on
 
 logger = get_logger(__name__)
 

@@ -151,7 +151,7 @@ _options: ReadOptions
 _written_as: np.dtype[Any]
 
 
-def _begin(tokenizer: str, text_split: str, column: str | None, dtype: str) -> None:
+def _begin(tokenizer: str, text_split: Any, column: str | None, dtype: str) -> None:
     """Load in a process of the pool what all of its spans need."""
     global _options, _written_as
     # A terminal sends it to all processes: the first one decides.

@@ -71,7 +71,7 @@ def train(config: RunConfig, launch: Launch) -> int:
                     return EXIT_FAILED
         # A model of one's own may do anything while it is built: it is built once, where it is needed.
         raise_found(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
-        backend = pick_backend(config.distributed.backend, device)
+        backend = pick_backend(device)
         timeout = config.distributed.timeout_sec
         with ExitStack() as after_group:
             try:

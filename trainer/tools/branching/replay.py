@@ -18,7 +18,7 @@ import numpy as np
 
 from trainer.arrays import IGNORED
 from trainer.cli.parts import PARTS
-from trainer.config.base import MOST_MICRO_BATCHES
+from trainer.config.data_tables import MOST_MICRO_BATCHES
 from trainer.config.load import load_config
 from trainer.config.rules import data_shards
 from trainer.config.schema import ExtensionTable, RunConfig
@@ -41,8 +41,8 @@ from trainer.training.checkpointing.restore import DataPolicy, check_data
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.extension import Extension
 from trainer.training.run_dir import DIGESTS, EVENTS, RunDir
-from trainer.training.setup.parts import make_blend
 from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.setup.sources import make_blend
 from trainer.training.step.details import mix_events
 from trainer.wording import counted
 

@@ -225,7 +225,7 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
 
 def _fill(plan: Plan, preview: Preview | None) -> dict[str, Any]:
     """How full the rows will be, and how documents lie in them."""
-    from trainer.training.setup.parts import alignment
+    from trainer.training.setup.sources import alignment
 
     facts: dict[str, Any] = {"align": align} if (align := alignment(plan, None)) else {}
     if preview is None:

@@ -23,9 +23,9 @@ from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
 from trainer.training.evaluator import EvalSet, Evaluator, OwnTask
 from trainer.training.setup.evaluation_sample import draw_sample
-from trainer.training.setup.parts import autocast_context, evaluated_rows, make_eval_ledger, make_held_out, runs_on
+from trainer.training.setup.parts import autocast_context, make_eval_ledger
 from trainer.training.setup.plan import Plan
-from trainer.training.setup.sources import Source
+from trainer.training.setup.sources import Source, evaluated_rows, make_held_out, runs_on
 from trainer.training.step.details import StepDetails
 from trainer.wording import few
 
