@@ -25,7 +25,6 @@ from trainer.distributed.env import RankInfo
 from trainer.tools.corpus.builders import REVEALED, build_key_recall
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.runs.load import load_run
-from trainer.training.loop import read_window
 from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import make_plan
 from trainer.training.step.schedule import lr_at
@@ -101,7 +100,7 @@ def train(corpus: Path, directory: Path, *overrides: str, steps: int, releases: 
     answers: list[tuple[float, float]] = []
     result = Result(0.0, {}, [], [])
     for step in range(1, steps + 1):
-        window = read_window(training, 1)
+        window = training.reading.window(1)
         window = window if releases else without_release(window)
         training.train_step.accumulate(step, window, is_logged=True)
         lr = lr_at(step, steps=steps, peak=config.optimizer.lr, table=config.scheduler)

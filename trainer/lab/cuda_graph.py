@@ -25,10 +25,12 @@ from trainer.wording import error_text
 
 if TYPE_CHECKING:
     from trainer.data.batch import MicroBatch
+    from trainer.distributed.env import RankInfo
+    from trainer.distributed.strategy import Strategy
     from trainer.metrics.noise_scale.hooks import Trace
     from trainer.objective.auxiliary import Auxiliary
     from trainer.objective.loss import ObjectiveOutput
-    from trainer.training.run import Run
+    from trainer.training.setup.plan import Plan
     from trainer.training.step.step import TrainStep
 
 logger = get_logger(__name__)
@@ -37,14 +39,16 @@ STEPS_WITHOUT = 1
 STEPS_WITHOUT_OF_DDP = 11  # which measures itself in its first ten
 
 
-def make(run: Run, auxiliary: Auxiliary) -> MicroGraphs | None:
+def make(
+    plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, auxiliary: Auxiliary
+) -> MicroGraphs | None:
     """The graphs of a run on a CUDA device; None if it runs without. Raises UserError: graphs are
     asked for and impossible."""
-    config, is_asked, stream = run.config, run.config.train.cuda_graph is True, run.strategy.stream
+    config, is_asked, stream = plan.config, plan.config.train.cuda_graph is True, strategy.stream
     # What their Python does is not known.
-    if not is_asked and (not run.plan.has_built_in_model or config.objective.target is not None):
+    if not is_asked and (not plan.has_built_in_model or config.objective.target is not None):
         return None
-    has_ranks = run.info.world_size > 1
+    has_ranks = info.world_size > 1
     reasons = {
         "FSDP gathers parameters within the backward": has_ranks and stream is None,
         "several devices were not tried; train.cuda_graph = true tries them": has_ranks and not is_asked,
@@ -58,7 +62,7 @@ def make(run: Run, auxiliary: Auxiliary) -> MicroGraphs | None:
     if problem:
         logger.info("the step runs without CUDA graphs: %s", problem)
         return None
-    return MicroGraphs(run.device, is_asked=is_asked, stream=stream)
+    return MicroGraphs(device, is_asked=is_asked, stream=stream)
 
 
 class Graph(NamedTuple):

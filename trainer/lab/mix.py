@@ -22,7 +22,10 @@ from trainer.metrics.logger import get_logger
 from trainer.training.run_dir import REQUESTS
 
 if TYPE_CHECKING:
+    from trainer.distributed.env import RankInfo
+    from trainer.training.checkpointing.train_state import TrainState
     from trainer.training.run import Run
+    from trainer.training.setup.plan import Plan
     from trainer.training.setup.record import Found
 
 logger = get_logger(__name__)
@@ -66,23 +69,23 @@ def changes_of(state: Mapping[str, Any], lines: Iterable[bytes], names: Collecti
     return {at: {name: to for name, to in changes[at].items() if name in names} for at in sorted(changes)}
 
 
-def restore(run: Run, found: Found | None, lines: Sequence[bytes]) -> None:
+def restore(plan: Plan, info: RankInfo, state: TrainState, found: Found | None, lines: Sequence[bytes]) -> None:
     """Continue with the changes of a checkpoint and of the run's events (rank 0's count).
 
     Every rank must call it, before anything is read.
     """
-    state = {} if found is None else found[1]
-    known = changes_of(state, lines, open_sources(run))
-    known = from_main_rank(known, world_size=run.info.world_size)
-    for shard in run.state.shards:
+    saved = {} if found is None else found[1]
+    known = changes_of(saved, lines, open_sources(plan))
+    known = from_main_rank(known, world_size=info.world_size)
+    for shard in state.shards:
         shard.dataset.changes = known
     for batch, weights in known.items():
         logger.info("train mix, whatever the config says: from micro-batch %d on %s", batch, weights)
 
 
-def open_sources(run: Run) -> list[str]:
+def open_sources(plan: Plan) -> list[str]:
     """The names of the sources whose weight can change: those that the config has not turned off."""
-    return [source.name for source in run.plan.sources if not source.is_off]
+    return [source.name for source in plan.sources if not source.is_off]
 
 
 class Requests:
@@ -133,7 +136,7 @@ class Requests:
         after: dict[str, float] = {}
         problem = ""
         try:
-            after = parse(request["set"], open_sources(run))
+            after = parse(request["set"], open_sources(run.plan))
         except UserError as error:
             problem = error.message
         changes = {**blend.changes, batch: {**blend.changes.get(batch, {}), **after}}

@@ -290,7 +290,7 @@ class NoiseSources(Extension):
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The window in halves."""
-        shares = self.run.state.dataset.shares_at(step, (step - 1) * len(window) // len(self.run.loaders))
+        shares = self.run.state.dataset.shares_at(step, (step - 1) * len(window) // len(self.run.reading.loaders))
         within = zip(shares, self._concentrations, strict=True)
         self._coincidence = sum(share**2 * same for share, same in within)
         self._halves = [half for micro in window for half in halves(micro)]

@@ -159,28 +159,34 @@ class Extensions:
     """The extensions of a run, each behind its guard.
 
     Args:
-        extensions: by name. Those that sum or exchange must be the same on all ranks.
+        extensions: by name, see `add`.
         device: where sums are reduced.
     """
 
     def __init__(
         self, extensions: Mapping[str, Extension], diagnostics: Diagnostics, *, device: torch.device, world_size: int
     ) -> None:
-        self._riders = [_Rider(name, each, diagnostics.best_effort(name)) for name, each in extensions.items()]
-        self._diagnostics = diagnostics
+        self._riders: list[_Rider] = []
+        self._diagnostics, self._device, self._world_size = diagnostics, device, world_size
         self._states: dict[str, Any] = {}
-        for each in self._riders:
-            if each.has("updated") and not each.extension.num_sums:
-                problem = f"{each.name} has updated() but num_sums = 0"
-                raise UserError("extension", problem, "set num_sums to its length")
-        self._device = device
-        self._world_size = world_size
-        self.periods = {each.extension.boundary_every for each in self._riders} - {0}
+        self.periods: set[int] = set()
         """The next step waits for a boundary after steps that are multiples of one of these."""
         self.asks = False
         """Set by an extension that asks on this rank for an exchange."""
-        self._arrange()
+        self.failure = ""
+        """Set by an extension, on all ranks alike, to end the run."""
+        self.add(extensions)
         self._measure(())
+
+    def add(self, extensions: Mapping[str, Extension]) -> None:
+        """Add some, by name. Those that sum or exchange must be the same on all ranks."""
+        for name, each in extensions.items():
+            rider = _Rider(name, each, self._diagnostics.best_effort(name))
+            if rider.has("updated") and not each.num_sums:
+                raise UserError("extension", f"{name} has updated() but num_sums = 0", "set num_sums to its length")
+            self._riders.append(rider)
+            self.periods |= {each.boundary_every} - {0}
+        self._arrange()
 
     def _arrange(self) -> None:
         self._always = [each for each in self._riders if each.extension.every_step]

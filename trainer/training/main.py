@@ -23,9 +23,10 @@ from trainer.errors import UserError, raise_found
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import kept_for_payloads
+from trainer.training.around_step import CorruptedError, NonFiniteError, stopped_by
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.saver import SaveError
-from trainer.training.loop import CorruptedError, NonFiniteError, run_loop, stopped_by
+from trainer.training.loop import run_loop
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, resume_command
 from trainer.training.setup.open_run import Launch, open_run

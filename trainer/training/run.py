@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.aggregate import Operations, Recorder, Reported, Reporter
+from trainer.metrics.aggregate import Recorder, Reported, Reporter
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import EventWriter
@@ -25,6 +25,7 @@ from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.evaluator import Evaluator
 from trainer.training.extension import Extensions
+from trainer.training.reading import Reading
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan
 from trainer.training.signals import StopRequest
@@ -44,7 +45,7 @@ class StepInFlight:
     lr: float
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Run:
     """The parts of a run, made by `open_run`. During the run only `position` changes, and what the parts hold."""
 
@@ -56,46 +57,51 @@ class Run:
     state: TrainState
     position: Position
     stop: StopRequest
-    is_resumed: bool
-    """It continues from a checkpoint, so its data may be exhausted."""
     moments: dict[str, float]
     """Of its start; empty after the first step."""
-    events: EventWriter | None = None
+    events: EventWriter | None
     """Rank 0 only."""
-    wandb_run_id: str | None = None
+    wandb_run_id: str | None
     """Rank 0 only."""
-    failure: str = ""
-    """Set by an extension, on all ranks alike, to end the run."""
-    evaluator: Evaluator | None = None
-    growth: Any = None
-    """Decides on a step's micro-batches; None: all steps have as many."""
-    loaders: list[Iterator[MicroBatch]] = field(init=False)
-    """Of this rank's data shards."""
-    last_read: list[MicroBatch] = field(default_factory=list)
-    """Of each loader; empty before the first step."""
-    schedule: Schedule = field(init=False)
-    row_model: nn.Module = field(init=False)
+    reading: Reading
+    loss: Loss
+    row_model: nn.Module
     """What a row is run through."""
-    loss: Loss = field(init=False)
-    train_step: TrainStep = field(init=False)
-    extensions: Extensions = field(init=False)
-    periods: Set[int] = field(init=False)
-    """A step that is a multiple of one of these is read before the next is launched."""
-    saver: Saver = field(init=False)
-    watchdog: Watchdog = field(init=False)
-    reporters: list[tuple[str, int, Reporter]] = field(init=False)
+    train_step: TrainStep
+    schedule: Schedule
+    evaluator: Evaluator | None
+    growth: Any
+    """Decides on a step's micro-batches; None: all steps have as many."""
+    extensions: Extensions
+    saver: Saver
+    watchdog: Watchdog
+    reporters: Sequence[tuple[str, int, Reporter]]
     """Parts that collect metrics themselves, drained on logged steps: the name of each, and whose data shard's it is."""
-    operations: Operations = field(init=False)
-    """How every metric of any rank combines; the same on all ranks."""
-    config: RunConfig = field(init=False)
-    length: Length = field(init=False)
-    num_micros: int = field(init=False)
-    """Micro-batches of every step of each data shard, where nothing makes that change."""
-    tracker: MetricsTracker = field(init=False)
-    diagnostics: Diagnostics = field(init=False)
-    """Guards of what only measures or shows: its failure costs one warning, never the run."""
-    recorder: Recorder = field(init=False)
-    """Holds what was recorded since the last logged step."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The plan's."""
+        return self.plan.config
+
+    @property
+    def length(self) -> Length:
+        """When it ends."""
+        return self.plan.length
+
+    @property
+    def tracker(self) -> MetricsTracker:
+        """Times steps, and writes their payloads."""
+        return self.state.tracker
+
+    @property
+    def diagnostics(self) -> Diagnostics:
+        """Guards of what only measures or shows: its failure costs one warning, never the run."""
+        return self.state.tracker.diagnostics
+
+    @property
+    def recorder(self) -> Recorder:
+        """Holds what was recorded since the last logged step."""
+        return self.position.unlogged[0]
 
     @property
     def model(self) -> nn.Module:
@@ -104,6 +110,7 @@ class Run:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
+        """The state's."""
         return self.state.optimizer
 
     def ledger_of(self, micro: MicroBatch) -> Ledger | None:
@@ -120,13 +127,10 @@ class Run:
         """Whether the noise scale is on and has not failed."""
         return self.gns is not None and self.diagnostics.best_effort("gns").enabled
 
-    def __post_init__(self) -> None:
-        self.config = self.plan.config
-        self.length = self.plan.length
-        self.num_micros = self.config.micro_batches.first
-        self.tracker = self.state.tracker
-        self.diagnostics = self.state.tracker.diagnostics
-        self.recorder = self.position.unlogged[0]
+    @property
+    def num_micros(self) -> int:
+        """Micro-batches of every step of each data shard, where nothing makes that change."""
+        return self.plan.config.micro_batches.first
 
     def record(self, name: str, value: Reported) -> None:
         """Count a metric on this rank until the next logged step, which reports it.

@@ -94,8 +94,8 @@ def _guard(name: str) -> Any:
 
 def made(folder: Any, *sets: str, is_own: bool = True, ranks: int = 1, losses: Any = None) -> MicroGraphs | None:
     config = load_config(write_tiny_config(folder), [FULL_ROWS, *sets])
-    parts = {"plan": SimpleNamespace(has_built_in_model=is_own), "info": RankInfo(world_size=ranks)}
-    return make(SimpleNamespace(config=config, device=CPU, strategy=Strategy(), **parts), Auxiliary(losses))
+    plan: Any = SimpleNamespace(config=config, has_built_in_model=is_own)
+    return make(plan, RankInfo(world_size=ranks), CPU, Strategy(), Auxiliary(losses))
 
 
 @pytest.mark.parametrize(

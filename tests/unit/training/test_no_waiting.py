@@ -35,7 +35,7 @@ from trainer.model import build
 from trainer.objective.loss import Objective
 from trainer.on_device import HostCopy
 from trainer.options import LedgerOptions, ObjectiveOptions
-from trainer.training import loop
+from trainer.training import around_step, loop
 from trainer.training.extension import Extensions
 from trainer.training.run import Run, StepInFlight
 from trainer.training.step.step import HEAD, TrainStep
@@ -167,12 +167,12 @@ def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeyp
         guard(name)
     take_step, read_copy = loop.take_step, HostCopy.read
 
-    def forbid(run: Run, previous: StepInFlight | None) -> tuple[str | None, StepInFlight | None]:
+    def forbid(run: Run, previous: StepInFlight | None, *args: Any) -> tuple[str | None, StepInFlight | None]:
         step = run.position.step + (1 if previous is None else 2)
         is_forbidden[0] = not loop.is_read_at_once(run, step)
         forbidden.extend([step] * is_forbidden[0])
         try:
-            reason, current = take_step(run, previous)
+            reason, current = take_step(run, previous, *args)
         finally:
             is_forbidden[0] = False
         in_flight.extend([step] * (current is not None))
@@ -187,7 +187,7 @@ def test_the_program_reads_nothing_of_a_step_that_does_not_log(tmp_path, monkeyp
 
     monkeypatch.setattr(loop, "take_step", forbid)
     monkeypatch.setattr(HostCopy, "read", allow)
-    monkeypatch.setattr(loop, "SLOW_START_SEC", 0.0)
+    monkeypatch.setattr(around_step, "SLOW_START_SEC", 0.0)
     train_here(path, tmp_path / "run", *sets)
     assert forbidden == in_flight == [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15]
     assert re.search(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tests.support.late import events, run_differences
 from tests.support.runs import read_rows, write_tiny_config
 from trainer.data.batch import take_apart
 from trainer.distributed.env import RankInfo
-from trainer.training.loop import read_window
+from trainer.training.reading import Reading
 
 EXTRA = """
 stdout = "off"
@@ -155,14 +154,9 @@ def test_the_data_end_at_the_same_step(both):
 def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():
     batch = {"tokens": torch.ones(2, 3), "targets": torch.ones(2, 3, dtype=torch.int64)}
     micro = replace(take_apart(batch, None), state="after 1", metrics={"lr": 1.0})
-    run: Any = SimpleNamespace(
-        loaders=[iter([micro])],
-        last_read=[],
-        info=RankInfo(),
-        device=torch.device("cpu"),
-        position=SimpleNamespace(data_states=["before"]),
-    )
-    first, second = read_window(run, 2), read_window(run, 2)
+    loaders: Any = [iter([micro])]
+    reading = Reading(loaders, ["before"], info=RankInfo(), device=torch.device("cpu"), is_resumed=False)
+    first, second = reading.window(2), reading.window(2)
     assert first is not None
     assert second is not None
     assert [each.state for each in first + second] == ["after 1"] * 4

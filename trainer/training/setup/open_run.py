@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,30 +14,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.config.schema import RunConfig
 from trainer.data.batch import accepted_inputs
 from trainer.data.fingerprint import FINGERPRINT_KEY
 from trainer.data.loader import Loader
-from trainer.distributed.agree import from_main_rank, gather_from_ranks, raise_on_all_ranks
+from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy, compile_blocks
-from trainer.distributed.watchdog import start_watchdog
+from trainer.distributed.watchdog import Watchdog, start_watchdog
 from trainer.errors import UserError
 from trainer.import_path import NO_PARTS, Parts, resolve_target, users_code
-from trainer.metrics.aggregate import Operations, rank_operations
-from trainer.metrics.catalog.spec import RankReduction
+from trainer.metrics.aggregate import Reporter
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.estimate import outlook
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
+from trainer.metrics.tracker import MetricsTracker
 from trainer.model.families import with_sizes
 from trainer.objective.auxiliary import Auxiliary
+from trainer.objective.loss import Loss
 from trainer.training.checkpointing.checkpoint import loading
 from trainer.training.checkpointing.restore import DataPolicy, check_data, restore
 from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.tensor_files import pack
-from trainer.training.checkpointing.train_state import HOST_KEYS, Position, TrainState
-from trainer.training.evaluator import EvalSet
+from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.extension import Extension, Extensions
+from trainer.training.reading import Reading
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, environment
 from trainer.training.setup.evaluation import eval_sets, make_details, make_evaluator
@@ -51,12 +53,12 @@ from trainer.training.setup.parts import (
     refuse_bypassed_units,
 )
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
-from trainer.training.setup.record import begin_record, open_record, place_run, say_rate_change
+from trainer.training.setup.record import Found, announce, begin_record, open_record, place_run, say_rate_change
 from trainer.training.signals import StopRequest, as_exception, say_stopping
 from trainer.training.step.details import LoggedDetails, MixWeights, ModelMetrics, Replicas, mix_events
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.training.step.step import TrainStep
-from trainer.wording import error_text, few, short_repr
+from trainer.wording import error_text, short_repr
 
 logger = get_logger(__name__)
 
@@ -75,10 +77,10 @@ class Launch:
     data_policy: DataPolicy = DataPolicy()  # noqa: RUF009 - frozen
     on_run_dir: Callable[[Path], None] | None = None
     moments: dict[str, float] = field(default_factory=lambda: {"": time.monotonic()})
-    """When each part of the start was done; see `loop.say_start`."""
+    """When each part of the start was done; see `say_start`."""
 
 
-def open_run(
+def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     plan: Plan, launch: Launch, info: RankInfo, device: torch.device, stack: ExitStack, after_group: ExitStack
 ) -> Run | None:
     """The run, ready for its first step; None if nothing is left of it. Every rank must call it.
@@ -115,35 +117,73 @@ def open_run(
         launch.on_run_dir(run_dir.path)
     stack.push(partial(_leave_reason, run_dir, info, position))
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
-    run = Run(plan, info, device, strategy, run_dir, state, position, launch.stop, found is not None, launch.moments)
-    retain = None if claimed is None else _start_mirror(claimed, run, after_group)
-    open_record(run, found, data.change, stack, config_path=launch.config_path, stdout=launch.stdout)
-    if len(plan.sources) > 1:  # before anything is read
-        lines = mix_events(run_dir.events) if info.is_main else []
-        saved = found is not None and found[1].get("extensions", {}).get("mix")
-        if from_main_rank(bool(saved or lines), world_size=info.world_size):
-            plan.parts.need("mix changes", "checkpoint.resume")(run, found, lines)
-    _open_parts(run, sets, auxiliary, stack)
+    retain = None
+    if claimed is not None:
+        retain = _start_mirror(claimed, plan, run_dir, position.step, state.tracker, launch.stop, after_group)
+    events, wandb_run_id = open_record(
+        plan, info, state, position, run_dir, found, data.change, stack, launch.config_path, launch.stdout
+    )
+    if info.is_main:
+        announce(plan, state, device, run_dir)
+    _restore_mix(plan, info, state, run_dir, found)
+    config, diagnostics = plan.config, state.tracker.diagnostics
+    cell_model, loss = model_and_loss(state.model, config, device, vocab_size=plan.vocab_size)
+    if config.train.compile:  # not before, which would compile for the few tokens of a check, too
+        logger.info("blocks are compiled in the first step, which takes some seconds more")
+        compile_blocks(state.model)
+    row_model = in_cells(cell_model, config)
+    step_model = strategy.wrap(row_model, state.model)
+    reading = _start_reading(plan, info, state, position, device, stack, is_resumed=found is not None)
+    watchdog = _watch(info, config, run_dir, position, reading, launch.stop, strategy)
+    stack.callback(watchdog.close)
+    evaluator = None
+    if config.eval.every:
+        own = (plan, state.model, cell_model, loss, auxiliary, info, device, diagnostics, sets)
+        evaluator = make_evaluator(*own, strategy=strategy)
+    extensions = Extensions({}, diagnostics, device=device, world_size=info.world_size)
+    stack.callback(extensions.close)
+    if state.gns is not None:
+        stack.callback(diagnostics.best_effort("gns outlook").run, _say_outlook, state.gns)
+    shared = {"wandb_run_id": wandb_run_id, FINGERPRINT_KEY: data.now.to_state()}
+    run = Run(
+        plan=plan,
+        info=info,
+        device=device,
+        strategy=strategy,
+        run_dir=run_dir,
+        state=state,
+        position=position,
+        stop=launch.stop,
+        moments=launch.moments,
+        events=events,
+        wandb_run_id=wandb_run_id,
+        reading=reading,
+        loss=loss,
+        row_model=row_model,
+        train_step=_make_train_step(plan, info, device, strategy, state, step_model, loss, auxiliary, extensions),
+        schedule=make_schedule(config, plan.length),
+        evaluator=evaluator,
+        growth=_make_growth(plan, info, state),
+        extensions=extensions,
+        saver=_make_saver(
+            plan,
+            info,
+            state,
+            position,
+            run_dir,
+            extensions,
+            shared,
+            retain,
+            device=device,
+            is_resumed=found is not None,
+        ),
+        watchdog=watchdog,
+        reporters=_reporters(state),
+    )
+    extensions.add(_load_extensions(run, auxiliary))
     if found is not None:
         with loading(found[0], "extensions"):
-            run.extensions.load_state_dict(found[1]["extensions"])
-    run.saver = Saver(
-        directory=run_dir.checkpoints,
-        table=plan.config.checkpoint,
-        info=info,
-        state=state,
-        extensions=run.extensions,
-        device=device,
-        shared={
-            "wandb_run_id": run.wandb_run_id,
-            "config": plan.config.model_dump(mode="json"),
-            "environment": environment(info),
-            FINGERPRINT_KEY: data.now.to_state(),
-        },
-        last_saved=position.step if found is not None else -1,
-        on_saving=partial(run.recorder.record, "checkpoint/save_sec"),
-        retain=retain,
-    )
+            extensions.load_state_dict(found[1]["extensions"])
     if contract is not None:
         run.event(contract)
     return run
@@ -177,85 +217,142 @@ def _say_outlook(noise: GradientNoiseScale) -> None:
         logger.info("%s", sentence)
 
 
-def _start_mirror(claimed: Any, run: Run, after_group: ExitStack) -> Callable[[Path], None]:
+def _start_mirror(
+    claimed: Any,
+    plan: Plan,
+    run_dir: RunDir,
+    step: int,
+    tracker: MetricsTracker,
+    stop: StopRequest,
+    after_group: ExitStack,
+) -> Callable[[Path], None]:
     """Start to copy checkpoints to the claimed store. Returns what decides which are kept."""
-    mirrors = run.plan.parts.need("mirror", "checkpoint.remote")
-    table, step = run.config.checkpoint, run.position.step
-    mirror = mirrors.start_mirror(claimed, run.run_dir, table, step, run.diagnostics)
-    after_group.callback(mirrors.wait_for_mirror, mirror, run.stop)
+    mirrors = plan.parts.need("mirror", "checkpoint.remote")
+    mirror = mirrors.start_mirror(claimed, run_dir, plan.config.checkpoint, step, tracker.diagnostics)
+    after_group.callback(mirrors.wait_for_mirror, mirror, stop)
     retain: Callable[[Path], None] = mirror.publish
     return retain
 
 
-def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: ExitStack) -> None:
-    """Start reading and the watchdog, and make what steps, measures and evaluates. Every rank must call it."""
-    plan, config, state, position = run.plan, run.config, run.state, run.position
-    info, device, diagnostics = run.info, run.device, run.diagnostics
-    cell_model, run.loss = model_and_loss(state.model, config, device, vocab_size=plan.vocab_size)
-    if config.train.compile:  # not before, which would compile for the few tokens of a check, too
-        logger.info("blocks are compiled in the first step, which takes some seconds more")
-        compile_blocks(state.model)
-    run.row_model = in_cells(cell_model, config)
-    step_model = run.strategy.wrap(run.row_model, state.model)
+def _start_reading(
+    plan: Plan,
+    info: RankInfo,
+    state: TrainState,
+    position: Position,
+    device: torch.device,
+    stack: ExitStack,
+    *,
+    is_resumed: bool,
+) -> Reading:
+    """Start the loaders of this rank's data shards."""
     pack(position.data_states, "data")  # one that a checkpoint cannot keep is refused before the first step
-    guard = diagnostics.best_effort("data metrics")
-    loaders = [
-        Loader(
-            shard.dataset,
-            device=device,
-            accepted=accepted_inputs(state.model),
-            prefetch=config.data.prefetch,
-            guard=guard,
-            full_tokens=max_tokens_per_micro(plan) if plan.facts.tokens_per_micro else 0,
+    guard = state.tracker.diagnostics.best_effort("data metrics")
+    loaders = []
+    for shard in state.shards:
+        loaders.append(
+            Loader(
+                shard.dataset,
+                device=device,
+                accepted=accepted_inputs(state.model),
+                prefetch=plan.config.data.prefetch,
+                guard=guard,
+                full_tokens=max_tokens_per_micro(plan) if plan.facts.tokens_per_micro else 0,
+            )
         )
-        for shard in state.shards
-    ]
-    for loader in loaders:
-        stack.callback(loader.close)
-    run_dir, stop = run.run_dir, run.stop
-    # Nothing of a run refers to the run itself: one that is done is freed, and the process group with it.
-    run.watchdog = start_watchdog(
+        stack.callback(loaders[-1].close)
+    return Reading(loaders, position.data_states, info=info, device=device, is_resumed=is_resumed)
+
+
+def _restore_mix(plan: Plan, info: RankInfo, state: TrainState, run_dir: RunDir, found: Found | None) -> None:
+    """Continue with the weights that `train mix` has set, before anything is read."""
+    if len(plan.sources) == 1:
+        return
+    lines = mix_events(run_dir.events) if info.is_main else []
+    saved = found is not None and found[1].get("extensions", {}).get("mix")
+    if from_main_rank(bool(saved or lines), world_size=info.world_size):
+        plan.parts.need("mix changes", "checkpoint.resume")(plan, info, state, found, lines)
+
+
+def _reporters(state: TrainState) -> list[tuple[str, int, Reporter]]:
+    """The parts that collect metrics themselves; see `Run`."""
+    first = state.shards[0].number
+    found: list[tuple[str, int, Reporter]] = []
+    for number, ledger in state.ledgers.items():
+        found.append(("ledger metrics", number - first, ledger))
+    if state.gns is not None:
+        found.append(("gns", 0, state.gns))
+    return found
+
+
+def _make_saver(
+    plan: Plan,
+    info: RankInfo,
+    state: TrainState,
+    position: Position,
+    run_dir: RunDir,
+    extensions: Extensions,
+    shared: Mapping[str, Any],
+    retain: Callable[[Path], None] | None,
+    *,
+    device: torch.device,
+    is_resumed: bool,
+) -> Saver:
+    """What writes the checkpoints."""
+    return Saver(
+        directory=run_dir.checkpoints,
+        table=plan.config.checkpoint,
+        info=info,
+        state=state,
+        extensions=extensions,
+        device=device,
+        shared={**shared, "config": plan.config.model_dump(mode="json"), "environment": environment(info)},
+        last_saved=position.step if is_resumed else -1,
+        on_saving=partial(position.unlogged[0].record, "checkpoint/save_sec"),
+        retain=retain,
+    )
+
+
+def _watch(
+    info: RankInfo,
+    config: RunConfig,
+    run_dir: RunDir,
+    position: Position,
+    reading: Reading,
+    stop: StopRequest,
+    strategy: Strategy,
+) -> Watchdog:
+    """The watchdog. It does not refer to the run: one that is done is freed, and the process group with it."""
+    return start_watchdog(
         info,
         timeout_sec=config.distributed.timeout_sec,
         log=run_dir.log_file(info.rank),
         on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
-        reading=lambda: "; ".join(loader.reading for loader in loaders),
+        reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
         is_asked=lambda: stop.is_heard or stop.requested,
-        groups=run.strategy.groups,
+        groups=strategy.groups,
     )
-    stack.callback(run.watchdog.close)
-    run.loaders = [*loaders]
-    run.schedule = make_schedule(config, plan.length)
-    if config.eval.every:
-        run.evaluator = make_evaluator(
-            plan, state.model, cell_model, run.loss, auxiliary, info, device, diagnostics, sets, strategy=run.strategy
-        )
-    if not config.micro_batches.is_constant:
-        run.growth = plan.parts.need("batch growth", "train.micro_batches")(
-            config.micro_batches,
-            micro_tokens=plan.facts.tokens_per_micro,
-            noise=run.gns,
-            guard=diagnostics.best_effort("gns"),
-            world_size=info.world_size,
-        )
+
+
+def _make_train_step(
+    plan: Plan,
+    info: RankInfo,
+    device: torch.device,
+    strategy: Strategy,
+    state: TrainState,
+    step_model: nn.Module,
+    loss: Loss,
+    auxiliary: Auxiliary,
+    extensions: Extensions,
+) -> TrainStep:
+    """What runs the steps. `step_model`: the model as its strategy runs it."""
+    config = plan.config
     if auxiliary.losses:
         weights = ", ".join(f"{name} with weight {each.weight:g}" for name, each in auxiliary.losses.items())
         logger.info("objective.losses: %s", weights)
-    if state.gns is not None:
-        stack.callback(diagnostics.best_effort("gns outlook").run, _say_outlook, state.gns)
-    run.extensions = _load_extensions(run, auxiliary)
-    stack.callback(run.extensions.close)
-    decides_every = config.micro_batches.auto.every if config.micro_batches.auto is not None else 0
-    run.periods = (run.extensions.periods | {config.eval.every, config.checkpoint.every, decides_every}) - {0}
-    make_graphs = None
-    if device.type == "cuda" and config.train.cuda_graph:
-        make_graphs = plan.part("cuda graphs", "train.cuda_graph")
-        if make_graphs is None:
-            logger.info("the step runs without CUDA graphs: %s", plan.parts.problem)
-    run.train_step = TrainStep(
+    return TrainStep(
         model=step_model,
         ledgers=[shard.ledger for shard in state.shards if shard.ledger is not None],
-        objective=run.loss,
+        objective=loss,
         auxiliary=auxiliary,
         optimizer=state.optimizer,
         gns=state.gns,
@@ -267,20 +364,38 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
         seed=config.run.seed,
         device=device,
         autocast=autocast_context(config, device),
-        strategy=run.strategy,
-        extensions=run.extensions,
-        diagnostics=diagnostics,
-        graphs=None if make_graphs is None else make_graphs(run, auxiliary),
+        strategy=strategy,
+        extensions=extensions,
+        diagnostics=state.tracker.diagnostics,
+        graphs=_make_graphs(plan, info, device, strategy, auxiliary),
     )
-    first = state.shards[0].number
-    run.reporters = [("ledger metrics", number - first, ledger) for number, ledger in state.ledgers.items()]
-    run.reporters += [] if state.gns is None else [("gns", 0, state.gns)]
-    keys = [*HOST_KEYS, *state.dataset.metric_keys, *run.extensions.metric_keys]
-    keys += [key for *_, reporter in run.reporters for key in reporter.metric_keys]
-    run.operations = agreed_operations(keys, info)
 
 
-def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
+def _make_growth(plan: Plan, info: RankInfo, state: TrainState) -> Any:
+    """What decides on the micro-batches of a step; None: all steps have as many."""
+    table = plan.config.micro_batches
+    if table.is_constant:
+        return None
+    return plan.parts.need("batch growth", "train.micro_batches")(
+        table,
+        micro_tokens=plan.facts.tokens_per_micro,
+        noise=state.gns,
+        guard=state.tracker.diagnostics.best_effort("gns"),
+        world_size=info.world_size,
+    )
+
+
+def _make_graphs(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, auxiliary: Auxiliary) -> Any:
+    """What stands for the forward and backward of a micro-batch on a CUDA device; None: nothing does."""
+    if device.type != "cuda" or not plan.config.train.cuda_graph:
+        return None
+    if (make := plan.part("cuda graphs", "train.cuda_graph")) is None:
+        logger.info("the step runs without CUDA graphs: %s", plan.parts.problem)
+        return None
+    return make(plan, info, device, strategy, auxiliary)
+
+
+def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
     """The extensions that are on, each with the key that asks for it. One that is off is not imported."""
     config, probe_every = run.config, run.config.ledger.probe_every
     is_probed = probe_every and (run.length.is_in_tokens or probe_every <= run.length.total)
@@ -322,23 +437,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
                 if not isinstance(made, Extension):
                     raise TypeError(f"must make an Extension, got {short_repr(made)}")
             found[f"{table.target} ({number})"] = made
-    return Extensions(found, run.diagnostics, device=run.device, world_size=run.info.world_size)
-
-
-def agreed_operations(keys: Iterable[str], info: RankInfo) -> Operations:
-    """How the metrics of all ranks combine, the same on each; one warning where ranks disagree. Every rank must call it.
-
-    A rank that does not know a metric adds nothing to it; of two rows of the catalog the lower rank's counts.
-    """
-    by_rank = gather_from_ranks(rank_operations(keys), world_size=info.world_size)
-    agreed: dict[str, RankReduction] = {}
-    for own in by_rank:
-        agreed = {**own, **agreed}
-    for rank, own in enumerate(by_rank):
-        if other := sorted(key for key in agreed if own.get(key) != agreed[key]):
-            text = "the ranks do not report the same metrics: rank %d has no %s, or another row of the catalog for it"
-            logger.warning(text, rank, few(other))
-    return dict(sorted(agreed.items()))
+    return found
 
 
 def _is_over(run_dir: RunDir, position: Position, length: Length, info: RankInfo) -> bool:

@@ -30,7 +30,6 @@ from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import Change, changed_settings
 from trainer.training.checkpointing.train_state import Position, TrainState
-from trainer.training.run import Run
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
 from trainer.training.setup.plan import Plan, width_of
 from trainer.training.setup.sources import alignment
@@ -122,70 +121,83 @@ def begin_record(info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -
 
 
 def open_record(
-    run: Run,
+    plan: Plan,
+    info: RankInfo,
+    state: TrainState,
+    position: Position,
+    run_dir: RunDir,
     found: Found | None,
     data: DataChange,
     stack: ExitStack,
-    *,
     config_path: Path | None,
     stdout: Output | None,
-) -> None:
-    """Open events.jsonl, sinks and status.json on rank 0, and say what is trained. Every rank must call it.
+) -> tuple[EventWriter | None, str | None]:
+    """Open events.jsonl, sinks and status.json on rank 0. Every rank must call it.
 
     Args:
         data: what differs from the checkpoint's.
+
+    Returns:
+        The writer of events and the id of the run in wandb; None on other ranks.
     """
-    guard = run.diagnostics.best_effort
-    with raise_on_all_ranks(world_size=run.info.world_size):
-        if run.info.is_main:
-            run.events = EventWriter(run.run_dir.events)
-            stack.callback(guard("end of events.jsonl").run, run.events.close)
-            run.diagnostics.on_event = run.events.write
-            _open_sinks(run, run.events, found, data, config_path, stdout or sys.stdout)
-            announce(run.plan, run.state, run.device, run.run_dir)
-    stack.callback(run.tracker.close)
+    diagnostics, events, wandb_run_id = state.tracker.diagnostics, None, None
+    with raise_on_all_ranks(world_size=info.world_size):
+        if info.is_main:
+            events = EventWriter(run_dir.events)
+            stack.callback(diagnostics.best_effort("end of events.jsonl").run, events.close)
+            diagnostics.on_event = events.write
+            saved = found[1] if found is not None else {}
+            # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
+            is_restart = run_dir.metrics.exists() or found is not None
+            sinks = make_sinks(
+                plan.config,
+                run_dir,
+                stdout=stdout or sys.stdout,
+                wandb_run_id=saved.get("wandb_run_id"),
+                diagnostics=diagnostics,
+                on_event=events.write,
+            )
+            state.tracker.init_backends(sinks)
+            if is_restart:
+                _say_restart(plan, info, state, position.step, run_dir, found, data, events)
+            # After what says that the settings changed: the record is true, wherever this process is killed.
+            if config_path is not None:
+                sizes = {"parameters": num_parameters(state.model), "state_width": width_of(state.model)}
+                run_dir.describe(plan.config, config_path, info, **sizes, tokens_per_step=plan.facts.tokens_per_step)
+            within = [sink.sink for sink in sinks if isinstance(sink, BackgroundSink)]
+            wandb_run_id = next((sink.run_id for sink in within if isinstance(sink, WandbSink)), None)
+            run_dir.write_status("running", reason="", step=position.step, wandb_run_id=wandb_run_id)
+    stack.callback(state.tracker.close)
+    return events, wandb_run_id
 
 
-def _open_sinks(
-    run: Run, events: EventWriter, found: Found | None, data: DataChange, config_path: Path | None, stdout: Output
+def _say_restart(
+    plan: Plan,
+    info: RankInfo,
+    state: TrainState,
+    step: int,
+    run_dir: RunDir,
+    found: Found | None,
+    data: DataChange,
+    events: EventWriter,
 ) -> None:
-    """Open the sinks, say in them if the run restarts, and mark it as running."""
-    plan, info, state, step, run_dir = run.plan, run.info, run.state, run.position.step, run.run_dir
-    # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
-    is_restart = run_dir.metrics.exists() or found is not None
-    saved = found[1] if found is not None else {}
-    sinks = make_sinks(
-        plan.config,
-        run_dir,
-        stdout=stdout,
-        wandb_run_id=saved.get("wandb_run_id"),
-        diagnostics=state.tracker.diagnostics,
-        on_event=events.write,
-    )
-    state.tracker.init_backends(sinks)
-    if is_restart:
-        previous = run_dir.status()
-        if previous.get("state") == "running":  # and this process has its lock
-            previous = dead(previous, run_dir.path)
-        if previous.get("state") == "died":
-            logger.warning("%s: %s; continuing from step %d", run_dir.path, previous["reason"], step)
-        details: dict[str, Any] = {"checkpoint": None}
-        if found is not None:
-            changed = changed_settings(saved["config"], saved.get("environment", {}), plan.config, environment(info))
-            if data:
-                changed["data files"] = Change("as saved", str(data))
-            pairs = {key: change._asdict() for key, change in changed.items()}
-            details = {"checkpoint": found[0].name, "changed": pairs}
-        state.tracker.log_restart(step)
-        ended = {key: previous.get(key) for key in ("state", "reason", "last_step")}
-        events.write({"event": "restart", "global_step": step, **details, "previous": ended})
-    # After what says that the settings changed: the record is true, wherever this process is killed.
-    if config_path is not None:
-        sizes = {"parameters": num_parameters(state.model), "state_width": width_of(state.model)}
-        run_dir.describe(plan.config, config_path, info, **sizes, tokens_per_step=plan.facts.tokens_per_step)
-    within = [sink.sink for sink in sinks if isinstance(sink, BackgroundSink)]
-    run.wandb_run_id = next((sink.run_id for sink in within if isinstance(sink, WandbSink)), None)
-    run_dir.write_status("running", reason="", step=step, wandb_run_id=run.wandb_run_id)
+    """Say in the record that the run restarts, after what, and which settings changed."""
+    previous = run_dir.status()
+    if previous.get("state") == "running":  # and this process has its lock
+        previous = dead(previous, run_dir.path)
+    if previous.get("state") == "died":
+        logger.warning("%s: %s; continuing from step %d", run_dir.path, previous["reason"], step)
+    details: dict[str, Any] = {"checkpoint": None}
+    if found is not None:
+        saved = found[1]
+        changed = changed_settings(saved["config"], saved.get("environment", {}), plan.config, environment(info))
+        if data:
+            changed["data files"] = Change("as saved", str(data))
+        pairs = {key: change._asdict() for key, change in changed.items()}
+        details = {"checkpoint": found[0].name, "changed": pairs}
+    state.tracker.log_restart(step)
+    ended = {key: previous.get(key) for key in ("state", "reason", "last_step")}
+    events.write({"event": "restart", "global_step": step, **details, "previous": ended})
 
 
 def make_sinks(

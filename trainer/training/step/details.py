@@ -238,7 +238,7 @@ class Replicas(Extension):
         usual, _ = Counter(by_rank).most_common(1)[0]
         odd = ", ".join(str(rank) for rank, digest in enumerate(by_rank) if digest != usual)
         self.run.event({"event": "replicas_differ", "global_step": self._step, "ranks": odd, "digests": list(by_rank)})
-        self.run.failure = (
+        self.run.extensions.failure = (
             f"step {self._step}: the weights of rank {odd} are not those of most ranks; they agreed after step {self._agreed}: "
             "memory, a device, or code that changes weights is at fault; resume from a checkpoint until then"
         )
@@ -272,7 +272,7 @@ class MixWeights(Extension):
         """Answer requests (rank 0). Returns the weights, as shares."""
         read = max(state["batch_index"] for state in self.run.position.data_states)
         # At the end of its data rank 0 cannot say where the others are.
-        if not all(micro.is_filler for micro in self.run.last_read):
+        if not all(micro.is_filler for micro in self.run.reading.last):
             self._look()
             if self._requests is not None:
                 self._requests.answer(read)

@@ -131,9 +131,8 @@ class TrainStep:
     """`cuda_graph.MicroGraphs`, which stand for `run_micro`."""
 
     def __post_init__(self) -> None:
-        self.extensions = self.extensions or Extensions(
-            {}, self.diagnostics, device=self.device, world_size=self.world_size
-        )
+        alone = Extensions({}, self.diagnostics, device=self.device, world_size=self.world_size)
+        self.extensions = self.extensions or alone
         self._ledgers = dict.fromkeys(self.ledgers)  # each once
         self._gns_guard = self.diagnostics.best_effort("gns")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
