@@ -26,7 +26,7 @@ def render_config_markdown() -> str:
     for title, table in _tables("", schema, schema["$defs"]):
         summary = table["description"].split("`: ", 1)[-1]
         parts.append(f"\n## {title}\n\n{summary[:1].upper()}{summary[1:]}\n")
-        parts.append("\n| key | type | default | meaning |\n|---|---|---|---|\n")
+        parts.append("\n")
         alternatives = {name for option in table.get("oneOf", ()) for name in option["required"]}
         parts.extend(
             _row(name, node, is_alternative=name in alternatives)
@@ -62,9 +62,11 @@ def _references(node: _Node) -> Iterator[str]:
 
 
 def _row(name: str, node: _Node, *, is_alternative: bool) -> str:
-    meaning = node["description"].replace("|", "\\|").replace("\n", " ")
-    default = "one of the two" if is_alternative else _default(node)
-    return f"| `{name}` | {_type(node)} | {default} | {meaning} |\n"
+    meaning = node["description"].replace("\n", " ")
+    needed = ", one of the two" if is_alternative else ", required" * ("default" not in node)
+    default = node.get("default")
+    value = "" if default is None or "$ref" in node or is_alternative else f" = {json.dumps(default)}"
+    return f"- `{name}{value}` ({_type(node)}{needed}): {meaning}\n"
 
 
 def _type(node: _Node) -> str:
@@ -80,23 +82,15 @@ def _type(node: _Node) -> str:
     return _TYPES.get(node["type"]) or str(node["type"])
 
 
-def _default(node: _Node) -> str:
-    if "default" not in node:
-        return "required"
-    if node["default"] is None:
-        return "absent"
-    return "`{}`" if "$ref" in node else f"`{json.dumps(node['default'])}`"
-
-
 def render_catalog_markdown() -> str:
     """docs/training/METRICS_LOSSES.md: every metric of the catalog."""
     parts = [_head("metrics")]
     for group in dict.fromkeys(spec.group for spec in CATALOG):
         parts.append(f"\n## {group}\n\n")
-        parts.append("| key | unit | steps/ranks | meaning | healthy | pathological |\n|---|---|---|---|---|---|\n")
+        parts.append("| key | unit, steps/ranks | meaning | healthy | pathological |\n|---|---|---|---|---|\n")
         for spec in CATALOG:
             if spec.group == group:
-                how = f"{spec.window}/{spec.ranks}"
-                cells = (f"`{spec.name}`", spec.unit or "-", how, spec.description, spec.healthy, spec.pathological)
+                how = f"{spec.unit}, " * bool(spec.unit) + f"{spec.window}/{spec.ranks}"
+                cells = (f"`{spec.name}`", how, spec.description, spec.healthy, spec.pathological)
                 parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
