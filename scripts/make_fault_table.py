@@ -41,7 +41,7 @@ def render(records: list[dict[str, Any]]) -> str:
             kind, _, case = record["what"].partition(": ")
             cases.setdefault(kind, []).append(case)
         kinds = [": ".join(filter(None, (kind, ", ".join(some(each))))) for kind, each in cases.items()]
-        what = "; ".join(some(kinds, 6))
+        what = "; ".join(some(kinds))
         times = str(sum(record["times"] for record in same))
         cells = (str(promise), what, times, lost)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
