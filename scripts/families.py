@@ -1,4 +1,4 @@
-"""Checks public models against the state contract, and writes docs/families.md.
+"""Checks public models against the state contract, and writes their table in docs/models.md.
 
     pip install -e '.[families]'
     python scripts/families.py
@@ -26,7 +26,8 @@ from trainer.lab.contracts import Report, check_model
 from trainer.lab.hugging_face import HuggingFace, without_attention
 from trainer.model.protocol import ModelOutput, carry_flat
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+BEGIN, END = (f"<!-- {word} of what scripts/families.py wrote -->" + "\n" for word in ("begin", "end"))
 VOCAB = 64
 RECORDED = ("torch", "transformers", "minGRU-pytorch")
 NOT_TRIED = {
@@ -221,23 +222,11 @@ def main() -> int:
         rows.append(row_of(name, make))
         print(rows[-1], flush=True)
     versions = ", ".join(f"{name} {version(name)}" for name in RECORDED)
+    told = f"Measured by `python scripts/families.py` (extra `families`) with {versions}, Python {platform.python_version()}."
     missing = [f"| {name} | not tried | {why} |" for name, why in NOT_TRIED.items()]
-    lines = [
-        "# Families of models, checked",
-        "",
-        "Public models checked against the [state contract](contracts.md): random weights, small sizes, CPU, float64.",
-        "*Exact*: a row read in cells (chunks) equals the row read whole, and so does the gradient. *Silently wrong*: other",
-        "results without an error; `train check` rejects such a model. Each keeps its own cache as its state. None can begin a",
-        'document within a row and return its state in one pass, so all run `align = "document"`.',
-        "",
-        f"Measured by `python scripts/families.py` (extra `families`) with {versions}, Python {platform.python_version()}.",
-        "",
-        "| family | verdict | how |",
-        "|---|---|---|",
-        *rows,
-        *missing,
-    ]
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    table = "\n".join([told, "", "| family | verdict | how |", "|---|---|---|", *rows, *missing])
+    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(f"{before}{begin}{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     return 0
 
 
