@@ -10,6 +10,7 @@ from typing import Any
 from trainer.config.data_tables import FilesTable
 from trainer.config.schema import RunConfig
 from trainer.metrics.catalog.lookup import CATALOG
+from trainer.metrics.catalog.spec import MetricSpec
 
 _TYPES = {"object": "table"}
 _Node = dict[str, Any]
@@ -62,11 +63,16 @@ def _references(node: _Node) -> Iterator[str]:
 
 
 def _row(name: str, node: _Node, *, is_alternative: bool) -> str:
-    meaning = node["description"].replace("\n", " ")
-    needed = ", one of the two" if is_alternative else ", required" * ("default" not in node)
     default = node.get("default")
-    value = "" if default is None or "$ref" in node or is_alternative else f" = {json.dumps(default)}"
-    return f"- `{name}{value}` ({_type(node)}{needed}): {meaning}\n"
+    has_value = default is not None and "$ref" not in node and not is_alternative
+    is_plain = (
+        has_value and node.get("type") in ("string", "integer", "number", "boolean", "object") and "enum" not in node
+    )
+    value = f" = {json.dumps(default)}" if has_value else ""
+    needed = ", one of the two" if is_alternative else ", required" if "default" not in node else ""
+    kind = "" if is_plain else f" ({_type(node)}{needed})"
+    meaning = node["description"].replace("\n", " ")
+    return f"- `{name}{value}`{kind}: {meaning}\n"
 
 
 def _type(node: _Node) -> str:
@@ -83,14 +89,18 @@ def _type(node: _Node) -> str:
 
 
 def render_catalog_markdown() -> str:
-    """docs/training/METRICS_LOSSES.md: every metric of the catalog."""
+    """docs/training/METRICS_LOSSES.md: every metric of the catalog; keys that mean the same share a row."""
     parts = [_head("metrics")]
     for group in dict.fromkeys(spec.group for spec in CATALOG):
         parts.append(f"\n## {group}\n\n")
         parts.append("| key | unit, steps/ranks | meaning | healthy | pathological |\n|---|---|---|---|---|\n")
+        alike: dict[tuple[str, ...], list[MetricSpec]] = {}
         for spec in CATALOG:
             if spec.group == group:
-                how = f"{spec.unit}, " * bool(spec.unit) + f"{spec.window}/{spec.ranks}"
-                cells = (f"`{spec.name}`", how, spec.description, spec.healthy, spec.pathological)
-                parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+                alike.setdefault((spec.description, spec.healthy, spec.pathological), []).append(spec)
+        for texts, specs in alike.items():
+            ways = [f"{spec.unit}, " * bool(spec.unit) + f"{spec.window}/{spec.ranks}" for spec in specs]
+            how = ways[0] if len(set(ways)) == 1 else "; ".join(ways)
+            cells = (", ".join(f"`{spec.name}`" for spec in specs), how, *texts)
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
