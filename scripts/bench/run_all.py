@@ -73,9 +73,8 @@ def render(rows: Sequence[Sequence[str]]) -> str:
     usual = Counter(machines.values()).most_common(1)[0][0]
     parts = [INTRODUCTION, f"{usual}, if a section says nothing else.\n"]
     for bench in filter(machines.get, TITLES):
-        doc = HERE.joinpath(f"bench_{bench}.py").read_text(encoding="utf-8").split('"""')[1].strip()
         other = f"{machines[bench]}.\n\n" if machines[bench] != usual else ""
-        parts.append(f"## {TITLES[bench]}\n\n{doc.splitlines()[0]}\n\n{other}| what | measured | goal |\n|---|---|---|")
+        parts.append(f"## {TITLES[bench]}\n\n{other}| what | measured | goal |\n|---|---|---|")
         parts += [
             f"| {what} | {measured} | {goal}: {met} |"
             for name, what, measured, goal, met in rows

@@ -192,10 +192,8 @@ def render_diagnosis_markdown(page: str, calibration: Mapping[str, Any]) -> str:
     """
     lines = [f"{page.partition('## Rules')[0]}## Rules", ""]
     for rule in RULES:
-        keys = ", ".join(f"`{key}`" if " " not in key else key for key in (*rule.needs, *rule.uses))
         condition, why, change = rule.texts
-        lines += [f"### {rule.name} ({rule.severity})", "", f"{condition}. {why}", ""]
-        lines += [f"- Reads: {keys}", f"- Change: {change}", ""]
+        lines += [f"### {rule.name} ({rule.severity})", "", f"{condition}. {why}", "", f"Change: {change}.", ""]
     lines += ["## False alarms and injected faults", ""]
 
     def names(kind: str, part: str) -> int:
