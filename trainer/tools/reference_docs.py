@@ -89,18 +89,17 @@ def _type(node: _Node) -> str:
 
 
 def render_catalog_markdown() -> str:
-    """docs/training/METRICS_LOSSES.md: every metric of the catalog; keys that mean the same share a row."""
+    """docs/training/METRICS_LOSSES.md: every metric of the catalog; keys that mean the same share an entry."""
     parts = [_head("metrics")]
     for group in dict.fromkeys(spec.group for spec in CATALOG):
         parts.append(f"\n## {group}\n\n")
-        parts.append("| key | unit, steps/ranks | meaning | healthy | pathological |\n|---|---|---|---|---|\n")
         alike: dict[tuple[str, ...], list[MetricSpec]] = {}
         for spec in CATALOG:
             if spec.group == group:
                 alike.setdefault((spec.description, spec.healthy, spec.pathological), []).append(spec)
-        for texts, specs in alike.items():
+        for (meaning, healthy, pathological), specs in alike.items():
             ways = [f"{spec.unit}, " * bool(spec.unit) + f"{spec.window}/{spec.ranks}" for spec in specs]
             how = ways[0] if len(set(ways)) == 1 else "; ".join(ways)
-            cells = (", ".join(f"`{spec.name}`" for spec in specs), how, *texts)
-            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+            names = ", ".join(f"`{spec.name}`" for spec in specs)
+            parts.append(f"- {names} ({how}): {meaning} *Healthy:* {healthy} *Pathological:* {pathological}\n")
     return "".join(parts)
