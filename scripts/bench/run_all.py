@@ -42,7 +42,6 @@ medians or ratios, measured alternately in one run, with quartiles in parenthese
 `make bench-loop` runs one, `python scripts/bench/bench_loop.py --help` says how. On one CUDA device:
 [`make gpu`](../CONTRIBUTING.md#one-cuda-device).
 """
-MACHINE = "machine"
 
 
 def run(bench: str) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def run(bench: str) -> dict[str, Any]:
 
 def figures(bench: str, found: dict[str, Any]) -> Iterator[list[str]]:
     """A benchmark's rows of the CSV: its name, what, measured, goal, whether it is met."""
-    yield [bench, MACHINE, found["machine"], "", ""]
+    yield [bench, "machine", found["machine"], "", ""]
     for fields in found["figures"]:
         figure = Figure(**{name: fields[name] for name in Figure.__dataclass_fields__})
         yield [bench, figure.name, as_text(figure), figure.goal, verdict(figure)]
@@ -69,16 +68,14 @@ def figures(bench: str, found: dict[str, Any]) -> Iterator[list[str]]:
 
 def render(rows: Sequence[Sequence[str]]) -> str:
     """The page: of each benchmark a table of the figures that have a goal."""
-    machines = {bench: measured for bench, what, measured, *_ in rows if what == MACHINE}
+    machines = {bench: measured for bench, what, measured, *_ in rows if what == "machine"}
     usual = Counter(machines.values()).most_common(1)[0][0]
     parts = [INTRODUCTION, f"{usual}, if a section says nothing else.\n"]
     for bench in filter(machines.get, TITLES):
         other = f"{machines[bench]}.\n\n" if machines[bench] != usual else ""
         parts.append(f"## {TITLES[bench]}\n\n{other}| what | measured | goal |\n|---|---|---|")
         parts += [
-            f"| {what} | {measured} | {goal}: {met} |"
-            for name, what, measured, goal, met in rows
-            if name == bench and met
+            f"| {what} | {value} | {goal}: {met} |" for name, what, value, goal, met in rows if name == bench and met
         ]
         parts.append("")
     return "\n".join(parts)

@@ -393,7 +393,7 @@ class DistributedTable(Table):
     """ddp: every rank holds the whole model; fsdp: shards over all ranks (FSDP2); hsdp: over the ranks of each replica."""
     shards: WholeNumber = 0
     """Data shards, a multiple of the ranks; 0: one per rank. With N a run is the same on all ranks that divide N
-    (docs/data_shards.md)."""
+    (docs/scale.md)."""
     replicas: WholeNumber = 0
     """hsdp: number of replicas, each of neighbouring ranks; 0: one per node."""
     reshard_after_forward: bool = True
