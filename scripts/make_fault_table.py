@@ -27,11 +27,13 @@ def read_records(directory: Path) -> list[dict[str, Any]]:
 
 
 def render(records: list[dict[str, Any]]) -> str:
-    """The table in Markdown: a row for all faults of a promise that cost the same."""
-    times: Counter[tuple[int, str]] = Counter()
+    """The table in Markdown: a row for all faults of a promise."""
+    times: Counter[int] = Counter()
+    lost: dict[int, dict[str, None]] = {}
     for record in records:
-        times[record["promise"], record["lost"]] += record["times"]
-    return HEAD + "".join(f"| {promise} | {number} | {lost} |\n" for (promise, lost), number in times.items())
+        times[record["promise"]] += record["times"]
+        lost.setdefault(record["promise"], {})[record["lost"]] = None
+    return HEAD + "".join(f"| {promise} | {times[promise]} | {'; '.join(lost[promise])} |\n" for promise in times)
 
 
 def replace_table(text: str, table: str) -> str:

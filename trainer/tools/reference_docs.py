@@ -70,8 +70,9 @@ def _row(name: str, node: _Node, *, is_alternative: bool) -> str:
     )
     value = f" = {json.dumps(default)}" if has_value else ""
     needed = ", one of the two" if is_alternative else ", required" if "default" not in node else ""
-    kind = "" if is_plain else f" ({_type(node)}{needed})"
     meaning = node["description"].replace("\n", " ")
+    is_plain |= has_value and "enum" in node and all(f"{value}:" in meaning for value in node["enum"])
+    kind = "" if is_plain else f" ({_type(node)}{needed})"
     return f"- `{name}{value}`{kind}: {meaning}\n"
 
 
