@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -193,7 +194,8 @@ def render_diagnosis_markdown(page: str, calibration: Mapping[str, Any]) -> str:
     lines = [f"{page.partition('## Rules')[0]}## Rules", ""]
     for rule in RULES:
         condition, why, change = rule.texts
-        lines += [f"### {rule.name} ({rule.severity})", "", f"{condition}. {why}", "", f"Change: {change}.", ""]
+        reason = re.split(r"(?<! al)\. ", why.removesuffix("."))[0] + "."  # reports have all of it
+        lines += [f"### {rule.name} ({rule.severity})", "", f"{condition}. {reason}", "", f"Change: {change}.", ""]
     lines += ["## False alarms and injected faults", ""]
 
     def names(kind: str, part: str) -> int:
