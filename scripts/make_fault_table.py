@@ -1,14 +1,12 @@
-"""Writes docs/faults.csv and its sums in docs/reliability.md from the records of `make test-faults` in build/faults.
-
-If records are missing, they are named and nothing is written; --partial writes the available rows.
-"""
+"""Writes docs/faults.csv and its sums in docs/reliability.md from the records of `make test-faults`; --partial: of some."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import sys
-from collections import Counter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +26,12 @@ def read_records(directory: Path) -> list[dict[str, Any]]:
 
 def render(records: list[dict[str, Any]]) -> str:
     """The table in Markdown: a row for all faults of a promise."""
-    times: Counter[int] = Counter()
-    lost: dict[int, dict[str, None]] = {}
-    for record in records:
-        times[record["promise"]] += record["times"]
-        lost.setdefault(record["promise"], {})[record["lost"]] = None
-    return HEAD + "".join(f"| {promise} | {times[promise]} | {'; '.join(lost[promise])} |\n" for promise in times)
+    rows = []
+    for promise, group in itertools.groupby(records, key=itemgetter("promise")):
+        same = list(group)
+        lost = "; ".join(dict.fromkeys(record["lost"] for record in same))
+        rows.append(f"| {promise} | {sum(record['times'] for record in same)} | {lost} |\n")
+    return HEAD + "".join(rows)
 
 
 def replace_table(text: str, table: str) -> str:
