@@ -102,7 +102,5 @@ def render_catalog_markdown() -> str:
             ways = [f"{spec.unit}, " * bool(spec.unit) + f"{spec.window}/{spec.ranks}" for spec in specs]
             how = ways[0] if len(set(ways)) == 1 else "; ".join(ways)
             names = ", ".join(f"`{spec.name}`" for spec in specs)
-            values = f"*Healthy:* {healthy} *Pathological:* {pathological}"
-            values = f"*Healthy, pathological:* {healthy}" if healthy == pathological else values
-            parts.append(f"- {names} ({how}): {meaning} {values}\n")
+            parts.append(f"- {names} ({how}): {meaning} *Healthy:* {healthy} *Pathological:* {pathological}\n")
     return "".join(parts)
