@@ -89,7 +89,7 @@ ROWS: tuple[MetricSpec, ...] = (
     *_DEPTH,
     *(
         _AtDepth(row.name.replace("/", "/<name>/", 1), f"{row.title} of a set")(
-            "The same by depth on one validation set.", "As above.", "As above."
+            "The same by depth on one validation set.", "As eval/depth.", "As eval/depth."
         )
         for row in _DEPTH
     ),
@@ -198,7 +198,7 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     *(
         _TimeRow(f"time/{part}_share", f"Share: {words}", unit="fraction", window="last", band=band)(
-            "The time above divided by step_time_sec.", "Flat.", "Grows."
+            "That part's time over step_time_sec.", "Flat.", "Grows."
         )
         for part, words, band in (
             ("data", "waiting for data", (None, 0.05)),
