@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.ledger import Ledger
+from trainer.options import LedgerOptions
 
 KEYS, ASK, CELL, CELLS, WIDTH = 16, 16, 4, 4, 64  # token 16 asks; 4 tokens a cell, 4 cells a document
 
@@ -47,7 +48,7 @@ def main() -> None:
     generator = np.random.default_rng(0)
     model = Recurrent()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    ledger = Ledger(state_width=WIDTH, capacity=options.capacity, wipe_mode="lru")
+    ledger = Ledger(LedgerOptions(capacity=options.capacity), state_width=WIDTH)
 
     rows = options.documents // 4  # a batch has a quarter of the open documents; the other states wait
     keys = np.zeros(options.documents, np.int64)

@@ -29,7 +29,7 @@ def main() -> None:
     # Offline by default. The run continues if wandb fails, and stops if metrics.jsonl cannot be written.
     wandb = WandbSink(mode="offline", project="examples", run_dir=options.out, config={"steps": options.steps})
     sinks: list[Sink] = [StdoutSink("json"), JsonlSink(options.out / "metrics.jsonl"), wandb]
-    tracker = MetricsTracker(log_interval=10, num_devices=1, device="cpu", sinks=sinks)
+    tracker = MetricsTracker(num_devices=1, device="cpu", sinks=sinks)
     for step in range(1, options.steps + 1):
         tracker.start_step()
         with tracker.section("data"):

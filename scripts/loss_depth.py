@@ -51,6 +51,7 @@ lr = 5e-3
 warmup_steps = 20
 [eval]
 every = 100000
+depth = true
 [[eval.source]]
 name = "long"
 paths = ["{folder}/read.jsonl"]

@@ -84,11 +84,3 @@ def counted(number: float, noun: str) -> str:
     shown = f"{number:,.2g}" if 0 < number < 10 else f"{number:,.0f}"
     ending = "" if shown == "1" else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{shown} {noun}{ending}"
-
-
-def duration_text(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h`, `4 d`."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -42,7 +42,7 @@ def train(steps: int, micro_batches: int, batch_size: int, out: Path) -> None:
     batches = iter(DataLoader(Counting(), batch_size, sampler=sampler, drop_last=True))
     gns = GradientNoiseScale(model, weights_are_tokens=False)  # GNS: once, after DDP has wrapped the model
     sinks = [JsonlSink(out / "metrics.jsonl")] if rank == 0 else []  # REC
-    tracker = MetricsTracker(log_interval=10, num_devices=world_size, device=device, rank=rank, sinks=sinks)  # REC
+    tracker = MetricsTracker(num_devices=world_size, device=device, rank=rank, sinks=sinks)  # REC
 
     for step in range(1, steps + 1):
         tracker.start_step()  # REC

@@ -40,7 +40,7 @@ def train(steps: int, m: int, batch_size: int, out: Path) -> None:
     world_size, rank = accelerator.num_processes, accelerator.process_index
     sinks = [JsonlSink(out / "metrics.jsonl")] if rank == 0 else []  # REC
     device = accelerator.device
-    tracker = MetricsTracker(log_interval=10, num_devices=world_size, device=device, rank=rank, sinks=sinks)  # REC
+    tracker = MetricsTracker(num_devices=world_size, device=device, rank=rank, sinks=sinks)  # REC
 
     step, count, rows, loss_sum = 1, 0, 0, torch.zeros((), device=device)
     for batch in batches:

@@ -29,6 +29,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.run_status import run_status
 from trainer.metrics.sinks import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
+from trainer.options import TrackerOptions
 
 
 class Measure(TrainerCallback):  # type: ignore[misc]
@@ -57,7 +58,7 @@ class Measure(TrainerCallback):  # type: ignore[misc]
         self.gns = GradientNoiseScale(model, process_group=group, weights_are_tokens=False)
         rank = args.process_index
         self.tracker = MetricsTracker(
-            log_interval=state.logging_steps,
+            TrackerOptions(log_interval=state.logging_steps),
             num_devices=args.world_size,
             device=args.device,
             rank=rank,

@@ -28,6 +28,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.run_status import run_status
 from trainer.metrics.sinks import JsonlSink
 from trainer.metrics.tracker import MetricsTracker
+from trainer.options import TrackerOptions
 
 
 class Measure(lightning.Callback):  # type: ignore[misc]
@@ -47,7 +48,7 @@ class Measure(lightning.Callback):  # type: ignore[misc]
         rank, world_size = trainer.global_rank, trainer.world_size
         sinks = [JsonlSink(self.out / "metrics.jsonl")] if rank == 0 else []
         self.tracker = MetricsTracker(
-            log_interval=trainer.log_every_n_steps,
+            TrackerOptions(log_interval=trainer.log_every_n_steps),
             num_devices=world_size,
             device=pl_module.device,
             rank=rank,

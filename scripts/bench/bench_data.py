@@ -21,7 +21,7 @@ from bench_table import Figure, Table, bench_parser, in_turns, over, run_bench
 
 from trainer.arrays import IGNORED
 from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.documents import ReadOptions, write_index
+from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions
 from trainer.data.lanes import LaneBlend
 from trainer.data.layout import discover_direct
@@ -29,6 +29,7 @@ from trainer.data.mixing import MixOptions, StreamMixingDataset
 from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.data.weights import ConstantWeight
+from trainer.lab.tokenized import write_index
 
 ROWS, LANES, VOCAB, MIXED = 8, 16, 50_000, 4
 BATCH_GOAL, GOALS_US = 1.5, {8: 10.0, 64: 20.0}
@@ -49,7 +50,9 @@ def write_corpus(folder: Path, files: int, documents: int, length: int) -> list[
 def dataset(paths: Sequence[Path], name: str, num_mixed: int, seq_len: int, **options: Any) -> StreamMixingDataset:
     """A mixing dataset over some token files, in one pool; how they are read."""
     cut, read = CutOptions(name, seq_len), ReadOptions(IdsTokenizer(VOCAB), **options)
-    return StreamMixingDataset(discover_direct(paths), cut, read, MixOptions(num_mixed, batch_size=ROWS))
+    return StreamMixingDataset(
+        discover_direct(paths), cut, read, MixOptions(num_mixed, batching_mode="per_stream", batch_size=ROWS)
+    )
 
 
 def loop_over(dataset: BlendDataset | StreamMixingDataset, *, drain: bool) -> Loop:

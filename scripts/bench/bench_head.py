@@ -19,6 +19,7 @@ from trainer.model.wrappers import Headless
 from trainer.objective import Objective
 from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.loss import Loss
+from trainer.options import ObjectiveOptions
 
 VOCABULARIES = (257, 128_000)
 WAYS = ("at once", "in chunks")
@@ -28,7 +29,7 @@ def make(args: argparse.Namespace, vocab_size: int) -> dict[str, tuple[nn.Module
     """Model and loss, for each of the ways."""
     torch.manual_seed(0)
     model = transformer.build(vocab_size, args.dim, args.layers).to(args.device)
-    plain = Objective(z_loss=1e-4)
+    plain = Objective(ObjectiveOptions(z_loss=1e-4))
     chunked = ChunkedObjective(plain, model.head, chunk_tokens=args.chunk)
     return {WAYS[0]: (model, plain), WAYS[1]: (Headless(model, model.head), chunked)}
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.ledger import Ledger
+from trainer.options import LedgerOptions
 
 Ints = NDArray[np.int64]
 
@@ -49,7 +50,7 @@ def window_batches(live: int, rng: np.random.Generator) -> Iterator[Ints]:
 def measure(live: int, num_steps: int) -> tuple[float, float]:
     """Median microseconds a step of the ledger, and of the bare gather + scatter."""
     rng = np.random.default_rng(live)
-    ledger, slab = Ledger(state_width=WIDTH, capacity=live, wipe_mode="lru"), torch.zeros(live, WIDTH)
+    ledger, slab = Ledger(LedgerOptions(capacity=live), state_width=WIDTH), torch.zeros(live, WIDTH)
     states, cells, lasts = torch.randn(BATCH, WIDTH), np.ones(BATCH, np.int64), np.zeros(BATCH, np.bool_)
 
     def look_up_and_store(step: int, groups: Ints) -> None:
@@ -94,7 +95,7 @@ class WideTimes:
 def measure_wide(width: int, live: int, batch: int, *, device: str = "cpu", steps: int = WIDE_STEPS) -> WideTimes:
     """Look-ups and stores of `batch` states of `live`, and what any store has to do: a gather and a scatter of the rows."""
     rng = np.random.default_rng(width)
-    ledger = Ledger(state_width=width, capacity=live, wipe_mode="lru", device=torch.device(device))
+    ledger = Ledger(LedgerOptions(capacity=live), state_width=width, device=torch.device(device))
     bare = torch.zeros(live, width, device=device)
     states, cells, lasts = torch.randn(batch, width, device=device), np.ones(batch, np.int64), np.zeros(batch, np.bool_)
     ledger.begin_step(0)

@@ -24,6 +24,7 @@ from trainer.metrics.catalog.lookup import CATALOG
 from trainer.metrics.payload_contract import parse_payload
 from trainer.metrics.sinks import JsonlSink, StdoutSink
 from trainer.metrics.tracker import MetricsTracker
+from trainer.options import TrackerOptions
 
 NUM_KEYS = 60
 SECTIONS = ("data", "forward_backward", "optimizer")
@@ -65,7 +66,9 @@ def make_step(tracker: MetricsTracker, extra: dict[str, Value], *, sections: boo
 
 def make_tracker(log_interval: int) -> MetricsTracker:
     """A tracker configured as in a run, with MFU."""
-    return MetricsTracker(log_interval=log_interval, num_devices=1, device="cpu", flops_per_token=1e6, peak_tflops=1.0)
+    return MetricsTracker(
+        TrackerOptions(log_interval=log_interval, peak_tflops=1.0), num_devices=1, device="cpu", flops_per_token=1e6
+    )
 
 
 def logged_us(repeats: int) -> float:

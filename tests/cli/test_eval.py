@@ -37,7 +37,7 @@ def make_config(directory: Path) -> Path:
     (directory / "near" / "1.jsonl").write_text("".join(lines))
     (directory / "near" / "2.jsonl").write_text("".join(lines[1:]))
     (directory / "far" / "x" / "1.jsonl").write_text("".join(lines) * 9)
-    sets = SETS.format(directory=directory) + "[eval]\nevery = 3\n[checkpoint]\nevery = 3\n"
+    sets = SETS.format(directory=directory) + "[eval]\nevery = 3\ndepth = true\n[checkpoint]\nevery = 3\n"
     return write_tiny_config(directory, sets)
 
 

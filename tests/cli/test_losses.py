@@ -120,7 +120,7 @@ def test_losses_are_trained_on_and_reported_whatever_the_step_does(config, sets)
 
 def test_what_replaces_the_cross_entropy_is_trained_on_and_reported(config):
     chunked, in_sums, of_model = (
-        trained(config, *own, "ledger.probe_every=1", "eval.batches=1000", "metrics.per_source=true")
+        trained(config, *own, "ledger.probe_every=1", "eval.batches=1000", "metrics.per_source=true", "eval.depth=true")
         for own in ((OWN, "objective.chunk_tokens=8"), (OWN, "objective.args.form=sum"), ("objective.token_ce=0",))
     )
     for (rows, said), first in ((chunked, ("own",)), (in_sums, ("own",)), (of_model, ())):

@@ -19,7 +19,7 @@ from trainer.metrics.payload_contract import Restart, parse_line, validate_strea
 from trainer.metrics.sinks import display_key
 
 ONLINE = """
-wandb = {{ mode = "online", project = "trainer-test", base_url = "{url}" }}
+wandb = { mode = "online", project = "trainer-test" }
 
 [eval]
 every = 3
@@ -34,10 +34,10 @@ keep_last = 9
 
 def train(directory: Path, url: str, *arguments: object, key: str | None = API_KEY) -> str:
     """A run in `directory`/run, with credentials of nobody but the test's, that ends well; returns what it said."""
-    config = write_tiny_config(directory, ONLINE.format(url=url))
+    config = write_tiny_config(directory, ONLINE)
     env = environment({"HOME": str(directory), "NETRC": str(directory / "netrc"), "WANDB_CONFIG_DIR": str(directory)})
     env = {name: value for name, value in env.items() if name not in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_SERVICE")}
-    env |= {} if key is None else {"WANDB_API_KEY": key}
+    env |= {"WANDB_BASE_URL": url} if key is None else {"WANDB_BASE_URL": url, "WANDB_API_KEY": key}
     out, err = directory / "out", directory / "err"
     out.unlink(missing_ok=True)
     line = ["--config", config, "--run-dir", directory / "run", *arguments]
@@ -122,7 +122,7 @@ SINK = """
 from pathlib import Path
 from trainer.metrics.payload_contract import build_payload
 from trainer.metrics.services import WandbSink
-sink = WandbSink(mode="online", project="p", run_dir=Path({run_dir!r}), base_url={url!r},
+sink = WandbSink(mode="online", project="p", run_dir=Path({run_dir!r}),
                  init_timeout_sec={patience_sec}, finish_timeout_sec=2, on_event=lambda event: print(event["event"]))
 sink.log(build_payload("train", 1, {{"loss": 1.0}}))
 print(sink.run_id is not None, flush=True)

@@ -35,7 +35,7 @@ ALONE = RankInfo()
 @pytest.fixture(scope="module")
 def group(device: torch.device) -> Iterator[None]:
     """A process group of this process alone."""
-    backend = pick_backend("auto", device)
+    backend = pick_backend(device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield
     gc.collect()

@@ -10,6 +10,7 @@ import torch
 
 from tests.support.on_device import synchronization_forbidden
 from trainer.ledger import Ledger
+from trainer.options import LedgerOptions
 
 pytestmark = pytest.mark.cuda
 MODES = ("lru", "full", "periodic_stale")
@@ -40,9 +41,9 @@ def test_states_and_counts_are_those_of_the_cpu(
     device: torch.device, mode: Any, width: int, dtype: torch.dtype
 ) -> None:
     def ledger(where: torch.device) -> Ledger:
-        sizes = {"state_width": width, "stale_threshold": 4, "wipe_every": 9}
-        sizes["capacity"] = GROUPS // 2 if mode == "lru" else GROUPS  # without eviction a full ledger is an error
-        return Ledger(wipe_mode=mode, device=where, dtype=dtype, **sizes)
+        capacity = GROUPS // 2 if mode == "lru" else GROUPS  # without eviction a full ledger is an error
+        options = LedgerOptions(capacity=capacity, wipe_mode=mode, stale_threshold=4, wipe_every=9)
+        return Ledger(options, state_width=width, device=where, dtype=dtype)
 
     found, counts = use(ledger(device), device, width, dtype)
     expected, expected_counts = use(ledger(torch.device("cpu")), torch.device("cpu"), width, dtype)

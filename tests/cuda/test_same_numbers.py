@@ -11,7 +11,7 @@ from tests.support.on_device import differences, train_here
 from tests.support.runs import FULL_ROWS
 
 pytestmark = pytest.mark.cuda
-SETS = ("train.steps=6", "checkpoint.every=0", "eval.every=3", "eval.holdout_fraction=0.2", "metrics.per_depth=true")
+SETS = ("train.steps=6", "checkpoint.every=0", "eval.every=3", "eval.holdout_fraction=0.2", "eval.depth=true")
 RUNS = {
     "layers": ("metrics.per_layer=true",),
     "head in chunks": ("objective.chunk_tokens=16",),

@@ -17,6 +17,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.protocol import ModelOutput
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
 from trainer.objective.loss import Objective
+from trainer.options import ObjectiveOptions
 from trainer.training.step.step import StepOutcome
 
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ def missed(logits: Tensor, targets: Tensor) -> Tensor:
     return 1 - logits.softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]  # [B, T], also where masked
 
 
-OBJECTIVES = {name: Objective(token_ce=weight) for name, weight in CE_WEIGHTS.items()}
+OBJECTIVES = {name: Objective(ObjectiveOptions(token_ce=weight)) for name, weight in CE_WEIGHTS.items()}
 OBJECTIVES["own"] = Objective(own=missed)
 OBJECTIVES["sum"] = Objective(own=lambda x, y: (missed(x, y)[y != -100].sum(), (y != -100).sum()))
 pytestmark = pytest.mark.parametrize("loss", OBJECTIVES)

@@ -13,13 +13,14 @@ import torch
 
 from tests.support.gloo import run_on_ranks
 from trainer.ledger import COUNTER_KEYS, Ledger, Owners, Ownership, owner_of
+from trainer.options import LedgerOptions
 
 pytestmark = pytest.mark.distributed
 
 WIDTH = 3
 NUM_STEPS = 12
 RELOADED_AFTER = 9
-SETTINGS: dict[str, Any] = {"state_width": WIDTH, "wipe_mode": "periodic_stale", "stale_threshold": 1}
+SETTINGS: dict[str, Any] = {"wipe_mode": "periodic_stale", "stale_threshold": 1}
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor]
 
 
@@ -40,7 +41,8 @@ def schedule(rank: int, world_size: int) -> list[Batch]:
 
 
 def new_ledger(rank: int, world_size: int, ownership: Ownership) -> Ledger:
-    return Ledger(**SETTINGS, capacity=16, owners=Owners(ownership, rank, world_size))
+    owners = Owners(ownership, rank, world_size)
+    return Ledger(LedgerOptions(capacity=16, **SETTINGS), state_width=WIDTH, owners=owners)
 
 
 def gathered(ledger: Ledger, world_size: int) -> list[dict[str, Any]]:
@@ -85,7 +87,7 @@ def results_of(world_size: int) -> list[dict[Ownership, dict[str, Any]]]:
 
 def check_against_one_ledger(ranks: list[dict[str, Any]], world_size: int) -> None:
     """States, and the counts of every step, are those of one ledger that is given all ranks' rows."""
-    whole = Ledger(**SETTINGS, capacity=128)
+    whole = Ledger(LedgerOptions(capacity=128, **SETTINGS), state_width=WIDTH)
     schedules = [schedule(rank, world_size) for rank in range(world_size)]
     total: Counter[str] = Counter()
     for step in range(NUM_STEPS):

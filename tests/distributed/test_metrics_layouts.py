@@ -17,6 +17,7 @@ from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
 from trainer.model import build
 from trainer.objective.loss import Objective
+from trainer.options import ObjectiveOptions
 from trainer.training.extension import Extensions
 from trainer.training.step.details import LoggedDetails, StepDetails
 
@@ -57,7 +58,7 @@ def logged_by(rank: int, world: int, micros: int) -> dict[str, float]:
     strategy = Replicated(world_size=world, device=torch.device("cpu")) if world > 1 else Strategy()
     logging = {"details": LoggedDetails(EVERY_STEP, details)}
     extensions = Extensions(logging, Diagnostics(), device=torch.device("cpu"), world_size=world)
-    objective = Objective(z_loss=Z_LOSS, coord=COORD)
+    objective = Objective(ObjectiveOptions(z_loss=Z_LOSS, coord=COORD))
     step = make_step(inner, strategy, objective=objective, clip_grad_norm=1.0, world_size=world, extensions=extensions)
     data, share, window = rows(), ROWS // (world * micros), []
     for index in range(micros):

@@ -14,6 +14,7 @@ from trainer.ledger import Ledger, Owners
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.objective.loss import Objective
+from trainer.options import LedgerOptions, ObjectiveOptions
 from trainer.training.step.step import StepOutcome
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 11
@@ -45,10 +46,13 @@ def one_step(
     inner = build(VOCABULARY, dim=8, num_layers=2).double()
     strategy = Replicated(world_size=world, device=CPU) if world > 1 else Strategy()
     ledger = Ledger(
-        state_width=16, capacity=32, wipe_mode="none", dtype=torch.float64, owners=Owners("reader", rank, world)
+        LedgerOptions(capacity=32, wipe_mode="none"),
+        state_width=16,
+        dtype=torch.float64,
+        owners=Owners("reader", rank, world),
     )
     gns = GradientNoiseScale(inner, process_group=torch.distributed.group.WORLD if world > 1 else None)
-    settings = {"ledgers": [ledger], "objective": Objective(z_loss=1e-2), "gns": gns}
+    settings = {"ledgers": [ledger], "objective": Objective(ObjectiveOptions(z_loss=1e-2)), "gns": gns}
     step = make_step(inner, strategy, world_size=world, clip_grad_norm=clip, **settings)
     tokens, targets = rows()
     share = ROWS // (world * micros)

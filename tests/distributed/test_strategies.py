@@ -40,6 +40,7 @@ EVERYTHING = """
 every = 5
 batches = 2
 holdout_fraction = 0.2
+depth = true
 
 [sample]
 every = 5

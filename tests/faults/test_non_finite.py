@@ -46,7 +46,7 @@ def test_all_ranks_stop_at_the_step(tmp_path, what, rank, micro):
 
 def test_a_loss_spike_is_written_down_with_the_batches_of_every_rank(tmp_path):
     fault = {"what": "spike", "rank": 1, "step": 40, "micro": 1}
-    run_dir, codes, said = run_with(tmp_path, fault, "--steps", 45)
+    run_dir, codes, said = run_with(tmp_path, fault, "--steps", 45, "--set", "train.spike_sigma=6")
     assert codes == [0, 0, 0], said
     (event,) = [e for e in map(json.loads, (run_dir / "events.jsonl").open()) if e["event"] == "loss_spike"]
     assert event["global_step"] == 40

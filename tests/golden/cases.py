@@ -25,6 +25,7 @@ EXTRA = """
 every = 6
 batches = 2
 holdout_fraction = 0.2
+depth = true
 
 [checkpoint]
 every = 6
@@ -140,7 +141,7 @@ def _launch(group: Group, name: str, ranks: int, own: tuple[str, ...], tiny: Pat
     steps = () if "--steps" in own or any("steps=" in each for each in case.sets) else ("--steps", STEPS)
     done = group.run(
         *("--config", config, "--run-dir", tiny.parent / name, "--stdout", "off"),
-        *(*overrides(*case.sets), *steps, *own),
+        *(*overrides("train.spike_sigma=6", *case.sets), *steps, *own),
         nproc=ranks if ranks > 1 else None,
         cwd=tiny.parent if case.config else ROOT,
         extra={"FAULT": case.fault},

@@ -28,6 +28,7 @@ from trainer.data.shard_source import ShardSource, deal_parts
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
 from trainer.errors import UserError
 from trainer.ledger.ledger import Ledger
+from trainer.options import LedgerOptions
 
 Layout = Mapping[str, Sequence[Sequence[int]]]
 
@@ -282,7 +283,7 @@ def test_a_ledger_of_as_many_slots_as_lanes_carries_every_state(layout, rows, ro
 
     with corpus({"one": layout}) as streams:
         reader = blend(streams, rows=rows, row_tokens=row_tokens)
-        ledger = Ledger(state_width=1, capacity=rows, wipe_mode="none")
+        ledger = Ledger(LedgerOptions(capacity=rows, wipe_mode="none"), state_width=1)
         stored: dict[int, float] = {}
         for step, batch in enumerate(reader):
             ledger.begin_step(step)
@@ -320,7 +321,7 @@ def test_documents_that_wait_for_a_row_are_not_swept(tmp_path):
         next(wide)
         narrow = blend(streams, rows=1)
         narrow.load_state_dict(json.loads(json.dumps(wide.state_dict())))
-        ledger = Ledger(state_width=1, capacity=4, wipe_mode="periodic_stale", stale_threshold=2)
+        ledger = Ledger(LedgerOptions(capacity=4, wipe_mode="periodic_stale", stale_threshold=2), state_width=1)
         ledger.begin_step(0)
         groups = np.array(narrow.groups_in_flight)
         ledger.store(groups, np.zeros(4, int), np.zeros(4, bool), torch.ones(4, 1))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.ledger import Ledger
 from trainer.model import ModelOutput, RecurrentEncoder, build
+from trainer.options import LedgerOptions
 
 VOCAB = 13
 WEIGHT_SEED = 5
@@ -89,7 +90,7 @@ def new_model(seed: int, num_layers: int, dtype: torch.dtype) -> RecurrentEncode
 
 def new_ledger(model: RecurrentEncoder, case: Case, dtype: torch.dtype) -> Ledger:
     # As many slots as groups in flight: each group that ends makes room for another.
-    return Ledger(state_width=model.state_width, capacity=len(case.tokens), wipe_mode="lru", dtype=dtype)
+    return Ledger(LedgerOptions(capacity=len(case.tokens)), state_width=model.state_width, dtype=dtype)
 
 
 def check_outputs(case: Case, model: RecurrentEncoder, tolerance: float, dtype: torch.dtype) -> None:

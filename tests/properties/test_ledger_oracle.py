@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from trainer.errors import UserError
 from trainer.ledger import COUNTER_KEYS, Ledger, Owners
+from trainer.options import LedgerOptions
 
 WIDTH = 3
 NUM_GROUPS = 10
@@ -117,12 +118,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def new_ledger(self, **ranks: int) -> Ledger:
         return Ledger(
+            LedgerOptions(
+                capacity=self.oracle.capacity,
+                wipe_mode=self.mode,
+                stale_threshold=self.oracle.threshold,
+                sweep_every=self.oracle.every,
+                wipe_every=self.oracle.every,
+            ),
             state_width=WIDTH,
-            capacity=self.oracle.capacity,
-            wipe_mode=self.mode,
-            stale_threshold=self.oracle.threshold,
-            sweep_every=self.oracle.every,
-            wipe_every=self.oracle.every,
             dtype=self.dtype,
             owners=Owners("reader", **ranks),
         )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config.base import BatchScheduleTable, plan_of
+from trainer.config.data_tables import BatchScheduleTable, plan_of
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.weights import ConstantWeight, ScheduledWeight, first_all_zero, positions
 from trainer.micro_batches import AutoRule, MicroBatches

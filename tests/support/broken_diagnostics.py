@@ -303,7 +303,6 @@ def _train_once(directory: Path, config: Path, name: str, rank: int, begun: Begu
     os.dup2(target, 2)
     os.close(target)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
-    sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # a progress bar, if only into a file
     code: int | str
     begun.is_set = False
     try:

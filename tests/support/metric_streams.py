@@ -37,6 +37,7 @@ from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, estimate
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 from trainer.micro_batches import MicroBatches
+from trainer.options import LedgerOptions
 
 Rows = dict[int, dict[str, float]]
 SEQ_LEN = 16
@@ -200,13 +201,7 @@ class _Rank:
         self.blend = BlendDataset(
             blend, seed=scenario.seed, micro_batches=MicroBatches.constant(scenario.micro_batches)
         )
-        self.ledger = Ledger(
-            state_width=2,
-            capacity=scenario.capacity,
-            wipe_mode=scenario.wipe_mode,  # type: ignore[arg-type]
-            stale_threshold=scenario.stale_threshold,
-            wipe_every=scenario.wipe_every,
-        )
+        self.ledger = Ledger(LedgerOptions.of(scenario), state_width=2)
         self.exhausted = 0.0
         self.masked: list[float] = []  # by micro-batch since the last drain: whether it had no target
 

@@ -22,7 +22,7 @@ def mixing_dataset(
 ) -> StreamMixingDataset:
     """A data set, its settings by name; cells of 4 bytes unless they say otherwise."""
     settings = {"namespace": settings.pop("name", "source"), "tokenizer": BytesTokenizer(), **settings}
-    settings = {"seq_len": 4, "max_group_cells": 64, **settings}
+    settings = {"seq_len": 4, "max_group_cells": 64, "batching_mode": "per_stream", **settings}
     parts = []
     for kind in (CutOptions, ReadOptions, MixOptions):
         names = {each.name for each in fields(kind)}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +23,26 @@ ASKED = {
     'checkpoint.remote="memory://run"': "checkpoints in a store",
     'train.micro_batches={schedule="step",points={0=1,2=2}}': "batch growth",
 }
+LISTED = """
+import sys
+from trainer.training.extension import Extension
+
+class Listed(Extension):
+    def at_boundary(self, step, *, is_last):
+        self.run.extensions.asks |= is_last
+
+    def to_exchange(self):
+        return [name for name in sys.modules if name.startswith(("trainer.lab", "trainer.tools"))]
+
+    def exchanged(self, by_rank):
+        self.run.event({"event": "listed", "by_rank": by_rank})
+"""
+WITH_LAB = ("check --config tiny.toml", "doctor --model a.b:c", "init corpus", "replay run --step 2", "bisect run run")
+WITH_LAB += ("sample run", "data tokenize corpus --out o --tokenizer bytes")
 
 
-def trained(directory: Path, *runs: tuple[str, ...], before: str = "") -> tuple[list[int], list[str], str]:
-    """Exit codes of runs in one new process, the modules around the core that it has imported, and its messages."""
+def trained(directory: Path, *runs: tuple[str, ...], before: str = "") -> tuple[list[int], str]:
+    """Exit codes of runs in one new process, and its messages."""
     config = write_tiny_config(directory)
     lines = []
     for number, sets in enumerate(runs):
@@ -43,12 +60,12 @@ for sys.argv in {lines}:
         run()
     except SystemExit as end:
         codes.append(end.code)
-print(json.dumps([codes, sorted(name for name in sys.modules if name.startswith(("trainer.lab", "trainer.tools")))]))
+print(json.dumps(codes))
 """
     made = environment({"PYTHONPATH": str(ROOT)})
     done = subprocess.run([sys.executable, "-c", code], env=made, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return (*json.loads(done.stdout.splitlines()[-1]), done.stderr)
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
 def test_no_file_of_the_core_but_one_names_what_is_around_it():
@@ -57,21 +74,68 @@ def test_no_file_of_the_core_but_one_names_what_is_around_it():
     assert found == [TABLE]
 
 
-def test_a_run_that_asks_for_nothing_of_the_lab_imports_nothing_of_it(tmp_path):
-    source = f'data.source=[{{name="one",layout="nested",root="{tmp_path}/corpus"}}]'  # mixing can change during a run
-    off = ("train.spike_sigma=0", "ledger.probe_every=0", "eval.depth=false", "data.mixing.batch_size_by_modality={}")
-    codes, imported, said = trained(tmp_path, (source, *off))
-    assert codes == [0], said
-    assert not [name for name in imported if not OF_THE_PROGRAM.fullmatch(name)]
+def test_the_smoke_run_imports_nothing_of_the_lab_on_any_rank(tmp_path):
+    write_tiny_config(tmp_path)
+    (tmp_path / "listed.py").write_text(LISTED)
+    sources = ", ".join(
+        f'{{name="{name}", layout="nested", root="{tmp_path}/corpus", modalities=["{name}"]}}' for name in "ab"
+    )
+    words = ("train.steps=3", f"data.source=[{sources}]", "data.seq_len=16", 'metrics.wandb.mode="disabled"')
+    words += ('extension=[{target="listed:Listed"}]', "eval.every=2", "eval.holdout_fraction=0.2")
+    sets = [word for each in words for word in ("--set", each)]
+    command = [sys.executable, "-m", "trainer", "--nproc", "2", "--config", str(ROOT / "train_configs" / "smoke.toml")]
+    command += ["--run-dir", str(tmp_path / "run"), "--stdout", "off", *sets]
+    made = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(command, env=made, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    events = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+    listed = [event for event in events if event["event"] == "listed"]
+    assert listed
+    for row in listed:
+        imported = {name for names in row["by_rank"] for name in names}
+        assert not [name for name in imported if not OF_THE_PROGRAM.fullmatch(name)]
+
+
+def test_verbs_that_need_the_lab_refuse_without_it_and_others_do_not(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "trainer", ignore=shutil.ignore_patterns("lab", "__pycache__"))
+    write_tiny_config(tmp_path)
+    lines = [
+        "--config tiny.toml --run-dir run --set checkpoint.every=3",
+        *WITH_LAB,
+        "ls .",
+        "report run",
+        "preview --config tiny.toml",
+    ]
+    # An installation of this package that can be edited finds the modules that are missing in the copy.
+    code = f"""
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+from trainer.cli.main import run
+for line in {lines}:
+    sys.argv = ["train", *line.split()]
+    try:
+        run()
+    except SystemExit as end:
+        print("exit", end.code)
+"""
+    made = environment({"PYTHONPATH": str(tmp_path)})
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=made, cwd=tmp_path, capture_output=True, text=True, check=False)
+    codes = [line for line in done.stdout.splitlines() if line.startswith("exit ")]
+    assert codes == ["exit 0"] + ["exit 2"] * len(WITH_LAB) + ["exit 0"] * 3, done.stderr
+    for line in WITH_LAB:
+        assert f"train {line.split()[0]}: trainer.lab is not installed" in done.stderr, line
 
 
 def test_without_the_lab_a_run_trains_alike_says_what_is_off_and_refuses_what_is_asked_for(tmp_path):
     (tmp_path / "with").mkdir()
-    (code,), _, said = trained(tmp_path / "with", ())
+    (code,), said = trained(tmp_path / "with", ())
     assert code == 0, said
-    codes, _, said = trained(tmp_path, (), *((each,) for each in ASKED), before='sys.modules["trainer.lab"] = None')
-    assert codes == [0] + [2] * len(ASKED), said
-    assert said.count("trainer.lab is not installed: off are carry probe, spikes, mix\n") == 1
+    in_tokens = ("train.steps=0", "train.tokens=300")  # which may have any number of steps, with probes
+    runs = ((), in_tokens, *((each,) for each in ASKED))
+    codes, said = trained(tmp_path, *runs, before='sys.modules["trainer.lab"] = None')
+    assert codes == [0, 0] + [2] * len(ASKED), said
+    assert said.count("carry probe is off: trainer.lab is not installed\n") == 1
     for setting, name in ASKED.items():
         assert f'{setting.partition("=")[0]}: needs "{name}": trainer.lab is not installed' in said, setting
     with_lab, without = (read_rows(folder / "0" / "metrics.jsonl") for folder in (tmp_path / "with", tmp_path))

@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from trainer.cli.options import ConfigOption, ReplicasOption, SetOption, StrategyOption, require_config
-from trainer.cli.parts import VERBS
+from trainer.cli.parts import VERBS, lab_or_refusal
 from trainer.cli.terminal import echo, refuse
 from trainer.ending import leave_soon
 from trainer.errors import UserError
@@ -132,7 +132,8 @@ def run() -> None:
             # Paths may hold bytes that are not UTF-8, in Python lone surrogates: shown as escapes, not a traceback.
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = app(args=_with_settings(sys.argv[1:]), prog_name="train", standalone_mode=False)
+        with lab_or_refusal():
+            code = app(args=_with_settings(sys.argv[1:]), prog_name="train", standalone_mode=False)
     except UserError as error:
         refuse(error.message)
     except OSError as error:

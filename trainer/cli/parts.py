@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
+from trainer.errors import UserError
 from trainer.import_path import Parts
 
 LAB = "trainer.lab"
@@ -35,15 +39,12 @@ _LAB = {
     # Extensions: checkpoints have their states under these names.
     "carry probe": f"{LAB}.carry_probe:StepProbe",
     "gns components": f"{LAB}.noise_components:NoiseSources",
-    "per_depth": f"{LAB}.depth:TrainingDepth",
     "per_layer": f"{LAB}.per_layer:LayerNumbers",
     "digests": f"{LAB}.digests:Digests",
     "spikes": f"{LAB}.spikes:LossSpikes",
-    "mix": f"{LAB}.mix:Mix",
     "alert": f"{LAB}.alert:Alert",
     "sample": f"{LAB}.samples:Samples",
     "profile": f"{LAB}.profile:StepProfile",
-    "progress": f"{LAB}.progress:ProgressBar",
     # Families of models.
     "gated_delta": f"{LAB}.flash_linear_attention:build",
     "transformer": f"{LAB}.transformer:build",
@@ -53,10 +54,11 @@ _LAB = {
     "checkpoints in a store": f"{LAB}.remote:find_checkpoint",
     "contract check": f"{LAB}.contract_check:check_before_run",
     "cuda graphs": f"{LAB}.cuda_graph:make",
-    "lines by depth": f"{LAB}.depth_curve:lines_of",
+    "lines by depth": "trainer.tools.runs.depth_curve:lines_of",
     "losses by depth": f"{LAB}.depth:Depth",
     "mirror": f"{LAB}.mirror",
     "mix changes": f"{LAB}.mix:restore",
+    "mix requests": f"{LAB}.mix:Requests",
     "own batches": f"{LAB}.own_batches:OwnBatches",
     "sources in a store": f"{LAB}.stored",
     "tokenized text": f"{LAB}.tokenized",
@@ -65,5 +67,17 @@ _LAB = {
 
 _SPEC = find_spec(LAB)
 _IS_THERE = _SPEC is not None and _SPEC.origin is not None  # a deleted directory may leave its caches
-PARTS = Parts(_LAB if _IS_THERE else {}, problem=f"{LAB} is not installed")
+_MISSING = f"{LAB} is not installed"
+PARTS = Parts(_LAB if _IS_THERE else {}, problem=_MISSING)
 """What a run is given."""
+
+
+@contextmanager
+def lab_or_refusal() -> Iterator[None]:
+    """Around a verb. A UserError if it imports the lab, which is not there."""
+    try:
+        yield
+    except ImportError as error:
+        if _IS_THERE or not (error.name or "").startswith(LAB):
+            raise
+        raise UserError(" ".join(["train", *sys.argv[1:2]]), _MISSING, "install it for this verb") from error

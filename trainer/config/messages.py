@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.config.base import FORMS, TAGS
+from trainer.config.data_tables import FORMS, TAGS
 from trainer.errors import UserError
 from trainer.wording import short_repr
 
@@ -89,6 +89,9 @@ _EPOCHS = "set train.steps, or data.mixing.repeat = false to stop after one epoc
 EXPLAINED = {
     "enable_wandb": _WANDB,
     "use_wandb": _WANDB,
+    "entity": "set WANDB_ENTITY in the environment",
+    "base_url": "set WANDB_BASE_URL in the environment",
+    "backend": "remove it: ranks use nccl on CUDA, and gloo on the CPU",
     "enable_tensorboard": "set metrics.tensorboard = true",
     "num_gpus": _LAUNCHER,
     "world_size": _LAUNCHER,

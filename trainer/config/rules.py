@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.base import MOST_MICRO_BATCHES
-from trainer.config.data_tables import MixingTable, SourceTable
+from trainer.config.data_tables import MOST_MICRO_BATCHES, MixingTable, SourceTable
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, raise_found
 from trainer.metrics.catalog.rows_gns import ONE_BATCH_SIZE
@@ -170,8 +169,6 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
         yield "eval.holdout_fraction", problem, fix
     if train.precision == "fp16" and train.device == "cpu":
         yield "train.precision", '"fp16" needs a CUDA device', 'use "bf16" or "fp32" on the CPU'
-    if config.distributed.backend == "nccl" and train.device == "cpu":
-        yield "distributed.backend", '"nccl" needs CUDA devices', 'use "gloo" or "auto"'
     if not config.gns.enabled and config.gns.components_every:
         problem = "needs the noise scale, which gns.enabled = false turns off"
         yield "gns.components_every", problem, "set it to 0, or gns.enabled to true"

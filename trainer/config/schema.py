@@ -8,30 +8,38 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from trainer.config.base import (
+from trainer.config.data_tables import (
     PLAIN_NAME,
     SOURCE_NAME,
     WEB_ADDRESS,
-    Amount,
     Args,
     AutoSwitch,
     BatchSize,
-    Count,
-    Factor,
+    DataTable,
+    EvalTable,
     Fraction,
     ImportPath,
-    PositiveFactor,
     Seconds,
     Seed,
-    Size,
     Table,
-    Text,
-    Tokens,
-    WholeNumber,
     plan_of,
 )
-from trainer.config.data_tables import DataTable, EvalTable
 from trainer.micro_batches import MicroBatches
+from trainer.options import (
+    Amount,
+    CoordOptions,
+    Count,
+    Factor,
+    LedgerOptions,
+    ObjectiveOptions,
+    PositiveFactor,
+    Size,
+    StrategyOptions,
+    Text,
+    Tokens,
+    TrackerOptions,
+    WholeNumber,
+)
 
 
 class RunTable(Table):
@@ -73,8 +81,8 @@ class TrainTable(Table):
     """On a non-finite loss or gradient: stop the run, or skip the step."""
     max_skips: Count = 10
     """Consecutive steps that on_non_finite = "skip" may skip."""
-    spike_sigma: Factor = 6.0
-    """Record a loss this many standard deviations above its running mean, with its batches; 0: off."""
+    spike_sigma: Factor = 0.0
+    """Record a loss this many standard deviations (such as 6) above its running mean, with its batches; 0: off."""
 
     @model_validator(mode="after")
     def _has_a_length(self) -> TrainTable:
@@ -110,21 +118,9 @@ class ModelTable(Table):
         return self
 
 
-class LedgerTable(Table):
+class LedgerTable(Table, LedgerOptions):
     """`[ledger]`: storage of recurrent states between steps."""
 
-    wipe_mode: Literal["none", "full", "lru", "periodic_stale"] = "lru"
-    """Evict: none; full: all, every wipe_every steps; lru: the least recently stored; periodic_stale: the stale."""
-    capacity: Count = 4096
-    """Number of groups a rank can hold; absent, with full rows: 8 times the rows."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the kept states."""
-    stale_threshold: WholeNumber = 0
-    """periodic_stale: evict groups not stored for more than this many steps."""
-    sweep_every: Count = 1
-    """periodic_stale: steps between sweeps."""
-    wipe_every: WholeNumber = 0
-    """full: steps between wipes."""
     ownership: Literal["auto", "exchange", "reader"] = "auto"
     """Which rank holds a group's state. reader: its reader; exchange: by hash; auto: reader where possible."""
     probe_every: WholeNumber = 500
@@ -134,24 +130,12 @@ class LedgerTable(Table):
 
     @model_validator(mode="after")
     def _has_what_the_mode_needs(self) -> LedgerTable:
-        if self.wipe_mode == "full" and self.wipe_every == 0:
-            raise ValueError('wipe_mode "full" needs wipe_every >= 1')
-        if self.wipe_mode == "periodic_stale" and self.stale_threshold == 0:
-            raise ValueError('wipe_mode "periodic_stale" needs stale_threshold >= 1')
+        self.check()
         return self
 
 
-class CoordTable(Table):
+class CoordTable(Table, CoordOptions):
     """`[objective] coord`: distributional supervision of coordinate tokens, which are ordered bins."""
-
-    first_token: WholeNumber
-    """Token id of the first bin."""
-    num_bins: Annotated[int, Field(ge=2, le=10**6)]
-    """Number of bins; their token ids are consecutive."""
-    sigma: Annotated[float, Field(gt=0, le=1e6)]
-    """Standard deviation of the soft target around the true bin, in bins."""
-    weight: PositiveFactor = 1.0
-    """Factor of this component in the loss."""
 
 
 class LossTable(Table):
@@ -182,20 +166,16 @@ def _weight_alone(value: Any) -> Any:
 Loss = Annotated[LossTable, BeforeValidator(_weight_alone, json_schema_input_type=Factor | LossTable)]
 
 
-class ObjectiveTable(Table):
+class ObjectiveTable(Table, ObjectiveOptions):
     """`[objective]`: the loss."""
 
     target: ImportPath | None = None
     """Import path of your own class, built with args, that replaces the cross-entropy (docs/models.md#losses-and-metrics)."""
     args: Args = {}
     """Keyword arguments of target."""
-    token_ce: Factor = 1.0
-    """Factor of the cross-entropy; 0: off, for a model with its own loss."""
-    z_loss: Factor = 0.0
-    """Coefficient of the z-loss, the squared log-partition; 0: off."""
+    coord: CoordTable | None = None
     token_types: bool = False
     """Also report loss and accuracy by token type, if the tokenizer has types."""
-    coord: CoordTable | None = None
     chunk_tokens: WholeNumber = 0
     """Compute the loss in chunks of this many tokens to save memory; 0: at once."""
     losses: dict[Annotated[str, Field(pattern=SOURCE_NAME)], Loss] = {}
@@ -308,7 +288,7 @@ class GnsTable(Table):
 
 
 class WandbTable(Table):
-    """`[metrics] wandb`: Weights & Biases."""
+    """`[metrics] wandb`: Weights & Biases. Its own variables say the rest, such as WANDB_ENTITY and WANDB_BASE_URL."""
 
     mode: Literal["auto", "offline", "online", "disabled"] = "auto"
     """auto: WANDB_MODE, or online with a login, otherwise offline, in the run directory."""
@@ -316,37 +296,25 @@ class WandbTable(Table):
         default_factory=lambda: os.environ.get("WANDB_PROJECT") or "trainer", json_schema_extra={"default": "trainer"}
     )
     """Project name; absent: WANDB_PROJECT, or "trainer"."""
-    entity: Text | None = None
-    """Team or user; absent: the account's default."""
-    base_url: Annotated[str, Field(pattern=WEB_ADDRESS, max_length=4096)] | None = None
-    """URL of a self-hosted server; absent: wandb's own setting."""
 
 
 FIRST_PROFILED = 11
 """The first step of a run that `metrics.profile` records: compilation and full caches lie before it."""
 
 
-class MetricsTable(Table):
+class MetricsTable(Table, TrackerOptions):
     """`[metrics]`: what is logged, when and where."""
 
-    log_interval: Count = 10
-    """Steps between logged steps; step 1 and the last step are always logged."""
     stdout: Literal["auto", "json", "line", "off"] = "auto"
     """auto: readable lines on a terminal, JSON payloads elsewhere."""
     per_source: bool = False
     """Also report metrics per source and modality."""
-    per_depth: bool = False
-    """Also report the training loss by the number of tokens before (docs/evaluation.md)."""
     digests: Literal["off", "compare", "write"] = "compare"
     """compare: under ddp, a rank with other weights ends the run; write: digests.jsonl too."""
     per_layer: bool = False
     """Also report gradient norm, update over weight and noise scale per layer and parameter group."""
     profile: Annotated[int, Field(ge=0, le=1000)] = 0
     """Steps that torch's profiler records on rank 0; 0: none. Also --profile."""
-    smoothing_alpha: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Weight of the newest value in the moving averages `smoothed/*`."""
-    peak_tflops: Amount = 0.0
-    """Peak TFLOPS of one device, for MFU; 0: by the device's name."""
     wandb: WandbTable = WandbTable()
     tensorboard: bool = False
     """Write TensorBoard event files; needs the extra `tensorboard`."""
@@ -386,26 +354,14 @@ class CheckpointTable(Table):
     """off: new run; auto: latest complete checkpoint, if any; or a checkpoint's path or URL."""
 
 
-class DistributedTable(Table):
+class DistributedTable(Table, StrategyOptions):
     """`[distributed]`: the ranks, and how they share the model."""
 
-    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    """ddp: every rank holds the whole model; fsdp: shards over all ranks (FSDP2); hsdp: over the ranks of each replica."""
     shards: WholeNumber = 0
     """Data shards, a multiple of the ranks; 0: one per rank. With N a run is the same on all ranks that divide N
     (docs/scale.md)."""
-    replicas: WholeNumber = 0
-    """hsdp: number of replicas, each of neighbouring ranks; 0: one per node."""
-    reshard_after_forward: bool = True
-    """fsdp and hsdp: free a block's parameters between forward and backward."""
-    accumulate: Literal["shards", "whole"] = "shards"
-    """fsdp and hsdp. shards: average gradients in every micro-batch; whole: once per step."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl on CUDA, gloo on the CPU."""
     timeout_sec: Seconds = 600.0
     """Seconds until a collective or a rank without progress ends the run (docs/reliability.md); raise it for slow reads."""
-    find_unused_parameters: bool = False
-    """ddp: allow parameters that some micro-batches do not use; DDP searches for them in every step."""
 
 
 class AlertTable(Table):

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from trainer.arrays import Ints
 from trainer.data.tokenizer import IdsTokenizer, Tokenizer
 from trainer.errors import UserError
-from trainer.files import write_file
+from trainer.options import Options, TextSplit, part_options
 
 AGAIN = "write the file again"
 WHOLE = 1 << 22  # tokens: files up to this size are checked completely when they are opened
@@ -111,7 +111,6 @@ Span: TypeAlias = tuple[int, int]
 """A part of a file that is tokenized alone: from and up to; in bytes, or in whatever its format counts."""
 CHUNK = 1 << 16  # tokens checked together
 SPOOLED = 256_000_000  # bytes of tokens that a file of text may take in memory
-TEXT_SPLITS = ("file", "blank_line")
 
 
 @dataclass(frozen=True)
@@ -145,32 +144,22 @@ class TokenTable:
         return tokens
 
 
-@dataclass(frozen=True)
-class ReadOptions:
-    """How to read a file: everything that a format may need to know.
-
-    Args:
-        tokenizer: tokenizes text, and bounds the ids in token files.
-        dtype: of a headerless token file (`uint16`, ...).
-        eod: the id that ends a document in a token file; None: the file is one document.
-        text_split: a raw text file is one document (`file`), or one per block between blank lines (`blank_line`).
-        format: `auto` (by file extension), a key of `FORMATS`, or an import path `package.module:function`.
-        column: field of JSON lines or Parquet with the documents, strings or lists of ids; None: `text` or `tokens`.
-
-    Raises:
-        UserError: an unknown `text_split`.
-    """
+@part_options
+class ReadOptions(Options):
+    """How to read a file: everything that a format may need to know."""
 
     tokenizer: Tokenizer
+    """Tokenizes text, and bounds the ids in token files."""
     dtype: str | None = None
+    """Of a headerless token file (`uint16`, ...)."""
     eod: int | None = None
-    text_split: str = "file"
+    """The id that ends a document in a token file; None: the file is one document."""
+    text_split: TextSplit = "file"
+    """A raw text file is one document (`file`), or one per block between blank lines (`blank_line`)."""
     format: str = "auto"
+    """`auto` (by file extension), a key of `FORMATS`, or an import path `package.module:function`."""
     column: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.text_split not in TEXT_SPLITS:
-            raise UserError("text_split", f"must be one of {', '.join(TEXT_SPLITS)}; got {self.text_split!r}")
+    """Field of JSON lines or Parquet with the documents, strings or lists of ids; None: `text` or `tokens`."""
 
 
 def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:
@@ -310,17 +299,6 @@ def _read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
         raise damaged(path, f"sequence {int(gaps[0]) + 1} does not directly follow the previous one of its document")
     totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     return dtype, starts[np.minimum(indices[:-1], len(starts) - 1)], np.diff(totals[indices])
-
-
-def write_index(path: Path, lengths: Ints, dtype: np.dtype[Any]) -> None:
-    """Write the index of a `.bin` whose documents, of these lengths, follow each other, one sequence each."""
-    code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
-    if (longest := int(lengths.max(initial=0))) >= 1 << 31:
-        raise damaged(path, f"a document of {longest:,} tokens is too long for it", "cut the document")
-    pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
-    header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
-    tables = (lengths.astype("<i4"), pointers.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8"))
-    write_file(path, header + b"".join(table.tobytes() for table in tables))
 
 
 def load_megatron(path: Path, options: ReadOptions) -> TokenTable:

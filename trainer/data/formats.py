@@ -41,6 +41,7 @@ from trainer.data.text_formats import (
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
+from trainer.options import TextSplit
 
 SIGNATURE = "see trainer.data.TokenTable: (path, options) -> TokenTable"
 
@@ -194,7 +195,7 @@ def open_documents(
     tokenizer: Tokenizer,
     dtype: str | None = None,
     eod: int | None = None,
-    text_split: str = "file",
+    text_split: TextSplit = "file",
     column: str | None = None,
 ) -> TokenTable:
     """The documents of a file: mapped where the format allows, otherwise read into memory. See `ReadOptions`."""

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +25,10 @@ from trainer.data.formats import format_name, load_documents, takes_option
 from trainer.data.layout import Stream
 from trainer.errors import UserError
 from trainer.hashing import splitmix64, stable_hash
+from trainer.options import Limits, Options, part_options
 from trainer.wording import counted, few, printable
 
 Split: TypeAlias = Literal["train", "holdout", "all"]
-SPLITS: tuple[Split, ...] = ("train", "holdout", "all")
 SAMPLE_BYTES = 1 << 16  # at either end of a file whose dtype is doubted
 logger = logging.getLogger("trainer.data")
 
@@ -89,35 +89,19 @@ class GroupTable:
         return (mixed >> np.uint64(1)).astype(np.int64)
 
 
-@dataclass(frozen=True)
-class CutOptions:
-    """How documents become groups.
-
-    Args:
-        namespace: the source's name, part of every group id: two sources that read the same file do not share groups.
-        seq_len: target tokens per cell, T.
-        max_group_cells: most cells per group; 0: documents are not cut.
-        split, holdout_fraction: which documents are used.
-
-    Raises:
-        UserError: a setting is out of range.
-    """
+@part_options
+class CutOptions(Options):
+    """How documents become groups."""
 
     namespace: str
-    seq_len: int
-    max_group_cells: int = 0
+    """The source's name, part of every group id: two sources that read the same file do not share groups."""
+    seq_len: Annotated[int, Limits(ge=1)]
+    """Target tokens per cell, T."""
+    max_group_cells: Annotated[int, Limits(ge=0)] = 0
+    """Most cells per group; 0: documents are not cut."""
     split: Split = "train"
-    holdout_fraction: float = 0.0
-
-    def __post_init__(self) -> None:
-        for key, is_right, rule in (
-            ("seq_len", type(self.seq_len) is int and self.seq_len >= 1, "an integer >= 1"),
-            ("max_group_cells", type(self.max_group_cells) is int and self.max_group_cells >= 0, "an integer >= 0"),
-            ("split", self.split in SPLITS, f"one of {', '.join(SPLITS)}"),
-            ("holdout_fraction", 0.0 <= self.holdout_fraction < 1.0, "at least 0 and less than 1"),
-        ):
-            if not is_right:
-                raise UserError(key, f"must be {rule}, got {getattr(self, key)!r}")
+    holdout_fraction: Annotated[float, Limits(ge=0, lt=1)] = 0.0
+    """With the split, which documents are used."""
 
 
 def _runs(documents: Ints, lengths: Ints, cut: CutOptions) -> tuple[Ints, Ints, Ints]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,53 +18,27 @@ from trainer.data.collate import Batch, Collator, Lane
 from trainer.data.documents import ReadOptions
 from trainer.data.groups import CutOptions, Handed, OpenStream
 from trainer.data.layout import Stream
-from trainer.data.pool import PICK_MODES, PickMode
 from trainer.data.shard_source import StreamSource
 from trainer.errors import UserError
 from trainer.hashing import keyed_generator
 from trainer.metrics.logger import get_logger
+from trainer.options import MixingOptions, part_options
 
 logger = get_logger(__name__)
-BatchingMode: TypeAlias = Literal["per_stream", "device_per_stream"]
-BATCHING_MODES: tuple[BatchingMode, ...] = ("per_stream", "device_per_stream")
 AHEAD = 64  # groups of a lane that are looked up together
 
 
-@dataclass(frozen=True)
-class MixOptions:
+@part_options
+class MixOptions(MixingOptions):
     """How the streams of a source are mixed.
 
-    Args:
-        num_streams_mixed: K; fewer if there are fewer streams.
-        pick_mode: `weighted` by remaining picks, `uniform`, or `round_robin`.
-        batching_mode: `per_stream`: all ranks pick the same stream and read disjoint slices of it; a rank whose slice
-            is exhausted yields one fully masked row. `device_per_stream`: each rank has its own pool and picks; with
-            `repeat`, a rank without any cells yields fully masked rows.
-        batch_size, batch_size_by_modality: cells per micro-batch and rank.
-        repeat: begin a new epoch after the last cell.
-        seed: of every random choice.
-
-    Raises:
-        UserError: a setting is out of range.
+    `per_stream`: all ranks pick the same stream and read disjoint slices of it; a rank whose slice is exhausted yields one
+    fully masked row. `device_per_stream`: each rank has its own pool and picks; with `repeat`, a rank without any cells
+    yields fully masked rows.
     """
 
-    num_streams_mixed: int = 4
-    pick_mode: PickMode = "weighted"
-    batching_mode: BatchingMode = "per_stream"
-    batch_size: int = 8
-    batch_size_by_modality: Mapping[str, int] = field(default_factory=dict)
-    repeat: bool = True
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for key, known in (("pick_mode", PICK_MODES), ("batching_mode", BATCHING_MODES)):
-            if getattr(self, key) not in known:
-                raise UserError(key, f"must be one of {', '.join(known)}, got {getattr(self, key)!r}")
-        sizes = {f"batch_size_by_modality.{modality}": size for modality, size in self.batch_size_by_modality.items()}
-        sizes |= {"num_streams_mixed": self.num_streams_mixed, "batch_size": self.batch_size}
-        for key, number in sizes.items():
-            if type(number) is not int or number < 1:
-                raise UserError(key, f"must be an integer >= 1, got {number!r}")
+    """Of every random choice."""
 
 
 def schedule(cells: Ints, num_lanes: int) -> tuple[Ints, Ints]:
@@ -204,7 +177,11 @@ class StreamMixingDataset(StreamSource):
         mix: MixOptions | None = None,
         **options: Any,
     ) -> None:
-        mix = mix or MixOptions()
+        mix = mix or MixOptions(batching_mode="per_stream")
+        if mix.batching_mode == "per_row":
+            raise UserError(
+                cut.namespace, 'reads no full rows (batching_mode = "per_row")', "read them by a ShardSource"
+            )
         self.mode, self._is_shared = mix.batching_mode, mix.batching_mode == "per_stream"
         sizes = ("num_streams_mixed", "batch_size", "batch_size_by_modality")
         self.layout = ("world_size", *sizes) if self._is_shared else ("rank", "world_size", *sizes)

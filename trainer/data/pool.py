@@ -6,15 +6,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.metrics.best_effort import BestEffort
+from trainer.options import PickMode
 
-PickMode: TypeAlias = Literal["weighted", "uniform", "round_robin"]
-PICK_MODES: tuple[PickMode, ...] = ("weighted", "uniform", "round_robin")
 STAGES = ("open", "tokenize", "read", "own_code")  # of reading, timed separately
 
 REMAINING_MIN = "stream_mixing/active/remaining_min"

@@ -82,10 +82,8 @@ def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--devic
     return device
 
 
-def pick_backend(wanted: str, device: torch.device) -> str:
-    """`wanted`, or for `auto` nccl on CUDA and gloo on the CPU."""
-    if wanted != "auto":
-        return wanted
+def pick_backend(device: torch.device) -> str:
+    """Of a process group whose tensors are on `device`."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 

@@ -96,19 +96,6 @@ def own_range(tensor: Tensor) -> tuple[int, int]:
     return start, min(start + most, rows)
 
 
-def own_entries(tensor: Tensor) -> tuple[int, int]:
-    """The entries [first, stop) of the whole tensor, counted row by row, that this rank holds.
-
-    Raises:
-        ValueError: it is sharded along another dimension.
-    """
-    if is_dtensor(tensor) and not tensor.placements[-1].is_shard(0):
-        raise ValueError(f"sharded as {tensor.placements[-1]}")
-    start, stop = own_range(tensor)
-    row = tensor.numel() // max(tensor.shape[0], 1) if tensor.ndim else 1
-    return start * row, stop * row
-
-
 def own_rows(whole: Tensor, like: Tensor) -> Tensor:
     """The part of a whole tensor that this rank would hold if it were laid out as `like` is."""
     if not is_dtensor(like):

@@ -17,24 +17,42 @@ from trainer.distributed.agree import most_of_ranks
 from trainer.distributed.env import RankInfo, num_nodes
 from trainer.distributed.shards import Layout, layout_of, own_part
 from trainer.errors import UserError
+from trainer.options import StrategyOptions
 from trainer.wording import counted, few
 
 logger = logging.getLogger(__name__)
+DDP = StrategyOptions()
 
 
-def layout_for(strategy: str, replicas: int, info: RankInfo) -> Layout | None:
+def strategy_for(
+    options: StrategyOptions, info: RankInfo, device: torch.device, *, param_dtype: torch.dtype | None = None
+) -> Strategy:
+    """The strategy of a run; `param_dtype` and errors as of `Sharded` and `layout_for`. Every rank must call it."""
+    name = options.strategy
+    if info.world_size == 1:
+        if name != "ddp":
+            logger.info('distributed.strategy = "%s": a single rank holds the whole model', name)
+        return Strategy()
+    layout = layout_for(options, info)
+    if layout is None:
+        return Replicated(options, world_size=info.world_size, device=device)
+    if name == "hsdp" and layout.replicas == 1:
+        text = 'distributed.strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node'
+        logger.info(text)
+    return Sharded(layout, options, device=device, param_dtype=param_dtype)
+
+
+def layout_for(options: StrategyOptions, info: RankInfo) -> Layout | None:
     """How a run lays out its parameters; None if every rank holds the whole model.
-
-    Args:
-        strategy: `distributed.strategy`.
-        replicas: `distributed.replicas`; 0: one per node.
 
     Raises:
         UserError: replicas do not fit the nodes.
     """
-    if strategy == "ddp" or info.world_size == 1:
+    if options.strategy == "ddp" or info.world_size == 1:
         return None
-    replicas = (replicas or num_nodes(info)) if strategy == "hsdp" else 1
+    replicas = 1
+    if options.strategy == "hsdp":
+        replicas = options.replicas or num_nodes(info)
     if info.world_size % replicas:
         problem = f"{replicas} nodes do not divide {info.world_size} ranks"
         raise UserError("distributed.replicas", problem, "set it to a number that does")
@@ -98,9 +116,9 @@ class Strategy:
 class Replicated(Strategy):
     """DDP: each rank holds the whole model; gradients are averaged in a window's last backward."""
 
-    def __init__(self, *, world_size: int, device: torch.device, find_unused: bool = False) -> None:
+    def __init__(self, options: StrategyOptions = DDP, *, world_size: int, device: torch.device) -> None:
         self.copies = world_size
-        self._device, self._find_unused = device, find_unused
+        self._options, self._device = options, device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
@@ -110,7 +128,7 @@ class Replicated(Strategy):
                 row_model,
                 device_ids=[self._device] if self._device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
-                find_unused_parameters=self._find_unused,
+                find_unused_parameters=self._options.find_unused_parameters,
             )
         return self._ddp
 
@@ -139,19 +157,18 @@ class Sharded(Strategy):
 
     Args:
         layout: replicas are of neighbouring ranks.
-        reshard_after_forward: free a unit's parameters after its forward, and gather them again in the backward.
-        keeps_whole: keep the sum of a window's gradients whole on each rank until its last backward, which averages them once;
-            otherwise every backward averages, and only shards are kept.
+        options: with `reshard_after_forward`, a unit's parameters are gathered again in the backward. With `accumulate`
+            "whole", the sum of a window's gradients is kept whole on each rank until its last backward, which averages them
+            once; with "shards", every backward averages, and only shards are kept.
         param_dtype: in which parameters are gathered and used; gradients are averaged in float32. None: as they are.
     """
 
     def __init__(
         self,
         layout: Layout,
+        options: StrategyOptions = StrategyOptions(),  # noqa: B008 - immutable
         *,
         device: torch.device,
-        reshard_after_forward: bool = True,
-        keeps_whole: bool = False,
         param_dtype: torch.dtype | None = None,
     ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -161,11 +178,11 @@ class Sharded(Strategy):
         mesh = init_device_mesh(device.type, tuple(shape), mesh_dim_names=names)
         self.copies, self.groups = layout.replicas, mesh.get_all_groups()
         self._device, self._world_size = device, mesh.size()
-        self._reshard_after_forward, self._keeps_whole = reshard_after_forward, keeps_whole
-        self._options: dict[str, Any] = {"mesh": mesh}
+        self._reshard_after_forward, self._keeps_whole = options.reshard_after_forward, options.accumulate == "whole"
+        self._sharding: dict[str, Any] = {"mesh": mesh}
         if param_dtype is not None:
             # Inputs are not cast: a carried state stays in float32.
-            self._options["mp_policy"] = MixedPrecisionPolicy(
+            self._sharding["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
 
@@ -177,8 +194,8 @@ class Sharded(Strategy):
         from torch.distributed.fsdp import fully_shard
 
         for unit in units():
-            fully_shard(unit, reshard_after_forward=self._reshard_after_forward, **self._options)
-        fully_shard(model, **self._options)
+            fully_shard(unit, reshard_after_forward=self._reshard_after_forward, **self._sharding)
+        fully_shard(model, **self._sharding)
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """As it is: FSDP2 has put its hooks into the model."""

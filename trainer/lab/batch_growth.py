@@ -1,4 +1,7 @@
-"""How many micro-batches a step has where that changes: as planned, or as the noise scale permits; the same on all ranks."""
+"""The number of micro-batches of a step where it changes: as planned, or as the noise scale permits.
+
+It could go if every run kept its batch (`train.micro_batches` a number).
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ AGREEING_Z = 0.67  # normal quantile of the recent steps' bound, of which there 
 
 
 class Evidence(NamedTuple):
-    """What a decision went by, in sequences."""
+    """The numbers behind a decision, in sequences."""
 
     low: float | None
     """Lower bound of the noise scale that two windows without a common step agree on; None: not known."""
     value: float | None
     """The noise scale itself; None: it has no upper bound yet."""
     batch: float
-    """Of the last step, over all ranks; 0: not known."""
+    """The batch of the last step, over all ranks; 0: not known."""
     key: str
     """Which noise scale."""
 
@@ -53,7 +56,7 @@ class BatchGrowth:
     world_size: int
 
     def lr_factor(self, num_micros: int) -> float:
-        """What the schedule's learning rate is multiplied by in a step of so many micro-batches."""
+        """The factor of the schedule's learning rate in a step of so many micro-batches."""
         return self.plan.lr_factor(num_micros)
 
     def of_step(
@@ -70,55 +73,59 @@ class BatchGrowth:
         if plan.auto is None:
             tokens = tokens_before + before * self.micro_tokens
             num_micros = plan.at(step, tokens)
-            reason = f"planned for step {step:,}" if plan.unit == "steps" else f"planned, {tokens:,} tokens are reached"
+            reason = f"planned, {tokens:,} tokens are reached"
+            if plan.unit == "steps":
+                reason = f"planned for step {step:,}"
         elif before == 0:
             num_micros, reason = plan.first, ""
         elif not plan.first <= before <= plan.most:
             num_micros = min(max(before, plan.first), plan.most)
             reason = f"train.micro_batches now allows {plan.first} to {plan.most}"
         else:
-            num_micros, evidence = self._decided(plan.auto, step - 1, before, step - changed_at)
-            reason = "" if evidence is None else _permission(plan.auto, evidence)
+            num_micros, reason, evidence = before, "", self._permission(plan.auto, step - 1, before, step - changed_at)
+            if evidence is not None:
+                num_micros, reason = 2 * before, _sentence(plan.auto, evidence)
         if before in (0, num_micros):
             return num_micros, None
-        numbers = (
-            {}
-            if evidence is None
-            else {"noise_scale": evidence.key, "b_low": evidence.low, "b": evidence.value, "batch": evidence.batch}
-        )
-        changed = {"event": "micro_batches", "global_step": step, "from": before, "to": num_micros, "reason": reason}
-        return num_micros, {**changed, **numbers, "lr_factor": plan.lr_factor(num_micros)}
+        event = {"event": "micro_batches", "global_step": step, "from": before, "to": num_micros, "reason": reason}
+        if evidence is not None:
+            numbers = {"b_low": evidence.low, "b": evidence.value, "batch": evidence.batch}
+            event |= {"noise_scale": evidence.key, **numbers}
+        return num_micros, {**event, "lr_factor": plan.lr_factor(num_micros)}
 
-    def _decided(self, rule: AutoRule, last_step: int, m: int, steps_with_m: int) -> tuple[int, Evidence | None]:
-        """m after `last_step`, and what the decision went by if it changes.
-
-        The evidence comes from sums over all ranks and is the same on all of them, but a rank may have failed to take it in: m
-        changes only if every rank would change it.
-        """
+    def _permission(self, rule: AutoRule, last_step: int, m: int, steps_with_m: int) -> Evidence | None:
+        """The evidence by which m doubles after `last_step`; None: it does not."""
         if not rule.may_double(m, after=last_step, steps_with_m=steps_with_m):
-            return m, None
+            return None
         assert self.noise is not None
         evidence = self.guard.run(evidence_of, self.noise)
         own = evidence is not None and rule.permits(low=evidence.low, batch=evidence.batch)
+        # The evidence is the same on all ranks, but one of them may have failed to take it in.
         is_agreed = all(gather_from_ranks(own, world_size=self.world_size))
-        return (2 * m, evidence) if is_agreed else (m, None)
+        return evidence if is_agreed else None
 
 
 def evidence_of(noise: NoiseScaleAverage) -> Evidence:
-    """The noise scale of the batch as it is drawn, where it has an upper bound, otherwise B now. Its lower bound is the lower
-    one of two, at the last step and before the recent ones: a doubling cannot be undone, and one bound may be luck."""
+    """The noise scale of the batch as it is drawn, where it has an upper bound, otherwise B now.
+
+    Its lower bound is the lower one of two, at the last step and before the recent ones: a doubling cannot be undone, and
+    one bound may be luck.
+    """
     batch = 1.0 / noise.big_noise if noise.big_noise > 0.0 else 0.0
     if noise.drawn is not None:
         return Evidence(noise.drawn.low, noise.drawn.value, batch, "gns/b_drawn")
-    found = [noise.history.current(before=steps, recent_z=AGREEING_Z) for steps in (0, RECENT)]
-    lows = [current.ratio.low for current in found if current is not None and current.ratio.low is not None]
-    value = None if found[0] is None else found[0].ratio.value
-    return Evidence(min(lows) if len(lows) == len(found) else None, value, batch, "gns/b_now")
+    now, before = (noise.history.current(before=steps, recent_z=AGREEING_Z) for steps in (0, RECENT))
+    if now is None:
+        return Evidence(None, None, batch, "gns/b_now")
+    low = None
+    if before is not None and now.ratio.low is not None and before.ratio.low is not None:
+        low = min(now.ratio.low, before.ratio.low)
+    return Evidence(low, now.ratio.value, batch, "gns/b_now")
 
 
-def _permission(rule: AutoRule, evidence: Evidence) -> str:
-    low = "?" if evidence.low is None else number_text(evidence.low)
+def _sentence(rule: AutoRule, evidence: Evidence) -> str:
+    assert evidence.low is not None  # or the rule would not have permitted it
     return (
-        f"the noise scale ({evidence.key}) is at least {low} sequences, more than {rule.multiple:g} times the batch of "
-        f"{number_text(evidence.batch)}"
+        f"the noise scale ({evidence.key}) is at least {number_text(evidence.low)} sequences, more than "
+        f"{rule.multiple:g} times the batch of {number_text(evidence.batch)}"
     )

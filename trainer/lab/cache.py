@@ -40,11 +40,8 @@ class Snapshot:
 
 
 class Cache:
-    """The copies below the directory that `[data] cache_dir` names (None: the user's own), at most `cache_gb` of them (0: any).
-
-    Raises:
-        UserError: it can be no directory.
-    """
+    """The copies below the directory that `[data] cache_dir` names (None: the user's own), at most
+    `cache_gb` of them (0: any). Raises UserError: it can be no directory."""
 
     def __init__(self, directory: str | Path | None, limit_gb: float) -> None:
         self.limit = round(limit_gb * 1e9)  # bytes
@@ -67,7 +64,7 @@ class Cache:
         is_first: bool = True,
         on_wait: Callable[[], None] = lambda: None,
     ) -> Snapshot:
-        """What lies under a key, made unless it is whole: one process makes it, others wait for that.
+        """The copy under a key, made unless it is whole: one process makes it, others wait for that.
 
         Args:
             target: the directory, below that of the key.
@@ -81,7 +78,7 @@ class Cache:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = open_plain(self.directory / f"{key}.lock", "ab")
             is_new = has_said = False
-            # Shared by those that use the copy, alone by the one that makes it; a lock that is changed may be lost in between.
+            # Shared by those that use the copy, alone by the one that makes it; a lock that is changed may be lost.
             while not (_try(lock, fcntl.LOCK_SH) and is_whole()):
                 if time.monotonic() >= others_until and _try(lock, fcntl.LOCK_EX):
                     if not is_whole():
@@ -109,7 +106,7 @@ class Cache:
             if self.limit and used + size > self.limit:
                 return f"data.cache_gb = {self.limit / 1e9:g}, of which {used / 1e9:.3g} GB are in use"
             free = shutil.disk_usage(self.directory).free
-            return "" if free >= to_download else f"{free / 1e9:.3g} GB are free in {self.directory}"
+            return f"{free / 1e9:.3g} GB are free in {self.directory}" if free < to_download else ""
 
         for other, num_bytes in others.items():
             # Nothing is deleted for what can never fit.
@@ -117,7 +114,8 @@ class Cache:
                 break
             if self._delete(other):
                 used -= num_bytes
-        if problem := lack():
+        problem = lack()
+        if problem:
             shutil.rmtree(place)
             fix = "raise data.cache_gb, name another data.cache_dir, or read fewer modalities"
             raise UserError(url, f"takes {size / 1e9:.3g} GB as a local copy; {problem}", fix)

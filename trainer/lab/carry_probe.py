@@ -1,25 +1,17 @@
-"""`CarryProbe`: what carrying states is worth, and what their age costs, measured on cells that are about to be read.
+"""`CarryProbe` measures the gain of carrying states and the cost of their age, on cells that are about to be read.
 
     probe = CarryProbe(model, token_loss=token_loss, cells=8, cell_tokens=seq_len)
     ...
     state = ledger.lookup(batch.group_ids, batch.cell_index)
-    if step % 500 == 0:
-        probe.measure(
-            {"tokens": batch.tokens},
-            batch.targets,
-            group_ids=batch.group_ids,
-            cell_index=batch.cell_index,
-            tokens_before=batch.tokens_before,
-            state=state,
-            age=ledger.lookup_age(),
-        )
+    groups = {"group_ids": batch.group_ids, "cell_index": batch.cell_index, "tokens_before": batch.tokens_before}
+    probe.measure({"tokens": batch.tokens}, batch.targets, **groups, state=state, age=ledger.lookup_age())
     ...forward, backward, store...
-    if step % 500 == 0:
-        numbers = reduce_over_ranks(probe.drain_metrics(), probe.metric_keys, device="cpu", world_size=1)
+    numbers = reduce_over_ranks(probe.drain_metrics(), probe.metric_keys, device="cpu", world_size=1)
 
-A stored state was made by the weights of earlier steps. The probe recomputes it from the group's first token with the weights
-of now, and evaluates the cell from zero, from the stored state and from the fresh one. It has no gradient, runs in evaluation
-mode, leaves mode and generators as they were, changes no state, and holds no collective but those of a model in shards.
+A stored state was made by the weights of earlier steps. The probe recomputes it from the group's first token with the
+current weights, and evaluates the cell from zero, from the stored state and from the fresh one. It has no gradient, runs
+in evaluation mode, leaves mode and generators as they were, changes no state, and communicates only as a model in shards
+does. It could go once stale states are shown to cost nothing.
 """
 
 from __future__ import annotations
@@ -137,9 +129,9 @@ class CarryProbe:
             raise
         depth = int(np.where(is_exact, cells_before, 0).max(initial=0))
         own = depth
-        if self._agree is not None and (depth := self._agree(own)) >= _SKIP:
-            return
-        if depth == 0:
+        if self._agree is not None:
+            depth = self._agree(own)
+        if depth == 0 or depth >= _SKIP:
             return
         with self._in_evaluation(targets.device):
             if own == 0:
@@ -246,8 +238,8 @@ class _Past:
     def _cell(self, values: Tensor, back: int) -> Tensor:
         stop = values.shape[1] - (back - 1) * self._length
         cell = values[:, max(stop - self._length, 0) : stop]
-        # Before the first cell that is known no row has begun: nothing of this is read.
-        return nn.functional.pad(cell, (self._length - cell.shape[1], 0)) if cell.shape[1] < self._length else cell
+        # Before the first cell that is known no row has begun: nothing of the padding is read.
+        return nn.functional.pad(cell, (self._length - cell.shape[1], 0))
 
 
 def _check(inputs: Mapping[str, Any], targets: Tensor, tokens_before: Tensor | None, length: int) -> None:
@@ -259,7 +251,8 @@ def _check(inputs: Mapping[str, Any], targets: Tensor, tokens_before: Tensor | N
         raise SkipBatch("the data set gives no tokens_before (docs/ledger.md)")
     if tokens_before.shape[1] < length:
         raise SkipBatch(f"tokens_before has {tokens_before.shape[1]} tokens, less than a cell of {length}")
-    if unknown := sorted(inputs.keys() - _KNOWN_INPUTS):
+    unknown = sorted(inputs.keys() - _KNOWN_INPUTS)
+    if unknown:
         raise SkipBatch(f"the model's input {', '.join(unknown)} is not known for earlier cells")
 
 

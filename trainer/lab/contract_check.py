@@ -1,4 +1,7 @@
-"""The model of a config against the contract of `SequenceModel`: what `train check` reports and a run refuses."""
+"""The model of a config against the contract of `SequenceModel`: `train check` reports, a run refuses breaches.
+
+It could go once every model is one of this package, which the tests prove.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from trainer.lab.contracts import Report, check_model
 from trainer.metrics.logger import get_logger
 from trainer.model.protocol import evaluating
 from trainer.model.wrappers import run_few_tokens
-from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss, runs_on
+from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss
 from trainer.training.setup.plan import Plan, resolve_builder, weightless
+from trainer.training.setup.sources import runs_on
 
 logger = get_logger(__name__)
 
@@ -57,14 +61,13 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
     """Check a model of this config; a smaller one of the same make if it is large.
 
     Args:
-        model: the model at its full size, which is copied; None: one is built if it is needed, with other weights than a run
-            would have. The generators are left as they were.
+        model: the model at its full size, which is copied; None: one is built, with other weights than a run's.
 
     Returns:
         The report, or why nothing was checked.
 
     Raises:
-        UserError: the model cannot be built, or needs inputs that the data do not have, or resets that it does not take; or a
+        UserError: the model cannot be built, needs inputs that the data do not have, or resets that it does not take; or a
             loss of the user's own cannot be computed of its output.
     """
     table, tokens = plan.config.model, plan.config.data.seq_len
@@ -120,14 +123,7 @@ def check_here(plan: Plan) -> Report | str:
 
 
 def check_before_run(plan: Plan, model: nn.Module | None, device: torch.device, *, step: int) -> dict[str, Any]:
-    """Check the model of a run that is about to begin, on its device.
-
-    Args:
-        model: see `check_contract`.
-        step: at which the run begins, or resumes.
-
-    Returns:
-        The event for the run's record.
+    """Check the model of a run that begins, or resumes, at `step`. Returns the event for its record.
 
     Raises:
         UserError: the model breaks a part of the contract that `[model] trust` does not name.
@@ -148,7 +144,7 @@ def check_before_run(plan: Plan, model: nn.Module | None, device: torch.device, 
 
 
 def remarks(report: Report) -> list[str]:
-    """What to warn of: breaches that are not refused, warnings, and what of causality and carry could not be checked."""
+    """Warnings: breaches that are not refused, warnings, and what of causality and carry could not be checked."""
     found = [f"{verdict.check}: {verdict.text}" for verdict in [*report.breaches, *report.warnings]]
     if not report.breaches:  # which are why
         found += [f"{verdict.check} could not be checked: {verdict.text}" for verdict in report.unchecked[:1]]
@@ -156,11 +152,8 @@ def remarks(report: Report) -> list[str]:
 
 
 def refuse_breaches(plan: Plan, report: Report) -> None:
-    """Refuse the first breach that spoils training and is not trusted.
-
-    Raises:
-        UserError: one sentence, and how to override it.
-    """
+    """Refuse the first breach that spoils training and is not trusted. Raises UserError: one
+    sentence, and how to override it."""
     broken = {verdict.check: verdict for verdict in report.breaches}
     refused = [broken[check] for check in REFUSED if check in broken and check not in plan.config.model.trust]
     if not runs_on(plan, None):
@@ -170,8 +163,9 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
     key, name, *_ = resolve_builder(plan.config.model, plan.parts)
     first, *others = refused
     names = ", ".join(f'"{name}"' for name in dict.fromkeys([*plan.config.model.trust, *(v.check for v in refused)]))
-    more = f" (and breaks {' and '.join(verdict.check for verdict in others)})" if others else ""
-    problem = f"breaks {first.check}: {first.text}{more}"
+    problem = f"breaks {first.check}: {first.text}"
+    if others:
+        problem += f" (and breaks {' and '.join(verdict.check for verdict in others)})"
     fix = f"fix the model (docs/contracts.md), or set model.trust = [{names}] to train it all the same"
     if first.check == "forward":
         problem, fix = first.text, _FORWARD

@@ -38,11 +38,8 @@ STEPS_WITHOUT_OF_DDP = 11  # which measures itself in its first ten
 
 
 def make(run: Run, auxiliary: Auxiliary) -> MicroGraphs | None:
-    """What replays the micro-batches of a run on a CUDA device; None if it runs without.
-
-    Raises:
-        UserError: graphs are asked for and impossible.
-    """
+    """The graphs of a run on a CUDA device; None if it runs without. Raises UserError: graphs are
+    asked for and impossible."""
     config, is_asked, stream = run.config, run.config.train.cuda_graph is True, run.strategy.stream
     # What their Python does is not known.
     if not is_asked and (not run.plan.has_built_in_model or config.objective.target is not None):
@@ -72,7 +69,7 @@ class Graph(NamedTuple):
     """The state after its rows."""
     result: ObjectiveOutput
     gradients: Sequence[Tensor | None]
-    """Of all parameters, after it."""
+    """The gradients of all parameters, after it."""
     trace: Trace | None
 
 
@@ -96,13 +93,11 @@ class MicroGraphs:
     def __call__(
         self, step: TrainStep, micro: MicroBatch, state: Tensor | None, kappa: float, *, is_first: bool, is_last: bool
     ) -> tuple[Tensor | None, ObjectiveOutput]:
-        """As `TrainStep.run_micro`.
-
-        Raises:
-            UserError: it is asked for and cannot be captured.
-        """
+        """As `TrainStep.run_micro`. Raises UserError: it is asked for and cannot be captured."""
         self._num_steps += is_first
-        given = {**micro.inputs, "targets": micro.targets, **({} if state is None else {"state": state})}
+        given = {**micro.inputs, "targets": micro.targets}
+        if state is not None:
+            given["state"] = state
         is_warm = self._num_steps > self._steps_without and not self._is_off
         if not is_warm or not self._fits(given) or not (is_first or self._adds(step)):
             return self._run_without(step, micro, state, kappa)
@@ -121,7 +116,9 @@ class MicroGraphs:
             _set_gradients(step, found.gradients)
         if step.gns is not None and found.trace is not None:
             step.gns.repeat(found.trace)
-        return found.end, _copied(found.result) if step.extensions.on_micro else found.result
+        if step.extensions.on_micro:  # an extension may keep it: the next replay writes to the same places
+            return found.end, _copied(found.result)
+        return found.end, found.result
 
     def _fits(self, given: dict[str, Any]) -> bool:
         """Whether inputs have the shapes of the graphs' own, which the first ones decide."""
@@ -160,7 +157,9 @@ class MicroGraphs:
     def _capture(self, step: TrainStep, micro: MicroBatch, *, is_first: bool, averages: bool) -> Graph:
         inputs, graph = dict(self._inputs), torch.cuda.CUDAGraph()
         targets, state = inputs.pop("targets"), inputs.pop("state", None)
-        pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
+        pool = None
+        for other in self._graphs.values():  # all graphs share the memory of one
+            pool = other.graph.pool()
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             end, result = step.run_micro(replace(micro, inputs=inputs, targets=targets), state, self._kappa)
             gradients: Sequence[Tensor | None] = [parameter.grad for parameter in step.parameters]
@@ -169,7 +168,9 @@ class MicroGraphs:
         # With its history a loss would keep the nodes of the backward, which belong to the capture.
         result = replace(result, loss_sum=result.loss_sum.detach())
         trace = None if step.gns is None else step.gns.trace()
-        return Graph(graph, None if end is None else end.detach(), result, gradients, trace)
+        if end is not None:
+            end = end.detach()
+        return Graph(graph, end, result, gradients, trace)
 
     def _at_one_place(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The sums, to which another kind of first micro-batch copies its gradients."""
@@ -190,7 +191,11 @@ class MicroGraphs:
         logger.warning("the step runs without CUDA graphs, since it cannot be captured: %s", error_text(error))
         self._is_off = True
         self._graphs.clear()
-        _set_gradients(step, [None] * len(step.parameters) if is_first else self._sums)
+        if is_first:  # what the capture left is no gradient
+            for parameter in step.parameters:
+                parameter.grad = None
+        else:
+            _set_gradients(step, self._sums)
         if step.gns is not None:
             step.gns.again()
 
@@ -201,7 +206,7 @@ def _set_gradients(step: TrainStep, gradients: Sequence[Tensor | None]) -> None:
 
 
 def _copied(result: ObjectiveOutput) -> ObjectiveOutput:
-    """For those who may keep it: the next replay writes to the same places."""
+    """The result with tensors of its own."""
     tensors = {each.name: getattr(result, each.name) for each in fields(result)}
     clones: dict[str, Any] = {name: value.clone() for name, value in tensors.items() if isinstance(value, Tensor)}
     parts = {name: type(term)(*(part.clone() for part in term)) for name, term in result.parts.items()}

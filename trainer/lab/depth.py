@@ -23,29 +23,27 @@ from torch import Tensor
 
 from trainer.arrays import IGNORED, Flags
 from trainer.data.batch import MicroBatch
-from trainer.metrics.aggregate import Moments, SumCount
+from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import BestEffort, SkipBatch
-from trainer.objective.loss import ObjectiveOutput
 from trainer.training.evaluator import EvalRider, Evaluator, RowResults
-from trainer.training.extension import Extension
 
 NUM_BUCKETS = 40
 """[0, 1), [1, 2), [2, 4), ...: more than any document has."""
 HELD_ON_DEVICE = 64  # micro-batches whose sums are fetched together
 Floats = NDArray[np.float64]
 Unit = tuple[str | int, ...]
-"""What counts as one draw with other groups: a document in parts, or a drawn file."""
+"""Groups of one unit count as one draw: a document in parts, or a drawn file."""
 Part = tuple[int, Floats, dict[Unit, Floats]]
 
 
 def bucket_start(index: int) -> int:
     """The first depth of a bucket."""
-    return 1 << (index - 1) if index else 0
+    return 1 << index >> 1
 
 
 def depths(tokens_before: Tensor, num_tokens: int, resets: Tensor | None) -> Tensor:
-    """The depth of each target of rows before which their groups had so many tokens [B]; int64 [B, num_tokens]. `resets`: bool,
-    or None."""
+    """The depth of each target of rows before which their groups had so many tokens [B]; int64 [B,
+    num_tokens]. `resets`: bool [B, num_tokens]; None: the model takes none."""
     places = torch.arange(num_tokens, device=tokens_before.device)
     found = tokens_before[:, None] + places
     if resets is None:
@@ -61,25 +59,6 @@ def buckets(micro: MicroBatch) -> Tensor:
     before = torch.from_numpy(micro.carry.tokens_before(num_tokens)).to(micro.targets.device)
     depth = depths(before, num_tokens, micro.inputs.get("resets"))
     return torch.frexp(depth.double()).exponent.long()  # the depth is at least 2 ** (exponent - 1), or 0
-
-
-class TrainingDepth(Extension):
-    """The loss of a logged step's own targets by depth (`metrics.per_depth`)."""
-
-    metric_keys = tuple(f"train/depth/{bucket_start(index)}/loss" for index in range(NUM_BUCKETS))
-
-    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Add the sums of the rows that have a document."""
-        if micro.carry is not None and result.token_loss is not None:
-            # Rows of lanes have a document wherever they have a target.
-            is_known = micro.carry.group_ids >= (0 if micro.carry.end_ids is None else -1)
-            rows = torch.from_numpy(is_known).to(micro.targets.device)
-            columns = torch.stack([result.token_loss.double(), (micro.targets != IGNORED).double()], dim=-1)
-            sums = columns.new_zeros(NUM_BUCKETS, 2).index_add_(
-                0, buckets(micro)[rows].flatten(), columns[rows].flatten(0, 1)
-            )
-            for key, (total, count) in zip(self.metric_keys, sums, strict=True):
-                self.run.record(key, SumCount(total, count))
 
 
 class Depth(EvalRider):
@@ -123,16 +102,19 @@ class Depth(EvalRider):
                 raise SkipBatch("the loss is not known per token")
             losses[rows] = result.token_loss.double()
         is_continued = torch.from_numpy(continues).to(targets.device)[:, None]
-        zero = losses if from_zero is None else torch.where(is_continued, from_zero.double(), losses)
+        zero = losses
+        if from_zero is not None:
+            zero = torch.where(is_continued, from_zero.double(), losses)
         columns = torch.stack([(targets != IGNORED).double(), losses, zero], dim=-1)  # [B, T, 3]
         bucket = buckets(micro)[:, :, None].expand(-1, -1, 3)
         sums = columns.new_zeros(len(targets), NUM_BUCKETS, 3).scatter_add_(1, bucket, columns)
         beyond = columns.sum(1) * is_continued  # [B, 3]
         groups = micro.carry.group_ids.tolist()
         located: Any = micro.located
-        for group, segments in zip(groups, located.rows, strict=True) if self._is_cut else ():
-            for each in segments:
-                self._cut[group] = (each.source, each.stream, each.document)
+        if self._is_cut:
+            for group, segments in zip(groups, located.rows, strict=True):
+                for each in segments:
+                    self._cut[group] = (each.source, each.stream, each.document)
         self._waiting.append((groups, torch.cat([sums, beyond[:, None]], dim=1)))
         self._cell = targets.shape[1]
         if len(self._waiting) == HELD_ON_DEVICE:
@@ -157,7 +139,8 @@ class Depth(EvalRider):
         for group, sums in self._by_group.items():
             unit, weight = self._cut.get(group), 1.0
             if self._sample is not None:
-                if (at := self._sample.groups.get(group)) is None:  # a row that fills up a batch
+                at = self._sample.groups.get(group)
+                if at is None:  # a row that fills up a batch
                     continue
                 unit, weight = self._sample.units[at], self._sample.weights[at]
             if unit is None:
@@ -186,8 +169,9 @@ class Depth(EvalRider):
         for index in range(NUM_BUCKETS):
             if total[index, 0, 0]:
                 start = bucket_start(index)
-                # In a bucket of first cells alone, nothing is carried.
-                kinds = ["loss", "loss_from_zero", "carry_gain"] if 2 * start > cell else ["loss"]
+                kinds = ["loss"]
+                if 2 * start > cell:  # in a bucket of first cells alone, nothing is carried
+                    kinds += ["loss_from_zero", "carry_gain"]
                 found |= _numbers(f"depth/{start}", total[index], kinds)
         return found
 
@@ -208,6 +192,7 @@ def _numbers(prefix: str, moments: Floats, names: Sequence[str]) -> dict[str, fl
     for name, each in zip(names, moments, strict=False):
         one = Moments(*each.tolist())
         found[f"{prefix}/{name}"] = one.mean()
-        if not math.isnan(error := one.wide_error()):
+        error = one.wide_error()
+        if not math.isnan(error):
             found[f"{prefix}/{name}_se"] = error
     return found

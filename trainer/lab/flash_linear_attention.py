@@ -33,30 +33,18 @@ class Refused(NamedTuple):
 
     fla: tuple[Version, Version]
     triton: tuple[Version, Version]
-    capability: int
-    """Major: 9 is Hopper."""
-    widths: tuple[int, int]
-    """Of heads."""
+    capability: int  # major: 9 is Hopper
+    widths: tuple[int, int]  # of heads
     problem: str
 
 
 KNOWN: Final = (((0, 4, 2), (0, 4, 3), (8, 9)), ((0, 6), (0, 7), (8, 9, 10, 11, 12)))
 """Versions of fla-core, the upper end exclusive, and the devices' major capabilities."""
+_WRONG = "gives heads 33 to 64 wide wrong gradients (fla-org/flash-linear-attention#640): use wider heads"
+_NONE = "refuses gradients (fla-org/flash-linear-attention#640): use Triton 3.7.1, or fla-core 0.4.2"
 REFUSED: Final = (
-    Refused(
-        ((0, 4), (0, 5)),
-        ((3, 4), (3, 7, 1)),
-        9,
-        (33, 65),
-        "gives heads 33 to 64 wide wrong gradients (fla-org/flash-linear-attention#640): use wider heads",
-    ),
-    Refused(
-        ((0, 5), (0, 7)),
-        ((3, 4), (3, 7, 1)),
-        9,
-        (1, WIDEST + 1),
-        "refuses gradients (fla-org/flash-linear-attention#640): use Triton 3.7.1, or fla-core 0.4.2",
-    ),
+    Refused(((0, 4), (0, 5)), ((3, 4), (3, 7, 1)), 9, (33, 65), _WRONG),
+    Refused(((0, 5), (0, 7)), ((3, 4), (3, 7, 1)), 9, (1, WIDEST + 1), _NONE),
 )
 
 

@@ -74,7 +74,8 @@ def gated_delta_rule(
 
     def in_chunks(part: Tensor) -> Tensor:
         """[R, N, C, .] of [B, H, T, .], R = B H; padded by positions that change nothing: a = 1, b = 0."""
-        part = F.pad(part, (0, 0, 0, padding)) if padding else part
+        if padding:
+            part = F.pad(part, (0, 0, 0, padding))
         return torch.unflatten(part.to(state.dtype), 2, (-1, chunk)).flatten(0, 1).contiguous()
 
     q, k, v, log_a, b = map(in_chunks, (queries, keys, values, log_decay[..., None], rate[..., None]))

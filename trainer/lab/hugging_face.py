@@ -36,7 +36,7 @@ Weights = dict[str, Tensor]
 
 
 def _sizes(model_type: str, dim: int, num_layers: int) -> dict[str, Any]:
-    """What a config needs beside its width and depth, in proportion to them; `[model] args` goes before."""
+    """Further sizes of a config, in proportion to width and depth; `[model] args` overrides them."""
     heads, linear = max(dim // HEAD_DIM, 1), ["linear_attention"] * num_layers
     mlp = {"intermediate_size": 2 * dim, "num_attention_heads": heads, "num_key_value_heads": 1}
     mamba = {"n_heads": 2 * dim // HEAD_DIM, "d_head": HEAD_DIM, "n_groups": 1, "d_state": 64, "chunk_size": 64}
@@ -76,8 +76,9 @@ class HuggingFace(nn.Module):
         self._assigns = assigns
         taken = inspect.signature(model.forward).parameters
         # Without this key of its config a mixture of experts does not compute its loss.
-        has_loss = "output_router_logits" in taken and getattr(model.config, "output_router_logits", False)
-        self.loss_keys = {"aux_loss": "tokens"} if has_loss else {}
+        self.loss_keys: dict[str, str] = {}
+        if "output_router_logits" in taken and getattr(model.config, "output_router_logits", False):
+            self.loss_keys["aux_loss"] = "tokens"
         self._cache_name = "cache_params" if "cache_params" in taken else "past_key_values"
         self._places: list[tuple[int, str, int]] | None = None
 
@@ -89,10 +90,10 @@ class HuggingFace(nn.Module):
         """
         if resets is None or not resets.any():
             return self._run(tokens, state)
-        rows = [
-            self._run_documents(tokens[row, None], None if state is None else [one[row, None] for one in state], marks)
-            for row, marks in enumerate(resets)
-        ]
+        rows = []
+        for row, marks in enumerate(resets):
+            own = state and [tensor[row, None] for tensor in state]
+            rows.append(self._run_documents(tokens[row, None], own, marks))
         ends = [torch.cat(each) for each in zip(*(row.state for row in rows), strict=True)]
         return _joined(rows, 0, ends)
 
@@ -100,7 +101,8 @@ class HuggingFace(nn.Module):
         """One row, tokens [1, T] and resets [T], whose documents begin from no state."""
         length, found = len(resets), []
         for start, stop in itertools.pairwise(sorted({0, *resets.nonzero().flatten().tolist(), length})):
-            piece, given = tokens[:, start:stop], None if resets[start] else state
+            piece = tokens[:, start:stop]
+            given = None if resets[start] else state
             if given is not None and stop - start == 1 < length:
                 # One token after a state takes another path, which writes into the state; here nobody reads the new one.
                 piece = piece.expand(1, 2)
@@ -134,8 +136,9 @@ class HuggingFace(nn.Module):
     def _new_cache(self) -> Any:
         config: Any = self.model.config
         cache = without_attention(package().DynamicCache(config=config))
-        for layer in cache.layers if self._assigns else []:
-            layer.update_recurrent_state = _assigning(layer)
+        if self._assigns:
+            for layer in cache.layers:
+                layer.update_recurrent_state = _assigning(layer)
         return cache
 
 
@@ -167,7 +170,8 @@ def _new(
     transformers: Any, model_type: str, vocab_size: int, dim: int, num_layers: int, settings: Mapping[str, Any]
 ) -> Any:
     known = transformers.AutoConfig.for_model(model_type)
-    if unknown := sorted(name for name in settings if not hasattr(known, name)):
+    unknown = sorted(name for name in settings if not hasattr(known, name))
+    if unknown:
         close = [match for name in unknown for match in difflib.get_close_matches(name, known.to_dict(), n=1)]
         fix = f"did you mean {' and '.join(close)}?" if close else f"see {type(known).__name__}"
         raise UserError("model.args", f"{model_type} has no {', '.join(unknown)}", fix)
@@ -189,11 +193,13 @@ def _new(
 def _read(transformers: Any, folder: str, model_type: str, settings: Mapping[str, Any]) -> Any:
     fix = f"name a directory of save_pretrained with a {model_type}, and no other args"
     try:
-        if settings or not (Path(folder) / "config.json").is_file():
-            raise ValueError(f"{', '.join(sorted(settings))} beside from" if settings else "it has no config.json")
+        if settings:
+            raise ValueError(f"{', '.join(sorted(settings))} beside from")
+        if not (Path(folder) / "config.json").is_file():
+            raise ValueError("it has no config.json")
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-        if (found := model.config.model_type) != model_type:
-            raise ValueError(f"it has a {found}")
+        if model.config.model_type != model_type:
+            raise ValueError(f"it has a {model.config.model_type}")
     except Exception as error:  # of a damaged directory anything
         raise UserError("model.args.from", f"{folder} cannot be read: {format_error(error)}", fix) from error
     return model

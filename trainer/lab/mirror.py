@@ -95,11 +95,8 @@ class Mirror:
             checkpoint.prune(self._checkpoints, **self._retention, spared=self._busy)
 
     def wait(self, *, is_hurried: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the store has the last checkpoint, as long as bytes move; say how it went, and whether it has.
-
-        Args:
-            is_hurried: ends the wait when true.
-        """
+        """Wait until the store has the last checkpoint, as long as bytes move; say how it went, and
+        whether it has. `is_hurried`: ends the wait when true."""
         self._closing.set()
         self._wake.set()
         started = moved_at = said_at = time.monotonic()

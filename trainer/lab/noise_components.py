@@ -214,7 +214,9 @@ class NoiseComponents:
         parts = [self.components(part) for part in (slice(None), slice(middle), slice(middle, None))]
         drawn = [part.drawn for part in parts if part is not None]
         lows = [ratio.low for ratio in drawn if ratio.low is not None]
-        return drawn[0]._replace(low=min(lows)) if len(lows) == len(parts) and drawn[0].high is not None else None
+        if len(lows) < len(parts) or drawn[0].high is None:
+            return None
+        return drawn[0]._replace(low=min(lows))
 
     def metrics(self) -> dict[str, float]:
         """The known values by catalog key."""
@@ -236,11 +238,8 @@ class NoiseComponents:
 
 
 def lag_of_new_groups(signs: Vector) -> int:
-    """The number of windows after which hardly any group is continued.
-
-    Args:
-        signs: [windows, NUM_SIGNS].
-    """
+    """The number of windows after which hardly any group is continued. `signs`: [windows,
+    NUM_SIGNS]."""
     count, products = len(signs), signs @ signs.T
     related = [np.trace(products, lag) / (count - lag) > UNRELATED * np.trace(products) / count for lag in range(count)]
     return [*related, False].index(False)
@@ -261,10 +260,7 @@ def _ratio(x: float, y: float, x_moved: Vector, y_moved: Vector, lags: int) -> R
 
 def independent_columns(matrix: Vector) -> list[int]:
     """Indices of the columns, from the first on, that are no combination of kept ones before them.
-
-    Args:
-        matrix: [n, n] Gram matrix of the columns.
-    """
+    `matrix`: [n, n] Gram matrix of the columns."""
     kept: list[int] = []
     for column in range(len(matrix)):
         unexplained = matrix[column, column]
@@ -302,8 +298,9 @@ class NoiseSources(Extension):
 
     def updated(self) -> Tensor:
         """This rank's part of the noise scale's sums, and of the step's `normal_equations`. Waits for the device."""
-        gns = self.run.gns
-        norms = None if gns is None else gns.pair_norms()
+        gns, norms = self.run.gns, None
+        if gns is not None:
+            norms = gns.pair_norms()
         if gns is None or norms is None:
             raise SkipBatch("the noise scale did not measure the halves")
         kappas, squares, sums = norms.T.tolist()
@@ -343,18 +340,22 @@ def halves(micro: MicroBatch) -> list[MicroBatch]:
     Always two: ranks that exchange states, or synchronize in a forward, must do it equally often.
     """
     middle = len(micro.targets) // 2
-    return [micro.rows(slice(middle)), micro.rows(slice(middle, None))] if middle else [micro, micro.masked()]
+    if not middle:
+        return [micro, micro.masked()]
+    return [micro.rows(slice(middle)), micro.rows(slice(middle, None))]
 
 
 def _piece(micro: MicroBatch) -> Piece:
     labels = micro.extras.get("dataset_labels") or [""]
-    located = json.loads(micro.meta)
-    stream = located.get("stream") if isinstance(located, dict) else None  # a data set of one's own may say anything
+    located, stream = json.loads(micro.meta), None
     if "segment_ids" in micro.extras:  # rows of all streams, whatever they hold
-        labels, stream = [""], None
+        labels = [""]
+    elif isinstance(located, dict):  # a data set of one's own may say anything
+        stream = located.get("stream")
     weights = (micro.targets != IGNORED).sum(dim=1).tolist()
     groups = [-1] * len(weights)
-    if (carry := micro.carry) is not None:
-        at_end = carry.group_ids if carry.end_ids is None else carry.end_ids
-        groups = np.where(carry.group_ids >= 0, carry.group_ids, at_end).tolist()
+    if micro.carry is not None:
+        groups = micro.carry.group_ids.tolist()
+        if micro.carry.end_ids is not None:  # of a row that begins no group's cell: the group that it ends with
+            groups = np.where(micro.carry.group_ids >= 0, groups, micro.carry.end_ids).tolist()
     return Piece((*sorted(set(labels)), stream), groups, weights)

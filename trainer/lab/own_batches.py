@@ -1,4 +1,7 @@
-"""A data set of the user's own: its batches are checked and copied, and its state is a snapshot."""
+"""Checks and copies the batches of a data set of the user's own (`data.source.target`), and snapshots its state.
+
+It could go if data sets were trusted to give new objects and valid ids.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ class OwnBatches:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._dataset, name)
-        return (lambda: copy.deepcopy(value())) if name == "state_dict" else value
+        if name == "state_dict":
+            return lambda: copy.deepcopy(value())
+        return value
 
     def __next__(self) -> dict[str, Any]:
         return self.next_with_tokens_before(0)
@@ -58,9 +63,12 @@ class OwnBatches:
             StopIteration: there are no more.
             UserError: the data set failed, or the batch is not one.
         """
-        ask = getattr(self._iterator, "next_with_tokens_before", None) if tokens_before else None
+        ask = getattr(self._iterator, "next_with_tokens_before", None)
         try:
-            batch = next(self._iterator) if ask is None else ask(tokens_before)
+            if ask is None or not tokens_before:
+                batch = next(self._iterator)
+            else:
+                batch = ask(tokens_before)
         except (UserError, StopIteration):
             raise
         except Exception as error:
@@ -69,14 +77,18 @@ class OwnBatches:
         self._num_given += 1
         for problem, fix in _problems(batch, self._vocab_size):
             raise UserError(self._key, f"a batch {problem}", fix)
-        return {key: _widened(value) if key in IDS else copy.deepcopy(value) for key, value in batch.items()}
+        copied = {}
+        for key, value in batch.items():
+            copied[key] = (_widened if key in IDS else copy.deepcopy)(value)
+        return copied
 
 
 def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:
-    """What is wrong with a batch, and how to fix it. Reads nothing from a device, and judges no inputs but integers."""
+    """The problems of a batch, each with its fix. Reads nothing from a device, and judges no inputs but integers."""
     if not isinstance(batch, Mapping):
         yield f"is a {type(batch).__name__}, not a dict", "yield dicts with tokens and targets"
-    if missing := [key for key in IDS if key not in batch]:
+    missing = [key for key in IDS if key not in batch]
+    if missing:
         has = ", ".join(sorted(map(str, batch)))
         yield f"has no {' and no '.join(missing)}; it has {has or 'nothing'}", "add it, as int64 [B, T]"
     shape, given = np.shape(batch["targets"]), np.shape(batch["tokens"])
@@ -88,7 +100,8 @@ def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:
         if array is not None and array.dtype.kind in "iu":
             wrong = array[((array < 0) & ((key == "tokens") | (array != IGNORED))) | (array >= vocab_size)]
             if wrong.size:
-                fix = f"mark targets that are not to be predicted with {IGNORED}, or set data.vocab_size to the number of ids"
+                fix = f"mark targets that are not to be predicted with {IGNORED}, "
+                fix += "or set data.vocab_size to the number of ids"
                 yield f"has the {key[:-1]} id {wrong[0]}, and the vocabulary has 0 to {vocab_size - 1}", fix
         elif array is not None and key == "targets":
             yield f"has targets of type {array.dtype}", "give them as int64"
@@ -104,11 +117,12 @@ def _wrong_groups(batch: Mapping[str, Any], num_rows: int) -> Iterator[tuple[str
         return
     if ids.dtype.kind not in "iu":
         yield f"has group_ids of type {ids.dtype}", "give them as int64"
-    if (outside := ids[(ids < -1) | (ids > np.iinfo(np.int64).max)]).size:
+    outside = ids[(ids < -1) | (ids > np.iinfo(np.int64).max)]
+    if outside.size:
         yield f"has the group id {outside[0]}", "use 0 to 2^63 - 1, or -1 for a row without state"
     known, counts = np.unique(ids[ids >= 0], return_counts=True)
-    if (twice := known[counts > 1]).size:
-        yield f"has the group {twice[0]} twice", "a group's cells follow each other: put them into different batches"
+    for twice in known[counts > 1]:
+        yield f"has the group {twice} twice", "a group's cells follow each other: put them into different batches"
 
 
 def _on_host(values: Any) -> np.ndarray | None:
@@ -121,7 +135,9 @@ def _on_host(values: Any) -> np.ndarray | None:
 def _widened(values: Any) -> Any:
     """A copy, with unsigned ids as int64: torch indexes with no other type than int32 and int64."""
     if isinstance(values, Tensor):
-        return (
-            values.long() if values.dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64) else values.clone()
-        )
-    return np.asarray(values).astype(np.int64) if np.asarray(values).dtype.kind == "u" else copy.deepcopy(values)
+        if values.dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+            return values.long()
+        return values.clone()
+    if np.asarray(values).dtype.kind == "u":
+        return np.asarray(values).astype(np.int64)
+    return copy.deepcopy(values)

@@ -17,7 +17,7 @@ whole's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.distributed.shards import layout_of, own_entries, own_part
+from trainer.distributed.shards import is_dtensor, layout_of, own_part, own_range
 from trainer.errors import UserError
 from trainer.metrics.noise_scale.estimate import (
     KAPPA,
@@ -79,7 +79,9 @@ class PerLayer:
         ema: float = 0.95,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        group = process_group or (gns.group if gns is not None else None)
+        group = process_group
+        if group is None and gns is not None:
+            group = gns.group
         inner: nn.Module = model
         if isinstance(model, DistributedDataParallel):
             inner, group = model.module, group or model.process_group
@@ -92,9 +94,10 @@ class PerLayer:
         self._gns = gns
         self._group = group
         self._world_size = 1 if self._group is None else dist.get_world_size(self._group)
+        self._copies = self._world_size  # ranks that hold the same part of the gradient and of the weights
         layout = layout_of(self._parameters[:1])
-        # How many ranks hold the same part of the gradient and of the weights.
-        self._copies = self._world_size if layout is None else layout.replicas
+        if layout is not None:
+            self._copies = layout.replicas
         self._sample = WeightSample(self._parameters, limit=sample_limit(len(self._parameters)))
         self._members: dict[str, list[int]] = {}
         for number, name in enumerate(named):
@@ -102,18 +105,16 @@ class PerLayer:
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         names = group_names or [str(number) for number in range(len(optimizer.param_groups))]
         for name, settings in zip(names, optimizer.param_groups, strict=True):
-            if members := [numbers[parameter] for parameter in settings["params"] if parameter in numbers]:
+            members = [numbers[parameter] for parameter in settings["params"] if parameter in numbers]
+            if members:
                 self._members[f"param_group/{name.replace('/', '_')}"] = members
-        self._noise = {} if gns is None else {key: PairAverage(ema) for key in self._members}
+        self._noise = {key: PairAverage(ema) for key in self._members if gns is not None}
         self._squares: list[Tensor] = []  # of each parameter's gradient, while a step is under way
         self._values: dict[str, float] = {}
 
     def before_update(self, squares: Mapping[nn.Parameter, Tensor] | None = None) -> None:
-        """Measure the gradient and copy a sample of the weights.
-
-        Args:
-            squares: square norm of each `.grad` (of a sharded one this rank's share), for a loop that has computed them.
-        """
+        """Measure the gradient and copy a sample of the weights. `squares`: square norm of each
+        `.grad` (of a sharded one this rank's share), for a loop that has computed them."""
         if squares is None:
             with_grad = [(p, p.grad) for p in self._parameters if p.grad is not None]
             squares = {parameter: square_sum(norms_of([own_part(grad)])) for parameter, grad in with_grad}
@@ -122,11 +123,8 @@ class PerLayer:
         self._sample.take()
 
     def after_update(self, *, has_noise: bool = True) -> Tensor:
-        """[num_sums] float64 on the device: this rank's sums, to be SUM-reduced over ranks for `finish`.
-
-        Args:
-            has_noise: False: the noise scale's hooks did not measure this window.
-        """
+        """[num_sums] float64 on the device: this rank's sums, to be SUM-reduced over ranks for
+        `finish`. `has_noise`: False: the noise scale's hooks did not measure this window."""
         big = torch.stack(self._squares)
         moved, weights = self._sample.compare()
         head, small = big.new_zeros(NUM_SUMS), torch.zeros_like(big)
@@ -157,7 +155,9 @@ class PerLayer:
 
     def _add(self, sums: Sequence[float], columns: Sequence[Sequence[float]], grad_factor: float | None) -> None:
         has_noise = sums[RANKS] == self._world_size
-        factor = grad_factor or (sums[KAPPA] / sums[RANKS] if has_noise else 1.0)
+        factor = grad_factor or 1.0
+        if has_noise and not grad_factor:
+            factor = sums[KAPPA] / sums[RANKS]
         for key, members in self._members.items():
             small, big, moved, weights = (math.fsum(column[number] for number in members) for column in columns)
             self._values[f"{key}/grad_norm"] = math.sqrt(big) / factor
@@ -207,8 +207,20 @@ def layer_of(name: str) -> str:
     module that owns it, `embedding` of `embedding.weight`; of a parameter of the model itself its own name."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
-    kept = parts[: number + 1] if number is not None else parts[:-1] or parts
+    kept = parts[:-1] or parts
+    if number is not None:
+        kept = parts[: number + 1]
     return ".".join(kept).replace("/", "_")  # which separates the segments of a metric key
+
+
+def own_entries(tensor: Tensor) -> tuple[int, int]:
+    """The entries [first, stop) of the whole tensor, counted row by row, that this rank holds.
+    Raises ValueError: it is sharded along another dimension."""
+    if is_dtensor(tensor) and not tensor.placements[-1].is_shard(0):
+        raise ValueError(f"sharded as {tensor.placements[-1]}")
+    start, stop = own_range(tensor)
+    row = tensor.numel() // max(tensor.shape[0], 1) if tensor.ndim else 1
+    return start * row, stop * row
 
 
 def sample_limit(num_tensors: int) -> int:
@@ -252,12 +264,9 @@ class WeightSample:
                 own = drawn[(drawn >= first) & (drawn < stop)] - first
                 shared[key] = own.to(own_part(parameter).device)
             self._places.append(shared[key])
-        sizes = [
-            own_part(parameter.detach()).numel() if places is None else len(places)
-            for parameter, places in zip(parameters, self._places, strict=True)
-        ]
+        sizes = [len(own) for own in self._samples()]
         # Allocated once: entries that come and go between gradients would leave holes in the heap as large as those.
-        kind = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
+        kind = torch.float64 if any(each.dtype == torch.float64 for each in parameters) else torch.float32
         self._before, self._now = torch.zeros(2, sum(sizes), dtype=kind, device=self._device)
         self._before_parts, self._now_parts = (list(torch.split(e, sizes)) for e in (self._before, self._now))
         scales = [max(parameter.numel() / limit, 1.0) for parameter in parameters]
@@ -279,10 +288,17 @@ class WeightSample:
         return self._squares(self._now_parts), self._squares(self._before_parts)
 
     def _read(self, parts: list[Tensor]) -> None:
-        for part, parameter, places in zip(parts, self._parameters, self._places, strict=True):
+        for part, own in zip(parts, self._samples(), strict=True):
+            part.copy_(own)
+
+    def _samples(self) -> Iterator[Tensor]:
+        """The entries of each parameter that are looked at, [n]."""
+        for parameter, places in zip(self._parameters, self._places, strict=True):
             own = own_part(parameter.detach())
-            # `take` counts as a flat view would, without the copy that flattening a transposed tensor makes.
-            part.copy_(own.reshape(-1) if places is None else torch.take(own, places))
+            if places is None:
+                yield own.reshape(-1)
+            else:  # `take` counts as a flat view would, without the copy that flattening a transposed tensor makes
+                yield torch.take(own, places)
 
     def _squares(self, parts: list[Tensor]) -> Tensor:
         return torch.stack(torch._foreach_norm(parts, 2, torch.float64)).square() * self._scales
@@ -338,8 +354,9 @@ def names_of_groups(optimizer: torch.optim.Optimizer, model: nn.Module, table: O
 
     def label(part: str, parameter: nn.Parameter) -> str:
         number = group_number(names[id(parameter)], table)
-        pattern = table.group[number].match if number >= 0 else "rest"
-        return ".".join(filter(None, (part, pattern, "vectors" if parameter.ndim < 2 else "matrices")))
+        pattern = [*(group.match for group in table.group), "rest"][number]  # -1: the parameter matches none
+        kind = "vectors" if parameter.ndim < 2 else "matrices"
+        return ".".join(filter(None, (part, pattern, kind)))
 
     found: list[str] = []
     for part, own in optimizer_parts(optimizer).items():

@@ -216,11 +216,7 @@ def self_times(spans: Sequence[Span]) -> list[tuple[Span, float]]:
 
 
 def write_summary(folder: Path, found: TraceSummary, *, first_step: int) -> None:
-    """Write the summary beside the trace.
-
-    Args:
-        first_step: global step of the first profiled one.
-    """
+    """Write the summary beside the trace. `first_step`: global step of the first profiled one."""
     content = asdict(found)
     content["kernels"] = content["kernels"][:MOST_KERNELS]
     content["num_kernels"] = len(found.kernels)

@@ -2,7 +2,7 @@
 
 As on disk, the marker `COMPLETE` is what makes a checkpoint exist. It is written when every other file has been read back and
 has the hash that the marker lists, and deleted before any of them. RUN.json names the owner: two runs that shared a store by
-mistake would delete each other's checkpoints.
+mistake would delete each other's checkpoints. It could go where every file system of a cluster outlives its nodes.
 """
 
 from __future__ import annotations
@@ -58,11 +58,8 @@ class Owner(NamedTuple):
 
 
 class RemoteCheckpoints:
-    """The checkpoints below a URL. Every method raises `StorageError` if a request fails.
-
-    Raises:
-        UserError: as `Storage`.
-    """
+    """The checkpoints below a URL. Every method raises `StorageError` if a request fails. Raises
+    UserError: as `Storage`."""
 
     def __init__(self, url: str, *, key: str = KEY) -> None:
         self.storage = Storage(url, key=key)
@@ -86,7 +83,7 @@ class RemoteCheckpoints:
         return self.storage.read(f"{checkpoint_name(step)}/{MARKER}")
 
     def owner(self) -> Owner | None:
-        """What RUN.json says; None without one."""
+        """The content of RUN.json; None without one."""
         try:
             found = parse_json(self.storage.read(OWNER_FILE))
             return Owner(str(found["id"]), str(found["name"]), str(found["writer"]))
@@ -136,11 +133,8 @@ class RemoteCheckpoints:
         return "" if is_same else f"{self.url}/{name}: is damaged (its hash is not what {MARKER} says)"
 
     def verify(self, step: int) -> None:
-        """Read every file of a complete checkpoint and compare it with the marker.
-
-        Raises:
-            CheckpointError: a file is missing or differs.
-        """
+        """Read every file of a complete checkpoint and compare it with the marker. Raises
+        CheckpointError: a file is missing or differs."""
         name = checkpoint_name(step)
         for file, expected in parse_marker(self.marker(step), f"{self.url}/{name}/{MARKER}").items():
             try:
@@ -252,7 +246,7 @@ def claim(remote: RemoteCheckpoints, run_dir: Path, name: str, *, resumes: bool,
             whose = "a run" if found is None else f"another run ({found.name})"
             problem = f"{remote.url} holds the checkpoints of {whose}"
             raise UserError(KEY, problem, "name a prefix of its own, or continue that run with --resume auto")
-        own = found.id if found is not None else None
+        own = found and found.id
     owner = Owner(own or uuid.uuid4().hex, name, uuid.uuid4().hex)
     remote.set_owner(owner)
     if remote.owner() != owner:
@@ -268,11 +262,7 @@ def _saved_id(run_dir: Path) -> str | None:
 
 
 def save_id(run_dir: Path, owner: Owner, url: str) -> None:
-    """Keep the id in the run directory.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Keep the id in the run directory. Raises OSError: it cannot be written."""
     write_json(run_dir / ID_FILE, {"id": owner.id, "url": url})
 
 
@@ -286,8 +276,8 @@ def find_checkpoint(
         prepare: makes and locks the run directory, before something is downloaded into it.
 
     Raises:
-        UserError: a package is missing; the URL cannot be used; the store holds another run's checkpoints, or cannot be read
-            where nothing else has a checkpoint; or as `checkpoint.find`.
+        UserError: the store cannot be used, holds another run's checkpoints, or cannot be read where nothing else has one;
+            or as `checkpoint.find`.
     """
     if config.checkpoint.remote is None:
         return _named_or_local(run_dir, resume, prepare), None
@@ -301,7 +291,8 @@ def find_checkpoint(
     try:
         owner = claim_it()
     except StorageError as error:
-        if own_steps if resume == "auto" else resume != "off" and not is_url(resume):
+        has_local = own_steps if resume == "auto" else resume != "off" and not is_url(resume)
+        if has_local:
             logger.warning("%s; resuming without the store, and mirroring is tried again during the run", error)
             return checkpoint.find(run_dir.checkpoints, resume), Claimed(remote, None, claim_it)
         raise _unreadable(KEY, error) from None
@@ -357,7 +348,8 @@ def _newest(remote: RemoteCheckpoints, run_dir: RunDir, prepare: Callable[[], No
                 logger.warning("%s; falling back to the checkpoint before it", error)
     except StorageError as error:
         raise _unreadable("--resume auto", error) from None
-    if number := len(local.keys() | set(there)):
+    number = len(local.keys() | set(there))
+    if number:
         problem = f"none of the {number} checkpoints in {run_dir.checkpoints} and {remote.url} is whole"
         raise UserError("--resume auto", problem, "start a new run")
     return None

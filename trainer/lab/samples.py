@@ -56,9 +56,8 @@ def generate(
     """Yield the token ids that follow `prompt`, without end.
 
     A model with state reads the prompt in cells of `cell` tokens, then each new token alone with the state carried over,
-    which equals one uncut forward pass. A model without state sees at most the last `cell` tokens, the length that it was
-    trained on: exactly these each time; or, if it has a `new_cache`, what the cache holds, which begins again with the last
-    half of them when it is full, so that most tokens are read once.
+    which equals one uncut forward pass. A model without state reads the last `cell` tokens, the length that it was trained
+    on, for each new one.
 
     Args:
         model: implements `trainer.model.protocol`, in evaluation mode.
@@ -81,13 +80,11 @@ def _reader(model: nn.Module, cell: int, device: torch.device) -> Callable[[Sequ
     """A function that reads further tokens and returns the scores [V] of the next one."""
     seen: list[int] = []
     state: Tensor | None = None
-    cache: Any = None
-    new_cache: Any = getattr(model, "new_cache", None)
 
     @torch.no_grad()
-    def scores_of(tokens: Sequence[int], **given: Any) -> Tensor:
+    def scores_of(tokens: Sequence[int]) -> Tensor:
         nonlocal state
-        output: Any = model(tokens=torch.tensor([list(tokens)], device=device), state=state, **given)
+        output: Any = model(tokens=torch.tensor([list(tokens)], device=device), state=state)
         state, scores = output.state, output.logits[0, -1]
         return scores  # type: ignore[no-any-return]
 
@@ -100,26 +97,12 @@ def _reader(model: nn.Module, cell: int, device: torch.device) -> Callable[[Sequ
         seen[:] = [*seen, *tokens][-cell:]
         return scores_of(seen)
 
-    def with_cache(tokens: Sequence[int]) -> Tensor:
-        nonlocal cache
-        if cache is None or len(seen) + len(tokens) > cell:
-            kept = cell if cache is None else max(cell // 2, 1)
-            seen[:], cache = [*seen, *tokens][-kept:], new_cache()
-            return scores_of(seen, cache=cache)
-        seen.extend(tokens)
-        return scores_of(tokens, cache=cache)
-
-    if getattr(model, "state_width", 0):
-        return with_state
-    return with_window if new_cache is None else with_cache
+    return with_state if getattr(model, "state_width", 0) else with_window
 
 
 def draw_token(scores: Tensor, draw: Draw, forbidden: Sequence[int], generator: torch.Generator) -> int:
-    """Sample one id from scores [V].
-
-    Raises:
-        GenerationError: every allowed score is NaN or minus infinity.
-    """
+    """Sample one id from scores [V]. Raises GenerationError: every allowed score is NaN or minus
+    infinity."""
     allowed = scores.detach().to("cpu", torch.float64, copy=True)
     allowed[list(forbidden)] = -torch.inf
     if not torch.isfinite(allowed.max()):
@@ -155,10 +138,9 @@ class Samples(Extension):
         """Generate a sample if one is due, and send it to events.jsonl and the sinks."""
         if self._is_off or not (step % self._table.every == 0 or is_last):
             return
-        with self.run.output():
-            event = {"event": SAMPLE, "global_step": step, "prompt": self._table.prompt, "text": self._text()}
-            self.run.event(event)
-            self.run.tracker.log_event(event)
+        event = {"event": SAMPLE, "global_step": step, "prompt": self._table.prompt, "text": self._text()}
+        self.run.event(event)
+        self.run.tracker.log_event(event)
 
     def _text(self) -> str:
         model, device, tokenizer = self.run.model, self.run.device, self.run.plan.tokenizer
@@ -172,11 +154,8 @@ class Samples(Extension):
 
 
 class TextStream:
-    """Decodes token by token. A character whose bytes span several tokens is emitted with the last of them.
-
-    Args:
-        prompt: ids of the text before, which decides whether a space comes first.
-    """
+    """Decodes token by token. A character whose bytes span several tokens is emitted with the last
+    of them. `prompt`: ids of the text before, which decides whether a space comes first."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer

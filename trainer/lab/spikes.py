@@ -58,12 +58,15 @@ class SpikeDetector:
             raise ValueError(f"the loss must be finite, got {loss}")
         sigma = math.sqrt(self._variance)
         limit = self._mean + self._threshold * sigma
-        is_spike = self._count >= WARMUP and loss > limit
-        spike = Spike(loss, self._mean, sigma) if is_spike else None
+        spike, counted = None, loss
+        if self._count >= WARMUP and loss > limit:
+            spike = Spike(loss, self._mean, sigma)
+            if sigma > 0:
+                counted = limit
         self._count += 1
         # A plain mean at first, until it would weigh the newest loss less than the decay does.
         share = max(1.0 / self._count, 1.0 - DECAY)
-        distance = (limit if is_spike and sigma > 0 else loss) - self._mean
+        distance = counted - self._mean
         self._mean += share * distance
         self._variance = (1.0 - share) * (self._variance + share * distance * distance)
         return spike

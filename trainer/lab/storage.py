@@ -79,26 +79,15 @@ class Storage:
 
     def files(self, directory: str = "") -> dict[str, StoredFile]:
         """Every file at any depth below a directory, by its name relative to that; none if there is no such directory."""
-        path = self._path(directory)
         with self._translating(directory):
             self._fs.invalidate_cache()
-            found: dict[str, dict[str, Any]] = self._fs.find(path, detail=True)
-        return {
-            name.removeprefix(f"{path}/"): _stored(info)
-            for name, info in sorted(found.items())
-            if name.startswith(f"{path}/")
-        }
+            return _below(self._path(directory), self._fs.find(self._path(directory), detail=True))
 
     def match(self, pattern: str) -> dict[str, StoredFile]:
         """The files that a glob matches."""
         with self._translating(pattern):
             self._fs.invalidate_cache()
-            found: dict[str, dict[str, Any]] = self._fs.glob(self._path(pattern), detail=True)
-        return {
-            name.removeprefix(f"{self._root}/"): _stored(info)
-            for name, info in sorted(found.items())
-            if info.get("type") != "directory"
-        }
+            return _below(self._root, self._fs.glob(self._path(pattern), detail=True))
 
     def info(self, name: str) -> StoredFile:
         """One file."""
@@ -203,6 +192,12 @@ def reason_of(error: Exception) -> str:
     """An error of a backend in one line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _below(path: str, found: dict[str, dict[str, Any]]) -> dict[str, StoredFile]:
+    """The files below a path, by their names relative to it."""
+    files = {name: info for name, info in sorted(found.items()) if info.get("type") != "directory"}
+    return {name.removeprefix(f"{path}/"): _stored(info) for name, info in files.items() if name.startswith(f"{path}/")}
 
 
 def _stored(info: dict[str, Any]) -> StoredFile:

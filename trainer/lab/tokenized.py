@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.data.documents import ReadOptions, Span, write_index
+from trainer.arrays import Ints
+from trainer.data.documents import DTYPES, HEADER, MAGIC, ReadOptions, Span, damaged
 from trainer.data.formats import FORMATS, file_kind, format_name, is_import_path
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import load_tokenizer
@@ -60,11 +61,8 @@ class TextFile:
 
     @classmethod
     def cut(cls, path: str, format: str, target: Path, span_bytes: int = SPAN_BYTES) -> TextFile:
-        """A file, cut into spans.
-
-        Raises:
-            UserError: its format cannot be tokenized, or it is damaged.
-        """
+        """A file, cut into spans. Raises UserError: its format cannot be tokenized, or it is
+        damaged."""
         name = format_name(Path(path), format)
         cutters = {key: each.spans for key, each in FORMATS.items() if each.spans is not None}
         if name not in cutters:
@@ -93,11 +91,9 @@ def tokenize_files(
     workers: int,
     report: Report = silent,
 ) -> None:
-    """Write the tokens of the files that have none yet, in a pool of processes; `report` gets (megabytes done, of, file).
-
-    Raises:
-        UserError: a file is damaged, or holds no text. What was finished stays.
-    """
+    """Write the tokens of the files that have none yet, in a pool of processes; `report` gets
+    (megabytes done, of, file). Raises UserError: a file is damaged, or holds no text. What was
+    finished stays."""
     vocab_size = load_tokenizer(tokenizer).vocab_size
     dtype = np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<i4")
     (out / PARTS).mkdir(parents=True, exist_ok=True)
@@ -155,7 +151,7 @@ _options: ReadOptions
 _written_as: np.dtype[Any]
 
 
-def _begin(tokenizer: str, text_split: str, column: str | None, dtype: str) -> None:
+def _begin(tokenizer: str, text_split: Any, column: str | None, dtype: str) -> None:
     """Load in a process of the pool what all of its spans need."""
     global _options, _written_as
     # A terminal sends it to all processes: the first one decides.
@@ -292,3 +288,14 @@ def _key(streams: Sequence[Stream], source: Source, tokenizer: Path) -> str:
     table = source.table
     how = ["tokens", table.format, table.text_split, table.column, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
     return hashlib.sha256(json.dumps([how, files]).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+
+
+def write_index(path: Path, lengths: Ints, dtype: np.dtype[Any]) -> None:
+    """Write the index of a `.bin` whose documents, of these lengths, follow each other, one sequence each."""
+    code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
+    if (longest := int(lengths.max(initial=0))) >= 1 << 31:
+        raise damaged(path, f"a document of {longest:,} tokens is too long for it", "cut the document")
+    pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
+    header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
+    tables = (lengths.astype("<i4"), pointers.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8"))
+    write_file(path, header + b"".join(table.tobytes() for table in tables))

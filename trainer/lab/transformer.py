@@ -1,4 +1,7 @@
-"""`Transformer`: a plain causal Transformer, the baseline without a state that a recurrent model is compared with."""
+"""`Transformer`: a plain causal Transformer, the baseline without a state that a recurrent model is compared with.
+
+It could go if the comparison were made with another trainer.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,6 @@ ROTARY_BASE = 10_000.0
 Mask = Tensor | BlockMask | None
 
 
-class KeysAndValues:
-    """What attention has seen so far, one entry per layer: keys and values [B, kv_heads, T, head_dim]."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def length(self) -> int:
-        """Positions seen."""
-        return next(iter(self.layers.values()))[0].shape[2] if self.layers else 0
-
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append those of new positions; returns all."""
-        if layer in self.layers:
-            seen_keys, seen_values = self.layers[layer]
-            keys, values = torch.cat([seen_keys, keys], dim=2), torch.cat([seen_values, values], dim=2)
-        self.layers[layer] = keys, values
-        return keys, values
-
-
 class Attention(nn.Module):
     """Causal attention with rotary positions (Su et al. 2021, arXiv 2104.09864) and grouped heads (Ainslie et al. 2023,
     arXiv 2305.13245)."""
@@ -54,16 +37,12 @@ class Attention(nn.Module):
         init_matrix(self.inputs.weight)
         init_matrix(self.out.weight, residual_scale)
 
-    def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Mask, cache: KeysAndValues | None, layer: int
-    ) -> Tensor:
-        """Mix x [B, T, D]. `mask` tells which keys a query sees (bool: broadcast to [B, 1, T, S]); None: causal."""
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
+        """Mix x [B, T, D]. `mask` tells which keys a query sees (bool: broadcast to [B, 1, T, T]); None: causal."""
         inputs = self.inputs(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # [B, each head, T, head_dim]
         turned, values = inputs.tensor_split((self.heads + self.kv_heads,), dim=1)
         queries, keys = rotate(turned, *rotation).tensor_split((self.heads,), dim=1)
         values = values.contiguous()  # else the backward would keep the whole projection for them
-        if cache is not None:
-            keys, values = cache.extend(layer, keys, values)
         if isinstance(mask, BlockMask):
             attend = flex_attention if torch.compiler.is_compiling() else compiled_attention()
             mixed = attend(queries, keys, values, block_mask=mask, enable_gqa=True)
@@ -82,11 +61,9 @@ class TransformerBlock(ResidualBlock):
         self.mlp_norm = RMSNorm(dim)
         self.mlp = GatedMLP(dim, hidden)
 
-    def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Mask, cache: KeysAndValues | None, layer: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         """Map x [B, T, D]; see `Attention`."""
-        x = x + self.attention(self.attention_norm(x), rotation, mask, cache, layer)
+        x = x + self.attention(self.attention_norm(x), rotation, mask)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
@@ -107,37 +84,23 @@ class Transformer(LanguageModel):
         super().__init__(lambda: TransformerBlock(sizes["dim"], sizes["hidden"], heads, kv_heads), **sizes)
         self.head_dim, self.kv_dim = self.dim // heads, self.dim // heads * kv_heads
 
-    def forward(
-        self,
-        tokens: Tensor,
-        state: Tensor | None = None,
-        resets: Tensor | None = None,
-        cache: KeysAndValues | None = None,
-    ) -> ModelOutput:
+    def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
         """Predict from tokens [B, T].
 
         Args:
             state: None; there is none.
             resets: bool [B, T], True at the first token of each document in a row.
-            cache: in generation: the positions before `tokens`, which are added to it; without `resets`.
         """
-        seen = 0 if cache is None else cache.length
         x = self.embedding(tokens)  # [B, T, D]
-        rotation = rotations(seen, tokens.shape[1], self.head_dim, x)
+        rotation = rotations(tokens.shape[1], self.head_dim, x)
         mask: Mask = None
         if resets is not None:
             is_large = tokens.shape[1] >= 128 and self.head_dim >= 16  # a block; the fewest that flex attention takes
             # Evaluations run uncompiled, where flex attention would hold all scores.
             mask = document_mask(resets, in_blocks=self.training and is_large and has_kernel(x))
-        elif seen:
-            mask = torch.ones(tokens.shape[1], seen + tokens.shape[1], dtype=torch.bool, device=x.device).tril(seen)
-        for layer, block in enumerate(self.blocks):
-            x = block(x, rotation, mask, cache, layer)
+        for block in self.blocks:
+            x = block(x, rotation, mask)
         return ModelOutput(logits=self.head(self.norm(x)), state=None)
-
-    def new_cache(self) -> KeysAndValues:
-        """An empty cache for `generate`."""
-        return KeysAndValues()
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations per trained token: 6 per weight of a matrix product, and 12 * `seq_len` * `dim` per layer.
@@ -156,7 +119,7 @@ def has_kernel(x: Tensor) -> bool:
 
 
 def document_mask(resets: Tensor, *, in_blocks: bool) -> Mask:
-    """Which keys each query sees, for `resets` [B, T]: bool [B, 1, T, T], or `in_blocks`, so that empty ones are skipped."""
+    """The keys that each query sees, for `resets` [B, T]: bool [B, 1, T, T], or `in_blocks`, so that empty ones are skipped."""
     document = resets.cumsum(1)  # [B, T]
     if not in_blocks:
         return (document[:, None, :, None] == document[:, None, None, :]).tril()
@@ -174,11 +137,11 @@ def compiled_attention() -> Any:
     return torch.compile(flex_attention)
 
 
-def rotations(first: int, length: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles of positions [first, first + length), [length, head_dim / 2] each."""
+def rotations(length: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles of positions [0, length), [length, head_dim / 2] each."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=dtype, device=like.device) / head_dim)
-    angles = torch.arange(first, first + length, dtype=dtype, device=like.device)[:, None] * frequencies
+    angles = torch.arange(length, dtype=dtype, device=like.device)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 

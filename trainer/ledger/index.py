@@ -21,9 +21,7 @@ import numpy as np
 
 from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
-
-WipeMode = Literal["none", "full", "lru", "periodic_stale"]
-WIPE_MODES: tuple[WipeMode, ...] = get_args(WipeMode)
+from trainer.options import LedgerOptions
 
 # Checkpoints store the position of a mode here: append a new one.
 EvictionMode = Literal["lru", "stale"]
@@ -44,13 +42,13 @@ class GroupIndex:
     """Group -> slot, for the groups that one rank holds.
 
     Args:
-        capacity: number of slots; as a slot, `capacity` stands for none.
-        wipe_mode: decides what happens when slots run out.
+        options: `capacity` is the number of slots, and as a slot stands for none; `wipe_mode` decides what happens when they
+            run out.
         counts: evictions and false evictions are added here, by metric key.
     """
 
-    def __init__(self, *, capacity: int, wipe_mode: WipeMode, counts: dict[str, int]) -> None:
-        self.capacity = capacity
+    def __init__(self, options: LedgerOptions, counts: dict[str, int]) -> None:
+        self.capacity = capacity = options.capacity
         self.num_live = 0
         # Groups evicted recently that have not come back, oldest first: of more than `capacity` the oldest are forgotten.
         self.evicted: OrderedDict[int, Evicted] = OrderedDict()
@@ -62,7 +60,7 @@ class GroupIndex:
         self._slot_of: dict[int, int] = {}
         # A stack: the first `capacity - num_live` entries are free, the last of them is used next.
         self._free: Ints = np.arange(capacity - 1, -1, -1)
-        self._is_lru = wipe_mode == "lru"
+        self._is_lru = options.wipe_mode == "lru"
         # The next slots to be evicted, as `_keys` of when they were found: one that was stored since has another.
         self._queue = _EMPTY
         self._counts = counts

@@ -28,12 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.arrays import Flags, Ints
-from trainer.errors import UserError
 from trainer.hashing import splitmix64
-from trainer.ledger.index import EVICTION_MODES, WIPE_MODES, Evicted, GroupIndex, WipeMode, distinct, is_due
+from trainer.ledger.index import EVICTION_MODES, Evicted, GroupIndex, distinct, is_due
 from trainer.ledger.slab import Native, Slab
 from trainer.ledger.snapshot import Owners, load_shards, save_shard
 from trainer.on_device import to_device
+from trainer.options import LedgerOptions
 
 if TYPE_CHECKING:
     from trainer.model.protocol import StateLayout
@@ -46,6 +46,7 @@ COUNTER_KEYS = (
 )
 """Summed over the window and over ranks (with the worst rank beside, as `<key>_max`)."""
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GAUGE_KEYS = ("ledger/live_groups", "ledger/fill_fraction")
 
 
@@ -114,48 +115,28 @@ class Ledger:
     """The states of groups, one row each, held by the rank that owns the group.
 
     Args:
+        options: how many groups it holds, and which it evicts; see `LedgerOptions`.
         state_width: numbers per state.
         layout: instead, of states that are any nest of tensors [B, ...]: `trainer.model.protocol.StateLayout(state)`.
-        capacity: most groups that this rank can hold.
-        wipe_mode: `none`, `full`, `lru` or `periodic_stale`; see `trainer.ledger.index`.
-        stale_threshold: with `periodic_stale`, steps that a group may go without a store.
-        sweep_every: with `periodic_stale`, steps between sweeps.
-        wipe_every: with `full`, steps between wipes.
         device: of the states.
-        dtype: of the states as they are kept; bfloat16 halves the memory and rounds to 8 bits.
+        dtype: of the states as they are kept; None: that of the options. bfloat16 halves the memory and rounds to 8 bits.
         owners: which rank holds a group.
 
     Raises:
-        UserError: a setting is out of range.
+        TypeError: neither or both of state_width and layout are given.
     """
 
     def __init__(
         self,
+        options: LedgerOptions = LedgerOptions(),  # noqa: B008 - immutable
         *,
         state_width: int | None = None,
         layout: StateLayout | None = None,
-        capacity: int,
-        wipe_mode: WipeMode,
-        stale_threshold: int = 0,
-        sweep_every: int = 1,
-        wipe_every: int = 0,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         owners: Owners = Owners(),  # noqa: B008 - immutable
     ) -> None:
-        if wipe_mode not in WIPE_MODES:
-            raise UserError("ledger.wipe_mode", f"must be one of {', '.join(WIPE_MODES)}, got {wipe_mode!r}")
-        numbers = {"capacity": capacity}
-        numbers |= {"wipe_every": wipe_every} if wipe_mode == "full" else {}
-        if wipe_mode == "periodic_stale":
-            numbers |= {"sweep_every": sweep_every, "stale_threshold": stale_threshold}
-        for key, number in numbers.items():
-            if number < 1:
-                raise UserError(f"ledger.{key}", f"must be >= 1 with wipe_mode {wipe_mode}, got {number}")
-        self._wipe_mode = wipe_mode
-        self._stale_threshold = stale_threshold
-        self._sweep_every = sweep_every
-        self._wipe_every = wipe_every
+        self._options = options
         self.owners = owners
         self._step: int | None = None
         self._stored_at = -1
@@ -163,11 +144,12 @@ class Ledger:
         width = state_width if layout is None else layout.width
         if width is None or None not in (state_width, layout):
             raise TypeError("Ledger takes either state_width or layout")
-        self._slab = Slab(width=width, capacity=capacity, device=torch.device(device), dtype=dtype)
+        dtype = dtype or DTYPES[options.dtype]
+        self._slab = Slab(width=width, capacity=options.capacity, device=torch.device(device), dtype=dtype)
         self._given_dtype = torch.promote_types(dtype, torch.float32)
         # Numbers, or tensors of the device where it alone knows them.
         self._counts: dict[str, Native] = dict.fromkeys(COUNTER_KEYS, 0)
-        self._index = GroupIndex(capacity=capacity, wipe_mode=wipe_mode, counts=self._counts)
+        self._index = GroupIndex(options, self._counts)
         # Computed where it is asked for, which is on few steps.
         self._stored_steps: Callable[[], Tensor] | None = None
         self._exchange: OwnerExchange | None = None
@@ -197,11 +179,12 @@ class Ledger:
             raise RuntimeError(f"ledger steps go forward from 0: step {step} after a store at step {self._stored_at}")
         previous = step - 1 if self._step is None else self._step
         self._step = step
-        if self._wipe_mode == "full" and is_due(step, previous, self._wipe_every):
+        mode = self._options.wipe_mode
+        if mode == "full" and is_due(step, previous, self._options.wipe_every):
             self._index.wipe()
             self._counts["ledger_wipe_count"] += 1
-        if self._wipe_mode == "periodic_stale" and is_due(step, previous, self._sweep_every):
-            self._index.sweep(step - self._stale_threshold, step)
+        if mode == "periodic_stale" and is_due(step, previous, self._options.sweep_every):
+            self._index.sweep(step - self._options.stale_threshold, step)
 
     def lookup(self, group_ids: Ints, cell_index: Ints) -> Any:
         """The states from which a micro-batch's cells continue, [B, state_width]: a detached copy, in float32 or wider; with a

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainer.metrics.logger import format_metrics, get_logger
     from trainer.metrics.noise_scale.hooks import GradientNoiseScale
     from trainer.metrics.tracker import MetricsTracker, StepMetrics
+    from trainer.options import TrackerOptions
 
 _NAMES: Final = {
     "aggregate": "Recorder Reporter SumCount reduce_loss_metrics reduce_over_ranks",
@@ -25,7 +26,7 @@ _NAMES: Final = {
     "catalog.spec": "MetricSpec",
     "logger": "format_metrics get_logger",
     "noise_scale.hooks": "GradientNoiseScale",
-    "tracker": "MetricsTracker StepMetrics",
+    "tracker": "MetricsTracker StepMetrics TrackerOptions",
 }
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "SkipBatch",
     "StepMetrics",
     "SumCount",
+    "TrackerOptions",
     "UnknownMetric",
     "format_metrics",
     "get_logger",

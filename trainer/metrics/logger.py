@@ -9,8 +9,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -139,20 +139,6 @@ def remove_log_file(handler: logging.Handler) -> None:
     root.removeHandler(handler)
     handler.close()
     root.addHandler(_Early())
-
-
-@contextmanager
-def collected_warnings() -> Iterator[list[logging.LogRecord]]:
-    """The warnings that are logged within the block."""
-    from logging.handlers import BufferingHandler  # which imports sockets and more
-
-    handler = BufferingHandler(sys.maxsize)
-    handler.setLevel(logging.WARNING)
-    logging.getLogger(ROOT).addHandler(handler)
-    try:
-        yield handler.buffer
-    finally:
-        logging.getLogger(ROOT).removeHandler(handler)
 
 
 def format_number(value: float | str) -> str:

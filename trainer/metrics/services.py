@@ -42,19 +42,15 @@ CLOSE_SEC = FINISH_TIMEOUT_SEC + 2 * _GRACE_SEC
 """What `close` may take if the service does not answer: its timeout, the grace period and the service's teardown."""
 
 
-def resolve_mode(base_url: str | None = None, environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, str]:
-    """(mode, why) of `auto`: what WANDB_MODE says; otherwise online with a login, offline without; disabled without wandb.
-
-    Args:
-        base_url: URL of a self-hosted server; None: from the environment.
-    """
+def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, str]:
+    """(mode, why) of `auto`: what WANDB_MODE says; otherwise online with a login, offline without; disabled without wandb."""
     if importlib.util.find_spec("wandb") is None:
         return "disabled", "the package is not installed (pip install wandb)"
     if (said := environ.get("WANDB_MODE")) is not None:
         if said in WORDS:
             return WORDS[said], f"WANDB_MODE={said}"
         return "disabled", f"WANDB_MODE={said} is none of online, offline, disabled"  # which wandb would refuse
-    if has_login(base_url or environ.get("WANDB_BASE_URL") or SERVER, environ):
+    if has_login(environ.get("WANDB_BASE_URL") or SERVER, environ):
         return "online", "there is a login"
     return "offline", "there is no login (wandb login, or WANDB_API_KEY)"
 
@@ -114,8 +110,6 @@ class WandbSink:
         run_dir: Path,
         run_id: str | None = None,
         config: Mapping[str, Any] | None = None,
-        entity: str | None = None,
-        base_url: str | None = None,
         init_timeout_sec: float = 60.0,
         finish_timeout_sec: float = FINISH_TIMEOUT_SEC,
         on_event: EventCallback | None = None,
@@ -126,8 +120,6 @@ class WandbSink:
             mode: explicit, because wandb would prompt on the terminal.
             run_dir: wandb's files go to `<run_dir>/wandb`; its name is that of the run. WANDB_DIR and WANDB_NAME come first.
             run_id: continue this run; None starts a new one.
-            entity: team or user; None: the account's default.
-            base_url: URL of a self-hosted server; None: from the environment.
             init_timeout_sec, finish_timeout_sec: how long an unreachable server may delay start and end.
         """
         self.run_id: str | None = None
@@ -142,10 +134,10 @@ class WandbSink:
         self._next_own_step = 0
         self._messages = _Messages(on_event)
         # silent: wandb's own lines repeat every metric, partly on stdout; ours say where the run is.
-        settings: dict[str, Any] = {"console": "off", "quiet": True, "silent": True, "base_url": base_url}
+        settings: dict[str, Any] = {"console": "off", "quiet": True, "silent": True}
         settings |= {"init_timeout": init_timeout_sec, "login_timeout": init_timeout_sec}
         settings["finish_timeout"] = finish_timeout_sec
-        options: dict[str, Any] = {"mode": mode, "project": project, "entity": entity, "id": run_id}
+        options: dict[str, Any] = {"mode": mode, "project": project, "id": run_id}
         options |= {"name": os.environ.get("WANDB_NAME") or run_dir.name, "config": dict(config or {})}
         self._guard.run(self._open, Path(os.environ.get("WANDB_DIR") or run_dir), options, settings)
 

@@ -1,6 +1,7 @@
 """MetricsTracker: the per-step centre of all metrics.
 
-tracker = MetricsTracker(log_interval=10, num_devices=world_size, device=device, rank=rank, flops_per_token=flops)
+options = TrackerOptions(log_interval=10)
+tracker = MetricsTracker(options, num_devices=world_size, device=device, rank=rank, flops_per_token=flops)
 tracker.init_backends([StdoutSink("json"), JsonlSink(run_dir / "metrics.jsonl")])      # rank 0 only
 for step in range(1, steps + 1):
     tracker.start_step()
@@ -29,6 +30,7 @@ from trainer.metrics.catalog.lookup import EVAL_PREFIX, UnknownMetric, is_known,
 from trainer.metrics.device import compute_mfu, get_memory_stats, resolve_peak_tflops
 from trainer.metrics.payload_contract import Mode, build_payload, build_restart
 from trainer.metrics.sinks import Sink
+from trainer.options import TrackerOptions
 from trainer.wording import message_of
 
 # Speed and MFU follow from tokens and time: an average of rates would be above the tokens over the time.
@@ -131,13 +133,11 @@ class MetricsTracker:
 
     def __init__(
         self,
+        options: TrackerOptions = TrackerOptions(),  # noqa: B008 - immutable
         *,
-        log_interval: int,
         num_devices: int,
         device: torch.device | str,
         flops_per_token: float = 0.0,
-        peak_tflops: float = 0.0,
-        smoothing_alpha: float = 0.1,
         sinks: Iterable[Sink] = (),
         rank: int = 0,
         strict_keys: bool = False,
@@ -146,20 +146,17 @@ class MetricsTracker:
         """Build a tracker; `sinks` may also come later through `init_backends`.
 
         Args:
-            log_interval: steps between two logged ones; step 1 is always logged.
+            options: how often it logs, and what it smooths by; see `TrackerOptions`.
             num_devices: devices that share the work (the world size).
             flops_per_token: real FLOPs of forward and backward; 0 if unknown (no MFU).
-            peak_tflops: peak of one device; 0 takes it from the device's name, where known.
             rank: only rank 0 may have sinks.
             strict_keys: a key that is not in the catalog raises `UnknownMetric` instead of one warning.
             clock: monotonic seconds.
         """
-        if log_interval < 1:
-            raise ValueError(f"log_interval must be >= 1, got {log_interval}")
-        self._log_interval = log_interval
+        self._log_interval = options.log_interval
         self._device = torch.device(device)
         self._num_devices = num_devices
-        peak = resolve_peak_tflops(self._device, peak_tflops)
+        peak = resolve_peak_tflops(self._device, options.peak_tflops)
         self._mfu_per_speed: Any = compute_mfu(
             tokens_per_sec=1.0, flops_per_token=flops_per_token, num_devices=num_devices, peak_tflops=peak
         )
@@ -168,7 +165,7 @@ class MetricsTracker:
         self._clock = clock
         self.diagnostics = Diagnostics()
         """Guards of everything here but the record; the loop's other diagnostics share them."""
-        self._smoothed = {name: Ema(smoothing_alpha) for name in _SMOOTHED}
+        self._smoothed = {name: Ema(options.smoothing_alpha) for name in _SMOOTHED}
         # What all ranks have is said once.
         self._leave_out: LeaveOut = BestEffort("tracker").leave_out if rank == 0 else lambda *_: None
         self._extra = Recorder(leave_out=self._leave_out)

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from trainer.config.schema import RunConfig
 from trainer.files import read_json
 from trainer.model.protocol import ModelOutput
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
 
 DEFAULT = "rglru"
 WIDEST = 128  # heads of gated_delta by default

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -14,36 +12,11 @@ from torch import Tensor, nn
 
 from trainer.distributed.shards import as_shard, own_rows
 from trainer.errors import UserError
-from trainer.files import parse_json, replacing_path
+from trainer.files import parse_json
 
 WEIGHTS_FILE = "model.safetensors"
 SHARED_KEY = "shared"  # metadata: JSON, name of an omitted tensor -> name of the tensor that it shares memory with
 MOST_NAMED = 5  # tensors named in one message
-
-
-def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a model's state; tensors that share memory (tied embeddings) are written once, with the names of the others.
-
-    Raises:
-        UserError: two tensors overlap without being the same.
-        OSError: the file cannot be written.
-    """
-    kept: dict[str, Tensor] = {}
-    shared: dict[str, str] = {}
-    owners: dict[tuple[Any, ...], str] = {}
-    for name, tensor in state.items():
-        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        owner = owners.setdefault(same, name) if tensor.numel() else name
-        if owner == name:
-            kept[name] = tensor.detach().cpu().contiguous()
-        else:
-            shared[name] = owner
-    try:
-        with replacing_path(path) as temporary:
-            safetensors.torch.save_file(kept, str(temporary), {**metadata, SHARED_KEY: json.dumps(shared)})
-    except RuntimeError as error:  # partially shared tensors, which safetensors names
-        problem = f"cannot be written as safetensors: {error}"
-        raise UserError("model", problem, "give each tensor its own memory") from None
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -9,10 +9,13 @@ from trainer.objective.loss import (
     TokenTypeSums,
     token_type_sums,
 )
+from trainer.options import CoordOptions, ObjectiveOptions
 
 __all__ = [
+    "CoordOptions",
     "Objective",
     "ObjectiveError",
+    "ObjectiveOptions",
     "ObjectiveOutput",
     "Term",
     "TokenTypeMismatch",

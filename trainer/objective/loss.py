@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import IGNORED
-from trainer.config.schema import CoordTable
 from trainer.import_path import users_code
+from trainer.options import CoordOptions, ObjectiveOptions
 
 COMPONENTS = ("token_ce", "z_loss", "coord")
 """Names of all built-in components; "own" is that of a loss of the user's own."""
@@ -83,7 +83,7 @@ def z_loss(prepared: Prepared, coefficient: float) -> Term:
     return Term(coefficient * squares.sum(), prepared.mask.sum())
 
 
-def coord(prepared: Prepared, settings: CoordTable, meta: object) -> Term:
+def coord(prepared: Prepared, settings: CoordOptions, meta: object) -> Term:
     """Distributional supervision of the targets that are bins, summed and weighted.
 
     With p the softmax over the bins alone, k the true bin and n the number of bins, each such target costs
@@ -149,9 +149,7 @@ class Objective:
     """The loss: cross entropy plus the enabled components, or one of the user's own.
 
     Args:
-        token_ce: weight of the cross entropy; 0 disables it.
-        z_loss: coefficient of the z-loss; 0 disables it.
-        coord: settings for the supervision of ordered-bin tokens; None disables it.
+        options: weights of the built-in components; one of 0 is off.
         own: replaces all of them: output [B, T, ...] and targets -> losses [B, T], or their sum over the unmasked targets and
             the number of these, [] both.
         vocab_size: width of an output that is known to be scores; of others, accuracy needs a component but `own`.
@@ -159,15 +157,12 @@ class Objective:
 
     def __init__(
         self,
+        options: ObjectiveOptions = ObjectiveOptions(),  # noqa: B008 - immutable
         *,
-        token_ce: float = 1.0,
-        z_loss: float = 0.0,
-        coord: CoordTable | None = None,
         own: Callable[[Tensor, Tensor], Any] | None = None,
         vocab_size: int = 0,
     ) -> None:
-        self._token_ce, self._z_loss, self._coord = token_ce, z_loss, coord
-        self._own, self._vocab_size = own, vocab_size
+        self._options, self._own, self._vocab_size = options, own, vocab_size
 
     def __call__(self, logits: Tensor, targets: Tensor, *, meta: object = None) -> ObjectiveOutput:
         """Compute the loss of logits [B, T, V] against targets int64 [B, T] (`IGNORED` where masked).
@@ -180,23 +175,24 @@ class Objective:
             UserError: the user's own fails, or returns something else.
         """
         terms: dict[str, Term] = {}
+        options = self._options
         token_loss, has_scores = None, logits.shape == (*targets.shape, self._vocab_size)
         num_tokens = (targets != IGNORED).sum()
         if self._own is not None:
             terms["own"], token_loss = self._of_own(self._own, logits, targets, num_tokens)
-        elif self._token_ce or self._z_loss or self._coord is not None:
+        elif options.token_ce or options.z_loss or options.coord is not None:
             if logits.shape[:-1] != targets.shape:
                 shapes = f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}"
                 raise ObjectiveError("token_ce", shapes, meta)
             prepared, has_scores = prepare(logits, targets), True
             logits = prepared.logits
-            if self._token_ce > 0:
+            if options.token_ce > 0:
                 token_loss = prepared.token_loss
-                terms["token_ce"] = Term(self._token_ce * token_loss.sum(), num_tokens)
-            if self._z_loss > 0:
-                terms["z_loss"] = z_loss(prepared, self._z_loss)
-            if self._coord is not None:
-                terms["coord"] = coord(prepared, self._coord, meta)
+                terms["token_ce"] = Term(options.token_ce * token_loss.sum(), num_tokens)
+            if options.z_loss > 0:
+                terms["z_loss"] = z_loss(prepared, options.z_loss)
+            if options.coord is not None:
+                terms["coord"] = coord(prepared, options.coord, meta)
         sums, parts = [], {}
         for name, term in terms.items():
             sums.append(term.sum)

@@ -78,3 +78,11 @@ def fitted_table(columns: Sequence[Column], *, width: int, hint: str = "", **opt
     for row in zip(*(column.cells for column in kept), strict=True):
         table.add_row(*row)
     return table
+
+
+def duration_text(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h`, `4 d`."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

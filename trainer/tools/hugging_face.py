@@ -11,7 +11,7 @@ import torch
 
 from trainer.errors import UserError
 from trainer.import_path import format_error
-from trainer.lab.contracts.anybody import Adapted
+from trainer.lab.contracts.adapted import Adapted
 from trainer.lab.contracts.subject import CallFailed
 from trainer.lab.hugging_face import package, quiet, references_on_cpu, without_attention
 from trainer.wording import few

@@ -44,11 +44,11 @@ from trainer.training.setup.parts import (
     make_strategy,
     max_tokens_per_micro,
     model_and_loss,
-    runs_on,
     shard_model,
 )
 from trainer.training.setup.plan import Plan, make_auxiliary, width_of
 from trainer.training.setup.plausible import ledger_bytes
+from trainer.training.setup.sources import runs_on
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import TrainStep
 

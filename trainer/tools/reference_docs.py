@@ -1,13 +1,17 @@
-"""Generated documentation: of the config (docs/config.md, and the JSON Schema that editors use) and of the metrics."""
+"""Generated documentation: of the config (docs/config.md, and the JSON Schema that editors use) and of the metrics;
+and the differences of two configs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
 
 from trainer.config.data_tables import FilesTable
+from trainer.config.load import flatten
 from trainer.config.schema import RunConfig
 from trainer.metrics.catalog.lookup import CATALOG
 from trainer.metrics.catalog.spec import MetricSpec
@@ -104,3 +108,27 @@ def render_catalog_markdown() -> str:
             names = ", ".join(f"`{spec.name}`" for spec in specs)
             parts.append(f"- {names} ({how}): {meaning} *Healthy:* {healthy} *Pathological:* {pathological}\n")
     return "".join(parts)
+
+
+class Difference(NamedTuple):
+    """One key. None: that config does not have the key (an absent optional key, another number of sources)."""
+
+    key: str
+    first: Any
+    second: Any
+
+
+def differences(first: BaseModel, second: BaseModel) -> list[Difference]:
+    """The keys whose values differ, sorted, with all defaults filled in; elements of arrays of tables are matched by `name`."""
+    one, other = (flatten(config.model_dump(mode="json", exclude_none=True)) for config in (first, second))
+    keys = sorted(one.keys() | other.keys())
+    return [Difference(key, one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)]
+
+
+def render_differences(found: list[Difference], first: str, second: str) -> str:
+    """Two lines per key in the manner of `diff`, with values in JSON's spelling, which is TOML's as well."""
+    signed = [(sign, key, value) for key, *both in found for sign, value in zip("-+", both, strict=True)]
+    lines = [
+        f"{sign}{key} = {json.dumps(value, ensure_ascii=False)}" for sign, key, value in signed if value is not None
+    ]
+    return "\n".join([f"--- {first}", f"+++ {second}", *lines])

@@ -16,8 +16,7 @@ summed over ranks for `summed`; anything else goes through `to_exchange`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -113,12 +112,6 @@ class Extension:
 
     def exchanged(self, by_rank: Sequence[Any]) -> None:
         """What `to_exchange` returned on each rank, None where it failed; of this rank alone where the run has failed."""
-
-    def before_output(self) -> None:
-        """Something is about to be written to the terminal."""
-
-    def after_output(self) -> None:
-        """It has been written."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: fits JSON, and is the same on all ranks."""
@@ -278,15 +271,6 @@ class Extensions:
         by_rank = [own] if alone else gather_from_ranks(own, world_size=self._world_size)
         for index, each in enumerate(riders):
             each.call("exchanged", [values[index] for values in by_rank])
-
-    @contextmanager
-    def output(self) -> Iterator[None]:
-        """Around what is written to the terminal."""
-        self.call("before_output")
-        try:
-            yield
-        finally:
-            self.call("after_output")
 
     def close(self) -> None:
         """Close all of them, and let go of them: they refer to the run."""

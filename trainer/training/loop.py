@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -60,8 +60,7 @@ def run_loop(run: Run) -> str:
     exchange(run)
     if run.saver.last_saved != position.step and position.step > 0:
         run.watchdog.at("checkpoint", position.step, may_wait=True)
-        with run.output():
-            run.saver.save(position, in_background=False)
+        run.saver.save(position, in_background=False)
     return reason or "all steps are done"
 
 
@@ -304,17 +303,16 @@ def end_step(run: Run, taken: StepInFlight, outcome: StepOutcome, *, is_logged: 
     if is_logged:
         run.watchdog.at("logging", step)
         extra = reduced_metrics(run, taken, drains=drains)
-    with run.output() if is_logged else nullcontext():
-        run.tracker.end_step(
-            step,
-            loss=outcome.loss if outcome.tokens else None,
-            grad_norm=outcome.grad_norm if outcome.tokens else None,
-            lr=taken.lr,
-            tokens_in_step=outcome.tokens,
-            tokens_trained=outcome.tokens_trained,
-            extra=extra,
-            force_log=is_logged,
-        )
+    run.tracker.end_step(
+        step,
+        loss=outcome.loss if outcome.tokens else None,
+        grad_norm=outcome.grad_norm if outcome.tokens else None,
+        lr=taken.lr,
+        tokens_in_step=outcome.tokens,
+        tokens_trained=outcome.tokens_trained,
+        extra=extra,
+        force_log=is_logged,
+    )
     if is_logged and run.info.is_main:
         guard = run.diagnostics.best_effort("status.json")
         guard.run(run.run_dir.keep_status, step, wandb_run_id=run.wandb_run_id)
@@ -362,8 +360,7 @@ def at_boundary(run: Run, *, is_last: bool) -> bool:
     if is_due and not is_last:  # after the last step the loop saves
         run.watchdog.at("checkpoint", position.step, may_wait=True)
         run.extensions.exchange()
-        with run.output():
-            run.saver.save(position, in_background=config.checkpoint.background)
+        run.saver.save(position, in_background=config.checkpoint.background)
     return True
 
 
@@ -384,8 +381,7 @@ def evaluate(run: Run) -> bool:
     if found is None:
         return False
     position.last_eval = position.step, found
-    with run.output():
-        run.tracker.log_eval(found, position.step)
+    run.tracker.log_eval(found, position.step)
     return True
 
 

@@ -71,7 +71,7 @@ def train(config: RunConfig, launch: Launch) -> int:
                     return EXIT_FAILED
         # A model of one's own may do anything while it is built: it is built once, where it is needed.
         raise_found(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
-        backend = pick_backend(config.distributed.backend, device)
+        backend = pick_backend(device)
         timeout = config.distributed.timeout_sec
         with ExitStack() as after_group:
             try:
@@ -134,7 +134,6 @@ def _run_to_end(run: Run) -> int:
     finally:
         run.watchdog.at("end", run.position.step, may_wait=True)
         guard = run.diagnostics.best_effort
-        run.extensions.call("before_output")
         if run.info.is_main:
             # A run that failed: what this rank knows, since the others cannot be asked any more.
             run.extensions.exchange(alone=True)
@@ -176,8 +175,8 @@ def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
         lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
     lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
     if position.last_eval is not None:  # the result: last
-        lines_of = run.plan.part("lines by depth") if run.config.eval.depth else None
-        lines += [] if lines_of is None else lines_of(position.last_eval[1], run.config)
+        if run.config.eval.depth:
+            lines += run.plan.parts.need("lines by depth", "eval.depth")(position.last_eval[1], run.config)
         sets = [] if run.evaluator is None else run.evaluator.sets
         more = f"; on all of it: train eval {run_dir.path}" if any(each.sample is not None for each in sets) else ""
         lines += [line + more for line in _evaluated(*position.last_eval, {each.name: each.read for each in sets})]

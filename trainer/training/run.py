@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,7 +143,3 @@ class Run:
         """Write to events.jsonl (rank 0; other ranks do nothing)."""
         if self.events is not None:
             self.diagnostics.best_effort("events.jsonl").run(self.events.write, event)
-
-    def output(self) -> AbstractContextManager[None]:
-        """Around what may be written to the terminal."""
-        return self.extensions.output()

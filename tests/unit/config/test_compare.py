@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.in_process import program
 from tests.support.runs import ROOT, write_tiny_config
-from trainer.config.load import differences, load_config, render_differences
+from trainer.config.load import load_config
+from trainer.tools.reference_docs import differences, render_differences
 
 jsonschema = pytest.importorskip("jsonschema")
 SHIPPED = sorted((ROOT / "train_configs").rglob("*.toml"))

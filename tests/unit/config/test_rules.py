@@ -66,7 +66,6 @@ def plan(directory: Path, *overrides: str, world_size: int = 1):
     [
         (["eval.every=5"], "eval.holdout_fraction: is 0"),
         (["train.precision=fp16"], 'train.precision: "fp16" needs a CUDA device'),
-        (["distributed.backend=nccl"], 'distributed.backend: "nccl" needs CUDA'),
         (["data.source.second.name=first"], "two sources are named first"),
         (['data.mixing.batch_size_by_modality={"../x"=2}'], "no stream has the modality '../x'; there are a, b"),
         (['train.micro_batches="atuo"'], 'train.micro_batches: must be an integer, "auto" or a table'),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.lab.contracts import check_model
-from trainer.lab.contracts.anybody import Adapted, Packing, adapt
+from trainer.lab.contracts.adapted import Adapted, Packing, adapt
 
 VOCAB, DIM = 31, 12
 

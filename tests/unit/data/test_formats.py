@@ -17,11 +17,12 @@ from tests.support.runs import ROOT
 from tests.support.streams import mixing_dataset
 from tests.unit.data.megatron_writer import index_bytes, write_megatron
 from trainer.data import formats as registry
-from trainer.data.documents import load_npy, write_index
+from trainer.data.documents import load_npy
 from trainer.data.formats import Format, file_kind, format_name, open_documents
 from trainer.data.layout import discover_direct, discover_nested
 from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer
 from trainer.errors import UserError
+from trainer.lab.tokenized import write_index
 
 BYTES = BytesTokenizer()
 TOKENS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]

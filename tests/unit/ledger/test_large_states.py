@@ -13,6 +13,7 @@ from tests.unit.ledger.test_ledger import WIDTH, new_ledger, store
 from trainer.ledger import Ledger
 from trainer.ledger import slab as slabs
 from trainer.ledger.slab import Slab
+from trainer.options import LedgerOptions
 
 MOST, NAN, INF = 3e38, float("nan"), float("inf")  # also in bfloat16
 
@@ -66,7 +67,7 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slots_that_are_not_used_take_no_memory_of_the_host(dtype: torch.dtype) -> None:
     before = resident_bytes()
-    ledger = Ledger(state_width=250_000, capacity=1_000, wipe_mode="lru", dtype=dtype)
+    ledger = Ledger(LedgerOptions(capacity=1_000), state_width=250_000, dtype=dtype)
     ledger.begin_step(1)
     for group in (1, 2):
         ledger.store(np.array([group]), np.ones(1, np.int64), np.zeros(1, np.bool_), torch.ones(1, 250_000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,16 +14,18 @@ from tests.support.ranks import differences
 from tests.unit.training.test_no_waiting import META, NoBlockingCopies
 from trainer.errors import UserError
 from trainer.hashing import splitmix64
-from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS, WIPE_MODES, Ledger, index, owner_of
-from trainer.ledger.index import WipeMode
+from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS, Ledger, index, owner_of
 from trainer.model.protocol import StateLayout
+from trainer.options import LedgerOptions, WipeMode
 
 WIDTH = 2
 
 
 def new_ledger(wipe_mode: str = "none", capacity: int = 4, **settings: object) -> Ledger:
     defaults = {"stale_threshold": 2, "sweep_every": 1, "wipe_every": 3}
-    return Ledger(state_width=WIDTH, capacity=capacity, wipe_mode=wipe_mode, **{**defaults, **settings})
+    where = {key: settings.pop(key) for key in ("device", "dtype") if key in settings}
+    options = LedgerOptions(**{"capacity": capacity, "wipe_mode": wipe_mode, **defaults, **settings})
+    return Ledger(options, state_width=WIDTH, **where)
 
 
 def store(ledger: Ledger, groups: list[int], value: float = 1.0, *, cell: int = 1, is_last: bool = False) -> None:
@@ -54,7 +57,7 @@ def test_loaded_states_are_detached_copies() -> None:
 
 def test_a_nest_goes_in_and_comes_out_and_zeros_for_what_is_not_held() -> None:
     state = {"h": torch.randn(2, 3, 4), "c": (torch.randn(2, 5).bfloat16(), torch.tensor([[2**40], [-1]]))}
-    ledger = Ledger(layout=StateLayout(state), capacity=4, wipe_mode="lru")
+    ledger = Ledger(LedgerOptions(capacity=4), layout=StateLayout(state))
     ledger.begin_step(1)
     groups, cells = np.array([7, 9]), np.array([1, 1])
     ledger.store(groups, cells - 1, np.array([False, False]), state)
@@ -65,7 +68,7 @@ def test_a_nest_goes_in_and_comes_out_and_zeros_for_what_is_not_held() -> None:
     with pytest.raises(ValueError, match="another layout"):
         ledger.store(groups, cells, np.array([False, False]), state["h"])
     with pytest.raises(TypeError, match="either state_width or layout"):
-        Ledger(capacity=4, wipe_mode="lru")
+        Ledger(LedgerOptions(capacity=4))
 
 
 def test_every_key_is_always_present_as_a_float() -> None:
@@ -133,11 +136,14 @@ def test_steps_that_stored_nothing_may_begin_again(resumes: bool) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"wipe_mode": "lur"}, r"ledger\.wipe_mode: must be one of none, full, lru, periodic_stale, got 'lur'"),
-        ({"capacity": 0}, r"ledger\.capacity: must be >= 1 with wipe_mode none, got 0"),
-        ({"wipe_mode": "full", "wipe_every": 0}, r"ledger\.wipe_every: must be >= 1 with wipe_mode full, got 0"),
-        ({"wipe_mode": "periodic_stale", "sweep_every": 0}, r"ledger\.sweep_every: must be >= 1"),
-        ({"wipe_mode": "periodic_stale", "stale_threshold": 0}, r"ledger\.stale_threshold: must be >= 1"),
+        ({"wipe_mode": "lur"}, r"LedgerOptions\.wipe_mode: must be one of none, full, lru, periodic_stale, got 'lur'"),
+        ({"capacity": 0}, r"LedgerOptions\.capacity: must be >= 1, got 0"),
+        ({"wipe_mode": "full", "wipe_every": 0}, 'LedgerOptions: wipe_mode "full" needs wipe_every >= 1'),
+        ({"wipe_mode": "periodic_stale", "sweep_every": 0}, r"LedgerOptions\.sweep_every: must be >= 1, got 0"),
+        (
+            {"wipe_mode": "periodic_stale", "stale_threshold": 0},
+            'LedgerOptions: wipe_mode "periodic_stale" needs stale_threshold >= 1',
+        ),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, object], message: str) -> None:
@@ -147,7 +153,7 @@ def test_impossible_settings_are_refused(settings: dict[str, object], message: s
 
 @pytest.mark.parametrize("wrong", [np.array([3, -2]), np.array([3, 2**63 + 5], np.uint64), np.array([3, hash(-7)])])
 def test_an_id_outside_of_63_bits_is_refused_by_both_calls(wrong):
-    ledger = Ledger(state_width=2, capacity=4, wipe_mode="lru")
+    ledger = Ledger(LedgerOptions(capacity=4), state_width=2)
     ledger.begin_step(1)
     cells, last = np.zeros(2, np.int64), np.zeros(2, np.bool_)
     with pytest.raises(ValueError, match=r"must be -1 \(no group\) or in \[0, 2\^63\)"):
@@ -204,7 +210,8 @@ REFUSED = {
 def test_a_refused_store_changes_nothing_in_any_mode(mode: WipeMode, kind: str) -> None:
     """Not the step of the last store either, before which no step may begin again."""
     settings = {"stale_threshold": 3, "wipe_every": 100}
-    ledger, other = (Ledger(state_width=2, capacity=2, wipe_mode=mode, **settings) for _ in range(2))
+    options = LedgerOptions(capacity=2, wipe_mode=mode, **settings)
+    ledger, other = (Ledger(options, state_width=2) for _ in range(2))
     groups, cells, is_last, count = REFUSED[kind]
     for one in (ledger, other):
         one.begin_step(3)
@@ -257,7 +264,7 @@ def run_steps(ledger: Ledger, states: torch.Tensor, steps: range) -> None:
         ledger.store(groups, cells, np.array([step % 3 == 0, False, False, False]), states)
 
 
-@pytest.mark.parametrize("wipe_mode", WIPE_MODES)
+@pytest.mark.parametrize("wipe_mode", get_args(WipeMode))
 def test_look_up_and_store_run_on_a_device_that_cannot_be_read(wipe_mode: str) -> None:
     ledger, states = ledger_on(META, wipe_mode)
     with NoBlockingCopies():
@@ -266,7 +273,7 @@ def test_look_up_and_store_run_on_a_device_that_cannot_be_read(wipe_mode: str) -
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("wipe_mode", WIPE_MODES)
+@pytest.mark.parametrize("wipe_mode", get_args(WipeMode))
 def test_look_up_and_store_do_not_wait_for_cuda_and_count_as_on_the_cpu(wipe_mode: str) -> None:
     ledger, states = ledger_on(torch.device("cuda"), wipe_mode)
     run_steps(ledger, states, range(1, 3))

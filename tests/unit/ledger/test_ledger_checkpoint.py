@@ -7,13 +7,14 @@ import pytest
 from tests.unit.ledger.test_ledger import lookup, store
 from trainer.errors import UserError
 from trainer.ledger import Ledger, Owners
+from trainer.options import LedgerOptions
 
 WIDTH = 2
 
 
 def new_ledger(wipe_mode: str = "lru", capacity: int = 4, rank: int = 0, world_size: int = 1) -> Ledger:
     owners = Owners("reader", rank, world_size)
-    return Ledger(state_width=WIDTH, capacity=capacity, wipe_mode=wipe_mode, owners=owners)
+    return Ledger(LedgerOptions(capacity=capacity, wipe_mode=wipe_mode), state_width=WIDTH, owners=owners)
 
 
 def saved_by(rank: int, groups: list[int], value: float, *, step: int = 1, world_size: int = 2) -> dict[str, object]:
@@ -60,7 +61,7 @@ def test_checkpoint_that_does_not_fit_is_refused() -> None:
         new_ledger("lru", capacity=2).load_state_dict([saved_by(0, [1, 2], 1.0), saved_by(1, [3], 2.0)])
     with pytest.raises(UserError, match="got 2; set it to at least 7"):
         new_ledger("lru", capacity=2).load_state_dict([saved_by(0, [1, 2], 1.0), saved_by(1, [3], 2.0)], room=4)
-    wide = Ledger(state_width=WIDTH + 1, capacity=4, wipe_mode="lru")
+    wide = Ledger(LedgerOptions(capacity=4), state_width=WIDTH + 1)
     with pytest.raises(UserError, match="states are 2 wide, the model's 3"):
         wide.load_state_dict([saved_by(0, [1], 1.0)])
 

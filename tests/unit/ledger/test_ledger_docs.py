@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer.ledger import Ledger
+from trainer.ledger import Ledger, LedgerOptions
 from trainer.model import build
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "ledger.md"
@@ -45,7 +45,7 @@ def test_the_loop_of_ones_own_carries_every_state() -> None:
         seen.append(logits.detach())
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    names = {"Ledger": Ledger, "model": model, "batches": batches, "loss_of": loss_of}
+    names = {"Ledger": Ledger, "LedgerOptions": LedgerOptions, "model": model, "batches": batches, "loss_of": loss_of}
     exec(example, names)
     torch.testing.assert_close(torch.cat(seen, dim=1), model(tokens).logits.detach(), rtol=1e-5, atol=1e-5)
     assert names["ledger"].drain_metrics()["ledger/live_groups"] == 0

@@ -22,6 +22,7 @@ from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import SkipBatch
 from trainer.model import build
 from trainer.model.protocol import ModelOutput
+from trainer.options import LedgerOptions
 
 AGE, DRIFT, GAIN, GAP = SAMPLED_KEYS
 T, VOCAB = 6, 11
@@ -174,7 +175,7 @@ def test_numbers_equal_a_loop_that_reads_documents_again() -> None:
 def test_without_learning_drift_and_gap_are_exactly_0() -> None:
     """Groups carried through a ledger by the model itself; the batch keeps its shape, as in a run."""
     model = make_model()
-    ledger = Ledger(state_width=model.state_width, capacity=8, wipe_mode="none")
+    ledger = Ledger(LedgerOptions(capacity=8, wipe_mode="none"), state_width=model.state_width)
     whole = make_batch([3] * 5, history=3)
     groups = whole.group_ids
     for cell in range(3):
@@ -331,7 +332,7 @@ def ages(ledger: Ledger) -> Iterator[list[int]]:
 
 
 def test_the_age_of_a_state_is_that_of_its_last_store() -> None:
-    ledger = Ledger(state_width=2, capacity=4, wipe_mode="none")
+    ledger = Ledger(LedgerOptions(capacity=4, wipe_mode="none"), state_width=2)
     ledger.begin_step(2)
     ledger.store(np.array([1, 2]), np.array([0, 0]), np.array([False, False]), torch.tensor([[1.0, 1], [math.nan, 1]]))
     # Group 2 was refused: it holds a slot, but no state.
@@ -339,7 +340,7 @@ def test_the_age_of_a_state_is_that_of_its_last_store() -> None:
 
 
 def test_ages_are_known_between_a_lookup_and_the_next_store() -> None:
-    ledger = Ledger(state_width=2, capacity=4, wipe_mode="none")
+    ledger = Ledger(LedgerOptions(capacity=4, wipe_mode="none"), state_width=2)
     with pytest.raises(RuntimeError, match="lookup"):
         ledger.lookup_age()
     list(ages(ledger))

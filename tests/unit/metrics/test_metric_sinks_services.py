@@ -100,24 +100,22 @@ NETRC = "machine api.wandb.ai login user password KEY\nmachine own.example login
 
 
 @pytest.mark.parametrize(
-    ("environ", "netrc", "base_url", "mode", "why"),
+    ("environ", "netrc", "mode", "why"),
     [
-        ({"WANDB_MODE": "online"}, "", None, "online", "WANDB_MODE=online"),
-        ({"WANDB_MODE": "dryrun"}, NETRC, None, "offline", "WANDB_MODE=dryrun"),
-        ({"WANDB_MODE": "on", "WANDB_API_KEY": "x"}, "", None, "disabled", "WANDB_MODE=on is none of online, offline"),
-        ({"WANDB_API_KEY": "x"}, "", None, "online", "there is a login"),
-        ({}, NETRC, None, "online", "there is a login"),
-        ({}, NETRC, "https://own.example:8080/x", "online", "there is a login"),
-        ({"WANDB_BASE_URL": "https://other.example"}, NETRC, None, "offline", "there is no login"),
-        ({}, None, None, "offline", "there is no login"),
+        ({"WANDB_MODE": "online"}, "", "online", "WANDB_MODE=online"),
+        ({"WANDB_MODE": "dryrun"}, NETRC, "offline", "WANDB_MODE=dryrun"),
+        ({"WANDB_MODE": "on", "WANDB_API_KEY": "x"}, "", "disabled", "WANDB_MODE=on is none of online, offline"),
+        ({"WANDB_API_KEY": "x"}, "", "online", "there is a login"),
+        ({}, NETRC, "online", "there is a login"),
+        ({"WANDB_BASE_URL": "https://own.example:8080/x"}, NETRC, "online", "there is a login"),
+        ({"WANDB_BASE_URL": "https://other.example"}, NETRC, "offline", "there is no login"),
+        ({}, None, "offline", "there is no login"),
     ],
 )
-def test_auto_is_online_with_a_login_offline_without_and_heeds_the_environment(
-    tmp_path, environ, netrc, base_url, mode, why
-):
+def test_auto_is_online_with_a_login_offline_without_and_heeds_the_environment(tmp_path, environ, netrc, mode, why):
     if netrc is not None:
         (tmp_path / "netrc").write_text(netrc)
-    found, reason = resolve_mode(base_url, {"NETRC": str(tmp_path / "netrc"), **environ})
+    found, reason = resolve_mode({"NETRC": str(tmp_path / "netrc"), **environ})
     assert found == mode
     assert reason.startswith(why)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from fractions import Fraction
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainer.metrics.aggregate import Moments
 from trainer.metrics.catalog.lookup import UnknownMetric
 from trainer.metrics.payload_contract import encode_payload, parse_payload
 from trainer.metrics.tracker import MetricsTracker, StepMetrics
+from trainer.options import TrackerOptions
 
 
 class Clock:
@@ -52,8 +54,9 @@ class Run:
     def __init__(self, **options: Any) -> None:
         self.clock = Clock()
         self.sink = Recorder()
-        defaults = {"log_interval": 10, "num_devices": 2, "device": "cpu", "strict_keys": True}
-        self.tracker = MetricsTracker(**{**defaults, "clock": self.clock, "sinks": [self.sink], **options})
+        own = {each.name: options.pop(each.name) for each in fields(TrackerOptions) if each.name in options}
+        defaults = {"num_devices": 2, "device": "cpu", "strict_keys": True, "clock": self.clock, "sinks": [self.sink]}
+        self.tracker = MetricsTracker(TrackerOptions(**own), **{**defaults, **options})
 
     def step(self, step: int, *, seconds: float = 0.5, **values: Any) -> StepMetrics | None:
         self.tracker.start_step()

@@ -99,29 +99,6 @@ def test_grouped_heads_are_heads_with_equal_keys_and_values():
     torch.testing.assert_close(full(tokens).logits, grouped(tokens).logits)
 
 
-@pytest.mark.parametrize("pieces", [(12,), (1,) * 12, (5, 1, 4, 2)])
-def test_a_cache_gives_the_scores_of_the_uncut_row(pieces):
-    model = small().eval()
-    tokens, cache, start, found = torch.arange(12)[None] % 29, model.new_cache(), 0, []
-    for piece in pieces:
-        found.append(model(tokens[:, start : start + piece], cache=cache).logits)
-        start += piece
-    torch.testing.assert_close(torch.cat(found, dim=1), model(tokens).logits, rtol=1e-10, atol=1e-10)
-
-
-def test_samples_read_each_token_once_until_the_window_is_full():
-    model, lengths = small().eval(), []
-    model.register_forward_pre_hook(lambda _, args, given: lengths.append(given["tokens"].shape[1]), with_kwargs=True)
-    prompt, draw = [3, 1, 4, 1, 5], Draw(temperature=0)
-    sampled = list(itertools.islice(generate(model, prompt, draw=draw, cell=16), 30))
-    # 5 of the prompt, 11 more until 16 are held; then the last 8 are read again, and 8 more alone.
-    assert lengths == [5, *[1] * 11, 8, *[1] * 8, 8, *[1] * 8]
-    seen = list(prompt)
-    for token in sampled[:12]:
-        assert token == int(model(tokens=torch.tensor([seen])).logits[0, -1].argmax())
-        seen.append(token)
-
-
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_flops_per_token_equal_torchs_count(tie_embeddings):
     model, batch = small(kv_heads=4, tie_embeddings=tie_embeddings), torch.randint(0, 29, (2, 16))

@@ -14,10 +14,11 @@ from trainer.model.protocol import ModelOutput
 from trainer.model.wrappers import Headless, output_layer, refuse_more_than_a_head
 from trainer.objective import Objective
 from trainer.objective.chunked import ChunkedObjective
+from trainer.options import ObjectiveOptions
 
 VOCAB = 61
 CPU = torch.device("cpu")
-PLAIN = Objective(z_loss=1e-3, coord=CoordTable(first_token=40, num_bins=15, sigma=2.0))
+PLAIN = Objective(ObjectiveOptions(z_loss=1e-3, coord=CoordTable(first_token=40, num_bins=15, sigma=2.0)))
 
 
 def of_rows(logits: Tensor, targets: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ def test_no_tensor_is_as_large_as_all_logits():
     vocab_size = 5000
     model = transformer.build(vocab_size, 8, 1, heads=1)
     tokens = torch.randint(vocab_size, (4, 64))
-    chunked = ChunkedObjective(Objective(z_loss=1e-3), model.head, chunk_tokens=16)
+    chunked = ChunkedObjective(Objective(ObjectiveOptions(z_loss=1e-3)), model.head, chunk_tokens=16)
     for run, loss, most in ((model, PLAIN, tokens.numel()), (Headless(model, model.head), chunked, 16)):
         with Largest() as largest:
             loss(run(tokens=tokens, state=None).logits, tokens).loss_sum.backward()

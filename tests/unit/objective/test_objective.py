@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.config.schema import CoordTable
 from trainer.objective import Objective, ObjectiveError, TokenTypeMismatch, token_type_sums
+from trainer.options import ObjectiveOptions
 
 VOCAB = 12
 COORD = CoordTable(first_token=4, num_bins=6, sigma=0.8, weight=0.5)
@@ -51,7 +52,7 @@ def test_token_ce_equals_torchs_cross_entropy() -> None:
 
 def test_z_loss_is_the_squared_normaliser_of_unmasked_targets() -> None:
     logits, targets = batch()
-    out = Objective(z_loss=0.01)(logits, targets)
+    out = Objective(ObjectiveOptions(z_loss=0.01))(logits, targets)
     expected = sum(
         0.01 * math.log(sum(math.exp(x) for x in row)) ** 2
         for row, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist(), strict=True)
@@ -72,7 +73,7 @@ def test_z_loss_is_the_squared_normaliser_of_unmasked_targets() -> None:
 def test_coord_equals_its_formula(seed: int, first: int, num_bins: int, sigma: float, weight: float) -> None:
     coord = CoordTable(first_token=first, num_bins=min(num_bins, VOCAB - first), sigma=sigma, weight=weight)
     logits, targets = batch(seed)
-    part = Objective(coord=coord)(logits, targets).parts["coord"]
+    part = Objective(ObjectiveOptions(coord=coord))(logits, targets).parts["coord"]
     by_hand = [
         coord_by_hand(row, target, coord)
         for row, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist(), strict=True)
@@ -84,7 +85,7 @@ def test_coord_equals_its_formula(seed: int, first: int, num_bins: int, sigma: f
 
 def test_parts_add_up_to_the_loss_and_are_detached() -> None:
     logits, targets = batch()
-    objective = Objective(z_loss=0.1, coord=COORD)
+    objective = Objective(ObjectiveOptions(z_loss=0.1, coord=COORD))
     out = objective(logits, targets)
     assert tuple(out.parts) == ("token_ce", "z_loss", "coord")
     torch.testing.assert_close(out.loss_sum.detach(), torch.stack([p.sum for p in out.parts.values()]).sum())
@@ -93,7 +94,7 @@ def test_parts_add_up_to_the_loss_and_are_detached() -> None:
 
 def test_fully_masked_batch_costs_nothing_and_has_zero_gradients() -> None:
     logits, targets = batch(masked=1.1)
-    out = Objective(z_loss=0.1, coord=COORD)(logits, targets)
+    out = Objective(ObjectiveOptions(z_loss=0.1, coord=COORD))(logits, targets)
     out.loss_sum.backward()
     assert out.loss_sum == 0
     assert out.num_tokens == out.is_correct.sum() == 0
@@ -110,19 +111,19 @@ def test_correct_predictions_are_counted_among_unmasked_targets() -> None:
 def test_half_precision_logits_are_summed_in_float32() -> None:
     logits, targets = batch()
     low = logits.detach().to(torch.bfloat16)
-    out = Objective(z_loss=0.1, coord=COORD)(low, targets)
-    exact = Objective(z_loss=0.1, coord=COORD)(low.double(), targets)
+    out = Objective(ObjectiveOptions(z_loss=0.1, coord=COORD))(low, targets)
+    exact = Objective(ObjectiveOptions(z_loss=0.1, coord=COORD))(low.double(), targets)
     assert out.loss_sum.dtype == torch.float32
     assert out.loss_sum.item() == pytest.approx(exact.loss_sum.item(), rel=1e-6)
 
 
 def test_non_finite_logits_give_a_non_finite_loss_and_no_error() -> None:
     logits = torch.full((1, 1, VOCAB), float("nan"))
-    assert Objective(z_loss=0.1, coord=COORD)(logits, torch.tensor([[5]])).loss_sum.isnan()
+    assert Objective(ObjectiveOptions(z_loss=0.1, coord=COORD))(logits, torch.tensor([[5]])).loss_sum.isnan()
 
 
 def test_the_weight_of_the_cross_entropy_is_that_of_its_part_alone() -> None:
-    half, whole = (Objective(token_ce=weight)(*batch()) for weight in (0.5, 1.0))
+    half, whole = (Objective(ObjectiveOptions(token_ce=weight))(*batch()) for weight in (0.5, 1.0))
     assert (half.loss_sum, half.parts["token_ce"].sum) == (0.5 * whole.loss_sum, 0.5 * whole.loss_sum)
     assert torch.equal(half.token_loss, whole.token_loss)
 
@@ -136,7 +137,7 @@ def test_a_sum_over_another_number_of_tokens_is_no_loss_and_other_outputs_no_sco
 
 
 def test_bins_beyond_the_vocabulary_raise_with_the_component_and_the_batch() -> None:
-    objective = Objective(coord=CoordTable(first_token=10, num_bins=3, sigma=1.0))
+    objective = Objective(ObjectiveOptions(coord=CoordTable(first_token=10, num_bins=3, sigma=1.0)))
     logits, targets = batch()
     with pytest.raises(
         ObjectiveError, match=r"component coord: bins end at token 12, .* at 11; batch: .\"source\""

@@ -15,8 +15,8 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.tools.preview.config_warnings import ConfigWarning, find_warnings
 from trainer.tools.preview.summary import Preview, make_preview
-from trainer.training.setup.parts import make_blend
 from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.setup.sources import make_blend
 
 
 def drawn(seed: int, count: int, least: int, most: int) -> list[int]:

@@ -24,8 +24,8 @@ from trainer.errors import UserError
 from trainer.micro_batches import ONE
 from trainer.tools.limits import wait_bound
 from trainer.tools.preview.summary import expected_batches, make_preview
-from trainer.training.setup.parts import make_blend
 from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.setup.sources import make_blend
 
 
 def plan_of(tmp_path: Path, *overrides: str, world_size: int = 2) -> Plan:

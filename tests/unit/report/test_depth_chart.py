@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainer.lab.depth_curve import curves_of, in_words
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.report.charts import make_charts
 from trainer.tools.report.depth_chart import HEIGHT, WIDTH, depth_figures, drawing
 from trainer.tools.report.page import DEPTH, render_parts
+from trainer.tools.runs.depth_curve import curves_of, in_words
 
 LOSSES = [(1, 3.5), (2, 3.1), (4, 2.9), (8, 2.6), (16, 2.5), (32, 2.4), (64, 2.3)]
 DRAWN = LOSSES[2:]

@@ -27,6 +27,7 @@ from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
 from trainer.objective.loss import Objective
+from trainer.options import LedgerOptions, ObjectiveOptions
 from trainer.training.extension import Extension, Extensions
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 4, 6, 11, 8
@@ -70,8 +71,8 @@ def run(graphs: MicroGraphs | None, *, keeps: str = "", micros: int = 3, steps: 
         model,
         Strategy(),
         gns=gns,
-        ledgers=[Ledger(state_width=WIDTH, capacity=64, wipe_mode="none")],
-        objective=Objective(z_loss=1e-2),
+        ledgers=[Ledger(LedgerOptions(capacity=64, wipe_mode="none"), state_width=WIDTH)],
+        objective=Objective(ObjectiveOptions(z_loss=1e-2)),
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5, fused=True),
         clip_grad_norm=1.0,
         autocast=nullcontext,

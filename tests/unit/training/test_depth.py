@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,15 +14,13 @@ import torch.nn.functional as F
 
 from tests.support.gloo import run_on_ranks
 from tests.support.runs import held_out_texts, write_tiny_config
-from trainer.arrays import IGNORED
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
-from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
-from trainer.lab.depth import TrainingDepth, bucket_start, depths
+from trainer.lab.depth import bucket_start, depths
 from trainer.metrics import aggregate
-from trainer.metrics.aggregate import Moments, Recorder
+from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog.lookup import is_known, lookup
 from trainer.metrics.noise_scale.estimate import t_quantile
@@ -38,6 +34,7 @@ CPU, FRACTION, CELL = torch.device("cpu"), 0.5, 16
 SETTINGS = (
     f"eval.holdout_fraction={FRACTION}",
     "eval.every=1",
+    "eval.depth=true",
     "eval.batches=100000",
     "data.max_group_cells=64",
     "ledger.capacity=4096",
@@ -236,22 +233,3 @@ def test_depth_counts_from_the_last_reset():
     assert depths(torch.tensor([12, 0]), 4, None).tolist() == [[12, 13, 14, 15], [0, 1, 2, 3]]
     assert depths(torch.tensor([12, 0]), 4, resets).tolist() == [[12, 13, 0, 1], [0, 1, 2, 0]]
     assert [bucket_start(index) for index in range(5)] == [0, 1, 2, 4, 8]
-
-
-def test_training_losses_by_depth_are_those_of_a_loop():
-    generator, recorder, expected = np.random.default_rng(0), Recorder(), {}
-    measured = TrainingDepth(SimpleNamespace(record=recorder.record))
-    for _ in range(3):
-        groups, cells, losses = np.array([7, 8, -1, 9]), generator.integers(0, 40, 4), generator.random((4, CELL))
-        targets = np.where(generator.random((4, CELL)) < 0.2, IGNORED, 1)
-        losses[targets == IGNORED] = 0
-        micro = MicroBatch({}, torch.from_numpy(targets), Carry(groups, cells, np.zeros(4, np.bool_)), {})
-        measured.micro_done(micro, SimpleNamespace(token_loss=torch.from_numpy(losses)))
-        for row, place in itertools.product((0, 1, 3), range(CELL)):
-            if targets[row, place] != IGNORED:
-                depth = int(cells[row]) * CELL + place
-                start = next(low for low in map(bucket_start, itertools.count()) if depth < max(2 * low, 1))
-                expected.setdefault(f"train/depth/{start}/loss", []).append(losses[row, place])
-    drained = recorder.drain_metrics()
-    found = {key: float(total / weight) for key, (total, weight) in drained.items() if weight}
-    assert found == pytest.approx({key: np.mean(each) for key, each in expected.items()}, abs=1e-12)

@@ -34,6 +34,7 @@ from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
 from trainer.objective.loss import Objective
 from trainer.on_device import HostCopy
+from trainer.options import LedgerOptions, ObjectiveOptions
 from trainer.training import loop
 from trainer.training.extension import Extensions
 from trainer.training.run import Run, StepInFlight
@@ -86,7 +87,7 @@ def batches() -> Iterator[dict[str, np.ndarray]]:
 def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
     model = build(VOCABULARY, dim=8, num_layers=2).to(META)
     optimizer, gns = GuardedSgd(model.parameters()), GradientNoiseScale(model)
-    sizes = {"state_width": 16, "capacity": ROWS if wipe_mode == "lru" else 64, "stale_threshold": 2, "wipe_every": 2}
+    sizes = {"capacity": ROWS if wipe_mode == "lru" else 64, "stale_threshold": 2, "wipe_every": 2}
     config = SimpleNamespace(gns=GnsTable(), optimizer=OptimizerTable())
     parts = {"model": model, "optimizer": optimizer, "gns": gns, "config": config, "info": RankInfo()}
     run: Any = SimpleNamespace(measures_noise=True, logs=lambda step: True, **parts)
@@ -94,8 +95,8 @@ def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
     diagnostics.on_event = lambda event: pytest.fail(str(event))  # an extension that reads is turned off
     return TrainStep(
         model=model,
-        ledgers=[Ledger(wipe_mode=wipe_mode, device=META, **sizes)],
-        objective=Objective(z_loss=1e-2, coord=CoordTable(first_token=2, num_bins=4, sigma=1.0)),
+        ledgers=[Ledger(LedgerOptions(wipe_mode=wipe_mode, **sizes), state_width=16, device=META)],
+        objective=Objective(ObjectiveOptions(z_loss=1e-2, coord=CoordTable(first_token=2, num_bins=4, sigma=1.0))),
         optimizer=optimizer,
         gns=gns,
         scaler=torch.amp.GradScaler(META.type, enabled=False),

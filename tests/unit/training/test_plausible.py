@@ -61,7 +61,6 @@ def test_usual_settings_give_no_doubt(config, caplog):
     ("override", "message"),
     [
         ("train.precision=fp16", 'train.precision: "fp16" needs a CUDA device'),
-        ("distributed.backend=nccl", 'distributed.backend: "nccl" needs a CUDA device'),
     ],
 )
 def test_what_needs_cuda_is_refused_by_a_run_and_said_by_check(config, tmp_path, capsys, override, message):

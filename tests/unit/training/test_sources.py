@@ -14,9 +14,8 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.tools.preview.lanes_forecast import open_lengths
-from trainer.training.setup.parts import make_dataset
 from trainer.training.setup.plan import Plan, make_plan
-from trainer.training.setup.sources import Source, resolve_sources
+from trainer.training.setup.sources import Source, make_dataset, resolve_sources
 
 HEAD = "[train]\nsteps = 10\nmicro_batches = 2\n"
 SCHEDULE = '{ schedule = "linear", points = { 0 = 4.0, 10 = 2.0 } }'

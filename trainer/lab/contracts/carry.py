@@ -44,10 +44,11 @@ def check_carry(trial: Trial) -> Verdict:
         is_lost = hasattr(model, "state_layout") and "state" in inspect.signature(model.forward).parameters
         if is_lost:
             return Verdict("carry", "broken", RETURNS_NONE)
-        why = getattr(model, "why_stateless", "")
+        why = getattr(model, "why_stateless", "") or NO_STATE
         # A context that grows needs no state, and without an argument there is none.
-        needs_none = "grows with every token" in why or "takes no state" in why
-        return untestable("carry", NO_STATE if not why else f"{NO_STATE}: {why}" if needs_none else why)
+        if "grows with every token" in why or "takes no state" in why:
+            why = f"{NO_STATE}: {why}"
+        return untestable("carry", why)
     if not trial.takes_cells:
         text = f"the model takes rows of {trial.cell} tokens and no longer ones, which its cells could be compared with"
         return untestable("carry", text)
@@ -56,8 +57,9 @@ def check_carry(trial: Trial) -> Verdict:
 
 def _judge(trial: Trial, sample: int) -> Verdict:
     """One draw of tokens, all cuts."""
-    # A single row where rows depend on each other, which is judged elsewhere.
-    subject, n, rows = trial.subject, trial.cell, ROWS if trial.facts.get("isolation") == "held" else 1
+    subject, n, rows = trial.subject, trial.cell, ROWS
+    if trial.facts.get("isolation") != "held":
+        rows = 1  # rows depend on each other, which is judged elsewhere
     tokens = trial.tokens(rows, sample=sample)
     whole = subject(tokens, subject.zeros(rows)).logits
     limit = trial.limit(_effect(trial, tokens, whole))
@@ -93,7 +95,8 @@ def _judge(trial: Trial, sample: int) -> Verdict:
     except CallFailed as error:
         errors = torch.zeros(1)
         notes.append(f"; state = None: not testable here: {error}")
-    if (size := float(errors.max())) > limit:
+    size = float(errors.max())
+    if size > limit:
         text = f"state=None and zeros give other logits, by {size:.1e} of their spread. {LEARNED_START}"
         return Verdict("carry", "broken", text, size, int((errors > limit).nonzero()[0]))
     return Verdict("carry", "held", f"cells equal the uncut row to {largest:.1e}{''.join(notes)}", largest)
@@ -142,12 +145,15 @@ def check_precision(trial: Trial, subject: Subject, *, check: str, name: str) ->
         if "exact" not in trial.facts:
             trial.facts["exact"] = trial.subject(tokens, trial.subject.zeros(ROWS)).logits
         exact: Tensor = trial.facts["exact"]
-        effect = _rms(trial.errors(_with_other_start(trial, tokens), exact)[:, n:]) if trial.width else 0.0
+        effect = 0.0
+        if trial.width:
+            effect = _rms(trial.errors(_with_other_start(trial, tokens), exact)[:, n:])
     try:
         whole = subject(tokens, subject.zeros(ROWS)).logits
         if not torch.isfinite(whole[exact.isfinite()]).all():
             return Verdict(check, "broken", f"the logits are not finite in {name}")
-        if check != "carry" and (leak := _leak(trial, subject, tokens, whole, ALLOWED * eps)):
+        leak = "" if check == "carry" else _leak(trial, subject, tokens, whole, ALLOWED * eps)
+        if leak:
             return Verdict(check, "broken", f"{leak} in {name}")
         if not trial.width:
             return Verdict(check, "held", f"causal, and rows are isolated, in {name} too")
@@ -159,8 +165,8 @@ def check_precision(trial: Trial, subject: Subject, *, check: str, name: str) ->
     size = _rms(errors[:, n:])
     if size > allowed:
         text = f"in {name} cells differ from the exact row by {size:.1e} of the logits' spread, the uncut row by "
-        wrong = (errors.amax(0) > allowed).nonzero()
-        return Verdict(check, "broken", f"{text}{own:.1e}", size, int(wrong[0]) if len(wrong) else n)
+        position = next(iter((errors.amax(0) > allowed).nonzero()), n)
+        return Verdict(check, "broken", f"{text}{own:.1e}", size, int(position))
     if effect < allowed:
         text = f"rounding in {name} ({allowed / ALLOWED:.0e}) hides what a lost state would change ({effect:.0e})"
         return untestable(check, text)
@@ -272,9 +278,12 @@ def _distance(found: list[Tensor], wanted: list[Tensor], noise: float) -> float:
     """
     gaps = [a.double() - b.double() for a, b in zip(found, wanted, strict=True)]
     leaf, parameters = norm(wanted[:1]), norm(wanted[1:])
-    of_leaf = ratio(norm(gaps[:1]), leaf if leaf > math.sqrt(noise) * parameters else parameters)
-    sizes = of_leaf, ratio(norm(gaps[1:]), parameters)
-    return math.inf if any(map(math.isnan, sizes)) else max(sizes)
+    if leaf <= math.sqrt(noise) * parameters:
+        leaf = parameters
+    sizes = ratio(norm(gaps[:1]), leaf), ratio(norm(gaps[1:]), parameters)
+    if any(map(math.isnan, sizes)):
+        return math.inf
+    return max(sizes)
 
 
 def check_checkpointing(trial: Trial) -> Verdict:

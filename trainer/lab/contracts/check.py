@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.import_path import format_error, shown_path
-from trainer.lab.contracts.anybody import adapt
+from trainer.lab.contracts.adapted import adapt
 from trainer.lab.contracts.carry import (
     check_carry,
     check_checkpointing,
@@ -24,9 +25,10 @@ from trainer.lab.contracts.carry import (
     check_precision,
     check_state_used,
 )
-from trainer.lab.contracts.rows import check_causality, check_isolation, check_resets
+from trainer.lab.contracts.rows import check_causality, check_isolation, check_resets, ordered
 from trainer.lab.contracts.soak import LEAST_ROWS, LEAST_SECONDS, check_soak
 from trainer.lab.contracts.subject import (
+    MODES,
     CallFailed,
     NotTestable,
     Result,
@@ -34,6 +36,7 @@ from trainer.lab.contracts.subject import (
     dtype_name,
     private_copy,
     seed_generators,
+    shape_of,
     without_dropout,
 )
 from trainer.lab.contracts.trial import CHECKS, ROWS, Report, Trial, Verdict, make_trial, relative, untestable
@@ -77,21 +80,21 @@ def check_model(
     """
     started = time.perf_counter()
     verdicts: dict[str, Verdict] = {}
-    how = "nothing was run"
+    how, why = "nothing was run", "the time was up before it began"
     with _left_alone(model):
         try:
             request = _Request(vocab_size, seq_len, autocast, rows, time.thread_time(), max_seconds)
             how = _check(model, request, verdicts)
         except (CallFailed, NotTestable) as error:
-            how, why = "nothing else was run" if verdicts else how, str(error)
-        else:
-            why = "the time was up before it began"
+            why = str(error)
+            if verdicts:
+                how = "nothing else was run"
     ordered = tuple(verdicts.get(check) or untestable(check, why) for check in CHECKS)
     return Report(ordered, how, time.perf_counter() - started)
 
 
 class _Request(NamedTuple):
-    """What `check_model` was asked for, and when, in the calling thread's time."""
+    """The arguments of `check_model`, and when it began, in the calling thread's time."""
 
     vocab_size: int
     seq_len: int
@@ -163,7 +166,7 @@ def _find_state(model: nn.Module, seq_len: int) -> str:
 
 
 def _check_forward(subject: Subject, vocab_size: int, seq_len: int, takes_resets: bool) -> str:
-    """What is wrong with one row of the training length in `train()` or in `eval()`; empty if nothing is."""
+    """The problem of one row of the training length in `train()` or in `eval()`; empty if there is none."""
     width: int = subject.model.state_width  # type: ignore[assignment]
     tokens = (torch.arange(seq_len) % vocab_size)[None]
     given: dict[str, Any] = {"tokens": tokens.to(subject.device), "state": subject.zeros(1)}
@@ -176,34 +179,34 @@ def _check_forward(subject: Subject, vocab_size: int, seq_len: int, takes_resets
             output = subject.forward(model, dict(given), with_grad=False)
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
             text = format_error(error, otherwise=_place_of_forward(model))
-            state = [1, width] if width else "None"
-            casts = width and subject.dtype in LOW
-            hint = f"; states are {dtype_name(subject.ledger_dtype)}, which the model has to cast" if casts else ""
-            return f"its forward fails{where} with tokens {list(tokens.shape)} and state {state}: {text}{hint}"
-        if problem := _mismatch(output, seq_len, vocab_size, width) or _loss_mismatch(model, output, seq_len):
+            if width and subject.dtype in LOW:
+                text += f"; states are {dtype_name(subject.ledger_dtype)}, which the model has to cast"
+            state = [1, width] if width else None
+            return f"its forward fails{where} with tokens {list(tokens.shape)} and state {state}: {text}"
+        problem = _mismatch(output, seq_len, vocab_size, width) or _loss_mismatch(model, output, seq_len)
+        if problem:
             return f"its forward returns{where} {problem}{_place_of_forward(model)}"
     return ""
 
 
 def _mismatch(output: Any, length: int, vocab_size: int, width: int) -> str:
-    """What is wrong with a forward's output for one row; empty if nothing is."""
+    """The problem of a forward's output for one row; empty if there is none."""
     if not hasattr(output, "logits") or not hasattr(output, "state"):
         return f"a {type(output).__name__} without .logits and .state"
-    logits, state = (
-        list(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (output.logits, output.state)
-    )
+    logits, state = shape_of(output.logits), shape_of(output.state)
     # More columns than ids do no harm: some pad the vocabulary.
-    if isinstance(logits, str) or len(logits) != 3 or logits[:2] != [1, length] or logits[2] < vocab_size:
+    has_rank = isinstance(logits, list) and len(logits) == 3
+    if not has_rank or logits[:2] != [1, length] or logits[2] < vocab_size:
         return f"logits {logits} for tokens [1, {length}], not {[1, length, vocab_size]}"
-    if not width:
-        return ""
-    if state == [1, width] and not output.state.is_floating_point():
+    if width and state != [1, width]:
+        return f"a state {state} for one row, not [1, {width}], its state_width"
+    if width and not output.state.is_floating_point():
         return f"a state of {dtype_name(output.state.dtype)}: leave out state_width, and it is carried exactly"
-    return f"a state {state} for one row, not [1, {width}], its state_width" if state != [1, width] else ""
+    return ""
 
 
 def _loss_mismatch(model: nn.Module, output: Any, length: int) -> str:
-    """What is wrong with the losses for one row. What they depend on is not judged: a balance loss may mix rows."""
+    """The problem of the losses for one row. Their dependencies are not judged: a balance loss may mix rows."""
     if not hasattr(model, "loss_keys") and not getattr(output, "losses", None):
         return ""
     from trainer.objective.auxiliary import declared_losses, loss_problem  # of models that are written like this alone
@@ -215,19 +218,19 @@ def _loss_mismatch(model: nn.Module, output: Any, length: int) -> str:
 def _place_of_forward(model: nn.Module) -> str:
     """` (FILE:LINE)` of the model's `forward`; empty if it has none in Python."""
     code = getattr(inspect.unwrap(model.forward), "__code__", None)
-    return "" if code is None else f" ({shown_path(code.co_filename)}:{code.co_firstlineno})"
+    if code is None:
+        return ""
+    return f" ({shown_path(code.co_filename)}:{code.co_firstlineno})"
 
 
 def takes_resets(model: nn.Module) -> bool:
-    """Whether `forward` takes `resets`.
-
-    Raises:
-        NotTestable: it needs inputs that are not known here.
-    """
+    """Whether `forward` takes `resets`. Raises NotTestable: it needs inputs that are not known
+    here."""
     skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(model.forward).parameters
     required = {p.name for p in parameters.values() if p.default is inspect.Parameter.empty and p.kind not in skipped}
-    if unknown := sorted(required - KNOWN_INPUTS):
+    unknown = sorted(required - KNOWN_INPUTS)
+    if unknown:
         raise NotTestable(f"forward needs {', '.join(unknown)}, which only the data have")
     return "resets" in parameters
 
@@ -261,8 +264,7 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
             state = trial.start_state()
         # Infinities may mean something, as in log space; NaN no other check could compare.
         if state is not None and state.isnan().any():
-            mode = "train" if training else "eval"
-            text = f"the returned state holds NaN in {mode}(), and the next cell starts from it"
+            text = f"the returned state holds NaN in {MODES[training]}, and the next cell starts from it"
             verdicts["carry"] = Verdict("carry", "broken", text)
             raise NotTestable("the state is NaN")
     verdicts["purity"], trial = check_purity(trial, live)
@@ -297,7 +299,8 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
         trial.facts[check] = verdict.status
         if check == "carry" and is_exact and verdict.status == "held":
             found = check_precision(trial, working, check="carry", name=own)
-            verdict = found if found.status == "broken" else verdict
+            if found.status == "broken":
+                verdict = found
         verdicts[check] = verdict
     return f"judged in {precision}, rows of {trial.length} tokens in cells of {trial.cell}, on {trial.subject.device}"
 
@@ -316,14 +319,10 @@ def _require(check: str, verdicts: dict[str, Verdict], trial: Trial) -> None:
 
 
 def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
-    """Judge purity, and find out in which modes the other checks have to run.
+    """Judge purity, and find the modes in which the other checks have to run.
 
-    Args:
-        live: the model as it is, with its dropouts; the trial's has none.
-
-    Returns:
-        The verdict, and the trial for the checks that follow. If the verdict allows it, they run on one copy of the model
-        instead of a fresh one per call.
+    `live` is the model as it is, with its dropouts; the trial's has none. Returns the verdict, and the trial for the checks
+    that follow: if the verdict allows it, they run on one copy of the model instead of a fresh one per call.
     """
     subject = trial.subject
     tokens, state = trial.tokens(), trial.start_state(ROWS)
@@ -342,20 +341,23 @@ def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
             results[training], found = _with_writes(trial, tokens, state, model)
             written = written or found or _under_grad(trial, tokens, state, results[training])
             returned = results[training].state  # not a copy
-            copied = None if returned is None else returned.clone()
+            copied = copy.deepcopy(returned)
             results[training] = results[training]._replace(state=copied)
-            subject(trial.others(tokens), None if state is None else state.flip(0), on=model)
-            # The same call again would write the same numbers.
-            is_alias = is_alias or (returned is not None and copied is not None and not returned.equal(copied))
+            # Other tokens and another state: the same call again would write the same numbers.
+            subject(trial.others(tokens), ordered(state, [*reversed(range(ROWS))]), on=model)
+            is_alias = is_alias or not equal(returned, copied)
             kept, size = _again(trial, tokens, state, model, results[training])
         if kept:
             break
     subject.is_pure = not kept
     with trial.in_mode(True):
         is_random = subject.draws_random_numbers(tokens)
-    note = " (judged in eval(): in train() the model draws random numbers beside dropout)" if is_random else ""
-    differ = not kept and not torch.equal(results[True].logits, results[False].logits)
-    modes = (False,) if is_random else (True, False) if differ else (True,)
+    note = ""
+    modes: tuple[bool, ...] = (True,)
+    if is_random:
+        note, modes = " (judged in eval(): in train() the model draws random numbers beside dropout)", (False,)
+    elif not kept and not torch.equal(results[True].logits, results[False].logits):
+        modes = (True, False)
     trial = replace(trial, modes=modes, mode_note=note)
     if kept or written:
         return Verdict("purity", "broken", kept or written, size or None), trial
@@ -379,15 +381,17 @@ def _repeat_live(trial: Trial, live: Subject, tokens: Tensor, state: Tensor | No
     generators, a device may still add in another order.
     """
     live.training = False
-    state = None if state is None else state.to(live.ledger_dtype)
+    if state is not None:
+        state = state.to(live.ledger_dtype)
     seed_generators()
     before = live.generator_state()
     first = live(tokens, state)
     second = live(tokens, state)
     draws = not torch.equal(before, live.generator_state())
     size = _difference(trial, second, first)
-    limit = 0.0 if draws else torch.finfo(live.autocast or live.dtype).eps ** 0.5
-    return (size if size > limit else 0.0), draws
+    if not draws and size <= torch.finfo(live.autocast or live.dtype).eps ** 0.5:
+        size = 0.0
+    return size, draws
 
 
 def _again(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module, first: Result) -> tuple[str, float]:
@@ -395,32 +399,40 @@ def _again(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module,
     size = _difference(trial, trial.subject(tokens, state, on=model), first)
     if size <= max(64 * trial.noise, 1e-12):
         return "", size
-    mode = "train" if trial.subject.training else "eval"
-    text = f"the same call gives another answer after another call in between, by {size:.1e}, in {mode}(): the module keeps "
-    return f"{text}something of its own from call to call, which the ledger cannot see", size
+    mode = MODES[trial.subject.training]
+    text = f"the same call gives another answer after another call in between, by {size:.1e}, in {mode}: "
+    return f"{text}the module keeps something of its own from call to call, which the ledger cannot see", size
 
 
 def _with_writes(trial: Trial, tokens: Tensor, state: Tensor | None, model: nn.Module) -> tuple[Result, str]:
     """A call's result, and which of its arguments the forward writes into."""
     subject = trial.subject
-    given_tokens, given = tokens.to(subject.device, copy=True), None if state is None else state.clone()
+    given_tokens, given = tokens.to(subject.device, copy=True), copy.deepcopy(state)
     result = subject(given_tokens, given, on=model, copies=False)
-    is_state = given is not None and state is not None and not torch.equal(given, state)
-    if is_state or not torch.equal(given_tokens.cpu(), tokens):
-        what = "the incoming state" if is_state else "tokens"
-        return result, f"forward writes into {what}, in place; compute a new tensor instead"
+    text = "forward writes into {}, in place; compute a new tensor instead"
+    if not equal(given, state):
+        return result, text.format("the incoming state")
+    if not torch.equal(given_tokens.cpu(), tokens):
+        return result, text.format("tokens")
     return result, ""
 
 
 def _under_grad(trial: Trial, tokens: Tensor, state: Tensor | None, wanted: Result) -> str:
     """How a call with gradients enabled differs from one without; empty if it does not."""
     logits, end = trial.subject(tokens, state, with_grad=True, on=trial.subject.fresh())
-    found = Result(logits.detach().double(), end.detach() if isinstance(end, Tensor) else None)
+    if isinstance(end, Tensor):
+        end = end.detach()
+    found = Result(logits.detach().double(), end)
     size = _difference(trial, found, wanted)
     if size <= max(64 * trial.noise, trial.noise**0.5):
         return ""
-    mode = "train" if trial.subject.training else "eval"
-    return f"in {mode}(), forward gives another answer with gradients enabled than under torch.no_grad(), by {size:.1e}"
+    mode = MODES[trial.subject.training]
+    return f"in {mode}, forward gives another answer with gradients enabled than under torch.no_grad(), by {size:.1e}"
+
+
+def equal(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two states of one shape have the same numbers, or both are None."""
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _difference(trial: Trial, found: Result, wanted: Result) -> float:
@@ -436,14 +448,12 @@ def _difference(trial: Trial, found: Result, wanted: Result) -> float:
 def _left_alone(model: nn.Module) -> Iterator[None]:
     """Restore the random generators; run compiled parts uncompiled."""
     devices = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}
-    python, library = random.getstate(), sys.modules.get("numpy")
-    numpy_state = library.random.get_state() if library is not None else None
-    # Nothing is compiled where the compiler was never imported, which takes seconds.
-    eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    try:
-        with torch.random.fork_rng(devices=sorted(devices)), eagerly:
-            yield
-    finally:
-        random.setstate(python)
-        if library is not None:
-            library.random.set_state(numpy_state)
+    numpy = sys.modules.get("numpy")
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=sorted(devices)))
+        stack.callback(random.setstate, random.getstate())
+        if numpy is not None:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        if "torch._dynamo" in sys.modules:  # importing the compiler takes seconds; without it nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield

@@ -1,8 +1,9 @@
-"""What must not leak: later tokens (causality), other rows (isolation), documents before a reset (resets)."""
+"""Leaks: later tokens (causality), other rows (isolation), documents before a reset (resets)."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from trainer.lab.contracts.subject import CallFailed, NotTestable, Result
 from trainer.lab.contracts.trial import ROWS, Trial, Verdict, relative, untestable
@@ -67,9 +68,9 @@ def _judge_isolation(trial: Trial, sample: int) -> Verdict:
             text = f"changing the other rows moves the logits or the state of row {row} by {size:.1e}, from position "
             return Verdict("isolation", "broken", f"{text}{position} on", size, position)
         largest = max(largest, size)
-    order = torch.arange(ROWS).roll(-1)
-    moved = subject(tokens[order], None if state is None else state[order.to(state.device)])
-    wanted = Result(before.logits[order], None if before.state is None else before.state[order.to(before.state.device)])
+    order = [*range(1, ROWS), 0]
+    moved = subject(tokens[order], ordered(state, order))
+    wanted = Result(before.logits[order], ordered(before.state, order))
     for row in range(ROWS):
         size, position = _deviation(trial, moved, wanted, limit, row=row)
         if size > limit:
@@ -80,11 +81,18 @@ def _judge_isolation(trial: Trial, sample: int) -> Verdict:
     return Verdict("isolation", "held", text, largest)
 
 
+def ordered(state: Tensor | None, order: list[int]) -> Tensor | None:
+    """The rows of the state with these numbers."""
+    return None if state is None else state[order]
+
+
 def _deviation(trial: Trial, found: Result, wanted: Result, limit: float, *, row: int) -> tuple[float, int]:
     """Largest error of a row's logits or state, and the first wrong position (that of the state is the last)."""
     errors = trial.errors(found.logits, wanted.logits)[row]
     size = float(errors.max())
-    position = int((errors > limit).nonzero()[0]) if size > limit else trial.length - 1
+    position = trial.length - 1
+    if size > limit:
+        position = int((errors > limit).nonzero()[0])
     if found.state is not None and wanted.state is not None:
         states = found.state.double(), wanted.state.double()
         unit = float(states[1][row].square().mean().sqrt()) or 1.0
@@ -121,9 +129,11 @@ def _judge_resets(trial: Trial, sample: int) -> Verdict:
             return Verdict("resets", "broken", f"{text}by {size:.1e}", size, position + first)
         largest = max(largest, size)
     # The last row's two documents, each run alone.
-    given = None if state is None else state[-1:]
     try:
-        alone = [subject(tokens[-1:, : at[-1]], given), subject(tokens[-1:, at[-1] :], subject.zeros(1))]
+        alone = [
+            subject(tokens[-1:, : at[-1]], ordered(state, [ROWS - 1])),
+            subject(tokens[-1:, at[-1] :], subject.zeros(1)),
+        ]
     except CallFailed as error:
         text = f"nothing crosses the reset (at most {largest:.1e}); the documents alone: {error}"
         return Verdict("resets", "held", text, largest)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.lab.contracts.subject import CallFailed, NotTestable, Subject, dtype_name, gradients, norm, ratio
+from trainer.lab.contracts.subject import MODES, CallFailed, NotTestable, Subject, dtype_name, gradients, norm, ratio
 from trainer.lab.contracts.trial import CELL_LENGTHS, SAMPLES, Trial, Verdict, effective_dtype, relative, untestable
 
 LEAST_ROWS = 9  # a fault may begin beyond 2, 4 or 8 rows
@@ -47,7 +47,7 @@ class _Document(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Rows in mixed phases. Those of a phase are the same, so that a document that is run alone judges all of them."""
+    """Rows in mixed phases. Rows of a phase are the same, so that a document that is run alone judges all of them."""
 
     tokens: Tensor
     """[B, length]"""
@@ -104,8 +104,12 @@ class _Pass:
 
     def __str__(self) -> str:
         dtype = dtype_name(self.subject.autocast or self.subject.dtype)
-        grad = " and its gradients" if self.backward else " with gradients enabled" if self.with_grad else ""
-        return f"{'train' if self.training else 'eval'}() in {dtype}{grad}"
+        text = f"{MODES[self.training]} in {dtype}"
+        if self.backward:
+            return f"{text} and its gradients"
+        if self.with_grad:
+            return f"{text} with gradients enabled"
+        return text
 
     def read(self, pieces: Sequence[Tensor], columns: Tensor) -> Tensor:
         """The logits [T, columns] of a row that is read in `pieces`, from zeros."""
@@ -120,7 +124,9 @@ class _Pass:
         """The state for the next cell; with its graph if there will be a backward."""
         if state is None or not self.subject.model.state_width:
             return None
-        return state.to(self.subject.ledger_dtype) if self.backward else self.subject.carried(state)
+        if self.backward:
+            return state.to(self.subject.ledger_dtype)
+        return self.subject.carried(state)
 
 
 def check_soak(trial: Trial, working: Subject, *, seq_len: int, rows: int, deadline: float) -> Verdict:
@@ -176,15 +182,17 @@ def _judge(trial: Trial, way: _Pass, size: _Size) -> Verdict:
 
 
 class _Size(NamedTuple):
-    """Of a batch: rows, tokens of a cell, phases whose documents are also run alone."""
+    """The size of a batch: rows, tokens of a cell, phases whose documents are also run alone."""
 
     rows: int
     cell: int
     compared: int
 
     def __str__(self) -> str:
-        judged = "" if self.compared == len(PHASES) else f" in {len(PHASES)} phases, {self.compared} of them judged"
-        return f"{self.rows} rows{judged}, {CELLS} cells of {self.cell} tokens"
+        text = f"{self.rows} rows"
+        if self.compared < len(PHASES):
+            text += f" in {len(PHASES)} phases, {self.compared} of them judged"
+        return f"{text}, {CELLS} cells of {self.cell} tokens"
 
 
 def _find_way(trial: Trial, ways: Sequence[_Pass], seq_len: int, rows: int, seconds: float) -> tuple[_Pass, _Size]:
@@ -204,7 +212,9 @@ def _find_size(trial: Trial, way: _Pass, seq_len: int, rows: int, seconds: float
     shorter = [
         each for each in sorted(CELL_LENGTHS, reverse=True) if trial.cell <= each < seq_len and trial.takes_cells
     ]
-    rows, reads = min(max(rows, LEAST_ROWS), MOST_ROWS), (CELLS + 1.5) * (3 if way.backward else 1)
+    rows, reads = min(max(rows, LEAST_ROWS), MOST_ROWS), CELLS + 1.5
+    if way.backward:
+        reads *= 3
     for cell in (seq_len, *shorter):
         one = _time_call(trial, way, 1, cell)
         if reads * one * (1 + COMPARED[-1] + 2) > seconds:
@@ -234,7 +244,9 @@ def make_batch(trial: Trial, size: _Size, sample: int) -> _Batch:
     """A batch in mixed phases: that of a row is the digit sum of its number in base 4, so that no two rows that are 1, 2, 4, 8,
     16 or 32 apart are the same."""
     rows, cell, compared = size
-    lengths = [cell] * CELLS + [cell + cell // 2 - 1] * (trial.takes_cells and cell > 1)
+    lengths = [cell] * CELLS
+    if trial.takes_cells and cell > 1:
+        lengths.append(cell + cell // 2 - 1)
     phases = torch.tensor([sum(row // 4**digit % 4 for digit in range(4)) % len(PHASES) for row in range(rows)])
     begins = torch.zeros(len(PHASES), len(lengths), dtype=torch.bool)
     is_read = torch.ones_like(begins)
@@ -242,18 +254,18 @@ def make_batch(trial: Trial, size: _Size, sample: int) -> _Batch:
     is_read[1, 2:4] = False
     resets = None
     if trial.takes_resets:
-        # In the first cell; near each other, and the last token of a cell; two in a later one; the begin of a third. The other
-        # phases have one: a reset may be lost in some rows alone.
+        # In the first cell; near each other, and the last token of a cell; two in a later one; the begin of a third.
+        # The other phases have one: a reset may be lost in some rows alone.
         resets = torch.zeros(len(PHASES), sum(lengths), dtype=torch.bool)
         close = {cell + min(at, cell - 1) for at in (1, 3, cell // 3 + 2, cell // 3 + 3, cell - 1)}
         resets[3, [cell // 2, *close, 3 * cell + cell // 2, 3 * cell + 3 * cell // 4, 5 * cell]] = True
         resets[:3, 5 * cell + cell // 3] = True
+        resets = resets[phases]
     else:
         begins[3, [1, 5]] = True
     tokens = trial.tokens(len(PHASES), sum(lengths), sample=sample)
     judged = [3, 0, 1, 2][:compared]
-    copies = {judged_phase: (phases == judged_phase).nonzero().flatten().tolist() for judged_phase in judged}
-    resets = None if resets is None else resets[phases]
+    copies = {phase: (phases == phase).nonzero().flatten().tolist() for phase in judged}
     return _Batch(tokens[phases], begins[phases], is_read[phases], resets, lengths, copies)
 
 
@@ -273,13 +285,14 @@ class _Alone:
         """The logits [T, columns]."""
         row, begin, end, padded = document
         tokens = torch.cat([self.batch.tokens[row : row + 1, begin:end], self.padding], dim=1)[:, :padded]
-        pieces = torch.split(tokens, self.batch.lengths[0] if self.is_cut else padded, dim=1)
-        return self.way.read(pieces, self.columns)[: end - begin]
+        length = self.batch.lengths[0] if self.is_cut else padded
+        return self.way.read(torch.split(tokens, length, dim=1), self.columns)[: end - begin]
 
 
 def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
     """The batch against each document of the compared rows alone; their gradients too if the pass has them."""
-    columns = torch.arange(trial.vocab_size) if trial.varies is None else trial.varies.nonzero().flatten()
+    varies = torch.ones(trial.vocab_size) if trial.varies is None else trial.varies
+    columns = varies.nonzero().flatten()
     columns = columns[:: -(-len(columns) * len(batch.tokens) // (MOST_COLUMNS * LEAST_ROWS))]
     cell = batch.lengths[0]
     alone = _Alone(way, batch, columns, trial.tokens(1, 2 * cell, sample=900 + sample))
@@ -300,7 +313,7 @@ def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
     parameters = [each for each in way.subject.model.parameters() if each.requires_grad]
 
     def gradient(pairs: Iterable[tuple[_Document, Tensor]]) -> list[Tensor]:
-        """Of a fixed weighted sum of the logits, over all rows of a document."""
+        """The gradient of a fixed weighted sum of the logits, over all rows of a document."""
         within = ((each, logits[..., : rounding.horizon, :]) for each, logits in pairs)
         terms = [(logits * weights[each.begin :][: logits.shape[-2]]).sum() for each, logits in within]
         return gradients(torch.stack(terms).sum(), parameters)
@@ -361,7 +374,9 @@ def _read_batch(way: _Pass, batch: _Batch, columns: Tensor) -> Tensor:
         if state is not None and zeros is not None:
             keeps = batch.is_read[:, cell] & ~batch.begins[:, cell]
             state = torch.where(keeps[:, None].to(state.device), state, zeros)
-        resets = None if batch.resets is None else batch.resets[:, begin:end]
+        resets = batch.resets
+        if resets is not None:
+            resets = resets[:, begin:end]
         try:
             result = subject(batch.tokens[:, begin:end], state, resets, with_grad=way.with_grad)
         except CallFailed as error:
@@ -375,7 +390,7 @@ def _read_batch(way: _Pass, batch: _Batch, columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rounding:
-    """What rounding explains.
+    """The errors that rounding explains.
 
     Attributes:
         limit: the relative error above which logits are wrong.
@@ -407,14 +422,19 @@ def _measure_rounding(trial: Trial, way: _Pass, wanted: Tensor, run: Callable[[]
     eps = float(torch.finfo(effective_dtype(replace(trial, subject=subject), trial.tokens(length=trial.cell))).eps)
     if subject.device.type == "cuda" and subject.dtype == torch.float32:
         eps = max(eps, 2.0**-10)  # of TF32, which matrix products and convolutions may use
-    rounding = _Rounding(trial.unit, chunk=1 if eps < COARSE else FLIPPED)
-    step = math.sqrt(eps) if eps < COARSE else eps
+    if eps < COARSE:
+        rounding, step = _Rounding(trial.unit), math.sqrt(eps)
+    else:
+        rounding, step = _Rounding(trial.unit, chunk=FLIPPED), eps
     with subject.perturbed(step):
         moved = rounding.errors(run(), wanted)
-    # A change far above rounding, as that in float32 is, sends some tokens to other experts.
-    moved = (moved if eps < EXACT or eps >= COARSE else _medians(moved, cell)).cummax(0).values
+    if EXACT <= eps < COARSE:  # such a change is far above rounding, and sends some tokens to other experts
+        moved = _medians(moved, cell)
+    moved = moved.cummax(0).values
     horizon = int((moved <= CHAOS).sum())
-    response = float(moved[horizon - 1]) * eps / step if horizon else math.inf
+    response = math.inf
+    if horizon:
+        response = float(moved[horizon - 1]) * eps / step
     largest = float(wanted.detach().abs().nan_to_num(0, 0, 0).max()) / trial.unit
     noise = max(response, 2 * eps * min(max(largest, 1.0), 1e3))
     if noise > CHAOS:
@@ -423,5 +443,5 @@ def _measure_rounding(trial: Trial, way: _Pass, wanted: Tensor, run: Callable[[]
 
 
 def _distance(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """Of two gradients, in units of the norm of the second."""
+    """The distance of two gradients, in units of the norm of the second."""
     return ratio(norm([a - b for a, b in zip(found, wanted, strict=True)]), norm(wanted))

@@ -6,7 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ CALL_SEED = 20_251
 ZERO_MATRIX_SCALE = 0.5  # times 1 / sqrt(fan-in): about half of what an ordinary initialization draws
 ZERO_VECTOR_SCALE = 0.1
 DROPOUTS = frozenset({"dropout", "dropout_", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout"})
-NO_DROPOUT: tuple[dict[str, float], ...] = ({"dropout_p": 0.0}, {})  # as a keyword, unless it is given by position
+MODES = {True: "train()", False: "eval()"}
 LIFTED = {
     torch.float32: torch.float64,
     torch.bfloat16: torch.float64,
@@ -65,8 +65,8 @@ class Subject:
         self.dtype = dtype
         self.autocast = autocast
         self.is_live = is_live
-        first = next(iter([*model.parameters(), *model.buffers()]), None)
-        self.device = torch.device("cpu") if first is None else first.device
+        tensors = [*model.parameters(), *model.buffers(), torch.empty(0)]  # a model without any runs on the CPU
+        self.device = tensors[0].device
         self.is_pure = False
         self.training = True
 
@@ -94,7 +94,7 @@ class Subject:
 
     @property
     def ledger_dtype(self) -> torch.dtype:
-        """Of incoming states: float32 as the ledger keeps them; float64 where the model runs in it."""
+        """The dtype of incoming states: float32 as the ledger keeps them; float64 where the model runs in it."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def carried(self, state: Tensor | None) -> Tensor | None:
@@ -123,7 +123,9 @@ class Subject:
         Raises:
             CallFailed: the model raised, or returned something else than logits and state.
         """
-        model = on if on is not None else self.model if self.is_pure else self.fresh()
+        model = on
+        if model is None:
+            model = self.model if self.is_pure else self.fresh()
         model.train(self.training)
         given = {"tokens": tokens.to(self.device, copy=copies), "state": state}
         if state is not None and copies and not with_grad:
@@ -138,9 +140,10 @@ class Subject:
                 raise CallFailed(f"forward fails with tokens {list(tokens.shape)}: {one_line(error)}") from error
         if with_grad:
             return Result(logits, found)
-        # Copies: the next call may write into a buffer that the model returned.
-        state = found.detach().to(found.dtype, copy=copies) if isinstance(found, Tensor) else None
-        return Result(logits.detach().to(torch.float64, copy=True), state)
+        end = None
+        if isinstance(found, Tensor):  # copied: the next call may write into a buffer that the model returned
+            end = found.detach().to(found.dtype, copy=copies)
+        return Result(logits.detach().to(torch.float64, copy=True), end)
 
     def forward(self, model: nn.Module, inputs: dict[str, Any], *, with_grad: bool) -> Any:
         """The output of one of the copies, unwrapped; raises whatever the model raises."""
@@ -152,15 +155,16 @@ class Subject:
         """The same default dtype and autocast in every call; the same seed and no dropout, unless it is live."""
         if not self.is_live:
             seed_generators()
-        before = torch.get_default_dtype()
-        # Tensors that a forward makes without a dtype follow the parameters.
-        torch.set_default_dtype(self.dtype if self.dtype in (torch.float32, torch.float64) else before)
-        cast = torch.autocast(self.device.type, dtype=self.autocast) if self.autocast else nullcontext()
-        try:
-            with nullcontext() if self.is_live else Plain(lift=self.dtype == torch.float64), cast:
-                yield
-        finally:
-            torch.set_default_dtype(before)
+        with ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            if self.dtype in (torch.float32, torch.float64):
+                # Tensors that a forward makes without a dtype follow the parameters.
+                torch.set_default_dtype(self.dtype)
+            if not self.is_live:
+                stack.enter_context(Plain(lift=self.dtype == torch.float64))
+            if self.autocast is not None:
+                stack.enter_context(torch.autocast(self.device.type, dtype=self.autocast))
+            yield
 
     def draws_random_numbers(self, tokens: Tensor) -> bool:
         """Whether a forward advances torch's generator."""
@@ -170,7 +174,7 @@ class Subject:
         return not torch.equal(before, self.generator_state())
 
     def generator_state(self) -> Tensor:
-        """Of torch's generators that a forward can draw from."""
+        """The state of the generators of torch that a forward can draw from."""
         if self.device.type == "cuda":
             return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(self.device)])
         return torch.get_rng_state()
@@ -206,15 +210,25 @@ class Plain(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in DROPOUTS:
-            return args[0] if args else kwargs["input"]
+            return next(iter(args), kwargs.get("input"))
         if name == "scaled_dot_product_attention":
-            args, kwargs = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**kwargs, **NO_DROPOUT[len(args) > 4]}
+            if len(args) > 4:  # its dropout is given by position
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
         if self._lift:
             if name in ("float", "half", "bfloat16") and args:
                 return args[0].double()
-            args = tuple(LIFTED.get(each, each) if isinstance(each, torch.dtype) else each for each in args)
-            kwargs = {key: LIFTED.get(v, v) if isinstance(v, torch.dtype) else v for key, v in kwargs.items()}
+            args = tuple(map(_lifted, args))
+            kwargs = {key: _lifted(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def _lifted(value: Any) -> Any:
+    """The dtype to compute in, if the value is a dtype."""
+    if isinstance(value, torch.dtype):
+        return LIFTED.get(value, value)
+    return value
 
 
 def seed_generators() -> None:
@@ -234,11 +248,8 @@ class _DetachCopies(TorchFunctionMode):
 
 
 def copy_model(model: nn.Module, *, shares_parameters: bool = False) -> nn.Module:
-    """A copy, with the values of what a forward has left in it, such as a router's loss.
-
-    Raises:
-        NotTestable: it holds something that cannot be copied.
-    """
+    """A copy, with the values of what a forward has left in it, such as a router's loss. Raises
+    NotTestable: it holds something that cannot be copied."""
     shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if shares_parameters}
     try:
         with _DetachCopies():
@@ -262,12 +273,19 @@ def private_copy(model: nn.Module) -> nn.Module:
         for name, parameter in made.named_parameters():
             parameter.grad = None
             if parameter.requires_grad and parameter.is_floating_point() and name not in hooked:
-                is_zero = parameter == 0
-                scale = ZERO_MATRIX_SCALE * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else ZERO_VECTOR_SCALE
-                # A whole zero tensor, or zero rows; single zeros among others mean something, or hide nothing.
-                rows = is_zero.all(-1, keepdim=True) if parameter.dim() > 1 else is_zero.all()
-                parameter.add_(torch.where(rows, scale * _normal(parameter), torch.zeros_like(parameter)))
+                _draw_zeros(parameter)
     return made
+
+
+def _draw_zeros(parameter: Tensor) -> None:
+    """Draw a vector that is zero, or the rows of a matrix that are."""
+    # Single zeros among others mean something, or hide nothing.
+    if parameter.dim() > 1:
+        scale = ZERO_MATRIX_SCALE * parameter.shape[-1] ** -0.5
+        is_zero = (parameter == 0).all(-1, keepdim=True)
+    else:
+        scale, is_zero = ZERO_VECTOR_SCALE, (parameter == 0).all()
+    parameter.add_(torch.where(is_zero, scale * _normal(parameter), torch.zeros_like(parameter)))
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -288,30 +306,28 @@ def _normal(like: Tensor) -> Tensor:
 
 
 def gradients(loss: Tensor, of: Sequence[Tensor]) -> list[Tensor]:
-    """Of a loss; zeros for what it does not use.
-
-    Raises:
-        CallFailed: backward raises.
-    """
+    """The gradients of a loss; zeros for tensors that it does not use. Raises CallFailed: backward
+    raises."""
     try:
-        found = torch.autograd.grad(loss, of, allow_unused=True)
+        return list(torch.autograd.grad(loss, of, allow_unused=True, materialize_grads=True))
     except Exception as error:  # autograd functions of the user's own may raise anything
         raise CallFailed(f"backward: {one_line(error)}") from error
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, of, strict=True)]
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
-    """Of all of them together, in double precision."""
+    """The norm of all of them together, in double precision."""
     return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
 
 
 def ratio(gap: float, unit: float) -> float:
     """`gap` in units of a norm; 0 if both vanish."""
-    return gap / unit if unit else (0.0 if gap == 0.0 else math.inf)
+    if unit:
+        return gap / unit
+    return math.inf if gap else 0.0
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Without the `torch.` in front."""
+    """The name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -319,3 +335,8 @@ def one_line(error: Exception) -> str:
     """The error with its place in the user's code, not too long."""
     text = format_error(error)
     return f"{text[:300]} ..." if len(text) > 300 else text
+
+
+def shape_of(value: Any) -> Any:
+    """The shape of a tensor as a list; the type's name of anything else."""
+    return list(value.shape) if isinstance(value, Tensor) else type(value).__name__

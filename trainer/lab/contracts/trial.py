@@ -1,4 +1,4 @@
-"""What the checks share: verdicts and their report; tokens, row lengths, the scale of the logits, and rounding."""
+"""Shared by the checks: verdicts and their report; tokens, row lengths, the scale of the logits, and rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trainer.lab.contracts.subject import CallFailed, NotTestable, Subject
+from trainer.lab.contracts.subject import MODES, CallFailed, NotTestable, Subject
 
 Status = Literal["held", "broken", "warning", "not testable here"]
 
@@ -104,11 +104,8 @@ class Report:
         return next(verdict for verdict in self.verdicts if verdict.check == check)
 
     def raise_if_broken(self) -> None:
-        """For a user's own tests.
-
-        Raises:
-            ContractError: a check is broken; the message lists all verdicts.
-        """
+        """For a user's own tests. Raises ContractError: a check is broken; the message lists all
+        verdicts."""
         if self.breaches:
             raise ContractError(str(self))
 
@@ -116,7 +113,9 @@ class Report:
         """The checks by status, on one line."""
         by_status: dict[str, list[str]] = {}
         for verdict in self.verdicts:
-            name = f"{verdict.check} of {verdict.scope}" if verdict.scope else verdict.check
+            name = verdict.check
+            if verdict.scope:
+                name += f" of {verdict.scope}"
             by_status.setdefault(verdict.status, []).append(name)
         listed = "; ".join(f"{status}: {', '.join(checks)}" for status, checks in by_status.items())
         return f"{listed} ({self.how})"
@@ -216,11 +215,8 @@ class Trial:
             self.subject.training = before
 
     def judge(self, check: str, judge: Callable[[Trial, int], Verdict]) -> Verdict:
-        """The verdict of the worst mode; a breach must show with every draw of tokens.
-
-        Args:
-            judge: of this trial and the number of a draw.
-        """
+        """The verdict of the worst mode; a breach must show with every draw of tokens. `judge`: of
+        this trial and the number of a draw."""
         held = Verdict(check, "held", "")
         for training in self.modes:
             breaches: list[Verdict] = []
@@ -234,8 +230,10 @@ class Trial:
                         break
                     breaches.append(found)
             if found.status == "broken":
-                where = "" if len(self.modes) == 1 else f" (in {'train' if training else 'eval'}())"
-                return replace(breaches[0], text=breaches[0].text + where)
+                text = breaches[0].text
+                if len(self.modes) > 1:
+                    text += f" (in {MODES[training]})"
+                return replace(breaches[0], text=text)
             if found.status != "held":
                 return found
             held = max(held, found, key=lambda each: (each.size or 0.0, each.text))
@@ -298,8 +296,10 @@ def _noise(trial: Trial, tokens: Tensor, whole: Tensor) -> float:
         moved = trial.subject(tokens, trial.subject.zeros(ROWS)).logits
     response = float(trial.errors(moved, whole).max()) * eps / step
     largest = float(whole[..., trial.varies].abs().max())
-    floor = min(largest / trial.unit, 1e3)
-    return max(response if math.isfinite(response) else 0.0, 2 * eps * max(floor, 1.0))
+    floor = 2 * eps * max(min(largest / trial.unit, 1e3), 1.0)
+    if not math.isfinite(response):
+        return floor
+    return max(response, floor)
 
 
 def effective_dtype(trial: Trial, tokens: Tensor) -> torch.dtype:

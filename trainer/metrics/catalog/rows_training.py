@@ -99,11 +99,6 @@ ROWS: tuple[MetricSpec, ...] = (
         )
         for name in ("eval/<name>/<metric>", "eval/<metric>")
     ),
-    _TokenMean("train/depth/<bucket>/loss", "Training loss at a depth", unit="nats/token")(
-        "Loss of a logged step's targets at a depth (metrics.per_depth).",
-        "Falls with depth.",
-        "Rises with depth: longer context is of no use.",
-    ),
     _Row("train/micro_batches", "Micro-batches per step", window="last", ranks="max")(
         "Micro-batches per step and rank, if not constant.",
         "As scheduled, or doubling with the noise scale.",

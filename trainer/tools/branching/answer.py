@@ -16,9 +16,9 @@ from rich.console import Console
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.tools.branching.run_branches import BranchResult
 from trainer.tools.branching.study import Branch, Study
-from trainer.tools.fitted_table import Column, fitted_table
+from trainer.tools.fitted_table import Column, duration_text, fitted_table
 from trainer.tools.runs.noise_scale import noise_scale_of
-from trainer.wording import counted, duration_text, number_text
+from trainer.wording import counted, number_text
 
 BAR_QUANTILE = 2.1  # normal one of an error bar: 96.4 %, of which comparing with the luckiest batch takes up to 3 %
 Losses = Mapping[int, float]

@@ -18,7 +18,7 @@ import numpy as np
 
 from trainer.arrays import IGNORED
 from trainer.cli.parts import PARTS
-from trainer.config.base import MOST_MICRO_BATCHES
+from trainer.config.data_tables import MOST_MICRO_BATCHES
 from trainer.config.load import load_config
 from trainer.config.rules import data_shards
 from trainer.config.schema import ExtensionTable, RunConfig
@@ -29,7 +29,7 @@ from trainer.distributed.shards import own_part
 from trainer.errors import UserError
 from trainer.files import parse_json, read_lines, write_file
 from trainer.lab.digests import BITS, KINDS
-from trainer.lab.mix import announced, changes_of
+from trainer.lab.mix import changes_of
 from trainer.metrics.payload_contract import Restart
 from trainer.metrics.run_status import usable
 from trainer.tools.branching.run_branches import BranchFailed, run_program, with_tables
@@ -41,8 +41,9 @@ from trainer.training.checkpointing.restore import DataPolicy, check_data
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.extension import Extension
 from trainer.training.run_dir import DIGESTS, EVENTS, RunDir
-from trainer.training.setup.parts import make_blend
 from trainer.training.setup.plan import Plan, make_plan
+from trainer.training.setup.sources import make_blend
+from trainer.training.step.details import mix_events
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Origin:
                     blend.load_state_dict(states[number] if len(states) == len(blends) else states)
         names = [source.name for source in self.plan.sources if not source.is_off]
         for blend in blends:
-            blend.changes = changes_of(self.state, announced(self.run.path / EVENTS), names)
+            blend.changes = changes_of(self.state, mix_events(self.run.path / EVENTS), names)
         return blends
 
 
@@ -300,7 +301,7 @@ def replay(
     config = with_tables(origin.config, changed).model_copy(update={"extension": [*origin.config.extension, rides]})
     environment = {"OMP_NUM_THREADS": str(threads)} if threads in range(1, MOST_THREADS) and num_ranks == own else {}
     with tempfile.TemporaryDirectory(prefix="trainer-replay-", ignore_cleanup_errors=True) as name:
-        write_file(Path(name) / EVENTS, b"".join(announced(origin.run.path / EVENTS)), sync=False)
+        write_file(Path(name) / EVENTS, b"".join(mix_events(origin.run.path / EVENTS)), sync=False)
         try:
             run_program(num_ranks, config, Path(name), environment, should_stop)
         except BranchFailed as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from trainer.lab.depth_curve import DepthCurve, Number, curves_of, unused_from
 from trainer.tools.diagnostics.rule import (
     Evidence,
     Knob,
@@ -16,6 +15,7 @@ from trainer.tools.diagnostics.rule import (
     rule,
     series,
 )
+from trainer.tools.runs.depth_curve import DepthCurve, Number, curves_of, unused_from
 from trainer.tools.runs.load import RunRecord
 
 MIN_EVALUATIONS = 3

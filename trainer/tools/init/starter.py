@@ -23,12 +23,14 @@ OBJECTIVE = "[objective]\ntoken_types = true   # report the loss by type of char
 EVALUATION = """\
 [eval]
 every = {}
-holdout_fraction = {}   # share of the documents held out for evaluation"""
+holdout_fraction = {}   # share of the documents held out for evaluation
+depth = true   # report the loss by the tokens read before, with and without carried state"""
 NO_EVALUATION = """\
 # No [eval]: there are too few documents to hold any out. With more of them:
 # [eval]
 # every = 50
-# holdout_fraction = 0.05"""
+# holdout_fraction = 0.05
+# depth = true"""
 # A string, number, boolean or list of them, as TOML writes it.
 _toml = partial(json.dumps, ensure_ascii=False)
 

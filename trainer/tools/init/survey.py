@@ -25,11 +25,12 @@ from trainer.files import is_url, write_file
 from trainer.lab.cache import Cache
 from trainer.lab.stored import discover_stored
 from trainer.metrics.progress_bar import progress_bar
+from trainer.tools.fitted_table import duration_text
 from trainer.tools.init.sizing import Mix, Part, choose_sizes, never_held_out, parts_of
 from trainer.tools.init.starter import Starter, StarterSource, render_starter
 from trainer.tools.inspection.survey import Guess, guess, look
 from trainer.tools.inspection.verify import describe, not_text
-from trainer.wording import counted, duration_text, few
+from trainer.wording import counted, few
 
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
 MOST_SOURCES = 32  # modalities that get a source of their own, each with open streams of its own

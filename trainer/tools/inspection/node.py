@@ -56,7 +56,7 @@ class NodeCheck:
 
     def _sums(self, device: torch.device, seconds: float) -> bool:
         self.doing = "a sum over all ranks"
-        dist.init_process_group(pick_backend("auto", device), timeout=timedelta(seconds=seconds))
+        dist.init_process_group(pick_backend(device), timeout=timedelta(seconds=seconds))
         ranks = dist.get_world_size()
         for _ in range(2):  # the first one connects
             began = time.perf_counter()

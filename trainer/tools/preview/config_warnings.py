@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import starmap
 
-from trainer.config.base import ScheduleTable
+from trainer.config.data_tables import ScheduleTable
 from trainer.config.schema import RunConfig
 from trainer.tools import limits
 from trainer.tools.preview.summary import FillView, LedgerView, Preview, SourceView

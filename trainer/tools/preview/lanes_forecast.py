@@ -20,9 +20,8 @@ from trainer.data.groups import Handed, OpenStream, StreamOpener
 from trainer.data.lanes import LaneBlend
 from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import IdsTokenizer
-from trainer.training.setup.parts import reading, runs_on
 from trainer.training.setup.plan import Plan
-from trainer.training.setup.sources import Source
+from trainer.training.setup.sources import Source, reading, runs_on
 
 MAX_COUNTED = 200_000  # rows over all data shards, which take some seconds; the rest of a longer run is extrapolated
 MOST_POSITIONS = 200_000_000  # of all counted rows: as long

@@ -11,7 +11,6 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trainer.lab.depth_curve import is_by_depth
 from trainer.metrics.catalog.lookup import (
     CATALOG,
     ERROR_SUFFIX,
@@ -25,6 +24,7 @@ from trainer.metrics.catalog.lookup import (
 from trainer.metrics.catalog.rows_gns import LAYER_ROWS
 from trainer.metrics.catalog.spec import Band
 from trainer.tools.diagnostics.rule import batches_through
+from trainer.tools.runs.depth_curve import is_by_depth
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, READINGS, noise_scale_of
 from trainer.wording import counted

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
-from trainer.lab.depth_curve import DepthCurve, Number, in_words
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN
 from trainer.tools.diagnostics.depth import last_curves
+from trainer.tools.runs.depth_curve import DepthCurve, Number, in_words
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import number_text
 

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
@@ -21,13 +22,13 @@ from trainer.config.load import load_config, to_toml
 from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.files import read_json, write_file
+from trainer.files import read_json, replacing_path, write_file
 from trainer.model.families import DEFAULT, as_trained
-from trainer.model.weights import WEIGHTS_FILE, check_fit, read_weights, save_weights
+from trainer.model.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights
 from trainer.tools.runs.load import load_run
 from trainer.training.checkpointing import checkpoint
-from trainer.training.checkpointing.tensor_files import CheckpointError
-from trainer.training.checkpointing.train_state import open_model, whole_weights
+from trainer.training.checkpointing.tensor_files import CheckpointError, TensorFiles
+from trainer.training.checkpointing.train_state import open_model
 from trainer.training.setup.plan import build_model
 
 CONFIG_FILE = "config.toml"
@@ -340,3 +341,41 @@ def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, use:
     facts |= {"out": out, "bos": vocab_size - 1, "option": option, "argument": argument}
     cards = resources.files("trainer.tools.trained") / "cards"
     return "".join((cards / f"{name}.md").read_text(encoding="utf-8").format(**facts) for name in ("card", use))
+
+
+def whole_weights(tensors: TensorFiles) -> dict[str, Tensor]:
+    """The model's `state_dict()`, whole, on the CPU; tensors alone.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    names = [name for name in tensors.shapes if name.startswith("model.")]
+    found = {name.removeprefix("model."): tensors.read(name) for name in names}
+    for name, owner in tensors.values.get("shared", {}).items():
+        found[name] = found[owner]
+    return found
+
+
+def save_weights(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a model's state; tensors that share memory (tied embeddings) are written once, with the names of the others.
+
+    Raises:
+        UserError: two tensors overlap without being the same.
+        OSError: the file cannot be written.
+    """
+    kept: dict[str, Tensor] = {}
+    shared: dict[str, str] = {}
+    owners: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        owner = owners.setdefault(same, name) if tensor.numel() else name
+        if owner == name:
+            kept[name] = tensor.detach().cpu().contiguous()
+        else:
+            shared[name] = owner
+    try:
+        with replacing_path(path) as temporary:
+            safetensors.torch.save_file(kept, str(temporary), {**metadata, SHARED_KEY: json.dumps(shared)})
+    except RuntimeError as error:  # partially shared tensors, which safetensors names
+        problem = f"cannot be written as safetensors: {error}"
+        raise UserError("model", problem, "give each tensor its own memory") from None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from trainer.config.schema import RunConfig
     from trainer.lab.contracts import Report
     from trainer.tools.preview.summary import Preview
     from trainer.training.setup.plan import Plan
@@ -130,7 +134,6 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     from trainer.lab.storage import Storage
     from trainer.model.weights import check_fit, read_weights
     from trainer.model.wrappers import output_layer, recompute_blocks
-    from trainer.training.checkpointing.restore import check_resume
     from trainer.training.setup.plan import make_auxiliary
     from trainer.training.step.optimizer import check_optimizer
 
@@ -222,7 +225,7 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
 
 def _fill(plan: Plan, preview: Preview | None) -> dict[str, Any]:
     """How full the rows will be, and how documents lie in them."""
-    from trainer.training.setup.parts import alignment
+    from trainer.training.setup.sources import alignment
 
     facts: dict[str, Any] = {"align": align} if (align := alignment(plan, None)) else {}
     if preview is None:
@@ -313,7 +316,6 @@ def preview(
     """Forecast sampling, memory and wait times, and warn about harmful settings. Nothing is trained."""
     config_path = require_config(config, "train preview")
     from trainer.config.load import load_config, located
-    from trainer.metrics.logger import collected_warnings
     from trainer.tools.preview.config_warnings import find_warnings
     from trainer.tools.preview.show import print_preview
     from trainer.tools.preview.summary import make_preview
@@ -411,7 +413,7 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
     """The model of `--model`, which may take its arguments as it likes."""
     from trainer.config.schema import ModelTable
     from trainer.import_path import resolve_target, users_code
-    from trainer.lab.contracts.anybody import adapt
+    from trainer.lab.contracts.adapted import adapt
     from trainer.lab.contracts.subject import CallFailed
     from trainer.training.setup.plan import build_model
 
@@ -500,3 +502,38 @@ def init(
             echo(f"note: {note}", err=True)
         echo(f"{starter.sizes.steps:,} steps: {starter.length}", err=True)
         echo(f"next: train check --config {out}, then: train --config {out}", err=True)
+
+
+@contextmanager
+def collected_warnings() -> Iterator[list[logging.LogRecord]]:
+    """The warnings that are logged within the block."""
+    from logging.handlers import BufferingHandler  # which imports sockets and more
+
+    from trainer.metrics.logger import ROOT
+
+    handler = BufferingHandler(sys.maxsize)
+    handler.setLevel(logging.WARNING)
+    logging.getLogger(ROOT).addHandler(handler)
+    try:
+        yield handler.buffer
+    finally:
+        logging.getLogger(ROOT).removeHandler(handler)
+
+
+def check_resume(config: RunConfig, resume: str) -> None:
+    """Refuse a checkpoint that a run could not resume from; no file is hashed.
+
+    Args:
+        resume: `checkpoint.resume`, a path absolute. A URL is left to the run, which downloads it.
+
+    Raises:
+        UserError: it is not there, not whole, or was made with another config.
+    """
+    from trainer.files import is_url
+    from trainer.model.families import with_sizes
+    from trainer.training.checkpointing import checkpoint
+    from trainer.training.checkpointing.restore import check_config
+
+    if resume not in ("off", "auto") and not is_url(resume):
+        saved = checkpoint.named(resume, checkpoint.read_state)["config"]
+        check_config(saved, with_sizes(config, saved))

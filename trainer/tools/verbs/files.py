@@ -53,7 +53,8 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Print the keys whose values differ, defaults filled in; exit with 1 if there are any."""
-    from trainer.config.load import differences, load_config, render_differences
+    from trainer.config.load import load_config
+    from trainer.tools.reference_docs import differences, render_differences
 
     files = [Path(given) / "config.resolved.toml" if Path(given).is_dir() else given for given in (first, second)]
     found = differences(*(load_config(str(file)) for file in files))

@@ -148,8 +148,8 @@ def _parse_source(text: str) -> EvalSourceTable:
 
 
 def _print_metrics(title: str, metrics: dict[str, float]) -> None:
-    from trainer.lab.depth_curve import curves_of, in_words, is_by_depth
     from trainer.tools.fitted_table import Column, fitted_table
+    from trainer.tools.runs.depth_curve import curves_of, in_words, is_by_depth
 
     rows: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():

@@ -18,7 +18,8 @@ from trainer.cli.options import JsonOption, RunArgument, RunsArgument
 from trainer.cli.terminal import coloured, echo, output, print_json, refuse_existing, writing
 from trainer.errors import UserError
 from trainer.files import did_you_mean, write_file
-from trainer.wording import counted, duration_text, number_text
+from trainer.tools.fitted_table import duration_text
+from trainer.wording import counted, number_text
 
 if TYPE_CHECKING:
     from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling

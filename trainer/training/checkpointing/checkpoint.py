@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trainer.config.load import without_removed
 from trainer.errors import UserError
 from trainer.files import (
     did_you_mean,
@@ -178,7 +179,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}") from None
     if (named := step_of(path.resolve())) not in (-1, state["step"]):
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of step {state['step']}, not {named}")
-    return {**state, "config": as_trained(state["config"])}
+    return {**state, "config": as_trained(without_removed(state["config"]))}
 
 
 def _listed_files(path: Path) -> dict[str, dict[str, Any]]:

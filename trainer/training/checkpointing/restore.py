@@ -33,12 +33,9 @@ from trainer.data.shard_source import ShardSource, StreamSource
 from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.files import is_url
 from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.logger import get_logger
-from trainer.model.families import with_sizes
-from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.checkpoint import data_shards, loading
 from trainer.training.checkpointing.tensor_files import read_rank
 from trainer.training.checkpointing.train_state import Position, TrainState, load_optimizer, load_weights_of, open_model
@@ -170,20 +167,6 @@ SILENT = (
 )
 # But this is said: a model that needs shards may be resumed without them by mistake.
 SAID = ("distributed.strategy",)
-
-
-def check_resume(config: RunConfig, resume: str) -> None:
-    """Refuse a checkpoint that a run could not resume from; no file is hashed.
-
-    Args:
-        resume: `checkpoint.resume`, a path absolute. A URL is left to the run, which downloads it.
-
-    Raises:
-        UserError: it is not there, not whole, or was made with another config.
-    """
-    if resume not in ("off", "auto") and not is_url(resume):
-        saved = checkpoint.named(resume, checkpoint.read_state)["config"]
-        check_config(saved, with_sizes(config, saved))
 
 
 def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:

@@ -194,19 +194,6 @@ def open_model(path: Path, state: Mapping[str, Any], *, rank: int = 0) -> Tensor
     return TensorFiles([path / model_file(number) for number in order])
 
 
-def whole_weights(tensors: TensorFiles) -> dict[str, Tensor]:
-    """The model's `state_dict()`, whole, on the CPU; tensors alone.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
-    names = [name for name in tensors.shapes if name.startswith("model.")]
-    found = {name.removeprefix("model."): tensors.read(name) for name in names}
-    for name, owner in tensors.values.get("shared", {}).items():
-        found[name] = found[owner]
-    return found
-
-
 def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
     """Load the weights that this rank holds.
 

@@ -23,9 +23,9 @@ from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
 from trainer.training.evaluator import EvalSet, Evaluator, OwnTask
 from trainer.training.setup.evaluation_sample import draw_sample
-from trainer.training.setup.parts import autocast_context, evaluated_rows, make_eval_ledger, make_held_out, runs_on
+from trainer.training.setup.parts import autocast_context, make_eval_ledger
 from trainer.training.setup.plan import Plan
-from trainer.training.setup.sources import Source
+from trainer.training.setup.sources import Source, evaluated_rows, make_held_out, runs_on
 from trainer.training.step.details import StepDetails
 from trainer.wording import few
 
@@ -150,12 +150,9 @@ def make_evaluator(
         )
     components = plan.config.objective.components
     if table.depth and {"own", "token_ce"} & {*components}:
-        make, guard = plan.part("losses by depth", "eval.depth"), diagnostics.best_effort("eval.depth")
+        make, guard = plan.parts.need("losses by depth", "eval.depth"), diagnostics.best_effort("eval.depth")
         is_cut = plan.config.data.max_group_cells > 0
-        if make is None:
-            logger.info("evaluations report no losses by depth: %s", plan.parts.problem)
-        else:
-            sets = [each._replace(riders=[*each.riders, make(each.sample, guard, is_cut=is_cut)]) for each in sets]
+        sets = [each._replace(riders=[*each.riders, make(each.sample, guard, is_cut=is_cut)]) for each in sets]
     sizes, problem = token_bytes(plan.tokenizer)
     if "token_ce" not in components:
         sizes, problem = None, "the cross-entropy is not trained on"

@@ -28,9 +28,8 @@ from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.metrics.aggregate import FEWEST_UNITS, Moments, widened
 from trainer.training.evaluator import EvalRider, Evaluator, RowResults
-from trainer.training.setup.parts import make_held_out
 from trainer.training.setup.plan import Plan
-from trainer.training.setup.sources import Source
+from trainer.training.setup.sources import Source, make_held_out
 from trainer.wording import counted
 
 COUNTED_BYTES = 2_000_000_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from torch import nn
 from trainer.data.batch import accepted_inputs
 from trainer.data.fingerprint import FINGERPRINT_KEY
 from trainer.data.loader import Loader
-from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
+from trainer.distributed.agree import from_main_rank, gather_from_ranks, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy, compile_blocks
 from trainer.distributed.watchdog import start_watchdog
@@ -54,7 +53,7 @@ from trainer.training.setup.parts import (
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
 from trainer.training.setup.record import begin_record, open_record, place_run, say_rate_change
 from trainer.training.signals import StopRequest, as_exception, say_stopping
-from trainer.training.step.details import LoggedDetails, ModelMetrics
+from trainer.training.step.details import LoggedDetails, MixWeights, ModelMetrics, Replicas, mix_events
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.training.step.step import TrainStep
 from trainer.wording import error_text, few, short_repr
@@ -120,10 +119,10 @@ def open_run(
     retain = None if claimed is None else _start_mirror(claimed, run, after_group)
     open_record(run, found, data.change, stack, config_path=launch.config_path, stdout=launch.stdout)
     if len(plan.sources) > 1:  # before anything is read
-        is_mixed = found is not None and found[1].get("extensions", {}).get("mix")
-        restore_mix = plan.parts.need("mix changes", "checkpoint.resume") if is_mixed else plan.part("mix changes")
-        if restore_mix is not None:
-            restore_mix(run, found)
+        lines = mix_events(run_dir.events) if info.is_main else []
+        saved = found is not None and found[1].get("extensions", {}).get("mix")
+        if from_main_rank(bool(saved or lines), world_size=info.world_size):
+            plan.parts.need("mix changes", "checkpoint.resume")(run, found, lines)
     _open_parts(run, sets, auxiliary, stack)
     if found is not None:
         with loading(found[0], "extensions"):
@@ -283,34 +282,33 @@ def _open_parts(run: Run, sets: Sequence[EvalSet], auxiliary: Auxiliary, stack: 
 
 def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
     """The extensions that are on, each with the key that asks for it. One that is off is not imported."""
-    config = run.config
-    has_replicas = run.info.world_size > 1 and run.plan.layout is None and config.metrics.digests != "off"
-    shows_bar = run.info.is_main and sys.stderr.isatty()
+    config, probe_every = run.config, run.config.ledger.probe_every
+    is_probed = probe_every and (run.length.is_in_tokens or probe_every <= run.length.total)
     alert_key = "alert.command" if config.alert.command else "alert.url"
     asked = {
-        "carry probe": (run.state.ledgers and config.ledger.probe_every, "ledger.probe_every"),
+        "carry probe": (run.state.ledgers and is_probed, "ledger.probe_every"),
         "gns components": (run.gns is not None and config.gns.components_every, "gns.components_every"),
-        "per_depth": (config.metrics.per_depth, "metrics.per_depth"),
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
-        "digests": (config.metrics.digests == "write" or has_replicas, "metrics.digests"),
+        "digests": (config.metrics.digests == "write", "metrics.digests"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
-        "mix": (len(run.plan.sources) > 1, ""),
         "alert": (run.info.is_main and (config.alert.command or config.alert.url), alert_key),
         "sample": (config.sample.every, "sample.every"),
         "profile": (run.info.is_main and config.metrics.profile, "metrics.profile"),
-        "progress": (shows_bar, ""),
     }
     details = make_details(run.plan, run.diagnostics, auxiliary)
     found: dict[str, Extension] = {"step_details": LoggedDetails(run, details)}
     if auxiliary.metric_keys:
         found["model metrics"] = ModelMetrics(run, auxiliary.metric_keys)
-    missing = []
+    if run.info.world_size > 1 and run.plan.layout is None and config.metrics.digests != "off":
+        found["replicas"] = Replicas(run)
+    if len(run.plan.sources) > 1:
+        found["mix"] = MixWeights(run)
     with raise_on_all_ranks(world_size=run.info.world_size):
         for name, (is_on, key) in asked.items():
             if not is_on:
                 continue
             if (make := run.plan.part(name, key)) is None:
-                missing.append(name)
+                logger.info("%s is off: %s", name, run.plan.parts.problem)
                 continue
             try:
                 found[name] = make(run)
@@ -318,8 +316,6 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> Extensions:
                 raise
             except Exception as error:  # noqa: BLE001 - such as a profile that cannot be written
                 run.diagnostics.best_effort(name).fail(error)
-        if missing:
-            logger.info("%s: off are %s", run.plan.parts.problem, ", ".join(missing))
         for number, table in enumerate(config.extension):
             with users_code(f"extension {table.target}"):
                 made = resolve_target(table.target, "extension.target")(run, **table.args)

@@ -1,32 +1,24 @@
-"""The parts of a run, made from its plan: model, ledger, optimizer and what else has a state."""
+"""The parts of a run, made from its plan: model, ledgers, optimizer, loss, strategy. Its data are made in `sources`."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.config.rules import check_state_rules, largest_batch, mixing_of, reads_lanes
+from trainer.config.rules import check_state_rules
 from trainer.config.schema import ModelTable, RunConfig
-from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
-from trainer.data.documents import ReadOptions
-from trainer.data.groups import CutOptions, OpenStream
-from trainer.data.lanes import LaneBlend
-from trainer.data.mixing import MixOptions, StreamMixingDataset
-from trainer.data.shard_source import ShardSource, StreamSource
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import Replicated, Sharded, Strategy, bypassed, layout_for, shard_units
-from trainer.errors import UserError, raise_found
-from trainer.import_path import refuse_arguments, resolve_target, users_code
+from trainer.distributed.strategy import Strategy, bypassed, shard_units, strategy_for
+from trainer.errors import raise_found
+from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.snapshot import Owners
-from trainer.metrics.logger import get_logger
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import ModelOutput, evaluating, extras_of
 from trainer.model.wrappers import (
@@ -39,12 +31,12 @@ from trainer.model.wrappers import (
 )
 from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.loss import Loss, Objective
+from trainer.options import LedgerOptions
 from trainer.training.checkpointing.train_state import DataShard, TrainState
 from trainer.training.setup.plan import Plan, build_model, own_loss, width_of
-from trainer.training.setup.sources import Source
+from trainer.training.setup.sources import evaluated_rows, make_blend
 from trainer.training.step.optimizer import build_optimizer
 
-STATE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -72,12 +64,10 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
         optimizer=build_optimizer(model, config.optimizer),
         scaler=torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16"),
         tracker=MetricsTracker(
-            log_interval=config.metrics.log_interval,
-            smoothing_alpha=config.metrics.smoothing_alpha,
+            config.metrics,
             num_devices=info.world_size,
             device=device,
-            flops_per_token=flops(config.data.seq_len) if flops is not None else 0.0,
-            peak_tflops=config.metrics.peak_tflops,
+            flops_per_token=0.0 if flops is None else flops(config.data.seq_len),
             rank=info.rank,
         ),
     )
@@ -100,45 +90,23 @@ def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
     """This rank's data shards, each with a ledger of its own unless states move between them."""
     shards = info.data_shards(plan.facts.data_shards)
     blends = [make_blend(plan, shard, model) for shard in shards]
+    options, width = plan.config.ledger, width_of(model)
     ledgers: list[Ledger | None] = [None] * len(shards)
-    if width_of(model) and plan.facts.ownership == "exchange":
+    if width and plan.facts.ownership == "exchange":
+        options = options.model_copy(update={"capacity": len(shards) * options.capacity})
         owners = Owners("exchange", info.rank, info.world_size)
-        shared = make_ledger(plan, owners, model, device, capacity=len(shards) * plan.config.ledger.capacity)
-        ledgers = [shared] * len(shards)
-    elif width_of(model):
-        owned = [Owners("reader", shard.rank, shard.world_size) for shard in shards]
-        ledgers = [make_ledger(plan, each, model, device, capacity=plan.config.ledger.capacity) for each in owned]
-    return [DataShard(each.rank, *parts) for each, parts in zip(shards, zip(blends, ledgers, strict=True), strict=True)]
-
-
-def make_ledger(plan: Plan, owners: Owners, model: nn.Module, device: torch.device, *, capacity: int) -> Ledger:
-    """A training ledger."""
-    table = plan.config.ledger
-    return Ledger(
-        state_width=width_of(model),
-        capacity=capacity,
-        wipe_mode=table.wipe_mode,
-        stale_threshold=table.stale_threshold,
-        sweep_every=table.sweep_every,
-        wipe_every=table.wipe_every,
-        device=device,
-        dtype=STATE_TYPES[table.dtype],
-        owners=owners,
-    )
+        ledgers = [Ledger(options, state_width=width, device=device, owners=owners)] * len(shards)
+    elif width:
+        readers = [Owners("reader", shard.rank, shard.world_size) for shard in shards]
+        ledgers = [Ledger(options, state_width=width, device=device, owners=each) for each in readers]
+    return [DataShard(*parts) for parts in zip([each.rank for each in shards], blends, ledgers, strict=True)]
 
 
 def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Callable[[], Ledger] | None:
     """What makes the own, empty ledger of a set that is evaluated: a slot for each row, never swept."""
-    if width_of(model) == 0:
-        return None
-    capacity, dtype = evaluated_rows(plan), STATE_TYPES[plan.config.ledger.dtype]
-    return lambda: Ledger(state_width=width_of(model), capacity=capacity, wipe_mode="none", device=device, dtype=dtype)
-
-
-def evaluated_rows(plan: Plan) -> int:
-    """Rows of a micro-batch of an evaluation: as many as the largest has that is trained on."""
-    tables = [source.table for source in plan.sources]
-    return max(map(largest_batch, [plan.config.data.mixing, *(mixing_of(plan.config, table) for table in tables)]))
+    width = width_of(model)
+    options = LedgerOptions(wipe_mode="none", capacity=evaluated_rows(plan), dtype=plan.config.ledger.dtype)
+    return (lambda: Ledger(options, state_width=width, device=device)) if width else None
 
 
 def model_and_loss(
@@ -156,9 +124,7 @@ def model_and_loss(
             own = own_loss(table.target, table.args, key)()
             if isinstance(own, nn.Module) and any(each.requires_grad for each in own.to(device).parameters()):
                 raise TypeError(f"made a {type(own).__name__} with parameters, which no optimizer would train")
-    objective = Objective(
-        token_ce=table.token_ce, z_loss=table.z_loss, coord=table.coord, own=own, vocab_size=vocab_size
-    )
+    objective = Objective(table, own=own, vocab_size=vocab_size)
     if table.chunk_tokens == 0:
         return model, objective
     head = output_layer(model)
@@ -186,155 +152,15 @@ def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
     )
 
 
-def make_dataset(plan: Plan, source: Source, info: RankInfo) -> StreamSource:
-    """The training part of a source."""
-    kind = ShardSource if reads_lanes(plan.config) else StreamMixingDataset
-    return kind(source.streams, *reading(plan, source), shard=info.rank, num_shards=info.world_size)
-
-
-def make_held_out(
-    plan: Plan,
-    source: Source,
-    info: RankInfo,
-    *,
-    is_whole: bool = False,
-    in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
-) -> ShardSource:
-    """What is evaluated on of a source, read once: the held-out documents, or (`is_whole`) all. `in_memory`: see
-    `StreamOpener`."""
-    how = reading(plan, source, is_holdout=True, is_whole=is_whole)
-    return ShardSource(source.streams, *how, shard=info.rank, num_shards=info.world_size, in_memory=in_memory)
-
-
-def reading(
-    plan: Plan, source: Source, *, is_holdout: bool = False, is_whole: bool = False
-) -> tuple[CutOptions, ReadOptions, MixOptions]:
-    """How a source is cut, read and mixed; see `make_dataset` and `make_held_out`."""
-    config, mixing = plan.config, mixing_of(plan.config, source.table)
-    cut = CutOptions(
-        namespace=source.name,
-        seq_len=config.data.seq_len if is_holdout else config.row_tokens,
-        max_group_cells=config.data.max_group_cells if is_holdout else config.max_group_rows,
-        split="holdout" if is_holdout and not is_whole else "train",
-        holdout_fraction=0.0 if is_whole else config.eval.holdout_fraction,
-    )
-    table = source.table
-    read = ReadOptions(plan.tokenizer, table.dtype, table.eod, table.text_split, table.format, table.column)
-    mix = MixOptions(
-        num_streams_mixed=mixing.num_streams_mixed,
-        pick_mode=mixing.pick_mode,
-        batching_mode="per_stream" if mixing.batching_mode == "per_row" else mixing.batching_mode,
-        batch_size=mixing.batch_size,
-        batch_size_by_modality=mixing.batch_size_by_modality,
-        repeat=mixing.repeat and not is_holdout,
-        seed=config.run.seed,
-    )
-    return cut, read, mix
-
-
-def runs_on(plan: Plan, model: nn.Module | None) -> bool:
-    """Whether documents begin within rows. `model`: None: it is built without weights, if it decides."""
-    align = plan.config.data.align
-    if align == "auto" and reads_lanes(plan.config):
-        return bool(getattr(model or plan.weightless_model(), "resets_in_one_pass", False))
-    return align == "stream"
-
-
-def alignment(plan: Plan, model: nn.Module | None) -> str:
-    """How documents lie in full rows, and why; empty for other rows. `model`: see `runs_on`."""
-    if not reads_lanes(plan.config):
-        return ""
-    if runs_on(plan, model):
-        return "stream: documents begin within rows, and no position is padded"
-    if plan.config.data.align == "document":
-        return "document: each begins a row, as data.align says"
-    name = type(model or plan.weightless_model()).__name__
-    return f"document: each begins a row, since {name} does not declare resets_in_one_pass; with stream no row would be padded"
-
-
-def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> BlendDataset:
-    """All sources, mixed by their weights. `model`: see `runs_on`.
-
-    Raises:
-        UserError: a target does not give an iterable.
-    """
-    blended = []
-    for source in plan.sources:
-        if source.is_off:
-            dataset: Any = UnreadSource()
-        elif source.table.target is None:
-            dataset = make_dataset(plan, source, info)
-        else:
-            dataset = _make_target(plan, source, info)
-        blended.append(BlendSource(source.name, dataset, source.weight))
-    options: dict[str, Any] = {
-        "seed": plan.config.run.seed,
-        "micro_batches": plan.config.micro_batches,
-        "per_source": plan.config.metrics.per_source,
-        "times": True,
-        "history_every": plan.config.ledger.probe_every,
-        "history_tokens": plan.config.ledger.probe_cells * plan.config.row_tokens,
-    }
-    if not reads_lanes(plan.config):
-        return BlendDataset(blended, **options)
-    return LaneBlend(
-        blended,
-        rows=plan.config.data.mixing.batch_size,
-        row_tokens=plan.config.row_tokens,
-        runs_on=runs_on(plan, model),
-        tokenizer=plan.tokenizer,
-        **options,
-    )
-
-
-def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
-    key = f"source {source.name}: target"
-    assert source.table.target is not None
-    target = resolve_target(source.table.target, key)
-    given = {"rank": info.rank, "world_size": info.world_size, "seed": plan.config.run.seed}
-    given |= {"seq_len": plan.config.row_tokens, **source.table.args}
-    refuse_arguments(target, source.table.target, given, key=key)
-    with users_code(key):
-        dataset = target(**given)
-    if not hasattr(dataset, "__iter__"):
-        problem = f"gave a {type(dataset).__name__}, which cannot be iterated"
-        raise UserError(key, problem, "return an iterable of dicts")
-    own = plan.parts.need("own batches", key)  # which no other source needs
-    return own(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {source.table.target}")
-
-
 def max_tokens_per_micro(plan: Plan) -> int:
     """The most tokens that a micro-batch of the configured sources can have (what scales the loss; any constant works)."""
     return plan.facts.tokens_per_micro // plan.facts.data_shards or plan.config.row_tokens
 
 
-logger = get_logger(__name__)
-
-
 def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> Strategy:
-    """The strategy of a run. Every rank must call it.
-
-    Raises:
-        UserError: as `layout_for`.
-    """
-    table = config.distributed
-    if info.world_size == 1:
-        if table.strategy != "ddp":
-            logger.info('distributed.strategy = "%s": a single rank holds the whole model', table.strategy)
-        return Strategy()
-    layout = layout_for(table.strategy, table.replicas, info)
-    if layout is None:
-        return Replicated(world_size=info.world_size, device=device, find_unused=table.find_unused_parameters)
-    if table.strategy == "hsdp" and layout.replicas == 1:
-        text = 'distributed.strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node'
-        logger.info(text)
-    return Sharded(
-        layout,
-        device=device,
-        reshard_after_forward=table.reshard_after_forward,
-        keeps_whole=table.accumulate == "whole",
-        param_dtype=torch.bfloat16 if config.train.precision == "bf16" else None,
-    )
+    """The strategy of a run. Every rank must call it. UserError: as `strategy_for`."""
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else None
+    return strategy_for(config.distributed, info, device, param_dtype=dtype)
 
 
 def shard_model(strategy: Strategy, model: nn.Module, config: RunConfig) -> None:

@@ -106,8 +106,7 @@ class Plan:
     @property
     def layout(self) -> Layout | None:
         """How the ranks share the model; None if each holds all of it."""
-        table = self.config.distributed
-        return layout_for(table.strategy, table.replicas, RankInfo(world_size=self.facts.world_size))
+        return layout_for(self.config.distributed, RankInfo(world_size=self.facts.world_size))
 
     def num_parameters(self) -> int:
         """Trained parameters, counted without making them."""
@@ -130,15 +129,7 @@ class Plan:
         """What the run needs and this machine does not have; see `plausible`. A `model` that is None is built without weights,
         if it is to be counted at all."""
         numbers, width = (0, 0) if not counts_model else self._model_size if model is None else size_of(model)
-        return unmet_needs(
-            self.config,
-            self.sources,
-            vocab_size=self.vocab_size,
-            num_parameters=numbers,
-            state_width=width,
-            world_size=self.facts.world_size,
-            device=device,
-        )
+        return unmet_needs(self, numbers, width, device)
 
     def weightless_model(self) -> nn.Module:
         """As `weightless`."""

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,12 +15,13 @@ from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.rules import data_shards, mixing_of, tokens_per_micro
 from trainer.config.schema import FIRST_PROFILED, LedgerTable, RunConfig
 from trainer.data.layout import unread_parts
-from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import layout_for
 from trainer.errors import UserError
 from trainer.files import is_url
 from trainer.training.setup.sources import Source
 from trainer.wording import counted, few, printable
+
+if TYPE_CHECKING:
+    from trainer.training.setup.plan import Plan
 
 LONG_WARMUP = 0.5  # share of the run
 LARGEST_LR = 0.1  # AdamW moves every weight by about lr in every step
@@ -125,16 +127,7 @@ def _identity(path: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def unmet_needs(
-    config: RunConfig,
-    sources: list[Source],
-    *,
-    vocab_size: int,
-    num_parameters: int,
-    state_width: int,
-    world_size: int,
-    device: torch.device,
-) -> list[UserError]:
+def unmet_needs(plan: Plan, num_parameters: int, state_width: int, device: torch.device) -> list[UserError]:
     """What the run needs and this machine does not have: CUDA, a compiler, memory. A run refuses it, `check` warns.
 
     Memory is a lower bound for one rank: parameters and optimizer (of a sharded model, its shards alone), the ledger, and the
@@ -143,12 +136,12 @@ def unmet_needs(
     Raises:
         UserError: the ranks cannot share the model as `[distributed]` has it.
     """
+    config, world_size = plan.config, plan.facts.world_size
     train, table, is_cuda = config.train, config.ledger, device.type == "cuda"
     for_cuda = (
         ("train.device", train.device, "cuda", ""),
         ("train.precision", train.precision, "fp16", ', or "bf16" or "fp32"'),
         ("train.cuda_graph", train.cuda_graph, True, ', or "auto"'),
-        ("distributed.backend", config.distributed.backend, "nccl", ', or "auto"'),
     )
     found = [
         UserError(
@@ -162,13 +155,13 @@ def unmet_needs(
     if train.compile and not is_cuda and not _compiles(compiler := os.environ.get("CXX", "g++")):
         problem = f"needs a C++ compiler on a CPU, and {compiler} (CXX) is none that works"
         found.append(UserError("train.compile", problem, "install g++, or set it to false"))
-    tokens = tokens_per_micro(config, [each.table for each in sources], num_shards=1) or config.row_tokens
+    tokens = tokens_per_micro(config, [each.table for each in plan.sources], num_shards=1) or config.row_tokens
     tokens = min(tokens, config.objective.chunk_tokens or tokens)
     numbers = 2 + (MOMENTS[config.optimizer.name] if config.optimizer.target is None else 0)  # with weight and gradient
     shards = data_shards(config, world_size)
-    layout = layout_for(config.distributed.strategy, config.distributed.replicas, RankInfo(world_size=world_size))
+    layout = plan.layout
     held = num_parameters if layout is None else -(-num_parameters // layout.shards)
-    logits = tokens * vocab_size * (4 if train.precision == "fp32" else 2)
+    logits = tokens * plan.vocab_size * (4 if train.precision == "fp32" else 2)
     needs = {
         "data.seq_len": (logits, "the logits that exist together"),
         "model": (held * numbers * 4, "weights, gradients and optimizer"),

@@ -32,8 +32,8 @@ from trainer.training.checkpointing.restore import Change, changed_settings
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run import Run
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
-from trainer.training.setup.parts import alignment
 from trainer.training.setup.plan import Plan, width_of
+from trainer.training.setup.sources import alignment
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.wording import counted, printable
 
@@ -215,15 +215,13 @@ def make_sinks(
         sinks.append(StdoutSink("line", stream=sys.stderr))
     table = config.metrics.wandb
     if (wandb_mode := table.mode) == "auto":
-        wandb_mode, why = resolve_mode(table.base_url)
+        wandb_mode, why = resolve_mode()
         logger.info("wandb: %s, since %s", wandb_mode, why)
     if wandb_mode != "disabled":
         resolved: dict[str, Any] = config.model_dump(mode="json")
         wandb = WandbSink(
             mode=wandb_mode,
             project=table.project,
-            entity=table.entity,
-            base_url=table.base_url,
             run_dir=run_dir.path,
             run_id=wandb_run_id,
             config=resolved,

@@ -1,29 +1,39 @@
-"""The sources of the blend: included files resolved, weights multiplied, streams found. All before the process group."""
+"""The sources of the blend: resolved before the process group starts, and the data sets that read them, made by each rank."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import nn
 
-from trainer.config.base import ScheduleTable, Weight
-from trainer.config.data_tables import DataTable, SourceTable
+from trainer.config.data_tables import DataTable, ScheduleTable, SourceTable, Weight
 from trainer.config.load import load_dataset_file
-from trainer.config.rules import least_steps, tokens_per_micro
+from trainer.config.rules import largest_batch, least_steps, mixing_of, reads_lanes, tokens_per_micro
 from trainer.config.schema import RunConfig
-from trainer.data.documents import IdBounds
+from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
+from trainer.data.documents import IdBounds, ReadOptions
 from trainer.data.formats import is_import_path
+from trainer.data.groups import CutOptions, OpenStream
+from trainer.data.lanes import LaneBlend
 from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
+from trainer.data.mixing import MixOptions, StreamMixingDataset
+from trainer.data.shard_source import ShardSource, StreamSource
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, compose_weights, first_all_zero
+from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import did_you_mean, is_url
-from trainer.import_path import NO_PARTS, Parts, resolve_target
+from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
+
+if TYPE_CHECKING:
+    from trainer.training.setup.plan import Plan
 
 MAX_INCLUDE_DEPTH = 16
 Stores = Callable[[], tuple[Any, Any]]
@@ -205,3 +215,116 @@ def check_reading(sources: Sequence[Source], eval_sources: Sequence[Source], tok
         # In a format of the user's own, eod means what its function makes of it.
         if table.eod is not None and not is_import_path(table.format):
             IdBounds.of(name, tokenizer).check_eod(table.eod, f"{name}: eod")
+
+
+def evaluated_rows(plan: Plan) -> int:
+    """Rows of a micro-batch of an evaluation: as many as the largest has that is trained on."""
+    tables = [source.table for source in plan.sources]
+    return max(map(largest_batch, [plan.config.data.mixing, *(mixing_of(plan.config, table) for table in tables)]))
+
+
+def make_dataset(plan: Plan, source: Source, info: RankInfo) -> StreamSource:
+    """The training part of a source."""
+    kind = ShardSource if reads_lanes(plan.config) else StreamMixingDataset
+    return kind(source.streams, *reading(plan, source), shard=info.rank, num_shards=info.world_size)
+
+
+def make_held_out(
+    plan: Plan,
+    source: Source,
+    info: RankInfo,
+    *,
+    is_whole: bool = False,
+    in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
+) -> ShardSource:
+    """What is evaluated on of a source, read once: the held-out documents, or (`is_whole`) all. `in_memory`: see
+    `StreamOpener`."""
+    how = reading(plan, source, is_holdout=True, is_whole=is_whole)
+    return ShardSource(source.streams, *how, shard=info.rank, num_shards=info.world_size, in_memory=in_memory)
+
+
+def reading(
+    plan: Plan, source: Source, *, is_holdout: bool = False, is_whole: bool = False
+) -> tuple[CutOptions, ReadOptions, MixOptions]:
+    """How a source is cut, read and mixed; see `make_dataset` and `make_held_out`."""
+    config = plan.config
+    mix = MixOptions.of(mixing_of(config, source.table), seed=config.run.seed)
+    cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, "train", config.eval.holdout_fraction)
+    if is_holdout:  # evaluations run cell by cell, once
+        mix = replace(mix, repeat=False)
+        cut = replace(cut, seq_len=config.data.seq_len, max_group_cells=config.data.max_group_cells, split="holdout")
+    if is_whole:
+        cut = replace(cut, split="train", holdout_fraction=0.0)
+    return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer), mix
+
+
+def runs_on(plan: Plan, model: nn.Module | None) -> bool:
+    """Whether documents begin within rows. `model`: None: it is built without weights, if it decides."""
+    align = plan.config.data.align
+    if align == "auto" and reads_lanes(plan.config):
+        return bool(getattr(model or plan.weightless_model(), "resets_in_one_pass", False))
+    return align == "stream"
+
+
+def alignment(plan: Plan, model: nn.Module | None) -> str:
+    """How documents lie in full rows, and why; empty for other rows. `model`: see `runs_on`."""
+    if not reads_lanes(plan.config):
+        return ""
+    if runs_on(plan, model):
+        return "stream: documents begin within rows, and no position is padded"
+    if plan.config.data.align == "document":
+        return "document: each begins a row, as data.align says"
+    name = type(model or plan.weightless_model()).__name__
+    return f"document: each begins a row, since {name} does not declare resets_in_one_pass; with stream no row would be padded"
+
+
+def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> BlendDataset:
+    """All sources, mixed by their weights. `model`: see `runs_on`.
+
+    Raises:
+        UserError: a target does not give an iterable.
+    """
+    blended = []
+    for source in plan.sources:
+        if source.is_off:
+            dataset: Any = UnreadSource()
+        elif source.table.target is None:
+            dataset = make_dataset(plan, source, info)
+        else:
+            dataset = _make_target(plan, source, info)
+        blended.append(BlendSource(source.name, dataset, source.weight))
+    config = plan.config
+    options: dict[str, Any] = {
+        "seed": config.run.seed,
+        "micro_batches": config.micro_batches,
+        "per_source": config.metrics.per_source,
+        "times": True,
+        "history_every": config.ledger.probe_every,
+        "history_tokens": config.ledger.probe_cells * config.row_tokens,
+    }
+    if not reads_lanes(config):
+        return BlendDataset(blended, **options)
+    return LaneBlend(
+        blended,
+        rows=config.data.mixing.batch_size,
+        row_tokens=config.row_tokens,
+        runs_on=runs_on(plan, model),
+        tokenizer=plan.tokenizer,
+        **options,
+    )
+
+
+def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
+    key = f"source {source.name}: target"
+    assert source.table.target is not None
+    target = resolve_target(source.table.target, key)
+    given = {"rank": info.rank, "world_size": info.world_size, "seed": plan.config.run.seed}
+    given |= {"seq_len": plan.config.row_tokens, **source.table.args}
+    refuse_arguments(target, source.table.target, given, key=key)
+    with users_code(key):
+        dataset = target(**given)
+    if not hasattr(dataset, "__iter__"):
+        problem = f"gave a {type(dataset).__name__}, which cannot be iterated"
+        raise UserError(key, problem, "return an iterable of dicts")
+    own = plan.parts.need("own batches", key)  # which no other source needs
+    return own(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {source.table.target}")

@@ -1,17 +1,20 @@
-"""Anybody's causal model, called as its own forward takes it: which argument carries the tokens and the state, and whether one
-keeps documents apart, is found out by calling it."""
+"""Adapts a causal model of any make to `forward(tokens, state)`.
+
+Calls find out which argument carries the tokens and the state, and whether one keeps documents apart. It could go if every
+model were written for `trainer.model.protocol`.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainer.lab.contracts.subject import CallFailed, one_line
+from trainer.lab.contracts.subject import CallFailed, one_line, shape_of
 from trainer.lab.contracts.trial import relative
 
 TOKENS = ("tokens", "input_ids", "input", "inputs", "ids", "idx", "x")
@@ -22,7 +25,7 @@ APART = 1e-5  # of the logits' spread: nothing but rounding, in any precision th
 
 
 class Output(NamedTuple):
-    """What an `Adapted` returns."""
+    """The output of an `Adapted`."""
 
     logits: Tensor  # [B, T, V]
     state: list[Tensor] | None
@@ -73,33 +76,42 @@ class Adapted(nn.Module):
         """Predict from tokens [B, T]; a state holds tensors [B, ...]."""
         cache = None
         if state is not None:
-            rows = iter(state)
-            given = [None if dim is None else next(rows).movedim(0, dim).clone() for dim in self._dims]
-            cache = with_tensors(self._blank, given)
+            cache = with_tensors(self._blank, self._placed(state))
         logits, cache = self.run(tokens, cache, **inputs)
         if self.why_stateless:
             return Output(logits, None)
         held = zip(tensors_of(cache), self._dims, strict=True)
         return Output(logits, [each.movedim(dim, 0) for each, dim in held if dim is not None])
 
+    def _placed(self, state: Iterable[Tensor]) -> list[Tensor | None]:
+        """The tensors of the cache, of which `state` holds those that have rows; None for the others."""
+        rows, placed = iter(state), list[Tensor | None]()
+        for dim in self._dims:
+            if dim is None:
+                placed.append(None)
+            else:
+                placed.append(next(rows).movedim(0, dim).clone())
+        return placed
+
     def run(self, tokens: Tensor, cache: Any = None, **inputs: Any) -> tuple[Tensor, Any]:
         """Logits and the cache after the row, in the model's own form; `cache` is written to.
-
-        Raises:
-            ValueError: no logits [B, T, V] were returned.
-        """
+        Raises ValueError: no logits [B, T, V] were returned."""
         given = {self.tokens_name: tokens, **inputs}
         if self.state_name is not None and not self.why_stateless:
-            cache = self._new_cache() if cache is None and self._new_cache else cache
-            given |= {} if cache is None else {self.state_name: cache}
+            if cache is None and self._new_cache is not None:
+                cache = self._new_cache()
+            if cache is not None:
+                given[self.state_name] = cache
         if "use_cache" in self.parameters_taken or (self.state_name in CACHES and self.takes("use_cache")):
             given["use_cache"] = not self.why_stateless
         output = self.model(**given)
         logits, after = _parts(output, self.state_name)
         if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != tokens.shape:
-            shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise ValueError(f"it returns {shape} for tokens {list(tokens.shape)}, not logits {[*tokens.shape, 'V']}")
-        return logits, cache if after is None else after
+            wanted = [*tokens.shape, "V"]
+            raise ValueError(f"it returns {shape_of(logits)} for tokens {list(tokens.shape)}, not logits {wanted}")
+        if after is None:
+            after = cache  # written to in place
+        return logits, after
 
     def _find_state(self) -> str:
         """Learn the layout of the cache from rows of other numbers and lengths; why it is no state, if it is none."""
@@ -118,20 +130,20 @@ class Adapted(nn.Module):
         if not held:
             places = ((where, vars(module)) for where, module in self.model.named_modules())
             kept = [f"{where}.{key}" for where, own in places for key, each in own.items() if isinstance(each, Tensor)]
-            hint = f": the module keeps {kept[0]}, which no row can take along" if kept else ""
+            hint = "".join(f": the module keeps {each}, which no row can take along" for each in kept[:1])
             return f"{name} is returned without a tensor{hint}"
         if [each.shape for each in held] != [each.shape for each in of_longer]:
             return f"{name} grows with every token: a context, not a state of a fixed size"
         for one, other in zip(held, of_rows, strict=True):
-            differing = [dim for dim in range(one.ndim) if one.shape[dim] != other.shape[dim]]
-            self._dims.append(differing[0] if differing else None)
+            differing = (dim for dim in range(one.ndim) if one.shape[dim] != other.shape[dim])
+            self._dims.append(next(differing, None))
         if not any(dim is not None for dim in self._dims):
             return f"{name} holds no tensor with one row for each row of tokens"
         # The tensors with rows must be all that it needs: put them into the cache of a longer row, and go on from there.
         self._blank = with_tensors(longer, [each.detach().clone() for each in of_longer])
         more = self._tokens(2, MORE)
-        given = [each.clone() if dim is not None else None for each, dim in zip(held, self._dims, strict=True)]
-        found = self.run(more, with_tensors(self._blank, given))[0]
+        rows_first = [each.movedim(dim, 0) for each, dim in zip(held, self._dims, strict=True) if dim is not None]
+        found = self.run(more, with_tensors(self._blank, self._placed(rows_first)))[0]
         wanted = self.run(more, cache)[0]
         if distance(found, wanted) > APART:
             return f"{name} counts tokens for all rows together, so that rows of different lengths cannot share it"
@@ -144,9 +156,8 @@ class Adapted(nn.Module):
             raise CallFailed(f"forward fails with {self.tokens_name} {[rows, length]}: {one_line(error)}") from error
 
     def _tokens(self, rows: int, length: int) -> Tensor:
-        parameter = next(self.model.parameters(), None)
-        device = None if parameter is None else parameter.device
-        return (torch.arange(rows * length, device=device) % 2).view(rows, length)
+        like = next(self.model.parameters(), torch.empty(0))
+        return (torch.arange(rows * length, device=like.device) % 2).view(rows, length)
 
 
 class Packing(Adapted):
@@ -156,16 +167,14 @@ class Packing(Adapted):
         self, tokens: Tensor, state: list[Tensor] | None = None, resets: Tensor | None = None, **inputs: Any
     ) -> Output:
         """Predict from tokens [B, T]; `resets` (bool [B, T]) is where a document begins."""
-        given = {} if resets is None else {"seq_idx": resets.cumsum(1).int()}
-        return super().forward(tokens, state, **inputs, **given)
+        if resets is not None:
+            inputs["seq_idx"] = resets.cumsum(1).int()
+        return super().forward(tokens, state, **inputs)
 
 
 def adapt(model: nn.Module) -> nn.Module:
-    """The model as it is, if its forward takes `tokens` by name or no token ids that are known; else behind an `Adapted`.
-
-    Raises:
-        CallFailed: see there.
-    """
+    """The model as it is, if its forward takes `tokens` by name or no token ids that are known;
+    else behind an `Adapted`. Raises CallFailed: see there."""
     names = inspect.signature(model.forward).parameters
     if "tokens" in names or not set(TOKENS) & set(names):
         return model
@@ -204,10 +213,11 @@ def _parts(output: Any, state_name: str | None) -> tuple[Any, Any]:
     if isinstance(output, Tensor):
         return output, None
     if hasattr(output, "logits"):
-        names = [name for name in (state_name, "state", *STATES) if name and getattr(output, name, None) is not None]
-        return output.logits, getattr(output, names[0]) if names else None
+        states = (getattr(output, name, None) for name in (state_name, *STATES) if name)
+        return output.logits, next((state for state in states if state is not None), None)
     if isinstance(output, tuple) and output:
-        return output[0], output[1] if len(output) > 1 else None
+        logits, state, *_ = *output, None
+        return logits, state
     return output, None
 
 
@@ -224,7 +234,9 @@ def with_tensors(value: Any, given: list[Tensor | None]) -> Any:
 
     def change(each: Tensor) -> Tensor:
         new = next(rest)
-        return each.clone() if new is None else new
+        if new is None:
+            new = each.clone()
+        return new
 
     return _replaced(value, change, {})
 

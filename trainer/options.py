@@ -1,0 +1,207 @@
+"""The options of the parts: a frozen dataclass for each part, which is also its table in the config.
+
+Each key is declared here once: type, range, default, meaning. The tables of `trainer.config` inherit these classes, so that
+pydantic checks what a file says. In a loop of your own, the options that a part takes check themselves:
+
+    ledger = Ledger(LedgerOptions(capacity=8192), state_width=512)
+
+They stand here, not in the parts' modules, so that a config is read without torch, and a part is used without pydantic.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar, Literal, Self, dataclass_transform, get_args, get_origin, get_type_hints
+
+from trainer.errors import UserError
+
+NO_NUL = r"^[^\x00]*$"
+_COMPARED = {"ge": (operator.ge, ">="), "gt": (operator.gt, ">"), "le": (operator.le, "<="), "lt": (operator.lt, "<")}
+
+
+class Limits:
+    """In `Annotated`, limits of a value by pydantic's names. Options check numbers; `pattern` and lengths pydantic checks."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.limits = limits
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
+        """How pydantic checks the type that is annotated."""
+        return {**handler(source), **self.limits}
+
+
+# Every number has an upper bound: what lies beyond it is a typing mistake, and would overflow or never end.
+Count = Annotated[int, Limits(ge=1, le=10**9)]  # over a whole run: steps, groups
+WholeNumber = Annotated[int, Limits(ge=0, le=10**9)]
+Size = Annotated[int, Limits(ge=1, le=10**6)]  # what exists at once in a step: rows, cells, widths
+Tokens = Annotated[int, Limits(ge=0, le=10**15)]  # float64 counts exactly so far; also a position in a run, in any unit
+Factor = Annotated[float, Limits(ge=0, le=1000)]  # multiplies something of the order of 1
+PositiveFactor = Annotated[float, Limits(gt=0, le=1000)]
+Amount = Annotated[float, Limits(ge=0, le=1e9)]  # in the key's unit: a norm, GB, TFLOPS
+Text = Annotated[str, Limits(min_length=1, max_length=4096, pattern=NO_NUL)]
+
+
+@dataclass_transform(field_specifiers=(field,))
+def part_options(cls: Any) -> Any:
+    """A frozen dataclass. Type checkers are not told that it is frozen: it could be no base of pydantic's models."""
+    return dataclass(frozen=True)(cls)
+
+
+@part_options
+class Options:
+    """Base class: checks its values by the types of its fields, if pydantic does not.
+
+    Raises:
+        UserError: a value is of another type, or out of range, or does not go with another.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        kinds = get_type_hints(cls, include_extras=True)
+        for each in fields(cls):
+            value = getattr(self, each.name)
+            rule = _broken_rule(value, kinds[each.name])
+            if rule:
+                raise UserError(f"{cls.__name__}.{each.name}", f"must be {rule}, got {value!r}")
+        try:
+            self.check()
+        except ValueError as error:
+            raise UserError(cls.__name__, str(error)) from None
+
+    def check(self) -> None:
+        """Refuse values that do not go together by a ValueError. A table of the config calls it, too."""
+
+    @classmethod
+    def of(cls, table: object, **others: Any) -> Self:
+        """These options with the values of the fields that `table` has, too; `others` come first."""
+        names = [each.name for each in fields(cls) if each.name not in others and hasattr(table, each.name)]
+        return cls(**{name: getattr(table, name) for name in names}, **others)
+
+
+def _broken_rule(value: Any, kind: Any) -> str:
+    """What a value must be and is not, by its type; empty if it is all right."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        base, *limits = arguments
+        rule = _broken_rule(value, base)
+        for key, limit in limits[0].limits.items():
+            if not rule and key in _COMPARED and not _COMPARED[key][0](value, limit):  # NaN keeps no limit
+                rule = f"{_COMPARED[key][1]} {limit}"
+        return rule
+    if origin is Literal and value not in arguments:
+        return f"one of {', '.join(map(str, arguments))}"
+    if kind is int and type(value) is not int:
+        return "an integer"
+    if origin is dict:
+        rules = (_broken_rule(each, arguments[1]) for each in value.values())
+        return next(filter(None, rules), "")
+    return ""
+
+
+TextSplit = Literal["file", "blank_line"]
+WipeMode = Literal["none", "full", "lru", "periodic_stale"]
+
+
+@part_options
+class LedgerOptions(Options):
+    """Of `trainer.ledger.Ledger`."""
+
+    wipe_mode: WipeMode = "lru"
+    """Evict: none; full: all, every wipe_every steps; lru: the least recently stored; periodic_stale: the stale."""
+    capacity: Count = 4096
+    """Number of groups a rank can hold; absent, with full rows: 8 times the rows."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the kept states."""
+    stale_threshold: WholeNumber = 0
+    """periodic_stale: evict groups not stored for more than this many steps."""
+    sweep_every: Count = 1
+    """periodic_stale: steps between sweeps."""
+    wipe_every: WholeNumber = 0
+    """full: steps between wipes."""
+
+    def check(self) -> None:
+        """Refuse a mode without its interval."""
+        if self.wipe_mode == "full" and self.wipe_every == 0:
+            raise ValueError('wipe_mode "full" needs wipe_every >= 1')
+        if self.wipe_mode == "periodic_stale" and self.stale_threshold == 0:
+            raise ValueError('wipe_mode "periodic_stale" needs stale_threshold >= 1')
+
+
+PickMode = Literal["weighted", "uniform", "round_robin"]
+BatchingMode = Literal["per_row", "per_stream", "device_per_stream"]
+
+
+@part_options
+class MixingOptions(Options):
+    """Of `trainer.data.ShardSource` and `StreamMixingDataset`: how the streams of a source are mixed."""
+
+    num_streams_mixed: Size = 4
+    """K: number of streams that a source keeps open at once."""
+    pick_mode: PickMode = "weighted"
+    """How a micro-batch's stream is picked. weighted: in proportion to the batches left; uniform: equally."""
+    batching_mode: BatchingMode = "per_row"
+    """per_row: full rows, each of which reads documents one behind the other; per_stream: a micro-batch is of one stream, which
+    all ranks pick; device_per_stream: each rank picks its own."""
+    batch_size: Size = 8
+    """Rows per micro-batch and rank."""
+    batch_size_by_modality: dict[Text, Size] = field(default_factory=dict)
+    """Modality -> batch size, where it differs from batch_size."""
+    repeat: bool = True
+    """Start another epoch when the data is exhausted; false: end the run."""
+
+
+@part_options
+class CoordOptions(Options):
+    """Of `trainer.objective.Objective`: distributional supervision of coordinate tokens, which are ordered bins."""
+
+    first_token: WholeNumber
+    """Token id of the first bin."""
+    num_bins: Annotated[int, Limits(ge=2, le=10**6)]
+    """Number of bins; their token ids are consecutive."""
+    sigma: Annotated[float, Limits(gt=0, le=1e6)]
+    """Standard deviation of the soft target around the true bin, in bins."""
+    weight: PositiveFactor = 1.0
+    """Factor of this component in the loss."""
+
+
+@part_options
+class ObjectiveOptions(Options):
+    """Of `trainer.objective.Objective`: the built-in components of the loss."""
+
+    token_ce: Factor = 1.0
+    """Factor of the cross-entropy; 0: off, for a model with its own loss."""
+    z_loss: Factor = 0.0
+    """Coefficient of the z-loss, the squared log-partition; 0: off."""
+    coord: CoordOptions | None = None
+
+
+@part_options
+class TrackerOptions(Options):
+    """Of `trainer.metrics.MetricsTracker`."""
+
+    log_interval: Count = 10
+    """Steps between logged steps; step 1 and the last step are always logged."""
+    smoothing_alpha: Annotated[float, Limits(gt=0, le=1)] = 0.1
+    """Weight of the newest value in the moving averages `smoothed/*`."""
+    peak_tflops: Amount = 0.0
+    """Peak TFLOPS of one device, for MFU; 0: by the device's name."""
+
+
+@part_options
+class StrategyOptions(Options):
+    """Of `trainer.distributed.strategy.strategy_for`: how the ranks share the model."""
+
+    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """ddp: every rank holds the whole model; fsdp: shards over all ranks (FSDP2); hsdp: over the ranks of each replica."""
+    replicas: WholeNumber = 0
+    """hsdp: number of replicas, each of neighbouring ranks; 0: one per node."""
+    reshard_after_forward: bool = True
+    """fsdp and hsdp: free a block's parameters between forward and backward."""
+    accumulate: Literal["shards", "whole"] = "shards"
+    """fsdp and hsdp. shards: average gradients in every micro-batch; whole: once per step."""
+    find_unused_parameters: bool = False
+    """ddp: allow parameters that some micro-batches do not use; DDP searches for them in every step."""
