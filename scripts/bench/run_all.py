@@ -72,12 +72,9 @@ def render(rows: Sequence[Sequence[str]]) -> str:
     lines = [INTRODUCTION, f"On {usual}, unless a line says otherwise:\n"]
     for bench in filter(machines.get, TITLES):
         goals = [row for row in rows if row[0] == bench and row[4]]
-        missed = [f"{what}: {value} (goal: {goal})" for _, what, value, goal, met in goals if met == "MISSED"]
-        where = f" ({machines[bench]})" if machines[bench] != usual else ""
-        found = f"{len(goals) - len(missed)} of {len(goals)} goals met" + "".join(
-            f"; missed: {each}" for each in missed
-        )
-        lines.append(f"- **{TITLES[bench]}**{where}: {found}.")
+        missed = [f"; missed: {what}: {value} (goal: {goal})" for _, what, value, goal, met in goals if met == "MISSED"]
+        where, num_met = f" ({machines[bench]})" * (machines[bench] != usual), len(goals) - len(missed)
+        lines.append(f"- **{TITLES[bench]}**{where}: {num_met} of {len(goals)} goals met{''.join(missed)}.")
     return "\n".join([*lines, ""])
 
 
