@@ -1,4 +1,4 @@
-"""Families of models, or optimizers, at equal parameters, tokens and data: the tables of docs/models.md.
+"""Families of models, or optimizers, at equal parameters, tokens and data: the figures of docs/models.md.
 
 Each is as wide as gives it the wanted number of parameters, and trains on text (`make data`) with the same number of tokens per
 step. The Transformer runs with a context of one cell and of four; the others carry their state over all cells of a group. The

@@ -1,4 +1,4 @@
-"""Checks public models against the state contract, and writes docs/families.md.
+"""Checks public models against the state contract, and writes docs/families.csv.
 
     pip install -e '.[families]'
     python scripts/families.py
@@ -9,6 +9,7 @@ it for `[model] target`: its own cache, flattened to [B, state_width] and back, 
 
 from __future__ import annotations
 
+import csv
 import importlib
 import os
 import platform
@@ -26,7 +27,7 @@ from trainer.lab.contracts import Report, check_model
 from trainer.lab.hugging_face import HuggingFace, without_attention
 from trainer.model.protocol import ModelOutput, carry_flat
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "families.csv"
 VOCAB = 64
 RECORDED = ("torch", "transformers", "minGRU-pytorch")
 NOT_TRIED = {
@@ -185,15 +186,14 @@ def families() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     yield "Hugging Face qwen3_next, a cache that assigns", lambda: hugging_face("qwen3_next", assigns=True)
 
 
-def row_of(name: str, make: Callable[[], nn.Module]) -> str:
-    """The table's row of one family."""
+def row_of(name: str, make: Callable[[], nn.Module]) -> tuple[str, str, str]:
+    """The table's row of one family: its name, the verdict, and how."""
     torch.manual_seed(0)
     try:
         report = check_model(make(), vocab_size=VOCAB, seq_len=32)
     except Exception as error:  # noqa: BLE001 - a family that is missing, or that cannot be built, is a row too
-        return f"| {name} | not tried | {type(error).__name__}: {' '.join(str(error).split())[:160]} |"
-    verdict, text = judged(report)
-    return f"| {name} | {verdict} | {text} |"
+        return name, "not tried", f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return name, *judged(report)
 
 
 def judged(report: Report) -> tuple[str, str]:
@@ -203,7 +203,7 @@ def judged(report: Report) -> tuple[str, str]:
     carry, gradient = report["carry"], report["gradient"]
     others = [verdict for verdict in report.breaches if verdict.check not in ("carry", "gradient", "checkpointing")]
     if carry.status == "broken":
-        return "**silently wrong**", f"cells differ by {carry.size or 0.0:.1e} of the logits' spread"
+        return "silently wrong", f"cells differ by {carry.size or 0.0:.1e} of the logits' spread"
     if carry.status != "held" or others:
         return "in doubt", "; ".join(
             f"{v.check}: {v.text}" for v in ([carry] if carry.status != "held" else []) + others
@@ -214,30 +214,17 @@ def judged(report: Report) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Check every family and write the page."""
+    """Check every family and write the table."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     rows = []
     for name, make in families():
         rows.append(row_of(name, make))
         print(rows[-1], flush=True)
     versions = ", ".join(f"{name} {version(name)}" for name in RECORDED)
-    missing = [f"| {name} | not tried | {why} |" for name, why in NOT_TRIED.items()]
-    lines = [
-        "# Families of models, checked",
-        "",
-        "Public models checked against the [state contract](contracts.md): random weights, small sizes, CPU, float64.",
-        "*Exact*: a row read in cells (chunks) equals the row read whole, and so does the gradient. *Silently wrong*: other",
-        "results without an error; `train check` rejects such a model. Each keeps its own cache as its state. None can begin a",
-        'document within a row and return its state in one pass, so all run `align = "document"`.',
-        "",
-        f"Measured by `python scripts/families.py` (extra `families`) with {versions}, Python {platform.python_version()}.",
-        "",
-        "| family | verdict | how |",
-        "|---|---|---|",
-        *rows,
-        *missing,
-    ]
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    rows += [(name, "not tried", why) for name, why in NOT_TRIED.items()]
+    rows.append(("measured with", "", f"{versions}, Python {platform.python_version()}"))
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([("family", "verdict", "how"), *rows])
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Do models that were trained on short cells hold up on long documents? The table of docs/evaluation.md.
+"""Do models that were trained on short cells hold up on long documents? The figures of docs/evaluation.md.
 
 Trains each family at 256 tokens, with the state reset at each cell and with carried states, and reads documents of 65,536 bytes
 that were not trained on: files of Python's standard library. Keeps what was measured in a JSON file.

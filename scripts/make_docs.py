@@ -1,9 +1,10 @@
-"""Writes the generated documents; with --check, fails if one is out of date (`make docs`, `make check`)."""
+"""Writes the generated documents; with --check, fails if one is out of date or a link is broken (`make docs`, `make check`)."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -28,9 +29,29 @@ def documents() -> dict[str, str]:
     }
 
 
+def broken() -> list[str]:
+    """Links of pages, and pages that code names, that lead nowhere."""
+    root, found = DOCS.parent, []
+    pages = [*DOCS.rglob("*.md"), *root.glob("*.md"), root / "examples" / "README.md"]
+    for path in [*pages, *root.glob("trainer/**/*.py"), *root.glob("scripts/**/*.py")]:
+        pattern = r"\]\((?!https?:)([^)]+)" if path in pages else r"(?<![\w/])(docs/[\w/]+\.md[#\w-]*)"
+        for link in re.findall(pattern, path.read_text("utf-8")):
+            target, _, anchor = link.partition("#")
+            page = path if not target else (path.parent if path in pages else root) / target
+            text = page.read_text("utf-8") if anchor and page.exists() else ""
+            slugs = [
+                re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall("^#+ (.+)", text, re.M)
+            ]
+            if anchor not in ["", *slugs] or not (page.exists() or page.name == "benchmarks-gpu.md"):
+                found.append(f"{path.relative_to(root)}: {link}")
+    return found
+
+
 def main() -> str | None:
     """Write or compare; returns what is wrong."""
     stale = {name: text for name, text in documents().items() if (DOCS / name).read_text("utf-8") != text}
+    if lost := broken():
+        return f"links that lead nowhere: {'; '.join(lost)}"
     if "--check" in sys.argv:
         return f"out of date: {', '.join(stale)}; run make docs" if stale else None
     for name, text in stale.items():

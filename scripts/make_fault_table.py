@@ -1,12 +1,12 @@
-"""Writes the table of docs/reliability.md from the records of `make test-faults` in build/faults.
-
-If records are missing, they are named and nothing is written; --partial writes the available rows.
-"""
+"""Writes docs/faults.csv and its sums in docs/reliability.md from the records of `make test-faults`; --partial: of some."""
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
 import sys
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ RECORDS = ROOT / "build" / "faults"
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN = "<!-- begin of what make test-faults wrote -->"
 END = "<!-- end of what make test-faults wrote -->"
-HEAD = "| promise | injected fault | times | lost |\n|---|---|---|---|\n"
+HEAD = "| promise | times | lost |\n|---|---|---|\n"
 
 
 def read_records(directory: Path) -> list[dict[str, Any]]:
@@ -24,27 +24,13 @@ def read_records(directory: Path) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: (record["promise"], record["what"]))
 
 
-def some(cases: list[str], most: int = 3) -> list[str]:
-    """The first of many, and how many more."""
-    return cases if len(cases) <= most else [*cases[: most - 1], f"{len(cases) - most + 1} more"]
-
-
 def render(records: list[dict[str, Any]]) -> str:
-    """The table in Markdown: a row for all faults of a promise that cost the same."""
-    alike: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for record in records:
-        alike.setdefault((record["promise"], record["lost"]), []).append(record)
+    """The table in Markdown: a row for all faults of a promise."""
     rows = []
-    for (promise, lost), same in alike.items():
-        cases: dict[str, list[str]] = {}  # what stands before a colon is shared: "checkpoint damage: empty file"
-        for record in same:
-            kind, _, case = record["what"].partition(": ")
-            cases.setdefault(kind, []).append(case)
-        kinds = [": ".join(filter(None, (kind, ", ".join(some(each))))) for kind, each in cases.items()]
-        what = "; ".join(some(kinds, 6))
-        times = str(sum(record["times"] for record in same))
-        cells = (str(promise), what, times, lost)
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    for promise, group in itertools.groupby(records, key=itemgetter("promise")):
+        same = list(group)
+        lost = "; ".join(dict.fromkeys(record["lost"] for record in same))
+        rows.append(f"| {promise} | {sum(record['times'] for record in same)} | {lost} |\n")
     return HEAD + "".join(rows)
 
 
@@ -65,6 +51,10 @@ def main() -> int:
     if missing and "--partial" not in sys.argv:
         print(f"no records for promises {missing} in {RECORDS}; run make test-faults", file=sys.stderr)
         return 1
+    with PAGE.with_name("faults.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ("promise", "what", "times", "lost"), lineterminator="\n", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(records)
     PAGE.write_text(replace_table(PAGE.read_text(encoding="utf-8"), render(records)), encoding="utf-8")
     print(f"wrote {len(records)} rows into {PAGE.relative_to(ROOT)}")
     return 0

@@ -167,8 +167,10 @@ FREE_KEYS = """
 import logging, pathlib, sys
 from trainer.metrics import MetricsTracker
 from trainer.metrics.sinks import JsonlSink
+from trainer.options import TrackerOptions
 {declaration}
-tracker = MetricsTracker(log_interval=1, num_devices=1, device="cpu", sinks=[JsonlSink(pathlib.Path("metrics.jsonl"))])
+sinks = [JsonlSink(pathlib.Path("metrics.jsonl"))]
+tracker = MetricsTracker(TrackerOptions(log_interval=1), num_devices=1, device="cpu", sinks=sinks)
 for step in (1, 2):
     tracker.start_step()
     tracker.end_step(step, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=1, extra={{"router/entropy": 0.5}})

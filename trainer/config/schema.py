@@ -359,7 +359,7 @@ class DistributedTable(Table, StrategyOptions):
 
     shards: WholeNumber = 0
     """Data shards, a multiple of the ranks; 0: one per rank. With N a run is the same on all ranks that divide N
-    (docs/data_shards.md)."""
+    (docs/scale.md)."""
     timeout_sec: Seconds = 600.0
     """Seconds until a collective or a rank without progress ends the run (docs/reliability.md); raise it for slow reads."""
 

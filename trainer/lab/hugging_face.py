@@ -1,6 +1,6 @@
 """Causal language models of `transformers` whose cache is a recurrent state of a fixed size.
 
-Which families train exactly was measured (docs/families.md). Layers of full attention are left out, since their cache grows.
+Which families train exactly was measured (docs/models.md). Layers of full attention are left out, since their cache grows.
 `from` names a local directory of `save_pretrained`; nothing is downloaded.
 
 Built-in families are written as architectures that compute the same, so that `from_pretrained` opens them: configs name every

@@ -14,6 +14,7 @@ from trainer.config.data_tables import FilesTable
 from trainer.config.load import flatten
 from trainer.config.schema import RunConfig
 from trainer.metrics.catalog.lookup import CATALOG
+from trainer.metrics.catalog.spec import MetricSpec
 
 _TYPES = {"object": "table"}
 _Node = dict[str, Any]
@@ -30,7 +31,7 @@ def render_config_markdown() -> str:
     for title, table in _tables("", schema, schema["$defs"]):
         summary = table["description"].split("`: ", 1)[-1]
         parts.append(f"\n## {title}\n\n{summary[:1].upper()}{summary[1:]}\n")
-        parts.append("\n| key | type | default | meaning |\n|---|---|---|---|\n")
+        parts.append("\n")
         alternatives = {name for option in table.get("oneOf", ()) for name in option["required"]}
         parts.extend(
             _row(name, node, is_alternative=name in alternatives)
@@ -66,9 +67,17 @@ def _references(node: _Node) -> Iterator[str]:
 
 
 def _row(name: str, node: _Node, *, is_alternative: bool) -> str:
-    meaning = node["description"].replace("|", "\\|").replace("\n", " ")
-    default = "one of the two" if is_alternative else _default(node)
-    return f"| `{name}` | {_type(node)} | {default} | {meaning} |\n"
+    default = node.get("default")
+    has_value = default is not None and "$ref" not in node and not is_alternative
+    is_plain = (
+        has_value and node.get("type") in ("string", "integer", "number", "boolean", "object") and "enum" not in node
+    )
+    value = f" = {json.dumps(default)}" if has_value else ""
+    needed = ", one of the two" if is_alternative else ", required" if "default" not in node else ""
+    meaning = node["description"].replace("\n", " ")
+    is_plain |= has_value and "enum" in node and all(f"{value}:" in meaning for value in node["enum"])
+    kind = "" if is_plain else f" ({_type(node)}{needed})"
+    return f"- `{name}{value}`{kind}: {meaning}\n"
 
 
 def _type(node: _Node) -> str:
@@ -84,25 +93,20 @@ def _type(node: _Node) -> str:
     return _TYPES.get(node["type"]) or str(node["type"])
 
 
-def _default(node: _Node) -> str:
-    if "default" not in node:
-        return "required"
-    if node["default"] is None:
-        return "absent"
-    return "`{}`" if "$ref" in node else f"`{json.dumps(node['default'])}`"
-
-
 def render_catalog_markdown() -> str:
-    """docs/training/METRICS_LOSSES.md: every metric of the catalog."""
+    """docs/training/METRICS_LOSSES.md: every metric of the catalog; keys that mean the same share an entry."""
     parts = [_head("metrics")]
     for group in dict.fromkeys(spec.group for spec in CATALOG):
         parts.append(f"\n## {group}\n\n")
-        parts.append("| key | unit | steps/ranks | meaning | healthy | pathological |\n|---|---|---|---|---|---|\n")
+        alike: dict[tuple[str, ...], list[MetricSpec]] = {}
         for spec in CATALOG:
             if spec.group == group:
-                how = f"{spec.window}/{spec.ranks}"
-                cells = (f"`{spec.name}`", spec.unit or "-", how, spec.description, spec.healthy, spec.pathological)
-                parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+                alike.setdefault((spec.description, spec.healthy, spec.pathological), []).append(spec)
+        for (meaning, healthy, pathological), specs in alike.items():
+            ways = [f"{spec.unit}, " * bool(spec.unit) + f"{spec.window}/{spec.ranks}" for spec in specs]
+            how = ways[0] if len(set(ways)) == 1 else "; ".join(ways)
+            names = ", ".join(f"`{spec.name}`" for spec in specs)
+            parts.append(f"- {names} ({how}): {meaning} *Healthy:* {healthy} *Pathological:* {pathological}\n")
     return "".join(parts)
 
 

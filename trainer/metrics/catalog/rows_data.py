@@ -27,7 +27,7 @@ ROWS: tuple[MetricSpec, ...] = (
     _MixingRow(
         "stream_mixing/active/remaining_fraction_min", "Remaining fraction, minimum", unit="fraction", ranks="min"
     )(
-        "Smallest fraction of a slice left to an active reader; 0 once a rank has read its part of an open one.",
+        "Smallest fraction of a slice left to an active reader.",
         "Mostly low with refill.",
         "Outside 0 to 1: a cursor is wrong.",
     ),
@@ -71,7 +71,7 @@ ROWS: tuple[MetricSpec, ...] = (
         "High: data exhausted, or streams with fewer groups than ranks.",
     ),
     _MixingRow("data/fill", "Fill of the rows", unit="fraction", window="mean", ranks="mean")(
-        "Positions that hold a document's token over those of full rows of all ranks, since the last payload.",
+        "Positions that hold a document's token over those of full rows, since the last payload.",
         "0.999 or more with full rows that run on.",
         "Low: the device computes padding, or batches are small.",
     ),
@@ -95,7 +95,7 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     *(
         _TokenMean(f"{part}/<{part}>/loss", f"Loss of {part}")(
-            f"Loss over the tokens of one {part} (metrics.per_source).",
+            "Loss over the tokens of one source or modality (metrics.per_source).",
             "Falls.",
             "Rises while the total falls: starved or in conflict.",
         )

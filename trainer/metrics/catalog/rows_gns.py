@@ -138,19 +138,17 @@ LAYER_ROWS: tuple[MetricSpec, ...] = tuple(
     for prefix, of in (("layer/<name>/", "layer"), ("param_group/<name>/", "parameter group"))
     for row in (
         _LayerRow(f"{prefix}grad_norm", f"Gradient norm by {of}")(
-            f"L2 norm of the gradient of one {of} before clipping.",
+            "L2 norm of its gradient before clipping.",
             "Within a factor of a hundred.",
-            "0: no gradient reaches it. Nearly all of grad_norm: clipping shrinks the others."
-            if of == "layer"
-            else "As for layers.",
+            "0: no gradient reaches it. Nearly all of grad_norm: clipping shrinks the others.",
         ),
         _LayerRow(f"{prefix}update_ratio", f"Update over weight by {of}", unit="ratio")(
-            f"L2 norm of the weight update of one {of} over that of its weights.",
-            "1e-4 to 1e-2 at the peak learning rate; follows the schedule." if of == "layer" else "As for layers.",
-            "Far below the others: it stands still. Above 0.1: too fast." if of == "layer" else "As for layers.",
+            "L2 norm of its weight update over that of its weights.",
+            "1e-4 to 1e-2 at the peak learning rate; follows the schedule.",
+            "Far below the others: it stands still. Above 0.1: too fast.",
         ),
         _LayerRow(f"{prefix}b_simple", f"Noise scale by {of}", unit="sequences")(
-            f"B_simple of one {of}, over logged steps.",
+            "Its B_simple, over logged steps.",
             "Within a factor of ten of gns/b_simple.",
             "Far above the batch: mostly noise.",
         ),

@@ -21,17 +21,14 @@ _PARTS: tuple[tuple[str, str, RankReduction, str, str, str], ...] = (
         "data",
         "waiting for data",
         "max",
-        ", of the rank that waits longest",
+        " (the rank that waits longest)",
         "Far below the compute time.",
         "Close to the compute time: data is too slow.",
     ),
     ("forward_backward", "forward and backward", "mean", "", "Most of the step.", "Uneven: batches or a slow rank."),
     ("optimizer", "clipping and the optimizer", "mean", "", "A few percent.", "Large: tiny batch, unfused optimizer."),
 )
-_RANK_TIMES: tuple[tuple[str, RankReduction, str], ...] = (
-    ("slowest", "max", "Far above the fastest in most steps."),
-    ("fastest", "min", "Far below the slowest in most steps."),
-)
+_RANK_TIMES: tuple[tuple[str, RankReduction], ...] = (("slowest", "max"), ("fastest", "min"))
 
 _AtDepth = partial(row_of, unit="nats/token", ranks="mean_and_error", group="Evaluation")
 _DEPTH = (
@@ -50,12 +47,12 @@ _DEPTH = (
 _OF_A_SET: tuple[MetricSpec, ...] = (
     _TokenMean("loss", "Loss", unit="nats/token")(
         "Objective per target token.",
-        "Falls fast at first, then more and more slowly.",
-        "Jumps (bad batch, learning rate too high), or stays at ln(vocabulary size).",
+        "Falls, ever more slowly.",
+        "Jumps (bad batch, learning rate too high); stays at ln(vocabulary size).",
     ),
     _Row("loss_se", "Loss, standard error", unit="nats/token", window="last", ranks="max")(
-        "Error of a sample's loss against the whole set's, widened by Student's t: two are 95 %. Absent if all is read.",
-        "Small against differences between runs.",
+        "Error of a sample's loss against the whole set's: two are 95 %. Absent if all is read.",
+        "Below differences between runs.",
         "As large as those: raise eval.batches.",
     ),
     _TokenMean("accuracy", "Accuracy", unit="fraction")(
@@ -69,7 +66,7 @@ _OF_A_SET: tuple[MetricSpec, ...] = (
         "At or above the vocabulary size.",
     ),
     _TokenMean("bits_per_byte", "Bits per byte", unit="bits/byte", band=(None, 8.0))(
-        "Cross-entropy of the tokens that stand for text, in bits per byte of that text.",
+        "Cross-entropy of the tokens that stand for text, per byte of it.",
         "Below 8 at once; small models reach 1 to 2 on text.",
         "8 or more: random guessing.",
     ),
@@ -83,16 +80,16 @@ ROWS: tuple[MetricSpec, ...] = (
             name=f"eval/<name>/{row.name}",
             title=f"{row.title}, by validation set",
             group="Evaluation",
-            description=f"The {row.title.lower()} on one validation set.",
-            healthy=f"As {row.name}.",
-            pathological="Worse while training improves: overfitting." if row.name == "loss" else "As of the loss.",
+            description="The same key on one validation set.",
+            healthy="As in training.",
+            pathological="Worse while training improves: overfitting.",
         )
         for row in _OF_A_SET
     ),
     *_DEPTH,
     *(
         _AtDepth(row.name.replace("/", "/<name>/", 1), f"{row.title} of a set")(
-            f"{row.name} on one validation set.", "As there.", "As there."
+            "The same by depth on one validation set.", "As eval/depth.", "As eval/depth."
         )
         for row in _DEPTH
     ),
@@ -124,7 +121,7 @@ ROWS: tuple[MetricSpec, ...] = (
         "Target tokens trained on so far, without skipped steps.", "Grows linearly.", "Restarts at zero after a resume."
     ),
     _TokenMean("objective/<name>", "Objective component", unit="nats/token", group="Objective")(
-        "One component of the loss, with its weight, per token (or row) that it applies to.",
+        "One weighted component of the loss, per token (or row) that it applies to.",
         "Falls, or stays relatively small.",
         "A regularizer outgrows the cross-entropy.",
     ),
@@ -162,12 +159,12 @@ ROWS: tuple[MetricSpec, ...] = (
     _SpeedRow("tokens_per_sec_per_device", "Tokens per second and device", unit="tokens/s", window="last")(
         "tokens_per_sec over the number of ranks.",
         "The same for any number of ranks.",
-        "Falls as ranks are added: communication, or ranks that wait for each other.",
+        "Falls as ranks are added: communication, waits.",
     ),
     _SpeedRow("mfu", "Model FLOPs utilization", unit="fraction", window="last", band=(0.3, 0.6))(
         "Model FLOPs per second over the devices' peak, without recomputation.",
         "0.3 to 0.6 for large matrices on one node.",
-        "Above 1: wrong peak or FLOP count. Below 0.1: data, kernel launches or communication dominate.",
+        "Above 1: wrong peak or FLOP count. Below 0.1: data, launches or communication dominate.",
     ),
     _SpeedRow("step_time_sec", "Step time", unit="s")(
         "Mean time of the steps since the last payload, without evaluation and checkpoints.",
@@ -176,7 +173,7 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     *(
         _TimeRow(f"time/{part}_sec", f"Time: {words}", unit="s", ranks=ranks)(
-            f"Host time of a step in {words}, mean since the last payload{whose}.", healthy, pathological
+            f"Host time of a step in {words}{whose}, mean since the last payload.", healthy, pathological
         )
         for part, words, ranks, whose, healthy, pathological in _PARTS
     ),
@@ -196,7 +193,7 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     *(
         _TimeRow(f"time/{part}_share", f"Share: {words}", unit="fraction", window="last", band=band)(
-            f"time/{part}_sec divided by step_time_sec.", "Flat.", "Grows."
+            "That part's time over step_time_sec.", "Flat.", "Grows."
         )
         for part, words, band in (
             ("data", "waiting for data", (None, 0.05)),
@@ -206,11 +203,11 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     *(
         _TimeRow(f"time/{rank}_rank_sec", f"Time of the {rank} rank", unit="s", window="last", ranks=ranks)(
-            f"Host time of the {rank} rank before the gradient reduction, without waits.",
+            "Host time of a rank before the gradient reduction, without waits.",
             "Slowest and fastest are close.",
-            pathological,
+            "Far apart in most steps.",
         )
-        for rank, ranks, pathological in _RANK_TIMES
+        for rank, ranks in _RANK_TIMES
     ),
     *(
         _MemoryRow(f"gpu/{name}", title)(description, healthy, pathological)
@@ -244,13 +241,13 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     *(
         row_of(f"smoothed/{name}", f"{title} (EMA)", unit=unit, window="last", group="Smoothed")(
-            f"Exponential average of {source} over all steps.", "Follows the raw curve.", "As the raw curve."
+            "Exponential average of the raw key over all steps.", "Follows the raw curve.", "As the raw curve."
         )
-        for name, source, unit, title in (
-            ("loss", "loss", "nats/token", "Loss"),
-            ("tokens_per_sec", "tokens_per_sec", "tokens/s", "Tokens per second"),
-            ("mfu", "mfu", "fraction", "Model FLOPs utilization"),
-            ("step_time", "step_time_sec", "s", "Step time"),
+        for name, unit, title in (
+            ("loss", "nats/token", "Loss"),
+            ("tokens_per_sec", "tokens/s", "Tokens per second"),
+            ("mfu", "fraction", "Model FLOPs utilization"),
+            ("step_time", "s", "Step time"),
         )
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -192,9 +193,9 @@ def render_diagnosis_markdown(page: str, calibration: Mapping[str, Any]) -> str:
     """
     lines = [f"{page.partition('## Rules')[0]}## Rules", ""]
     for rule in RULES:
-        keys = ", ".join(f"`{key}`" if " " not in key else key for key in (*rule.needs, *rule.uses))
-        lines += [f"### {rule.name} ({rule.severity})", "", f"- Reads: {keys}"]
-        lines += [*map("- {}: {}".format, ("Condition", "Why", "Change"), rule.texts), ""]
+        condition, why, change = rule.texts
+        reason = re.split(r"(?<! al)\. ", why.removesuffix("."))[0] + "."  # reports have all of it
+        lines += [f"### {rule.name} ({rule.severity})", "", f"{condition}. {reason}", "", f"Change: {change}.", ""]
     lines += ["## False alarms and injected faults", ""]
 
     def names(kind: str, part: str) -> int:
