@@ -38,7 +38,7 @@ def agreed_operations(run: Run) -> Operations:
     A rank that does not know a metric adds nothing to it; of two rows of the catalog the lower rank's counts.
     """
     keys = [*HOST_KEYS, *run.state.dataset.metric_keys, *run.extensions.metric_keys]
-    keys += [key for *_, reporter in run.reporters for key in reporter.metric_keys]
+    keys += [key for *_, reporter in run.state.reporters for key in reporter.metric_keys]
     by_rank = gather_from_ranks(rank_operations(keys), world_size=run.info.world_size)
     agreed: dict[str, RankReduction] = {}
     for own in by_rank:
@@ -232,7 +232,7 @@ def reduced_metrics(run: Run, taken: StepInFlight, operations: Operations, *, dr
         ready_after = taken.launched.ready_at - run.tracker.step_start
         run.recorder.add({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
     if drains:
-        for name, shard, reporter in run.reporters:
+        for name, shard, reporter in run.state.reporters:
             drained = guard(name).run(reporter.drain_metrics)
             run.position.unlogged[shard].add(dict.fromkeys(reporter.metric_keys) if drained is None else drained)
         run.recorder.add(run.extensions.drained())

@@ -15,7 +15,7 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.aggregate import Recorder, Reported, Reporter
+from trainer.metrics.aggregate import Recorder, Reported
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import EventWriter
@@ -75,8 +75,6 @@ class Run:
     extensions: Extensions
     saver: Saver
     watchdog: Watchdog
-    reporters: Sequence[tuple[str, int, Reporter]]
-    """Parts that collect metrics themselves, drained on logged steps: the name of each, and whose data shard's it is."""
 
     @property
     def config(self) -> RunConfig:

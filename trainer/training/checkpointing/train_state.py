@@ -16,7 +16,7 @@ from trainer.data.blend import BlendDataset
 from trainer.distributed.shards import as_shard, layout_of, own_range, part_to_save, saving_ranks
 from trainer.errors import UserError
 from trainer.ledger.ledger import Ledger
-from trainer.metrics.aggregate import Recorder
+from trainer.metrics.aggregate import Recorder, Reporter
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.tracker import MetricsTracker
 from trainer.model.weights import tied_names
@@ -61,6 +61,17 @@ class TrainState:
         """By the number of the shard that saves it; empty for a model without state."""
         found = {shard.ledger: shard.number for shard in reversed(self.shards) if shard.ledger is not None}
         return {number: ledger for ledger, number in reversed(found.items())}
+
+    @property
+    def reporters(self) -> list[tuple[str, int, Reporter]]:
+        """What collects metrics itself, drained on logged steps: its name, and whose of this rank's shards it is."""
+        first = self.shards[0].number
+        found: list[tuple[str, int, Reporter]] = []
+        for number, ledger in self.ledgers.items():
+            found.append(("ledger metrics", number - first, ledger))
+        if self.gns is not None:
+            found.append(("gns", 0, self.gns))
+        return found
 
     def shared(self) -> dict[str, Any]:
         """The states that are the same on all ranks and fit JSON."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,17 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.config.schema import RunConfig
 from trainer.data.batch import accepted_inputs
 from trainer.data.fingerprint import FINGERPRINT_KEY
 from trainer.data.loader import Loader
 from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy, compile_blocks
-from trainer.distributed.watchdog import Watchdog, start_watchdog
+from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
 from trainer.import_path import NO_PARTS, Parts, resolve_target, users_code
-from trainer.metrics.aggregate import Reporter
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.estimate import outlook
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
@@ -134,7 +132,16 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     row_model = in_cells(cell_model, config)
     step_model = strategy.wrap(row_model, state.model)
     reading = _start_reading(plan, info, state, position, device, stack, is_resumed=found is not None)
-    watchdog = _watch(info, config, run_dir, position, reading, launch.stop, strategy)
+    # Nothing of a run refers to the run itself: one that is done is freed, and the process group with it.
+    watchdog = start_watchdog(
+        info,
+        timeout_sec=config.distributed.timeout_sec,
+        log=run_dir.log_file(info.rank),
+        on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
+        reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
+        is_asked=lambda: launch.stop.is_heard or launch.stop.requested,
+        groups=strategy.groups,
+    )
     stack.callback(watchdog.close)
     evaluator = None
     if config.eval.every:
@@ -144,7 +151,6 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     stack.callback(extensions.close)
     if state.gns is not None:
         stack.callback(diagnostics.best_effort("gns outlook").run, _say_outlook, state.gns)
-    shared = {"wandb_run_id": wandb_run_id, FINGERPRINT_KEY: data.now.to_state()}
     run = Run(
         plan=plan,
         info=info,
@@ -165,20 +171,24 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         evaluator=evaluator,
         growth=_make_growth(plan, info, state),
         extensions=extensions,
-        saver=_make_saver(
-            plan,
-            info,
-            state,
-            position,
-            run_dir,
-            extensions,
-            shared,
-            retain,
+        saver=Saver(
+            directory=run_dir.checkpoints,
+            table=config.checkpoint,
+            info=info,
+            state=state,
+            extensions=extensions,
             device=device,
-            is_resumed=found is not None,
+            shared={
+                "wandb_run_id": wandb_run_id,
+                "config": config.model_dump(mode="json"),
+                "environment": environment(info),
+                FINGERPRINT_KEY: data.now.to_state(),
+            },
+            last_saved=position.step if found is not None else -1,
+            on_saving=partial(position.unlogged[0].record, "checkpoint/save_sec"),
+            retain=retain,
         ),
         watchdog=watchdog,
-        reporters=_reporters(state),
     )
     extensions.add(_load_extensions(run, auxiliary))
     if found is not None:
@@ -271,66 +281,6 @@ def _restore_mix(plan: Plan, info: RankInfo, state: TrainState, run_dir: RunDir,
     saved = found is not None and found[1].get("extensions", {}).get("mix")
     if from_main_rank(bool(saved or lines), world_size=info.world_size):
         plan.parts.need("mix changes", "checkpoint.resume")(plan, info, state, found, lines)
-
-
-def _reporters(state: TrainState) -> list[tuple[str, int, Reporter]]:
-    """The parts that collect metrics themselves; see `Run`."""
-    first = state.shards[0].number
-    found: list[tuple[str, int, Reporter]] = []
-    for number, ledger in state.ledgers.items():
-        found.append(("ledger metrics", number - first, ledger))
-    if state.gns is not None:
-        found.append(("gns", 0, state.gns))
-    return found
-
-
-def _make_saver(
-    plan: Plan,
-    info: RankInfo,
-    state: TrainState,
-    position: Position,
-    run_dir: RunDir,
-    extensions: Extensions,
-    shared: Mapping[str, Any],
-    retain: Callable[[Path], None] | None,
-    *,
-    device: torch.device,
-    is_resumed: bool,
-) -> Saver:
-    """What writes the checkpoints."""
-    return Saver(
-        directory=run_dir.checkpoints,
-        table=plan.config.checkpoint,
-        info=info,
-        state=state,
-        extensions=extensions,
-        device=device,
-        shared={**shared, "config": plan.config.model_dump(mode="json"), "environment": environment(info)},
-        last_saved=position.step if is_resumed else -1,
-        on_saving=partial(position.unlogged[0].record, "checkpoint/save_sec"),
-        retain=retain,
-    )
-
-
-def _watch(
-    info: RankInfo,
-    config: RunConfig,
-    run_dir: RunDir,
-    position: Position,
-    reading: Reading,
-    stop: StopRequest,
-    strategy: Strategy,
-) -> Watchdog:
-    """The watchdog. It does not refer to the run: one that is done is freed, and the process group with it."""
-    return start_watchdog(
-        info,
-        timeout_sec=config.distributed.timeout_sec,
-        log=run_dir.log_file(info.rank),
-        on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
-        reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
-        is_asked=lambda: stop.is_heard or stop.requested,
-        groups=strategy.groups,
-    )
 
 
 def _make_train_step(
