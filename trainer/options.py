@@ -54,23 +54,20 @@ class Options:
     """Base class: checks its values by the types of its fields, if pydantic does not.
 
     Raises:
-        UserError: a value is of another type, or out of range, or does not go with another.
+        UserError: a value is of another type, or out of range.
+        ValueError: values do not go together.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+    __pydantic_config__: ClassVar = {"use_attribute_docstrings": True}
 
     def __post_init__(self) -> None:
-        cls: Any = type(self)
-        kinds = get_type_hints(cls, include_extras=True)
-        for each in fields(cls):
-            value = getattr(self, each.name)
-            rule = _broken_rule(value, kinds[each.name])
+        kinds = get_type_hints(type(self), include_extras=True)
+        for name, value in vars(self).items():
+            rule = _broken_rule(value, kinds[name])
             if rule:
-                raise UserError(f"{cls.__name__}.{each.name}", f"must be {rule}, got {value!r}")
-        try:
-            self.check()
-        except ValueError as error:
-            raise UserError(cls.__name__, str(error)) from None
+                raise UserError(f"{type(self).__name__}.{name}", f"must be {rule}, got {value!r}")
+        self.check()
 
     def check(self) -> None:
         """Refuse values that do not go together by a ValueError. A table of the config calls it, too."""

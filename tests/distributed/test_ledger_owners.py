@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.support.gloo import run_on_ranks
-from trainer.ledger import COUNTER_KEYS, Ledger, Owners, Ownership, owner_of
-from trainer.options import LedgerOptions
+from trainer.ledger import COUNTER_KEYS, Ledger, LedgerOptions, Owners, Ownership, owner_of
 
 pytestmark = pytest.mark.distributed
 

@@ -27,8 +27,7 @@ from trainer.data.mixing import MixOptions
 from trainer.data.shard_source import ShardSource, deal_parts
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
 from trainer.errors import UserError
-from trainer.ledger.ledger import Ledger
-from trainer.options import LedgerOptions
+from trainer.ledger import Ledger, LedgerOptions
 
 Layout = Mapping[str, Sequence[Sequence[int]]]
 

@@ -31,13 +31,12 @@ from trainer.data import (
     StreamMixingDataset,
     discover_nested,
 )
-from trainer.ledger import Ledger
+from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.catalog.lookup import lookup
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, estimate
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 from trainer.micro_batches import MicroBatches
-from trainer.options import LedgerOptions
 
 Rows = dict[int, dict[str, float]]
 SEQ_LEN = 16

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -26,7 +26,7 @@ _HEADER = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
 _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 # These name a run, so they always differ.
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
-REMOVED: Final = ("distributed.backend", "metrics.wandb.base_url", "metrics.wandb.entity")
+REMOVED: Final = (("distributed", "backend"), ("metrics", "wandb", "base_url"), ("metrics", "wandb", "entity"))
 _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices")
 
 
@@ -237,30 +237,6 @@ def parse_value(text: str) -> Any:
     return parsed["value"] if parsed.keys() == {"value"} else text
 
 
-class Difference(NamedTuple):
-    """One key. None: that config does not have the key (an absent optional key, another number of sources)."""
-
-    key: str
-    first: Any
-    second: Any
-
-
-def differences(first: BaseModel, second: BaseModel) -> list[Difference]:
-    """The keys whose values differ, sorted, with all defaults filled in; elements of arrays of tables are matched by `name`."""
-    one, other = (flatten(config.model_dump(mode="json", exclude_none=True)) for config in (first, second))
-    keys = sorted(one.keys() | other.keys())
-    return [Difference(key, one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)]
-
-
-def render_differences(found: list[Difference], first: str, second: str) -> str:
-    """Two lines per key in the manner of `diff`, with values in JSON's spelling, which is TOML's as well."""
-    signed = [(sign, key, value) for key, *both in found for sign, value in zip("-+", both, strict=True)]
-    lines = [
-        f"{sign}{key} = {json.dumps(value, ensure_ascii=False)}" for sign, key, value in signed if value is not None
-    ]
-    return "\n".join([f"--- {first}", f"+++ {second}", *lines])
-
-
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested tables as `table.key` -> value; tables in a list by their `name`, or by index if one has none or they repeat."""
     flat: dict[str, Any] = {}
@@ -278,12 +254,15 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def without_removed(config: Mapping[str, Any], removed: Sequence[str] = REMOVED) -> dict[str, Any]:
+def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of an older checkpoint, without keys that are gone."""
-    kept = {key: value for key, value in config.items() if key not in removed}
-    for name in {key.partition(".")[0] for key in removed} & kept.keys():
-        inner = [key.removeprefix(f"{name}.") for key in removed if key.startswith(f"{name}.")]
-        kept[name] = without_removed(kept[name], inner) if isinstance(kept[name], Mapping) else kept[name]
+    kept = deepcopy(dict(config))
+    for *tables, last in REMOVED:
+        table: Any = kept
+        for name in tables:
+            table = table.get(name) if isinstance(table, dict) else None
+        if isinstance(table, dict):
+            table.pop(last, None)
     return kept
 
 
