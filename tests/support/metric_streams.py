@@ -197,9 +197,8 @@ class _Rank:
             weights = [ConstantWeight(1.0), ConstantWeight(1.0)]
         named = zip(_names(scenario), self.sources, weights, strict=False)
         blend = [BlendSource(name, source, weight) for name, source, weight in named]
-        self.blend = BlendDataset(
-            blend, seed=scenario.seed, micro_batches=MicroBatches.constant(scenario.micro_batches)
-        )
+        micro_batches = MicroBatches.constant(scenario.micro_batches)
+        self.blend = BlendDataset(blend, seed=scenario.seed, micro_batches=micro_batches)
         self.ledger = Ledger(LedgerOptions.of(scenario), state_width=2)
         self.exhausted = 0.0
         self.masked: list[float] = []  # by micro-batch since the last drain: whether it had no target
