@@ -24,8 +24,10 @@ def changed(tmp_path, capsys, overrides, *options):
 
 def test_a_default_written_out_is_no_difference_and_sources_are_matched_by_name(tmp_path, capsys):
     found = changed(tmp_path, capsys, ["data.source.second.weight=2.0", "optimizer.lr=0.5"], "--json")
-    expected = {"data.source.second.weight": {"a": 1.0, "b": 2.0}, "optimizer.lr": {"a": 0.001, "b": 0.5}}
-    assert json.loads(found) == expected
+    assert json.loads(found) == {
+        "data.source.second.weight": {"a": 1.0, "b": 2.0},
+        "optimizer.lr": {"a": 1e-3, "b": 0.5},
+    }
 
 
 def test_each_printed_value_is_toml(tmp_path, capsys):

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from tests.support.runs import TINY
 from trainer import options
 from trainer.config import data_tables, schema
-from trainer.config.load import apply_override, line_of, load_config, parse_value, to_toml
+from trainer.config.load import apply_override, line_of, load_config, parse_value, to_toml, without_removed
 from trainer.config.rules import mixing_of
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
@@ -223,3 +223,8 @@ def test_options_accept_what_their_table_accepts(pair: str) -> None:
         assert its.model_fields[key].description
         given = [{**needed, key: value} for value in VALUES]
         assert [accepted(own, each) for each in given] == [accepted(its, each) for each in given], key
+
+
+def test_a_checkpoint_may_have_keys_that_are_gone():
+    old = {"distributed": {"backend": "auto", "shards": 2}, "metrics": {"wandb": {"entity": None}}, "train": 1}
+    assert without_removed(old) == {"distributed": {"shards": 2}, "metrics": {"wandb": {}}, "train": 1}

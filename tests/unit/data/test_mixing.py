@@ -136,11 +136,6 @@ def test_what_cannot_be_meant_is_refused(write_streams, mixing):
     for given, settings, message in (
         (streams, {"pick_mode": "x"}, "pick_mode: must be one of weighted, uniform, round_robin, got 'x'"),
         (streams, {"batching_mode": "per_row"}, "source: reads no full rows"),
-        (
-            streams,
-            {"batch_size_by_modality": {"a": 0}},
-            "MixOptions.batch_size_by_modality: must be >= 1, got {.a.: 0}",
-        ),
         (streams, {"holdout_fraction": 1.5}, "holdout_fraction"),
         (streams, {"split": "holdout", "holdout_fraction": 0.0}, "no document is left"),
         ([], {}, "has no streams"),

@@ -22,8 +22,8 @@ WIDTH = 2
 
 
 def new_ledger(wipe_mode="none", capacity=4, device="cpu", dtype=None, **settings):
-    defaults = {"stale_threshold": 2, "sweep_every": 1, "wipe_every": 3}
-    options = LedgerOptions(**{"capacity": capacity, "wipe_mode": wipe_mode, **defaults, **settings})
+    settings = {"stale_threshold": 2, "wipe_every": 3, **settings}
+    options = LedgerOptions(wipe_mode, capacity, **settings)
     return Ledger(options, state_width=WIDTH, device=device, dtype=dtype)
 
 
