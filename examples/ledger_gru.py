@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.ledger import Ledger
-from trainer.options import LedgerOptions
+from trainer.ledger import Ledger, LedgerOptions
 
 KEYS, ASK, CELL, CELLS, WIDTH = 16, 16, 4, 4, 64  # token 16 asks; 4 tokens a cell, 4 cells a document
 

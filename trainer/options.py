@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, dataclass_transform,
 from trainer.errors import UserError
 
 NO_NUL = r"^[^\x00]*$"
+_TYPES: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), dict: (dict,)}
 _COMPARED = {"ge": (operator.ge, ">="), "gt": (operator.gt, ">"), "le": (operator.le, "<="), "lt": (operator.lt, "<")}
 
 
@@ -54,23 +55,19 @@ class Options:
     """Base class: checks its values by the types of its fields, if pydantic does not.
 
     Raises:
-        UserError: a value is of another type, or out of range, or does not go with another.
+        ValueError: a value is of another type or out of range (a UserError), or does not go with others.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+    __pydantic_config__: ClassVar = {"use_attribute_docstrings": True}
 
     def __post_init__(self) -> None:
-        cls: Any = type(self)
-        kinds = get_type_hints(cls, include_extras=True)
-        for each in fields(cls):
-            value = getattr(self, each.name)
-            rule = _broken_rule(value, kinds[each.name])
+        kinds = get_type_hints(type(self), include_extras=True)
+        for name, value in vars(self).items():
+            rule = _broken_rule(value, kinds[name])
             if rule:
-                raise UserError(f"{cls.__name__}.{each.name}", f"must be {rule}, got {value!r}")
-        try:
-            self.check()
-        except ValueError as error:
-            raise UserError(cls.__name__, str(error)) from None
+                raise UserError(f"{type(self).__name__}.{name}", f"must be {rule}, got {value!r}")
+        self.check()
 
     def check(self) -> None:
         """Refuse values that do not go together by a ValueError. A table of the config calls it, too."""
@@ -86,19 +83,19 @@ def _broken_rule(value: Any, kind: Any) -> str:
     """What a value must be and is not, by its type; empty if it is all right."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        base, *limits = arguments
+        base, within = arguments
         rule = _broken_rule(value, base)
-        for key, limit in limits[0].limits.items():
+        for key, limit in within.limits.items():
             if not rule and key in _COMPARED and not _COMPARED[key][0](value, limit):  # NaN keeps no limit
                 rule = f"{_COMPARED[key][1]} {limit}"
         return rule
     if origin is Literal and value not in arguments:
         return f"one of {', '.join(map(str, arguments))}"
-    if kind is int and type(value) is not int:
-        return "an integer"
+    accepted = _TYPES.get(origin or kind, (type(value),))
+    if type(value) not in accepted:  # True is no number
+        return f"of type {accepted[-1].__name__}"
     if origin is dict:
-        rules = (_broken_rule(each, arguments[1]) for each in value.values())
-        return next(filter(None, rules), "")
+        return next(filter(None, (_broken_rule(each, arguments[1]) for each in value.values())), "")
     return ""
 
 

@@ -50,9 +50,7 @@ def write_corpus(folder: Path, files: int, documents: int, length: int) -> list[
 def dataset(paths: Sequence[Path], name: str, num_mixed: int, seq_len: int, **options: Any) -> StreamMixingDataset:
     """A mixing dataset over some token files, in one pool; how they are read."""
     cut, read = CutOptions(name, seq_len), ReadOptions(IdsTokenizer(VOCAB), **options)
-    return StreamMixingDataset(
-        discover_direct(paths), cut, read, MixOptions(num_mixed, batching_mode="per_stream", batch_size=ROWS)
-    )
+    return StreamMixingDataset(discover_direct(paths), cut, read, MixOptions(num_mixed, "weighted", "per_stream", ROWS))
 
 
 def loop_over(dataset: BlendDataset | StreamMixingDataset, *, drain: bool) -> Loop:

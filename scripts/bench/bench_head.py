@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from trainer.lab import transformer
 from trainer.model.wrappers import Headless
-from trainer.objective import Objective
+from trainer.objective import Objective, ObjectiveOptions
 from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.loss import Loss
-from trainer.options import ObjectiveOptions
 
 VOCABULARIES = (257, 128_000)
 WAYS = ("at once", "in chunks")

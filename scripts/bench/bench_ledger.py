@@ -20,8 +20,7 @@ from bench_table import Figure, bench_parser, over, run_bench, seconds_of
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.ledger import Ledger
-from trainer.options import LedgerOptions
+from trainer.ledger import Ledger, LedgerOptions
 
 Ints = NDArray[np.int64]
 

@@ -66,9 +66,8 @@ def make_step(tracker: MetricsTracker, extra: dict[str, Value], *, sections: boo
 
 def make_tracker(log_interval: int) -> MetricsTracker:
     """A tracker configured as in a run, with MFU."""
-    return MetricsTracker(
-        TrackerOptions(log_interval=log_interval, peak_tflops=1.0), num_devices=1, device="cpu", flops_per_token=1e6
-    )
+    options = TrackerOptions(log_interval, peak_tflops=1.0)
+    return MetricsTracker(options, num_devices=1, device="cpu", flops_per_token=1e6)
 
 
 def logged_us(repeats: int) -> float:

@@ -140,11 +140,11 @@ def test_a_sink_gives_up_in_time_with_one_warning_and_prints_nothing(tmp_path, i
     with WandbStub() as stub:
         if is_stopped_first:
             stub.stop()
-        program = SINK.format(run_dir=str(tmp_path), url=stub.url, patience_sec=2 if is_stopped_first else 60)
+        program = SINK.format(run_dir=str(tmp_path), patience_sec=2 if is_stopped_first else 60)
         env = {name: value for name, value in environment().items() if name != "WANDB_SERVICE"}
         process = subprocess.Popen(
             [sys.executable, "-c", program],
-            env={**env, "WANDB_API_KEY": API_KEY, "HOME": str(tmp_path)},
+            env={**env, "WANDB_API_KEY": API_KEY, "WANDB_BASE_URL": stub.url, "HOME": str(tmp_path)},
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.support.on_device import synchronization_forbidden
-from trainer.ledger import Ledger
-from trainer.options import LedgerOptions
+from trainer.ledger import Ledger, LedgerOptions
 
 pytestmark = pytest.mark.cuda
 MODES = ("lru", "full", "periodic_stale")

@@ -15,9 +15,8 @@ from trainer.distributed.shards import Layout
 from trainer.distributed.strategy import Replicated, Sharded, Strategy, shard_units
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.protocol import ModelOutput
+from trainer.objective import Objective, ObjectiveOptions
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
-from trainer.objective.loss import Objective
-from trainer.options import ObjectiveOptions
 from trainer.training.step.step import StepOutcome
 
 CPU = torch.device("cpu")

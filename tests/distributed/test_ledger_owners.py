@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.support.gloo import run_on_ranks
-from trainer.ledger import COUNTER_KEYS, Ledger, Owners, Ownership, owner_of
-from trainer.options import LedgerOptions
+from trainer.ledger import COUNTER_KEYS, Ledger, LedgerOptions, Owners, Ownership, owner_of
 
 pytestmark = pytest.mark.distributed
 
@@ -41,8 +40,7 @@ def schedule(rank: int, world_size: int) -> list[Batch]:
 
 
 def new_ledger(rank: int, world_size: int, ownership: Ownership) -> Ledger:
-    owners = Owners(ownership, rank, world_size)
-    return Ledger(LedgerOptions(capacity=16, **SETTINGS), state_width=WIDTH, owners=owners)
+    return Ledger(LedgerOptions(capacity=16, **SETTINGS), state_width=WIDTH, owners=Owners(ownership, rank, world_size))
 
 
 def gathered(ledger: Ledger, world_size: int) -> list[dict[str, Any]]:

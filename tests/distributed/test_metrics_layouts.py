@@ -10,14 +10,12 @@ import torch
 
 from tests.support.gloo import run_on_ranks
 from tests.support.steps import make_step
-from trainer.config.schema import CoordTable
 from trainer.data.batch import MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
 from trainer.model import build
-from trainer.objective.loss import Objective
-from trainer.options import ObjectiveOptions
+from trainer.objective import CoordOptions, Objective, ObjectiveOptions
 from trainer.training.extension import Extensions
 from trainer.training.step.details import LoggedDetails, StepDetails
 
@@ -25,7 +23,7 @@ ROWS, LENGTH, VOCABULARY = 16, 9, 13
 LENGTHS = [9, 1, 7, 3, 9, 0, 5, 2, 9, 9, 0, 0, 4, 1, 6, 8]
 TYPES = ("even", "odd", "never")
 LABELS = [("left", "right", "left", "left")[row % 4] for row in range(ROWS)]
-COORD = CoordTable(first_token=4, num_bins=5, sigma=1.5, weight=0.3)
+COORD = CoordOptions(first_token=4, num_bins=5, sigma=1.5, weight=0.3)
 Z_LOSS = 1e-2
 LAYOUTS = (1, 2, 4)
 

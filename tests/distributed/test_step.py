@@ -10,11 +10,10 @@ from tests.support.gloo import run_on_ranks
 from tests.support.steps import make_step
 from trainer.data.batch import Carry, MicroBatch
 from trainer.distributed.strategy import Replicated, Strategy
-from trainer.ledger import Ledger, Owners
+from trainer.ledger import Ledger, LedgerOptions, Owners
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
-from trainer.objective.loss import Objective
-from trainer.options import LedgerOptions, ObjectiveOptions
+from trainer.objective import Objective, ObjectiveOptions
 from trainer.training.step.step import StepOutcome
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 11
@@ -45,12 +44,8 @@ def one_step(
     torch.manual_seed(0)
     inner = build(VOCABULARY, dim=8, num_layers=2).double()
     strategy = Replicated(world_size=world, device=CPU) if world > 1 else Strategy()
-    ledger = Ledger(
-        LedgerOptions(capacity=32, wipe_mode="none"),
-        state_width=16,
-        dtype=torch.float64,
-        owners=Owners("reader", rank, world),
-    )
+    options, owners = LedgerOptions(capacity=32, wipe_mode="none"), Owners("reader", rank, world)
+    ledger = Ledger(options, state_width=16, dtype=torch.float64, owners=owners)
     gns = GradientNoiseScale(inner, process_group=torch.distributed.group.WORLD if world > 1 else None)
     settings = {"ledgers": [ledger], "objective": Objective(ObjectiveOptions(z_loss=1e-2)), "gns": gns}
     step = make_step(inner, strategy, world_size=world, clip_grad_norm=clip, **settings)

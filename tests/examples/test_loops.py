@@ -167,13 +167,11 @@ FREE_KEYS = """
 import logging, pathlib, sys
 from trainer.metrics import MetricsTracker
 from trainer.metrics.sinks import JsonlSink
-from trainer.options import TrackerOptions
 {declaration}
-sinks = [JsonlSink(pathlib.Path("metrics.jsonl"))]
-tracker = MetricsTracker(TrackerOptions(log_interval=1), num_devices=1, device="cpu", sinks=sinks)
+tracker = MetricsTracker(num_devices=1, device="cpu", sinks=[JsonlSink(pathlib.Path("metrics.jsonl"))])
 for step in (1, 2):
     tracker.start_step()
-    tracker.end_step(step, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=1, extra={{"router/entropy": 0.5}})
+    tracker.end_step(step, loss=1.0, grad_norm=None, lr=0.1, tokens_in_step=1, extra={{"router/entropy": 0.5}}, force_log=True)
 tracker.close()
 """
 

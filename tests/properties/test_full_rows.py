@@ -27,8 +27,7 @@ from trainer.data.mixing import MixOptions
 from trainer.data.shard_source import ShardSource, deal_parts
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
 from trainer.errors import UserError
-from trainer.ledger.ledger import Ledger
-from trainer.options import LedgerOptions
+from trainer.ledger import Ledger, LedgerOptions
 
 Layout = Mapping[str, Sequence[Sequence[int]]]
 
@@ -50,9 +49,10 @@ def blend(
     for name, found in streams.items():
         parts: list[Any] = []
         for kind in (CutOptions, ReadOptions, MixOptions):
-            names = {each.name for each in fields(kind)} & options.keys()
             own = {"namespace": name} if kind is CutOptions else {}
-            parts.append(kind(**own, **{key: options[key] for key in names}))
+            parts.append(
+                kind(**own, **{each.name: options[each.name] for each in fields(kind) if each.name in options})
+            )
         dataset = ShardSource(found, *parts, shard=shard, num_shards=num_shards)
         sources.append(BlendSource(name, dataset, (weights or {}).get(name, ConstantWeight(1.0))))
     shape = {"rows": rows, "row_tokens": row_tokens, "runs_on": runs_on}

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.ledger import Ledger
+from trainer.ledger import Ledger, LedgerOptions
 from trainer.model import ModelOutput, RecurrentEncoder, build
-from trainer.options import LedgerOptions
 
 VOCAB = 13
 WEIGHT_SEED = 5

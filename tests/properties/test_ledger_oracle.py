@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from trainer.errors import UserError
-from trainer.ledger import COUNTER_KEYS, Ledger, Owners
-from trainer.options import LedgerOptions
+from trainer.ledger import COUNTER_KEYS, Ledger, LedgerOptions, Owners
 
 WIDTH = 3
 NUM_GROUPS = 10
@@ -117,18 +116,9 @@ class LedgerMachine(RuleBasedStateMachine):
     dtype = torch.float32
 
     def new_ledger(self, **ranks: int) -> Ledger:
-        return Ledger(
-            LedgerOptions(
-                capacity=self.oracle.capacity,
-                wipe_mode=self.mode,
-                stale_threshold=self.oracle.threshold,
-                sweep_every=self.oracle.every,
-                wipe_every=self.oracle.every,
-            ),
-            state_width=WIDTH,
-            dtype=self.dtype,
-            owners=Owners("reader", **ranks),
-        )
+        own, owners = self.oracle, Owners("reader", **ranks)
+        options = LedgerOptions(self.mode, own.capacity, "float32", own.threshold, own.every, own.every)
+        return Ledger(options, state_width=WIDTH, dtype=self.dtype, owners=owners)
 
     @initialize(capacity=st.integers(1, 8), every=st.integers(1, 4), threshold=st.integers(1, 4))
     def start(self, capacity: int, every: int, threshold: int) -> None:

@@ -31,13 +31,12 @@ from trainer.data import (
     StreamMixingDataset,
     discover_nested,
 )
-from trainer.ledger import Ledger
+from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.catalog.lookup import lookup
 from trainer.metrics.noise_scale import estimate as noise_scale
 from trainer.metrics.noise_scale.estimate import NoiseScaleAverage, estimate
 from trainer.metrics.payload_contract import build_payload, build_restart, encode_payload
 from trainer.micro_batches import MicroBatches
-from trainer.options import LedgerOptions
 
 Rows = dict[int, dict[str, float]]
 SEQ_LEN = 16
@@ -198,9 +197,8 @@ class _Rank:
             weights = [ConstantWeight(1.0), ConstantWeight(1.0)]
         named = zip(_names(scenario), self.sources, weights, strict=False)
         blend = [BlendSource(name, source, weight) for name, source, weight in named]
-        self.blend = BlendDataset(
-            blend, seed=scenario.seed, micro_batches=MicroBatches.constant(scenario.micro_batches)
-        )
+        micro_batches = MicroBatches.constant(scenario.micro_batches)
+        self.blend = BlendDataset(blend, seed=scenario.seed, micro_batches=micro_batches)
         self.ledger = Ledger(LedgerOptions.of(scenario), state_width=2)
         self.exhausted = 0.0
         self.masked: list[float] = []  # by micro-batch since the last drain: whether it had no target

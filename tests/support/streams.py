@@ -23,10 +23,10 @@ def mixing_dataset(
     """A data set, its settings by name; cells of 4 bytes unless they say otherwise."""
     settings = {"namespace": settings.pop("name", "source"), "tokenizer": BytesTokenizer(), **settings}
     settings = {"seq_len": 4, "max_group_cells": 64, "batching_mode": "per_stream", **settings}
-    parts = []
-    for kind in (CutOptions, ReadOptions, MixOptions):
-        names = {each.name for each in fields(kind)}
-        parts.append(kind(**{name: settings.pop(name) for name in names & settings.keys()}))
+    parts = [
+        kind(**{each.name: settings.pop(each.name) for each in fields(kind) if each.name in settings})
+        for kind in (CutOptions, ReadOptions, MixOptions)
+    ]
     assert not settings, settings
     return StreamMixingDataset(streams, *parts, shard=rank, num_shards=world_size)  # type: ignore[arg-type]
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import math
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -19,6 +16,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     Tag,
+    TypeAdapter,
     model_validator,
 )
 from pydantic_core import CoreSchema
@@ -114,22 +112,12 @@ class Table(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """With the docstrings of inherited options, which pydantic does not look for, as descriptions."""
+        """With the docstrings of inherited options, which pydantic looks for in the class itself alone, as descriptions."""
         for base in cls.__mro__:
             if Options in base.__bases__:
-                for name, text in _docstrings(base).items():
-                    cls.__pydantic_fields__[name].description = text
+                for name, node in TypeAdapter(base).json_schema()["properties"].items():
+                    cls.__pydantic_fields__[name].description = node.get("description")
         return handler(source)
-
-
-def _docstrings(options: type) -> dict[str, str]:
-    """Field -> the docstring below it."""
-    definition: Any = ast.parse(inspect.getsource(options)).body[0]
-    found = {}
-    for field, text in pairwise(definition.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            found[ast.unparse(field.target)] = inspect.cleandoc(ast.literal_eval(text.value))
-    return found
 
 
 def _integer_keys(value: Any) -> Any:

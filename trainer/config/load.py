@@ -7,6 +7,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -25,7 +26,7 @@ _HEADER = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
 _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 # These name a run, so they always differ.
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
-REMOVED: Final = ("distributed.backend", "metrics.wandb.base_url", "metrics.wandb.entity")
+REMOVED: Final = (("distributed", "backend"), ("metrics", "wandb", "base_url"), ("metrics", "wandb", "entity"))
 _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices")
 
 
@@ -253,12 +254,15 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def without_removed(config: Mapping[str, Any], removed: Sequence[str] = REMOVED) -> dict[str, Any]:
+def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of an older checkpoint, without keys that are gone."""
-    kept = {key: value for key, value in config.items() if key not in removed}
-    for name in {key.partition(".")[0] for key in removed} & kept.keys():
-        inner = [key.removeprefix(f"{name}.") for key in removed if key.startswith(f"{name}.")]
-        kept[name] = without_removed(kept[name], inner) if isinstance(kept[name], Mapping) else kept[name]
+    kept = deepcopy(dict(config))
+    for *tables, last in REMOVED:
+        table: Any = kept
+        for name in tables:
+            table = table.get(name) if isinstance(table, dict) else None
+        if isinstance(table, dict):
+            table.pop(last, None)
     return kept
 
 

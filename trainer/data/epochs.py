@@ -27,14 +27,12 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
     """Everything that must match for a state to fit: how files are read and cut, and the list of streams."""
     paths = [part for stream in streams for part in (stream.relative_path, stream.modality)]
     tokenizer = options.tokenizer
+    # A column that is not set stands in no state of earlier versions.
+    read = {key: value for key, value in vars(options).items() if (key, value) != ("column", None)}
     return {
         **asdict(cut),
         **settings,
-        **({} if options.column is None else {"column": options.column}),
-        "format": options.format,
-        "dtype": options.dtype,
-        "eod": options.eod,
-        "text_split": options.text_split,
+        **read,
         "tokenizer": f"{tokenizer.name} ({tokenizer.vocab_size} ids)",
         "streams": f"{len(streams)} streams, hash {stable_hash(*paths):016x}",
     }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -41,7 +41,6 @@ from trainer.data.text_formats import (
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
-from trainer.options import TextSplit
 
 SIGNATURE = "see trainer.data.TokenTable: (path, options) -> TokenTable"
 
@@ -188,15 +187,6 @@ def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
         raise damaged(path, problem, "check the path and its mode") from error
 
 
-def open_documents(
-    path: str | Path,
-    *,
-    format: str = "auto",
-    tokenizer: Tokenizer,
-    dtype: str | None = None,
-    eod: int | None = None,
-    text_split: TextSplit = "file",
-    column: str | None = None,
-) -> TokenTable:
-    """The documents of a file: mapped where the format allows, otherwise read into memory. See `ReadOptions`."""
-    return load_documents(path, ReadOptions(tokenizer, dtype, eod, text_split, format, column))
+def open_documents(path: str | Path, *, tokenizer: Tokenizer, **options: Any) -> TokenTable:
+    """The documents of a file: mapped where the format allows, otherwise read into memory. `options`: of `ReadOptions`."""
+    return load_documents(path, ReadOptions(tokenizer, **options))

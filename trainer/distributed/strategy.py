@@ -37,8 +37,7 @@ def strategy_for(
     if layout is None:
         return Replicated(options, world_size=info.world_size, device=device)
     if name == "hsdp" and layout.replicas == 1:
-        text = 'distributed.strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node'
-        logger.info(text)
+        logger.info('strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node')
     return Sharded(layout, options, device=device, param_dtype=param_dtype)
 
 

@@ -21,6 +21,7 @@ per group: their products over windows are the autocorrelation of what groups de
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from trainer.metrics.noise_scale.estimate import Ratio, bounded_ratio
 from trainer.training.extension import Extension
 
 if TYPE_CHECKING:
+    from trainer.data.layout import Stream
     from trainer.metrics.aggregate import Reported
     from trainer.training.run import Run
 
@@ -284,7 +286,7 @@ class NoiseSources(Extension):
         self.measure_every = run.config.gns.components_every
         self.components = NoiseComponents()
         # The same within each source: the probability that two of its rows come from one stream.
-        self._concentrations = [source.concentration for source in run.plan.sources]
+        self._concentrations = [_concentration(source.streams) for source in run.plan.sources]
         self._coincidence = 0.0
         self._halves: list[MicroBatch] = []
 
@@ -359,3 +361,10 @@ def _piece(micro: MicroBatch) -> Piece:
         if micro.carry.end_ids is not None:  # of a row that begins no group's cell: the group that it ends with
             groups = np.where(micro.carry.group_ids >= 0, groups, micro.carry.end_ids).tolist()
     return Piece((*sorted(set(labels)), stream), groups, weights)
+
+
+def _concentration(streams: Sequence[Stream]) -> float:
+    """Probability that two bytes come from the same stream: the sum of the squared shares of the files."""
+    sizes = np.array([os.path.getsize(stream.path) for stream in streams] or [1], dtype=np.float64)
+    shares = sizes / max(sizes.sum(), 1.0)
+    return float(shares @ shares)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from trainer.metrics.logger import format_metrics, get_logger
     from trainer.metrics.noise_scale.hooks import GradientNoiseScale
     from trainer.metrics.tracker import MetricsTracker, StepMetrics
-    from trainer.options import TrackerOptions
 
 _NAMES: Final = {
     "aggregate": "Recorder Reporter SumCount reduce_loss_metrics reduce_over_ranks",
@@ -26,7 +25,7 @@ _NAMES: Final = {
     "catalog.spec": "MetricSpec",
     "logger": "format_metrics get_logger",
     "noise_scale.hooks": "GradientNoiseScale",
-    "tracker": "MetricsTracker StepMetrics TrackerOptions",
+    "tracker": "MetricsTracker StepMetrics",
 }
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "SkipBatch",
     "StepMetrics",
     "SumCount",
-    "TrackerOptions",
     "UnknownMetric",
     "format_metrics",
     "get_logger",

@@ -134,9 +134,8 @@ class WandbSink:
         self._next_own_step = 0
         self._messages = _Messages(on_event)
         # silent: wandb's own lines repeat every metric, partly on stdout; ours say where the run is.
-        settings: dict[str, Any] = {"console": "off", "quiet": True, "silent": True}
-        settings |= {"init_timeout": init_timeout_sec, "login_timeout": init_timeout_sec}
-        settings["finish_timeout"] = finish_timeout_sec
+        settings = {"console": "off", "quiet": True, "silent": True, "init_timeout": init_timeout_sec}
+        settings |= {"login_timeout": init_timeout_sec, "finish_timeout": finish_timeout_sec}
         options: dict[str, Any] = {"mode": mode, "project": project, "id": run_id}
         options |= {"name": os.environ.get("WANDB_NAME") or run_dir.name, "config": dict(config or {})}
         self._guard.run(self._open, Path(os.environ.get("WANDB_DIR") or run_dir), options, settings)

@@ -9,29 +9,30 @@ import pytest
 
 from tests.support.in_process import program
 from tests.support.runs import ROOT, write_tiny_config
-from trainer.config.load import load_config
-from trainer.tools.reference_docs import differences, render_differences
+from trainer.config.load import load_config, to_toml
 
 jsonschema = pytest.importorskip("jsonschema")
 SHIPPED = sorted((ROOT / "train_configs").rglob("*.toml"))
 
 
-def changed(tmp_path, *overrides):
-    path = write_tiny_config(tmp_path)
-    return differences(load_config(path), load_config(path, overrides))
+def changed(tmp_path, capsys, overrides, *options):
+    """What the verb says of a config and of one with overrides, all of its defaults written out."""
+    path, other = write_tiny_config(tmp_path), tmp_path / "other.toml"
+    other.write_text(to_toml(load_config(path, overrides)))
+    return program(["config", "diff", path, other, *options], capsys).stdout
 
 
-def test_a_default_written_out_is_no_difference_and_sources_are_matched_by_name(tmp_path):
-    found = changed(tmp_path, "metrics.smoothing_alpha=0.1", "data.source.second.weight=2.0", "optimizer.lr=0.5")
-    assert [(each.key, each.first, each.second) for each in found] == [
-        ("data.source.second.weight", 1.0, 2.0),
-        ("optimizer.lr", 0.001, 0.5),
-    ]
+def test_a_default_written_out_is_no_difference_and_sources_are_matched_by_name(tmp_path, capsys):
+    found = changed(tmp_path, capsys, ["data.source.second.weight=2.0", "optimizer.lr=0.5"], "--json")
+    assert json.loads(found) == {
+        "data.source.second.weight": {"a": 1.0, "b": 2.0},
+        "optimizer.lr": {"a": 1e-3, "b": 0.5},
+    }
 
 
-def test_each_printed_value_is_toml(tmp_path):
-    found = changed(tmp_path, 'run.name="other"', "data.source.second.modalities=['b','c']", "eval.every=3")
-    lines = render_differences(found, "a", "b").splitlines()
+def test_each_printed_value_is_toml(tmp_path, capsys):
+    overrides = ['run.name="other"', "data.source.second.modalities=['b','c']", "eval.every=3"]
+    lines = changed(tmp_path, capsys, overrides).splitlines()
     assert {"-eval.every = 0", "+eval.every = 3"} < set(lines)
     for line in lines[2:]:
         assert tomllib.loads(line[1:])

@@ -6,6 +6,7 @@ import os
 import tomllib
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.support.runs import TINY
-from trainer.config.load import apply_override, line_of, load_config, parse_value, to_toml
+from trainer import options
+from trainer.config import data_tables, schema
+from trainer.config.load import apply_override, line_of, load_config, parse_value, to_toml, without_removed
 from trainer.config.rules import mixing_of
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
@@ -198,3 +201,30 @@ def test_no_override_ends_in_anything_but_a_config_or_a_user_error(tmp_path, key
     path.write_text(BASE)
     with suppress(UserError):
         load_config(path, [f"train.{key}={value}"])
+
+
+NUMBERS = (-1, 0, 1, 2, 10**6, 10**7, 10**9, 10**10, 0.5, 1.0, float("nan"), 1e9, 1e12)
+VALUES = (*NUMBERS, True, "lru", "weighted", {"a": 0}, {"a": 1})
+
+
+def accepted(make: Any, settings: dict[str, Any]) -> bool:
+    with suppress(ValueError):
+        return bool(make(**settings))
+    return False
+
+
+@pytest.mark.parametrize("pair", ["Coord", "Ledger", "Mixing", "Objective", "Strategy Distributed", "Tracker Metrics"])
+def test_options_accept_what_their_table_accepts(pair: str) -> None:
+    name, table = pair.split()[0], pair.split()[-1]
+    own, its = getattr(options, f"{name}Options"), {**vars(data_tables), **vars(schema)}[f"{table}Table"]
+    assert issubclass(its, own)
+    needed = {"first_token": 1, "num_bins": 2, "sigma": 1.0} if name == "Coord" else {}
+    for key in vars(own(**needed)).keys() - {"coord"}:
+        assert its.model_fields[key].description
+        given = [{**needed, key: value} for value in VALUES]
+        assert [accepted(own, each) for each in given] == [accepted(its, each) for each in given], key
+
+
+def test_a_checkpoint_may_have_keys_that_are_gone():
+    old = {"distributed": {"backend": "auto", "shards": 2}, "metrics": {"wandb": {"entity": None}}, "train": 1}
+    assert without_removed(old) == {"distributed": {"shards": 2}, "metrics": {"wandb": {}}, "train": 1}

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from tests.unit.ledger.test_ledger import WIDTH, new_ledger, store
-from trainer.ledger import Ledger
+from trainer.ledger import Ledger, LedgerOptions
 from trainer.ledger import slab as slabs
 from trainer.ledger.slab import Slab
-from trainer.options import LedgerOptions
 
 MOST, NAN, INF = 3e38, float("nan"), float("inf")  # also in bfloat16
 

@@ -6,8 +6,7 @@ import pytest
 
 from tests.unit.ledger.test_ledger import lookup, store
 from trainer.errors import UserError
-from trainer.ledger import Ledger, Owners
-from trainer.options import LedgerOptions
+from trainer.ledger import Ledger, LedgerOptions, Owners
 
 WIDTH = 2
 

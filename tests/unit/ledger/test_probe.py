@@ -17,12 +17,11 @@ from torch.nn import functional
 
 from trainer.arrays import IGNORED
 from trainer.lab.carry_probe import SAMPLED_KEYS, SHARE_KEY, CarryProbe
-from trainer.ledger.ledger import Ledger
+from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import SkipBatch
 from trainer.model import build
 from trainer.model.protocol import ModelOutput
-from trainer.options import LedgerOptions
 
 AGE, DRIFT, GAIN, GAP = SAMPLED_KEYS
 T, VOCAB = 6, 11

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
 from fractions import Fraction
 from typing import Any
 
@@ -54,7 +53,7 @@ class Run:
     def __init__(self, **options: Any) -> None:
         self.clock = Clock()
         self.sink = Recorder()
-        own = {each.name: options.pop(each.name) for each in fields(TrackerOptions) if each.name in options}
+        own = {name: options.pop(name) for name in vars(TrackerOptions()) if name in options}
         defaults = {"num_devices": 2, "device": "cpu", "strict_keys": True, "clock": self.clock, "sinks": [self.sink]}
         self.tracker = MetricsTracker(TrackerOptions(**own), **{**defaults, **options})
 

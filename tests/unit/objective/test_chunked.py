@@ -7,18 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.config.schema import CoordTable
 from trainer.errors import UserError
 from trainer.lab import gated_delta, transformer
 from trainer.model.protocol import ModelOutput
 from trainer.model.wrappers import Headless, output_layer, refuse_more_than_a_head
-from trainer.objective import Objective
+from trainer.objective import CoordOptions, Objective, ObjectiveOptions
 from trainer.objective.chunked import ChunkedObjective
-from trainer.options import ObjectiveOptions
 
 VOCAB = 61
 CPU = torch.device("cpu")
-PLAIN = Objective(ObjectiveOptions(z_loss=1e-3, coord=CoordTable(first_token=40, num_bins=15, sigma=2.0)))
+PLAIN = Objective(ObjectiveOptions(z_loss=1e-3, coord=CoordOptions(first_token=40, num_bins=15, sigma=2.0)))
 
 
 def of_rows(logits: Tensor, targets: Tensor) -> Tensor:

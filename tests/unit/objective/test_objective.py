@@ -9,12 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config.schema import CoordTable
-from trainer.objective import Objective, ObjectiveError, TokenTypeMismatch, token_type_sums
+from trainer.objective import CoordOptions, Objective, ObjectiveError, TokenTypeMismatch, token_type_sums
 from trainer.options import ObjectiveOptions
 
 VOCAB = 12
-COORD = CoordTable(first_token=4, num_bins=6, sigma=0.8, weight=0.5)
+COORD = CoordOptions(first_token=4, num_bins=6, sigma=0.8, weight=0.5)
 
 
 def batch(seed: int = 0, masked: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +24,7 @@ def batch(seed: int = 0, masked: float = 0.3) -> tuple[torch.Tensor, torch.Tenso
     return logits.requires_grad_(), targets
 
 
-def coord_by_hand(logits: list[float], target: int, settings: CoordTable) -> float:
+def coord_by_hand(logits: list[float], target: int, settings: CoordOptions) -> float:
     """The component for one token, in plain Python."""
     true_bin = target - settings.first_token
     bins = range(settings.num_bins)
@@ -71,7 +70,7 @@ def test_z_loss_is_the_squared_normaliser_of_unmasked_targets() -> None:
     weight=st.floats(0.01, 3.0),
 )
 def test_coord_equals_its_formula(seed: int, first: int, num_bins: int, sigma: float, weight: float) -> None:
-    coord = CoordTable(first_token=first, num_bins=min(num_bins, VOCAB - first), sigma=sigma, weight=weight)
+    coord = CoordOptions(first_token=first, num_bins=min(num_bins, VOCAB - first), sigma=sigma, weight=weight)
     logits, targets = batch(seed)
     part = Objective(ObjectiveOptions(coord=coord))(logits, targets).parts["coord"]
     by_hand = [
@@ -137,7 +136,7 @@ def test_a_sum_over_another_number_of_tokens_is_no_loss_and_other_outputs_no_sco
 
 
 def test_bins_beyond_the_vocabulary_raise_with_the_component_and_the_batch() -> None:
-    objective = Objective(ObjectiveOptions(coord=CoordTable(first_token=10, num_bins=3, sigma=1.0)))
+    objective = Objective(ObjectiveOptions(coord=CoordOptions(first_token=10, num_bins=3, sigma=1.0)))
     logits, targets = batch()
     with pytest.raises(
         ObjectiveError, match=r"component coord: bins end at token 12, .* at 11; batch: .\"source\""

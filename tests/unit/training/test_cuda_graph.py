@@ -22,12 +22,11 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
 from trainer.lab.cuda_graph import MicroGraphs, make
-from trainer.ledger.ledger import Ledger
+from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
+from trainer.objective import Objective, ObjectiveOptions
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
-from trainer.objective.loss import Objective
-from trainer.options import LedgerOptions, ObjectiveOptions
 from trainer.training.extension import Extension, Extensions
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 4, 6, 11, 8

@@ -23,18 +23,17 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.in_process import train_here
 from tests.support.runs import write_tiny_config
-from trainer.config.schema import CoordTable, GnsTable, OptimizerTable
+from trainer.config.schema import GnsTable, OptimizerTable
 from trainer.data.loader import Loader
 from trainer.distributed.env import RankInfo
 from trainer.lab.per_layer import LayerNumbers
-from trainer.ledger.ledger import Ledger
+from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import NUM_SUMS
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model import build
-from trainer.objective.loss import Objective
+from trainer.objective import CoordOptions, Objective, ObjectiveOptions
 from trainer.on_device import HostCopy
-from trainer.options import LedgerOptions, ObjectiveOptions
 from trainer.training import around_step, loop
 from trainer.training.extension import Extensions
 from trainer.training.run import Run, StepInFlight
@@ -96,7 +95,7 @@ def make_step(wipe_mode: Any, *, has_layers: bool) -> TrainStep:
     return TrainStep(
         model=model,
         ledgers=[Ledger(LedgerOptions(wipe_mode=wipe_mode, **sizes), state_width=16, device=META)],
-        objective=Objective(ObjectiveOptions(z_loss=1e-2, coord=CoordTable(first_token=2, num_bins=4, sigma=1.0))),
+        objective=Objective(ObjectiveOptions(z_loss=1e-2, coord=CoordOptions(first_token=2, num_bins=4, sigma=1.0))),
         optimizer=optimizer,
         gns=gns,
         scaler=torch.amp.GradScaler(META.type, enabled=False),

@@ -47,9 +47,8 @@ def source(name: str, body: str, table: str = "data.source") -> str:
 
 def test_weights_multiply_on_the_way_down_and_paths_are_relative_to_the_file_that_names_them():
     inner = source("leaf", 'root = "corpus"\nweight = 0.5', "source")
-    middle = source("deep", 'include = "inner.toml"\nweight = 3', "source") + source(
-        "flat", 'paths = ["corpus/a/stream0.jsonl"]', "source"
-    )
+    flat_one = source("flat", 'paths = ["corpus/a/stream0.jsonl"]', "source")
+    middle = source("deep", 'include = "inner.toml"\nweight = 3', "source") + flat_one
     outer = source("outer", f'include = "sets/middle.toml"\nweight = {SCHEDULE}') + source("own", 'root = "corpus"')
     found = resolve(outer, inner=inner, middle=middle)
     assert [each.name for each in found] == ["outer.deep.leaf", "outer.flat", "own"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -53,17 +54,20 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Print the keys whose values differ, defaults filled in; exit with 1 if there are any."""
-    from trainer.config.load import load_config
-    from trainer.tools.reference_docs import differences, render_differences
+    from trainer.config.load import flatten, load_config
 
     files = [Path(given) / "config.resolved.toml" if Path(given).is_dir() else given for given in (first, second)]
-    found = differences(*(load_config(str(file)) for file in files))
+    one, other = (flatten(load_config(file).model_dump(mode="json", exclude_none=True)) for file in files)
+    found = [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
     if as_json:
-        print_json({d.key: {"a": d.first, "b": d.second} for d in found})
+        print_json({key: {"a": one.get(key), "b": other.get(key)} for key in found})
     elif found:
-        echo(render_differences(found, first, second))
+        echo(f"--- {first}\n+++ {second}")
     else:
         echo(f"{first} and {second} do not differ", err=True)
+    for sign, key, values in [(sign, key, values) for key in found for sign, values in (("-", one), ("+", other))]:
+        if key in values and not as_json:  # JSON's spelling of a value is TOML's as well
+            echo(f"{sign}{key} = {json.dumps(values[key], ensure_ascii=False)}")
     if found:
         raise typer.Exit(EXIT_DIFFERENT)
 

@@ -142,14 +142,11 @@ def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], Ab
 def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
     """The model as the training step calls it: cell by cell, with `tbptt_cells`. Everything else, checkpoints included, uses
     the model itself."""
-    if config.train.tbptt_cells == 1:
+    cells = config.train.tbptt_cells
+    if cells == 1:
         return model
-    return Cellwise(
-        model,
-        cell=config.data.seq_len,
-        cells=config.train.tbptt_cells,
-        recompute=config.train.activation_checkpointing == "cell",
-    )
+    recompute = config.train.activation_checkpointing == "cell"
+    return Cellwise(model, cell=config.data.seq_len, cells=cells, recompute=recompute)
 
 
 def max_tokens_per_micro(plan: Plan) -> int:

@@ -143,12 +143,9 @@ def unmet_needs(plan: Plan, num_parameters: int, state_width: int, device: torch
         ("train.precision", train.precision, "fp16", ', or "bf16" or "fp32"'),
         ("train.cuda_graph", train.cuda_graph, True, ', or "auto"'),
     )
+    problem = "needs a CUDA device, and torch finds none here"
     found = [
-        UserError(
-            key,
-            f'"{str(value).lower()}" needs a CUDA device, and torch finds none here',
-            f"use a machine with one{other}",
-        )
+        UserError(key, f'"{str(value).lower()}" {problem}', f"use a machine with one{other}")
         for key, value, wanted, other in for_cuda
         if value == wanted and not is_cuda
     ]

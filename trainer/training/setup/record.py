@@ -230,13 +230,12 @@ def make_sinks(
         wandb_mode, why = resolve_mode()
         logger.info("wandb: %s, since %s", wandb_mode, why)
     if wandb_mode != "disabled":
-        resolved: dict[str, Any] = config.model_dump(mode="json")
         wandb = WandbSink(
             mode=wandb_mode,
             project=table.project,
             run_dir=run_dir.path,
             run_id=wandb_run_id,
-            config=resolved,
+            config=config.model_dump(mode="json"),
             on_event=on_event,
         )
         sinks.append(in_background(wandb, "wandb", CLOSE_SEC))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import nn
 
 from trainer.config.data_tables import DataTable, ScheduleTable, SourceTable, Weight
@@ -59,13 +57,6 @@ class Source:
     def is_off(self) -> bool:
         """Whether its weight is 0 from beginning to end: nothing of it is read."""
         return self.weight.zero_from() == 0
-
-    @property
-    def concentration(self) -> float:
-        """Probability that two of its bytes come from the same stream: the sum of the squared shares of its files."""
-        sizes = np.array([os.path.getsize(stream.path) for stream in self.streams] or [1], dtype=np.float64)
-        shares = sizes / max(sizes.sum(), 1.0)
-        return float(shares @ shares)
 
 
 def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts: Parts = NO_PARTS) -> list[Source]:
