@@ -395,7 +395,7 @@ def test_a_reader_takes_8_bytes_a_document():
     source = ShardSource([stream], cut, read, MixOptions(1), in_memory={stream.relative_path: opened})
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    assert source.hand().group >= 0
+    assert source.hand()[0].group >= 0
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (held - before) / num <= 8.1

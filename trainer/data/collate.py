@@ -55,7 +55,7 @@ class Segment(NamedTuple):
     stop: int
 
 
-Read = tuple[str, Handed, int, int]  # a segment: source, group, the document's tokens before it, its own
+Read = tuple[Handed, int, int]  # a segment: its group, that group's tokens before it, its own
 
 
 class Located:
@@ -70,8 +70,11 @@ class Located:
         """The segments of each row."""
         return [
             [
-                Segment(name, of.source.stream.relative_path, of.epoch, of.document, at, at + n)
-                for name, of, at, n in row
+                Segment(
+                    of.source.groups.namespace, of.source.stream.relative_path, of.epoch, of.document, at, at + size
+                )
+                for of, offset, size in row
+                for at in (of.first + offset,)
             ]
             for row in self._rows
         ]
@@ -85,19 +88,20 @@ class Located:
 class Lane:
     """A row position, and the group that it reads."""
 
-    __slots__ = ("groups",)
+    __slots__ = ("groups", "offset", "rows")
 
     def __init__(self) -> None:
-        # What it reads, the next one last: source, group, tokens read of it, rows that it was in; between rows at most one.
-        self.groups: list[tuple[str, Handed, int, int]] = []
+        self.groups: list[Handed] = []  # what it reads, the next one last; between rows at most one
+        self.offset = self.rows = 0  # of the next one: tokens read, and rows that it was in
 
     @property
     def place(self) -> Place | None:
         """Where it is."""
         if not self.groups:
             return None
-        ((source, of, offset, rows),) = self.groups
-        return Place(source, of.epoch, of.source.stream.stream_id, of.group, of.group_id, offset, rows)
+        (of,) = self.groups
+        name, stream = of.source.groups.namespace, of.source.stream.stream_id
+        return Place(name, of.epoch, stream, of.group, of.group_id, self.offset, self.rows)
 
 
 def inputs_before(of: Handed, offset: int, num: int, bos: int) -> Ints:
@@ -120,10 +124,9 @@ class Gathered(NamedTuple):
     segments: list[int]  # their numbers, -1: a gap
     gaps: list[slice]  # positions, counted through all rows
     begun: list[int]  # positions at which a group begins
-    labels: list[tuple[str, str]]  # source and modality of each segment
     rows: list[list[Read]]  # segments by row
-    # By row: the group to look up, its cell, its tokens before the row; the group that continues after it, and its cell.
-    groups: list[tuple[int, int, int, int, int]]
+    # Five for each row: the group to look up, its cell, its tokens before the row; the group that continues after it, its cell.
+    groups: list[int]
     opened: dict[int, OpenStream]  # what is read from, by identity
 
 
@@ -175,17 +178,16 @@ class Collator:
             flat["resets"] = np.zeros(count * length, np.bool_)
             flat["resets"][found.begun] = True
         batch: Batch = {key: value.reshape(count, length) for key, value in flat.items()} | before
-        columns = np.array(found.groups, np.int64).T.copy()  # a row of it for each key
+        columns = np.array(found.groups, np.int64).reshape(count, 5).T.copy()  # a row of it for each key
         batch |= dict(zip(("group_ids", "cell_index", "depth", "end_ids", "end_cell_index"), columns, strict=True))
         batch["is_last"] = (batch["group_ids"] >= 0) & (batch["group_ids"] != batch["end_ids"])
         if not runs_on:
             del batch["end_ids"], batch["end_cell_index"]
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
+        labels = [of.source.label for of, _, _ in chain.from_iterable(found.rows)]
         # Tuples: they have no entry for each row.
-        batch["dataset_labels"], batch["dataset_segments"] = (
-            zip(*found.labels, strict=True) if found.labels else ((), ())
-        )
+        batch["dataset_labels"], batch["dataset_segments"] = zip(*labels, strict=True) if labels else ((), ())
         batch["pack_num_samples"] = np.array(list(map(len, found.rows)), np.int64)
         batch["instability_meta_json"] = Located(found.rows, batch["group_ids"], batch["cell_index"])
         return batch
@@ -193,47 +195,48 @@ class Collator:
     def _gather(self, lanes: Sequence[Lane], refill: Refill, before: Batch) -> Gathered:
         """Move each lane on by a row, and fill in the tokens before it."""
         length, runs_on, bos = self._row_tokens, self._runs_on, self._bos
-        found = Gathered([], [], [], [], [], [], [], [], {})
-        pieces, inputs, segments, gaps, begun, labels, rows, groups, opened = found
-        last, label, room = None, ("", ""), length if runs_on else 1
+        found = Gathered([], [], [], [], [], [], [], {})
+        pieces, inputs, segments, gaps, begun, rows, groups, opened = found
+        last, room, num_segments = None, length if runs_on else 1, 0
         for row, lane in enumerate(lanes):
-            at, read = 0, []
-            group_id = end_id = -1
-            cell_index = depth = end_cell = 0
+            at, read, lookup, end = 0, [], (-1, 0, 0), (-1, 0)
             while at < length and (lane.groups or refill(lane, at, room - at)):
-                name, handed, offset, cell = lane.groups.pop()
-                _, source, _, own_id, _, start, left, begin = handed
+                of, offset = lane.groups.pop(), lane.offset
+                _, source, _, group_id, _, first, left, begin = of
                 if source is not last:
-                    last, documents, label = source, source.documents, (name, source.stream.modality)
+                    last, tokens = source, source.documents.tokens
                     if id(source) not in opened:
                         check_size(source)
                         opened[id(source)] = source
                 if not at and (offset or not runs_on):
-                    group_id, cell_index, depth = own_id, cell, offset
+                    lookup = (group_id, lane.rows, offset)
                     if before and offset:
-                        self._put_before(handed, offset, row, before)
+                        self._put_before(of, offset, row, before)
                 if not offset:
                     begun.append(row * length + at)
+                begin += offset
                 size = min(left - offset, length - at)
-                begin, start = begin + offset, start + offset
-                pieces.append(documents.tokens[begin : begin + size])
-                inputs.append(int(documents.tokens[begin - 1]) if start else bos)
-                segments.append(len(labels))
-                labels.append(label)
-                read.append((name, handed, start, size))
+                pieces.append(tokens[begin : begin + size])
+                inputs.append(int(tokens[begin - 1]) if first + offset else bos)
+                read.append((of, offset, size))
                 if offset + size < left:
-                    lane.groups.append((name, handed, offset + size, cell + 1))
-                    end_id, end_cell = own_id, cell
+                    end = (group_id, lane.rows)
+                    lane.groups.append(of)
+                    lane.offset += size
+                    lane.rows += 1
+                else:
+                    lane.offset = lane.rows = 0
                 at += size
                 if not runs_on:
                     break
+            segments += range(num_segments, num_segments := num_segments + len(read))
             if at < length:
                 pieces.append(self._nothing[at:])
                 inputs.append(0)
                 segments.append(-1)
                 gaps.append(slice(row * length + at, (row + 1) * length))
             rows.append(read)
-            groups.append((group_id, cell_index, depth, end_id, end_cell))
+            groups += lookup + end
         return found
 
     def _put_before(self, of: Handed, offset: int, row: int, batch: Batch) -> None:
@@ -255,5 +258,6 @@ class Collator:
         inputs = np.array(found.inputs, np.int64)
         before = inputs[inputs != self._bos].view(np.uint64).max(initial=0)
         if max(before, targets.view(np.uint64).max()) >= limit:
-            for _, handed, start, size in chain.from_iterable(found.rows):
-                handed.source.documents.read(handed.document, max(start - 1, 0), start + size)
+            for of, offset, size in chain.from_iterable(found.rows):
+                start = of.first + offset
+                of.source.documents.read(of.document, max(start - 1, 0), start + size)
