@@ -55,6 +55,7 @@ class Segment(NamedTuple):
     stop: int
 
 
+ROW_KEYS = ("group_ids", "cell_index", "depth", "end_ids", "end_cell_index", "pack_num_samples")
 Read = tuple[Handed, int, int]  # a segment: its group, that group's tokens before it, its own
 
 
@@ -124,8 +125,10 @@ class Gathered(NamedTuple):
     segments: list[int]  # their numbers, -1: a gap
     gaps: list[slice]  # positions, counted through all rows
     begun: list[int]  # positions at which a group begins
+    labels: list[tuple[str, str]]  # source and modality of each segment
     rows: list[list[Read]]  # segments by row
-    # Five for each row: the group to look up, its cell, its tokens before the row; the group that continues after it, its cell.
+    # Of each row: the group to look up, its cell, its tokens before the row; the group that continues after it, its cell; and
+    # the number of segments.
     groups: list[int]
     opened: dict[int, OpenStream]  # what is read from, by identity
 
@@ -178,65 +181,67 @@ class Collator:
             flat["resets"] = np.zeros(count * length, np.bool_)
             flat["resets"][found.begun] = True
         batch: Batch = {key: value.reshape(count, length) for key, value in flat.items()} | before
-        columns = np.array(found.groups, np.int64).reshape(count, 5).T.copy()  # a row of it for each key
-        batch |= dict(zip(("group_ids", "cell_index", "depth", "end_ids", "end_cell_index"), columns, strict=True))
+        columns = np.array(found.groups, np.int64).reshape(count, len(ROW_KEYS)).T.copy()
+        batch |= dict(zip(ROW_KEYS, columns, strict=True))
         batch["is_last"] = (batch["group_ids"] >= 0) & (batch["group_ids"] != batch["end_ids"])
         if not runs_on:
             del batch["end_ids"], batch["end_cell_index"]
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
-        labels = [of.source.label for of, _, _ in chain.from_iterable(found.rows)]
         # Tuples: they have no entry for each row.
-        batch["dataset_labels"], batch["dataset_segments"] = zip(*labels, strict=True) if labels else ((), ())
-        batch["pack_num_samples"] = np.array(list(map(len, found.rows)), np.int64)
+        batch["dataset_labels"], batch["dataset_segments"] = (
+            zip(*found.labels, strict=True) if found.labels else ((), ())
+        )
         batch["instability_meta_json"] = Located(found.rows, batch["group_ids"], batch["cell_index"])
         return batch
 
     def _gather(self, lanes: Sequence[Lane], refill: Refill, before: Batch) -> Gathered:
         """Move each lane on by a row, and fill in the tokens before it."""
         length, runs_on, bos = self._row_tokens, self._runs_on, self._bos
-        found = Gathered([], [], [], [], [], [], [], {})
-        pieces, inputs, segments, gaps, begun, rows, groups, opened = found
-        last, room, num_segments = None, length if runs_on else 1, 0
+        found = Gathered([], [], [], [], [], [], [], [], {})
+        pieces, inputs, segments, gaps, begun, labels, rows, groups, opened = found
+        last, room = None, length if runs_on else 1
         for row, lane in enumerate(lanes):
             at, read, lookup, end = 0, [], (-1, 0, 0), (-1, 0)
             while at < length and (lane.groups or refill(lane, at, room - at)):
-                of, offset = lane.groups.pop(), lane.offset
-                _, source, _, group_id, _, first, left, begin = of
+                of, offset = lane.groups[-1], lane.offset
+                _, source, _, group_id, _, first, size, begin = of
                 if source is not last:
-                    last, tokens = source, source.documents.tokens
+                    last, tokens, label = source, source.documents.tokens, source.label
                     if id(source) not in opened:
                         check_size(source)
                         opened[id(source)] = source
+                if not offset:
+                    begun.append(row * length + at)
                 if not at and (offset or not runs_on):
                     lookup = (group_id, lane.rows, offset)
                     if before and offset:
                         self._put_before(of, offset, row, before)
-                if not offset:
-                    begun.append(row * length + at)
                 begin += offset
-                size = min(left - offset, length - at)
-                pieces.append(tokens[begin : begin + size])
-                inputs.append(int(tokens[begin - 1]) if first + offset else bos)
-                read.append((of, offset, size))
-                if offset + size < left:
+                size -= offset
+                if size > length - at:  # the rest in later rows
+                    size = length - at
                     end = (group_id, lane.rows)
-                    lane.groups.append(of)
                     lane.offset += size
                     lane.rows += 1
                 else:
+                    lane.groups.pop()
                     lane.offset = lane.rows = 0
+                pieces.append(tokens[begin : begin + size])
+                inputs.append(tokens.item(begin - 1) if first or offset else bos)
+                segments.append(len(labels))
+                labels.append(label)
+                read.append((of, offset, size))
                 at += size
                 if not runs_on:
                     break
-            segments += range(num_segments, num_segments := num_segments + len(read))
             if at < length:
                 pieces.append(self._nothing[at:])
                 inputs.append(0)
                 segments.append(-1)
                 gaps.append(slice(row * length + at, (row + 1) * length))
             rows.append(read)
-            groups += lookup + end
+            groups += (*lookup, *end, len(read))
         return found
 
     def _put_before(self, of: Handed, offset: int, row: int, batch: Batch) -> None:

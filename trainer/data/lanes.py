@@ -34,6 +34,7 @@ from trainer.micro_batches import ONE, MicroBatches
 from trainer.wording import counted
 
 logger = get_logger(__name__)
+NUM_TOKENS = attrgetter("num_tokens")
 
 
 class LaneBlend(BlendDataset):
@@ -79,10 +80,7 @@ class LaneBlend(BlendDataset):
         # A target's batches are its own; lanes read the others.
         self._laned = [index for index, source in enumerate(sources) if isinstance(source.dataset, ShardSource)]
         parts: dict[int, Any] = {index: sources[index].dataset for index in self._laned}
-        self._hands = {
-            index: partial(part.hand, may_begin_epoch=partial(self._may_begin_epoch, part))
-            for index, part in parts.items()
-        }
+        self._hands = {index: partial(part.hand, partial(self._may_begin_epoch, part)) for index, part in parts.items()}
         shards = [(part.fixed_state["rank"], part.fixed_state["world_size"]) for part in parts.values()]
         self._shard = shards[0] if shards else (0, 1)
         self._batched = [
@@ -204,7 +202,7 @@ class LaneBlend(BlendDataset):
                 among = [each for each in among if each != index]
             else:
                 found += handed
-                num_tokens = sum(map(attrgetter("num_tokens"), handed))
+                num_tokens = sum(map(NUM_TOKENS, handed))
                 self._hand(index, num_tokens)
                 room -= num_tokens
         lane.groups = found[::-1]

@@ -422,7 +422,7 @@ class ShardSource(StreamSource):
     def __iter__(self) -> Iterator[list[Handed]]:
         return iter(self.hand, [])
 
-    def hand(self, room: int = 1, may_begin_epoch: Callable[[], bool] = lambda: True) -> list[Handed]:
+    def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True, room: int = 1) -> list[Handed]:
         """The next groups until they have `room` tokens, fewer if fewer were picked ahead.
 
         None at the end (`is_ended`), or at an epoch's if no other may begin. UserError: a damaged file.
@@ -434,10 +434,9 @@ class ShardSource(StreamSource):
             self._slots = self._pool.choose(map(self._uniforms, range(first, first + BLOCK)))
             of_slot = {slot: iter(readers[slot].ahead(num)) for slot, num in Counter(self._slots).items()}
             self._ahead = [next(of_slot[slot]) for slot in self._slots][::-1]
-        found = []
-        while self._ahead and room > 0:
-            found.append(handed := self._ahead.pop())
-            room -= handed.num_tokens
+        found = [self._ahead.pop()]
+        while self._ahead and (room := room - found[-1].num_tokens) > 0:
+            found.append(self._ahead.pop())
         if not self._ahead:
             self._note()
         return found

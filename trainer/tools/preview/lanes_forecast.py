@@ -86,9 +86,9 @@ class CountedSource(ShardSource):
         self.tally = Tally()
         self._opened: Counter[str] = Counter()
 
-    def hand(self, room: int = 1, may_begin_epoch: Callable[[], bool] = lambda: True) -> list[Handed]:
+    def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True, room: int = 1) -> list[Handed]:
         """As for `ShardSource`."""
-        found = super().hand(room, may_begin_epoch)
+        found = super().hand(may_begin_epoch, room)
         self.tally.picks.update(handed.source.stream.modality for handed in found)
         return found
 
