@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,8 +55,14 @@ class Segment(NamedTuple):
     stop: int
 
 
+# The group to look up, its cell, its tokens before the row; the group that continues after it, its cell; segments.
 ROW_KEYS = ("group_ids", "cell_index", "depth", "end_ids", "end_cell_index", "pack_num_samples")
 Read = tuple[Handed, int, int]  # a segment: its group, that group's tokens before it, its own
+
+
+def _segment(of: Handed, offset: int, size: int) -> Segment:
+    name, path, start = of.source.groups.namespace, of.source.stream.relative_path, of.first + offset
+    return Segment(name, path, of.epoch, of.document, start, start + size)
 
 
 class Located:
@@ -69,16 +75,7 @@ class Located:
     @property
     def rows(self) -> list[list[Segment]]:
         """The segments of each row."""
-        return [
-            [
-                Segment(
-                    of.source.groups.namespace, of.source.stream.relative_path, of.epoch, of.document, at, at + size
-                )
-                for of, offset, size in row
-                for at in (of.first + offset,)
-            ]
-            for row in self._rows
-        ]
+        return [[*starmap(_segment, row)] for row in self._rows]
 
     def __str__(self) -> str:
         rows = [[segment._asdict() for segment in row] for row in self.rows]
@@ -105,14 +102,6 @@ class Lane:
         return Place(name, of.epoch, stream, of.group, of.group_id, self.offset, self.rows)
 
 
-def inputs_before(of: Handed, offset: int, num: int, bos: int) -> Ints:
-    """The inputs of the last `num` of a group's first `offset` tokens, fewer at its beginning."""
-    stop = of.first + offset
-    start = stop - min(num, offset)
-    read = of.source.documents.read(of.document, max(start - 1, 0), stop - 1).astype(np.int64)
-    return read if start else np.concatenate([[bos], read])
-
-
 Refill = Callable[[Lane, int, int], bool]
 """Gives a lane its next groups, at this position of a row, of so many tokens, if not more; False if there is none now."""
 
@@ -125,11 +114,10 @@ class Gathered(NamedTuple):
     segments: list[int]  # their numbers, -1: a gap
     gaps: list[slice]  # positions, counted through all rows
     begun: list[int]  # positions at which a group begins
-    labels: list[tuple[str, str]]  # source and modality of each segment
+    labels: list[str]  # the source of each segment
+    modalities: list[str]  # and its modality
     rows: list[list[Read]]  # segments by row
-    # Of each row: the group to look up, its cell, its tokens before the row; the group that continues after it, its cell; and
-    # the number of segments.
-    groups: list[int]
+    groups: list[int]  # `ROW_KEYS` of each row
     opened: dict[int, OpenStream]  # what is read from, by identity
 
 
@@ -189,17 +177,15 @@ class Collator:
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
         # Tuples: they have no entry for each row.
-        batch["dataset_labels"], batch["dataset_segments"] = (
-            zip(*found.labels, strict=True) if found.labels else ((), ())
-        )
+        batch["dataset_labels"], batch["dataset_segments"] = tuple(found.labels), tuple(found.modalities)
         batch["instability_meta_json"] = Located(found.rows, batch["group_ids"], batch["cell_index"])
         return batch
 
     def _gather(self, lanes: Sequence[Lane], refill: Refill, before: Batch) -> Gathered:
         """Move each lane on by a row, and fill in the tokens before it."""
         length, runs_on, bos = self._row_tokens, self._runs_on, self._bos
-        found = Gathered([], [], [], [], [], [], [], [], {})
-        pieces, inputs, segments, gaps, begun, labels, rows, groups, opened = found
+        found = Gathered([], [], [], [], [], [], [], [], [], {})
+        pieces, inputs, segments, gaps, begun, labels, modalities, rows, groups, opened = found
         last, room = None, length if runs_on else 1
         for row, lane in enumerate(lanes):
             at, read, lookup, end = 0, [], (-1, 0, 0), (-1, 0)
@@ -207,7 +193,8 @@ class Collator:
                 of, offset = lane.groups[-1], lane.offset
                 _, source, _, group_id, _, first, size, begin = of
                 if source is not last:
-                    last, tokens, label = source, source.documents.tokens, source.label
+                    last, tokens = source, source.documents.tokens
+                    label, modality = source.groups.namespace, source.stream.modality
                     if id(source) not in opened:
                         check_size(source)
                         opened[id(source)] = source
@@ -231,6 +218,7 @@ class Collator:
                 inputs.append(tokens.item(begin - 1) if first or offset else bos)
                 segments.append(len(labels))
                 labels.append(label)
+                modalities.append(modality)
                 read.append((of, offset, size))
                 at += size
                 if not runs_on:
@@ -245,24 +233,25 @@ class Collator:
         return found
 
     def _put_before(self, of: Handed, offset: int, row: int, batch: Batch) -> None:
-        num = batch["tokens_before"].shape[1]
-        read = inputs_before(of, offset, num, self._bos)
-        batch["tokens_before"][row, num - len(read) :] = read
-        if self._runs_on and len(read) == offset:
-            batch["resets_before"][row, num - len(read)] = True
+        """The inputs of the last of a group's first `offset` tokens, as many as there is room for."""
+        inputs, stop = batch["tokens_before"][row], of.first + offset
+        start = stop - min(len(inputs), offset)
+        inputs[start - stop] = self._bos  # of a document's first token; written over behind it
+        read = of.source.documents.read(of.document, max(start - 1, 0), stop - 1)
+        inputs[len(inputs) - len(read) :] = read
+        if self._runs_on and start == of.first:
+            batch["resets_before"][row, start - stop] = True
 
     def _check_ids(self, found: Gathered, targets: Ints) -> None:
         """Raises UserError at an id outside the vocabulary. `targets`: the pieces, copied."""
-        limit = 0  # of ids that are not known to be in range
-        for opened in found.opened.values():
-            if (bounds := opened.documents.bounds) is not None:
-                limit = min(limit or bounds.num_ids, bounds.num_ids)
-        if not limit:
+        # Of the files whose ids are not known to be in range.
+        limits = [each.documents.bounds.num_ids for each in found.opened.values() if each.documents.bounds]
+        if not limits:
             return
         # Nobody may have looked at what is before a group that begins behind a cut. As unsigned, a negative id is a large one.
         inputs = np.array(found.inputs, np.int64)
         before = inputs[inputs != self._bos].view(np.uint64).max(initial=0)
-        if max(before, targets.view(np.uint64).max()) >= limit:
+        if max(before, targets.view(np.uint64).max()) >= min(limits):
             for of, offset, size in chain.from_iterable(found.rows):
                 start = of.first + offset
                 of.source.documents.read(of.document, max(start - 1, 0), start + size)

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
@@ -171,11 +171,6 @@ class OpenStream:
     groups: GroupTable
     seq_len: int
     num_bytes: int
-
-    @cached_property
-    def label(self) -> tuple[str, str]:
-        """Source and modality."""
-        return self.groups.namespace, self.stream.modality
 
     def num_tokens(self, groups: Ints | Flags | slice = slice(None)) -> Ints:
         """Target tokens of some groups, or of all; int64 [n]."""

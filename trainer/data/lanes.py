@@ -72,9 +72,7 @@ class LaneBlend(BlendDataset):
         self._shares: list[float] = []
         self._open: list[tuple[float, bool]] = []  # of each source its share, and whether it can be read
         self._whole = 0.0  # share of those
-        self._is_alone = (
-            False  # only one was ever given a share: its claim stays 0, and many documents are handed at once
-        )
+        self._is_alone = False  # only one was ever to give tokens: its claim stays 0
         self._is_constant = all(len(source.weight.points) == 1 for source in sources)
         self._by_name = {source.name: index for index, source in enumerate(sources)}
         # A target's batches are its own; lanes read the others.
@@ -83,9 +81,8 @@ class LaneBlend(BlendDataset):
         self._hands = {index: partial(part.hand, partial(self._may_begin_epoch, part)) for index, part in parts.items()}
         shards = [(part.fixed_state["rank"], part.fixed_state["world_size"]) for part in parts.values()]
         self._shard = shards[0] if shards else (0, 1)
-        self._batched = [
-            index for index in range(len(sources)) if index not in self._laned and not _is_off(sources[index])
-        ]
+        is_read = [source.weight.zero_from() != 0 for source in sources]
+        self._batched = [index for index in range(len(sources)) if index not in self._laned and is_read[index]]
 
     @property
     def places(self) -> list[Place | None]:
@@ -193,6 +190,7 @@ class LaneBlend(BlendDataset):
         among, found = self._laned, []
         while room > 0 and (index := self._largest(among)) >= 0:
             self._now = index
+            # Claims decide between sources document by document; without others, a whole row's are handed together.
             handed = self._hands[index](room if self._is_alone else 1)
             if not handed:
                 # At the end of an epoch, while a lane still reads one before it.
@@ -289,7 +287,3 @@ def keep_places(
         else:
             found.append(place)
     return found
-
-
-def _is_off(source: BlendSource) -> bool:
-    return source.weight.zero_from() == 0
