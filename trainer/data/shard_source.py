@@ -423,7 +423,7 @@ class ShardSource(StreamSource):
         return iter(self.hand, [])
 
     def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True, room: int = 1) -> list[Handed]:
-        """The next groups, of `room` tokens or as many as were picked ahead; none at the end (`is_ended`), or at an epoch's if no
+        """The next groups, of `room` tokens or all that were picked ahead; none at the end (`is_ended`), or at an epoch's if no
         other may begin. UserError: a damaged file."""
         if not self._ahead:
             if not self._is_ready(may_begin_epoch):
