@@ -1,0 +1,230 @@
+"""Full rows against a bare numpy loop and against batches of one stream (`per_stream`), in CPU time, and what metrics cost.
+
+The bare loop fills tokens, targets and resets of shuffled documents of one length; 16 rows, four files. We miss its goal: per
+document we draw from what is left of each file and settle shares (4 us); per row we note groups, cells and places (1 to 2 us);
+per batch we check sizes of files (8 us) and fill segments and eight more keys (15 us).
+
+Corpora: 16 rows of 256, 8 files open. Fill: share of full rows that holds tokens. Speed: millions of tokens a second, opening
+files included; ranks take turns in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench_table import Figure, Table, bench_parser, in_turns, over, run_bench
+
+from trainer.arrays import IGNORED, Ints
+from trainer.data.blend import BlendDataset, BlendSource
+from trainer.data.documents import ReadOptions, write_index
+from trainer.data.groups import CutOptions
+from trainer.data.lanes import LaneBlend
+from trainer.data.layout import Stream, discover_direct
+from trainer.data.mixing import MixOptions, StreamMixingDataset
+from trainer.data.shard_source import ShardSource
+from trainer.data.tokenizer import IdsTokenizer
+from trainer.data.weights import ConstantWeight
+
+ROWS, LANES, VOCAB, MIXED = 8, 16, 50_000, 4
+BATCH_GOAL, GOALS_US, LEAST_FILL = 1.5, {8: 10.0, 64: 20.0}, 0.999
+READ, MODES, SHORT = ReadOptions(IdsTokenizer(VOCAB)), ("per_stream", "document", "stream"), 256
+SETTINGS = ("T=1024, stream", "T=1024, document", "T=256, stream", "T=256, document")
+Loop = Callable[[int], None]
+
+
+def write_corpus(folder: Path, files: Sequence[Ints]) -> list[Path]:
+    """Indexed token files of documents of these lengths."""
+    folder.mkdir()
+    paths = [folder / f"{number:04d}.bin" for number in range(len(files))]
+    for number, (path, lengths) in enumerate(zip(paths, files, strict=True)):
+        np.random.default_rng(number).integers(0, VOCAB, lengths.sum(), dtype=np.uint16).tofile(path)
+        write_index(path.with_suffix(".idx"), lengths, np.dtype(np.uint16))
+    return paths
+
+
+def dataset(paths: Sequence[Path], name: str, num_mixed: int, seq_len: int, **options: Any) -> StreamMixingDataset:
+    """A mixing dataset over some token files, in one pool; how they are read."""
+    cut, read = CutOptions(name, seq_len), ReadOptions(IdsTokenizer(VOCAB), **options)
+    return StreamMixingDataset(discover_direct(paths), cut, read, MixOptions(num_mixed, batch_size=ROWS))
+
+
+def loop_over(dataset: BlendDataset | StreamMixingDataset, *, drain: bool) -> Loop:
+    """So many batches; with `drain`, their metrics, and of a blend its state."""
+
+    def run(batches: int) -> None:
+        for _ in range(batches):
+            next(dataset)
+            if drain:
+                if isinstance(dataset, BlendDataset):
+                    dataset.state_dict()
+                dataset.drain_step_metrics()
+
+    return run
+
+
+def bare_loop(paths: Sequence[Path], length: int, row_tokens: int, *, runs_on: bool) -> Loop:
+    """What one writes without us: rows of shuffled documents, and the beginning of each."""
+    maps = [np.asarray(np.memmap(path, dtype=np.uint16, mode="r")) for path in paths]
+    order = [(own, begin) for own in maps for begin in range(0, len(own), length)]
+    shuffled = (order[at] for seed in count() for at in np.random.default_rng(seed).permutation(len(order)).tolist())
+    open_at: list[Any] = [None] * LANES
+
+    def run(batches: int) -> None:
+        for _ in range(batches):
+            tokens, targets = np.zeros((2, LANES, row_tokens), np.int64)
+            targets[:] = IGNORED
+            resets = np.zeros((LANES, row_tokens), np.bool_)
+            for row in range(LANES):
+                at = 0
+                while at < row_tokens and not (at and not runs_on):
+                    own, begin, left = open_at[row] or (*next(shuffled), length)
+                    stop = min(at + left, row_tokens)
+                    size = stop - at
+                    targets[row, at:stop] = own[begin : begin + size]
+                    if left == length:
+                        tokens[row, at], resets[row, at] = VOCAB, True
+                        tokens[row, at + 1 : stop] = own[begin : begin + size - 1]
+                    else:
+                        tokens[row, at:stop] = own[begin - 1 : begin + size - 1]
+                    open_at[row] = (own, begin + size, left - size) if left > size else None
+                    at = stop
+
+    return run
+
+
+def time_in_turns(loops: dict[str, Loop], batches: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of CPU time a batch, of each round."""
+
+    def us_per_batch(loop: Loop) -> float:
+        began = time.process_time()
+        loop(batches)
+        return (time.process_time() - began) / batches * 1e6
+
+    return in_turns({name: partial(us_per_batch, loop) for name, loop in loops.items()}, rounds)
+
+
+def row_costs(folder: Path, length: int, args: argparse.Namespace) -> list[float]:
+    """Full rows of documents of one length over the bare loop, by setting."""
+    paths, found = write_corpus(folder / str(length), [np.full(max(1_000_000 // length, 20), length)] * MIXED), []
+    for row_tokens, mode in product((1024, 256), ("stream", "document")):  # as in SETTINGS
+        ours = reader(mode, [discover_direct(paths)], row_tokens=row_tokens, num_mixed=MIXED)
+        bare = bare_loop(paths, length, row_tokens, runs_on=mode == "stream")
+        loops = {"bare": bare, "ours": loop_over(ours, drain=False)}
+        times = time_in_turns(loops, max(args.batches // (1 + row_tokens // length), 10), args.rounds)
+        found.append(statistics.median(over(times["ours"], times["bare"])))
+    return found
+
+
+def reader(mode: str, sources: Sequence[Sequence[Stream]], shard: int = 0, *, row_tokens: int, **sizes: int) -> Any:
+    """The batches of a rank."""
+    kind, parts = StreamMixingDataset if mode == "per_stream" else ShardSource, []
+    mix = MixOptions(sizes["num_mixed"], batch_size=LANES)
+    for number, streams in enumerate(sources):
+        cut = CutOptions(f"s{number}", row_tokens)
+        part = kind(streams, cut, READ, mix, shard=shard, num_shards=sizes.get("num_shards", 1))
+        parts.append(BlendSource(part.name, part, ConstantWeight(1.0)))
+    if mode == "per_stream":
+        return BlendDataset(parts, seed=0)
+    how: dict[str, Any] = {"rows": LANES, "row_tokens": row_tokens, "runs_on": mode == "stream"}
+    return LaneBlend(parts, seed=0, tokenizer=READ.tokenizer, **how)
+
+
+def corpora() -> dict[str, tuple[int, list[list[Ints]]]]:
+    """Ranks, and the lengths of the documents of each file of each source."""
+    rng = np.random.default_rng(0)
+
+    def source(files: int, documents: int, median: float) -> list[Ints]:
+        return [np.ceil(rng.lognormal(np.log(median), 0.7, documents)).astype(np.int64) for _ in range(files)]
+
+    many = source(24, 300, 600)
+    return {
+        "3,000 files of one": (1, [source(3000, 1, 600)]),
+        "24 files of 300": (1, [many]),
+        "short": (1, [source(8, 5000, 30)]),
+        "short, long (two sources)": (1, [source(8, 1000, 60), source(8, 30, 6000)]),
+        "24 files, 8 ranks": (8, [many]),
+    }
+
+
+def filled(folder: Path, batches: int) -> list[list[str]]:
+    """Fill, shapes and speed on each corpus, by mode."""
+    rows = []
+    for title, (num_ranks, sources) in corpora().items():
+        streams = [discover_direct(write_corpus(folder / f"{title} {i}", each)) for i, each in enumerate(sources)]
+        cells: list[list[str]] = [[], [], []]
+        for mode in MODES:
+            began, tokens, shapes = time.process_time(), 0, set()
+            sizes = {"row_tokens": SHORT, "num_mixed": 8, "num_shards": num_ranks}
+            ranks = [reader(mode, streams, rank, **sizes) for rank in range(num_ranks)]
+            for targets in (next(rank)["targets"] for _ in range(batches) for rank in ranks):
+                tokens += int((targets != IGNORED).sum())
+                shapes.add(targets.shape)
+            speed = tokens / (time.process_time() - began) / 1e6
+            fill = tokens / (batches * num_ranks * LANES * SHORT)
+            for cell, value in zip(cells, (f"{fill:.3f}", f"{len(shapes)}", f"{speed:.1f}"), strict=True):
+                cell.append(value)
+        rows.append([title, *map("/".join, cells)])
+    return rows
+
+
+def metrics_cost(paths: list[Path], num_readers: int, picks: int, rounds: int) -> list[float]:
+    """Microseconds that observing and reporting the pool adds to a pick: with a drain, less a pick that only chooses."""
+    mixing = dataset(paths[:num_readers], "cost", num_readers, 1024)
+    next(mixing)
+    pool = mixing._pool
+    assert len(pool.readers) == num_readers
+    remaining = [float(reader.remaining_picks) for reader in pool.readers]
+    uniforms = np.random.default_rng(0).random(picks).tolist()
+
+    def bare(_: int) -> None:
+        weights = np.array(remaining)
+        for uniform in uniforms:
+            ends = weights.cumsum()
+            min(int(ends.searchsorted(uniform * float(ends[-1]), side="right")), num_readers - 1)
+
+    def observed(_: int) -> None:
+        for uniform in uniforms:
+            pool.pick(uniform)
+            mixing.drain_step_metrics()
+
+    times = time_in_turns({"bare": bare, "observed": observed}, picks, rounds)
+    return [high - low for high, low in zip(times["observed"], times["bare"], strict=True)]
+
+
+def measure(args: argparse.Namespace) -> list[Figure | Table]:
+    """Everything."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        costs = [[length, *row_costs(folder, length, args)] for length in args.lengths]
+        found = [Figure("full rows over the bare loop, at most", max(max(r[1:]) for r in costs), at_most=BATCH_GOAL)]
+        many = write_corpus(folder / "many", [np.array([512 * 1024])] * max(GOALS_US))
+        for size, goal in GOALS_US.items():
+            picks = metrics_cost(many, size, args.batches, args.rounds)
+            found.append(Figure(f"one pick's metrics at K={size}", statistics.median(picks), "us", at_most=goal))
+        rows = filled(folder, 3 * args.batches)
+    lowest = min(float(row[1].rpartition("/")[2]) for row in rows)
+    found.append(Figure("lowest fill with `stream`", lowest, at_least=LEAST_FILL))
+    bare = Table("Over the bare loop", ("tokens a document", *SETTINGS), costs)
+    return [*found, bare, Table("/".join(MODES), ("documents", "fill", "shapes", "speed"), rows)]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="*", default=[20, 200, 2000, 20_000], help="of documents")
+    parser.add_argument("--batches", type=int, default=100, help="batches a turn, fewer of short documents")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each, after one that warms up")
+    run_bench("rows", parser, measure)
+
+
+if __name__ == "__main__":
+    main()
