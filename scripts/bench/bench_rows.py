@@ -1,11 +1,9 @@
 """Full rows against a bare numpy loop and against batches of one stream (`per_stream`), in CPU time, and what metrics cost.
 
-The bare loop fills tokens, targets and resets of shuffled documents of one length; 16 rows, four files. We miss its goal: per
-document we draw from what is left of each file and settle shares (4 us); per row we note groups, cells and places (1 to 2 us);
-per batch we check sizes of files (8 us) and fill segments and eight more keys (15 us).
+The bare loop fills tokens, targets and resets of 16 rows. We miss its goal: drawing a document from what is left of the files
+takes 4 us, noting a row's groups and places 1 to 2; per batch, checking sizes of files takes 8, nine more keys 15.
 
-Corpora: 16 rows of 256, 8 files open. Fill: share of full rows that holds tokens. Speed: millions of tokens a second, opening
-files included; ranks take turns in one process.
+Corpora: 16 rows of 256, 8 files open. Speed: millions of tokens a second, opening files included.
 """
 
 from __future__ import annotations
