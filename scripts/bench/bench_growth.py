@@ -1,4 +1,4 @@
-"""Scaling of cost with the number of ranks, streams, groups, active readers and metric keys.
+"""Scaling of cost with the number of ranks, streams and metric keys.
 
 Collectives and the elements that a rank sends (all-gathers: has afterwards) are counted with torch's profiler in real runs
 (strategies: a model of 3 blocks, 2 micro-batches). Everything else is timed; growth is the slope between the ends of the range
@@ -12,16 +12,15 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from bench_data import ROWS, VOCAB, dataset, loop_over, time_in_turns
 from bench_metrics import make_tracker
+from bench_rows import VOCAB, dataset, loop_over, time_in_turns
 from bench_table import Figure, Table, bench_parser, run_bench
 from collectives import count_collectives
 
-from trainer.data.mixing import StreamMixingDataset
 from trainer.metrics.aggregate import rank_operations, reduce_over_ranks
 
 SEQ_LEN = 64
@@ -39,63 +38,25 @@ BLOCKS = 3
 KINDS = ("all-gather", "all-reduce", "reduce-scatter")
 
 
-def pool(paths: Sequence[Path], num_mixed: int) -> StreamMixingDataset:
-    """One source of documents that `write_tokens` wrote."""
-    return dataset(paths, "growth", num_mixed, SEQ_LEN, dtype="uint16", eod=0)
-
-
-def us_per_batch(mixing: StreamMixingDataset, batches: int) -> float:
-    """Median of five turns, metrics drained at every batch."""
-    return statistics.median(time_in_turns({"mixing": loop_over(mixing, drain=True)}, batches, rounds=5)["mixing"])
-
-
-def write_tokens(path: Path, documents: int, cells: int) -> None:
-    """Documents of `cells` full windows each, ended by id 0."""
-    ids = np.random.default_rng(documents).integers(1, VOCAB, (documents, cells * SEQ_LEN), dtype=np.uint16)
-    ids[:, -1] = 0
-    ids.tofile(path)
-
-
 def over_streams(sizes: Sequence[int], batches: int) -> tuple[Points, Points]:
-    """Microseconds per batch, and seconds to open, by number of streams, of which eight are read at once."""
+    """Microseconds per batch with its metrics, median of five turns, and seconds to open; eight streams are read at once."""
     per_batch: Points = []
     opening: Points = []
     for size in sizes:
         with tempfile.TemporaryDirectory() as name:
-            first = Path(name, "s000000.bin")
-            write_tokens(first, documents=32, cells=4)
-            paths = [first, *(Path(name, f"s{number:06d}.bin") for number in range(1, size))]
-            for path in paths[1:]:
+            first, *others = (Path(name, f"s{number:06d}.bin") for number in range(size))
+            # 32 documents of four full windows, ended by id 0.
+            ids = np.random.default_rng(0).integers(1, VOCAB, (32, 4 * SEQ_LEN), dtype=np.uint16)
+            ids[:, -1] = 0
+            ids.tofile(first)
+            for path in others:
                 path.symlink_to(first)  # file systems limit the number of hard links to one file
             began = time.perf_counter()
-            mixing = pool(paths, 8)
+            mixing = dataset([first, *others], "growth", 8, SEQ_LEN, dtype="uint16", eod=0)
             opening.append((size, time.perf_counter() - began))
-            per_batch.append((size, us_per_batch(mixing, batches)))
+            times = time_in_turns({"mixing": loop_over(mixing, drain=True)}, batches, rounds=5)["mixing"]
+            per_batch.append((size, statistics.median(times)))
     return per_batch, opening
-
-
-def over_groups(sizes: Sequence[int], batches: int) -> Points:
-    """Microseconds per batch by number of groups of one cell, in eight streams."""
-    points: Points = []
-    for size in sizes:
-        with tempfile.TemporaryDirectory() as name:
-            paths = [Path(name, f"s{number}.bin") for number in range(8)]
-            for path in paths:
-                write_tokens(path, documents=size // 8, cells=1)
-            points.append((size, us_per_batch(pool(paths, 8), min(batches, max(size // ROWS // 8, 10)))))
-    return points
-
-
-def over_pool(sizes: Sequence[int], batches: int) -> Points:
-    """Microseconds per batch by number of active readers."""
-    points: Points = []
-    with tempfile.TemporaryDirectory() as name:
-        paths = [Path(name, f"s{number:04d}.bin") for number in range(max(sizes))]
-        for path in paths:
-            write_tokens(path, documents=32, cells=8)
-        for size in sizes:
-            points.append((size, us_per_batch(pool(paths, size), batches)))
-    return points
 
 
 def over_keys(sizes: Sequence[int], repeats: int) -> Points:
@@ -145,16 +106,10 @@ def measure(args: argparse.Namespace) -> list[Figure | Table]:
         of_strategy = [f"distributed.{each}" for each in sets]
         silent, _ = count_collectives(world_size, f"model.num_layers={BLOCKS}", *of_strategy)
         rows.append((name, *(f"{silent.calls.get(kind, 0)}: {silent.elements.get(kind, 0):,}" for kind in KINDS)))
-    measured: list[tuple[str, str, Callable[[], Points], float]] = [
-        ("groups", "us per batch", lambda: over_groups(args.groups, args.batches), MAX_FLAT),
-        ("active readers", "us per batch", lambda: over_pool(args.pool, args.batches), MAX_SLOPE),
-        ("metric keys", "us per logged step", lambda: over_keys(args.keys, args.batches), MAX_SLOPE),
-    ]
     per_batch, opening = over_streams(args.streams, args.batches)
     found += figures_of("streams", "us per batch", per_batch, MAX_FLAT)
     found += figures_of("streams", "s to open", opening, MAX_SLOPE)
-    for what, unit, points, at_most in measured:
-        found += figures_of(what, unit, points(), at_most)
+    found += figures_of("metric keys", "us per logged step", over_keys(args.keys, args.batches), MAX_SLOPE)
     return [*found, Table("Collectives per step: their elements", ("strategy", *KINDS), rows)]
 
 
@@ -163,8 +118,6 @@ def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--streams", type=int, nargs="+", default=[10, 100, 1000, 10_000, 100_000])
-    parser.add_argument("--groups", type=int, nargs="+", default=[1000, 10_000, 100_000, 1_000_000, 10_000_000])
-    parser.add_argument("--pool", type=int, nargs="+", default=[4, 16, 64, 256])
     parser.add_argument("--keys", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--batches", type=int, default=300, help="batches (steps) per round")
     run_bench("growth", parser, measure)

@@ -21,7 +21,7 @@ TITLES = {
     "gns": "Gradient noise scale",
     "recurrence": "Recurrence against nn.GRU and causal attention",
     "ledger": "Ledger",
-    "data": "Data",
+    "rows": "Full rows",
     "metrics": "Metrics",
     "startup": "Start-up",
     "growth": "Growth with the size of things",

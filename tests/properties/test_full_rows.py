@@ -8,16 +8,17 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.streams import WideTokens, streams_of
+from tests.support.streams import WideTokens, options_of, streams_of
 from trainer.data.blend import BlendSource
 from trainer.data.documents import ReadOptions, TokenTable
 from trainer.data.groups import CutOptions, OpenStream, build_groups
@@ -28,6 +29,7 @@ from trainer.data.shard_source import ShardSource, deal_parts
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
 from trainer.errors import UserError
 from trainer.ledger import Ledger, LedgerOptions
+from trainer.tools.memory import resident_bytes
 
 Layout = Mapping[str, Sequence[Sequence[int]]]
 
@@ -47,16 +49,9 @@ def blend(
     options = {"seq_len": row_tokens, "num_streams_mixed": 2, "repeat": False, "tokenizer": WideTokens(), **options}
     sources = []
     for name, found in streams.items():
-        parts: list[Any] = []
-        for kind in (CutOptions, ReadOptions, MixOptions):
-            own = {"namespace": name} if kind is CutOptions else {}
-            parts.append(
-                kind(**own, **{each.name: options[each.name] for each in fields(kind) if each.name in options})
-            )
-        dataset = ShardSource(found, *parts, shard=shard, num_shards=num_shards)
+        dataset = ShardSource(found, *options_of({"namespace": name, **options}), shard=shard, num_shards=num_shards)
         sources.append(BlendSource(name, dataset, (weights or {}).get(name, ConstantWeight(1.0))))
-    shape = {"rows": rows, "row_tokens": row_tokens, "runs_on": runs_on}
-    return LaneBlend(sources, seed=0, tokenizer=WideTokens(), **shape)
+    return LaneBlend(sources, seed=0, rows=rows, row_tokens=row_tokens, runs_on=runs_on, tokenizer=WideTokens())
 
 
 @contextmanager
@@ -105,9 +100,7 @@ class Follower:
                 if self.runs_on:
                     assert bool(batch["resets"][row, at]) == is_new
                 own = targets[row, at : at + size].tolist()
-                before = current[-1] if current else None
-                if before is not None:
-                    assert tokens[row, at] == before
+                assert not current or tokens[row, at] == current[-1]
                 assert tokens[row, at + 1 : at + size].tolist() == own[:-1]
                 current = [*current, *own]
                 for token in own:
@@ -193,8 +186,7 @@ def test_nothing_is_read_twice_or_lost_over_changes_of_shards_and_rows(layout, r
             followers.shape = (rows, 4)
             for number, shard in enumerate(shards):
                 if states:
-                    is_same = len(states) == num_shards
-                    shard.load_state_dict(states[number] if is_same else states)
+                    shard.load_state_dict(states[number] if len(states) == num_shards else states)
                 in_flight = set(shard.groups_in_flight)
                 assert in_flight <= followers.open.keys()
             if states:
@@ -259,9 +251,8 @@ def test_a_weight_that_becomes_zero_lets_the_document_be_finished_and_no_other_b
     weights = {"one": ScheduledWeight("step", {0: 1.0, 3: 0.0}), "two": ConstantWeight(1.0)}
     with corpus({"one": [[50, 50]], "two": [[3] * 20]}) as streams:
         reader = blend(streams, rows=2, repeat=True, weights=weights)
-        found = []
-        for _, batch in zip(range(20), reader, strict=False):
-            found.append([s for row in json.loads(str(batch["instability_meta_json"]))["rows"] for s in row])
+        batches = [json.loads(str(batch["instability_meta_json"])) for _, batch in zip(range(20), reader, strict=False)]
+    found = [[segment for row in batch["rows"] for segment in row] for batch in batches]
     begun = [at for at, segments in enumerate(found) for s in segments if s["source"] == "one" and s["start"] == 0]
     assert begun == [0]
     assert sum(s["stop"] - s["start"] for segments in found for s in segments if s["source"] == "one") == 50
@@ -279,8 +270,6 @@ def test_all_weights_zero_is_refused_once_the_lanes_are_dry():
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 6))
 def test_a_ledger_of_as_many_slots_as_lanes_carries_every_state(layout, rows, row_tokens):
     """What is looked up is what was stored behind the row before; nothing is evicted or left behind."""
-    import torch
-
     with corpus({"one": layout}) as streams:
         reader = blend(streams, rows=rows, row_tokens=row_tokens)
         ledger = Ledger(LedgerOptions(capacity=rows, wipe_mode="none"), state_width=1)
@@ -302,8 +291,7 @@ def test_a_ledger_of_as_many_slots_as_lanes_carries_every_state(layout, rows, ro
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 6), st.randoms())
 def test_the_deal_covers_every_byte_once_and_evenly(sizes, num_shards, random):
-    order = list(range(len(sizes)))
-    random.shuffle(order)
+    order = random.sample(range(len(sizes)), len(sizes))
     parts = deal_parts(tuple(sizes), tuple(order), num_shards)
     for stream, size in enumerate(sizes):
         own = sorted((part.low, part.high) for shard in parts for part in shard if part.stream == stream)
@@ -314,8 +302,6 @@ def test_the_deal_covers_every_byte_once_and_evenly(sizes, num_shards, random):
 
 
 def test_documents_that_wait_for_a_row_are_not_swept(tmp_path):
-    import torch
-
     with corpus({"one": [[40] * 4]}) as streams:
         wide = blend(streams, rows=4)
         next(wide)
@@ -338,15 +324,12 @@ def test_documents_that_wait_for_a_row_are_not_swept(tmp_path):
 
 def test_a_source_of_whole_batches_shares_by_the_same_claims():
     class Own:
-        def __init__(self):
-            self.count = 0
+        count = 0
 
         def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.count += 1
-            return {"tokens": np.zeros((2, 5), int), "targets": np.full((2, 5), 7)}
+            while True:
+                self.count += 1
+                yield {"tokens": np.zeros((2, 5), int), "targets": np.full((2, 5), 7)}
 
         def state_dict(self):
             return {"count": self.count}
@@ -396,10 +379,23 @@ def test_a_reader_takes_8_bytes_a_document():
     source = ShardSource([stream], cut, read, MixOptions(1), in_memory={stream.relative_path: opened})
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    assert source.hand().group >= 0
+    assert source.hand()[0].group >= 0
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (held - before) / num <= 8.1
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_50_000_files(tmp_path):
+    """Once some were read: files that were read are given back, and little more than their names is kept."""
+    np.save(tmp_path / "file.npy", np.arange(8, dtype=np.uint16))
+    for path in (paths := [tmp_path / f"{number}.npy" for number in range(50_000)]):
+        path.symlink_to(tmp_path / "file.npy")
+    maps, reader = Path("/proc/self/maps"), blend({"one": discover_direct(paths)}, rows=10, row_tokens=100)
+    held = [(resident_bytes(), maps.read_text().count("\n")) for number, _ in enumerate(reader) if number in (50, 399)]
+    (first, mapped), (last, still_mapped) = held
+    assert still_mapped <= mapped + 30
+    assert last - first <= 500 * 43_000
 
 
 def test_states_of_other_rows_are_refused_by_name():

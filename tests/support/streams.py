@@ -23,12 +23,15 @@ def mixing_dataset(
     """A data set, its settings by name; cells of 4 bytes unless they say otherwise."""
     settings = {"namespace": settings.pop("name", "source"), "tokenizer": BytesTokenizer(), **settings}
     settings = {"seq_len": 4, "max_group_cells": 64, "batching_mode": "per_stream", **settings}
-    parts = [
-        kind(**{each.name: settings.pop(each.name) for each in fields(kind) if each.name in settings})
-        for kind in (CutOptions, ReadOptions, MixOptions)
-    ]
-    assert not settings, settings
-    return StreamMixingDataset(streams, *parts, shard=rank, num_shards=world_size)  # type: ignore[arg-type]
+    return StreamMixingDataset(streams, *options_of(settings), shard=rank, num_shards=world_size)
+
+
+def options_of(settings: dict[str, Any]) -> list[Any]:
+    """How files are cut, read and mixed, of settings by name."""
+    kinds = (CutOptions, ReadOptions, MixOptions)
+    names = [{each.name for each in fields(kind)} & settings.keys() for kind in kinds]
+    assert set().union(*names) == settings.keys(), settings
+    return [kind(**{name: settings[name] for name in own}) for kind, own in zip(kinds, names, strict=True)]
 
 
 class WideTokens(BytesTokenizer):

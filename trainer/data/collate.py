@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,7 +55,14 @@ class Segment(NamedTuple):
     stop: int
 
 
-Read = tuple[str, Handed, int, int]  # a segment: source, group, the document's tokens before it, its own
+# The group to look up, its cell, its tokens before the row; the group that continues after it, its cell; segments.
+ROW_KEYS = ("group_ids", "cell_index", "depth", "end_ids", "end_cell_index", "pack_num_samples")
+Read = tuple[Handed, int, int]  # a segment: its group, that group's tokens before it, its own
+
+
+def _segment(of: Handed, offset: int, size: int) -> Segment:
+    name, path, start = of.source.groups.namespace, of.source.stream.relative_path, of.first + offset
+    return Segment(name, path, of.epoch, of.document, start, start + size)
 
 
 class Located:
@@ -68,13 +75,7 @@ class Located:
     @property
     def rows(self) -> list[list[Segment]]:
         """The segments of each row."""
-        return [
-            [
-                Segment(name, of.source.stream.relative_path, of.epoch, of.document, at, at + n)
-                for name, of, at, n in row
-            ]
-            for row in self._rows
-        ]
+        return [[*starmap(_segment, row)] for row in self._rows]
 
     def __str__(self) -> str:
         rows = [[segment._asdict() for segment in row] for row in self.rows]
@@ -85,27 +86,20 @@ class Located:
 class Lane:
     """A row position, and the group that it reads."""
 
-    __slots__ = ("groups",)
+    __slots__ = ("groups", "offset", "rows")
 
     def __init__(self) -> None:
-        # What it reads, the next one last: source, group, tokens read of it, rows that it was in; between rows at most one.
-        self.groups: list[tuple[str, Handed, int, int]] = []
+        self.groups: list[Handed] = []  # what it reads, the next one last; between rows at most one
+        self.offset = self.rows = 0  # of the next one: tokens read, and rows that it was in
 
     @property
     def place(self) -> Place | None:
         """Where it is."""
         if not self.groups:
             return None
-        ((source, of, offset, rows),) = self.groups
-        return Place(source, of.epoch, of.source.stream.stream_id, of.group, of.group_id, offset, rows)
-
-
-def inputs_before(of: Handed, offset: int, num: int, bos: int) -> Ints:
-    """The inputs of the last `num` of a group's first `offset` tokens, fewer at its beginning."""
-    stop = of.first + offset
-    start = stop - min(num, offset)
-    read = of.source.documents.read(of.document, max(start - 1, 0), stop - 1).astype(np.int64)
-    return read if start else np.concatenate([[bos], read])
+        (of,) = self.groups
+        name, stream = of.source.groups.namespace, of.source.stream.stream_id
+        return Place(name, of.epoch, stream, of.group, of.group_id, self.offset, self.rows)
 
 
 Refill = Callable[[Lane, int, int], bool]
@@ -120,10 +114,10 @@ class Gathered(NamedTuple):
     segments: list[int]  # their numbers, -1: a gap
     gaps: list[slice]  # positions, counted through all rows
     begun: list[int]  # positions at which a group begins
-    labels: list[tuple[str, str]]  # source and modality of each segment
+    labels: list[str]  # the source of each segment
+    modalities: list[str]  # and its modality
     rows: list[list[Read]]  # segments by row
-    # By row: the group to look up, its cell, its tokens before the row; the group that continues after it, and its cell.
-    groups: list[tuple[int, int, int, int, int]]
+    groups: list[int]  # `ROW_KEYS` of each row
     opened: dict[int, OpenStream]  # what is read from, by identity
 
 
@@ -175,55 +169,57 @@ class Collator:
             flat["resets"] = np.zeros(count * length, np.bool_)
             flat["resets"][found.begun] = True
         batch: Batch = {key: value.reshape(count, length) for key, value in flat.items()} | before
-        columns = np.array(found.groups, np.int64).T.copy()  # a row of it for each key
-        batch |= dict(zip(("group_ids", "cell_index", "depth", "end_ids", "end_cell_index"), columns, strict=True))
+        columns = np.array(found.groups, np.int64).reshape(count, len(ROW_KEYS)).T.copy()
+        batch |= dict(zip(ROW_KEYS, columns, strict=True))
         batch["is_last"] = (batch["group_ids"] >= 0) & (batch["group_ids"] != batch["end_ids"])
         if not runs_on:
             del batch["end_ids"], batch["end_cell_index"]
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
         # Tuples: they have no entry for each row.
-        batch["dataset_labels"], batch["dataset_segments"] = (
-            zip(*found.labels, strict=True) if found.labels else ((), ())
-        )
-        batch["pack_num_samples"] = np.array(list(map(len, found.rows)), np.int64)
+        batch["dataset_labels"], batch["dataset_segments"] = tuple(found.labels), tuple(found.modalities)
         batch["instability_meta_json"] = Located(found.rows, batch["group_ids"], batch["cell_index"])
         return batch
 
     def _gather(self, lanes: Sequence[Lane], refill: Refill, before: Batch) -> Gathered:
         """Move each lane on by a row, and fill in the tokens before it."""
         length, runs_on, bos = self._row_tokens, self._runs_on, self._bos
-        found = Gathered([], [], [], [], [], [], [], [], {})
-        pieces, inputs, segments, gaps, begun, labels, rows, groups, opened = found
-        last, label, room = None, ("", ""), length if runs_on else 1
+        found = Gathered([], [], [], [], [], [], [], [], [], {})
+        pieces, inputs, segments, gaps, begun, labels, modalities, rows, groups, opened = found
+        last, room = None, length if runs_on else 1
         for row, lane in enumerate(lanes):
-            at, read = 0, []
-            group_id = end_id = -1
-            cell_index = depth = end_cell = 0
+            at, read, lookup, end = 0, [], (-1, 0, 0), (-1, 0)
             while at < length and (lane.groups or refill(lane, at, room - at)):
-                name, handed, offset, cell = lane.groups.pop()
-                _, source, _, own_id, _, start, left, begin = handed
+                of, offset = lane.groups[-1], lane.offset
+                _, source, _, group_id, _, first, size, begin = of
                 if source is not last:
-                    last, documents, label = source, source.documents, (name, source.stream.modality)
+                    last, tokens = source, source.documents.tokens
+                    label, modality = source.groups.namespace, source.stream.modality
                     if id(source) not in opened:
                         check_size(source)
                         opened[id(source)] = source
-                if not at and (offset or not runs_on):
-                    group_id, cell_index, depth = own_id, cell, offset
-                    if before and offset:
-                        self._put_before(handed, offset, row, before)
                 if not offset:
                     begun.append(row * length + at)
-                size = min(left - offset, length - at)
-                begin, start = begin + offset, start + offset
-                pieces.append(documents.tokens[begin : begin + size])
-                inputs.append(int(documents.tokens[begin - 1]) if start else bos)
+                if not at and (offset or not runs_on):
+                    lookup = (group_id, lane.rows, offset)
+                    if before and offset:
+                        self._put_before(of, offset, row, before)
+                begin += offset
+                size -= offset
+                if size > length - at:  # the rest in later rows
+                    size = length - at
+                    end = (group_id, lane.rows)
+                    lane.offset += size
+                    lane.rows += 1
+                else:
+                    lane.groups.pop()
+                    lane.offset = lane.rows = 0
+                pieces.append(tokens[begin : begin + size])
+                inputs.append(tokens.item(begin - 1) if first or offset else bos)
                 segments.append(len(labels))
                 labels.append(label)
-                read.append((name, handed, start, size))
-                if offset + size < left:
-                    lane.groups.append((name, handed, offset + size, cell + 1))
-                    end_id, end_cell = own_id, cell
+                modalities.append(modality)
+                read.append((of, offset, size))
                 at += size
                 if not runs_on:
                     break
@@ -233,27 +229,29 @@ class Collator:
                 segments.append(-1)
                 gaps.append(slice(row * length + at, (row + 1) * length))
             rows.append(read)
-            groups.append((group_id, cell_index, depth, end_id, end_cell))
+            groups += (*lookup, *end, len(read))
         return found
 
     def _put_before(self, of: Handed, offset: int, row: int, batch: Batch) -> None:
-        num = batch["tokens_before"].shape[1]
-        read = inputs_before(of, offset, num, self._bos)
-        batch["tokens_before"][row, num - len(read) :] = read
-        if self._runs_on and len(read) == offset:
-            batch["resets_before"][row, num - len(read)] = True
+        """The inputs of the last of a group's first `offset` tokens, as many as there is room for."""
+        inputs, stop = batch["tokens_before"][row], of.first + offset
+        start = stop - min(len(inputs), offset)
+        inputs[start - stop] = self._bos  # of a document's first token; written over behind it
+        read = of.source.documents.read(of.document, max(start - 1, 0), stop - 1)
+        inputs[len(inputs) - len(read) :] = read
+        if self._runs_on and start == of.first:
+            batch["resets_before"][row, start - stop] = True
 
     def _check_ids(self, found: Gathered, targets: Ints) -> None:
         """Raises UserError at an id outside the vocabulary. `targets`: the pieces, copied."""
-        limit = 0  # of ids that are not known to be in range
-        for opened in found.opened.values():
-            if (bounds := opened.documents.bounds) is not None:
-                limit = min(limit or bounds.num_ids, bounds.num_ids)
-        if not limit:
+        # Of the files whose ids are not known to be in range.
+        limits = [each.documents.bounds.num_ids for each in found.opened.values() if each.documents.bounds]
+        if not limits:
             return
         # Nobody may have looked at what is before a group that begins behind a cut. As unsigned, a negative id is a large one.
         inputs = np.array(found.inputs, np.int64)
         before = inputs[inputs != self._bos].view(np.uint64).max(initial=0)
-        if max(before, targets.view(np.uint64).max()) >= limit:
-            for _, handed, start, size in chain.from_iterable(found.rows):
-                handed.source.documents.read(handed.document, max(start - 1, 0), start + size)
+        if max(before, targets.view(np.uint64).max()) >= min(limits):
+            for of, offset, size in chain.from_iterable(found.rows):
+                start = of.first + offset
+                of.source.documents.read(of.document, max(start - 1, 0), start + size)

@@ -34,6 +34,7 @@ from trainer.micro_batches import ONE, MicroBatches
 from trainer.wording import counted
 
 logger = get_logger(__name__)
+NUM_TOKENS = attrgetter("num_tokens")
 
 
 class LaneBlend(BlendDataset):
@@ -71,6 +72,7 @@ class LaneBlend(BlendDataset):
         self._shares: list[float] = []
         self._open: list[tuple[float, bool]] = []  # of each source its share, and whether it can be read
         self._whole = 0.0  # share of those
+        self._is_alone = False  # only one was ever to give tokens: its claim stays 0
         self._is_constant = all(len(source.weight.points) == 1 for source in sources)
         self._by_name = {source.name: index for index, source in enumerate(sources)}
         # A target's batches are its own; lanes read the others.
@@ -79,9 +81,8 @@ class LaneBlend(BlendDataset):
         self._hands = {index: partial(part.hand, partial(self._may_begin_epoch, part)) for index, part in parts.items()}
         shards = [(part.fixed_state["rank"], part.fixed_state["world_size"]) for part in parts.values()]
         self._shard = shards[0] if shards else (0, 1)
-        self._batched = [
-            index for index in range(len(sources)) if index not in self._laned and not _is_off(sources[index])
-        ]
+        is_read = [source.weight.zero_from() != 0 for source in sources]
+        self._batched = [index for index in range(len(sources)) if index not in self._laned and is_read[index]]
 
     @property
     def places(self) -> list[Place | None]:
@@ -132,6 +133,8 @@ class LaneBlend(BlendDataset):
     def _note_open(self) -> None:
         self._open = [(share, share > 0 and not end) for share, end in zip(self._shares, self._ended, strict=True)]
         self._whole = sum(share for share, is_open in self._open if is_open)
+        is_owed = any(self._claims) or self._counts != self._expected[0]
+        self._is_alone = self._shares.count(0.0) == len(self._shares) - 1 and not is_owed
 
     def _largest(self, among: Sequence[int]) -> int:
         """The source with the largest claim that can be read; -1: none can."""
@@ -187,17 +190,19 @@ class LaneBlend(BlendDataset):
         among, found = self._laned, []
         while room > 0 and (index := self._largest(among)) >= 0:
             self._now = index
-            handed = self._hands[index]()
-            if handed is None:
+            # Claims decide between sources document by document; without others, a whole row's are handed together.
+            handed = self._hands[index](room if self._is_alone else 1)
+            if not handed:
                 # At the end of an epoch, while a lane still reads one before it.
                 self._ended[index] = cast(ShardSource, self.sources[index].dataset).is_ended
                 self._note_open()
                 self._unsaved.add(index)
                 among = [each for each in among if each != index]
             else:
-                found.append((self._names[index], handed, 0, 0))
-                self._hand(index, handed.num_tokens)
-                room -= handed.num_tokens
+                found += handed
+                num_tokens = sum(map(NUM_TOKENS, handed))
+                self._hand(index, num_tokens)
+                room -= num_tokens
         lane.groups = found[::-1]
         return bool(found)
 
@@ -209,7 +214,7 @@ class LaneBlend(BlendDataset):
     def _take_up(self, lane: Lane, place: Place) -> None:
         source = cast(ShardSource, self.sources[self._by_name[place.source]].dataset)
         (handed,) = source.open(source.streams[place.stream]).hand(np.array([place.group]), place.epoch)
-        lane.groups = [(place.source, handed, place.offset, place.rows)]
+        lane.groups, lane.offset, lane.rows = [handed], place.offset, place.rows
 
     def _note_times(self, seconds: float) -> None:
         """Note what opening and tokenizing took, by source, and the rest as reading, in proportion to the sources' shares."""
@@ -282,7 +287,3 @@ def keep_places(
         else:
             found.append(place)
     return found
-
-
-def _is_off(source: BlendSource) -> bool:
-    return source.weight.zero_from() == 0

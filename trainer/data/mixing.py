@@ -98,7 +98,6 @@ class StreamReader:
         order: Ints,
         left: Ints,
         *,
-        name: str,
         epoch: int,
         num_lanes: int,
         num_picks: int = 0,
@@ -106,7 +105,7 @@ class StreamReader:
     ) -> None:
         self.source, self.stream = source, source.stream
         self.picks = picks
-        self._name, self._epoch = name, epoch
+        self._epoch = epoch
         cells = left[order]
         lanes, begins = schedule(cells, num_lanes)
         ends = begins + cells
@@ -153,7 +152,7 @@ class StreamReader:
         rows = int(self._cells_before[at] + self.picks - self._begins[at])
         if not (ahead := self._ahead[number]):
             ahead += self.source.hand(self._groups[at : min(at + AHEAD, self._stop[number])], self._epoch)[::-1]
-        lane.groups.append((self._name, ahead.pop(), rows * self.source.seq_len, rows))
+        lane.groups, lane.offset, lane.rows = [ahead.pop()], rows * self.source.seq_len, rows
         return True
 
 
@@ -210,8 +209,8 @@ class StreamMixingDataset(StreamSource):
         own, others = in_order(part, left), range(self._num_shards if self._is_shared else 0)
         slices = (part._replace(at=at) for at in others if at != part.at)
         longest = max((num_rows(left[in_order(each, left)], lanes) for each in slices), default=0)
-        how = {"name": self.name, "epoch": self.epoch, "num_lanes": lanes, "num_picks": longest, "picks": cursor[0]}
-        return StreamReader(source, own, left, **how)  # type: ignore[arg-type]
+        how = {"epoch": self.epoch, "num_lanes": lanes, "num_picks": longest, "picks": cursor[0]}
+        return StreamReader(source, own, left, **how)
 
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
         picks, lanes = cursor

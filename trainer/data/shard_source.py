@@ -419,19 +419,22 @@ class ShardSource(StreamSource):
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
         return np.where(np.arange(len(cells)) < cursor[0], cells, 0)
 
-    def __iter__(self) -> Iterator[Handed]:
-        return iter(self.hand, None)
+    def __iter__(self) -> Iterator[list[Handed]]:
+        return iter(self.hand, [])
 
-    def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True) -> Handed | None:
-        """The next group; None at the end (`is_ended`), or at an epoch's if no other may begin. UserError: a damaged file."""
+    def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True, room: int = 1) -> list[Handed]:
+        """The next groups, of `room` tokens or all that were picked ahead; none at the end (`is_ended`), or at an epoch's if no
+        other may begin. UserError: a damaged file."""
         if not self._ahead:
             if not self._is_ready(may_begin_epoch):
-                return None
+                return []
             readers, first = self._pool.readers, self._num_picks
             self._slots = self._pool.choose(map(self._uniforms, range(first, first + BLOCK)))
             of_slot = {slot: iter(readers[slot].ahead(num)) for slot, num in Counter(self._slots).items()}
             self._ahead = [next(of_slot[slot]) for slot in self._slots][::-1]
-        found = self._ahead.pop()
+        found = [self._ahead.pop()]
+        while self._ahead and (room := room - found[-1].num_tokens) > 0:
+            found.append(self._ahead.pop())
         if not self._ahead:
             self._note()
         return found

@@ -85,12 +85,11 @@ class CountedSource(ShardSource):
         self.tally = Tally()
         self._opened: Counter[str] = Counter()
 
-    def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True) -> Handed | None:
+    def hand(self, may_begin_epoch: Callable[[], bool] = lambda: True, room: int = 1) -> list[Handed]:
         """As for `ShardSource`."""
-        handed = super().hand(may_begin_epoch)
-        if handed is not None:
-            self.tally.picks[handed.source.stream.modality] += 1
-        return handed
+        found = super().hand(may_begin_epoch, room)
+        self.tally.picks.update(handed.source.stream.modality for handed in found)
+        return found
 
     def counted(self) -> Tally:
         """What was handed out so far, with the readers that ended."""
