@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from trainer.tools import limits
 from trainer.tools.diagnostics import depth, gradients, loss, mixing, run, state
 from trainer.tools.diagnostics.rule import Outcome, Rule, Severity, not_measured
 from trainer.tools.runs.load import RunRecord
@@ -48,19 +49,23 @@ class Ruling:
 
     @property
     def fix(self) -> str:
-        """What to change: a config key and its value; empty if unknown."""
-        return "" if self.outcome.knob is None else f"try {self.outcome.knob}"
+        """The setting to change, with its value; empty if unknown."""
+        knob = self.outcome.knob
+        return f"try {knob}" if knob else ""
 
     @property
     def severity(self) -> Severity | None:
         """The severity of a finding; None for other verdicts."""
-        return (self.outcome.severity or self.rule.severity) if self.outcome.verdict == "finding" else None
+        if self.outcome.verdict != "finding":
+            return None
+        return self.outcome.severity or self.rule.severity
 
     @property
     def result(self) -> str:
         """The severity of a finding, the verdict otherwise; `not yet` if more rows would give one."""
-        verdict = "not yet" if self.outcome.is_early else self.outcome.verdict.replace("_", " ")
-        return self.severity or verdict
+        if self.outcome.is_early:
+            return "not yet"
+        return self.severity or self.outcome.verdict.replace("_", " ")
 
     @property
     def steps(self) -> list[int]:
@@ -77,7 +82,7 @@ class Ruling:
             "not_yet": outcome.is_early,
             "sentence": outcome.sentence,
             "evidence": [evidence.to_json() for evidence in outcome.evidence],
-            "knob": outcome.knob.to_json() if outcome.knob is not None else None,
+            "knob": outcome.knob and outcome.knob.to_json(),
             "fix": self.fix,
             "needs": list(self.rule.needs),
         }
@@ -110,7 +115,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> DiagnosisVerdict | None:
-        """`healthy` takes half of the rules or more; fewer without a finding are `no_findings`.
+        """`healthy` takes half of the rules or more (`LEAST_JUDGED`); fewer without a finding are `no_findings`.
 
         None for a run without training rows: the rules have nothing to check.
         """
@@ -118,17 +123,21 @@ class Diagnosis:
             return None
         if self.findings:
             return "findings"
-        return "healthy" if 2 * self.num_judged >= len(self.rulings) else "no_findings"
+        if self.num_judged < limits.LEAST_JUDGED * len(self.rulings):
+            return "no_findings"
+        return "healthy"
 
     @property
     def coverage(self) -> str:
-        """How many rules judged the run: `14 of 27 rules judged the run, 5 could not yet, 8 had nothing to measure`."""
+        """How many rules judged the run: `14 of 25 rules judged the run, 4 could not yet, 7 had nothing to measure`."""
         early = sum(ruling.outcome.is_early for ruling in self.rulings)
         rest = sum(ruling.had_nothing_to_measure for ruling in self.rulings)
-        parts = [f"{self.num_judged} of {len(self.rulings)} rules judged the run"]
-        parts += [f"{early} could not yet"] if early else []
-        parts += [f"{rest} had nothing to measure"] if rest else []
-        return ", ".join(parts)
+        text = f"{self.num_judged} of {len(self.rulings)} rules judged the run"
+        if early:
+            text += f", {early} could not yet"
+        if rest:
+            text += f", {rest} had nothing to measure"
+        return text
 
     @property
     def brief(self) -> str:
@@ -149,8 +158,10 @@ class Diagnosis:
             "no_findings": "Nothing wrong was found, but little could be checked",
             "findings": f"{counted(len(self.findings), 'finding')}: {self.brief}",
         }[self.verdict]
-        advice = ", ".join(each.rule.name for each in self.advice)
-        return found + (f"; {counted(len(self.advice), 'suggestion')}: {advice}" if advice else "")
+        if not self.advice:
+            return found
+        names = ", ".join(each.rule.name for each in self.advice)
+        return f"{found}; {counted(len(self.advice), 'suggestion')}: {names}"
 
     def to_json(self) -> dict[str, Any]:
         """Version 2 of the JSON; later versions only add keys or increase the version."""
@@ -183,6 +194,11 @@ def _outcome(rule: Rule, run: RunRecord) -> Outcome:
         return not_measured(f"the run's files do not fit together ({type(error).__name__}: {error})")
 
 
+def _as_code(key: str) -> str:
+    """A key as code; a description of some events has its own marks."""
+    return key if " " in key else f"`{key}`"
+
+
 def render_diagnosis_markdown(page: str, calibration: Mapping[str, Any]) -> str:
     """docs/diagnosis.md with the sections on the rules and the results of the calibration made anew.
 
@@ -192,7 +208,7 @@ def render_diagnosis_markdown(page: str, calibration: Mapping[str, Any]) -> str:
     """
     lines = [f"{page.partition('## Rules')[0]}## Rules", ""]
     for rule in RULES:
-        keys = ", ".join(f"`{key}`" if " " not in key else key for key in (*rule.needs, *rule.uses))
+        keys = ", ".join(map(_as_code, (*rule.needs, *rule.uses)))
         lines += [f"### {rule.name} ({rule.severity})", "", f"- Reads: {keys}"]
         lines += [*map("- {}: {}".format, ("Condition", "Why", "Change"), rule.texts), ""]
     lines += ["## False alarms and injected faults", ""]

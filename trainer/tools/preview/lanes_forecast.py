@@ -26,7 +26,6 @@ from trainer.training.setup.sources import Source
 
 MAX_COUNTED = 200_000  # rows over all data shards, which take some seconds; the rest of a longer run is extrapolated
 MOST_POSITIONS = 200_000_000  # of all counted rows: as long
-GOOD_PADDING = 0.08  # share of the positions that a shorter row may pad at most, to be worth a mention
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from trainer.data.groups import OpenStream
 from trainer.data.mixing import Slice, num_rows
 from trainer.data.weights import WeightSpec, positions
 from trainer.micro_batches import MicroBatches
-from trainer.tools.limits import wait_bound
+from trainer.tools import limits
 from trainer.tools.preview.lanes_forecast import (
-    GOOD_PADDING,
     MAX_COUNTED,
     Corpus,
     LanesForecast,
@@ -250,7 +249,7 @@ def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) ->
         mean = sums[0] / sums[1]
     padded, own = sum(corpus.padded for corpus in corpora.values()), shards[:, :, 0].sum()
     padding = 1 - own / np.maximum(padded, 1)
-    good = np.flatnonzero(padding <= GOOD_PADDING)
+    good = np.flatnonzero(padding <= limits.GOOD_PADDING)
     fills = tokens / full
     return FillView(
         least=float(fills.min()),
@@ -284,7 +283,7 @@ def _source_view(
             own = [num_rows(opened.groups.num_cells[each], lanes) for each in slices]
             picks += [max(own)] if mixing.batching_mode == "per_stream" else own
         picks = [each for each in picks if each]
-        wait = wait_bound(picks, min(mixing.num_streams_mixed, len(picks)), share, plan.batches_by_steps.least)
+        wait = limits.wait_bound(picks, min(mixing.num_streams_mixed, len(picks)), share, plan.batches_by_steps.least)
     return replace(
         view,
         num_mixed=num_mixed,

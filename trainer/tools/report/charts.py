@@ -24,6 +24,7 @@ from trainer.metrics.catalog.lookup import (
 )
 from trainer.metrics.catalog.rows_gns import LAYER_ROWS
 from trainer.metrics.catalog.spec import Band
+from trainer.tools import limits
 from trainer.tools.diagnostics.rule import batches_through
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, READINGS, noise_scale_of
@@ -37,8 +38,6 @@ OTHER_GROUP: Final = "Not in the catalog"
 # "Smoothed" repeats other curves, which the page can smooth by itself.
 LAST_GROUPS: Final = ("Smoothed", OTHER_GROUP)
 VARIANTS: Final = ("", "held out", "worst rank")
-# One healthy run in a thousand exceeds the bound on the pick surprise (docs/mixing.md).
-SURPRISE_ALPHA: Final = 1e-3
 
 Style = Literal["line", "area", "heat"]
 Ints = NDArray[np.int64]
@@ -238,7 +237,7 @@ def _surprise_bound(runs: Sequence[RunRecord]) -> Iterable[Reference]:
     for number, run in enumerate(runs):
         if run.steps:
             picks = max(batches_through(run, run.steps[-1]), 1)
-            yield Reference("ln(picks / 0.001)", math.log(picks / SURPRISE_ALPHA), number)
+            yield Reference(f"ln(picks / {limits.ALPHA:g})", limits.surprise_bound(picks), number)
 
 
 _POOL: Final = "stream_mixing/active/"

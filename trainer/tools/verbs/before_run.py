@@ -26,6 +26,7 @@ from trainer.cli.options import (
 from trainer.cli.parts import PARTS
 from trainer.cli.terminal import coloured, echo, output, print_json, put_text, refuse_existing
 from trainer.errors import UserError
+from trainer.tools import limits
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `tr
 SCHEMA_NAME = "config.schema.json"
 COUNTED = 20_000  # rows over all data shards
 EXIT_BREACH = 3
-NODE_SECONDS = 120.0  # a node that needs longer is not healthy, whatever it would say
 MEANINGS = {
     "precision": "on this machine",
     "data_shards": "parts that the data are read in",
@@ -394,12 +394,12 @@ def _check_node() -> None:
     check, host = NodeCheck(), socket.gethostname()
 
     def leave() -> None:  # what hangs cannot be ended otherwise
-        echo(f"{host}: no answer within {NODE_SECONDS:g} s: {check.doing}", err=True)
+        echo(f"{host}: no answer within {limits.NODE_SECONDS:g} s: {check.doing}", err=True)
         os._exit(EXIT_BREACH)
 
-    timer = Timer(NODE_SECONDS, leave)
+    timer = Timer(limits.NODE_SECONDS, leave)
     timer.start()
-    problem = check.run(NODE_SECONDS)
+    problem = check.run(limits.NODE_SECONDS)
     timer.cancel()
     for line in (*check.lines, problem or "this node can train"):
         echo(f"{host}: {line}")
