@@ -65,7 +65,7 @@ def test_every_threshold_has_a_unit_and_a_reason() -> None:
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     assert len(defined()) > 70
     for name, line in defined().items():
-        assert re.fullmatch(r"# [^:]+: .*\w\.|# [^:]+: .*\)\.", lines[line - 2]), f"{name}: {lines[line - 2]}"
+        assert re.fullmatch(r"# [^:]+: .*[\w)]\.", lines[line - 2]), f"{name}: {lines[line - 2]}"
 
 
 def test_no_other_file_that_judges_defines_a_threshold() -> None:

@@ -70,7 +70,7 @@ UNEVEN_RATIO: Final = 16.0
 UNEVEN_SHARE: Final = 0.05
 # logged rows: the same in a short run.
 UNEVEN_ROWS: Final = 5
-# ratio of the batch sizes of a pool that are still even; beyond it they are the cause of uneven slices.
+# ratio of the batch sizes of a pool: smaller ones are still even, larger ones the cause of uneven slices.
 EVEN_BATCHES: Final = 2
 # picks per slice: a reader that ends sooner spends its time opening files.
 CHURN_PICKS: Final = 4.0
@@ -93,7 +93,7 @@ WASTEFUL_BATCH: Final = 4.0
 NOISE_STEPS: Final = 20
 # standard errors: of gns/consistency.
 CONSISTENCY_ERRORS: Final = 3.0
-# relative error of the noise scale that is worth a word.
+# relative error: of the noise scale, as far as it is worth a word.
 INCONSISTENT: Final = 0.2
 # consistency: a lower one, which may be negative by chance, counts as this.
 LEAST_CONSISTENCY: Final = 0.01
@@ -132,7 +132,7 @@ SPIKE_HISTORY: Final = 30
 SPIKE_SIGMAS: Final = 10.0
 # ratio to the largest distance seen so far: a rare source may be a little worse than before.
 SPIKE_RANGES: Final = 1.5
-# share of the improvement so far that a spike gives back.
+# share of the improvement so far: what a spike gives back at least.
 SPIKE_GIVEN_BACK: Final = 0.2
 # logged rows: spikes that last as long are a new level.
 NEW_LEVEL: Final = 8
@@ -167,9 +167,9 @@ WARM_UP_SHARE: Final = 0.05
 DATA_SHARE: Final = 0.15
 # share of a typical step: with less, single steps wait, which reading ahead can hide.
 STEADY_WAIT: Final = 0.05
-# share of the wait that a stage of reading must explain, or something else took the time.
+# share of the wait: that the stages of reading must explain, or something else took the time.
 EXPLAINED_WAIT: Final = 0.5
-# share of a step that the fastest rank waits for the slowest.
+# share of a step: that the fastest rank waits for the slowest; less is a matter of batches.
 STRAGGLE_SHARE: Final = 0.25
 # logged rows: after warm-up; a median of fewer is that of single steps.
 SPEED_ROWS: Final = 8
