@@ -48,7 +48,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the branches say.
+    """The critical batch, from the losses of the branches.
 
     Args:
         reference: the batch with the lowest loss.
@@ -67,8 +67,10 @@ class Verdict:
 
 
 def standard_error(losses: Losses) -> float | None:
-    """Of the mean over seeds; None with a single one."""
-    return stdev(losses.values()) / math.sqrt(len(losses)) if len(losses) > 1 else None
+    """Standard error of the mean over seeds; None with a single one."""
+    if len(losses) < 2:
+        return None
+    return stdev(losses.values()) / math.sqrt(len(losses))
 
 
 def error_and_bar(measured: Mapping[Fraction, Losses]) -> tuple[float, float] | tuple[None, None]:
@@ -175,11 +177,13 @@ def make_answer(study: Study, results: Mapping[Branch, BranchResult], *, toleran
         return answer
     scale = "of the run was not logged by then (gns.enabled)"
     if noise is not None:
-        scale = f"({noise.where}) is {noise.number}" + (" sequences" if noise.is_known else "")
+        scale = f"({noise.where}) is {noise.number}"
+        if noise.is_known:
+            scale += " sequences"
     answer["reference"] = str(verdict.reference)
     answer["critical"] = {
         **{key: rows[verdict.largest][key] for key in ("factor", "sequences", "tokens")},
-        "next_larger": None if verdict.next_larger is None else str(verdict.next_larger),
+        "next_larger": verdict.next_larger and str(verdict.next_larger),
         "lowest": str(verdict.lowest),
         "highest": str(verdict.highest),
         "is_unresolved": verdict.lowest < verdict.highest,
@@ -193,7 +197,8 @@ def _best_rate(branches: Sequence[Branch], results: Mapping[Branch, BranchResult
     not count."""
     by_rate: dict[float, dict[Branch, float]] = {}
     for branch in branches:
-        if (loss := results[branch].loss) is not None:
+        loss = results[branch].loss
+        if loss is not None:
             by_rate.setdefault(branch.lr_scale, {})[branch] = loss
     seeds = len({branch.seed for branch in branches})
     whole = [losses for losses in by_rate.values() if len(losses) == seeds]
@@ -210,34 +215,46 @@ def _finding(answer: Answer) -> str:
     else:
         text = f"the critical batch is {size}: its loss is {rule}, that of {critical['next_larger']} x is not"
     if critical["is_unresolved"]:
-        more = " or more" if critical["highest"] == answer["batches"][-1]["factor"] else ""
-        text += (
-            f"; the error bars leave {critical['lowest']} x to {critical['highest']} x{more} open: add seeds or tokens"
-        )
+        until = f"{critical['highest']} x"
+        if critical["highest"] == answer["batches"][-1]["factor"]:
+            until += " or more"
+        text += f"; the error bars leave {critical['lowest']} x to {until} open: add seeds or tokens"
     elif answer["seeds"] == 1:
         text += "; a single seed has no error bars"
-    if edges := ", ".join(f"{row['factor']} x" for row in answer["batches"] if row["is_edge"]):
+    edges = ", ".join(f"{row['factor']} x" for row in answer["batches"] if row["is_edge"])
+    if edges:
         text += f". The best learning rate of {edges} is at the edge of the grid: widen --lr-grid"
     return text
 
 
 def cost_lines(study: Study, num_done: int, num_slots: int) -> list[str]:
-    """What is to come, before it starts."""
+    """The cost of the branches, in lines, before the first one starts."""
     origin, steps = study.origin, [branch.steps for branch in study.branches]
     num_todo, rate = len(steps) - num_done, origin.tokens_per_sec
     batches = counted(len({branch.factor for branch in study.branches}), "batch")
     rates = counted(len({branch.lr_scale for branch in study.branches}), "learning rate")
     shape = f"{batches} x {rates} x {counted(study.num_seeds, 'seed')}"
-    done = f", of which {num_done} are done" if num_done else ""
-    kind = "held-out loss" if study.is_held_out else "training loss over the last quarter (eval.holdout_fraction is 0)"
+    if num_done:
+        shape += f", of which {num_done} are done"
+    kind = "training loss over the last quarter (eval.holdout_fraction is 0)"
+    if study.is_held_out:
+        kind = "held-out loss"
     total = num_todo * study.tokens
-    predicted = f", about {duration_text(total / rate / num_slots)} at the run's {rate:,.0f} tokens/s" if rate else ""
+    cost = f"cost: {counted(num_todo, 'branch')}, {num_slots} at once, {total:,.0f} tokens"
+    if rate:
+        cost += f", about {duration_text(total / rate / num_slots)} at the run's {rate:,.0f} tokens/s"
     return [
-        f"{counted(len(steps), 'branch')} from step {origin.step:,} of {origin.run.path}: {shape}{done}",
+        f"{counted(len(steps), 'branch')} from step {origin.step:,} of {origin.run.path}: {shape}",
         f"each trains {study.tokens:,.0f} tokens in {min(steps):,} to {max(steps):,} steps; the {kind} decides",
         *study.impossible,
-        f"cost: {counted(num_todo, 'branch')}, {num_slots} at once, {total:,.0f} tokens{predicted}",
+        cost,
     ]
+
+
+def _within(row: Mapping[str, Any]) -> str:
+    if row["is_open"]:
+        return "open"
+    return "yes" if row["is_within"] else "no"
 
 
 def print_answer(answer: Answer, console: Console) -> None:
@@ -248,7 +265,9 @@ def print_answer(answer: Answer, console: Console) -> None:
     def column(title: str, key: str, form: str, error: str = "", *, scale: float = 1.0, **options: Any) -> Column:
         cells = []
         for row in rows:
-            cell = "-" if row[key] is None else format(row[key] / scale, form)
+            cell = "-"
+            if row[key] is not None:
+                cell = format(row[key] / scale, form)
             if error and row[error] is not None:
                 cell += f" +- {format(row[error] / scale, form.lstrip('+'))}"
             cells.append(cell)
@@ -262,7 +281,7 @@ def print_answer(answer: Answer, console: Console) -> None:
         column("best lr", "lr", ".3g"),
         column(f"{answer['loss']} loss", "loss", ".4f", "error"),
         column("above\nthe best", "excess", "+.2%", "excess_error", scale=lowest),
-        Column("within", ["open" if row["is_open"] else "yes" if row["is_within"] else "no" for row in rows]),
+        Column("within", list(map(_within, rows))),
     ]
     title = f"Loss after {answer['tokens']:,} tokens from step {answer['step']:,}; +- one standard error"
     table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")
