@@ -115,7 +115,9 @@ class LiveBytes(TorchDispatchMode):
         if any(map(_is_sharded, types)):
             return NotImplemented  # it then runs the operations on its shards, which come here
         if self.steps and func is torch.ops.aten._local_scalar_dense.default:
-            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            if args[0].dtype == torch.bool:
+                return False
+            return 1.0 if args[0].is_floating_point() else 1
         returned = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(returned):
             if isinstance(leaf, Tensor):

@@ -28,11 +28,11 @@ def render_config_markdown() -> str:
         parts.append(f"\n## {title}\n\n{summary[:1].upper()}{summary[1:]}\n")
         parts.append("\n| key | type | default | meaning |\n|---|---|---|---|\n")
         alternatives = {name for option in table.get("oneOf", ()) for name in option["required"]}
-        parts.extend(
-            _row(name, node, is_alternative=name in alternatives)
-            for name, node in table["properties"].items()
-            if "description" in node and not (title == "`[[eval.source]]`" and name in FilesTable.model_fields)
-        )
+        for name, node in table["properties"].items():
+            # The keys of a set's files are those of a source.
+            is_told_before = title == "`[[eval.source]]`" and name in FilesTable.model_fields
+            if "description" in node and not is_told_before:
+                parts.append(_row(name, node, is_alternative=name in alternatives))
     return "".join(parts)
 
 
@@ -72,11 +72,13 @@ def _type(node: _Node) -> str:
         return "schedule" if node["$ref"].endswith("ScheduleTable") else "table"
     if "enum" in node or "const" in node:
         allowed = node.get("enum") or [node["const"]]
-        return ", ".join(each if isinstance(each, str) else json.dumps(each) for each in allowed)
-    if options := node.get("anyOf") or node.get("oneOf"):
+        return ", ".join(json.dumps(each).strip('"') for each in allowed)
+    options = node.get("anyOf") or node.get("oneOf")
+    if options:
         return " or ".join(_type(option) for option in options if option.get("type") != "null")
     if node["type"] == "array":
-        return f"list of {_type(node['items'])}" + "s" * ("enum" not in node["items"])
+        kind = _type(node["items"])
+        return f"list of {kind}" if "enum" in node["items"] else f"list of {kind}s"
     return _TYPES.get(node["type"]) or str(node["type"])
 
 

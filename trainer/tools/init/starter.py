@@ -114,13 +114,15 @@ def _sources(starter: Starter) -> str:
     for source in starter.sources:
         lines = ["[[data.source]]", f"name = {_toml(source.name)}"]
         lines += [f"{key} = {_toml(value)}" for key, value in source.keys.items()]
-        if (part := source.part) is not None:
+        part = source.part
+        if part is not None:
             lines.append(f"weight = {part.weight:.4g}   # {_shares(part)}")
             if part.streams < starter.sizes.num_streams_mixed:
                 lines.append(f"mixing = {{ num_streams_mixed = {part.streams} }}")
         if starter.suggests_eod:
             largest, times = starter.largest_id
             meaning = "id that ends a document, if there is one; without it a file is one document"
-            lines.append(f"# eod = {largest if times > 1 else '...'}   # {meaning}")
+            eod = str(largest) if times > 1 else "..."  # an id that ends documents occurs more than once
+            lines.append(f"# eod = {eod}   # {meaning}")
         blocks.append("\n".join(lines))
     return head + "\n" + "\n\n".join(blocks)

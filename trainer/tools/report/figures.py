@@ -27,6 +27,7 @@ _MARK_BUDGET: Final = 10_000  # of restarts and changed weights, over all charts
 _MOST_WORDS: Final = 6  # more would overlap; the lines are still drawn
 _WORD: Final = 0.14  # of the width of a chart
 _FLATTENED: Final = 3.0
+SMALLEST_SPAN: Final = 1e-9  # of the colors of cells that are all alike
 _SMALL: Final = {"size": 11, "color": "muted"}
 Json = dict[str, Any]
 
@@ -195,7 +196,7 @@ def _heat_map(chart: Chart, columns: _Columns) -> Json:
         "hovertemplate": "step %{x}<br>%{y}: %{customdata:,.6~g}",
         "colorscale": "Viridis",
         "zmin": low,
-        "zmax": high + (high == low),
+        "zmax": max(high, low + SMALLEST_SPAN),
         "hoverongaps": False,
         "colorbar": bar,
     }
