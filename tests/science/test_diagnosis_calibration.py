@@ -13,9 +13,9 @@ from tests.support.healthy_runs import REAL_RUNS, SECONDS_PER_RUN, WORLD_SIZES, 
 from tests.support.injected_faults import FAULTS, Fault, detected_after
 from tests.support.metric_streams import healthy_scenario, write_run
 from tests.support.runs import ROOT
+from tests.support.smoke_matrix import SPEED_RULES
 from trainer.model.families import FAMILIES
 from trainer.tools.diagnostics.diagnose import RULES, diagnose
-from trainer.tools.diagnostics.smoke_matrix import SPEED_RULES
 from trainer.tools.runs.load import load_run
 
 HEALTHY_RUNS = 40

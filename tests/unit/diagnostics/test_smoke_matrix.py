@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.records import record_of
 from tests.support.runs import ROOT
+from tests.support.smoke_matrix import CASES, RECALL_LOSS, SPEED_RULES, is_green, judge_all, measure_damage
 from trainer.config.load import load_config
 from trainer.tools.diagnostics.diagnose import RULES
-from trainer.tools.diagnostics.smoke_matrix import CASES, RECALL_LOSS, SPEED_RULES, is_green, judge_all, measure_damage
 from trainer.tools.runs.load import RunRecord, load_run
 
 CONFIGS = ROOT / "train_configs" / "diagnostics"
