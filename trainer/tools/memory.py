@@ -172,7 +172,9 @@ class Memory:
 def resident_bytes() -> int:
     """Memory of this process that is in use, as a run has it before its first tensor; 0 where it is not known."""
     file = Path("/proc/self/status")
-    return int(file.read_text(encoding="utf-8").partition("VmRSS:")[2].split()[0]) * 1024 if file.exists() else 0
+    if not file.exists():  # not Linux
+        return 0
+    return int(file.read_text(encoding="utf-8").partition("VmRSS:")[2].split()[0]) * 1024
 
 
 def predict_memory(plan: Plan, *, most_seconds: float = MOST_SECONDS) -> Memory:

@@ -1,4 +1,4 @@
-"""Generated documentation: of the config (docs/config.md, and the JSON Schema that editors use) and of the metrics."""
+"""Generated documentation of the config: docs/config.md, and the JSON Schema that editors use."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from typing import Any
 
 from trainer.config.data_tables import FilesTable
 from trainer.config.schema import RunConfig
-from trainer.metrics.catalog.lookup import CATALOG
 
 _TYPES = {"object": "table"}
 _Node = dict[str, Any]
 
 
-def _head(name: str) -> str:
-    return (resources.files("trainer.tools") / "reference" / f"{name}.md").read_text(encoding="utf-8")
-
-
 def render_config_markdown() -> str:
     """docs/config.md: every table and key with its type, default and meaning."""
     schema = RunConfig.model_json_schema()
-    parts = [_head("config")]
+    parts = [(resources.files("trainer.tools") / "reference" / "config.md").read_text(encoding="utf-8")]
     for title, table in _tables("", schema, schema["$defs"]):
         summary = table["description"].split("`: ", 1)[-1]
         parts.append(f"\n## {title}\n\n{summary[:1].upper()}{summary[1:]}\n")
@@ -46,7 +41,9 @@ def _tables(prefix: str, table: _Node, definitions: _Node) -> Iterator[tuple[str
     """The tables in the order of the file, each with its TOML header."""
     for name, node in table["properties"].items():
         named = next(iter(node.get("patternProperties", {}).values()), None)  # tables under names of the user's
-        path = prefix + name + (".<name>" if named else "")
+        path = prefix + name
+        if named:
+            path += ".<name>"
         for reference in _references(named or node):
             if reference != "MixingOverride":  # its keys are those of [data.mixing]
                 yield f"`[[{path}]]`" if "items" in node else f"`[{path}]`", definitions[reference]
@@ -68,8 +65,10 @@ def _row(name: str, node: _Node, *, is_alternative: bool) -> str:
 
 
 def _type(node: _Node) -> str:
+    if node.get("$ref", "").endswith("ScheduleTable"):
+        return "schedule"
     if "$ref" in node:
-        return "schedule" if node["$ref"].endswith("ScheduleTable") else "table"
+        return "table"
     if "enum" in node or "const" in node:
         allowed = node.get("enum") or [node["const"]]
         return ", ".join(json.dumps(each).strip('"') for each in allowed)
@@ -87,18 +86,6 @@ def _default(node: _Node) -> str:
         return "required"
     if node["default"] is None:
         return "absent"
-    return "`{}`" if "$ref" in node else f"`{json.dumps(node['default'])}`"
-
-
-def render_catalog_markdown() -> str:
-    """docs/training/METRICS_LOSSES.md: every metric of the catalog."""
-    parts = [_head("metrics")]
-    for group in dict.fromkeys(spec.group for spec in CATALOG):
-        parts.append(f"\n## {group}\n\n")
-        parts.append("| key | unit | steps/ranks | meaning | healthy | pathological |\n|---|---|---|---|---|---|\n")
-        for spec in CATALOG:
-            if spec.group == group:
-                how = f"{spec.window}/{spec.ranks}"
-                cells = (f"`{spec.name}`", spec.unit or "-", how, spec.description, spec.healthy, spec.pathological)
-                parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
-    return "".join(parts)
+    if "$ref" in node:
+        return "`{}`"
+    return f"`{json.dumps(node['default'])}`"

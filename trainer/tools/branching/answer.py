@@ -136,20 +136,26 @@ def make_answer(study: Study, results: Mapping[Branch, BranchResult], *, toleran
     rows, origin = {}, study.origin
     for factor, branches in by_batch.items():
         best, losses, scales = list(chosen[factor]), measured[factor], sorted({branch.lr_scale for branch in branches})
-        compared = None if verdict is None else verdict.compared.get(factor)
+        # Every field is None where no branch of the batch ended with a loss.
+        compared = verdict.compared.get(factor) if verdict else None
+        trained = dict[str, float | None].fromkeys(("trained_tokens", "lr", "lr_scale", "loss"))
+        if best:
+            trained = {
+                "trained_tokens": fmean(results[branch].tokens for branch in best),
+                "lr": best[0].lr,
+                "lr_scale": best[0].lr_scale,
+                "loss": fmean(losses.values()),
+            }
         rows[factor] = {
             "factor": str(factor),
             "sequences": float(factor) * origin.sequences_per_step,
             "tokens": float(factor) * origin.tokens_per_step,
             "micro_batches": branches[0].micro_batches,
             "steps": branches[0].steps,
-            "trained_tokens": fmean(results[branch].tokens for branch in best) if best else None,
-            "lr": best[0].lr if best else None,
-            "lr_scale": best[0].lr_scale if best else None,
+            **trained,
             # The best rate is the lowest or highest of a grid of several: a better one may lie outside.
             "is_edge": bool(best) and len(scales) > 1 and best[0].lr_scale in (scales[0], scales[-1]),
             "losses": {str(seed): loss for seed, loss in losses.items()},
-            "loss": fmean(losses.values()) if losses else None,
             "error": standard_error(losses),
             "excess": compared and compared.excess,
             "excess_error": compared and compared.error,

@@ -101,7 +101,7 @@ class Origin:
 
     @property
     def num_ranks(self) -> int:
-        """Of the run."""
+        """The number of ranks of the run."""
         return self.plan.facts.world_size
 
     @cached_property

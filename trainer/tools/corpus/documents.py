@@ -206,9 +206,11 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min
         rest: list[Document] = []
         size = 0
         for document in sorted(streams[name], key=lambda d: hashlib.sha256(d.source.encode()).digest()):
-            fits = size + document.num_bytes <= room
-            (taken if fits else rest).append(document)
-            size += document.num_bytes * fits
+            if size + document.num_bytes > room:
+                rest.append(document)
+                continue
+            taken.append(document)
+            size += document.num_bytes
         for document in sorted(rest, key=lambda d: (d.num_bytes, d.source)):
             if size < min_bytes and size + document.num_bytes <= left:
                 taken.append(document)

@@ -53,7 +53,9 @@ class Manifest:
 
     def totals(self, modality: str | None = None) -> dict[str, int]:
         """Streams, documents, text_bytes and file_bytes of one modality, or of all."""
-        chosen = self.entries.values() if modality is None else self.modalities[modality]
+        chosen = tuple(self.entries.values())
+        if modality is not None:
+            chosen = self.modalities[modality]
         names = ("documents", "text_bytes", "file_bytes")
         return {"streams": len(chosen), **{name: sum(getattr(entry, name) for entry in chosen) for name in names}}
 

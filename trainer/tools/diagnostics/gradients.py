@@ -68,7 +68,9 @@ def repeated_data(run: RunRecord) -> Outcome:
             return healthy(f"the micro-batches of a step differ {words}")
         needed = f"ranks of several micro-batches need {CONSISTENCY}"
         # Sharded ranks never have it: no further step would help.
-        return not_yet(needed) if last < limits.NOISE_STEPS else not_measured(needed)
+        if last >= limits.NOISE_STEPS:
+            return not_measured(needed)
+        return not_yet(needed)
     value, evidence = ratio.values[-1], ratio.evidence([len(ratio) - 1])
     within = limits.CONSISTENCY_ERRORS * error.values[-1]
     parts = "the two halves of a step" if run.world_size == 1 else "ranks"

@@ -61,8 +61,9 @@ def stuck_reader(run: RunRecord) -> Outcome:
     mode = run.setting("data.mixing.pick_mode")
     if mode == "round_robin":
         return not_measured("round_robin picks readers in turn, so no wait is improbable")
-    pools = ranks(run) if _has_own_pools(run) else 1
-    picks = batches_through(run, surprise.steps[-1]) * pools
+    picks = batches_through(run, surprise.steps[-1])
+    if _has_own_pools(run):
+        picks *= ranks(run)
     if has_full_rows(run):  # a document is a token at least
         picks *= math.prod(int(run.setting(key, 1)) for key in ("data.mixing.batch_size", "data.seq_len"))
     limit = limits.surprise_bound(picks)
@@ -111,7 +112,9 @@ def uneven_slices(run: RunRecord) -> Outcome:
     times = f"at least {number_text(max(ratios))} times as many batches as the shortest"
     words = f"the longest open stream gives {times} (limit {limits.UNEVEN_RATIO:g})"
     if len(hits) < max(limits.UNEVEN_ROWS, limits.UNEVEN_SHARE * len(least)):
-        return healthy(words if max(ratios) > 1 else "all open streams give about the same number of batches")
+        if max(ratios) <= 1:
+            words = "all open streams give about the same number of batches"
+        return healthy(words)
     words += ", and streams are read in proportion to their batches: those with few (large) ones wait"
     waits = series(run, WAIT)
     if waits:
@@ -146,7 +149,9 @@ def starved_modality(run: RunRecord) -> Outcome:
     """
     # Of the rows before a source is exhausted: its modalities are absent from then on, which `shares` reports.
     gone = series(run, ENDED_SOURCES)
-    stop = gone.steps[gone.positive[0]] if gone.positive else math.inf
+    stop = math.inf
+    if gone.positive:
+        stop = gone.steps[gone.positive[0]]
     found = [
         column.at(index for index, step in enumerate(column.steps) if step < stop)
         for column in (series(run, EXHAUSTED), *modality_columns(run))
@@ -247,7 +252,7 @@ def exhaust_churn(run: RunRecord) -> Outcome:
 
 @rule("warning", needs=[ROWS_FILL])
 def low_fill(run: RunRecord) -> Outcome:
-    """Of the positions of full rows, less than {limits.LOW_FILL:.0%} held a document's token, over all logged steps.
+    """Less than {limits.LOW_FILL:.0%} of the positions of full rows held a document's token, over all logged steps.
 
     The rest is computed for nothing. Batches of single streams shrink as documents end; full rows have gaps where each document
     begins a row, or where there are fewer documents than rows, or one is longer than a row's share of an epoch.
@@ -283,9 +288,9 @@ def _fuller_rows(run: RunRecord, fill: Series, mean: float) -> Knob:
     if not begins_within_rows and max(fill.values) < limits.WHOLE_FILL:
         shorter = max(cell // 2, 1) if isinstance(cell, int) else "half"
         return Knob("data.seq_len", cell, shorter, "or train a model that runs resets in one pass (docs/models.md)")
-    fewer = int(mean * rows) if isinstance(rows, int) else 0
-    if fewer:
-        return Knob("data.mixing.batch_size", rows, fewer, "or read more data, or set data.max_group_cells")
+    if isinstance(rows, int) and mean * rows >= 1:
+        more = "or read more data, or set data.max_group_cells"
+        return Knob("data.mixing.batch_size", rows, int(mean * rows), more)
     return Knob("data.source", None, "more data")
 
 

@@ -131,9 +131,9 @@ def ranks(run: RunRecord) -> int:
 def sources(run: RunRecord) -> list[Mapping[str, Any]]:
     """The tables `[[data.source]]`."""
     found = run.setting("data.source")
-    # The file may have been edited by hand.
-    tables = found if isinstance(found, list) else []
-    return [table for table in tables if isinstance(table, Mapping)]
+    if not isinstance(found, list):  # the file may have been edited by hand
+        return []
+    return [table for table in found if isinstance(table, Mapping)]
 
 
 def is_one_pool(run: RunRecord) -> bool:
@@ -156,7 +156,7 @@ def modality_columns(run: RunRecord) -> list[Series]:
 
 @dataclass(frozen=True)
 class Knob:
-    """What to change: its config key, its current value (None: unknown) and a value to try.
+    """A setting to change: its config key, its current value (None: unknown) and a value to try.
 
     `condition`: when the value is worth trying, and what to do otherwise; empty: always.
     """
@@ -235,7 +235,9 @@ def finding(sentence: str, *evidence: Evidence, knob: Knob | None = None, severi
 def unlogged(keys: Sequence[str], hint: str = "") -> Outcome:
     """The outcome for a run without some keys. `hint`: what makes a run log them."""
     needed = f"needs {listed(keys)}"
-    return not_measured(f"{needed}; {hint}" if hint else needed)
+    if hint:
+        needed += f"; {hint}"
+    return not_measured(needed)
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,9 @@ class Rule:
     def apply(self, run: RunRecord) -> Outcome:
         """The outcome for any run."""
         missing = [key for key in self.needs if not run.column(key)[0]]
-        return unlogged(missing, self.hint) if missing else self.check(run)
+        if missing:
+            return unlogged(missing, self.hint)
+        return self.check(run)
 
 
 def rule(

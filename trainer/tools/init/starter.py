@@ -80,21 +80,32 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
     """
     sizes = starter.sizes
     notes = [_comment(f"Note: {note}") for note in starter.notes]
-    evaluation = EVALUATION.format(max(sizes.steps // 10, 10), sizes.holdout_fraction)
+    vocabulary = tying = objective = ""
+    if starter.vocab_size:
+        vocabulary = VOCABULARY.format(*starter.largest_id, starter.vocab_size)
+    if starter.num_ids >= TIE_FROM_VOCABULARY:
+        tying = TYING
+    if starter.tokenizer == "bytes":
+        objective = OBJECTIVE
+    evaluation = NO_EVALUATION
+    if sizes.holdout_fraction:
+        evaluation = EVALUATION.format(max(sizes.steps // 10, 10), sizes.holdout_fraction)
     template = resources.files("trainer.tools.init") / "starter.toml.in"
     text = template.read_text(encoding="utf-8").format(
         **{**asdict(sizes), "name": _toml(starter.name), "tokenizer": _toml(starter.tokenizer)},
         head="\n".join([*(f"# {line}" for line in starter.found), *notes]),
         length=starter.length,
-        vocabulary=VOCABULARY.format(*starter.largest_id, starter.vocab_size) if starter.vocab_size else "",
+        vocabulary=vocabulary,
         sources=_sources(starter),
-        evaluation=evaluation if sizes.holdout_fraction else NO_EVALUATION,
-        tying=TYING if starter.num_ids >= TIE_FROM_VOCABULARY else "",
-        objective=OBJECTIVE if starter.tokenizer == "bytes" else "",
+        evaluation=evaluation,
+        tying=tying,
+        objective=objective,
         warmup=sizes.steps // 20,
         save=max(sizes.steps // 5, 1),
     )
-    return f"#:schema {schema}\n{text}" if schema else text
+    if schema:
+        text = f"#:schema {schema}\n{text}"
+    return text
 
 
 def _comment(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a corpus holds, and the forecast of full rows: the real lanes and pools, over the lengths of the documents.
+"""The content of a corpus, and the forecast of full rows: the real lanes and pools, over the lengths of the documents.
 
 Each stream is opened once, for its lengths; the real `LaneBlend` of each data shard then reads documents whose tokens are all
 0 and take no memory. What it hands out, masks and exhausts is what a run with this seed does, as far as it is counted.
@@ -30,7 +30,7 @@ MOST_POSITIONS = 200_000_000  # of all counted rows: as long
 
 @dataclass(frozen=True)
 class Corpus:
-    """What an epoch of a source holds, by modality.
+    """The content of an epoch of a source, by modality.
 
     Attributes:
         padded: positions that its groups take where each begins a row of T, T / 2, T / 4, ... tokens.
@@ -93,7 +93,7 @@ class CountedSource(ShardSource):
         return handed
 
     def counted(self) -> Tally:
-        """What was handed out so far, with the readers that ended."""
+        """The counts so far, with the readers that ended."""
         return replace(self.tally, exhausts=self._opened - Counter(each.stream.modality for each in self._pool.readers))
 
     def _next_reader(self) -> Any:
@@ -132,7 +132,7 @@ def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
 
 
 def measure(streams: Mapping[str, OpenStream], row_tokens: int) -> Corpus:
-    """What an epoch of the open streams of a source holds."""
+    """The content of an epoch of the open streams of a source."""
     counts: dict[str, Counter[str]] = {name: Counter() for name in ("streams", "groups", "tokens")}
     lengths = [row_tokens >> halvings for halvings in range(max(row_tokens.bit_length() - 4, 1))]
     padded = np.zeros(len(lengths), np.int64)

@@ -58,7 +58,11 @@ def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> str:
     """All charts as JSON for a <script> element; None for those that are not drawn."""
     columns = _Columns()
     marks = _marks_of(runs, most=max(_MARK_BUDGET // max(len(charts), 1), 1))
-    figures = [_figure(chart, runs, columns, marks) if chart.is_drawn else None for chart in charts]
+    figures: list[Json | None] = []
+    for chart in charts:
+        figures.append(None)
+        if chart.is_drawn:
+            figures[-1] = _figure(chart, runs, columns, marks)
     curves = [line.curve for chart in charts for line in chart.lines if len(line.curve.mean)]
     first = min((int(curve.first[0]) for curve in curves), default=0)
     last = max((int(curve.last[-1]) for curve in curves), default=1)
@@ -183,7 +187,9 @@ def _heat_map(chart: Chart, columns: _Columns) -> Json:
         low, high = math.log10(positive.min()), math.log10(positive.max())
     cells = np.log10(np.where(values <= 0, 10**low, values))
     powers: list[float] = list(range(math.ceil(low), math.floor(high) + 1))
-    ticks = powers if len(powers) > 1 else [low, high]
+    ticks = powers
+    if len(powers) < 2:  # less than a decade
+        ticks = [low, high]
     bar = {"title": {"text": chart.axis, "side": "right", "font": _SMALL}, "thickness": 10, "outlinewidth": 0}
     bar |= {"tickvals": ticks, "ticktext": [number_text(10**tick, 2) for tick in ticks], "tickfont": _SMALL}
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
@@ -83,7 +84,7 @@ def _section(title: str, *children: str, class_: str | None = None) -> Html:
 
 
 def _slug(text: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in text.lower())
+    return re.sub(r"[\W_]", "-", text.lower())
 
 
 def _code(text: str) -> Html:
@@ -177,7 +178,9 @@ def _tiles(run: RunRecord) -> Html:
     tiles = []
     for row in [*ran(run), *summarize(run)]:
         if row.value is not None or row.note:
-            unit = NOTHING if row.value is None else _optional("span", row.unit, "unit")
+            unit = NOTHING
+            if row.value is not None:
+                unit = _optional("span", row.unit, "unit")
             value = element("dd", row.text, " ", unit, class_="value")
             tiles.append(element("div", element("dt", row.label), value, _optional("dd", row.note, "note")))
     return _section("Outcome", element("dl", *tiles, class_="tiles"))

@@ -243,8 +243,9 @@ def _ranks(run: RunRecord) -> str:
 
 def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
-    last = float(run.steps[-1]) if run.steps else None
-    steps = f"the last of {rows_text(run.steps)}" if run.steps else ""
+    steps = SummaryRow("Steps", None)
+    if run.steps:
+        steps = SummaryRow("Steps", float(run.steps[-1]), note=f"the last of {rows_text(run.steps)}")
     tokens = _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens")
     parameters, full = (run.environment.get(key) for key in ("parameters", "tokens_per_step"))
     size = float(parameters) if parameters else None
@@ -253,7 +254,7 @@ def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     redone = f"{counted(sum(run.steps_redone), 'step')} repeated" if any(run.steps_redone) else ""
     return [
         _state(run),
-        SummaryRow("Steps", last, note=steps),
+        steps,
         _time(run),
         tokens,
         SummaryRow("Parameters", size),

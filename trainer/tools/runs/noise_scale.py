@@ -65,9 +65,13 @@ def noise_scale_of(run: RunRecord, by: int | None = None) -> NoiseScale | None:
         low, high = (_column(run, f"{key}{end}").get(step) for end in ("_low", "_high"))
         if low is None or (high is None and key == READINGS[0]):
             continue
-        value = _column(run, key).get(step) if high is not None else None
-        steps = _column(run, f"{key}_steps").get(step)
-        return NoiseScale(key, step, batches[step], low, value, high, None if steps is None else int(steps))
+        value = _column(run, key).get(step)
+        if high is None:  # a value without an upper bound says nothing
+            value = None
+        steps, num_steps = _column(run, f"{key}_steps").get(step), None
+        if steps is not None:
+            num_steps = int(steps)
+        return NoiseScale(key, step, batches[step], low, value, high, num_steps)
     return None
 
 
@@ -84,7 +88,9 @@ def why_unknown(run: RunRecord) -> str:
         return "not measured: gns.enabled = false"
     if run.setting("train.micro_batches") == run.world_size == 1:
         return f"not measured: {ONE_BATCH_SIZE}"
-    return "not known yet: no row has it" if run.setting("gns.enabled") else ""
+    if run.setting("gns.enabled"):
+        return "not known yet: no row has it"
+    return ""
 
 
 def _column(run: RunRecord, key: str) -> dict[int, float]:

@@ -83,8 +83,10 @@ class RowTable:
                 if key in places:
                     steps += at
                     values += values_of_rows[places[key] :: len(places)]
-            found = dict(zip(steps, values, strict=True)) if self._merge else {}  # of merged rows the last counts
-            self._columns[key] = (array("q", found), array("d", found.values())) if found else (steps, values)
+            if self._merge:  # of merged rows the last counts
+                found = dict(zip(steps, values, strict=True))
+                steps, values = array("q", found), array("d", found.values())
+            self._columns[key] = steps, values
         return self._columns[key]
 
 
@@ -111,7 +113,7 @@ def write_csv(train: RowTable, evals: RowTable, path: Path) -> int:
         writer = csv.writer(file)
         writer.writerow(["mode", "global_step", *keys])
         for mode, step, values in rows:
-            cells = (repr(values[key]).removesuffix(".0") if key in values else "" for key in keys)
-            writer.writerow([mode, step, *cells])
+            texts = {key: repr(value).removesuffix(".0") for key, value in values.items()}
+            writer.writerow([mode, step, *(texts.get(key, "") for key in keys)])
         file.detach()  # flushes
     return len(rows)

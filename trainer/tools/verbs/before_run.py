@@ -99,7 +99,9 @@ def check(
     else:
         for line in remarks(report):
             get_logger("check").warning("model: %s", line)
-        facts["forward_pass"] = "ran" if report["forward"].status == "held" else report["forward"].text
+        facts["forward_pass"] = report["forward"].text
+        if report["forward"].status == "held":
+            facts["forward_pass"] = "ran"
         facts["contract"] = report.to_json() if as_json else report.summary()
     facts["sources"] = {source.name: _source(plan, source, preview) for source in plan.sources}
     facts["eval_sources"] = {
@@ -156,9 +158,8 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
         shard_units(model)
     refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
     check_resume(plan.config, plan.resume)
-    stored = plan.resume if is_url(plan.resume) else None
-    for key, url in (("checkpoint.remote", plan.config.checkpoint.remote), ("checkpoint.resume", stored)):
-        if url is not None:
+    for key, url in (("checkpoint.remote", plan.config.checkpoint.remote), ("checkpoint.resume", plan.resume)):
+        if url is not None and is_url(url):
             Storage(url, key=key)  # which sends nothing
 
 
@@ -289,9 +290,12 @@ def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
 def _print_facts(facts: dict[str, Any]) -> None:
     memory, sources, evals = (facts.pop(name) for name in ("memory_megabytes", "sources", "eval_sources"))
     for name, value in facts.items():
-        number = f"{value:,}" if isinstance(value, int) else value
-        meaning = f"   ({MEANINGS[name]})" if name in MEANINGS else ""
-        echo(f"#   {name} = {number}{meaning}")
+        line = f"#   {name} = {value}"
+        if isinstance(value, int):
+            line = f"#   {name} = {value:,}"
+        if name in MEANINGS:
+            line += f"   ({MEANINGS[name]})"
+        echo(line)
     if isinstance(memory, dict):
         memory = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items()) + " MB"
     echo(f"#   memory per rank: {memory}")

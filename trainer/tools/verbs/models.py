@@ -1,4 +1,4 @@
-"""What a trained model is used for: `train sample`, `train eval` and `train export`."""
+"""The verbs of a trained model: `train sample`, `train eval` and `train export`."""
 
 from __future__ import annotations
 
@@ -81,11 +81,17 @@ def sample(
 def _write(text: str) -> None:
     if sys.stdout.isatty():
         # A model may write anything; an escape sequence must not reach the terminal as one.
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        text = "".join(map(_shown, text))
     if sys.stdout.encoding.lower().replace("-", "") != "utf8":
         text = text.encode(sys.stdout.encoding, errors="replace").decode(sys.stdout.encoding)
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _shown(character: str) -> str:
+    if character.isprintable() or character in "\n\t":
+        return character
+    return "\ufffd"
 
 
 def evaluate(
@@ -151,7 +157,7 @@ def _print_metrics(title: str, metrics: dict[str, float]) -> None:
     from trainer.lab.depth_curve import curves_of, in_words, is_by_depth
     from trainer.tools.fitted_table import Column, fitted_table
 
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, dict[str, str]] = {}
     for key, value in metrics.items():
         if is_by_depth(key):
             continue
@@ -159,12 +165,12 @@ def _print_metrics(title: str, metrics: dict[str, float]) -> None:
             name, _, metric = key.removeprefix("eval/").rpartition("/")
         else:
             name, metric = HELD_OUT, key.removeprefix("eval_")
-        rows.setdefault(name or "-", {})[metric] = value
+        rows.setdefault(name or "-", {})[metric] = f"{value:.4f}"
     # Tasks of the user's own may have metrics of any name; parts of the held-out loss are in the JSON.
     names = list(METRICS) + sorted({m for row in rows.values() for m in row if "/" not in m} - METRICS.keys())
     columns = [Column("set", list(rows))]
     for metric in names:
-        cells = [f"{row[metric]:.4f}" if metric in row else "" for row in rows.values()]
+        cells = [row.get(metric, "") for row in rows.values()]
         if any(cells):
             columns.append(Column(METRICS.get(metric, metric), cells, "right"))
     console = output()
@@ -191,7 +197,8 @@ def export(
 ) -> None:
     """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV)."""
     target = Path(out)
-    format = format or ("csv" if target.suffix == ".csv" else "safetensors")
+    if format is None:
+        format = "csv" if target.suffix == ".csv" else "safetensors"
     if FILE_SUFFIX.fullmatch(target.suffix) and f"{target.suffix}:{format}" != ".csv:csv":
         made_of = "CSV" if format == "csv" else "a directory with weights"
         raise UserError(
