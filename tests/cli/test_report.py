@@ -215,17 +215,11 @@ def test_compare_as_json_agrees_with_the_records(runs, capsys):
 
 
 def test_three_runs_are_compared_side_by_side(runs, tmp_path, capsys):
-    third = shutil.copytree(runs[1], tmp_path / "third")
-    found = json.loads(program(["compare", *runs, third, "--json"], capsys).stdout)
-    assert [len(row["values"]) for row in (*found["config"], *found["outcome"])] == [3] * (
-        len(found["config"]) + len(found["outcome"])
-    )
-    assert "metrics" not in found
-    shown = program(["compare", *runs, third], capsys).stdout
-    assert "Settings that differ" in shown
-    assert "Final mean" not in shown
-    [heading] = [line for line in shown.splitlines() if "third" in line and "setting" in line]
-    assert [heading.index(run.name) for run in (*runs, third)] == sorted(heading.index(r.name) for r in (*runs, third))
+    three = [*runs, shutil.copytree(runs[1], tmp_path / "third")]
+    found = json.loads(program(["compare", *three, "--json"], capsys).stdout)
+    assert {len(row["values"]) for row in (*found["config"], *found["outcome"])} == {3}
+    shown = program(["compare", *three], capsys).stdout
+    assert ("Settings that differ" in shown, "third" in shown, "Final mean" in shown) == (True, True, False)
 
 
 def test_two_runs_that_may_not_compare_are_told_apart_in_words(runs, tmp_path, capsys):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainer.config.data_tables import EvalSourceTable
 
 ModelArgument = Annotated[str, typer.Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
-ExportFormat = Literal["safetensors", "hf", "csv"]
+ExportFormat = Literal["safetensors", "hf"]
 HELD_OUT = "held-out documents"
 FILE_SUFFIX = re.compile(
     r"\.(arrow|bin|ckpt|csv|gguf|h5|json|jsonl|np[yz]|onnx|parquet|pth?|safetensors|tsv|xlsx)", re.IGNORECASE
@@ -181,50 +181,25 @@ def _print_metrics(title: str, metrics: dict[str, float]) -> None:
 
 
 def export(
-    run_dir: Annotated[
-        str, typer.Argument(help="A run directory; for metrics also a metrics.jsonl.", metavar="RUN_DIR")
-    ],
-    out: Annotated[str, typer.Option(help="File (csv) or directory (the others) to write.", metavar="PATH")],
-    format: Annotated[
-        ExportFormat | None,
-        typer.Option(
-            help="Weights: safetensors, hf (from_pretrained). Metrics: csv. Default: csv if PATH ends so, else safetensors."
-        ),
-    ] = None,
+    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
+    out: Annotated[str, typer.Option(help="Directory to write.", metavar="PATH")],
+    format: Annotated[ExportFormat, typer.Option(help="safetensors, or hf for from_pretrained.")] = "safetensors",
     step: StepOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
     trust_code: TrustOption = False,
 ) -> None:
-    """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV)."""
+    """Write a run's weights: safetensors with a model card, or as Hugging Face's."""
     target = Path(out)
-    if format is None:
-        format = "csv" if target.suffix == ".csv" else "safetensors"
-    if FILE_SUFFIX.fullmatch(target.suffix) and f"{target.suffix}:{format}" != ".csv:csv":
-        made_of = "CSV" if format == "csv" else "a directory with weights"
-        raise UserError(
-            "--out", f"{out} would be {made_of}", f"leave out {target.suffix}, or end it in .csv for metrics"
-        )
+    if FILE_SUFFIX.fullmatch(target.suffix):
+        raise UserError("--out", f"{out} would be a directory with weights", f"leave out {target.suffix}")
     refuse_existing(out, force=force)
     if target.is_dir() and not _is_export(target):
         raise UserError(out, "is a directory with other files than an export", "name a new one")
-    if format in ("safetensors", "hf"):
-        from trainer.tools.trained.saved_model import export_model
+    from trainer.tools.trained.saved_model import export_model
 
-        with writing(out):
-            made = export_model(Path(run_dir), target, step=step, as_hugging_face=format == "hf", trust_code=trust_code)
-        echo(f"wrote the weights after step {made.step}, config and model card to {out}", err=True)
-        return
-    from trainer.tools.runs.load import load_run
-    from trainer.tools.runs.table import write_csv
-
-    if step is not None:
-        raise UserError("--step", "chooses a checkpoint", "use it with --format safetensors or hf")
-    run = load_run(run_dir)
     with writing(out):
-        count = write_csv(run.train, run.evals, target)
-    for note in run.notes:
-        echo(f"note: {note}", err=True)
-    echo(f"wrote {count:,} rows of {len(run.keys)} keys to {out}", err=True)
+        made = export_model(Path(run_dir), target, step=step, as_hugging_face=format == "hf", trust_code=trust_code)
+    echo(f"wrote the weights after step {made.step}, config and model card to {out}", err=True)
 
 
 def _is_export(directory: Path) -> bool:
