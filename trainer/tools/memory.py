@@ -79,7 +79,6 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is."""
         return time.process_time() > self._until
 
     def __enter__(self) -> LiveBytes:
@@ -97,7 +96,6 @@ class LiveBytes(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Count no more."""
         torch.UntypedStorage.resize_ = self._torch_resize  # type: ignore[method-assign]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -235,6 +233,7 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
         gradients = 0 if has_buckets else _gradient_bytes(model)
         live.steps = True
         step.launch(lr=config.optimizer.lr, stop=False, saved=False)
+    # Each is what came into being between two of the sizes.
     weights, buckets, optimizer = (after - before for before, after in itertools.pairwise([0, *sizes]))
     slab = plan.facts.shards_per_rank * ledger_bytes(config.ledger, width_of(model))
     return Memory(weights, optimizer, slab, buckets, gradients, live.peak + slab)

@@ -37,7 +37,6 @@ class Compared:
 
     @property
     def is_within(self) -> bool:
-        """Whether the excess is tolerated."""
         return self.excess <= self.tolerated
 
     @property
@@ -84,6 +83,7 @@ def error_and_bar(measured: Mapping[Fraction, Losses]) -> tuple[float, float] | 
     freedom = (losses.shape[0] - 1) * (losses.shape[1] - 1)
     if freedom == 0:
         return None, None
+    # Rows are batches, columns seeds: with both means taken out, what is left is chance.
     residuals = losses - losses.mean(0) - losses.mean(1, keepdims=True) + losses.mean()
     error = math.sqrt(2.0 * float(np.square(residuals).sum()) / freedom / losses.shape[1])
     return error, error * t_quantile(BAR_QUANTILE, freedom)
@@ -104,6 +104,7 @@ def decide(measured: Mapping[Fraction, Losses], *, tolerance: float) -> Verdict 
     lowest, tolerated = means[reference], tolerance * abs(means[reference])
     error, bar = error_and_bar(found)
     compared = {factor: Compared(mean - lowest, error, bar, tolerated) for factor, mean in means.items()}
+    # Its difference to itself has no error.
     compared[reference] = Compared(0.0, None, None, tolerated)
     upward = [factor for factor in sorted(measured) if factor >= reference]
 
@@ -202,6 +203,7 @@ def _best_rate(branches: Sequence[Branch], results: Mapping[Branch, BranchResult
     """The branches of the learning rate with the lowest mean loss, and their losses; a rate without a loss of every seed does
     not count."""
     by_rate: dict[float, dict[Branch, float]] = {}
+    # The learning rate is chosen for each batch alone: one rate for all would favour the batch that it suits.
     for branch in branches:
         loss = results[branch].loss
         if loss is not None:
@@ -264,7 +266,6 @@ def _within(row: Mapping[str, Any]) -> str:
 
 
 def print_answer(answer: Answer, console: Console) -> None:
-    """Table and sentence."""
     rows = answer["batches"]
     lowest = min((abs(row["loss"]) for row in rows if row["losses"]), default=1.0)
 

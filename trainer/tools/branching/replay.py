@@ -260,6 +260,7 @@ def read_step(origin: Origin, step: int) -> list[dict[str, Any]]:
     if not plan.is_known_ahead:
         raise UserError("train.micro_batches", "depends on what the run measures", f"use train replay --step {step}")
     first, start, stop = map(plan.batches_before, (origin.step + 1, step, step + 1))
+    # The blends are read on from the checkpoint: what comes before the step is drawn and dropped.
     for number in range(first, stop):
         for shard, blend in enumerate(origin.blends):
             batch = next(blend, None)
@@ -326,6 +327,7 @@ def replay(
     environment = {}
     if num_ranks == own and threads in range(1, MOST_THREADS):  # sums round alike on as many threads
         environment["OMP_NUM_THREADS"] = str(threads)
+    # Changes of the mix are read from events.jsonl, so the new directory begins with those of the run.
     with tempfile.TemporaryDirectory(prefix="trainer-replay-", ignore_cleanup_errors=True) as name:
         write_file(Path(name) / EVENTS, b"".join(announced(origin.run.path / EVENTS)), sync=False)
         try:
@@ -356,11 +358,11 @@ class Replayed(Extension):
         self._step = step
         self._micros: list[dict[str, Any]] = []
         self._num_done = 0
+        # Not `train.steps`: schedules go by the length of the run, which must stay.
         run.position.last_step = step
         run.position.evaluation_is_due = False
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> None:
-        """Note the rows of the step."""
         if step != self._step:
             return
         for micro in window:
@@ -401,6 +403,5 @@ class Replayed(Extension):
         self.run.saver.last_saved = taken.step
 
     def closed(self) -> None:
-        """Write what was noted."""
         text = json.dumps(self._micros)
         write_file(self.run.run_dir.path / f"replayed_{self.run.info.rank}.json", text, sync=False)

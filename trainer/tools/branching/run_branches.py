@@ -162,6 +162,7 @@ def _run_branch(
     study: Study, branch: Branch, environment: Mapping[str, str], should_stop: Callable[[], bool]
 ) -> BranchResult | None:
     """Train a branch, from its own checkpoint if it has one, and evaluate it. None: stopped. Raises as `run_branches`."""
+    # A branch without a checkpoint was killed before it trained: it starts from the fork again.
     started, end = time.monotonic(), study.origin.step + branch.steps
     path = study.directory / branch.name
     if not checkpoint.complete_checkpoints(RunDir(path).checkpoints):
@@ -229,12 +230,13 @@ def run_program(
             stderr=output,
             start_new_session=True,
         )
-        is_told = False
+        is_told = False  # a second signal would kill it before it has saved
         while (code := process.poll()) is None:
             if should_stop() and not is_told:
                 process.send_signal(signal.SIGTERM)
                 is_told = True
             time.sleep(POLL_SEC)
+    # An exit code alone does not tell a stop from an end, or a diverged loss from a failure.
     status = RunDir(run_dir).status()
     if code == 0 and status.get("state") == FINISHED:
         return True

@@ -89,6 +89,7 @@ def reserved(run_dir: Path) -> Iterator[None]:
                 ) from None
             except OSError:  # a file system without locks
                 pass
+        # Two studies would write the same branches, so the directory has a lock of its own.
         (run_dir / "cbs").mkdir(exist_ok=True)
         held.enter_context(take_lock(run_dir / "cbs"))
         yield
@@ -113,6 +114,7 @@ def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origi
     plan = make_plan(config, config_path_of(saved.get("environment", {}), run_dir), world_size, parts=PARTS)
     micro_batches = saved["micro_batches"][0] or config.micro_batches.first
     lr = make_schedule(config, plan.length)(saved.get("reached", step)) * config.micro_batches.lr_factor(micro_batches)
+    # Branches keep this rate throughout: the end of a schedule would compare nothing.
     if lr <= 0:
         problem = f"the learning rate at step {step} is 0, at which no branch learns"
         raise UserError("--at", problem, "choose another step")
@@ -175,7 +177,6 @@ class Branch:
 
     @property
     def name(self) -> str:
-        """Its directory's name."""
         return f"batch_{str(self.factor).replace('/', '_of_')}-lr_{self.lr:.6g}-seed_{self.seed}"
 
 
@@ -207,7 +208,6 @@ class Study:
 
     @property
     def num_seeds(self) -> int:
-        """Orders of the data."""
         return len({branch.seed for branch in self.branches})
 
     @property

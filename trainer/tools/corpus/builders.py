@@ -183,7 +183,6 @@ def _package(name: str) -> Path:
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], prefix: str = "") -> Iterator[Candidate]:
-    """Files below `root`."""
     for directory, names, files in os.walk(root):
         names[:] = sorted(name for name in names if name not in _NOT_SOURCES)
         for file in sorted(files):

@@ -85,6 +85,7 @@ def tokenize(
             files, out, tokenizer=tokenizer, text_split=text_split, column=column, workers=workers, report=report
         )
     lengths = [load_megatron(file.target, options).lengths for file in files]
+    # Read back, since files of an earlier call count too.
     documents, tokens = sum(map(len, lengths)), sum(int(each.sum()) for each in lengths)
     return Tokenized(len(files), documents, tokens, sum(os.path.getsize(file.path) for file in files), kept)
 

@@ -73,7 +73,6 @@ class Ruling:
         return sorted({step for evidence in self.outcome.evidence for step in evidence.steps})
 
     def to_json(self) -> dict[str, Any]:
-        """Strict JSON."""
         outcome = self.outcome
         return {
             "rule": self.rule.name,
@@ -90,8 +89,6 @@ class Ruling:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The rulings on one run."""
-
     run: RunRecord
     rulings: tuple[Ruling, ...]
 
@@ -119,7 +116,7 @@ class Diagnosis:
 
         None for a run without training rows: the rules have nothing to check.
         """
-        if not self.run.steps:
+        if not self.run.steps:  # neither healthy nor faulty
             return None
         if self.findings:
             return "findings"
@@ -182,7 +179,6 @@ class Diagnosis:
 
 
 def diagnose(run: RunRecord, rules: Iterable[Rule] = RULES) -> Diagnosis:
-    """Apply every rule."""
     return Diagnosis(run, tuple(Ruling(rule, _outcome(rule, run)) for rule in rules))
 
 

@@ -120,6 +120,7 @@ def batch_size(run: RunRecord) -> Outcome:
 
 def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
     """Towards the noise scale, at most tenfold; None where a rank has a single sequence per step."""
+    # A noise scale is an order of magnitude: no step beyond ten is suggested at once.
     factor = min(_middle(scale) / scale.batch, 1 / limits.SMALL_BATCH)
     if not run.config and not series(run, MICRO_BATCHES):
         wanted = counted(max(round(scale.batch * factor), 1), "sequence")

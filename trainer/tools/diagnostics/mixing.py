@@ -86,7 +86,6 @@ def _odds(nats: float) -> str:
 
 
 def _batch_sizes(run: RunRecord) -> list[int]:
-    """Every batch size in the config."""
     tables = [run.setting("data.mixing", {}), *(table.get("mixing", {}) for table in sources(run))]
     found = [table.get("batch_size") for table in tables]
     for table in tables:
@@ -210,6 +209,7 @@ def _longest_absence(refills: Sequence[float], counts: Sequence[Sequence[float]]
             since += refills[row]
         if since > longest[2]:
             longest = first, row, since
+    # Its readers among all that entered, as its share of the pool over the run says.
     entered = share * total
     if longest[2] <= 0:
         return _Absence(0, 0, 0.0, -1.0)
@@ -235,6 +235,7 @@ def exhaust_churn(run: RunRecord) -> Outcome:
     events = math.fsum(ended.values[1:])
     if not events:
         return healthy("no stream ended")
+    # The first row counts what ended before it, in steps that are not known.
     picks = batches_through(run, ended.steps[-1]) - batches_through(run, ended.steps[0])
     per_slice = ranks(run) * picks / events
     each, rate = number_text(per_slice), number_text(events / picks)

@@ -54,7 +54,6 @@ class Series:
 
     @property
     def total(self) -> float:
-        """Sum of the values."""
         return math.fsum(self.values)
 
     @property
@@ -71,12 +70,10 @@ class Series:
         return sorted(heapq.nlargest(count, range(len(self)), key=self.values.__getitem__))
 
     def at(self, indices: Iterable[int]) -> Series:
-        """The series at some indices."""
         pairs = [(self.steps[index], self.values[index]) for index in indices]
         return Series(self.key, array("q", (step for step, _ in pairs)), array("d", (value for _, value in pairs)))
 
     def since(self, step: int) -> Series:
-        """The series from a step on."""
         return self.at(index for index, logged in enumerate(self.steps) if logged >= step)
 
     def evidence(self, indices: Iterable[int] | None = None) -> Evidence:
@@ -228,7 +225,6 @@ def not_yet(reason: str) -> Outcome:
 
 
 def finding(sentence: str, *evidence: Evidence, knob: Knob | None = None, severity: Severity | None = None) -> Outcome:
-    """A fault."""
     return Outcome("finding", sentence, evidence, knob, severity)
 
 
@@ -259,7 +255,6 @@ class Rule:
         return [condition.rstrip("."), *others]
 
     def apply(self, run: RunRecord) -> Outcome:
-        """The outcome for any run."""
         missing = [key for key in self.needs if not run.column(key)[0]]
         if missing:
             return unlogged(missing, self.hint)

@@ -137,6 +137,7 @@ def straggling_rank(run: RunRecord) -> Outcome:
         return healthy(words)
     if _seconds(times) < limits.BUSY_SECONDS:
         return not_yet(f"needs {limits.BUSY_SECONDS:g} s of steps: {words}")
+    # Rows hold the extremes over ranks, not which rank it was.
     worst = sorted(heapq.nlargest(6, range(len(waits)), key=waits.__getitem__))
     evidence = slowest.evidence(worst), fastest.evidence(worst)
     mode = run.setting("data.mixing.batching_mode")

@@ -124,6 +124,7 @@ def cold_starts(run: RunRecord) -> Outcome:
     cold = series(run, COLD_STARTS)
     if not cold.total:
         return healthy("every chunk that continues a document found its state")
+    # Each of these is counted by a rule of its own, when its group continues.
     causes = [series(run, key) for key in (*FALSE_EVICTIONS.values(), REFUSED)]
     known = math.fsum(cause.total for cause in causes)
     if cold.total <= known:

@@ -44,8 +44,6 @@ class StarterSource:
 
 @dataclass(frozen=True)
 class Starter:
-    """Contents of a starter config."""
-
     name: str
     found: list[str]
     """Lines on the data, for the head of the file."""

@@ -216,6 +216,7 @@ def _seconds_per_step(starter: Starter) -> float:
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         config, run_dir = Path(folder, "x.toml"), Path(folder, "run")
         write_file(config, render_starter(starter, schema=None).encode(), sync=False)
+        # A process of its own: its threads, caches and signals leave nothing behind here.
         line = [sys.executable, "-m", "trainer", "--config", str(config), "--run-dir", str(run_dir)]
         line += [part for setting in QUIET for part in ("--set", setting)]
         line += ["--steps", str(TRIED_STEPS)]

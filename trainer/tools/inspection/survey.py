@@ -110,6 +110,7 @@ def guess_dtype(sample: bytes, size: int) -> str:
         size: bytes of the whole file, which must be a multiple of the type's size.
     """
     if size % 8 == 0 and len(sample) >= 16:
+        # The upper half of each int64 is 0, unless ids are beyond any vocabulary.
         words = np.frombuffer(sample[: len(sample) // 8 * 8], dtype="<u4")
         if not words[1::2].any() and words[0::2].max() < 1 << 24 and words[0::2].any():
             return "int64"

@@ -31,7 +31,6 @@ class ConfigWarning:
 
     @property
     def message(self) -> str:
-        """All of it on one line."""
         fix = f"set it to {self.value}" if self.settable else self.value
         return f"{self.key}: {self.problem}; {fix}"
 

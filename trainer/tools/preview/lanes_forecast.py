@@ -123,6 +123,7 @@ def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
     opener, found = StreamOpener(read, cut, warns=False), {}
     for stream in source.streams:
         opened = opener(stream)
+        # As many zeros as tokens, in one byte: lanes look at lengths alone.
         none = np.broadcast_to(np.uint8(0), len(opened.documents.tokens))
         found[stream.relative_path] = replace(opened, documents=replace(opened.documents, tokens=none, bounds=None))
     if not any(opened.groups.num_groups for opened in found.values()):
@@ -178,7 +179,7 @@ def count_lanes(plan: Plan, streams: Mapping[str, Mapping[str, OpenStream]], *, 
             tokenizer=IdsTokenizer(1),
             micro_batches=batches,
         )
-        tallies = {name: each[-1].tally for name, each in parts.items()}
+        tallies = {name: each[-1].tally for name, each in parts.items()}  # of this shard
         for index in range(len(tokens)):
             batch = next(blend, None)
             if batch is None:

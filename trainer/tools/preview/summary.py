@@ -236,6 +236,7 @@ def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) ->
     shards = np.array(list(forecast.shards.values()))  # [sources, shards, 3]
     rows, mean = plan.config.data.mixing.batch_size, tokens.sum() / full.sum()
     by_row, longest = shards[:, :, 0].sum(axis=0) / rows, shards[:, :, 1].max(axis=0)
+    # A document longer than a row's share of an epoch leaves the other rows idle until it ends.
     worst = int((longest / np.maximum(by_row, 1)).argmax())
     if not forecast.is_whole:
         steps = len(full)
@@ -373,6 +374,7 @@ def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batc
 
     Between two points of the schedules a probability is smooth: long pieces are sampled, so that any run takes as long.
     """
+    # Between these batches every weight changes smoothly.
     edges = {0, num_batches}
     for spec in weights:
         points = set(spec.points)

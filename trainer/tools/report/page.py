@@ -119,7 +119,6 @@ def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html
 
 
 def _findings(diagnosis: Diagnosis) -> Html:
-    """Findings and suggestions, and all rules."""
     rows = [
         (
             _code(each.rule.name),

@@ -51,7 +51,6 @@ class SummaryRow:
 
     @property
     def text(self) -> str:
-        """The value, or a dash."""
         if self.value is None:
             return "–"
         if isinstance(self.value, str):
@@ -60,7 +59,6 @@ class SummaryRow:
 
     @property
     def heading(self) -> str:
-        """The label with the unit."""
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
@@ -305,7 +303,7 @@ def summaries(runs: Sequence[RunRecord], window: int | None = None) -> list[tupl
 def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """The runs labeled by the shortest path suffixes that differ; runs with the same path are numbered."""
     parts = [run.path.absolute().parts for run in runs]
-    depth = 1
+    depth = 1  # of the path, from its end
     while depth < max(map(len, parts)) and len({part[-depth:] for part in parts}) < len(set(parts)):
         depth += 1
     labels = ["/".join(part[-depth:]) for part in parts]

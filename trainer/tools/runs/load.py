@@ -69,7 +69,6 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """Display name."""
         return self.label or self.path.absolute().name
 
     @property
@@ -125,7 +124,6 @@ class _Reader:
         self._last_step = 0
 
     def read(self, path: Path) -> None:
-        """Read a whole file."""
         for line in read_lines(path):
             if line.isspace():
                 continue
@@ -188,6 +186,7 @@ class _Reader:
         self._last_step = restart.global_step
 
     def _add(self, mode: str, step: int, keys: tuple[str, ...], values: Iterable[float]) -> None:
+        # Only a restart goes back: otherwise several runs may have been appended to one file.
         if step < self._last_step:
             self._num_decreases += 1
         self._last_step = step

@@ -295,6 +295,7 @@ def export_model(
             if as_hugging_face and begin_texts(staging, tokenizer.bos_id):
                 use = "transformers_tokenizer"
         write_file(staging / CARD, _card(saved, run_dir, tokenizer.vocab_size, str(out), use))
+        # The caller has made sure that only an export is replaced.
         shutil.rmtree(place, ignore_errors=True)
         staging.rename(place)
     finally:

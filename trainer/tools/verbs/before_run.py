@@ -427,6 +427,7 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
         with users_code("--model", f"{name} fails"):
             taken = inspect.signature(target).parameters
             made = target(**{key: size for key, size in sizes.items() if key in taken}, **args)
+        # Anybody's module is adapted; one that keeps the protocol of models here comes back as it is.
         if hasattr(made, "forward"):
             try:
                 adapted = adapt(made)

@@ -84,6 +84,7 @@ def _run(study: Study, environments: list[dict[str, str]]) -> None:
     except (BranchFailed, OSError) as error:
         echo(str(error), err=True)
         raise typer.Exit(EXIT_FAILED) from None
+    # What is done stays: each branch writes its result when it ends.
     if len(done) < len(study.branches):
         echo(f"stopped: {len(done)} of {len(study.branches)} branches are done; the same command continues", err=True)
         raise typer.Exit(0)

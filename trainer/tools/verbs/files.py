@@ -101,8 +101,6 @@ def _lines(file: str) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One checkpoint of a run."""
-
     step: int
     path: str
     saved: str

@@ -55,7 +55,7 @@ def _ask(run: Path, settings: list[str], *, waits: bool) -> dict[str, Any]:
     parse(settings, [source.name for source in sources if len(sources) > 1] if is_known else None)
     number, text, end = str(time.time_ns()), b"", time.monotonic() + MOST_WAIT_SEC
     with writing(str(run)), open_plain(run / "events.jsonl") as events:
-        events.seek(0, 2)
+        events.seek(0, 2)  # before asking: the answer cannot be missed
         with open_plain(run / REQUESTS, "ab") as file:
             file.write(json.dumps({"id": number, "set": settings}).encode() + b"\n")
         while waits and time.monotonic() < end:

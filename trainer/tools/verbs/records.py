@@ -111,6 +111,7 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
 
     status = run_state(path)
     reached = [step for step in [status.get("last_step")] if isinstance(step, int)]
+    # A run that has logged nothing yet has written its state.
     times = [(path / name).stat().st_mtime for name in ("metrics.jsonl", "status.json") if (path / name).is_file()]
     entry = RunEntry(
         str(path),

@@ -209,6 +209,7 @@ def bisect(
     has_digests = all("weights" in mark[at] for mark in marks for at in common)
     equal, step, kinds = _first_difference(*marks, rounds=rounds)
     is_exact = step is not None and has_digests and equal == step - 1
+    # Runs log every n-th step: repeated from the last equal one with every step logged, they show the first that differs.
     if replays and step is not None and not is_exact:
         origins = [open_origin(path, step, before=equal + 1, trust_code=trust_code) for path in paths]
         found = [_replay(origin, step, logs_all=True).values for origin in origins]
