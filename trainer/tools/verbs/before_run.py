@@ -26,7 +26,6 @@ from trainer.cli.options import (
 from trainer.cli.parts import PARTS
 from trainer.cli.terminal import coloured, echo, output, print_json, put_text, refuse_existing
 from trainer.errors import UserError
-from trainer.tools import limits
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -395,6 +394,7 @@ def _check_node() -> None:
     import socket
     from threading import Timer
 
+    from trainer.tools import limits
     from trainer.tools.inspection.node import NodeCheck
 
     check, host = NodeCheck(), socket.gethostname()
