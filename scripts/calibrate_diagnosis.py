@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))
 from tests.support.healthy_runs import REAL_RUNS, WORLD_SIZES, make_healthy_runs  # noqa: E402 - needs the path above
 from tests.support.injected_faults import FAULTS, Fault, detected_after  # noqa: E402
 from tests.support.metric_streams import healthy_scenario, write_run  # noqa: E402
+from tests.support.smoke_matrix import SPEED_RULES  # noqa: E402
 from trainer.tools.diagnostics.diagnose import diagnose  # noqa: E402
-from trainer.tools.diagnostics.smoke_matrix import SPEED_RULES  # noqa: E402
 from trainer.tools.runs.load import load_run  # noqa: E402
 
 RESULT = ROOT / "docs" / "diagnosis_calibration.json"

@@ -8,10 +8,11 @@ import re
 import sys
 from pathlib import Path
 
-from trainer.tools.diagnostics.diagnose import render_diagnosis_markdown
-from trainer.tools.reference_docs import render_catalog_markdown, render_config_markdown, render_config_schema
-
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+sys.path.insert(0, str(DOCS.parent))
+
+from tests.support.pages import render_catalog_markdown, render_diagnosis_markdown  # noqa: E402 - needs the path above
+from trainer.tools.reference_docs import render_config_markdown, render_config_schema  # noqa: E402
 
 
 def documents() -> dict[str, str]:
@@ -19,7 +20,6 @@ def documents() -> dict[str, str]:
     calibration = json.loads((DOCS / "diagnosis_calibration.json").read_text("utf-8"))
     judged = {}
     if "--check" not in sys.argv:  # the tests check it
-        sys.path.insert(0, str(DOCS.parent))
         judged["contract_models.csv"] = importlib.import_module("tests.support.leaks").render_table()
     return judged | {
         "diagnosis.md": render_diagnosis_markdown((DOCS / "diagnosis.md").read_text("utf-8"), calibration),

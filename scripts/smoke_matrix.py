@@ -24,11 +24,11 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests.support import smoke_matrix as matrix  # noqa: E402
+from tests.support.smoke_matrix import CASES, Case, Judgement  # noqa: E402
 from tests.support.wandb_file import find_wandb_file, read_history  # noqa: E402 - needs the path above
 from trainer.config.load import load_config  # noqa: E402
 from trainer.metrics.catalog.lookup import lookup  # noqa: E402
-from trainer.tools.diagnostics import smoke_matrix as matrix  # noqa: E402
-from trainer.tools.diagnostics.smoke_matrix import CASES, Case, Judgement  # noqa: E402
 from trainer.tools.runs.load import load_run  # noqa: E402
 
 CONFIGS = ROOT / "train_configs" / "diagnostics"

@@ -55,17 +55,17 @@ def test_a_run_that_most_rules_could_not_judge_exits_with_0_and_is_not_called_he
 
 
 def test_a_short_run_says_what_could_not_be_judged_yet(tmp_path: Path, diagnosed: Diagnosed) -> None:
-    rows = {"loss": {1: 2.0, 10: 2.0}, "tokens_per_sec": {1: 1.0, 10: 1.0}}
+    rows = {"loss": {1: 2.0, 10: 2.0}, "time/data_sec": {1: 0.1, 10: 0.1}, "step_time_sec": {1: 1.0, 10: 1.0}}
     write_record(tmp_path, rows, config={"optimizer": {"lr": 0.1}}, status={"state": "running"})
     with take_lock(tmp_path):
         done = diagnosed(tmp_path)
         rules = json.loads(diagnosed(tmp_path, "--json").stdout)["rules"]
     assert done.returncode == 0
     assert re.search(r"^loss_spikes +not yet +needs 17 logged losses, has 2", done.stdout, re.M)
-    assert re.search(r"^throughput_regression +not yet +needs 16 rows after warm-up, has 1", done.stdout, re.M)
+    assert re.search(r"^data_bound +not yet +needs 8 rows after warm-up, has 1", done.stdout, re.M)
     assert re.search(r"^ending +not yet +status.json says that the run has not ended", done.stdout, re.M)
     assert "judged the run, 3 could not yet, " in done.stdout.splitlines()[-1]
-    assert [rule["rule"] for rule in rules if rule["not_yet"]] == ["loss_spikes", "throughput_regression", "ending"]
+    assert [rule["rule"] for rule in rules if rule["not_yet"]] == ["loss_spikes", "data_bound", "ending"]
 
 
 def test_findings_exit_with_3_and_say_where_and_what_to_turn(tmp_path: Path, diagnosed: Diagnosed) -> None:

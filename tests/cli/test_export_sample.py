@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 
@@ -130,30 +129,19 @@ def test_weights_of_another_shape_are_refused_by_name_by_check_and_run_alike(fol
         assert result.stderr.count("\n") == 1
 
 
-def test_numbers_are_exported_and_nothing_else_is_overwritten(folder, tmp_path, capsys):
-    out = tmp_path / "x.csv"
-    assert program(["export", folder / "run", "--format", "csv", "--out", out], capsys).returncode == 0
-    with out.open(newline="") as file:
-        table = [row for row in csv.DictReader(file) if row["mode"] == "train"]
-    assert {int(row["global_step"]): float(row["loss"]) for row in table} == losses(folder / "run" / "metrics.jsonl")
-    again = program(["export", folder / "run", "--format", "csv", "--out", out], capsys)
+def test_nothing_but_an_export_is_overwritten(folder, tmp_path, capsys):
+    out = tmp_path / "x"
+    done = program(["export", folder / "run", "--out", out], capsys)
+    assert done.returncode == 0, done.stderr
+    assert {each.name for each in out.iterdir()} == {each.name for each in (folder / "exported").iterdir()}
+    again = program(["export", folder / "run", "--out", out], capsys)
     assert again.stderr == f"{out}: exists already; name another file, or add --force\n"
     foreign = program(["export", folder / "run", "--format", "safetensors", "--out", folder, "--force"], capsys)
     assert foreign.returncode == 2
     assert "with other files than an export" in foreign.stderr
     assert (folder / "run").is_dir()
-
-
-def test_without_a_format_the_path_decides(folder, tmp_path, capsys):
-    done = program(["export", folder / "run", "--out", tmp_path / "x"], capsys)
-    assert done.returncode == 0, done.stderr
-    assert {each.name for each in (tmp_path / "x").iterdir()} == {each.name for each in (folder / "exported").iterdir()}
-    for name, format in (("x.csv", ()), ("asked", ("--format", "csv"))):
-        done = program(["export", folder / "run", "--out", tmp_path / name, *format], capsys)
-        assert done.returncode == 0, done.stderr
-    assert (tmp_path / "x.csv").read_bytes() == (tmp_path / "asked").read_bytes()
-    for name, format in (("x.parquet", ()), ("y.safetensors", ("--force",)), ("z.json", ("--format", "csv"))):
-        done = program(["export", folder / "run", "--out", tmp_path / name, *format], capsys)
+    for name in ("x.parquet", "y.safetensors", "z.csv"):
+        done = program(["export", folder / "run", "--out", tmp_path / name], capsys)
         assert (done.returncode, " would be " in done.stderr, (tmp_path / name).exists()) == (2, True, False)
 
 

@@ -144,7 +144,6 @@ def test_a_run_whose_names_are_not_utf8_can_be_looked_at(odd, tmp_path, capsys):
         ["compare", run_dir, run_dir],
         ["ls", directory],
         ["checkpoint", "list", run_dir],
-        ["export", run_dir, "--format", "csv", "--out", tmp_path / "rows.csv"],
         ["check", "--config", config],
         ["preview", "--config", config],
     ]

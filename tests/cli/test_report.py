@@ -214,6 +214,14 @@ def test_compare_as_json_agrees_with_the_records(runs, capsys):
     assert outcome["Held-out loss"] == pytest.approx([record["eval", STEPS]["eval_loss"] for record in records])
 
 
+def test_three_runs_are_compared_side_by_side(runs, tmp_path, capsys):
+    three = [*runs, shutil.copytree(runs[1], tmp_path / "third")]
+    found = json.loads(program(["compare", *three, "--json"], capsys).stdout)
+    assert {len(row["values"]) for row in (*found["config"], *found["outcome"])} == {3}
+    shown = program(["compare", *three], capsys).stdout
+    assert ("Settings that differ" in shown, "third" in shown, "Final mean" in shown) == (True, True, False)
+
+
 def test_two_runs_that_may_not_compare_are_told_apart_in_words(runs, tmp_path, capsys):
     other = shutil.copytree(runs[1], tmp_path / "other")
     config = other / "config.resolved.toml"

@@ -41,7 +41,6 @@ bisect {0} {1} --no-replay
 sample {0} --tokens 2
 eval {0}
 export {0} --out {2}/model --force
-export {0} --format csv --out {2}/rows.csv --force
 data at {0} 3
 checkpoint list {0}
 checkpoint verify {0}

@@ -22,8 +22,7 @@ SECONDS_PER_RUN = 60  # on a busy machine
 def healthy_config(seed: int, world_size: int, directory: Path) -> dict[str, Any]:
     """The config of a tiny run on a corpus that is made below `directory`; all of its settings are sound.
 
-    A slice has enough groups for several picks, and every rank several streams: less is what `exhaust_churn` and
-    `masked_ranks` are there for.
+    A slice has enough groups for several picks, and every rank several streams: less is what `exhaust_churn` is there for.
     """
     rng = random.Random(f"healthy {seed} {world_size}")
     readers = rng.choice((2, 3, 4))

@@ -36,7 +36,10 @@ class Column:
 
     def least(self) -> int:
         """Minimum width: the longest line, or the longest word if it wraps."""
-        return max(cell_len(word) for row in self._lines() for word in (row.split() if self.wraps else [row]) or [""])
+        parts = list(self._lines())
+        if self.wraps:
+            parts = [word for line in parts for word in line.split()]
+        return max(map(cell_len, parts), default=0)
 
     def _lines(self) -> Iterator[str]:
         for text in (self.heading, *self.cells):

@@ -1,6 +1,8 @@
-"""Limits that hold before a run and after it: `preview` asks them of its forecast, `diagnostics` of the record.
+"""The thresholds of every judgement on a run, before it (`preview`, `check`) and after it (`diagnose`, `report`), in one table.
 
-Each limit is a function of plain numbers and says what to set instead.
+Above each threshold stand its unit and its reason. Those that follow from no formula were set by calibration: high enough that
+the healthy runs of `scripts/calibrate_diagnosis.py` raise no alarm, low enough that its injected faults are found in time
+(docs/diagnosis.md). A limit that needs more than a number is a function below, which also says what to set instead.
 """
 
 from __future__ import annotations
@@ -10,13 +12,175 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-RARE_WAIT: Final = 1e-9
-"""The probability that a single reader waits longer than its bound."""
-LOW_FILL: Final = 0.9
-"""Share of the positions of full rows: with fewer that hold a token, a run computes padding, or its batches are small."""
+# Any rule
+
+# probability: of a false alarm of one statistical rule in one run.
+ALPHA: Final = 1e-3
+# share of the rules: a run that fewer could judge is not called healthy.
+LEAST_JUDGED: Final = 0.5
+# learning rate: AdamW moves every weight by about this much per step; `check` warns above it, so no rule suggests more.
+LARGEST_LR: Final = 0.1
+# learning rate: the same for other optimizers, of which SGD trains with rates up to about 1.
+LARGEST_PLAIN_LR: Final = 1.0
+# learning rate: the default of optimizer.lr, to try where half of the present one would still be too large.
+DEFAULT_LR: Final = 1e-3
+
+# The ledger and carried states
+
+# share of a rank's ledger: of the capacity that is suggested instead, at least this share will be in use.
 OVERSIZE_FILL: Final = 0.25
+# bytes: unused rows below it are not worth a change, where the size of the device is not known.
 OVERSIZE_BYTES: Final = 1e9
+# share of the device's memory: the same where its size is known.
 OVERSIZE_DEVICE_SHARE: Final = 0.05
+# steps: of logged fill; before that, documents are still being opened.
+OVERSIZE_STEPS: Final = 100
+# probability: that a single reader waits longer than its bound, negligible over any run.
+RARE_WAIT: Final = 1e-9
+# probes: in the second half of a run; the scatter of fewer is no estimate of their error.
+MIN_PROBES: Final = 4
+# standard errors: a gain of carrying within them may be zero.
+NEAR_ERRORS: Final = 2.0
+# standard errors: beyond them a gap or a loss of gain is not chance, over all probes and buckets that are looked at.
+FAR_ERRORS: Final = 4.0
+# nats/token: a gain of carrying states that is not worth their memory and time.
+WORTHLESS_NATS: Final = 0.005
+# nats/token: no effect of states on the loss below it matters, however sure it is.
+STALE_NATS: Final = 0.001
+# share of the gain: what carrying may lose to the age of its states.
+STALE_SHARE: Final = 0.1
+# evaluations: by the first ones the model has not learned to use its state yet.
+MIN_EVALUATIONS: Final = 3
+# share of the largest gain: a fall with depth beyond it is no noise of the documents.
+LOST_GAIN: Final = 0.5
+
+# Mixing and full rows
+
+# share of the positions of full rows: with fewer that hold a token, a run computes padding, or its batches are small.
+LOW_FILL: Final = 0.9
+# share of the positions: rows that reach it have no padding by design, so something else leaves the gaps.
+WHOLE_FILL: Final = 0.999
+# logged rows: the fill of fewer is that of the first batches.
+FILL_ROWS: Final = 5
+# share of the positions that a shorter row may pad and still be a remedy: below 1 - LOW_FILL, with room for error.
+GOOD_PADDING: Final = 0.08
+# ratio of the picks of two slices: the reader with fewer waits about so many times longer for its next pick.
+UNEVEN_RATIO: Final = 16.0
+# share of the logged rows: single uneven rows are slices about to end.
+UNEVEN_SHARE: Final = 0.05
+# logged rows: the same in a short run.
+UNEVEN_ROWS: Final = 5
+# ratio of the batch sizes of a pool: smaller ones are still even, larger ones the cause of uneven slices.
+EVEN_BATCHES: Final = 2
+# picks per slice: a reader that ends sooner spends its time opening files.
+CHURN_PICKS: Final = 4.0
+# exhausted readers per rank: fewer are the end of an epoch.
+CHURN_EVENTS: Final = 20
+# epochs: repeated tokens are nearly as good as new ones for about four (Muennighoff et al. 2023, arXiv 2305.16264).
+MAX_EPOCHS: Final = 4.0
+# ratio of the share that is drawn to that of the corpus, or its inverse: more is worth a mention, since few mean it.
+SKEW: Final = 2.0
+# share of the tokens: a modality below it cannot be skewed in a way that matters.
+SEEN_SHARE: Final = 0.01
+
+# The gradient and its noise
+
+# ratio of the batch to the lower bound of the noise scale: below it, at least eleven times the least number of steps.
+SMALL_BATCH: Final = 0.1
+# ratio of the batch to the upper bound of the noise scale: above it, at least five times the least number of tokens.
+WASTEFUL_BATCH: Final = 4.0
+# steps: a noise scale from fewer says more about the first steps than about the batch.
+NOISE_STEPS: Final = 20
+# standard errors: of gns/consistency.
+CONSISTENCY_ERRORS: Final = 3.0
+# relative error: of the noise scale, as far as it is worth a word.
+INCONSISTENT: Final = 0.2
+# consistency: a lower one, which may be negative by chance, counts as this.
+LEAST_CONSISTENCY: Final = 0.01
+# consistency: ranks that read slices of one stream still differ by their rows; those that read the same data do not.
+SAME_DATA: Final = 0.02
+# consistency: gradients that differ more were clipped or scaled, or are of different kinds of data.
+TOO_DIFFERENT: Final = 2.0
+# share of the squared gradient: what rounding leaves of the noise between micro-batches that are equal.
+ROUNDING: Final = 1e-6
+# layers: fewer have no typical one to compare with.
+MIN_LAYERS: Final = 3
+# logged rows with layers: in the second half of the run.
+LAYER_ROWS: Final = 5
+# ratio to the median layer's update over weight: the slowest of healthy runs of all families has at least a tenth.
+STILL_LAYER: Final = 1e-3
+
+# The loss
+
+# steps: that fp16 may skip until its loss scale has settled.
+FP16_STEPS: Final = 20
+# share of the steps: that fp16 may skip later, whenever a higher loss scale is tried.
+FP16_SHARE: Final = 0.02
+# nats/token: a smaller rise is no finding, however far beyond the noise.
+MIN_RISE: Final = 0.1
+# logged rows: whose noise is that of now.
+SPIKE_WINDOW: Final = 32
+# logged rows: whose median is the level before a spike; half of them may be high themselves.
+SPIKE_CENTER: Final = 9
+# logged rows: in which a rare source shows how high its losses are.
+SPIKE_FAR_WINDOW: Final = 128
+# logged rows: before the first that may be a spike.
+SPIKE_BEFORE: Final = 16
+# logged rows: until then a first batch of a source may be as bad as the untrained model.
+SPIKE_HISTORY: Final = 30
+# standard deviations: of second differences; losses have heavy tails.
+SPIKE_SIGMAS: Final = 10.0
+# ratio to the largest distance seen so far: a rare source may be a little worse than before.
+SPIKE_RANGES: Final = 1.5
+# share of the improvement so far: what a spike gives back at least.
+SPIKE_GIVEN_BACK: Final = 0.2
+# logged rows: spikes that last as long are a new level.
+NEW_LEVEL: Final = 8
+# share of the logged rows: flags that return more often are a source whose losses differ.
+MAX_FLAGGED: Final = 0.05
+# steps: that the average of train.spike_sigma spans, in which a change of the mix may have caused a rise.
+MIX_STEPS: Final = 50
+# logged rows: fewer have neither a beginning nor an end.
+DIVERGED_ROWS: Final = 5
+# logged rows: the end of a run is a quarter of them, at least and at most so many.
+END_ROWS: Final = (3, 16)
+# ratio to the first loss: an end above it has diverged whatever the noise.
+DOUBLED: Final = 2.0
+# logged rows: from which on the noise is known well enough to judge a smaller rise.
+MANY_ROWS: Final = 17
+# share of the first loss: the rise that is judged by the noise.
+END_RISE: Final = 0.25
+# standard deviations: of that rise.
+END_SIGMAS: Final = 5.0
+# ratio to the first loss: of two rows, one after the other, in a rise that came back.
+BUMP: Final = 1.5
+# ratio to the first loss: of a single row.
+LONE_BUMP: Final = 3.0
+# standard deviations: of that row.
+BUMP_SIGMAS: Final = 10.0
+
+# Speed, and how the run went
+
+# share of the logged rows: the first steps compile, fill caches and start workers.
+WARM_UP_SHARE: Final = 0.05
+# share of the time of the steps: waiting for data beyond it is a bottleneck, below it jitter.
+DATA_SHARE: Final = 0.15
+# share of a typical step: with less, single steps wait, which reading ahead can hide.
+STEADY_WAIT: Final = 0.05
+# share of the wait: that the stages of reading must explain, or something else took the time.
+EXPLAINED_WAIT: Final = 0.5
+# share of a step: that the fastest rank waits for the slowest; less is a matter of batches.
+STRAGGLE_SHARE: Final = 0.25
+# logged rows: after warm-up; a median of fewer is that of single steps.
+SPEED_ROWS: Final = 8
+# seconds: for which something else may keep a machine busy.
+BUSY_SECONDS: Final = 60.0
+# share of the steps: repeated after restarts.
+REDONE_SHARE: Final = 0.05
+# restarts from one step: more are a crash loop, which more checkpoints do not help.
+RESTARTS: Final = 2
+# seconds: a node that needs longer to multiply and to sum is not healthy, whatever it would say.
+NODE_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True)
@@ -29,13 +193,27 @@ class Assessment:
 
 
 def ledger_oversize(capacity: int, used: float, row_bytes: int, device_bytes: float = 0.0) -> Assessment:
-    """At most `OVERSIZE_FILL` of the rows of a rank's ledger are used at once, and the rest takes much of the device (0: of
-    unknown size)."""
+    """At most `OVERSIZE_FILL` of the rows of a rank's ledger are used at once, and the rest takes much memory.
+
+    Args:
+        capacity, used: rows.
+        device_bytes: memory of the device; 0: of unknown size.
+    """
     spare = (capacity - used) * row_bytes
-    is_beyond = used < OVERSIZE_FILL * capacity and spare > (OVERSIZE_DEVICE_SHARE * device_bytes or OVERSIZE_BYTES)
+    much = OVERSIZE_DEVICE_SHARE * device_bytes or OVERSIZE_BYTES
     share = f"at most {used / max(capacity, 1):.1%} of its room for {capacity:,} states"
     words = f"the ledger uses {share}; the rest takes {spare / 1e9:.2g} GB per rank"
-    return Assessment(is_beyond, words, 2 ** math.ceil(math.log2(max(2 * used, 1))))
+    better = 2 ** math.ceil(math.log2(max(2 * used, 1)))
+    return Assessment(used < OVERSIZE_FILL * capacity and spare > much, words, better)
+
+
+def surprise_bound(picks: float) -> float:
+    """Largest `pick_surprise_max` that chance explains after so many picks, in nats.
+
+    The surprise accumulated since a reader's last pick is a unit exponential in any pool, so it exceeds ln(picks / ALPHA) in
+    one of 1 / ALPHA runs.
+    """
+    return math.log(max(picks, 2) / ALPHA)
 
 
 def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, micro_batches: int) -> int:
@@ -55,7 +233,9 @@ def wait_bound(picks_per_slice: Sequence[int], num_mixed: int, share: float, mic
     """
     if share <= 0:
         return 0
-    if num_mixed <= 1 or not picks_per_slice:
-        return math.ceil(max(math.log(RARE_WAIT) / math.log1p(-share), 1) / micro_batches) if share < 1 else 1
-    longest = sorted(picks_per_slice)[-num_mixed:]
-    return math.ceil(2 * sum(longest) / (share * micro_batches))
+    if num_mixed > 1 and picks_per_slice:
+        longest = sorted(picks_per_slice)[-num_mixed:]
+        return math.ceil(2 * sum(longest) / (share * micro_batches))
+    if share >= 1:
+        return 1
+    return math.ceil(max(math.log(RARE_WAIT) / math.log1p(-share), 1) / micro_batches)

@@ -79,7 +79,6 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is."""
         return time.process_time() > self._until
 
     def __enter__(self) -> LiveBytes:
@@ -97,7 +96,6 @@ class LiveBytes(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Count no more."""
         torch.UntypedStorage.resize_ = self._torch_resize  # type: ignore[method-assign]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -115,7 +113,9 @@ class LiveBytes(TorchDispatchMode):
         if any(map(_is_sharded, types)):
             return NotImplemented  # it then runs the operations on its shards, which come here
         if self.steps and func is torch.ops.aten._local_scalar_dense.default:
-            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            if args[0].dtype == torch.bool:
+                return False
+            return 1.0 if args[0].is_floating_point() else 1
         returned = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(returned):
             if isinstance(leaf, Tensor):
@@ -170,7 +170,9 @@ class Memory:
 def resident_bytes() -> int:
     """Memory of this process that is in use, as a run has it before its first tensor; 0 where it is not known."""
     file = Path("/proc/self/status")
-    return int(file.read_text(encoding="utf-8").partition("VmRSS:")[2].split()[0]) * 1024 if file.exists() else 0
+    if not file.exists():  # not Linux
+        return 0
+    return int(file.read_text(encoding="utf-8").partition("VmRSS:")[2].split()[0]) * 1024
 
 
 def predict_memory(plan: Plan, *, most_seconds: float = MOST_SECONDS) -> Memory:
@@ -231,6 +233,7 @@ def _predict(plan: Plan, live: LiveBytes, strategy: Strategy) -> Memory:
         gradients = 0 if has_buckets else _gradient_bytes(model)
         live.steps = True
         step.launch(lr=config.optimizer.lr, stop=False, saved=False)
+    # Each is what came into being between two of the sizes.
     weights, buckets, optimizer = (after - before for before, after in itertools.pairwise([0, *sizes]))
     slab = plan.facts.shards_per_rank * ledger_bytes(config.ledger, width_of(model))
     return Memory(weights, optimizer, slab, buckets, gradients, live.peak + slab)

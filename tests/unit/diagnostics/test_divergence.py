@@ -25,7 +25,7 @@ CAME_BACK += [3.15, 2.86, 3.15, 2.79, 2.71, 2.93, 2.89, 2.4, 2.76]
 
 def record(losses: Sequence[float], **fields: object) -> RunRecord:
     rows = {1 + 5 * row: {"loss": loss} for row, loss in enumerate(losses)}
-    return record_of(rows, config={"optimizer": {"lr": 0.5}}, **fields)
+    return record_of(rows, config={"optimizer": {"lr": 0.05}}, **fields)
 
 
 def judged(losses: Sequence[float]) -> Outcome:
@@ -42,7 +42,7 @@ def test_a_run_that_ends_above_its_first_loss_diverged(losses: list[float], end:
     assert ruling.severity == "error"
     assert f"and is {end} +- " in ruling.outcome.sentence
     assert {1, 5 * len(losses) - 4} <= set(ruling.steps)
-    assert ruling.fix == "try optimizer.lr = 0.25 (now 0.5)"
+    assert ruling.fix == "try optimizer.lr = 0.025 (now 0.05)"
 
 
 def test_a_divergence_late_in_a_long_run_is_an_error_once_the_last_rows_are_high() -> None:

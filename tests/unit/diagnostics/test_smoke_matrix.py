@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.records import record_of
 from tests.support.runs import ROOT
+from tests.support.smoke_matrix import CASES, RECALL_LOSS, SPEED_RULES, is_green, judge_all, measure_damage
 from trainer.config.load import load_config
 from trainer.tools.diagnostics.diagnose import RULES
-from trainer.tools.diagnostics.smoke_matrix import CASES, RECALL_LOSS, SPEED_RULES, is_green, judge_all, measure_damage
 from trainer.tools.runs.load import RunRecord, load_run
 
 CONFIGS = ROOT / "train_configs" / "diagnostics"
@@ -52,7 +52,7 @@ def test_a_run_that_stopped_early_turns_it_red(recorded: dict[str, Any], steps: 
 
 
 def test_findings_about_speed_are_not_judged(recorded: dict[str, Any]) -> None:
-    recorded["healthy"]["findings"].append("throughput_regression")
+    recorded["healthy"]["findings"].append("straggling_rank")
     assert is_green(judge_all(CASES, recorded, steps=STEPS))
 
 

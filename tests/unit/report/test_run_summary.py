@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.records import record_of
 from trainer.metrics.payload_contract import Restart
-from trainer.tools.report.run_summary import config_differences, end_of, key_means, ran, summarize
+from trainer.tools.report.run_summary import config_differences, end_of, key_means, ran, reservations, summarize
 
 
 def results(run, **options):
@@ -108,3 +108,18 @@ def test_counters_schedules_and_running_averages_are_not_averaged(make_run):
         "loss": 2.0, "tokens_seen": 20.0, "lr": 0.3, "smoothed/loss": 2.5
     }  # fmt: skip
     assert [row.is_last for row in rows.values()] == [False, True, True, True]
+
+
+def test_runs_that_do_not_compare_are_named(make_run):
+    def made(name, steps, state="done", **evaluation):
+        record = make_run(name, {"loss": [2.0] * steps}, {}, {"eval": {"batches": 8, **evaluation}})
+        return replace(record, status={"state": state})
+
+    assert list(reservations([made("a", 4), made("b", 4)])) == []
+    changed = Restart(1, {"changed": {"data files": {"before": "as saved", "after": "source a: 1 changed"}}})
+    runs = [made("a", 4), made("b", 2, "running", batches=4), replace(made("c", 4), restarts=[changed])]
+    assert list(reservations(runs)) == [
+        "not done: b (running)",
+        "not equally long: the longest ended at step 4, earlier b (2)",
+        "held-out losses may be of different data: eval.batches, data files differ",
+    ]

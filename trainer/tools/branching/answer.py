@@ -37,7 +37,6 @@ class Compared:
 
     @property
     def is_within(self) -> bool:
-        """Whether the excess is tolerated."""
         return self.excess <= self.tolerated
 
     @property
@@ -48,7 +47,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the branches say.
+    """The critical batch, from the losses of the branches.
 
     Args:
         reference: the batch with the lowest loss.
@@ -67,8 +66,10 @@ class Verdict:
 
 
 def standard_error(losses: Losses) -> float | None:
-    """Of the mean over seeds; None with a single one."""
-    return stdev(losses.values()) / math.sqrt(len(losses)) if len(losses) > 1 else None
+    """Standard error of the mean over seeds; None with a single one."""
+    if len(losses) < 2:
+        return None
+    return stdev(losses.values()) / math.sqrt(len(losses))
 
 
 def error_and_bar(measured: Mapping[Fraction, Losses]) -> tuple[float, float] | tuple[None, None]:
@@ -82,6 +83,7 @@ def error_and_bar(measured: Mapping[Fraction, Losses]) -> tuple[float, float] | 
     freedom = (losses.shape[0] - 1) * (losses.shape[1] - 1)
     if freedom == 0:
         return None, None
+    # Rows are batches, columns seeds: with both means taken out, what is left is chance.
     residuals = losses - losses.mean(0) - losses.mean(1, keepdims=True) + losses.mean()
     error = math.sqrt(2.0 * float(np.square(residuals).sum()) / freedom / losses.shape[1])
     return error, error * t_quantile(BAR_QUANTILE, freedom)
@@ -102,6 +104,7 @@ def decide(measured: Mapping[Fraction, Losses], *, tolerance: float) -> Verdict 
     lowest, tolerated = means[reference], tolerance * abs(means[reference])
     error, bar = error_and_bar(found)
     compared = {factor: Compared(mean - lowest, error, bar, tolerated) for factor, mean in means.items()}
+    # Its difference to itself has no error.
     compared[reference] = Compared(0.0, None, None, tolerated)
     upward = [factor for factor in sorted(measured) if factor >= reference]
 
@@ -134,20 +137,26 @@ def make_answer(study: Study, results: Mapping[Branch, BranchResult], *, toleran
     rows, origin = {}, study.origin
     for factor, branches in by_batch.items():
         best, losses, scales = list(chosen[factor]), measured[factor], sorted({branch.lr_scale for branch in branches})
-        compared = None if verdict is None else verdict.compared.get(factor)
+        # Every field is None where no branch of the batch ended with a loss.
+        compared = verdict.compared.get(factor) if verdict else None
+        trained = dict[str, float | None].fromkeys(("trained_tokens", "lr", "lr_scale", "loss"))
+        if best:
+            trained = {
+                "trained_tokens": fmean(results[branch].tokens for branch in best),
+                "lr": best[0].lr,
+                "lr_scale": best[0].lr_scale,
+                "loss": fmean(losses.values()),
+            }
         rows[factor] = {
             "factor": str(factor),
             "sequences": float(factor) * origin.sequences_per_step,
             "tokens": float(factor) * origin.tokens_per_step,
             "micro_batches": branches[0].micro_batches,
             "steps": branches[0].steps,
-            "trained_tokens": fmean(results[branch].tokens for branch in best) if best else None,
-            "lr": best[0].lr if best else None,
-            "lr_scale": best[0].lr_scale if best else None,
+            **trained,
             # The best rate is the lowest or highest of a grid of several: a better one may lie outside.
             "is_edge": bool(best) and len(scales) > 1 and best[0].lr_scale in (scales[0], scales[-1]),
             "losses": {str(seed): loss for seed, loss in losses.items()},
-            "loss": fmean(losses.values()) if losses else None,
             "error": standard_error(losses),
             "excess": compared and compared.excess,
             "excess_error": compared and compared.error,
@@ -175,11 +184,13 @@ def make_answer(study: Study, results: Mapping[Branch, BranchResult], *, toleran
         return answer
     scale = "of the run was not logged by then (gns.enabled)"
     if noise is not None:
-        scale = f"({noise.where}) is {noise.number}" + (" sequences" if noise.is_known else "")
+        scale = f"({noise.where}) is {noise.number}"
+        if noise.is_known:
+            scale += " sequences"
     answer["reference"] = str(verdict.reference)
     answer["critical"] = {
         **{key: rows[verdict.largest][key] for key in ("factor", "sequences", "tokens")},
-        "next_larger": None if verdict.next_larger is None else str(verdict.next_larger),
+        "next_larger": verdict.next_larger and str(verdict.next_larger),
         "lowest": str(verdict.lowest),
         "highest": str(verdict.highest),
         "is_unresolved": verdict.lowest < verdict.highest,
@@ -192,8 +203,10 @@ def _best_rate(branches: Sequence[Branch], results: Mapping[Branch, BranchResult
     """The branches of the learning rate with the lowest mean loss, and their losses; a rate without a loss of every seed does
     not count."""
     by_rate: dict[float, dict[Branch, float]] = {}
+    # The learning rate is chosen for each batch alone: one rate for all would favour the batch that it suits.
     for branch in branches:
-        if (loss := results[branch].loss) is not None:
+        loss = results[branch].loss
+        if loss is not None:
             by_rate.setdefault(branch.lr_scale, {})[branch] = loss
     seeds = len({branch.seed for branch in branches})
     whole = [losses for losses in by_rate.values() if len(losses) == seeds]
@@ -210,45 +223,58 @@ def _finding(answer: Answer) -> str:
     else:
         text = f"the critical batch is {size}: its loss is {rule}, that of {critical['next_larger']} x is not"
     if critical["is_unresolved"]:
-        more = " or more" if critical["highest"] == answer["batches"][-1]["factor"] else ""
-        text += (
-            f"; the error bars leave {critical['lowest']} x to {critical['highest']} x{more} open: add seeds or tokens"
-        )
+        until = f"{critical['highest']} x"
+        if critical["highest"] == answer["batches"][-1]["factor"]:
+            until += " or more"
+        text += f"; the error bars leave {critical['lowest']} x to {until} open: add seeds or tokens"
     elif answer["seeds"] == 1:
         text += "; a single seed has no error bars"
-    if edges := ", ".join(f"{row['factor']} x" for row in answer["batches"] if row["is_edge"]):
+    edges = ", ".join(f"{row['factor']} x" for row in answer["batches"] if row["is_edge"])
+    if edges:
         text += f". The best learning rate of {edges} is at the edge of the grid: widen --lr-grid"
     return text
 
 
 def cost_lines(study: Study, num_done: int, num_slots: int) -> list[str]:
-    """What is to come, before it starts."""
+    """The cost of the branches, in lines, before the first one starts."""
     origin, steps = study.origin, [branch.steps for branch in study.branches]
     num_todo, rate = len(steps) - num_done, origin.tokens_per_sec
     batches = counted(len({branch.factor for branch in study.branches}), "batch")
     rates = counted(len({branch.lr_scale for branch in study.branches}), "learning rate")
     shape = f"{batches} x {rates} x {counted(study.num_seeds, 'seed')}"
-    done = f", of which {num_done} are done" if num_done else ""
-    kind = "held-out loss" if study.is_held_out else "training loss over the last quarter (eval.holdout_fraction is 0)"
+    if num_done:
+        shape += f", of which {num_done} are done"
+    kind = "training loss over the last quarter (eval.holdout_fraction is 0)"
+    if study.is_held_out:
+        kind = "held-out loss"
     total = num_todo * study.tokens
-    predicted = f", about {duration_text(total / rate / num_slots)} at the run's {rate:,.0f} tokens/s" if rate else ""
+    cost = f"cost: {counted(num_todo, 'branch')}, {num_slots} at once, {total:,.0f} tokens"
+    if rate:
+        cost += f", about {duration_text(total / rate / num_slots)} at the run's {rate:,.0f} tokens/s"
     return [
-        f"{counted(len(steps), 'branch')} from step {origin.step:,} of {origin.run.path}: {shape}{done}",
+        f"{counted(len(steps), 'branch')} from step {origin.step:,} of {origin.run.path}: {shape}",
         f"each trains {study.tokens:,.0f} tokens in {min(steps):,} to {max(steps):,} steps; the {kind} decides",
         *study.impossible,
-        f"cost: {counted(num_todo, 'branch')}, {num_slots} at once, {total:,.0f} tokens{predicted}",
+        cost,
     ]
 
 
+def _within(row: Mapping[str, Any]) -> str:
+    if row["is_open"]:
+        return "open"
+    return "yes" if row["is_within"] else "no"
+
+
 def print_answer(answer: Answer, console: Console) -> None:
-    """Table and sentence."""
     rows = answer["batches"]
     lowest = min((abs(row["loss"]) for row in rows if row["losses"]), default=1.0)
 
     def column(title: str, key: str, form: str, error: str = "", *, scale: float = 1.0, **options: Any) -> Column:
         cells = []
         for row in rows:
-            cell = "-" if row[key] is None else format(row[key] / scale, form)
+            cell = "-"
+            if row[key] is not None:
+                cell = format(row[key] / scale, form)
             if error and row[error] is not None:
                 cell += f" +- {format(row[error] / scale, form.lstrip('+'))}"
             cells.append(cell)
@@ -262,7 +288,7 @@ def print_answer(answer: Answer, console: Console) -> None:
         column("best lr", "lr", ".3g"),
         column(f"{answer['loss']} loss", "loss", ".4f", "error"),
         column("above\nthe best", "excess", "+.2%", "excess_error", scale=lowest),
-        Column("within", ["open" if row["is_open"] else "yes" if row["is_within"] else "no" for row in rows]),
+        Column("within", list(map(_within, rows))),
     ]
     title = f"Loss after {answer['tokens']:,} tokens from step {answer['step']:,}; +- one standard error"
     table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")

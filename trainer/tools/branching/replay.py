@@ -1,4 +1,4 @@
-"""A step of a run again: what it read, and what came of it; from the nearest checkpoint before, in a temporary directory."""
+"""Repeats a step of a run from the nearest checkpoint before it, in a temporary directory: its rows and its numbers."""
 
 from __future__ import annotations
 
@@ -63,10 +63,11 @@ LATER = "another launch of the run lies in between: the settings used here are t
 
 
 def recorded(run: RunRecord) -> Values:
-    """What a run has recorded that another one must equal to the bit."""
+    """The recorded values that another run must equal to the bit."""
     found: Values = {}
     path = run.path / DIGESTS
-    for text in read_lines(path) if path.is_file() else ():
+    lines = list(read_lines(path)) if path.is_file() else []
+    for text in lines:
         with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
             line = parse_json(text)
             found[line["global_step"]] = {kind: f"{int(line[kind], 16) % 4**BITS:x}" for kind in KINDS}
@@ -101,18 +102,22 @@ class Origin:
 
     @property
     def num_ranks(self) -> int:
-        """Of the run."""
+        """The number of ranks of the run."""
         return self.plan.facts.world_size
 
     @cached_property
     def blends(self) -> list[BlendDataset]:
-        """What reads the data shards, before the first step that is repeated."""
+        """The readers of the data shards, before the first step that is repeated."""
         blends = [make_blend(self.plan, shard) for shard in RankInfo().data_shards(self.plan.facts.data_shards)]
         if self.path is not None:
             with checkpoint.loading(self.path, "data cursors"):
                 states = [read_rank(self.path, number)["data"] for number in range(checkpoint.data_shards(self.state))]
-                for number, blend in enumerate(blends):
-                    blend.load_state_dict(states[number] if len(states) == len(blends) else states)
+                if len(states) == len(blends):
+                    for blend, state in zip(blends, states, strict=True):
+                        blend.load_state_dict(state)
+                else:  # data of fewer or more shards is dealt anew
+                    for blend in blends:
+                        blend.load_state_dict(states)
         names = [source.name for source in self.plan.sources if not source.is_off]
         for blend in blends:
             blend.changes = changes_of(self.state, mix_events(self.run.path / EVENTS), names)
@@ -128,7 +133,7 @@ def _before(run: RunRecord, later: Sequence[Restart]) -> tuple[RunConfig, Mappin
     note, if that cannot be: a key was not set."""
     tables = [each.details.get("changed") for each in later]
     changed = [pair for each in tables if isinstance(each, Mapping) for pair in each.items()]
-    # That of the first of them counts.
+    # The newest is first, and of a key that several changed the last pair stays: that of the first launch.
     before = {key: pair.get("before") for key, pair in changed if key != "data files" and isinstance(pair, Mapping)}
     env = {key.removeprefix("env."): value for key, value in before.items() if key.startswith("env.")}
     sets = [f"{key}={json.dumps(value)}" for key, value in before.items() if not key.startswith("env.")]
@@ -153,8 +158,8 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     path = next((path for at, path in sorted(kept.items()) if step <= at <= until), None)
     environment: Mapping[str, Any]
     if path is not None:
-        state = _state(path)
-        config, environment = config_of(state, path), usable(state.get("environment", {}))
+        saved = _state(path)
+        config, environment = config_of(saved, path), usable(saved.get("environment", {}))
     else:
         config, environment, note = _before(run, later)
     refuse_code(config, run_dir, trusted=trust_code)
@@ -162,28 +167,32 @@ def find_origin(run_dir: Path, step: int, *, before: int, trust_code: bool) -> O
     if checkpoint.step_of(trunk) >= 0 and (trunk / checkpoint.MARKER).is_file():
         kept.setdefault(checkpoint.step_of(trunk), trunk)
     start = max((at for at in kept if at < before), default=0)
-    problem, fix = "", "put it back where checkpoint.resume says"
-    if not start and resumed and resumed[0] and min(run.steps, default=step) > resumed[0]:
+    is_branch = resumed and resumed[0] and min(run.steps, default=step) > resumed[0]
+    if is_branch and not start:
         problem = f"began from a checkpoint of step {resumed[0]} that is gone"
-    elif step > config.train.steps and not config.train.tokens:
-        problem, fix = f"has {config.train.steps} steps, not {step}", "name one of them"
-    elif (shards := data_shards(config, environment.get("world_size") or 1)) > MOST_MICRO_BATCHES:
-        problem, fix = (
-            f"says that it had {counted(shards, 'data shard')}: what env.json says cannot be",
-            "correct it there",
-        )
-    if problem:
-        raise UserError(str(run_dir), problem, fix)
+        raise UserError(str(run_dir), problem, "put it back where checkpoint.resume says")
+    if step > config.train.steps and not config.train.tokens:
+        problem = f"has {config.train.steps} steps, not {step}"
+        raise UserError(str(run_dir), problem, "name one of them")
+    shards = data_shards(config, environment.get("world_size") or 1)
+    if shards > MOST_MICRO_BATCHES:
+        problem = f"says that it had {counted(shards, 'data shard')}: what env.json says cannot be"
+        raise UserError(str(run_dir), problem, "correct it there")
     if any(start < at < step for at in resumed):
         note = LATER.format(f"step {step}")
     # Included files are relative to the run's first config.
     base, data = config_path_of(environment, run_dir).absolute().parent, config.data
     sources = [each.model_copy(update={"include": each.include and str(base / each.include)}) for each in data.source]
     config = config.model_copy(update={"data": data.model_copy(update={"source": sources})})
-    state, size = _state(kept[start]) if start else {}, environment.get("world_size")
-    plan = make_plan(config, Path(), size if isinstance(size, int) and size >= 1 else 1, parts=PARTS, logs_doubts=False)
-    try:  # of a run's beginning by a later checkpoint
-        plan = check_data(plan, state or (_state(kept[min(kept)]) if kept else None), RankInfo(), DataPolicy()).plan
+    size = environment.get("world_size")
+    if not isinstance(size, int) or size < 1:
+        size = 1
+    plan = make_plan(config, Path(), size, parts=PARTS, logs_doubts=False)
+    state: Mapping[str, Any] = _state(kept[start]) if start else {}
+    # A run's beginning has no record of its data: that of its first checkpoint says what they were.
+    witness = state or (_state(kept[min(kept)]) if kept else None)
+    try:
+        plan = check_data(plan, witness, RankInfo(), DataPolicy()).plan
     except UserError as error:
         error.key, error.fix = str(run_dir), error.fix.partition(", or add")[0]
         raise
@@ -205,26 +214,36 @@ def rows_of(origin: Origin, micros: Sequence[Mapping[str, Any]], *, with_text: b
         place = {"shard": micro["shard"], "micro_batch": count[micro["shard"]]}
         count[micro["shard"]] += 1
         meta = _meta(micro["meta"])
-        for number, tokens in enumerate([] if micro["is_filler"] else micro["tokens"]):
-            held = [dict(each) for each in meta["rows"][number]] if "rows" in meta else None
-            source, stream = held[0]["source"] if held else None, held[0]["stream"] if held else meta.get("stream")
-            if held is None and micro["sources"]:
-                source = micro["sources"][number]
-            row = {**place, "row": number, "source": source, "stream": stream, "documents": held, "tokens": tokens}
-            row["cell"] = meta["cell_indices"][number] if held is not None else None
+        if micro["is_filler"]:
+            continue
+        for number, tokens in enumerate(micro["tokens"]):
+            row: dict[str, Any] = {**place, "row": number, "tokens": tokens, **_held(micro, meta, number)}
+            if with_text:
+                for each in row["documents"] or ():
+                    table = opened(each["source"], each["stream"]).documents
+                    ids = table.read(each["document"], each["start"], each["stop"])
+                    each["text"] = origin.plan.tokenizer.decode(ids)
             if "states" in micro:
                 row["state"] = micro["states"][number]
-            for each in (held or ()) if with_text else ():
-                table = opened(each["source"], each["stream"]).documents
-                each["text"] = origin.plan.tokenizer.decode(table.read(each["document"], each["start"], each["stop"]))
             if "losses" in micro:
                 row["loss"] = micro["losses"][number] / tokens if tokens else None
             rows.append(row | micro.get("faults", {}))
     return rows
 
 
+def _held(micro: Mapping[str, Any], meta: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Source, stream, documents and cell of a row, as far as its data set says."""
+    if "rows" not in meta:  # a data set of the user's own
+        source = micro["sources"][number] if micro["sources"] else None
+        return {"source": source, "stream": meta.get("stream"), "documents": None, "cell": None}
+    documents = [dict(each) for each in meta["rows"][number]]
+    first = documents[0] if documents else {"source": None, "stream": meta.get("stream")}
+    cell = meta["cell_indices"][number]
+    return {"source": first["source"], "stream": first["stream"], "documents": documents, "cell": cell}
+
+
 def _meta(text: str) -> Mapping[str, Any]:
-    """What locates a micro-batch; empty for a source of the user's own, which may say anything."""
+    """The record of where a micro-batch lies; empty for a source of the user's own, which may say anything."""
     with suppress(ValueError):
         found = parse_json(text)
         if isinstance(found, dict):
@@ -242,6 +261,7 @@ def read_step(origin: Origin, step: int) -> list[dict[str, Any]]:
     if not plan.is_known_ahead:
         raise UserError("train.micro_batches", "depends on what the run measures", f"use train replay --step {step}")
     first, start, stop = map(plan.batches_before, (origin.step + 1, step, step + 1))
+    # The blends are read on from the checkpoint: what comes before the step is drawn and dropped.
     for number in range(first, stop):
         for shard, blend in enumerate(origin.blends):
             batch = next(blend, None)
@@ -254,8 +274,8 @@ def read_step(origin: Origin, step: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of a step that was repeated: the values of the logged steps until then, the micro-batches as `Replayed` notes
-    them, and why it ended, if not by itself. It must equal the record if it is exact: on as many ranks sums round alike."""
+    """A step that was repeated: the values of the logged steps until then, the micro-batches as `Replayed` notes them, and why
+    it ended, if not by itself. It must equal the record if it is exact: on as many ranks sums round alike."""
 
     num_ranks: int
     is_exact: bool
@@ -293,13 +313,22 @@ def replay(
     changed: dict[str, dict[str, Any]] = {
         "train": {"spike_sigma": 0.0},
         "eval": {"every": 0},
-        "metrics": {"digests": "write", **({"log_interval": 1} if logs_all else {})},
-        "checkpoint": {"resume": "off" if origin.path is None else str(origin.path.absolute())},
-        "distributed": {} if num_ranks == own else {"shards": origin.plan.facts.data_shards},
+        "metrics": {"digests": "write"},
+        "checkpoint": {"resume": "off"},
+        "distributed": {},
     }
+    if logs_all:
+        changed["metrics"]["log_interval"] = 1
+    if origin.path is not None:
+        changed["checkpoint"]["resume"] = str(origin.path.absolute())
+    if num_ranks != own:  # the same rows, on other ranks
+        changed["distributed"]["shards"] = origin.plan.facts.data_shards
     rides = ExtensionTable(target="trainer.tools.branching.replay:Replayed", args={"step": step})
     config = with_tables(origin.config, changed).model_copy(update={"extension": [*origin.config.extension, rides]})
-    environment = {"OMP_NUM_THREADS": str(threads)} if threads in range(1, MOST_THREADS) and num_ranks == own else {}
+    environment = {}
+    if num_ranks == own and threads in range(1, MOST_THREADS):  # sums round alike on as many threads
+        environment["OMP_NUM_THREADS"] = str(threads)
+    # Changes of the mix are read from events.jsonl, so the new directory begins with those of the run.
     with tempfile.TemporaryDirectory(prefix="trainer-replay-", ignore_cleanup_errors=True) as name:
         write_file(Path(name) / EVENTS, b"".join(mix_events(origin.run.path / EVENTS)), sync=False)
         try:
@@ -308,7 +337,8 @@ def replay(
             failure = error.reason.splitlines()[-1]
         files = Path(name).glob("replayed_*.json")
         micros = [micro for file in files for micro in json.loads(file.read_text(encoding="utf-8"))]
-        values = recorded(again := load_run(name, allow_empty=True))
+        again = load_run(name, allow_empty=True)
+        values = recorded(again)
     if should_stop():
         raise BranchFailed("stopped")
     if not micros:
@@ -329,12 +359,14 @@ class Replayed(Extension):
         self._step = step
         self._micros: list[dict[str, Any]] = []
         self._num_done = 0
+        # Not `train.steps`: schedules go by the length of the run, which must stay.
         run.position.last_step = step
         run.position.evaluation_is_due = False
 
     def window_read(self, step: int, window: Sequence[MicroBatch]) -> None:
-        """Note the rows of the step."""
-        for micro in window if step == self._step else ():
+        if step != self._step:
+            return
+        for micro in window:
             found = {"shard": self.run.state.shards[micro.shard].number, "meta": micro.meta}
             sources = micro.extras.get("dataset_labels")
             tokens = (micro.targets != IGNORED).sum(1).tolist()
@@ -342,27 +374,35 @@ class Replayed(Extension):
 
     def state_found(self, micro: MicroBatch, carry: Carry, state: Tensor) -> None:
         """Note which rows continue from a state: the ledger gives zeros where it holds none."""
-        if self._micros:
-            held, continues = (state != 0).any(1).tolist(), (carry.group_ids >= 0) & (carry.cell_index > 0)
-            names = [("carried" if has else "cold") if c else "fresh" for has, c in zip(held, continues, strict=True)]
-            self._micros[self._num_done]["states"] = names
+        if not self._micros:
+            return
+        names = []
+        continues = (carry.group_ids >= 0) & (carry.cell_index > 0)
+        for is_held, has_begun in zip((state != 0).any(1).tolist(), continues, strict=True):
+            if not has_begun:
+                names.append("fresh")
+            else:
+                names.append("carried" if is_held else "cold")
+        self._micros[self._num_done]["states"] = names
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         """Note the losses, in nats: each row's, and the sums that are trained on; and whether the sum of the
         gradients so far is finite."""
-        if self._micros:
-            parts = {name: term.sum.item() for name, term in result.parts.items()}
-            losses = {} if result.token_loss is None else {"losses": result.token_loss.double().sum(1).tolist()}
-            gradients = [own_part(each.grad) for each in self.run.model.parameters() if each.grad is not None]
-            faults = {} if all(bool(each.isfinite().all()) for each in gradients) else {"gradient": "not finite"}
-            self._micros[self._num_done] |= {**losses, "parts": parts, "faults": faults}
-            self._num_done += 1
+        if not self._micros:
+            return
+        noted: dict[str, Any] = {"parts": {name: term.sum.item() for name, term in result.parts.items()}, "faults": {}}
+        if result.token_loss is not None:
+            noted["losses"] = result.token_loss.double().sum(1).tolist()
+        gradients = [own_part(each.grad) for each in self.run.model.parameters() if each.grad is not None]
+        if not all(bool(each.isfinite().all()) for each in gradients):
+            noted["faults"]["gradient"] = "not finite"
+        self._micros[self._num_done] |= noted
+        self._num_done += 1
 
     def step_finished(self, taken: StepInFlight, outcome: StepOutcome) -> None:
         """No checkpoint is needed."""
         self.run.saver.last_saved = taken.step
 
     def closed(self) -> None:
-        """Write what was noted."""
         text = json.dumps(self._micros)
         write_file(self.run.run_dir.path / f"replayed_{self.run.info.rank}.json", text, sync=False)

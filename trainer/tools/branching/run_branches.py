@@ -107,7 +107,9 @@ def cuda_devices(config: RunConfig) -> list[str]:
     if config.train.device == "cpu" or not torch.cuda.is_available():
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    if named:
+        return named.split(",")
+    return list(map(str, range(torch.cuda.device_count())))
 
 
 def run_branches(
@@ -140,7 +142,9 @@ def run_branches(
     def run_one(branch: Branch) -> BranchResult | None:
         environment = free.get()
         try:
-            return None if stops() else _run_branch(study, branch, environment, stops)
+            if stops():
+                return None
+            return _run_branch(study, branch, environment, stops)
         except BaseException:
             has_failed.set()
             raise
@@ -158,6 +162,7 @@ def _run_branch(
     study: Study, branch: Branch, environment: Mapping[str, str], should_stop: Callable[[], bool]
 ) -> BranchResult | None:
     """Train a branch, from its own checkpoint if it has one, and evaluate it. None: stopped. Raises as `run_branches`."""
+    # A branch without a checkpoint was killed before it trained: it starts from the fork again.
     started, end = time.monotonic(), study.origin.step + branch.steps
     path = study.directory / branch.name
     if not checkpoint.complete_checkpoints(RunDir(path).checkpoints):
@@ -213,7 +218,8 @@ def run_program(
     config_file, output_file = run_dir / "branch.toml", run_dir / OUTPUT_FILE
     write_file(config_file, to_toml(config))
     command = [sys.executable, str(PROGRAM), "--config", str(config_file), "--run-dir", str(run_dir)]
-    command += ["--nproc", str(num_ranks)] if num_ranks > 1 else []
+    if num_ranks > 1:
+        command += ["--nproc", str(num_ranks)]
     with open_plain(output_file, "ab") as output:
         # A session of its own: Ctrl-C reaches this process alone.
         process = subprocess.Popen(
@@ -224,12 +230,13 @@ def run_program(
             stderr=output,
             start_new_session=True,
         )
-        is_told = False
+        is_told = False  # a second signal would kill it before it has saved
         while (code := process.poll()) is None:
             if should_stop() and not is_told:
                 process.send_signal(signal.SIGTERM)
                 is_told = True
             time.sleep(POLL_SEC)
+    # An exit code alone does not tell a stop from an end, or a diverged loss from a failure.
     status = RunDir(run_dir).status()
     if code == 0 and status.get("state") == FINISHED:
         return True
@@ -252,12 +259,16 @@ def training_config(study: Study, branch: Branch) -> RunConfig:
         "train": {"steps": study.origin.step + branch.steps, "tokens": 0, "micro_batches": branch.micro_batches},
         "optimizer": {"lr": branch.lr},
         "ledger": _ledger(config, branch.factor, branch.seed),
-        "eval": {"every": NEVER if study.is_held_out else 0, "batches": config.eval.batches or EVAL_BATCHES},
+        "eval": {"every": 0, "batches": config.eval.batches or EVAL_BATCHES},
         "gns": {"enabled": False},
         "checkpoint": {"keep_last": 1, "keep_every": 0, "background": False, "resume": "auto"},
     }
     changed["train"]["on_non_finite"] = "stop"
-    changed["metrics"] = {"log_interval": max(branch.steps // LOGGED_ROWS, 1) if study.is_held_out else 1}
+    # The training loss decides without held-out documents: then every step is logged.
+    changed["metrics"] = {"log_interval": 1}
+    if study.is_held_out:
+        changed["eval"]["every"] = NEVER
+        changed["metrics"]["log_interval"] = max(branch.steps // LOGGED_ROWS, 1)
     return with_tables(config, changed).model_copy(update={"scheduler": SchedulerTable(name="constant")})
 
 
@@ -276,7 +287,7 @@ def with_tables(config: RunConfig, changed: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _ledger(config: RunConfig, factor: Fraction, seed: int) -> dict[str, Any]:
-    """What counts steps counts as many tokens as before."""
+    """The settings of the ledger that count steps, changed so that they last as many tokens as before."""
     table = config.ledger
     changed: dict[str, Any] = {"probe_every": 0}
     for name in ("stale_threshold", "wipe_every"):
@@ -333,5 +344,7 @@ def reordered(state: Mapping[str, Any], order: int) -> dict[str, Any]:
         observed = {**source["observed"], "waits": []}
         sources.append({**source, **beginning, "num_picks": num_picks, "observed": observed})
     batch_index = state["batch_index"] + order * BATCHES
-    fresh = {"batch_index": batch_index, "ended": [False] * len(state["ended"]), "sources": sources}
-    return {**state, **fresh, **({"lanes": []} if "lanes" in state else {})}
+    fresh: dict[str, Any] = {"batch_index": batch_index, "ended": [False] * len(state["ended"]), "sources": sources}
+    if "lanes" in state:
+        fresh["lanes"] = []
+    return {**state, **fresh}

@@ -1,4 +1,4 @@
-"""What is to be measured from one checkpoint: its state in the run, the branches, and what they have in common."""
+"""A study from one checkpoint: its state in the run, the branches, and what they have in common."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Origin:
     @property
     def tokens_per_sec(self) -> float | None:
         """Median speed of the last rows before the checkpoint; None if none were logged."""
-        return median(found[-RATE_ROWS:]) if (found := _logged(self.run, "tokens_per_sec", self.step)) else None
+        speeds = _logged(self.run, "tokens_per_sec", self.step)[-RATE_ROWS:]
+        return median(speeds) if speeds else None
 
 
 def _logged(run: RunRecord, key: str, step: int) -> list[float]:
@@ -88,6 +89,7 @@ def reserved(run_dir: Path) -> Iterator[None]:
                 ) from None
             except OSError:  # a file system without locks
                 pass
+        # Two studies would write the same branches, so the directory has a lock of its own.
         (run_dir / "cbs").mkdir(exist_ok=True)
         held.enter_context(take_lock(run_dir / "cbs"))
         yield
@@ -112,13 +114,15 @@ def open_origin(run_dir: Path, path: Path, *, trust_code: bool = False) -> Origi
     plan = make_plan(config, config_path_of(saved.get("environment", {}), run_dir), world_size, parts=PARTS)
     micro_batches = saved["micro_batches"][0] or config.micro_batches.first
     lr = make_schedule(config, plan.length)(saved.get("reached", step)) * config.micro_batches.lr_factor(micro_batches)
+    # Branches keep this rate throughout: the end of a schedule would compare nothing.
     if lr <= 0:
         problem = f"the learning rate at step {step} is 0, at which no branch learns"
         raise UserError("--at", problem, "choose another step")
     batches = read_rank(path, 0)["data"]["batch_index"]
     sources = []
+    reached = {"step": step + 1, "batch": batches}
     for source in plan.sources:  # under its full name, with the weight that its schedule has reached
-        weight = source.weight.evaluate(step + 1 if source.weight.unit == "step" else batches)
+        weight = source.weight.evaluate(reached[source.weight.unit])
         sources.append(source.table.model_copy(update={"name": source.name, "weight": weight}))
     run = load_run(run_dir)
     return Origin(
@@ -145,7 +149,9 @@ def config_path_of(environment: Mapping[str, Any], run_dir: Path) -> Path:
         for word, following in zip(command, [*command, ""][1:], strict=True)
         if word in ("--config", "-c") or word.startswith("--config=")
     ]
-    return Path(named[-1]) if named else RunDir(run_dir).resolved_config
+    if not named:
+        return RunDir(run_dir).resolved_config
+    return Path(named[-1])
 
 
 def base_steps_for(tokens: float, tokens_per_step: float, factors: Iterable[Fraction]) -> int:
@@ -171,7 +177,6 @@ class Branch:
 
     @property
     def name(self) -> str:
-        """Its directory's name."""
         return f"batch_{str(self.factor).replace('/', '_of_')}-lr_{self.lr:.6g}-seed_{self.seed}"
 
 
@@ -203,12 +208,11 @@ class Study:
 
     @property
     def num_seeds(self) -> int:
-        """Orders of the data."""
         return len({branch.seed for branch in self.branches})
 
     @property
     def common(self) -> dict[str, Any]:
-        """What all results of the directory must share, or their losses do not compare."""
+        """Facts that all results of the directory must share, or their losses do not compare."""
         return {
             "checkpoint": self.origin.marker,
             "tokens": round(self.tokens),
@@ -255,9 +259,10 @@ def make_study(
         problem = "leaves fewer than two batches to compare" + "".join(f"; {line}" for line in impossible)
         raise UserError("--factors", problem, "name others, such as 1,2,4")
     least = LEAST_STEPS * float(max(possible)) * origin.tokens_per_step
-    base_tokens = max(DEFAULT_SHARE * origin.tokens_seen, least) if tokens is None else tokens
+    base_tokens = tokens or max(DEFAULT_SHARE * origin.tokens_seen, least)
     base_steps = base_steps_for(base_tokens, origin.tokens_per_step, possible)
     kept = (before or {}).get("base_steps")
+    # More factors or seeds in a later call: the branches that are done must stay comparable.
     if tokens is None and kept and base_steps_for(kept, 1.0, possible) == kept:
         base_steps = kept
     exponent = 1.0 if origin.config.optimizer.name == "sgd" else 0.5

@@ -114,7 +114,9 @@ def _files(modality: str, patterns: Sequence[str]) -> dict[str, Path]:
     for pattern in globs:
         matched = [Path(path).absolute() for path in find_files(pattern)]
         if not matched:
-            fix = f"write '{Path(pattern)}/**/*'" if Path(pattern).is_dir() else "check it with ls"
+            fix = "check it with ls"
+            if Path(pattern).is_dir():
+                fix = f"write '{Path(pattern)}/**/*'"
             raise UserError(f"--modality {modality}", f"the glob {pattern!r} matches no file", fix)
         files.update(matched)
     # Not of the files: one that is added would rename the streams of others.
@@ -130,7 +132,9 @@ def _why_no_text(path: Path) -> str:
     if suffix in RECORDS:
         return f'{suffix} is no plain text: write a .jsonl file with {{"text": ...}} on each line'
     read_as_is = {*suffixes(), *index_suffixes()} - {*FORMATS["text"].suffixes, *FORMATS["jsonl"].suffixes}
-    return f"{suffix} is no plain text: a run reads the file as it is" if suffix in read_as_is else ""
+    if suffix in read_as_is:
+        return f"{suffix} is no plain text: a run reads the file as it is"
+    return ""
 
 
 def build_pytext(
@@ -179,7 +183,6 @@ def _package(name: str) -> Path:
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], prefix: str = "") -> Iterator[Candidate]:
-    """Files below `root`."""
     for directory, names, files in os.walk(root):
         names[:] = sorted(name for name in names if name not in _NOT_SOURCES)
         for file in sorted(files):

@@ -27,8 +27,6 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A potential document."""
-
     source: str
     """Its origin relative to its package or root, with forward slashes; the directory determines the stream."""
     size: Callable[[], int]
@@ -37,12 +35,10 @@ class Candidate:
 
 
 def of_file(source: str, path: Path) -> Candidate:
-    """A file."""
     return Candidate(source, lambda: path.stat().st_size, path.read_bytes)
 
 
 def of_text(source: str, text: str) -> Candidate:
-    """The text itself."""
     return Candidate(source, lambda: len(text), lambda: text.encode("utf-8", "surrogatepass"))
 
 
@@ -172,6 +168,7 @@ def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Stre
     by_directory: dict[tuple[str, ...], list[Document]] = {}
     for document in documents:
         by_directory.setdefault(PurePosixPath(document.source).parts[:-1], []).append(document)
+    # The deepest first, so that small directories gather in a parent before that is judged.
     deepest = max((len(parts) for parts in by_directory), default=0)
     for depth in range(deepest, 0, -1):
         for parts in sorted(key for key in by_directory if len(key) == depth):
@@ -199,6 +196,7 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min
     """
     chosen: Streams = {}
     left = max_bytes
+    # The smallest first: what they leave is shared by those that come later.
     by_size = sorted(streams, key=lambda name: (_size(streams[name]), name))
     for position, name in enumerate(by_size):
         room = left // (len(by_size) - position)
@@ -206,9 +204,11 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int, *, min
         rest: list[Document] = []
         size = 0
         for document in sorted(streams[name], key=lambda d: hashlib.sha256(d.source.encode()).digest()):
-            fits = size + document.num_bytes <= room
-            (taken if fits else rest).append(document)
-            size += document.num_bytes * fits
+            if size + document.num_bytes > room:
+                rest.append(document)
+                continue
+            taken.append(document)
+            size += document.num_bytes
         for document in sorted(rest, key=lambda d: (d.num_bytes, d.source)):
             if size < min_bytes and size + document.num_bytes <= left:
                 taken.append(document)

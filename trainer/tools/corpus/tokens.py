@@ -26,7 +26,7 @@ RECORD = ".tokenize.json"
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What `tokenize` has made, and how much of it an earlier call had made already."""
+    """The result of `tokenize`, and how much of it an earlier call had made already."""
 
     files: int
     documents: int
@@ -73,8 +73,9 @@ def tokenize(
         if first.setdefault(file.target, file.path) != file.path:
             problem = f"{file.target.relative_to(out)} would hold both {first[file.target]} and {file.path}"
             raise UserError(str(out), problem, "name them by one directory or one glob in quotes, whose names differ")
-    content = Path(tokenizer).read_bytes() if tokenizer.endswith(".json") else b""
-    identity = hashlib.sha256(content).hexdigest()[:16] if content else tokenizer
+    identity = tokenizer
+    if tokenizer.endswith(".json"):  # which may move, or change under its name
+        identity = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]
     with _alone(out):
         _claim(out, files, tokenizer=identity, text_split=text_split, column=column, span_bytes=span_bytes)
         for folder in {out, *(file.target.parent for file in files)}:
@@ -84,6 +85,7 @@ def tokenize(
             files, out, tokenizer=tokenizer, text_split=text_split, column=column, workers=workers, report=report
         )
     lengths = [load_megatron(file.target, options).lengths for file in files]
+    # Read back, since files of an earlier call count too.
     documents, tokens = sum(map(len, lengths)), sum(int(each.sum()) for each in lengths)
     return Tokenized(len(files), documents, tokens, sum(os.path.getsize(file.path) for file in files), kept)
 
@@ -132,7 +134,9 @@ def _claim(out: Path, files: Sequence[TextFile], **settings: Any) -> None:
             problem = "is not empty, and holds no tokens of this verb"
             raise UserError(str(out), problem, "name a new directory") from None
         if changed or gone:
-            other = f"made with another {' and '.join(changed)}" if changed else f"of other files ({few(gone)})"
+            other = f"of other files ({few(gone)})"
+            if changed:
+                other = f"made with another {' and '.join(changed)}"
             raise UserError(str(out), f"holds tokens {other}", "name a new directory, or remove these tokens")
     for file in files:
         name = file.target.relative_to(out).as_posix()

@@ -21,8 +21,6 @@ MANIFEST_NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class StreamEntry:
-    """One stream file."""
-
     path: str
     """Relative to the corpus, with forward slashes."""
     documents: int
@@ -53,12 +51,13 @@ class Manifest:
 
     def totals(self, modality: str | None = None) -> dict[str, int]:
         """Streams, documents, text_bytes and file_bytes of one modality, or of all."""
-        chosen = self.entries.values() if modality is None else self.modalities[modality]
+        chosen = tuple(self.entries.values())
+        if modality is not None:
+            chosen = self.modalities[modality]
         names = ("documents", "text_bytes", "file_bytes")
         return {"streams": len(chosen), **{name: sum(getattr(entry, name) for entry in chosen) for name in names}}
 
     def to_json(self) -> str:
-        """The text of `manifest.json`."""
         content = {
             "format_version": self.format_version,
             "builder": self.builder,
@@ -181,6 +180,7 @@ def _write_stream(directory: Path, path: str, documents: Sequence[Document]) -> 
     with replacing(directory / path, sync=False) as file:  # the whole corpus is synced with its manifest, last
         for document in documents:
             text = document.text()
+            # The text was left on disk since it was checked.
             if hashlib.sha256(text.encode("utf-8")).hexdigest() != document.digest:
                 raise UserError(document.source, "changed while the corpus was built", "build it again")
             row = json.dumps({"text": text, "source": document.source}, ensure_ascii=False)
@@ -201,6 +201,7 @@ def _replaced(out: Path) -> Iterator[Path]:
         new, old = Path(work, "new"), Path(work, "old")
         new.mkdir()
         yield new
+        # Two renames: for a moment there is no corpus, but never half of one.
         if out.exists():
             out.rename(old)
         try:

@@ -1,12 +1,12 @@
-"""Diagnosis: the outcomes of all rules on one run, their JSON, and docs/diagnosis.md."""
+"""Diagnosis: the outcomes of all rules on one run, and their JSON."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from trainer.tools import limits
 from trainer.tools.diagnostics import depth, gradients, loss, mixing, run, state
 from trainer.tools.diagnostics.rule import Outcome, Rule, Severity, not_measured
 from trainer.tools.runs.load import RunRecord
@@ -49,19 +49,23 @@ class Ruling:
 
     @property
     def fix(self) -> str:
-        """What to change: a config key and its value; empty if unknown."""
-        return "" if self.outcome.knob is None else f"try {self.outcome.knob}"
+        """The setting to change, with its value; empty if unknown."""
+        knob = self.outcome.knob
+        return f"try {knob}" if knob else ""
 
     @property
     def severity(self) -> Severity | None:
         """The severity of a finding; None for other verdicts."""
-        return (self.outcome.severity or self.rule.severity) if self.outcome.verdict == "finding" else None
+        if self.outcome.verdict != "finding":
+            return None
+        return self.outcome.severity or self.rule.severity
 
     @property
     def result(self) -> str:
         """The severity of a finding, the verdict otherwise; `not yet` if more rows would give one."""
-        verdict = "not yet" if self.outcome.is_early else self.outcome.verdict.replace("_", " ")
-        return self.severity or verdict
+        if self.outcome.is_early:
+            return "not yet"
+        return self.severity or self.outcome.verdict.replace("_", " ")
 
     @property
     def steps(self) -> list[int]:
@@ -69,7 +73,6 @@ class Ruling:
         return sorted({step for evidence in self.outcome.evidence for step in evidence.steps})
 
     def to_json(self) -> dict[str, Any]:
-        """Strict JSON."""
         outcome = self.outcome
         return {
             "rule": self.rule.name,
@@ -78,7 +81,7 @@ class Ruling:
             "not_yet": outcome.is_early,
             "sentence": outcome.sentence,
             "evidence": [evidence.to_json() for evidence in outcome.evidence],
-            "knob": outcome.knob.to_json() if outcome.knob is not None else None,
+            "knob": outcome.knob and outcome.knob.to_json(),
             "fix": self.fix,
             "needs": list(self.rule.needs),
         }
@@ -86,8 +89,6 @@ class Ruling:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The rulings on one run."""
-
     run: RunRecord
     rulings: tuple[Ruling, ...]
 
@@ -111,25 +112,29 @@ class Diagnosis:
 
     @property
     def verdict(self) -> DiagnosisVerdict | None:
-        """`healthy` takes half of the rules or more; fewer without a finding are `no_findings`.
+        """`healthy` takes half of the rules or more (`LEAST_JUDGED`); fewer without a finding are `no_findings`.
 
         None for a run without training rows: the rules have nothing to check.
         """
-        if not self.run.steps:
+        if not self.run.steps:  # neither healthy nor faulty
             return None
         if self.findings:
             return "findings"
-        return "healthy" if 2 * self.num_judged >= len(self.rulings) else "no_findings"
+        if self.num_judged < limits.LEAST_JUDGED * len(self.rulings):
+            return "no_findings"
+        return "healthy"
 
     @property
     def coverage(self) -> str:
-        """How many rules judged the run: `14 of 27 rules judged the run, 5 could not yet, 8 had nothing to measure`."""
+        """How many rules judged the run: `14 of 25 rules judged the run, 4 could not yet, 7 had nothing to measure`."""
         early = sum(ruling.outcome.is_early for ruling in self.rulings)
         rest = sum(ruling.had_nothing_to_measure for ruling in self.rulings)
-        parts = [f"{self.num_judged} of {len(self.rulings)} rules judged the run"]
-        parts += [f"{early} could not yet"] if early else []
-        parts += [f"{rest} had nothing to measure"] if rest else []
-        return ", ".join(parts)
+        text = f"{self.num_judged} of {len(self.rulings)} rules judged the run"
+        if early:
+            text += f", {early} could not yet"
+        if rest:
+            text += f", {rest} had nothing to measure"
+        return text
 
     @property
     def brief(self) -> str:
@@ -150,8 +155,10 @@ class Diagnosis:
             "no_findings": "Nothing wrong was found, but little could be checked",
             "findings": f"{counted(len(self.findings), 'finding')}: {self.brief}",
         }[self.verdict]
-        advice = ", ".join(each.rule.name for each in self.advice)
-        return found + (f"; {counted(len(self.advice), 'suggestion')}: {advice}" if advice else "")
+        if not self.advice:
+            return found
+        names = ", ".join(each.rule.name for each in self.advice)
+        return f"{found}; {counted(len(self.advice), 'suggestion')}: {names}"
 
     def to_json(self) -> dict[str, Any]:
         """Version 2 of the JSON; later versions only add keys or increase the version."""
@@ -172,7 +179,6 @@ class Diagnosis:
 
 
 def diagnose(run: RunRecord, rules: Iterable[Rule] = RULES) -> Diagnosis:
-    """Apply every rule."""
     return Diagnosis(run, tuple(Ruling(rule, _outcome(rule, run)) for rule in rules))
 
 
@@ -182,35 +188,3 @@ def _outcome(rule: Rule, run: RunRecord) -> Outcome:
         return rule.apply(run)
     except Exception as error:  # noqa: BLE001 - see above
         return not_measured(f"the run's files do not fit together ({type(error).__name__}: {error})")
-
-
-def render_diagnosis_markdown(page: str, calibration: Mapping[str, Any]) -> str:
-    """docs/diagnosis.md with the sections on the rules and the results of the calibration made anew.
-
-    Args:
-        page: the present one, whose text before `## Rules` is kept.
-        calibration: output of `scripts/calibrate_diagnosis.py`.
-    """
-    lines = [f"{page.partition('## Rules')[0]}## Rules", ""]
-    for rule in RULES:
-        condition, why, change = rule.texts
-        reason = re.split(r"(?<! al)\. ", why.removesuffix("."))[0] + "."  # reports have all of it
-        lines += [f"### {rule.name} ({rule.severity})", "", f"{condition}. {reason}", "", f"Change: {change}.", ""]
-    lines += ["## False alarms and injected faults", ""]
-
-    def names(kind: str, part: str) -> int:
-        found = calibration[part].values()
-        return sum(len({each.split(":")[0] for each in of_size[kind]}) for of_size in found)
-
-    for what, part in (("synthetic, 300 steps", "synthetic"), ("real, 20 to 60 steps", "short")):
-        sizes, runs = ", ".join(calibration[part]), sum(of_size["runs"] for of_size in calibration[part].values())
-        lines.append(
-            f"- healthy, {what}, on {sizes} ranks: a false alarm in {names('false_alarms', part)} of {runs} runs, wrong "
-            f"advice in {names('false_advice', part)}, a finding about speed (not judged) in {names('about_speed', part)}"
-        )
-    real, faults = calibration["real"]["runs"], calibration["faults"]
-    alarms = sum(bool(each["false_alarms"]) for each in real)
-    lines.append(f"- healthy, real, 120 steps of each family: a false alarm in {alarms} of {len(real)} runs")
-    found, runs = (sum(fault[key] for fault in faults) for key in ("found", "runs"))
-    lines.append(f"- {len(faults)} injected faults, one or more for each rule: found in {found} of {runs} runs")
-    return "\n".join(lines) + "\n"

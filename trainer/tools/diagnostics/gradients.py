@@ -1,11 +1,13 @@
-"""Rules about gradients: the batch size next to the noise scale, repeated data, and layers that stand still or dominate."""
+"""Rules about gradients: the batch size next to the noise scale, repeated data, and layers that stand still."""
 
 from __future__ import annotations
 
+import math
 from fnmatch import fnmatchcase
 from statistics import median
 from typing import Any, Final
 
+from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
     MICRO_BATCHES,
     Knob,
@@ -15,10 +17,10 @@ from trainer.tools.diagnostics.rule import (
     explained,
     finding,
     healthy,
-    lower_lr,
     micro_batches,
     not_measured,
     not_yet,
+    ranks,
     rule,
     series,
     unlogged,
@@ -27,34 +29,21 @@ from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, NoiseScale, noise_scale_of, why_unknown
 from trainer.wording import counted, number_text
 
-TOO_SMALL = 0.1
-WASTEFUL = 4.0
-MIN_STEPS = 20  # fewer say more about the first steps than about the batch
 CONSISTENCY = "gns/consistency"
 B_SMALL = "gns/b_small"
 DRAWN = "gns/b_drawn"
 TR_SIGMA = "gns/tr_sigma"
 GRAD_SQ = "gns/grad_sq"
-INCONSISTENT = 0.2  # relative error of the noise scale that is worth a word
-SIGMAS = 3.0
-SMALLEST = 0.01  # of a consistency, which may be negative by chance
-SAME_DATA = 0.02  # of a consistency: ranks that read slices of one stream still differ by their rows
-TOO_DIFFERENT = 2.0  # the same, of loops that may do anything with the gradient
-# Of the squared gradient: what rounding leaves of the noise of a step whose micro-batches are equal.
-ROUNDING = 1e-6
 UPDATE: Final = "/update_ratio"
 NORM: Final = "/grad_norm"
-MIN_LAYERS = 3
-MIN_ROWS = 5
-STANDS_STILL = 1e-3
-TAKES_ALL = 0.9999
 HINT = "that takes gns.enabled = true and at least two micro-batches per step over all ranks"
 
 
 @rule("error", needs=(TR_SIGMA, GRAD_SQ, B_BIG), uses=(CONSISTENCY, f"{CONSISTENCY}_se", B_SMALL), hint=HINT)
 def repeated_data(run: RunRecord) -> Outcome:
-    """In the last row, gns/consistency with {SIGMAS:g} standard errors is below {SAME_DATA:g}, or (a warning, in loops that
-    are not the trainer's) above {TOO_DIFFERENT:g}; or the noise is below {ROUNDING:g} of the squared gradient.
+    """In the last row, gns/consistency with {limits.CONSISTENCY_ERRORS:g} standard errors is below {limits.SAME_DATA:g}, or
+    (a warning, in loops that are not the trainer's) above {limits.TOO_DIFFERENT:g}; or the noise is below {limits.ROUNDING:g}
+    of the squared gradient.
 
     Ranks that read the same data (a sampler without the rank, one seed for all) have equal gradients and no noise between
     them: the batch is smaller than it seems, without another symptom.
@@ -67,25 +56,31 @@ def repeated_data(run: RunRecord) -> Outcome:
     if noise.values[-1] == signal.values[-1] == 0.0:
         return not_measured("the gradient is 0")
     words = f"(noise {number_text(noise.values[-1])} at step {last:,})"
-    if abs(noise.values[-1]) <= ROUNDING * batch.values[-1] * abs(signal.values[-1]):
+    if abs(noise.values[-1]) <= limits.ROUNDING * batch.values[-1] * abs(signal.values[-1]):
         words = f"all micro-batches of a step have the same gradient {words}: they are the same data"
         return finding(words, noise.evidence([len(noise) - 1]), knob=other_data)
     ratio, error = aligned(series(run, CONSISTENCY), series(run, f"{CONSISTENCY}_se"))
     if not ratio:
         per_micro = series(run, B_SMALL).values
-        one_each = run.world_size is not None and per_micro and batch.values[-1] / per_micro[-1] < 1.5 * run.world_size
-        if run.world_size == 1 or one_each:
+        num_micros = batch.values[-1] / per_micro[-1] if per_micro else math.inf
+        # With one micro-batch per rank, the noise between micro-batches is the noise between ranks.
+        if run.world_size == 1 or num_micros < 1.5 * ranks(run):
             return healthy(f"the micro-batches of a step differ {words}")
-        judged = not_yet if last < MIN_STEPS else not_measured  # sharded ranks never have it
-        return judged(f"ranks of several micro-batches need {CONSISTENCY}")
-    value, within, evidence = ratio.values[-1], SIGMAS * error.values[-1], ratio.evidence([len(ratio) - 1])
+        needed = f"ranks of several micro-batches need {CONSISTENCY}"
+        # Sharded ranks never have it: no further step would help.
+        if last >= limits.NOISE_STEPS:
+            return not_measured(needed)
+        return not_yet(needed)
+    value, evidence = ratio.values[-1], ratio.evidence([len(ratio) - 1])
+    within = limits.CONSISTENCY_ERRORS * error.values[-1]
     parts = "the two halves of a step" if run.world_size == 1 else "ranks"
     times = f"{number_text(max(value, 0.0), 3)} times as much as independent data explains"
     words = f"the gradients of {parts} differ {times}"
-    if value + within < SAME_DATA:
+    if value + within < limits.SAME_DATA:
         words += ": they read the same data, so the batch is smaller than it seems"
         return finding(words, evidence, knob=other_data)
-    if value - within > TOO_DIFFERENT and not run.config:  # the trainer measures before it clips, and repeats nothing
+    # The trainer measures before it clips, and repeats nothing: only other loops can do this.
+    if value - within > limits.TOO_DIFFERENT and not run.config:
         words += ": gradients were clipped or scaled before they were measured, or ranks read data of different kinds"
         return finding(words, evidence, severity="warning")
     return healthy(words)
@@ -93,8 +88,8 @@ def repeated_data(run: RunRecord) -> Outcome:
 
 @rule("advice", needs=[B_BIG], hint=HINT)
 def batch_size(run: RunRecord) -> Outcome:
-    """In the last row, the batch is below {TOO_SMALL:g} of the lower bound of the noise scale (too small) or above
-    {WASTEFUL:g} times its upper bound (wasteful).
+    """In the last row, the batch is below {limits.SMALL_BATCH:g} of the lower bound of the noise scale (too small) or above
+    {limits.WASTEFUL_BATCH:g} times its upper bound (wasteful).
 
     A batch B needs 1 + B / B_simple times the minimum tokens and 1 + B_simple / B times the minimum steps (McCandlish et
     al. 2018): beyond the bounds, five times the tokens or eleven times the steps.
@@ -105,38 +100,43 @@ def batch_size(run: RunRecord) -> Outcome:
     scale = noise_scale_of(run)
     if scale is None or not scale.is_known:
         return not_yet(f"the noise scale is {why_unknown(run)}")
-    if scale.steps is not None and scale.steps < MIN_STEPS:
-        return not_yet(f"needs a noise scale from {MIN_STEPS} steps, has one from {scale.steps}")
+    if scale.steps is not None and scale.steps < limits.NOISE_STEPS:
+        return not_yet(f"needs a noise scale from {limits.NOISE_STEPS} steps, has one from {scale.steps}")
     words = f"{number_text(scale.batch)} sequences per step, noise scale {scale.number} ({scale.where})"
     words += _doubt(run, scale)
     rows = [_row(run, key, scale) for key in (f"{scale.key}_low", scale.key, f"{scale.key}_high", B_BIG)]
     shown = [row.evidence() for row in rows if len(row)]
     # A lower bound is enough for "too small". The other two verdicts need an upper bound.
-    if scale.batch < TOO_SMALL * scale.low:
+    if scale.batch < limits.SMALL_BATCH * scale.low:
         words = f"the batch is too small: {words}; a larger batch takes fewer steps and hardly more tokens"
         return finding(words, *shown, knob=_towards(run, scale))
     if scale.high is None:
         return not_yet(f"the noise scale has no upper bound: {words}")
-    if scale.batch > WASTEFUL * scale.high:
+    if scale.batch > limits.WASTEFUL_BATCH * scale.high:
         words = f"the batch is wasteful: {words}; a smaller batch reaches the same loss with fewer tokens"
         return finding(words, *shown, knob=_towards(run, scale))
     return healthy(f"the batch is neither too small nor wasteful: {words}")
 
 
 def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
-    """Towards the noise scale, at most `1 / TOO_SMALL` times as large; None where a rank has a single sequence per step."""
-    factor = min(_middle(scale) / scale.batch, 1 / TOO_SMALL)
+    """Towards the noise scale, at most tenfold; None where a rank has a single sequence per step."""
+    # A noise scale is an order of magnitude: no step beyond ten is suggested at once.
+    factor = min(_middle(scale) / scale.batch, 1 / limits.SMALL_BATCH)
     if not run.config and not series(run, MICRO_BATCHES):
         wanted = counted(max(round(scale.batch * factor), 1), "sequence")
         return Knob("train.micro_batches", None, f"as many as give {wanted} per step")
     micros = micro_batches(run, since=scale.step)
     if factor > 1 or micros > 1:
-        better = max(round(micros * factor), micros + 1 if factor > 1 else 1)
-        is_constant = isinstance(run.setting("train.micro_batches", 1), int)
-        return Knob("train.micro_batches", micros, better if is_constant else f"a schedule that ends at {better}")
+        least = micros + 1 if factor > 1 else 1
+        better = max(round(micros * factor), least)
+        if isinstance(run.setting("train.micro_batches", 1), int):
+            return Knob("train.micro_batches", micros, better)
+        return Knob("train.micro_batches", micros, f"a schedule that ends at {better}")
+    # One micro-batch cannot be fewer: its rows can.
     size = run.setting("data.mixing.batch_size")
-    smaller = max(round(size * factor), 1) if isinstance(size, int) else "smaller"
-    return None if size == 1 else Knob("data.mixing.batch_size", size, smaller)
+    if not isinstance(size, int):
+        return Knob("data.mixing.batch_size", size, "smaller")
+    return Knob("data.mixing.batch_size", size, max(round(size * factor), 1)) if size > 1 else None
 
 
 def _middle(scale: NoiseScale) -> float:
@@ -153,45 +153,51 @@ def _doubt(run: RunRecord, scale: NoiseScale) -> str:
     value, error = (_row(run, key, scale).values for key in (CONSISTENCY, f"{CONSISTENCY}_se"))
     if scale.key == DRAWN or not value or not error:
         return ""
-    # Noise that micro-batches share passes for signal: a share of 1 - 1 / consistency of the noise, which is B / batch of the
-    # signal in a step's gradient.
-    shift = abs(1.0 / max(value[0], SMALLEST) - 1.0) * max(_middle(scale) / scale.batch, 1.0)
-    if shift < INCONSISTENT or abs(value[0] - 1.0) < SIGMAS * error[0]:
+    # Noise that micro-batches share passes for signal: a share of 1 - 1 / consistency of the noise, which is B / batch of
+    # the signal in a step's gradient.
+    excess = abs(1.0 / max(value[0], limits.LEAST_CONSISTENCY) - 1.0)
+    shift = excess * max(_middle(scale) / scale.batch, 1.0)
+    is_chance = abs(value[0] - 1.0) < limits.CONSISTENCY_ERRORS * error[0]
+    if shift < limits.INCONSISTENT or is_chance:
         return ""
     more = ""
-    if drawn := _row(run, f"{DRAWN}_low", scale).values:
+    drawn = _row(run, f"{DRAWN}_low", scale).values
+    if drawn:
         more = f": {DRAWN}, which does not, is at least {number_text(drawn[0])} so far"
     elif run.config and not run.setting("gns.components_every"):
         more = ": gns.components_every measures what that does"
-    return f", which takes micro-batches for independent, and they are not (consistency {number_text(value[0])}){more}"
+    consistency = f"(consistency {number_text(value[0])})"
+    return f", which takes micro-batches for independent, and they are not {consistency}{more}"
 
 
 @rule("warning", uses=("layer/<name>/update_ratio", "layer/<name>/grad_norm"))
 def still_layer(run: RunRecord) -> Outcome:
-    """Over the second half of the run, the median of a layer's update over weight is below {STANDS_STILL:g} of the median over
-    all layers (at least {MIN_LAYERS} layers, {MIN_ROWS} rows).
+    """Over the second half of the run, the median of a layer's update over weight is below {limits.STILL_LAYER:g} of the
+    median over all layers (at least {limits.MIN_LAYERS} layers, {limits.LAYER_ROWS} rows).
 
     In healthy runs of all families, with AdamW, Muon and SGD, the slowest layer has at least a tenth of the median. One far
     slower keeps its first weights: its gradient is cut off, or a group's lr_scale is wrong.
     Change: the model, where the gradient is cut off (`detach`, `no_grad`); or `lr_scale` of its `[[optimizer.group]]`
     """
-    columns = _second_halves(run, UPDATE)
+    columns = _second_halves(run)
     if isinstance(columns, Outcome):
         return columns
     middles = {name: median(column.values) for name, column in columns.items()}
     typical = median(middles.values())
     if typical <= 0.0:
         return not_measured("most layers do not move: the learning rate is 0, or no gradient reaches them")
-    still = {name: value / typical for name, value in middles.items() if value < STANDS_STILL * typical}
+    rates = {name: value / typical for name, value in middles.items()}
+    still = [name for name, rate in rates.items() if rate < limits.STILL_LAYER]
     if not still:
-        name = min(middles, key=middles.__getitem__)
-        times = f"{number_text(middles[name] / typical)} times as fast as the median layer"
+        name = min(rates, key=rates.__getitem__)
+        times = f"{number_text(rates[name])} times as fast as the median layer"
         return healthy(f"every layer learns: the slowest, {name}, {times}")
-    names = ", ".join(f"{name} ({number_text(rate)} times as fast as the median layer)" for name, rate in still.items())
+    names = ", ".join(f"{name} ({number_text(rates[name])} times as fast as the median layer)" for name in still)
+    words = f"hardly learning: {names}, whose step is {number_text(typical)} of its weights"
     cut_off = [name for name in still if not any(series(run, f"layer/{name}{NORM}").values)]
-    reason = f"; no gradient reaches {', '.join(cut_off)}" if cut_off else ""
-    words = f"hardly learning: {names}, whose step is {number_text(typical)} of its weights{reason}"
-    return finding(words, *(columns[name].evidence() for name in still), knob=_knob(run, next(iter(still))))
+    if cut_off:
+        words += f"; no gradient reaches {', '.join(cut_off)}"
+    return finding(words, *(columns[name].evidence() for name in still), knob=_knob(run, still[0]))
 
 
 def _knob(run: RunRecord, layer: str) -> Knob:
@@ -203,51 +209,21 @@ def _knob(run: RunRecord, layer: str) -> Knob:
     return Knob("model", None, f"a model in which the gradient reaches {layer}")
 
 
-@rule("warning", uses=("layer/<name>/grad_norm", "grad_norm"))
-def dominant_layer(run: RunRecord) -> Outcome:
-    """Over the second half of the run, the median of a layer's share of the squared gradient norm is above {TAKES_ALL:.2%} (at
-    least {MIN_LAYERS} layers, {MIN_ROWS} rows).
-
-    All other layers together then have below 1 % of the norm, and clipping to that layer shrinks them. In healthy runs of
-    all families one layer, mostly the output layer or a tied embedding, reaches 99.9 %.
-    Change: the scale at which that layer is initialized or its output multiplied; `optimizer.lr`: half
-    """
-    columns = _second_halves(run, NORM)
-    if isinstance(columns, Outcome):
-        return columns
-    whole, shares = series(run, "grad_norm"), {}
-    for name, column in columns.items():
-        own, total = aligned(column, whole)
-        pairs = zip(own.values, total.values, strict=True)
-        shares[name] = median((norm / all_norms) ** 2 if all_norms > 0.0 else 0.0 for norm, all_norms in pairs)
-    largest = max(shares, key=shares.__getitem__)
-    if shares[largest] <= TAKES_ALL:
-        return healthy(
-            f"no layer dominates the gradient: {largest} has most, {shares[largest]:.1%} of the squared norm"
-        )
-    clip = run.setting("train.clip_grad_norm", None)
-    words = f"{largest} has {shares[largest]:.4%} of the gradient's squared norm"
-    if isinstance(clip, float) and clip:
-        words += f", and clipping to {number_text(clip)} shrinks all others with it"
-    column = columns[largest]
-    return finding(words, column.evidence(), whole.since(column.steps[0]).evidence(), knob=lower_lr(run))
-
-
-def _second_halves(run: RunRecord, what: str) -> dict[str, Series] | Outcome:
-    """The second half of the rows of each layer."""
-    keys = [key for key in run.train.keys if key.startswith("layer/") and key.endswith(what)]
+def _second_halves(run: RunRecord) -> dict[str, Series] | Outcome:
+    """The update over weight of each layer, in the second half of the rows."""
+    keys = [key for key in run.train.keys if key.startswith("layer/") and key.endswith(UPDATE)]
     if not keys:
-        return unlogged([f"layer/<name>{what}"], "set metrics.per_layer = true")
-    if len(keys) < MIN_LAYERS:
-        return not_measured(f"the model has fewer than {MIN_LAYERS} layers to compare")
-    columns = {key.removeprefix("layer/").removesuffix(what): series(run, key) for key in keys}
+        return unlogged([f"layer/<name>{UPDATE}"], "set metrics.per_layer = true")
+    if len(keys) < limits.MIN_LAYERS:
+        return not_measured(f"the model has fewer than {limits.MIN_LAYERS} layers to compare")
+    columns = {key.removeprefix("layer/").removesuffix(UPDATE): series(run, key) for key in keys}
     last = max(column.steps[-1] for column in columns.values())
     first = min(column.steps[0] for column in columns.values())
     late = {name: column.since((first + last) // 2) for name, column in columns.items()}
-    late = {name: column for name, column in late.items() if len(column) >= MIN_ROWS}
-    if len(late) < MIN_LAYERS:
-        return not_yet(f"needs {MIN_ROWS} rows with layers in the second half of the run")
+    late = {name: column for name, column in late.items() if len(column) >= limits.LAYER_ROWS}
+    if len(late) < limits.MIN_LAYERS:
+        return not_yet(f"needs {limits.LAYER_ROWS} rows with layers in the second half of the run")
     return late
 
 
-RULES = (repeated_data, batch_size, still_layer, dominant_layer)
+RULES = (repeated_data, batch_size, still_layer)

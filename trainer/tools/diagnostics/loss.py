@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from statistics import median
 
+from trainer.tools import limits
 from trainer.tools.diagnostics.rule import Knob, Outcome, Series, finding, healthy, lower_lr, not_yet, rule, series
 from trainer.tools.runs.load import RunRecord, mix_changes
 from trainer.wording import counted, number_text
@@ -16,37 +17,11 @@ LOSS = "loss"
 GRAD_NORM = "grad_norm"
 REJECTED = "non_finite_steps"
 FLAG = "loss_spike"
-FP16_SHARE = 0.02
-FP16_FREE = 20
-# Of a spike.
-WINDOW = 32
-CENTER = 9
-FAR_WINDOW = 128
-MIN_BEFORE = 16
-MIN_HISTORY = 30
-SIGMAS = 10.0
-RANGES = 1.5
-GIVEN_BACK = 0.2
-NEW_LEVEL = 8
-MAX_FLAGGED = 0.05
-MIN_RISE = 0.1
-MIX_STEPS = 50  # that the average of `train.spike_sigma` spans
-# Of a divergence.
-MIN_ROWS = 5
-END_ROWS = (3, 16)
-DOUBLED = 2.0
-MANY_ROWS = 17
-END_RISE = 0.25
-END_SIGMAS = 5.0
-# Of a rise that came back.
-BUMP = 1.5
-LONE_BUMP = 3.0
-BUMP_SIGMAS = 10.0
 
 
 @rule("error", needs=[LOSS], uses=(REJECTED, GRAD_NORM))
 def non_finite(run: RunRecord) -> Outcome:
-    """Above 0 (fp16: above {FP16_FREE} + {FP16_SHARE:.0%} of the steps).
+    """Above 0 (fp16: above {limits.FP16_STEPS} + {limits.FP16_SHARE:.0%} of the steps).
 
     Such a step changes no weight: it ends the run, or is skipped (`train.on_non_finite`). fp16 skips some steps until its
     loss scale has settled.
@@ -54,9 +29,10 @@ def non_finite(run: RunRecord) -> Outcome:
     """
     loss, rejected = series(run, LOSS), series(run, REJECTED)
     count, is_fp16 = counted(rejected.total, "step"), run.setting("train.precision") == "fp16"
-    if is_fp16 and rejected.total <= FP16_FREE + FP16_SHARE * loss.steps[-1]:
+    if is_fp16 and rejected.total <= limits.FP16_STEPS + limits.FP16_SHARE * loss.steps[-1]:
         return healthy(f"{count} skipped, as fp16 loss scaling does")
-    bad = [(column, column.where(lambda value: not math.isfinite(value))) for column in (loss, series(run, GRAD_NORM))]
+    measured = (loss, series(run, GRAD_NORM))
+    bad = [(column, column.where(lambda value: not math.isfinite(value))) for column in measured]
     hits = [(column, where) for column, where in [(rejected, rejected.positive), *bad] if where]
     if not hits:
         return healthy("every logged loss and gradient norm was finite")
@@ -67,20 +43,24 @@ def non_finite(run: RunRecord) -> Outcome:
         what = f"{count} skipped"
     else:
         what = f"the loss or the gradient of {count} was not finite"
-    words = f"{what}, first logged at step {first}{'; events.jsonl names the batches' if run.config else ''}"
+    words = f"{what}, first logged at step {first}"
+    if run.config:  # other loops write no events
+        words += "; events.jsonl names the batches"
     return finding(words, *(column.evidence(where) for column, where in hits), knob=lower_lr(run))
 
 
 @rule("warning", needs=[LOSS], uses=[FLAG])
 def loss_spikes(run: RunRecord) -> Outcome:
-    """A spike: above the median of the {CENTER} rows before by each of: {SIGMAS:g} deviations (of second differences),
-    {RANGES:g} times the largest such distance in {FAR_WINDOW} rows, {GIVEN_BACK:.0%} of the improvement, {MIN_RISE} nats (as
-    for all that follows), and in the first {MIN_HISTORY} rows above the first; or flagged between two later rows, in one row or
-    at most {MAX_FLAGGED:.0%} of them. A divergence, which is an error, from {MIN_ROWS} rows on: each of the last rows (a
-    quarter, {END_ROWS[0]} to {END_ROWS[1]}) is {DOUBLED:g} times the first; or, from {MANY_ROWS} rows on, their median is
-    {END_RISE:.0%} and {END_SIGMAS:g} deviations above the first, and each is nearer to it than to the first. A rise that came
-    back: within the first half, two rows in a row {BUMP:g} times the first, or one {LONE_BUMP:g} times, and {BUMP_SIGMAS:g}
-    deviations above it, while the second half is nearer to the first row.
+    """A spike: above the median of the {limits.SPIKE_CENTER} rows before by each of: {limits.SPIKE_SIGMAS:g} deviations (of
+    second differences), {limits.SPIKE_RANGES:g} times the largest such distance in {limits.SPIKE_FAR_WINDOW} rows,
+    {limits.SPIKE_GIVEN_BACK:.0%} of the improvement, {limits.MIN_RISE} nats (as for all that follows), and in the first
+    {limits.SPIKE_HISTORY} rows above the first; or flagged between two later rows, in one row or at most
+    {limits.MAX_FLAGGED:.0%} of them. A divergence, which is an error, from {limits.DIVERGED_ROWS} rows on: each of the last
+    rows (a quarter, {limits.END_ROWS[0]} to {limits.END_ROWS[1]}) is {limits.DOUBLED:g} times the first; or, from
+    {limits.MANY_ROWS} rows on, their median is {limits.END_RISE:.0%} and {limits.END_SIGMAS:g} deviations above the first, and
+    each is nearer to it than to the first. A rise that came back: within the first half, two rows in a row {limits.BUMP:g}
+    times the first, or one {limits.LONE_BUMP:g} times, and {limits.BUMP_SIGMAS:g} deviations above it, while the second half
+    is nearer to the first row.
 
     The distances adapt to the run: neither a blend of sources with different losses nor a rare source is a spike. The first
     row, even after a resume, may be low by chance, so the last rows must agree and be far above it. A change of shares that
@@ -88,33 +68,42 @@ def loss_spikes(run: RunRecord) -> Outcome:
     Change: `optimizer.lr`: half; the weight that `train mix` changed before; or, for a spike, the batches of that step
     """
     loss = series(run, LOSS)
-    if (diverged := _divergence(run, loss.at(loss.where(math.isfinite)))) is not None:
+    diverged = _divergence(run, loss.at(loss.where(math.isfinite)))
+    if diverged is not None:
         return diverged
-    flags = series(run, FLAG)
-    # The flag compares with an average and a deviation alone. Where every step is logged, the rows say more; and flags that
-    # return are a source whose losses differ.
-    before = dict(zip(loss.steps, [0, *loss.steps], strict=False))
-    flagged = {step for step in flags.at(flags.positive).steps if step - before.get(step, step) > 1}
-    if len(flagged) > max(1, MAX_FLAGGED * len(flags)):
-        flagged = set()
-    flagged &= {*loss.steps[MIN_HISTORY:]}
-    if len(loss) <= MIN_BEFORE and not flagged:
-        return not_yet(f"needs {MIN_BEFORE + 1} logged losses, has {len(loss)}")
+    flagged = _flagged(loss, series(run, FLAG))
+    if len(loss) <= limits.SPIKE_BEFORE and not flagged:
+        return not_yet(f"needs {limits.SPIKE_BEFORE + 1} logged losses, has {len(loss)}")
     hits = sorted({*find_spikes(loss.values), *(i for i, step in enumerate(loss.steps) if step in flagged)})
     if not hits:
-        return healthy(f"no loss rose far above the first, or by {SIGMAS:g} times its noise")
-    unlogged = f"; {len(flagged)} flagged between two rows, see events.jsonl" if flagged else ""
+        return healthy(f"no loss rose far above the first, or by {limits.SPIKE_SIGMAS:g} times its noise")
     peak = max(hits, key=loss.values.__getitem__)
-    around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
+    before = [*filter(math.isfinite, loss.values[:peak])][-limits.SPIKE_CENTER :]
     words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest {number_text(loss.values[peak])} at step "
-    words += f"{loss.steps[peak]}, after {_level([*filter(math.isfinite, loss.values[:peak])][-CENTER:])}{unlogged}"
+    words += f"{loss.steps[peak]}, after {_level(before)}"
+    if flagged:
+        words += f"; {len(flagged)} flagged between two rows, see events.jsonl"
+    around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
     mix, knob = _cause(run, loss, peak)
     return finding(words + mix, loss.evidence(around), knob=knob)
 
 
+def _flagged(loss: Series, flags: Series) -> set[int]:
+    """The steps of late rows that were flagged since the row before.
+
+    The flag compares with an average and a deviation alone. Where every step is logged, the rows say more; and flags that
+    return are a source whose losses differ.
+    """
+    before = dict(zip(loss.steps, [0, *loss.steps], strict=False))
+    flagged = {step for step in flags.at(flags.positive).steps if step - before.get(step, step) > 1}
+    if len(flagged) > max(1, limits.MAX_FLAGGED * len(flags)):
+        return set()
+    return flagged & {*loss.steps[limits.SPIKE_HISTORY :]}
+
+
 def _cause(run: RunRecord, loss: Series, row: int) -> tuple[str, Knob]:
-    """What to say of a change of the mix right before a rise (empty: there was none), and what to change."""
-    since = min(loss.steps[max(row - CENTER, 0)], loss.steps[row] - MIX_STEPS)
+    """A change of the mix right before a rise in words (empty: there was none), and the setting to change."""
+    since = min(loss.steps[max(row - limits.SPIKE_CENTER, 0)], loss.steps[row] - limits.MIX_STEPS)
     changes = [change for change in mix_changes(run) if since < change[0] <= loss.steps[row]]
     if not changes:
         return "", lower_lr(run)
@@ -128,22 +117,25 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
 
     A first loss of 0 or less has no multiples: such losses are not judged.
     """
-    if len(loss) < MIN_ROWS or loss.values[0] <= 0:
+    if len(loss) < limits.DIVERGED_ROWS or loss.values[0] <= 0:
         return None
     first = f"{number_text(loss.values[0])} at step {loss.steps[0]}"
-    if (last := _end_above_first(loss)) is not None:
+    last = _end_above_first(loss)
+    if last is not None:
         words = f"the run diverged: its loss began with {first} and is {_level(loss.at(last).values)} at the end"
         middle = (loss.values[0] + median(loss.at(last).values)) / 2
         mix, knob = _cause(run, loss, loss.where(lambda value: value >= middle)[0])
-        return finding(words + mix, loss.evidence(sorted({0, loss.largest()[0], *last})), knob=knob, severity="error")
-    if (high := _bump(loss)) is not None:
-        top = max(high, key=loss.values.__getitem__)
-        words = f"the loss began with {first}, rose to {number_text(loss.values[top])} at step {loss.steps[top]}, "
-        words += f"and came back to {_level(loss.values[len(loss) // 2 :])}"
-        mix, knob = _cause(run, loss, high[0])
-        shown = loss.evidence(sorted({0, *high, len(loss) - 1}))
-        return finding(words + mix, shown, knob=knob, severity="warning")
-    return None
+        shown = loss.evidence(sorted({0, loss.largest()[0], *last}))
+        return finding(words + mix, shown, knob=knob, severity="error")
+    high = _bump(loss)
+    if high is None:
+        return None
+    top = max(high, key=loss.values.__getitem__)
+    words = f"the loss began with {first}, rose to {number_text(loss.values[top])} at step {loss.steps[top]}, "
+    words += f"and came back to {_level(loss.values[len(loss) // 2 :])}"
+    mix, knob = _cause(run, loss, high[0])
+    shown = loss.evidence(sorted({0, *high, len(loss) - 1}))
+    return finding(words + mix, shown, knob=knob, severity="warning")
 
 
 def _level(rows: Sequence[float]) -> str:
@@ -153,19 +145,19 @@ def _level(rows: Sequence[float]) -> str:
 
 def _end_above_first(loss: Series) -> range | None:
     """The last rows if the run ended above its first row (see the condition of the rule); None: it did not."""
-    first, (least, most) = loss.values[0], END_ROWS
+    first, (least, most) = loss.values[0], limits.END_ROWS
     start = len(loss) - max(least, min(len(loss) // 4, most))
     last = loss.values[start:]
     end, lowest = median(last), min(last)
     rise = end - first
-    has_doubled = lowest >= DOUBLED * first
+    has_doubled = lowest >= limits.DOUBLED * first
     is_beyond_noise = (
-        len(loss) >= MANY_ROWS
-        and rise >= END_RISE * first
-        and rise > END_SIGMAS * _noise(loss.values[-2 * most :])
+        len(loss) >= limits.MANY_ROWS
+        and rise >= limits.END_RISE * first
+        and rise > limits.END_SIGMAS * _noise(loss.values[-2 * most :])
         and lowest - first > end - lowest
     )
-    if rise < MIN_RISE or not (has_doubled or is_beyond_noise):
+    if rise < limits.MIN_RISE or not (has_doubled or is_beyond_noise):
         return None
     return range(start, len(loss))
 
@@ -175,12 +167,13 @@ def _bump(loss: Series) -> list[int] | None:
     first, half = loss.values[0], len(loss) // 2
     before, after = loss.values[:half], loss.values[half:]
     peak = max(before)
-    is_high = [value > BUMP * first for value in before]
+    is_high = [value > limits.BUMP * first for value in before]
     lasts = any(a and b for a, b in pairwise(is_high))
-    is_far = peak - first > max(MIN_RISE, BUMP_SIGMAS * _noise(after)) and (lasts or peak > LONE_BUMP * first)
-    if not is_far or max(after) - first >= peak - max(after):
-        return None
-    return [index for index, high in enumerate(is_high) if high]
+    is_beyond_noise = peak - first > max(limits.MIN_RISE, limits.BUMP_SIGMAS * _noise(after))
+    came_back = max(after) - first < peak - max(after)
+    if is_beyond_noise and came_back and (lasts or peak > limits.LONE_BUMP * first):
+        return [index for index, high in enumerate(is_high) if high]
+    return None
 
 
 def _noise(values: Iterable[float]) -> float:
@@ -195,31 +188,36 @@ def _noise(values: Iterable[float]) -> float:
 def find_spikes(values: Iterable[float]) -> list[int]:
     """Indices of values that rise above the noise of the run; see the condition of the rule.
 
-    The first batches of a source, or of a hard document, are as bad as those of the untrained model: until `MIN_HISTORY`
-    values may have shown such, only what is worse than the first value counts.
+    The first batches of a source, or of a hard document, are as bad as those of the untrained model: until `SPIKE_HISTORY`
+    values may have shown such, only a value above the first one counts.
     """
-    before: deque[float] = deque(maxlen=WINDOW)
-    distances: deque[float] = deque(maxlen=FAR_WINDOW)
+    before: deque[float] = deque(maxlen=limits.SPIKE_WINDOW)
+    distances: deque[float] = deque(maxlen=limits.SPIKE_FAR_WINDOW)
     found: list[int] = []
     first: float | None = None
     in_a_row = 0
     for index, value in enumerate(values):
         if not math.isfinite(value):
             continue
-        first = value if first is None else first
-        center = median(islice(reversed(before), CENTER)) if before else value
+        if first is None:
+            first = value
+        center = median([*before][-limits.SPIKE_CENTER :] or [value])
         distance = value - center
+        given_back = limits.SPIKE_GIVEN_BACK * (first - center)
         is_spike = (
-            len(before) >= MIN_BEFORE
-            and (index >= MIN_HISTORY or value > first)
-            and distance > max(MIN_RISE, RANGES * max(distances), GIVEN_BACK * (first - center))
-            and distance > SIGMAS * _noise(before)
+            len(before) >= limits.SPIKE_BEFORE
+            and (index >= limits.SPIKE_HISTORY or value > first)
+            and distance > max(limits.MIN_RISE, limits.SPIKE_RANGES * max(distances), given_back)
+            and distance > limits.SPIKE_SIGMAS * _noise(before)
         )
-        in_a_row = in_a_row + 1 if is_spike else 0
         if is_spike:
             found.append(index)
-        if is_spike and in_a_row < NEW_LEVEL:
-            continue  # A spike says nothing about the noise, unless it lasts: then it is the new level.
+            in_a_row += 1
+            # A spike says nothing about the noise, unless it lasts: then it is the new level.
+            if in_a_row < limits.NEW_LEVEL:
+                continue
+        else:
+            in_a_row = 0
         before.append(value)
         distances.append(distance)
     return found

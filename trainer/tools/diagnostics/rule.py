@@ -1,4 +1,4 @@
-"""What diagnosis rules are made of: series of a run's record, facts about the run, outcomes, and the rule itself."""
+"""The parts of a diagnosis rule: series of a run's record, facts about the run, outcomes, and the rule itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from trainer.metrics.payload_contract import non_finite_word
+from trainer.tools import limits
 from trainer.tools.runs.load import RunRecord
 from trainer.wording import listed
 
@@ -20,7 +21,6 @@ Severity = Literal["error", "warning", "advice"]
 MAX_EVIDENCE: Final = 12
 MODALITIES: Final = "stream_mixing/active/modalities/"
 MICRO_BATCHES: Final = "train/micro_batches"
-LARGEST_LR, DEFAULT_LR = 1.0, 1e-3
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,12 @@ class Evidence:
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON: NaN and infinities become words."""
-        values = [value if math.isfinite(value) else non_finite_word(value) for value in self.values]
+        values = list(map(_json_number, self.values))
         return {"key": self.key, "steps": list(self.steps), "values": values}
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else non_finite_word(value)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,6 @@ class Series:
 
     @property
     def total(self) -> float:
-        """Sum of the values."""
         return math.fsum(self.values)
 
     @property
@@ -67,17 +70,17 @@ class Series:
         return sorted(heapq.nlargest(count, range(len(self)), key=self.values.__getitem__))
 
     def at(self, indices: Iterable[int]) -> Series:
-        """The series at some indices."""
         pairs = [(self.steps[index], self.values[index]) for index in indices]
         return Series(self.key, array("q", (step for step, _ in pairs)), array("d", (value for _, value in pairs)))
 
     def since(self, step: int) -> Series:
-        """The series from a step on."""
         return self.at(index for index, logged in enumerate(self.steps) if logged >= step)
 
     def evidence(self, indices: Iterable[int] | None = None) -> Evidence:
         """Steps and values at some indices (None: all), at most `MAX_EVIDENCE`: first, last and evenly between."""
-        shown = list(range(len(self)) if indices is None else indices)
+        if indices is None:
+            indices = range(len(self))
+        shown = list(indices)
         if len(shown) > MAX_EVIDENCE:
             stride = (len(shown) - 1) / (MAX_EVIDENCE - 1)
             shown = [shown[round(k * stride)] for k in range(MAX_EVIDENCE)]
@@ -100,9 +103,11 @@ def aligned(*columns: Series) -> list[Series]:
 
 def micro_batches(run: RunRecord, since: int = 0) -> int:
     """Micro-batches per step and rank, the fewest since a step where they change; 1 if unknown."""
-    setting = run.setting("train.micro_batches")  # may be a schedule
-    logged = series(run, MICRO_BATCHES).since(since).values
-    return max(setting, 1) if isinstance(setting, int) else int(min(logged, default=1))
+    setting = run.setting("train.micro_batches")
+    if isinstance(setting, int):
+        return max(setting, 1)
+    # A schedule: only the record says what it came to.
+    return int(min(series(run, MICRO_BATCHES).since(since).values, default=1))
 
 
 def batches_through(run: RunRecord, step: int) -> int:
@@ -122,8 +127,10 @@ def ranks(run: RunRecord) -> int:
 
 def sources(run: RunRecord) -> list[Mapping[str, Any]]:
     """The tables `[[data.source]]`."""
-    found = run.setting("data.source", [])
-    return [table for table in found if isinstance(table, Mapping)] if isinstance(found, list) else []
+    found = run.setting("data.source")
+    if not isinstance(found, list):  # the file may have been edited by hand
+        return []
+    return [table for table in found if isinstance(table, Mapping)]
 
 
 def is_one_pool(run: RunRecord) -> bool:
@@ -146,7 +153,7 @@ def modality_columns(run: RunRecord) -> list[Series]:
 
 @dataclass(frozen=True)
 class Knob:
-    """What to change: its config key, its current value (None: unknown) and a value to try.
+    """A setting to change: its config key, its current value (None: unknown) and a value to try.
 
     `condition`: when the value is worth trying, and what to do otherwise; empty: always.
     """
@@ -161,20 +168,25 @@ class Knob:
         return {name: value for name, value in vars(self).items() if name != "condition" or value}
 
     def __str__(self) -> str:
-        now = f" (now {self.current})" if self.current is not None else ""
-        return f"{self.key} = {self.suggested}{now}{self.condition and f', {self.condition}'}"
+        text = f"{self.key} = {self.suggested}"
+        if self.current is not None:
+            text += f" (now {self.current})"
+        return f"{text}, {self.condition}" if self.condition else text
 
 
 def lower_lr(run: RunRecord) -> Knob:
     """Half the learning rate; the default of optimizer.lr for one with which nothing trains."""
     lr = run.setting("optimizer.lr")
-    lower = "half of it" if not isinstance(lr, float) else lr / 2 if lr <= LARGEST_LR else DEFAULT_LR
-    return Knob("optimizer.lr", lr, lower)
+    if not isinstance(lr, float):
+        return Knob("optimizer.lr", lr, "half of it")
+    is_adamw = run.setting("optimizer.name", "adamw") == "adamw"
+    largest = limits.LARGEST_LR if is_adamw else limits.LARGEST_PLAIN_LR
+    return Knob("optimizer.lr", lr, lr / 2 if lr <= largest else limits.DEFAULT_LR)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a rule on a run: see `healthy`, `explained`, `not_measured`, `not_yet` and `finding`.
+    """The result of a rule on a run; see `healthy`, `explained`, `not_measured`, `not_yet` and `finding`.
 
     Attributes:
         sentence: what was measured.
@@ -213,13 +225,15 @@ def not_yet(reason: str) -> Outcome:
 
 
 def finding(sentence: str, *evidence: Evidence, knob: Knob | None = None, severity: Severity | None = None) -> Outcome:
-    """A fault."""
     return Outcome("finding", sentence, evidence, knob, severity)
 
 
 def unlogged(keys: Sequence[str], hint: str = "") -> Outcome:
     """The outcome for a run without some keys. `hint`: what makes a run log them."""
-    return not_measured(f"needs {listed(keys)}" + (f"; {hint}" if hint else ""))
+    needed = f"needs {listed(keys)}"
+    if hint:
+        needed += f"; {hint}"
+    return not_measured(needed)
 
 
 @dataclass(frozen=True)
@@ -241,9 +255,10 @@ class Rule:
         return [condition.rstrip("."), *others]
 
     def apply(self, run: RunRecord) -> Outcome:
-        """The outcome for any run."""
         missing = [key for key in self.needs if not run.column(key)[0]]
-        return unlogged(missing, self.hint) if missing else self.check(run)
+        if missing:
+            return unlogged(missing, self.hint)
+        return self.check(run)
 
 
 def rule(
@@ -252,7 +267,7 @@ def rule(
     """Make a rule of a pure function of a run's record, with the function's name.
 
     The docstring of the function becomes the rule's section in docs/diagnosis.md: the condition of a finding; in a new
-    paragraph, the reason for the threshold; and after `Change:`, what to change. `{NAME}` stands for a constant of the module.
+    paragraph, the reason for the threshold; and after `Change:`, what to change. `{limits.NAME}` stands for a threshold.
 
     Args:
         severity: of a finding, unless its `Outcome` has another.

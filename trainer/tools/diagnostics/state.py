@@ -39,30 +39,21 @@ REFUSED = "ledger/refused_rows"
 WIPES = "ledger_wipe_count"
 LIVE = "ledger/live_groups"
 FILL = "ledger/fill_fraction"
-WAIT = "stream_mixing/active/steps_since_pick_max"
 GAIN = ("ledger/carry_gain", f"ledger/carry_gain{ERROR_SUFFIX}")
 GAP = ("ledger/stale_gap", f"ledger/stale_gap{ERROR_SUFFIX}")
 AGE = "ledger/state_age"
 DRIFT = "ledger/state_drift"
 PROBES = "a model with state is probed every ledger.probe_every steps"
 
-FULL = 0.99
-SHORT_LIFE_STEPS = 10.0
-OVERSIZE_STEPS = 100
-MIN_PROBES = 4
-NEAR_ERRORS = 2.0
-FAR_ERRORS = 4.0
-WORTHLESS_NATS = 0.005
-STALE_SHARE = 0.1
-STALE_NATS = 0.001
-
 
 def _capacity(run: RunRecord) -> int | None:
     """Rows of the ledger of one rank: as configured, else estimated from the number of live groups, which is a sum over ranks,
     and the fill; None where neither is known."""
     configured = run.setting("ledger.capacity")
-    if isinstance(configured, int) or run.world_size is None:
-        return configured if isinstance(configured, int) else None
+    if isinstance(configured, int):
+        return configured
+    if run.world_size is None:
+        return None
     live, fill = (column.values for column in aligned(series(run, LIVE), series(run, FILL)))
     sizes = [groups / share for groups, share in zip(live, fill, strict=True) if share > 0]
     return round(median(sizes) / run.world_size) if sizes else None
@@ -77,7 +68,9 @@ def _false_evictions(run: RunRecord, mode: str, knob: Callable[[RunRecord], Knob
     losses, evictions = series(run, FALSE_EVICTIONS[mode]), series(run, EVICTIONS[mode])
     if not losses.positive:
         return healthy(f"no evicted state was needed again ({mode})")
-    share = f"{number_text(losses.total)} of {number_text(evictions.total)}" if evictions else number_text(losses.total)
+    share = number_text(losses.total)
+    if evictions:
+        share += f" of {number_text(evictions.total)}"
     words = f"{share} evicted states ({mode}) were still needed: their documents continued from zero, "
     words += f"first logged at step {losses.steps[losses.positive[0]]}"
     return finding(words, losses.evidence(losses.positive), knob=knob(run))
@@ -106,18 +99,18 @@ def false_evictions_stale(run: RunRecord) -> Outcome:
 
 def _longer_threshold(run: RunRecord) -> Knob:
     """To 2 K n of `limits.wait_bound`, as if all sources were one pool and all slices like the longest logged."""
-    current = run.setting("ledger.stale_threshold")
+    current = run.setting("ledger.stale_threshold") or 0
     if has_full_rows(run):  # what is read is stored in every micro-batch
-        return Knob("ledger.stale_threshold", current, 2 * current if current else 2)
+        return Knob("ledger.stale_threshold", current or None, max(2 * current, 2))
     active: Counter[int] = Counter()  # by step, over ranks; a source reports modalities only after its first batch
     for column in modality_columns(run):
         active.update(dict(zip(column.steps, map(round, column.values), strict=True)))
     readers = max(active.values(), default=0) / ranks(run)
-    longest = max(series(run, "stream_mixing/active/remaining_max").values, default=0.0) + 1
     if not readers:
-        return Knob("ledger.stale_threshold", current, 4 * current if current else "four times as long")
+        return Knob("ledger.stale_threshold", current or None, 4 * current or "four times as long")
+    longest = max(series(run, "stream_mixing/active/remaining_max").values, default=0.0) + 1
     longer = math.ceil(2 * readers * longest / micro_batches(run))
-    return Knob("ledger.stale_threshold", current, max(longer, 2 * current if current else 1))
+    return Knob("ledger.stale_threshold", current or None, max(longer, 2 * current))
 
 
 @rule("error", needs=[COLD_STARTS], uses=(*FALSE_EVICTIONS.values(), REFUSED, WIPES, *EVICTIONS.values()))
@@ -131,6 +124,7 @@ def cold_starts(run: RunRecord) -> Outcome:
     cold = series(run, COLD_STARTS)
     if not cold.total:
         return healthy("every chunk that continues a document found its state")
+    # Each of these is counted by a rule of its own, when its group continues.
     causes = [series(run, key) for key in (*FALSE_EVICTIONS.values(), REFUSED)]
     known = math.fsum(cause.total for cause in causes)
     if cold.total <= known:
@@ -141,7 +135,7 @@ def cold_starts(run: RunRecord) -> Outcome:
     sentence = f"{chunks} that continue a document found no state and began from zero, first logged at step {first}"
     evidence = [cold.evidence(cold.positive)]
     wipes = series(run, WIPES)
-    knob: Knob | None
+    knob: Knob | None = None
     if wipes.total:
         sentence += f"; the ledger was wiped {counted(wipes.total, 'time')}"
         evidence.append(wipes.evidence(wipes.positive))
@@ -151,44 +145,13 @@ def cold_starts(run: RunRecord) -> Outcome:
     elif any(series(run, key).total for key in (*EVICTIONS.values(), *FALSE_EVICTIONS.values())):
         knob = _larger_capacity(run)
     else:  # no capacity would help: the data set continues groups that it has not begun
-        knob, sentence = None, f"{sentence}; nothing was evicted: the chunks before them were never stored"
+        sentence += "; nothing was evicted: the chunks before them were never stored"
     return finding(sentence, *evidence, knob=knob)
-
-
-@rule("warning", needs=(EVICTIONS["lru"], LIVE, FILL), uses=[WAIT])
-def ledger_thrash(run: RunRecord) -> Outcome:
-    """Fill of {FULL} or more, and live groups divided by evictions per step below the longest wait for a pick
-    ({SHORT_LIFE_STEPS:g} steps if waits are not logged).
-
-    A state lives for live groups / evictions steps; a reader that waits longer has lost it.
-    Change: `ledger.capacity`: twice as large
-    """
-    evictions, waits = series(run, EVICTIONS["lru"]), series(run, WAIT)
-    both, live, fill = aligned(evictions, series(run, LIVE), series(run, FILL))
-    rows = zip([0, *both.steps], both.steps, both.values, live.values, fill.values, strict=False)
-    lives = {
-        step: held * max(step - before, 1) / count
-        for before, step, count, held, share in rows
-        if count > 0 and share >= FULL
-    }
-    if not lives:
-        return healthy("the ledger never had to evict while full")
-    life = median(lives.values())
-    wait = max(waits.values) / micro_batches(run) if waits else SHORT_LIFE_STEPS
-    wait = 1 if has_full_rows(run) else wait
-    words = f"the ledger is full: it keeps a state for {number_text(life)} steps, and documents wait up to "
-    words += f"{number_text(wait)} steps for their next chunk"
-    if life >= wait:
-        return healthy(words)
-    if series(run, FALSE_EVICTIONS["lru"]).total:
-        return explained(f"{words}; ledger/false_evictions/lru counts the lost states")
-    shown = evictions.evidence(index for index, step in enumerate(evictions.steps) if step in lives)
-    return finding(words, shown, *([waits.evidence(waits.largest())] if waits else []), knob=_larger_capacity(run))
 
 
 @rule("warning", needs=[FILL], uses=["gpu/total_gb"])
 def ledger_oversize(run: RunRecord) -> Outcome:
-    """At most {limits.OVERSIZE_FILL:.0%} used over {OVERSIZE_STEPS} steps or more, and the unused rows take more than
+    """At most {limits.OVERSIZE_FILL:.0%} used over {limits.OVERSIZE_STEPS} steps or more, and the unused rows take more than
     {limits.OVERSIZE_DEVICE_SHARE:.0%} of device memory (1 GB if its size is unknown).
 
     The whole capacity is allocated at startup.
@@ -197,8 +160,8 @@ def ledger_oversize(run: RunRecord) -> Outcome:
     fill, capacity, width = series(run, FILL), _capacity(run), run.environment.get("state_width")
     if capacity is None or not width:
         return not_measured("how large a state is was not recorded")
-    if fill.steps[-1] < OVERSIZE_STEPS:
-        return not_yet(f"needs {OVERSIZE_STEPS} steps, has {fill.steps[-1]}")
+    if fill.steps[-1] < limits.OVERSIZE_STEPS:
+        return not_yet(f"needs {limits.OVERSIZE_STEPS} steps, has {fill.steps[-1]}")
     device = max(series(run, "gpu/total_gb").values, default=0.0) * 1e9
     row_bytes = width * (2 if run.setting("ledger.dtype") == "bfloat16" else 4)
     judged = limits.ledger_oversize(capacity, max(fill.values) * capacity, row_bytes, device)
@@ -236,14 +199,15 @@ class _Late:
 
 
 def _late(run: RunRecord, *keys: tuple[str, str]) -> list[_Late] | Outcome:
-    """The means of some keys (values, errors) over the second half of a run, if it has `MIN_PROBES` probes there."""
+    """The means of some keys (values, errors) over the second half of a run, if it has enough probes there."""
     columns = aligned(*(series(run, key) for pair in keys for key in pair))
     rows = zip(*(column.values for column in columns), strict=True)
     finite = [index for index, row in enumerate(rows) if all(map(math.isfinite, row))]
     columns = [column.at(finite).since(run.steps[-1] // 2 + 1) for column in columns]
-    if (count := len(columns[0])) < MIN_PROBES:
+    count = len(columns[0])
+    if count < limits.MIN_PROBES:
         remedy = "lower ledger.probe_every" if run.config else "probe more often"
-        return not_yet(f"needs {MIN_PROBES} probes in the second half of the run; {remedy}")
+        return not_yet(f"needs {limits.MIN_PROBES} probes in the second half of the run; {remedy}")
     found = []
     for values, errors in zip(columns[::2], columns[1::2], strict=True):
         own = math.sqrt(math.fsum(error**2 for error in errors.values)) / count
@@ -253,9 +217,9 @@ def _late(run: RunRecord, *keys: tuple[str, str]) -> list[_Late] | Outcome:
 
 @rule("advice", needs=GAIN, hint=PROBES)
 def carry_worthless(run: RunRecord) -> Outcome:
-    """Over the second half of the run ({MIN_PROBES} probes or more) the mean gain is at most {NEAR_ERRORS:g} of its standard
-    errors, and with {FAR_ERRORS:g} still at most {WORTHLESS_NATS:g} nats; a warning if it is negative by more than
-    {FAR_ERRORS:g} and {STALE_NATS:g} nats.
+    """Over the second half of the run ({limits.MIN_PROBES} probes or more) the mean gain is at most {limits.NEAR_ERRORS:g} of
+    its standard errors, and with {limits.FAR_ERRORS:g} still at most {limits.WORTHLESS_NATS:g} nats; a warning if it is
+    negative by more than {limits.FAR_ERRORS:g} and {limits.STALE_NATS:g} nats.
 
     The upper bound excludes a relevant gain that the probes are too few to see.
     Change: `data.max_group_cells`: 1; or a model that uses its state. `optimizer.lr`: half, if the gain is negative
@@ -267,10 +231,11 @@ def carry_worthless(run: RunRecord) -> Outcome:
     words = (
         f"the state carried from the chunk before lowers the loss by {gain} nats per token ({len(gain.shown)} probes)"
     )
-    if gain.mean < -max(FAR_ERRORS * gain.error, STALE_NATS):
+    if gain.mean < -max(limits.FAR_ERRORS * gain.error, limits.STALE_NATS):
         words += ": chunks do better from a state of zero"
         return finding(words, gain.shown.evidence(), knob=lower_lr(run), severity="warning")
-    if gain.mean > NEAR_ERRORS * gain.error or gain.mean + FAR_ERRORS * gain.error > WORTHLESS_NATS:
+    may_be_zero = gain.mean <= limits.NEAR_ERRORS * gain.error
+    if not may_be_zero or gain.mean + limits.FAR_ERRORS * gain.error > limits.WORTHLESS_NATS:
         return healthy(words)
     words += ", which is nothing: the model does not use its state, and the ledger is overhead"
     knob = Knob("data.max_group_cells", run.setting("data.max_group_cells"), 1)
@@ -279,8 +244,8 @@ def carry_worthless(run: RunRecord) -> Outcome:
 
 @rule("warning", needs=(*GAP, *GAIN), hint=PROBES, uses=(AGE, DRIFT, COLD_STARTS))
 def stale_states(run: RunRecord) -> Outcome:
-    """Over the second half of the run ({MIN_PROBES} probes or more) the mean gap, of either sign, is beyond {FAR_ERRORS:g}
-    standard errors, {STALE_SHARE:g} of the gain and {STALE_NATS:g} nats.
+    """Over the second half of the run ({limits.MIN_PROBES} probes or more) the mean gap, of either sign, is beyond
+    {limits.FAR_ERRORS:g} standard errors, {limits.STALE_SHARE:g} of the gain and {limits.STALE_NATS:g} nats.
 
     A gap means that cells are trained on states that inference never has.
     Change: `data.mixing.num_streams_mixed`: half; or `optimizer.lr`: lower, or a smaller `data.max_group_cells`
@@ -293,17 +258,20 @@ def stale_states(run: RunRecord) -> Outcome:
     side = "below" if gap.mean < 0 else "above"
     words = f"carried states, made with older weights, put the loss {size:.4f} +- {gap.error:.4f} nats per token "
     words += f"{side} that of fresh ones (carrying a state lowers it by {gain})"
-    if size <= max(FAR_ERRORS * gap.error, STALE_SHARE * gain.mean, STALE_NATS):
+    if size <= max(limits.FAR_ERRORS * gap.error, limits.STALE_SHARE * gain.mean, limits.STALE_NATS):
         return healthy(words)
     if series(run, COLD_STARTS).since(first).total:
         return explained(f"{words}; ledger/cold_starts counts lost states, which also differ from fresh ones")
     age, drift = (series(run, key).since(first).values for key in (AGE, DRIFT))
-    how_old = f" ({number_text(fmean(age))} steps old, {fmean(drift):.0%} off)" if age and drift else ""
-    effect = "training looks better than inference will be" if gap.mean < 0 else "their age costs loss"
+    how_old, effect = "", "their age costs loss"
+    if age and drift:
+        how_old = f" ({number_text(fmean(age))} steps old, {fmean(drift):.0%} off)"
+    if gap.mean < 0:
+        effect = "training looks better than inference will be"
     # Fewer streams in flight make states younger; with one, or full rows, only a smaller step of the weights does.
-    streams = run.setting("data.mixing.num_streams_mixed")
-    fewer = isinstance(streams, int) and streams > 1 and not has_full_rows(run)
-    knob = Knob("data.mixing.num_streams_mixed", streams, streams // 2) if fewer else lower_lr(run)
+    knob, streams = lower_lr(run), run.setting("data.mixing.num_streams_mixed")
+    if isinstance(streams, int) and streams > 1 and not has_full_rows(run):
+        knob = Knob("data.mixing.num_streams_mixed", streams, streams // 2)
     words = f"states are stale{how_old}: {words}; {effect}"
     return finding(words, gap.shown.evidence(), gain.shown.evidence(), knob=knob)
 
@@ -312,7 +280,6 @@ RULES = (
     false_evictions_lru,
     false_evictions_stale,
     cold_starts,
-    ledger_thrash,
     ledger_oversize,
     refused_rows,
     carry_worthless,

@@ -83,6 +83,7 @@ def _seq_len(lengths: Ints, total: int) -> int:
     ordered = np.sort(lengths)
     typical = int(ordered[np.searchsorted(np.cumsum(ordered), total / 2)])
     roomy = _power_of_two(total // 64, *SEQ_LEN_RANGE)  # little data still gives some cells
+    # Most documents fit into a row or two: rows need not be short for the state to matter.
     if typical < 2 * CELLS_PER_DOCUMENT * SEQ_LEN_RANGE[0] and len(lengths) > 1:
         return min(SHORT_SEQ_LEN, roomy)
     return min(_power_of_two(typical // CELLS_PER_DOCUMENT, *SEQ_LEN_RANGE), roomy)
@@ -99,6 +100,7 @@ def _holdout(streams: Sequence[Stream], lengths: Sequence[Ints]) -> float:
     usable = []
     for fraction in HOLDOUT_FRACTIONS:
         held = sum(held for held, _ in _held_out(streams, lengths, fraction).values())
+        # Whole documents are held out: of few or of unequal ones, a fraction may hold out none, or most of the text.
         if total * fraction / 4 <= held <= total * MOST_HELD_OUT:
             usable.append(fraction)
             if not never_held_out(streams, lengths, fraction):

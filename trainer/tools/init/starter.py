@@ -46,8 +46,6 @@ class StarterSource:
 
 @dataclass(frozen=True)
 class Starter:
-    """Contents of a starter config."""
-
     name: str
     found: list[str]
     """Lines on the data, for the head of the file."""
@@ -82,21 +80,32 @@ def render_starter(starter: Starter, *, schema: str | None) -> str:
     """
     sizes = starter.sizes
     notes = [_comment(f"Note: {note}") for note in starter.notes]
-    evaluation = EVALUATION.format(max(sizes.steps // 10, 10), sizes.holdout_fraction)
+    vocabulary = tying = objective = ""
+    if starter.vocab_size:
+        vocabulary = VOCABULARY.format(*starter.largest_id, starter.vocab_size)
+    if starter.num_ids >= TIE_FROM_VOCABULARY:
+        tying = TYING
+    if starter.tokenizer == "bytes":
+        objective = OBJECTIVE
+    evaluation = NO_EVALUATION
+    if sizes.holdout_fraction:
+        evaluation = EVALUATION.format(max(sizes.steps // 10, 10), sizes.holdout_fraction)
     template = resources.files("trainer.tools.init") / "starter.toml.in"
     text = template.read_text(encoding="utf-8").format(
         **{**asdict(sizes), "name": _toml(starter.name), "tokenizer": _toml(starter.tokenizer)},
         head="\n".join([*(f"# {line}" for line in starter.found), *notes]),
         length=starter.length,
-        vocabulary=VOCABULARY.format(*starter.largest_id, starter.vocab_size) if starter.vocab_size else "",
+        vocabulary=vocabulary,
         sources=_sources(starter),
-        evaluation=evaluation if sizes.holdout_fraction else NO_EVALUATION,
-        tying=TYING if starter.num_ids >= TIE_FROM_VOCABULARY else "",
-        objective=OBJECTIVE if starter.tokenizer == "bytes" else "",
+        evaluation=evaluation,
+        tying=tying,
+        objective=objective,
         warmup=sizes.steps // 20,
         save=max(sizes.steps // 5, 1),
     )
-    return f"#:schema {schema}\n{text}" if schema else text
+    if schema:
+        text = f"#:schema {schema}\n{text}"
+    return text
 
 
 def _comment(text: str) -> str:
@@ -116,13 +125,15 @@ def _sources(starter: Starter) -> str:
     for source in starter.sources:
         lines = ["[[data.source]]", f"name = {_toml(source.name)}"]
         lines += [f"{key} = {_toml(value)}" for key, value in source.keys.items()]
-        if (part := source.part) is not None:
+        part = source.part
+        if part is not None:
             lines.append(f"weight = {part.weight:.4g}   # {_shares(part)}")
             if part.streams < starter.sizes.num_streams_mixed:
                 lines.append(f"mixing = {{ num_streams_mixed = {part.streams} }}")
         if starter.suggests_eod:
             largest, times = starter.largest_id
             meaning = "id that ends a document, if there is one; without it a file is one document"
-            lines.append(f"# eod = {largest if times > 1 else '...'}   # {meaning}")
+            eod = str(largest) if times > 1 else "..."  # an id that ends documents occurs more than once
+            lines.append(f"# eod = {eod}   # {meaning}")
         blocks.append("\n".join(lines))
     return head + "\n" + "\n\n".join(blocks)

@@ -58,7 +58,7 @@ def make_starter(
     Raises:
         UserError: there is nothing to train on.
     """
-    paths = [path if is_url(path) else str(Path(path).expanduser()) for path in paths]
+    paths = [_expanded(path) for path in paths]
     if any(map(is_url, paths)):
         at = discover_stored(paths, format=format, cache=Cache(None, DataTable.model_fields["cache_gb"].default))
     else:
@@ -68,9 +68,11 @@ def make_starter(
     kind = guess(at.streams, format=format, dtype=dtype, column=column)
     if is_import_path(format) and tokenizer == "ids":  # what a format of the user's own yields is not visible here
         kind = replace(kind, kind="ids")
-    is_asked = kind.kind == "text" and tokenizer is None and not is_url(paths[0])
-    near = _tokenizer_near(Path(paths[0])) if is_asked else None
-    named = tokenizer or near or ("bytes" if kind.kind == "text" else "ids")
+    near, named = None, tokenizer or "ids"
+    if kind.kind == "text" and tokenizer is None:
+        if not is_url(paths[0]):
+            near = _tokenizer_near(Path(paths[0]))
+        named = near or "bytes"
     chosen, share = sample_streams(at.streams)
     with progress_bar() as report:
         lengths, largest = look(chosen, kind, tokenizer=named, format=format, eod=eod, column=column, report=report)
@@ -81,16 +83,21 @@ def make_starter(
     notes = _notes(at, kind, share)
     if near:
         notes.append(f"the tokenizer of the data, {near}, is used; for bytes: --tokenizer bytes")
-    if strange := not_text(chosen, format):
+    strange = not_text(chosen, format)
+    if strange:
         notes.append(describe(strange, len(chosen)))
-    without = never_held_out(chosen, lengths, sizes.holdout_fraction) if sizes.holdout_fraction else []
+    without = []
+    if sizes.holdout_fraction:
+        without = never_held_out(chosen, lengths, sizes.holdout_fraction)
     if len(parts) > 1 and without:
         notes.append(
             f"all modalities are one source, without weights: in {', '.join(without)} no document would be held out, and "
             "evaluation needs some of every source"
         )
         parts = []
-    given = {"format": None if format == "auto" else format, "dtype": kind.dtype, "eod": eod, "column": column}
+    given = {"format": format, "dtype": kind.dtype, "eod": eod, "column": column}
+    if format == "auto":
+        del given["format"]
     keys = {key: value for key, value in given.items() if value is not None}
     name = _run_name(paths[0])
     vocab_size = largest[0] + 1 if named == "ids" else 0
@@ -108,6 +115,10 @@ def make_starter(
         sizes=sizes,
         length=f"about {counted(sizes.passes, 'pass')} over the training documents on 1 rank",
     )
+
+
+def _expanded(path: str) -> str:
+    return path if is_url(path) else str(Path(path).expanduser())
 
 
 def sample_streams(streams: Sequence[Stream], max_bytes: int = MAX_BYTES) -> tuple[list[Stream], float]:
@@ -140,8 +151,10 @@ def _found_lines(at: Discovery, chosen: list[Stream], lengths: list[Ints], kind:
         streams, documents = counted(len(its), "stream"), counted(sum(map(len, its)), "document")
         return f"{streams}, {documents}, {sum(int(each.sum()) for each in its):,} tokens"
 
-    what = "bytes of text" if kind.kind == "text" else "token ids"
-    of = f" of {len(at.streams):,} streams" if len(chosen) < len(at.streams) else ""
+    what = {"text": "bytes of text", "ids": "token ids"}[kind.kind]
+    of = ""
+    if len(chosen) < len(at.streams):
+        of = f" of {len(at.streams):,} streams"
     modalities = sorted({stream.modality for stream in chosen})
     lines = [f"Found: {counts(None)}{of}, in layout {at.layout}, {what} ({', '.join(kind.formats)})"]
     return lines + [f"  modality {name}: {counts(name)}" for name in modalities if len(modalities) > 1]
@@ -169,7 +182,9 @@ def _sources(at: Discovery, parts: list[Part], name: str, keys: dict[str, Any], 
     elif not any(map(is_url, at.paths)):
         for path in at.paths:
             found = {stream.modality for stream in discover_direct([path], format=format)}
-            apart.setdefault(found.pop() if len(found) == 1 else "", {"paths": []})["paths"].append(path)
+            # A glob over several modalities stands under no name, so the sources stay one.
+            modality = found.pop() if len(found) == 1 else ""
+            apart.setdefault(modality, {"paths": []})["paths"].append(path)
     if not 1 < len(parts) <= MOST_SOURCES or apart.keys() != set(names):
         return [StarterSource(name, {**whole, **keys})]
     return [StarterSource(part.source, {**whole, **apart[part.modality], **keys}, part) for part in parts]
@@ -202,6 +217,7 @@ def _seconds_per_step(starter: Starter) -> float:
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         config, run_dir = Path(folder, "x.toml"), Path(folder, "run")
         write_file(config, render_starter(starter, schema=None).encode(), sync=False)
+        # A process of its own: its threads, caches and signals leave nothing behind here.
         line = [sys.executable, "-m", "trainer", "--config", str(config), "--run-dir", str(run_dir)]
         line += [part for setting in QUIET for part in ("--set", setting)]
         line += ["--steps", str(TRIED_STEPS)]

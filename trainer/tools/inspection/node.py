@@ -26,7 +26,7 @@ class NodeCheck:
         self.lines: list[str] = []
 
     def run(self, seconds: float) -> str:
-        """What does not work, or nothing. `lines` then say what does."""
+        """The problem of the node; empty: there is none, and `lines` say what works."""
         try:
             info = rank_info()
             expected, found = int(os.environ.get("SLURM_GPUS_ON_NODE", 0)), torch.cuda.device_count()

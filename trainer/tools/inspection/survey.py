@@ -52,7 +52,7 @@ def token_chunks(documents: TokenTable) -> Iterator[TokenArray]:
 
 @dataclass(frozen=True)
 class Guess:
-    """What the files hold, in terms of `[data]` and a source: text to be tokenized, or token ids."""
+    """The content of the files in terms of `[data]` and a source: text to be tokenized, or token ids."""
 
     kind: Kind
     formats: tuple[str, ...]
@@ -110,6 +110,7 @@ def guess_dtype(sample: bytes, size: int) -> str:
         size: bytes of the whole file, which must be a multiple of the type's size.
     """
     if size % 8 == 0 and len(sample) >= 16:
+        # The upper half of each int64 is 0, unless ids are beyond any vocabulary.
         words = np.frombuffer(sample[: len(sample) // 8 * 8], dtype="<u4")
         if not words[1::2].any() and words[0::2].max() < 1 << 24 and words[0::2].any():
             return "int64"
@@ -118,7 +119,9 @@ def guess_dtype(sample: bytes, size: int) -> str:
         upper, lower = halves[1::2], halves[0::2]
         if upper.max() <= LARGEST_UPPER_HALF and lower.max() > LARGEST_UPPER_HALF:
             return "uint32"
-    return "uint16" if size % 2 == 0 else "uint8"
+    if size % 2 == 0:
+        return "uint16"
+    return "uint8"
 
 
 def look(
@@ -143,9 +146,11 @@ def look(
     for stream in each_stream(streams, report):
         documents = load_documents(stream.path, options)
         lengths.append(documents.lengths)
-        for chunk in token_chunks(documents) if tokenizer == "ids" else ():
+        if tokenizer != "ids":  # a tokenizer has a vocabulary of its own
+            continue
+        for chunk in token_chunks(documents):
             top = int(chunk.max(initial=0))
-            if top >= largest:
-                count = int((chunk == top).sum()) + (count if top == largest else 0)
-                largest = top
+            if top > largest:
+                largest, count = top, 0
+            count += int((chunk == largest).sum())
     return lengths, (largest, count)

@@ -23,7 +23,7 @@ AGAIN = "build the corpus again, or remove manifest.json"
 
 @dataclass(frozen=True)
 class Verification:
-    """What was read."""
+    """The result of reading everything."""
 
     streams: int
     documents: int
@@ -100,6 +100,7 @@ def not_text(streams: Sequence[Stream], format: str) -> list[str]:
 
 def describe(found: Sequence[str], num_files: int) -> str:
     """A sentence on what `not_text` found among so many files, and what to do."""
-    what = f"{len(found):,} of {counted(num_files, 'file')} {'is' if len(found) == 1 else 'are'} not UTF-8 text"
+    verb = "is" if len(found) == 1 else "are"
+    what = f"{len(found):,} of {counted(num_files, 'file')} {verb} not UTF-8 text"
     fix = "convert to UTF-8, or copy the other files with train data build text, which skips such ones"
     return f"{what}: {few(found)}; a run would read the bytes as they are; {fix}"

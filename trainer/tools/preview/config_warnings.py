@@ -1,7 +1,7 @@
 """Warnings about harmful settings: the config key, its effect on this run, and a better value.
 
-docs/preview.md gives the reasons for the thresholds. Those that `train diagnose` applies after the run are in
-`trainer.tools.limits`; settings that need no forecast are doubts of the plan (`trainer.training.setup.plausible`).
+The thresholds and their reasons are in `trainer.tools.limits`, as those that `train diagnose` applies after the run;
+settings that need no forecast are doubts of the plan (`trainer.training.setup.plausible`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ from trainer.training.setup.plan import Plan
 from trainer.training.setup.plausible import never_reached
 from trainer.wording import counted
 
-MAX_EPOCHS = 4.0
-SKEW = 2.0  # of the drawn share over that of the corpus, or the other way
-SEEN = 0.01  # share below which a modality may be skewed
-
 
 @dataclass(frozen=True)
 class ConfigWarning:
@@ -35,8 +31,8 @@ class ConfigWarning:
 
     @property
     def message(self) -> str:
-        """All of it on one line."""
-        return f"{self.key}: {self.problem}; {f'set it to {self.value}' if self.settable else self.value}"
+        fix = f"set it to {self.value}" if self.settable else self.value
+        return f"{self.key}: {self.problem}; {fix}"
 
 
 def find_warnings(plan: Plan, preview: Preview) -> list[ConfigWarning]:
@@ -63,10 +59,10 @@ def mix_warnings(plan: Plan, preview: Preview) -> Iterator[ConfigWarning]:
     known = [source for source in preview.sources if source.modalities]
     skewed = []
     for view in (view for source in known for view in source.modalities):
-        drawn = view.drawn_share or 0.0
-        is_alike = 1 / SKEW <= drawn / max(view.corpus_share, 1e-12) <= SKEW
-        if max(view.corpus_share, drawn) >= SEEN and not is_alike:
-            skewed.append(f"{view.name} is {view.corpus_share:.1%} of the corpus and {drawn:.1%} of what is drawn")
+        drawn, corpus = view.drawn_share or 0.0, view.corpus_share
+        is_alike = corpus <= limits.SKEW * drawn and drawn <= limits.SKEW * corpus
+        if max(corpus, drawn) >= limits.SEEN_SHARE and not is_alike:
+            skewed.append(f"{view.name} is {corpus:.1%} of the corpus and {drawn:.1%} of what is drawn")
     fix = "give each modality a source of its own, with a weight (train init writes that), or train longer"
     if len(known) > 1:
         shares = {source.name: sum(view.corpus_share for view in source.modalities) for source in known}
@@ -114,15 +110,18 @@ def _padding(plan: Plan, fill: FillView) -> ConfigWarning:
 def _blend_warnings(weight: float | ScheduleTable, view: SourceView, preview: Preview) -> Iterator[ConfigWarning]:
     key = f"source {view.name}: weight"
     if isinstance(weight, ScheduleTable):
-        steps = weight.unit == "step"
-        length, unit = (preview.steps, "steps") if steps else (preview.num_batches, "micro-batches per rank")
+        length, unit = preview.num_batches, "micro-batches per rank"
+        if weight.unit == "step":
+            length, unit = preview.steps, "steps"
         yield from starmap(ConfigWarning, never_reached(key, weight.points, length, unit))
     if 0 < view.batches < 1:
         problem = f"gives {view.batches:.2g} of {preview.num_batches:,} micro-batches: the source is hardly ever read"
         yield ConfigWarning(key, problem, f"raise it {1 / view.batches:.0f} times or more, or set it to 0")
-    if view.epochs is not None and view.epochs > MAX_EPOCHS:
-        problem = f"reads the source for {view.epochs:.1f} epochs; beyond {MAX_EPOCHS:.0f}, repeated tokens add little"
-        yield ConfigWarning(key, problem, f"lower it about {view.epochs / MAX_EPOCHS:.1f} times, or lower train.steps")
+    if view.epochs is not None and view.epochs > limits.MAX_EPOCHS:
+        problem = f"reads the source for {view.epochs:.1f} epochs; "
+        problem += f"beyond {limits.MAX_EPOCHS:.0f}, repeated tokens add little"
+        times = view.epochs / limits.MAX_EPOCHS
+        yield ConfigWarning(key, problem, f"lower it about {times:.1f} times, or lower train.steps")
 
 
 def _ledger_warnings(config: RunConfig, preview: Preview, ledger: LedgerView) -> Iterator[ConfigWarning]:

@@ -1,4 +1,4 @@
-"""What a corpus holds, and the forecast of full rows: the real lanes and pools, over the lengths of the documents.
+"""The content of a corpus, and the forecast of full rows: the real lanes and pools, over the lengths of the documents.
 
 Each stream is opened once, for its lengths; the real `LaneBlend` of each data shard then reads documents whose tokens are all
 0 and take no memory. What it hands out, masks and exhausts is what a run with this seed does, as far as it is counted.
@@ -25,12 +25,11 @@ from trainer.training.setup.sources import Source, reading, runs_on
 
 MAX_COUNTED = 200_000  # rows over all data shards, which take some seconds; the rest of a longer run is extrapolated
 MOST_POSITIONS = 200_000_000  # of all counted rows: as long
-GOOD_PADDING = 0.08  # share of the positions that a shorter row may pad at most, to be worth a mention
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What an epoch of a source holds, by modality.
+    """The content of an epoch of a source, by modality.
 
     Attributes:
         padded: positions that its groups take where each begins a row of T, T / 2, T / 4, ... tokens.
@@ -92,7 +91,7 @@ class CountedSource(ShardSource):
         return found
 
     def counted(self) -> Tally:
-        """What was handed out so far, with the readers that ended."""
+        """The counts so far, with the readers that ended."""
         return replace(self.tally, exhausts=self._opened - Counter(each.stream.modality for each in self._pool.readers))
 
     def _next_reader(self) -> Any:
@@ -122,6 +121,7 @@ def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
     opener, found = StreamOpener(read, cut, warns=False), {}
     for stream in source.streams:
         opened = opener(stream)
+        # As many zeros as tokens, in one byte: lanes look at lengths alone.
         none = np.broadcast_to(np.uint8(0), len(opened.documents.tokens))
         found[stream.relative_path] = replace(opened, documents=replace(opened.documents, tokens=none, bounds=None))
     if not any(opened.groups.num_groups for opened in found.values()):
@@ -131,7 +131,7 @@ def open_lengths(plan: Plan, source: Source) -> dict[str, OpenStream]:
 
 
 def measure(streams: Mapping[str, OpenStream], row_tokens: int) -> Corpus:
-    """What an epoch of the open streams of a source holds."""
+    """The content of an epoch of the open streams of a source."""
     counts: dict[str, Counter[str]] = {name: Counter() for name in ("streams", "groups", "tokens")}
     lengths = [row_tokens >> halvings for halvings in range(max(row_tokens.bit_length() - 4, 1))]
     padded = np.zeros(len(lengths), np.int64)
@@ -177,7 +177,7 @@ def count_lanes(plan: Plan, streams: Mapping[str, Mapping[str, OpenStream]], *, 
             tokenizer=IdsTokenizer(1),
             micro_batches=batches,
         )
-        tallies = {name: each[-1].tally for name, each in parts.items()}
+        tallies = {name: each[-1].tally for name, each in parts.items()}  # of this shard
         for index in range(len(tokens)):
             batch = next(blend, None)
             if batch is None:

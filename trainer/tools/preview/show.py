@@ -20,16 +20,20 @@ def print_preview(
 ) -> None:
     """Print tables and warnings. `num_logged`: further warnings, which were logged before."""
     tables = [_source_columns(preview), _modality_columns(preview)]
-    tables += [_rank_columns(preview)] if preview.data_shards > 1 and preview.has_full_rows else []
+    if preview.data_shards > 1 and preview.has_full_rows:
+        tables.append(_rank_columns(preview))
     parts: list[RenderableType] = [Text(_headline(preview))]
     for title, columns in tables:
         table = fitted_table(columns, width=console.width, hint="; --json has all", title=title, title_justify="left")
         parts.append(table)
-    parts += [] if preview.ledger is None else [_ledger_table(preview, preview.ledger)]
+    if preview.ledger is not None:
+        parts.append(_ledger_table(preview, preview.ledger))
     parts += [Text(f"warning: {warning.message}") for warning in warnings]
     total = len(warnings) + num_logged
     count = counted(total, "warning") if total else "no warnings"
-    parts.append(Text(f"{count}, {num_logged:,} of them above the tables" if num_logged else count))
+    if num_logged:
+        count += f", {num_logged:,} of them above the tables"
+    parts.append(Text(count))
     for part in parts:
         console.print(part, highlight=False)
 
@@ -39,7 +43,8 @@ def _headline(preview: Preview) -> str:
     if _part(preview) != "rank":
         ranks += f" with {preview.data_shards} data shards"
     size = f"at most {preview.tokens_per_step:,} tokens per step"
-    if (fill := preview.fill) is not None:
+    fill = preview.fill
+    if fill is not None:
         size = (
             f"{fill.mean * fill.full_tokens:,.0f} tokens per step of {fill.full_tokens:,.0f} "
             f"(fill {fill.mean:.1%}, by step {fill.least:.1%} to {fill.most:.1%})"
@@ -61,7 +66,7 @@ def _headline(preview: Preview) -> str:
 
 
 def _part(preview: Preview) -> str:
-    """What reads a part of the data."""
+    """The name of a reader of a part of the data."""
     return "rank" if preview.data_shards == preview.world_size else "data shard"
 
 
@@ -72,15 +77,18 @@ def _source_columns(preview: Preview) -> tuple[str, list[Column]]:
         Column("expected\nshare", [f"{each.batch_share:.1%}" for each in sources], "right"),
     ]
     if preview.has_full_rows:
-        tokens = ["unknown" if each.tokens is None else f"{each.tokens:,.0f}" for each in sources]
-        columns.append(Column("tokens", tokens, "right"))
-        epochs = ["" if each.epochs is None else f"{each.epochs:.2f}" for each in sources]
-        columns.append(Column("epochs", epochs, "right"))
+        tokens = [_number(each.tokens, ",.0f", "unknown") for each in sources]
+        epochs = [_number(each.epochs, ".2f", "") for each in sources]
+        columns += [Column("tokens", tokens, "right"), Column("epochs", epochs, "right")]
     columns += [
         Column("open\nstreams", [str(each.num_mixed or "") for each in sources], "right", leave_out=2),
         Column("behind\ncuts", [f"{each.behind_cuts_share:.1%}" for each in sources], "right", leave_out=3),
     ]
     return "Sources, over all ranks", columns
+
+
+def _number(value: float | None, form: str, unknown: str) -> str:
+    return unknown if value is None else format(value, form)
 
 
 def _modality_columns(preview: Preview) -> tuple[str, list[Column]]:
@@ -122,12 +130,14 @@ def _rank_columns(preview: Preview) -> tuple[str, list[Column]]:
 
 def _ledger_table(preview: Preview, ledger: LedgerView) -> Table:
     part, needed = _part(preview), "one per row" if preview.has_full_rows else "open streams x batch size"
-    few = "" if ledger.capacity >= ledger.capacity_to_change_ranks else ": more than the capacity"
+    others = f"a resume on another number of {part}s may need {ledger.capacity_to_change_ranks:,}"
+    if ledger.capacity < ledger.capacity_to_change_ranks:
+        others += ": more than the capacity"
     rows = {
         "mode": ledger.mode,
         "capacity": f"{ledger.capacity:,} states, {ledger.megabytes:,.1f} MB",
         "needed": f"at most {ledger.groups_in_flight:,} states ({needed})",
-        "on other ranks": f"a resume on another number of {part}s may need {ledger.capacity_to_change_ranks:,}{few}",
+        "on other ranks": others,
         "longest wait": f"at most {counted(ledger.wait_bound_steps, 'step')} from one chunk of a document to the next",
     }
     if ledger.stale_threshold is not None:

@@ -1,4 +1,4 @@
-"""The numbers of a run before it starts: what `train preview` prints and warns about."""
+"""The numbers of a run before it starts, for `train preview` to print and to warn about."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from trainer.data.groups import OpenStream
 from trainer.data.mixing import Slice, num_rows
 from trainer.data.weights import WeightSpec, positions
 from trainer.micro_batches import MicroBatches
-from trainer.tools.limits import wait_bound
+from trainer.tools import limits
 from trainer.tools.preview.lanes_forecast import (
-    GOOD_PADDING,
     MAX_COUNTED,
     Corpus,
     LanesForecast,
@@ -216,32 +215,35 @@ def _ends_at(plan: Plan, forecast: LanesForecast, sources: Sequence[SourceView],
         return None
     tokens = sum(view.corpus_tokens for source in sources for view in source.modalities)
     step = math.ceil(tokens / (fill.mean * fill.full_tokens))
-    return step if step < plan.config.train.steps else None
+    if step >= plan.config.train.steps:
+        return None
+    return step
 
 
 def _micro_batches(batches: MicroBatches) -> str:
     if batches.auto is not None:
         return f"{counted(batches.first, 'micro-batch')} at first (the run may double them, up to {batches.most})"
-    return (
-        counted(batches.first, "micro-batch")
-        if batches.is_constant
-        else f"{batches.least} to {batches.most} micro-batches"
-    )
+    if batches.is_constant:
+        return counted(batches.first, "micro-batch")
+    return f"{batches.least} to {batches.most} micro-batches"
 
 
 def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) -> FillView | None:
-    """What was not counted repeats the last epoch that was, or the second half."""
+    """The fill over the run: steps that were not counted repeat the last epoch that was, or the second half."""
     tokens, full = (column[forecast.full > 0] for column in (forecast.tokens, forecast.full))
     if not len(full):
         return None
     shards = np.array(list(forecast.shards.values()))  # [sources, shards, 3]
     rows, mean = plan.config.data.mixing.batch_size, tokens.sum() / full.sum()
     by_row, longest = shards[:, :, 0].sum(axis=0) / rows, shards[:, :, 1].max(axis=0)
+    # A document longer than a row's share of an epoch leaves the other rows idle until it ends.
     worst = int((longest / np.maximum(by_row, 1)).argmax())
     if not forecast.is_whole:
         steps = len(full)
         period = math.ceil(max(longest[worst], by_row[worst]) * rows * plan.facts.data_shards / full.mean())
-        begin = steps - period if period <= steps else steps // 2
+        begin = steps // 2
+        if period <= steps:
+            begin = steps - period
         times, more = divmod(plan.config.train.steps - steps, steps - begin)
         sums = [
             column.sum() + times * column[begin:].sum() + column[begin : begin + more].sum()
@@ -250,7 +252,10 @@ def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) ->
         mean = sums[0] / sums[1]
     padded, own = sum(corpus.padded for corpus in corpora.values()), shards[:, :, 0].sum()
     padding = 1 - own / np.maximum(padded, 1)
-    good = np.flatnonzero(padding <= GOOD_PADDING)
+    good = np.flatnonzero(padding <= limits.GOOD_PADDING)
+    better_seq_len = 0
+    if len(good) and not forecast.runs_on:
+        better_seq_len = plan.config.data.seq_len >> int(good[0])
     fills = tokens / full
     return FillView(
         least=float(fills.min()),
@@ -258,7 +263,7 @@ def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) ->
         most=float(fills.max()),
         full_tokens=float(forecast.full.mean()),
         padding=0.0 if forecast.runs_on else float(padding[0]),
-        better_seq_len=plan.config.data.seq_len >> int(good[0]) if len(good) and not forecast.runs_on else 0,
+        better_seq_len=better_seq_len,
         documents=int(shards[:, :, 2].sum(axis=0).min()),
         longest=int(longest[worst]),
         row_tokens=float(by_row[worst]),
@@ -268,7 +273,7 @@ def _fill(plan: Plan, corpora: Mapping[str, Corpus], forecast: LanesForecast) ->
 def _source_view(
     plan: Plan, source: Source, batches: float, streams: Mapping[str, OpenStream], corpus: Corpus | None
 ) -> SourceView:
-    """What is known of a source without a forecast. `corpus`: None: nothing of it is read, or it is the user's own."""
+    """A source without a forecast. `corpus`: None if nothing of it is read, or it is the user's own."""
     share = batches / plan.num_batches
     view = SourceView(name=source.name, batches=batches, batch_share=share)
     if corpus is None:
@@ -282,9 +287,11 @@ def _source_view(
             shards = plan.facts.data_shards
             slices = [Slice(0, at, shards).of(opened, opened.groups.num_cells) for at in range(shards)]
             own = [num_rows(opened.groups.num_cells[each], lanes) for each in slices]
-            picks += [max(own)] if mixing.batching_mode == "per_stream" else own
+            if mixing.batching_mode == "per_stream":  # the ranks read a stream together
+                own = [max(own)]
+            picks += own
         picks = [each for each in picks if each]
-        wait = wait_bound(picks, min(mixing.num_streams_mixed, len(picks)), share, plan.batches_by_steps.least)
+        wait = limits.wait_bound(picks, min(mixing.num_streams_mixed, len(picks)), share, plan.batches_by_steps.least)
     return replace(
         view,
         num_mixed=num_mixed,
@@ -340,13 +347,16 @@ def _ledger_view(plan: Plan, sources: Sequence[SourceView]) -> LedgerView | None
     width, table = plan.state_width(), plan.config.ledger
     if width == 0:
         return None
+    threshold = None
+    if table.wipe_mode == "periodic_stale":
+        threshold = table.stale_threshold
     return LedgerView(
         mode=table.wipe_mode,
         capacity=table.capacity,
         groups_in_flight=plan.facts.groups_in_flight,
         capacity_to_change_ranks=plan.facts.capacity_to_change_ranks,
         megabytes=ledger_bytes(table, width) / 1e6,
-        stale_threshold=table.stale_threshold if table.wipe_mode == "periodic_stale" else None,
+        stale_threshold=threshold,
         wait_bound_steps=max((source.wait_bound_steps for source in sources), default=0),
     )
 
@@ -364,9 +374,13 @@ def expected_batches(weights: Sequence[WeightSpec], num_batches: int, micro_batc
 
     Between two points of the schedules a probability is smooth: long pieces are sampled, so that any run takes as long.
     """
+    # Between these batches every weight changes smoothly.
     edges = {0, num_batches}
     for spec in weights:
-        edges |= {x if spec.unit == "batch" else micro_batches.batches_before(max(x, 1)) for x in spec.points}
+        points = set(spec.points)
+        if spec.unit != "batch":
+            points = {micro_batches.batches_before(max(step, 1)) for step in points}
+        edges |= points
     sums = np.zeros(len(weights))
     for start, end in itertools.pairwise(sorted(edge for edge in edges if edge <= num_batches)):
         count = min(end - start, SAMPLED)

@@ -23,6 +23,7 @@ from trainer.metrics.catalog.lookup import (
 )
 from trainer.metrics.catalog.rows_gns import LAYER_ROWS
 from trainer.metrics.catalog.spec import Band
+from trainer.tools import limits
 from trainer.tools.diagnostics.rule import batches_through
 from trainer.tools.runs.depth_curve import is_by_depth
 from trainer.tools.runs.load import RunRecord
@@ -37,8 +38,6 @@ OTHER_GROUP: Final = "Not in the catalog"
 # "Smoothed" repeats other curves, which the page can smooth by itself.
 LAST_GROUPS: Final = ("Smoothed", OTHER_GROUP)
 VARIANTS: Final = ("", "held out", "worst rank")
-# One healthy run in a thousand exceeds the bound on the pick surprise (docs/mixing.md).
-SURPRISE_ALPHA: Final = 1e-3
 
 Style = Literal["line", "area", "heat"]
 Ints = NDArray[np.int64]
@@ -137,7 +136,9 @@ class Chart:
     @property
     def axis(self) -> str:
         """Title of the axis of values."""
-        return self.unit or ("unit not known" if self.group == OTHER_GROUP else "no unit")
+        if self.group == OTHER_GROUP:
+            return self.unit or "unit not known"
+        return self.unit or "no unit"
 
     @property
     def is_drawn(self) -> bool:
@@ -161,8 +162,11 @@ class Columns:
         for run, record in enumerate(self.runs):
             if (run, key) not in self._made:
                 steps, values = record.column(key)
-                self._made[run, key] = make_curve(steps, values, limit=self.limit) if len(steps) else None
-        return [(run, curve) for run in range(len(self.runs)) if (curve := self._made[run, key]) is not None]
+                self._made[run, key] = None
+                if len(steps):
+                    self._made[run, key] = make_curve(steps, values, limit=self.limit)
+        made = [(run, self._made[run, key]) for run in range(len(self.runs))]
+        return [(run, curve) for run, curve in made if curve is not None]
 
     def errors(self, run: int, key: str, curve: Curve) -> Floats | None:
         """The standard error of each point, NaN where unknown; None for a key without errors, and for buckets."""
@@ -170,7 +174,9 @@ class Columns:
             return None
         known = dict(zip(*self.runs[run].column(key + ERROR_SUFFIX), strict=True))
         errors = np.array([known.get(step, math.nan) for step in curve.first.tolist()])
-        return errors if np.isfinite(errors).any() else None
+        if not np.isfinite(errors).any():
+            return None
+        return errors
 
     def total(self, run: int, key: str, curve: Curve) -> Curve:
         """The running total of a counter; values that are not finite count as 0."""
@@ -202,7 +208,10 @@ def _is_error(key: str) -> bool:
 
 
 def _family(key: str) -> tuple[str, str]:
-    return family(key) if is_known(key) else ("", "")
+    """(catalog row, the part of its pattern) of a key; empty for one that the catalog does not know."""
+    if not is_known(key):
+        return "", ""
+    return family(key)
 
 
 @dataclass(frozen=True)
@@ -238,7 +247,7 @@ def _surprise_bound(runs: Sequence[RunRecord]) -> Iterable[Reference]:
     for number, run in enumerate(runs):
         if run.steps:
             picks = max(batches_through(run, run.steps[-1]), 1)
-            yield Reference("ln(picks / 0.001)", math.log(picks / SURPRISE_ALPHA), number)
+            yield Reference(f"ln(picks / {limits.ALPHA:g})", limits.surprise_bound(picks), number)
 
 
 _POOL: Final = "stream_mixing/active/"
@@ -271,10 +280,12 @@ VIEWS: Final = (
 
 def _views(runs: Sequence[RunRecord]) -> Iterable[View]:
     """Those of the noise scale, one for each key that it is read from (`noise_scale_of`), and all others."""
-    scales = [scale for run in runs if (scale := noise_scale_of(run)) is not None]
+    scales = filter(None, map(noise_scale_of, runs))
     read = sorted({scale.key for scale in scales}, key=READINGS.index) or ["gns/b_now"]
     for key in read:
-        title = "Noise scale and batch size" + (f" ({key})" if len(read) > 1 else "")
+        title = "Noise scale and batch size"
+        if len(read) > 1:
+            title += f" ({key})"
         yield View(title, (key, f"{key}_low", f"{key}_high", B_BIG), is_log=True, max_keys=4)
     yield from VIEWS
 
@@ -293,17 +304,21 @@ def _chart(columns: Columns, keys: Sequence[str], view: View = PLAIN) -> Chart:
     names, dashes = [VARIANTS[variant] for variant in variants], variants
     if view.rows and (len(keys) > 1 or parts[0]):
         names = [part or lookup(key).title for part, key in zip(parts, keys, strict=True)]
+        dashes = [0] * len(keys)
         # Totals often coincide (each false eviction is also a cold start): only dashes make both visible.
-        dashes = [number if view.is_total or not columns.is_single else 0 for number in range(len(keys))]
+        if view.is_total or not columns.is_single:
+            dashes = list(range(len(keys)))
     elif columns.is_single and parts[0]:
         names, dashes = parts, [0] * len(keys)
     lines = []
     for number, (key, name, dash) in enumerate(zip(keys, names, dashes, strict=True)):
         for run, curve in columns.curves(key):
+            errors = columns.errors(run, key, curve)
             drawn = columns.total(run, key, curve) if view.is_total else curve
-            words = ["" if columns.is_single else columns.runs[run].name, name]
-            label, color = ", ".join(filter(None, words)) or "train", number if columns.is_single else run
-            lines.append(Line(run, label, name or "train", drawn, color, dash, columns.errors(run, key, curve)))
+            label, color = name, number
+            if not columns.is_single:  # colors stand for runs
+                label, color = ", ".join(filter(None, (columns.runs[run].name, name))), run
+            lines.append(Line(run, label or "train", name or "train", drawn, color, dash, errors))
     if not is_known(base):
         return Chart(base, "", OTHER_GROUP, tuple(keys), tuple(lines))
     spec = lookup(base)
@@ -332,8 +347,10 @@ def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
     specs = {family(key)[0]: lookup(key) for key in keys if is_known(key)}
     facts = []
     for spec in specs.values():
-        front = f"{spec.title}: " if len(specs) > 1 else ""
-        words = ("What", f"{front}{spec.description}"), ("Healthy", spec.healthy), ("Trouble", spec.pathological)
+        what = spec.description
+        if len(specs) > 1:
+            what = f"{spec.title}: {what}"
+        words = ("What", what), ("Healthy", spec.healthy), ("Trouble", spec.pathological)
         facts += [(name, text) for name, text in words if text]
     return tuple(facts)
 
@@ -348,9 +365,10 @@ def drawn_keys(runs: Sequence[RunRecord]) -> tuple[list[str], int]:
     """The keys that are drawn, as many as the budget has curves for, those of the catalog first; and how many are left out."""
     # The loss against depth has a drawing of its own.
     keys = list(dict.fromkeys(key for run in runs for key in run.keys if not is_by_depth(key)))
-    if (num_left_out := len(keys) - MOST_CURVES // max(len(runs), 1)) > 0:
+    num_left_out = max(len(keys) - MOST_CURVES // max(len(runs), 1), 0)
+    if num_left_out:
         keys = sorted(keys, key=lambda key: not is_known(key))[:-num_left_out]
-    return keys, max(num_left_out, 0)
+    return keys, num_left_out
 
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
@@ -379,8 +397,12 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     for key in sorted((key for key in keys if key not in used and not _is_error(key)), key=order):
         base, variant = variant_of(key)
         row, part = _family(base)
-        if columns.curves(key):
-            shared.setdefault((row, variant) if part and columns.is_single else (base, 0), []).append(key)
+        if not columns.curves(key):
+            continue
+        chart = base, 0
+        if part and columns.is_single:
+            chart = row, variant
+        shared.setdefault(chart, []).append(key)
     charts += [_chart(columns, together) for together in shared.values()]
     groups = [*(spec.group for spec in CATALOG if spec.group not in LAST_GROUPS), *LAST_GROUPS]
     return sorted(charts, key=lambda chart: groups.index(chart.group))

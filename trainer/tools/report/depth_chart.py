@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import groupby
 
@@ -48,7 +48,8 @@ def drawing(curve: DepthCurve, name: str = "") -> str:
         *_part(GAINS, ends, "", [("gain of carrying", "c2", gains)], is_gain=True),
         _text((LEFT + WIDTH) / 2, HEIGHT - 8, "tokens of the document before the target", "middle"),
     ]
-    title = escape(f"Loss against depth{f' of {name}' if name else ''}: carried and from zero")
+    of = f" of {name}" if name else ""
+    title = escape(f"Loss against depth{of}: carried and from zero")
     style = "width: 100%; max-width: 640px; height: auto; display: block"
     shape = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"'
     return f'<svg {shape} role="img" aria-label="{title}" style="{style}">{"".join(parts)}</svg>'
@@ -59,8 +60,11 @@ def _part(
 ) -> Iterable[str]:
     """Axes, lines and their names. A gain has its band, a line at 0, and the numbers of the depths below it."""
     (top, bottom), (first, last) = span, depths
-    ends = [end for *_, line in lines for _, number in line for end in (_band(number) if is_gain else number[:1])]
-    low, high = min(ends + [0.0] * is_gain), max(ends + [0.0] * is_gain)
+    numbers = [number for *_, line in lines for _, number in line]
+    ends = [number.value for number in numbers]
+    if is_gain:
+        ends = [0.0, *(end for number in numbers for end in _band(number))]
+    low, high = min(ends), max(ends)
 
     def at(depth: float, value: float) -> Place:
         x = LEFT + (WIDTH - LEFT - RIGHT) * math.log2(depth / first) / math.log2(last / first)
@@ -74,27 +78,40 @@ def _part(
             yield _text(x, bottom + 18, f"{1 << power:,}", "middle")
     for level in _levels(low, high, int(bottom - top) // 25):
         _, y = at(first, level)
-        yield _line((LEFT, y), (WIDTH - RIGHT, y), "muted" if is_gain and not level else "grid")
+        is_zero = is_gain and not level
+        yield _line((LEFT, y), (WIDTH - RIGHT, y), "muted" if is_zero else "grid")
         yield _text(LEFT - 6, y + 4, number_text(level), "end")
     for number, (label, color, line) in enumerate(lines):
         # A bucket is drawn at its geometric middle.
         middles = [(start * math.sqrt(2), start, value) for start, value in line]
         if is_gain:
-            # No error, no band; a single one is an error bar.
-            for has_error, near in groupby(middles, key=lambda each: math.isfinite(each[2].error)):
-                bands = [(depth, _band(value)) for depth, _, value in near if has_error]
-                edge = _path(at(depth, band[side]) for side in (1, 0) for depth, band in bands[:: 2 * side - 1])
-                look = f"fill: {COLORS[color]}; stroke: {COLORS[color]}; opacity: .25"
-                yield f'<polygon points="{edge}" style="{look}" />' * has_error
-        path, dash = _path([at(depth, value.value) for depth, _, value in middles]), "; stroke-dasharray: 6 4" * number
-        yield f'<polyline points="{path}" style="fill: none; stroke: {COLORS[color]}; stroke-width: 2{dash}" />'
+            yield from _bands(middles, at, COLORS[color])
+        path = _path([at(depth, value.value) for depth, _, value in middles])
+        look = f"fill: none; stroke: {COLORS[color]}; stroke-width: 2"
+        if number:
+            look += "; stroke-dasharray: 6 4"
+        yield f'<polyline points="{path}" style="{look}" />'
         for depth, start, value in middles:
             x, y = at(depth, value.value)
             words = f"<title>{label}, {start:,} tokens on: {value}</title>"
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill: {COLORS[color]}">{words}</circle>'
-    has_band = is_gain and any(math.isfinite(value.error) for *_, line in lines for _, value in line)
     names = ", ".join(f'<tspan style="fill: {COLORS[color]}">{label}</tspan>' for label, color, _ in lines)
-    yield _text(LEFT, top - 9, f"{what} {names}, nats per token{' (band: 95 % over documents)' * has_band}", "start")
+    heading = f"{what} {names}, nats per token"
+    if is_gain and any(math.isfinite(number.error) for number in numbers):
+        heading += " (band: 95 % over documents)"
+    yield _text(LEFT, top - 9, heading, "start")
+
+
+def _bands(
+    middles: Sequence[tuple[float, int, Number]], at: Callable[[float, float], Place], color: str
+) -> Iterable[str]:
+    """The bands of neighbouring buckets: none where the error is not known; a single one is an error bar."""
+    for has_error, near in groupby(middles, key=lambda each: math.isfinite(each[2].error)):
+        if has_error:
+            bands = [(depth, _band(value)) for depth, _, value in near]
+            edge = [at(depth, high) for depth, (_, high) in bands]
+            edge += [at(depth, low) for depth, (low, _) in reversed(bands)]
+            yield f'<polygon points="{_path(edge)}" style="fill: {color}; stroke: {color}; opacity: .25" />'
 
 
 def _band(number: Number) -> Place:

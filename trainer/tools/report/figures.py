@@ -27,6 +27,7 @@ _MARK_BUDGET: Final = 10_000  # of restarts and changed weights, over all charts
 _MOST_WORDS: Final = 6  # more would overlap; the lines are still drawn
 _WORD: Final = 0.14  # of the width of a chart
 _FLATTENED: Final = 3.0
+SMALLEST_SPAN: Final = 1e-9  # of the colors of cells that are all alike
 _SMALL: Final = {"size": 11, "color": "muted"}
 Json = dict[str, Any]
 
@@ -43,8 +44,9 @@ class _Columns:
         exact = np.asarray(values, "<f8")
         with np.errstate(over="ignore", under="ignore"):
             single = exact.astype("<f4")
-        kept = np.allclose(single, exact, rtol=1e-6, atol=0.0, equal_nan=True)
-        column, kind = (single, "f4") if kept else (exact, "f8")
+        column, kind = exact, "f8"
+        if np.allclose(single, exact, rtol=1e-6, atol=0.0, equal_nan=True):
+            column, kind = single, "f4"
         data = column.tobytes()
         if data not in self._numbers:
             self._numbers[data] = len(self.encoded)
@@ -56,7 +58,11 @@ def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> str:
     """All charts as JSON for a <script> element; None for those that are not drawn."""
     columns = _Columns()
     marks = _marks_of(runs, most=max(_MARK_BUDGET // max(len(charts), 1), 1))
-    figures = [_figure(chart, runs, columns, marks) if chart.is_drawn else None for chart in charts]
+    figures: list[Json | None] = []
+    for chart in charts:
+        figures.append(None)
+        if chart.is_drawn:
+            figures[-1] = _figure(chart, runs, columns, marks)
     curves = [line.curve for chart in charts for line in chart.lines if len(line.curve.mean)]
     first = min((int(curve.first[0]) for curve in curves), default=0)
     last = max((int(curve.last[-1]) for curve in curves), default=1)
@@ -107,14 +113,17 @@ def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns, marks: S
 
 def _legend(chart: Chart, *, is_single: bool) -> list[Json]:
     """Traces without points: an entry for each group of lines that can be hidden. The page's legend has the colors of runs."""
-    entries = dict.fromkeys(
-        (line.label, f"c{line.color % NUM_COLORS}", line.dash) if is_single else (line.variant, "muted", line.dash)
-        for line in chart.lines
-    )
+    if is_single:
+        lines = [(line.label, f"c{line.color % NUM_COLORS}", line.dash) for line in chart.lines]
+    else:
+        lines = [(line.variant, "muted", line.dash) for line in chart.lines]
+    entries = list(dict.fromkeys(lines))
+    if len(entries) < 2:
+        return []
     return [
         {"name": label, "legendgroup": label, "x": [None], "y": [None], "mode": "lines", "hoverinfo": "skip"}
         | {"line": {"color": color, "dash": DASHES[dash % len(DASHES)]}, "showlegend": True}
-        for label, color, dash in (entries if len(entries) > 1 else ())
+        for label, color, dash in entries
     ]
 
 
@@ -122,7 +131,9 @@ def _broken(curve: Curve, *columns: Floats) -> list[Floats]:
     """The middle of each point's steps, and columns of the curve, with NaN where the key was absent for long."""
     steps = (curve.first + curve.last) / 2
     spacing = np.diff(steps)
-    most = WIDEST_GAP * np.median(spacing) if len(steps) >= FEWEST_POINTS else math.inf
+    most = math.inf
+    if len(steps) >= FEWEST_POINTS:
+        most = WIDEST_GAP * float(np.median(spacing))
     return [
         np.insert(column.astype(np.float64), np.flatnonzero(spacing > most) + 1, np.nan) for column in (steps, *columns)
     ]
@@ -133,14 +144,15 @@ def _line_traces(chart: Chart, line: Line, columns: _Columns, *, is_single: bool
     common: Json = {"name": line.label, "legendgroup": line.label if is_single else line.variant}
     common["meta"] = {"run": line.run, "smooths": chart.style == "line" and len(curve.mean) >= FEWEST_POINTS}
     stroke: Json = {"color": hue, "width": 1.6 if line.dash else 1.8, "dash": DASHES[line.dash % len(DASHES)]}
-    is_elsewhere = not np.array_equal(curve.first, chart.lines[0].curve.first)
     steps, mean = _broken(curve, curve.mean)
     drawn: Json = {"mode": "lines+markers" if len(curve.mean) <= _FEW_POINTS else "lines", "marker": {"color": hue}}
     if chart.style == "area":
         steps, mean, stroke["width"] = (curve.first + curve.last) / 2, curve.mean, 1
         drawn = {"stackgroup": "one", "stackgaps": "interpolate", "fillcolor": f"{hue}/0.45", "mode": "lines"}
     drawn |= {"x": columns.number(steps), "y": columns.number(mean), "line": stroke}
-    drawn["hovertemplate"] = "%{y:,.6~g}" + (" at %{x:,}" if is_elsewhere else "")
+    drawn["hovertemplate"] = "%{y:,.6~g}"
+    if not np.array_equal(curve.first, chart.lines[0].curve.first):  # the page shows the step of the first line
+        drawn["hovertemplate"] += " at %{x:,}"
     if line.errors is not None:
         bars = np.nan_to_num(_broken(curve, ERRORS_SHOWN * line.errors)[1])
         drawn["error_y"] = {"array": columns.number(bars), "color": f"{hue}/0.5", "thickness": 1, "width": 2}
@@ -170,10 +182,14 @@ def _heat_map(chart: Chart, columns: _Columns) -> Json:
     for row, (place, line) in enumerate(zip(places, chart.lines, strict=True)):
         values[row, np.searchsorted(steps, place)] = line.curve.mean
     positive = values[values > 0]
-    low, high = (math.log10(positive.min()), math.log10(positive.max())) if len(positive) else (-1.0, 0.0)
+    low, high = -1.0, 0.0
+    if len(positive):
+        low, high = math.log10(positive.min()), math.log10(positive.max())
     cells = np.log10(np.where(values <= 0, 10**low, values))
     powers: list[float] = list(range(math.ceil(low), math.floor(high) + 1))
-    ticks = powers if len(powers) > 1 else [low, high]
+    ticks = powers
+    if len(powers) < 2:  # less than a decade
+        ticks = [low, high]
     bar = {"title": {"text": chart.axis, "side": "right", "font": _SMALL}, "thickness": 10, "outlinewidth": 0}
     bar |= {"tickvals": ticks, "ticktext": [number_text(10**tick, 2) for tick in ticks], "tickfont": _SMALL}
     return {
@@ -186,7 +202,7 @@ def _heat_map(chart: Chart, columns: _Columns) -> Json:
         "hovertemplate": "step %{x}<br>%{y}: %{customdata:,.6~g}",
         "colorscale": "Viridis",
         "zmin": low,
-        "zmax": high if high > low else low + 1,
+        "zmax": max(high, low + SMALLEST_SPAN),
         "hoverongaps": False,
         "colorbar": bar,
     }
@@ -201,10 +217,14 @@ def skipped_step(chart: Chart) -> float | None:
     columns = zip(*(((each.first + each.last) / 2, each.low, each.high) for each in curves), strict=True)
     steps, low, high = (np.concatenate(column) for column in columns)
     later = steps > steps.min()
-    whole, rest = 0.0, 0.0
+    is_alone = False
     if np.count_nonzero(later) >= FEWEST_POINTS:
-        whole, rest = float(high.max()) - float(low.min()), float(high[later].max()) - float(low[later].min())
-    return float(steps.min()) if chart.unit == "s" or 0 < rest * _FLATTENED < whole else None
+        whole = float(high.max()) - float(low.min())
+        rest = float(high[later].max()) - float(low[later].min())
+        is_alone = 0 < rest * _FLATTENED < whole
+    if chart.unit == "s" or is_alone:
+        return float(steps.min())
+    return None
 
 
 def _is_near(chart: Chart, reference: Reference) -> bool:
@@ -223,9 +243,10 @@ def _shapes(chart: Chart, runs: Sequence[RunRecord], marks: Sequence[tuple[int, 
     across = {"xref": "paper", "x0": 0, "x1": 1}
     if chart.band is not None:
         low, high = chart.band
-        stroke = {"color": "good", "width": 4 if low == high else 0}
-        kind = {"type": "line", "opacity": 0.35} if low == high else {"type": "rect", "fillcolor": "good/0.11"}
-        shapes.append({**kind, **across, "y0": low, "y1": high, "line": stroke, "layer": "below"})
+        kind: Json = {"type": "rect", "fillcolor": "good/0.11", "line": {"color": "good", "width": 0}}
+        if low == high:  # a band of no height is a line
+            kind = {"type": "line", "opacity": 0.35, "line": {"color": "good", "width": 4}}
+        shapes.append({**kind, **across, "y0": low, "y1": high, "layer": "below"})
 
     def color_of(run: int) -> str:
         return f"c{run % NUM_COLORS}" if len(runs) > 1 else "mark"

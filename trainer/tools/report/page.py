@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
@@ -17,7 +18,6 @@ from trainer.tools.report.charts import Chart, drawn_keys, make_charts
 from trainer.tools.report.depth_chart import depth_figures
 from trainer.tools.report.figures import NUM_COLORS, encode_charts, skipped_step
 from trainer.tools.report.run_summary import (
-    SummaryRow,
     config_differences,
     ran,
     rows_text,
@@ -41,20 +41,29 @@ class Html(str):
     __slots__ = ()
 
 
+NOTHING: Final = Html()
+
+
 def element(tag: str, *children: str, **attributes: object) -> Html:
     """One element; all that comes from a run is escaped here. Attributes: `class_` means `class`, `_` becomes `-`, None and
     False are left out, True has no value."""
     words = []
     for name, value in attributes.items():
-        if value is not None and value is not False:
-            key = name.rstrip("_").replace("_", "-")
-            words.append(f" {key}" if value is True else f' {key}="{escape(str(value))}"')
+        key = name.rstrip("_").replace("_", "-")
+        if value is True:
+            words.append(f" {key}")
+        elif value is not None and value is not False:
+            words.append(f' {key}="{escape(str(value))}"')
     return Html(f"<{tag}{''.join(words)}>{join(children)}</{tag}>")
 
 
 def join(children: Iterable[str]) -> Html:
     """The children concatenated, escaped unless they are HTML."""
-    return Html("".join(child if isinstance(child, Html) else escape(child) for child in children))
+    return Html("".join(map(_escaped, children)))
+
+
+def _escaped(text: str) -> str:
+    return text if isinstance(text, Html) else escape(text)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, class_: str | None = None) -> Html:
@@ -75,7 +84,7 @@ def _section(title: str, *children: str, class_: str | None = None) -> Html:
 
 
 def _slug(text: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in text.lower())
+    return re.sub(r"[\W_]", "-", text.lower())
 
 
 def _code(text: str) -> Html:
@@ -88,7 +97,9 @@ def _swatch(color: int) -> Html:
 
 def _optional(tag: str, text: str, class_: str | None = None) -> Html:
     """An element, or nothing if the text is empty."""
-    return element(tag, text, class_=class_) if text else Html("")
+    if not text:
+        return NOTHING
+    return element(tag, text, class_=class_)
 
 
 # ---- Verdict and outcome
@@ -96,15 +107,18 @@ def _optional(tag: str, text: str, class_: str | None = None) -> Html:
 
 def _verdict_card(number: int, diagnosis: Diagnosis, *, is_single: bool) -> Html:
     """The verdict, and of one of several runs its findings too."""
-    front = "" if is_single else element("h3", _swatch(number), diagnosis.run.name)
-    sentence = element("p", _mark(diagnosis) if diagnosis.verdict else "", diagnosis.summary)
-    look = {"healthy": " good", "findings": " bad"}.get(str(diagnosis.verdict), "")
-    found = "" if is_single or diagnosis.verdict is None else _findings(diagnosis)
-    return element("div", front, sentence, found, class_=f"verdict{look}")
+    mark = front = found = NOTHING
+    if diagnosis.verdict is not None:
+        mark = _mark(diagnosis)
+    if not is_single:
+        front = element("h3", _swatch(number), diagnosis.run.name)
+        if diagnosis.verdict is not None:
+            found = _findings(diagnosis)
+    look = {"healthy": "verdict good", "findings": "verdict bad"}.get(str(diagnosis.verdict), "verdict")
+    return element("div", front, element("p", mark, diagnosis.summary), found, class_=look)
 
 
 def _findings(diagnosis: Diagnosis) -> Html:
-    """Findings and suggestions, and all rules."""
     rows = [
         (
             _code(each.rule.name),
@@ -115,14 +129,11 @@ def _findings(diagnosis: Diagnosis) -> Html:
         for each in diagnosis.rulings
     ]
     rules = _table(("Rule", "Result", "Measured", "Condition for a finding"), rows, caption="Rules")
+    parts = [element("p", f"Checked on {rows_text(diagnosis.run.steps)}: {diagnosis.coverage}.", class_="note")]
     items = [_finding(ruling) for ruling in (*diagnosis.findings, *diagnosis.advice)]
-    return join(
-        [
-            element("p", f"Checked on {rows_text(diagnosis.run.steps)}: {diagnosis.coverage}.", class_="note"),
-            element("ol", *items) if items else "",
-            element("details", element("summary", f"All {len(rows)} rules"), rules),
-        ]
-    )
+    if items:
+        parts.append(element("ol", *items))
+    return join([*parts, element("details", element("summary", f"All {len(rows)} rules"), rules)])
 
 
 def _mark(diagnosis: Diagnosis) -> Html:
@@ -133,36 +144,44 @@ def _mark(diagnosis: Diagnosis) -> Html:
 def _finding(ruling: Ruling) -> Html:
     badge = element("span", str(ruling.severity), class_=f"badge {ruling.severity}")
     parts: list[str] = [element("h4", ruling.rule.name, " ", badge), element("p", ruling.outcome.sentence)]
-    if (knob := ruling.outcome.knob) is not None:
+    knob = ruling.outcome.knob
+    if knob is not None:
         setting = f"{knob.key} = {knob.suggested}"
         parts.append(element("p", "Try ", _code(setting), str(knob).removeprefix(setting)))
     buttons = [
         element("button", f"step {step:,}", type="button", class_="step", data_step=step, title="Show in the charts")
         for step in ruling.steps[:_MOST_STEP_BUTTONS]
     ]
-    more = f" and {len(ruling.steps) - len(buttons):,} more" if len(ruling.steps) > len(buttons) else ""
-    return element("li", *parts, element("p", "Seen at ", *buttons, more, class_="evidence") if buttons else "")
+    num_more = len(ruling.steps) - len(buttons)
+    if buttons:
+        more = f" and {num_more:,} more" if num_more else ""
+        parts.append(element("p", "Seen at ", *buttons, more, class_="evidence"))
+    return element("li", *parts)
 
 
 def _notes(runs: Sequence[RunRecord]) -> Html:
     """Problems of the files and settings that a resume changed, if there are any."""
     items = []
     for run in runs:
+        front = f"{run.name}: " if len(runs) > 1 else ""
         changed = {key: value for key, value in settings_by_step(run).items() if isinstance(value, Mapping)}
         notes = [*run.notes, *(f"changed on a resume: {key} = {value_text(value)}" for key, value in changed.items())]
-        items += [element("li", f"{run.name}: {note}" if len(runs) > 1 else note) for note in notes[:_MOST_EVENTS]]
-    return _section("About the record", element("ul", *items, class_="notes")) if items else Html("")
+        items += [element("li", front, note) for note in notes[:_MOST_EVENTS]]
+    if not items:
+        return NOTHING
+    return _section("About the record", element("ul", *items, class_="notes"))
 
 
 def _tiles(run: RunRecord) -> Html:
     """The results of one run; of those that it does not have, the ones that say why."""
-
-    def tile(row: SummaryRow) -> Html:
-        unit = _optional("span", "" if row.value is None else row.unit, "unit")
-        value = element("dd", row.text, " ", unit, class_="value")
-        return element("div", element("dt", row.label), value, _optional("dd", row.note, "note"))
-
-    tiles = [tile(row) for row in [*ran(run), *summarize(run)] if row.value is not None or row.note]
+    tiles = []
+    for row in [*ran(run), *summarize(run)]:
+        if row.value is not None or row.note:
+            unit = NOTHING
+            if row.value is not None:
+                unit = _optional("span", row.unit, "unit")
+            value = element("dd", row.text, " ", unit, class_="value")
+            tiles.append(element("div", element("dt", row.label), value, _optional("dd", row.note, "note")))
     return _section("Outcome", element("dl", *tiles, class_="tiles"))
 
 
@@ -195,10 +214,13 @@ def chart_groups(charts: Sequence[Chart]) -> Html:
         grids = []
         for is_wide in (True, False):
             cards = [_card(*pair) for pair in numbered if pair[1].is_drawn and pair[1].is_wide is is_wide]
-            grids.append(element("div", *cards, class_="grid views" if is_wide else "grid") if cards else "")
+            if cards:
+                grids.append(element("div", *cards, class_="grid views" if is_wide else "grid"))
         still = [_unchanged(chart) for _, chart in numbered if not chart.is_drawn]
-        said = element("div", element("h3", "The same throughout"), element("ul", *still), class_="still")
-        parts.append(_section(group, *grids, said if still else "", class_="charts"))
+        if still:
+            items = element("ul", *still)
+            grids.append(element("div", element("h3", "The same throughout"), items, class_="still"))
+        parts.append(_section(group, *grids, class_="charts"))
     return join(parts)
 
 
@@ -207,7 +229,9 @@ def _unchanged(chart: Chart) -> Html:
     names: dict[str, list[str]] = {}
     for line in chart.lines:
         names.setdefault(number_text(float(line.curve.mean[0])), []).append(line.label)
-    values = list(names) if len(names) == 1 else [f"{', '.join(names[value])} {value}" for value in names]
+    values = [f"{', '.join(labels)} {value}" for value, labels in names.items()]
+    if len(names) == 1:
+        values = list(names)
     return element("li", f"{chart.title}: {' · '.join(values)} {chart.unit} ", _code(few(chart.keys)))
 
 
@@ -216,7 +240,12 @@ def _card(number: int, chart: Chart) -> Html:
     levels = [f"{level.label}: {number_text(level.value)}" for level in chart.references]
     facts = [element("div", element("dt", name), element("dd", text)) for name, text in chart.facts]
     num_rows = len(chart.lines)
-    height = max(17 * num_rows + 60, 160) if chart.style == "heat" else 228 + (20 * (num_rows // 6))
+    height = 228 + 20 * (num_rows // 6)  # of a legend that breaks
+    if chart.style == "heat":
+        height = max(17 * num_rows + 60, 160)
+    about = NOTHING
+    if facts:
+        about = element("details", element("summary", "About"), element("dl", *facts))
     aria = {"aria_roledescription": "chart", "aria_labelledby": f"chart-{number}", "aria_describedby": "keys-help"}
     style = f"height: {height}px"
     plot = element("div", class_="plot", data_chart=number, style=style, tabindex="0", role="group", **aria)
@@ -226,7 +255,7 @@ def _card(number: int, chart: Chart) -> Html:
         _optional("p", " · ".join(dict.fromkeys(levels)), "small levels"),
         plot,
         _small_print(chart),
-        element("details", element("summary", "About"), element("dl", *facts)) if facts else "",
+        about,
         class_="card wide" if chart.is_wide else "card",
         data_name=f"{chart.group}: {chart.title}",
     )
@@ -235,12 +264,14 @@ def _card(number: int, chart: Chart) -> Html:
 def _small_print(chart: Chart) -> Html:
     """Buckets, and values that cannot be drawn or are out of range."""
     curves = [line.curve for line in chart.lines]
-    notes = (
-        ["points are buckets: the line is the mean, the shade the range"] if any(c.is_reduced for c in curves) else []
-    )
-    if num_bad := sum(len(curve.bad_steps) for curve in curves):
+    notes = []
+    if any(curve.is_reduced for curve in curves):
+        notes.append("points are buckets: the line is the mean, the shade the range")
+    num_bad = sum(len(curve.bad_steps) for curve in curves)
+    if num_bad:
         notes.append(f"{counted(num_bad, 'value')} not finite, marked by ×")
-    if (step := skipped_step(chart)) is not None:
+    step = skipped_step(chart)
+    if step is not None:
         notes.append(f"scaled without step {step:,.0f}: zoom to see it")
     return _optional("p", " · ".join(notes), "small")
 
@@ -252,7 +283,9 @@ def _depth(runs: Sequence[RunRecord]) -> Html:
         for name, words, drawn in depth_figures(run):
             title = name if len(runs) == 1 else f"{run.name}, {name}"
             parts.append(element("article", element("h3", title), element("p", words), Html(drawn), class_="card wide"))
-    return _section(DEPTH, element("div", *parts, class_="grid views")) if parts else Html("")
+    if not parts:
+        return NOTHING
+    return _section(DEPTH, element("div", *parts, class_="grid views"))
 
 
 # ---- Events, settings
@@ -267,9 +300,12 @@ def _events(runs: Sequence[RunRecord]) -> Html:
             step = str(event.get("global_step", event.get("step", "")))
             details = json.dumps(rest, ensure_ascii=False)[:_MOST_DETAILS]
             rows.append([str(event.get("event", "?"))[:_MOST_DETAILS], run.name, step, details])
-    is_cut = any(len(run.events) > _MOST_EVENTS for run in runs)
-    more = _optional("p", f"The first {_MOST_EVENTS} of each run; events.jsonl has all." if is_cut else "")
-    return _section("Events", _table(_EVENT_COLUMNS, rows, caption="Events"), more) if rows else Html("")
+    if not rows:
+        return NOTHING
+    parts = [_table(_EVENT_COLUMNS, rows, caption="Events")]
+    if any(len(run.events) > _MOST_EVENTS for run in runs):
+        parts.append(element("p", f"The first {_MOST_EVENTS} of each run; events.jsonl has all."))
+    return _section("Events", *parts)
 
 
 def _settings(title: str, file: str, runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Html:
@@ -277,9 +313,10 @@ def _settings(title: str, file: str, runs: Sequence[tuple[str, Mapping[str, Any]
     tables = []
     for name, values in runs:
         rows = [[_code(key), _code(value_text(value))] for key, value in flatten(values).items()]
-        inner = _table(("Key", "Value"), rows[:_MOST_SETTINGS], caption=f"{title} of {name}")
-        summary = element("summary", f"{name}: {counted(len(rows), 'value')}")
-        tables += [element("details", summary, inner, open=len(runs) == 1)] if rows else []
+        if rows:
+            inner = _table(("Key", "Value"), rows[:_MOST_SETTINGS], caption=f"{title} of {name}")
+            summary = element("summary", f"{name}: {counted(len(rows), 'value')}")
+            tables.append(element("details", summary, inner, open=len(runs) == 1))
     return _section(title, *(tables or [element("p", f"No {file} next to metrics.jsonl.")]))
 
 
@@ -287,7 +324,7 @@ def _settings(title: str, file: str, runs: Sequence[tuple[str, Mapping[str, Any]
 
 
 def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
-    """What on the page comes from its runs: HTML by the id of its element, and the charts as JSON under `data`.
+    """The parts of the page that show its runs: HTML by the id of its element, and the charts as JSON under `data`.
 
     Args:
         diagnoses: of one run, or of several to overlay in the order of the colors.
@@ -296,30 +333,27 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
     is_single = len(runs) == 1
     charts = make_charts(runs)
     cards = [_verdict_card(number, diagnosis, is_single=is_single) for number, diagnosis in enumerate(diagnoses)]
-    events = _events(runs)
-    depth = _depth(runs)
-    names = [
-        "Verdict",
-        "Outcome",
-        *([FINDINGS] if is_single and diagnoses[0].verdict else []),
-        *([DEPTH] if depth else []),
-        *dict.fromkeys(chart.group for chart in charts),
-        *(["Events"] if events else []),
-    ]
+    events, depth = _events(runs), _depth(runs)
+    # As in the table of contents: what is not there is not named.
+    shown = {"Verdict": True, "Outcome": True, FINDINGS: is_single and diagnoses[0].verdict is not None}
+    shown |= {DEPTH: bool(depth), **{chart.group: True for chart in charts}, "Events": bool(events)}
+    names = [name for name, is_there in shown.items() if is_there]
     links = [element("a", name, href=f"#{_slug(name)}") for name in [*names, "Config", "Environment"]]
+    details = [chart_groups(charts)]
     _, num_left_out = drawn_keys(runs)
-    left_out = f"{counted(num_left_out, 'key')} too many for a page: metrics.jsonl has them." * (num_left_out > 0)
-    details = [
-        chart_groups(charts),
-        _optional("p", left_out),
+    if num_left_out:
+        details.append(element("p", f"{counted(num_left_out, 'key')} too many for a page: metrics.jsonl has them."))
+    details += [
         events,
         _settings("Config", "config.resolved.toml", [(run.name, run.config) for run in runs]),
         _settings("Environment", "env.json", [(run.name, run.environment) for run in runs]),
     ]
     outcome = _outcome_tables(diagnoses)
     if is_single:
-        found = element("div", _findings(diagnoses[0]), class_="verdict")
-        outcome = join([_tiles(runs[0]), _section(FINDINGS, found) if diagnoses[0].verdict else ""])
+        outcome = _tiles(runs[0])
+        if diagnoses[0].verdict is not None:
+            findings = element("div", _findings(diagnoses[0]), class_="verdict")
+            outcome = join([outcome, _section(FINDINGS, findings)])
     return {
         "contents": element("ul", *(element("li", link) for link in links)),
         "overview": join([_section("Verdict", *cards), _notes(runs), outcome, depth]),
@@ -349,20 +383,25 @@ def render_page(names: Sequence[str], parts: Mapping[str, str], *, plotly: str =
         parts: from `render_parts`.
         plotly: the source of plotly.js; empty: it is in `plotly_file`, next to the page.
     """
-    title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
-    switches = [
-        element("button", _swatch(place), name, type="button", aria_pressed="true", data_switch=place)
-        for place, name in enumerate(names)
-    ]
-    legend = element("div", *switches, class_="runs legend", role="group", aria_label="Runs")
+    title, legend = names[0], NOTHING
+    if len(names) > 1:
+        title = f"{len(names)} runs: {', '.join(names)}"
+        switches = [
+            element("button", _swatch(place), name, type="button", aria_pressed="true", data_switch=place)
+            for place, name in enumerate(names)
+        ]
+        legend = element("div", *switches, class_="runs legend", role="group", aria_label="Runs")
+    script, policy = f"<script>{plotly}</script>", ""
+    if not plotly:
+        script, policy = element("script", src=plotly_file), " 'self' file:"
     assets = resources.files("trainer.tools.report") / "assets"
     texts = {name: (assets / name).read_text(encoding="utf-8") for name in ("page.html", "report.css", "report.js")}
     return Template(texts["page.html"]).substitute(
         parts,
         title=escape(title),
         css=texts["report.css"],
-        switches="" if len(names) == 1 else legend,
-        plotly=f"<script>{plotly}</script>" if plotly else element("script", src=plotly_file),
-        scripts="" if plotly else " 'self' file:",
+        switches=legend,
+        plotly=script,
+        scripts=policy,
         script=texts["report.js"],
     )

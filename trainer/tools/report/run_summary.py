@@ -1,10 +1,11 @@
-"""The results of a run, how runs differ in settings and metrics, and runs that differ in their seed alone as one row."""
+"""The results of a run, and how runs differ in settings and metrics."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import Any, Final
 
 from trainer.config.load import recorded_settings
 from trainer.metrics.catalog.lookup import ERRORS_SHOWN, is_known, keys_under, lookup
-from trainer.tools.diagnostics.diagnose import Diagnosis
+from trainer.tools.diagnostics.rule import sources
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
 from trainer.wording import counted, few, number_text
@@ -23,12 +24,6 @@ _MOST_ROWS, _MOST_TEXT = 20, 4_000
 # Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
 _NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
 _NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/")
-SEED: Final = "run.seed"
-ERRORS_WIDE: Final = 2.0
-"""Standard errors of a difference below which it may well be chance."""
-TOKEN_MARGIN: Final = 0.05  # steps differ in tokens, and so runs of equally many steps a little, by their seed
-RANKED_BY: Final = ("Held-out loss", "Final loss")
-_WORLD_SIZE: Final = "env.world_size"  # changes the batch; other recorded values should not change a result
 _HELD_OUT_SETTINGS: Final = (
     "data files",
     "eval.",
@@ -56,14 +51,14 @@ class SummaryRow:
 
     @property
     def text(self) -> str:
-        """The value, or a dash."""
         if self.value is None:
             return "–"
-        return self.value if isinstance(self.value, str) else number_text(self.value, digits=self.digits)
+        if isinstance(self.value, str):
+            return self.value
+        return number_text(self.value, digits=self.digits)
 
     @property
     def heading(self) -> str:
-        """The label with the unit."""
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
@@ -94,8 +89,10 @@ class End:
     last: int
 
     def __str__(self) -> str:
-        if self.rows <= 1:
-            return f"the last logged row, step {self.last:,}" if self.rows else "no logged row"
+        if not self.rows:
+            return "no logged row"
+        if self.rows == 1:
+            return f"the last logged row, step {self.last:,}"
         return f"the last {self.rows} logged rows, steps {self.first:,} to {self.last:,}"
 
 
@@ -104,8 +101,9 @@ def end_of(run: RunRecord, window: int | None = None) -> End:
     steps = run.steps
     if not steps:
         return End(0, 0, 0)
-    wanted = window if window is not None else min(_MOST_ROWS, len(steps) // 10)
-    rows = min(max(wanted, 1), len(steps))
+    if window is None:
+        window = min(_MOST_ROWS, len(steps) // 10)
+    rows = min(max(window, 1), len(steps))
     return End(rows, steps[-rows], steps[-1])
 
 
@@ -118,30 +116,39 @@ def rows_text(steps: Sequence[int]) -> str:
     """The rows that a figure was made of: `12 rows, steps 10 to 120`."""
     if not steps:
         return "no row"
-    return f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"step {steps[0]:,}"
+    if len(steps) == 1:
+        return f"step {steps[0]:,}"
+    return f"{len(steps):,} rows, steps {steps[0]:,} to {steps[-1]:,}"
 
 
 def _last_row(label: str, values: dict[int, float], unit: str, what: str = "", step: int | None = None) -> SummaryRow:
     """The value of the last step, or of `step`."""
     if not values:
         return SummaryRow(label, None, unit)
-    step = max(values) if step is None else step
+    if step is None:
+        step = max(values)
     return SummaryRow(label, values[step], unit, f"{what}step {step:,}")
 
 
 def _total(label: str, run: RunRecord, keys: Sequence[str], unit: str) -> SummaryRow:
     columns = [_finite(run, key) for key in keys]
     steps = sorted(set[int]().union(*columns))
+    if not steps:
+        return SummaryRow(label, None, unit)
     total = sum(sum(column.values()) for column in columns)
-    return SummaryRow(label, total, unit, f"total of {rows_text(steps)}") if steps else SummaryRow(label, None, unit)
+    return SummaryRow(label, total, unit, f"total of {rows_text(steps)}")
 
 
 def _middle(label: str, run: RunRecord, key: str, unit: str, of: str = "median", front: str = "") -> SummaryRow:
     """The median, or the mean, of a key's finite values."""
-    if not (values := _finite(run, key)):
+    values = _finite(run, key)
+    if not values:
         return SummaryRow(label, None, unit)
-    value = (statistics.fmean if of == "mean" else statistics.median)(values.values())
-    return SummaryRow(label, value, unit, front + f"{of} of " * (len(values) > 1) + rows_text(list(values)), digits=4)
+    value = statistics.fmean(values.values()) if of == "mean" else statistics.median(values.values())
+    rows = rows_text(list(values))
+    if len(values) > 1:
+        rows = f"{of} of {rows}"
+    return SummaryRow(label, value, unit, front + rows, digits=4)
 
 
 def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
@@ -153,14 +160,18 @@ def _losses(run: RunRecord, window: int | None) -> list[SummaryRow]:
     steps, values = list(losses), list(losses.values())
     end = end_of(run, window)
     width = max(sum(step >= end.first for step in steps), 1)
-    what = "mean of " if width > 1 else "" if steps[-1] == run.steps[-1] else "last finite value, "
-    final = statistics.fmean(values[-width:]), what + rows_text(steps[-width:])
+    of_final, of_best = "mean of ", "lowest mean of "
+    if width == 1:
+        of_final, of_best = "", "lowest row, "
+        if steps[-1] != run.steps[-1]:
+            of_final = "last finite value, "
+    final = statistics.fmean(values[-width:]), of_final + rows_text(steps[-width:])
     sums = list(accumulate(values, initial=0.0))
     starts = range(len(values) - width + 1)
     lowest = min(starts, key=lambda start: sums[start + width] - sums[start])
     # The running sums are rounded: the final rows are compared exactly.
     mean, start = min((statistics.fmean(values[at : at + width]), at) for at in (lowest, starts[-1]))
-    where = ("lowest mean of " if width > 1 else "lowest row, ") + rows_text(steps[start : start + width])
+    where = of_best + rows_text(steps[start : start + width])
     return [
         SummaryRow("Final loss", final[0], "nats/token", final[1]),
         SummaryRow("Best loss", mean, "nats/token", where),
@@ -179,68 +190,107 @@ def _noise_scale(run: RunRecord) -> SummaryRow:
 
 
 def _time(run: RunRecord) -> SummaryRow:
-    """Of all steps: each row has the mean time of the steps since the row before."""
-    times, seconds = _finite(run, "step_time_sec"), 0.0
-    before = max((each.global_step for each in run.restarts if each.global_step < min(times, default=0)), default=0)
+    """Time of all steps: each row has the mean of the steps since the row before."""
+    times, seconds, label = _finite(run, "step_time_sec"), 0.0, "Time of all steps"
+    if not times:
+        return SummaryRow(label, None, "s")
+    # A run that begins as a branch of another one counts its own steps alone.
+    before = max((each.global_step for each in run.restarts if each.global_step < min(times)), default=0)
     for step, each in times.items():
         seconds, before = seconds + each * (step - before), step
-    note = f"{timedelta(seconds=round(seconds))} without evaluations and checkpoints" * bool(times)
-    return SummaryRow("Time of all steps", seconds if times else None, "s", note, digits=3)
+    note = f"{timedelta(seconds=round(seconds))} without evaluations and checkpoints"
+    return SummaryRow(label, seconds, "s", note, digits=3)
 
 
 def ran(run: RunRecord) -> list[SummaryRow]:
-    """What was trained, on what: the model, the device and the data, as far as they are recorded."""
-    model, ranks, devices = run.setting("model"), run.world_size, run.environment.get("devices")
-    name = sizes = device = ""
-    if isinstance(model, Mapping):
-        name = str(model.get("target") or model.get("family") or "rglru")  # the default, as `families.DEFAULT`
-        sizes = f"dim {model.get('dim')}, {model.get('num_layers')} layers"
-    if devices is not None and (wanted := run.setting("train.device")) is not None:
-        device = few(list(dict.fromkeys(devices))) if devices and wanted != "cpu" else "cpu"
-    how = [run.setting("train.precision"), run.setting("distributed.strategy") if ranks != 1 else None]
-    how = [counted(ranks, "rank") if ranks else "", *how]
-    sources = run.setting("data.source")
-    tables = [each for each in sources if isinstance(each, Mapping)] if isinstance(sources, list) else []
-    rows = ("Model", name, sizes), ("Device", device, ", ".join(map(str, filter(None, how))))
-    found = [*rows, ("Data", few([str(each.get("name")) for each in tables]), "")]
-    return [SummaryRow(label, value, note=note) for label, value, note in found if value]
+    """The model, the device and the data of a run, as far as they are recorded."""
+    rows = [
+        SummaryRow("Model", *_model(run)),
+        SummaryRow("Device", _device(run), note=_ranks(run)),
+        SummaryRow("Data", few([str(table.get("name")) for table in sources(run)])),
+    ]
+    return [row for row in rows if row.value]
+
+
+def _model(run: RunRecord) -> tuple[str, str, str]:
+    """(family or target, no unit, sizes)."""
+    model = run.setting("model")
+    if not isinstance(model, Mapping):
+        return "", "", ""
+    name = str(model.get("target") or model.get("family") or "rglru")  # the default, as `families.DEFAULT`
+    return name, "", f"dim {model.get('dim')}, {model.get('num_layers')} layers"
+
+
+def _device(run: RunRecord) -> str:
+    wanted, devices = run.setting("train.device"), run.environment.get("devices")
+    if wanted is None or devices is None:
+        return ""
+    if wanted == "cpu" or not devices:
+        return "cpu"
+    return few(list(dict.fromkeys(devices)))
+
+
+def _ranks(run: RunRecord) -> str:
+    """Number of ranks, precision, and the strategy of several ranks."""
+    parts = [counted(run.world_size, "rank")] if run.world_size else []
+    parts.append(run.setting("train.precision"))
+    if run.world_size != 1:
+        parts.append(run.setting("distributed.strategy"))
+    return ", ".join(map(str, filter(None, parts)))
 
 
 def summarize(run: RunRecord, *, window: int | None = None) -> list[SummaryRow]:
     """The results of a run, always the same labels in the same order. `window`: see `end_of`."""
-    state, step, reason = (run.status.get(key) for key in ("state", "last_step", "reason"))
-    reached = [f"step {step:,}" if isinstance(step, int) else "", str(reason or "")]
-    evals, errors = _finite(run, "eval_loss"), _finite(run, "eval_loss_se")
-    part = f", +- {number_text(ERRORS_SHOWN * list(errors.values())[-1])} (95 %)" if errors else ""
-    best = min(evals, key=evals.__getitem__, default=0)
-    redone = f"{counted(sum(run.steps_redone), 'step')} repeated" if any(run.steps_redone) else ""
-    num_evals = f"{counted(len(evals), 'evaluation')}{part}, "
-    last = float(run.steps[-1]) if run.steps else None
+    steps = SummaryRow("Steps", None)
+    if run.steps:
+        steps = SummaryRow("Steps", float(run.steps[-1]), note=f"the last of {rows_text(run.steps)}")
     tokens = _last_row("Tokens seen", _finite(run, "tokens_seen"), "tokens")
     parameters, full = (run.environment.get(key) for key in ("parameters", "tokens_per_step"))
-    ratio = tokens.value / parameters if parameters and isinstance(tokens.value, float) else None
-    bits = {at: f"{number_text(value)} bits/byte, " for at, value in _finite(run, "eval_bits_per_byte").items()}
-    final = bits.get(max(evals, default=0), "")
+    size = float(parameters) if parameters else None
+    ratio = tokens.value / size if size and isinstance(tokens.value, float) else None
+    of_full = f"of at most {full:,}, " if full else ""
+    redone = f"{counted(sum(run.steps_redone), 'step')} repeated" if any(run.steps_redone) else ""
     return [
-        SummaryRow("State", str(state) if state else None, note=": ".join(filter(None, reached))),
-        SummaryRow("Steps", last, note=f"the last of {rows_text(run.steps)}" if run.steps else ""),
+        _state(run),
+        steps,
         _time(run),
         tokens,
-        SummaryRow("Parameters", float(parameters) if parameters else None),
+        SummaryRow("Parameters", size),
         SummaryRow("Tokens per parameter", ratio),
-        _middle("Batch", run, "tokens_in_step", "tokens/step", "mean", f"of at most {full:,}, " if full else ""),
+        _middle("Batch", run, "tokens_in_step", "tokens/step", "mean", of_full),
         _middle("Fill", run, "data/fill", "of full rows", "mean"),
         _middle("Speed", run, "tokens_per_sec", "tokens/s"),
         _middle("MFU", run, "mfu", "of the peak"),
         _last_row("Peak memory", _finite(run, "gpu/peak_gb"), "GB"),
-        _last_row("Held-out loss", evals, "nats/token", f"{final}last of {num_evals}"),
-        _last_row("Best held-out loss", evals, "nats/token", f"{bits.get(best, '')}best of {num_evals}", best),
+        *_held_out(run),
         *_losses(run, window),
         _noise_scale(run),
         _total("Cold starts", run, ["ledger/cold_starts"], "cells"),
         _total("False evictions", run, keys_under("ledger/false_evictions/"), "groups"),
         _total("Rejected steps", run, ["non_finite_steps"], "steps"),
         SummaryRow("Restarts", float(len(run.restarts)), note=redone),
+    ]
+
+
+def _state(run: RunRecord) -> SummaryRow:
+    """How the run stands, with the step and the reason."""
+    state, step, reason = (run.status.get(key) for key in ("state", "last_step", "reason"))
+    reached = f"step {step:,}" if isinstance(step, int) else ""
+    note = ": ".join(filter(None, (reached, str(reason or ""))))
+    return SummaryRow("State", str(state) if state else None, note=note)
+
+
+def _held_out(run: RunRecord) -> list[SummaryRow]:
+    """The last and the lowest held-out loss, with bits per byte and the error of the last."""
+    evals, errors = _finite(run, "eval_loss"), _finite(run, "eval_loss_se")
+    bits = {step: f"{number_text(value)} bits/byte, " for step, value in _finite(run, "eval_bits_per_byte").items()}
+    many = counted(len(evals), "evaluation")
+    if errors:
+        many += f", +- {number_text(ERRORS_SHOWN * list(errors.values())[-1])} (95 %)"
+    last, best = max(evals, default=0), min(evals, key=evals.__getitem__, default=0)
+    return [
+        _last_row("Held-out loss", evals, "nats/token", f"{bits.get(last, '')}last of {many}, "),
+        _last_row("Best held-out loss", evals, "nats/token", f"{bits.get(best, '')}best of {many}, ", best),
     ]
 
 
@@ -253,13 +303,18 @@ def summaries(runs: Sequence[RunRecord], window: int | None = None) -> list[tupl
 def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """The runs labeled by the shortest path suffixes that differ; runs with the same path are numbered."""
     parts = [run.path.absolute().parts for run in runs]
-    depth = 1
+    depth = 1  # of the path, from its end
     while depth < max(map(len, parts)) and len({part[-depth:] for part in parts}) < len(set(parts)):
         depth += 1
     labels = ["/".join(part[-depth:]) for part in parts]
-    earlier = [labels[:number].count(label) for number, label in enumerate(labels)]
-    numbers = [f" ({count + 1})" if count else "" for count in earlier]
-    return [replace(run, label=label + number) for run, label, number in zip(runs, labels, numbers, strict=True)]
+    seen: Counter[str] = Counter()
+    named = []
+    for run, label in zip(runs, labels, strict=True):
+        seen[label] += 1
+        if seen[label] > 1:
+            label += f" ({seen[label]})"
+        named.append(replace(run, label=label))
+    return named
 
 
 def value_text(value: Any) -> str:
@@ -268,7 +323,9 @@ def value_text(value: Any) -> str:
         first, *later = value.items()
         parts = [value_text(first[1]), *(f"{value_text(each)} from step {step:,} on" for step, each in later)]
         return "; ".join(parts)[:_MOST_TEXT]
-    return "–" if value is None else json.dumps(value, ensure_ascii=False, default=str)[:_MOST_TEXT]
+    if value is None:
+        return "–"
+    return json.dumps(value, ensure_ascii=False, default=str)[:_MOST_TEXT]
 
 
 def _strict(value: Any) -> Any:
@@ -293,10 +350,12 @@ def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]
 def _end_mean(run: RunRecord, end: End, key: str, *, is_averaged: bool) -> tuple[float | None, float | None]:
     """Mean and standard deviation over the end of a run; the last value if the key is not averaged or not logged there."""
     column = _finite(run, key)
-    values = [value for step, value in column.items() if step >= end.first] if is_averaged else []
+    values = [value for step, value in column.items() if step >= end.first and is_averaged]
     if not values:
         return next(reversed(column.values()), None), None
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+    if len(values) == 1:
+        return values[0], None
+    return statistics.fmean(values), statistics.stdev(values)
 
 
 def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None) -> list[KeyMean]:
@@ -310,178 +369,32 @@ def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None)
     for key in dict.fromkeys([*first.keys, *second.keys]):
         is_averaged = key not in _NOT_AVERAGED and not key.startswith(_NOT_AVERAGED_PREFIXES)
         (mean_a, deviation_a), (mean_b, deviation_b) = (_end_mean(*end, key, is_averaged=is_averaged) for end in ends)
-        difference = None if mean_a is None or mean_b is None else mean_b - mean_a
-        relative = None if difference is None or not mean_a else difference / abs(mean_a)
+        difference = relative = None
+        if mean_a is not None and mean_b is not None:
+            difference = mean_b - mean_a
+            relative = difference / abs(mean_a) if mean_a else None
         unit = lookup(key).unit if is_known(key) else ""
         means, deviations = (mean_a, mean_b), (deviation_a, deviation_b)
         rows.append(KeyMean(key, unit, means, deviations, not is_averaged, difference, relative))
     return rows
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A result over seeds.
-
-    Attributes:
-        mean: over `n` seeds; of a seed that was run several times, the mean of these counts once.
-        deviation: standard deviation with n - 1; None for one seed, which says nothing about the spread.
-    """
-
-    mean: float
-    deviation: float | None
-    n: int
-
-    @property
-    def error(self) -> float | None:
-        """Standard error of the mean."""
-        return None if self.deviation is None else self.deviation / math.sqrt(self.n)
-
-
-@dataclass(frozen=True)
-class Excess:
-    """How much higher a mean is than the best one.
-
-    Attributes:
-        error: standard error of the difference, sqrt(error_1^2 + error_2^2), as of independent seeds; None if one of the two
-            has a single seed.
-        is_resolved: whether it exceeds `ERRORS_WIDE` standard errors; None without an error bar.
-    """
-
-    difference: float
-    error: float | None
-    is_resolved: bool | None
-
-
-@dataclass(frozen=True)
-class SeedGroup:
-    """Runs with the same settings.
-
-    Attributes:
-        results: of each run, the numbers of `summarize` by label.
-        settings: of the keys in which any of the compared runs differ, the seed aside.
-        outcome, units: by label of `summarize`; labels without a number are left out.
-    """
-
-    diagnoses: tuple[Diagnosis, ...]
-    results: tuple[Mapping[str, float], ...]
-    settings: Mapping[str, Any]
-    outcome: Mapping[str, Spread]
-    units: Mapping[str, str]
-
-    @property
-    def runs(self) -> list[RunRecord]:
-        """The runs."""
-        return [diagnosis.run for diagnosis in self.diagnoses]
-
-    def values(self, label: str) -> list[float]:
-        """A result of each run that has it."""
-        return [results[label] for results in self.results if label in results]
-
-    @property
-    def seeds(self) -> list[Any]:
-        """The distinct seeds, in order; a run whose seed is not recorded is one of its own."""
-        return list(dict.fromkeys(map(_seed, self.runs)))
-
-
-def spread_of(values: Mapping[Any, Sequence[float]]) -> Spread:
-    """The spread of at least one value by seed."""
-    means = [statistics.fmean(of_seed) for of_seed in values.values()]
-    deviation = statistics.stdev(means) if len(means) > 1 else None
-    return Spread(statistics.fmean(means), deviation, len(means))
-
-
-def excess(best: Spread, other: Spread) -> Excess:
-    """The difference of two means, with its error bar if both have several seeds."""
-    difference = other.mean - best.mean
-    if best.error is None or other.error is None:
-        return Excess(difference, None, None)
-    error = math.hypot(best.error, other.error)
-    return Excess(difference, error, abs(difference) > ERRORS_WIDE * error)
-
-
-def _seed(run: RunRecord) -> Any:
-    seed = run.setting(SEED)
-    return seed if isinstance(seed, int) else str(run.path)
-
-
-def seed_groups(diagnoses: Sequence[Diagnosis], *, window: int | None = None) -> tuple[str, list[SeedGroup]]:
-    """(the label that they are ranked by, the groups, lowest mean first; those without a value last).
-
-    Args:
-        window: see `end_of`.
-    """
-    runs = [diagnosis.run for diagnosis in diagnoses]
-    differing = {key: values for key, values in config_differences(runs) if key != SEED}
-    columns = {key: values for key, values in differing.items() if not key.startswith("env.") or key == _WORLD_SIZE}
-    members: dict[str, list[int]] = {}
-    for number, run in enumerate(runs):
-        # Runs whose settings are not recorded may have any.
-        settings = [values[number] for values in columns.values()] if run.config else str(number)
-        members.setdefault(json.dumps(settings, default=str), []).append(number)
-    groups = [
-        _group([diagnoses[at] for at in numbers], {key: values[numbers[0]] for key, values in columns.items()}, window)
-        for numbers in members.values()
-    ]
-    label = next((label for label in RANKED_BY if any(label in group.outcome for group in groups)), RANKED_BY[-1])
-    return label, sorted(groups, key=lambda group: group.outcome[label].mean if label in group.outcome else math.inf)
-
-
-def _group(diagnoses: Sequence[Diagnosis], settings: Mapping[str, Any], window: int | None) -> SeedGroup:
-    by_seed: dict[str, dict[Any, list[float]]] = {}
-    units: dict[str, str] = {}
-    results: list[dict[str, float]] = []
-    for diagnosis in diagnoses:
-        rows = summarize(diagnosis.run, window=window)
-        results.append({row.label: row.value for row in rows if isinstance(row.value, float)})
-        units |= {row.label: row.unit for row in rows}
-        for label, value in results[-1].items():
-            by_seed.setdefault(label, {}).setdefault(_seed(diagnosis.run), []).append(value)
-    outcome = {label: spread_of(values) for label, values in by_seed.items()}
-    return SeedGroup(tuple(diagnoses), tuple(results), settings, outcome, units)
-
-
-def reservations(groups: Sequence[SeedGroup], label: str | None) -> Iterator[str]:
-    """Why the rows may not compare, in words: state, length, data; with a label (that ranks them) also tokens and seeds."""
-    runs = [run for group in groups for run in group.runs]
-    unfinished = [
-        f"{run.name} ({run.status.get('state') or 'unknown'})" for run in runs if run.status.get("state") != "done"
-    ]
+def reservations(runs: Sequence[RunRecord]) -> Iterator[str]:
+    """Why results may not compare, in words: state, length, and data that the losses are of."""
+    unfinished = [f"{run.name} ({run.status.get('state') or 'unknown'})" for run in runs if not _is_done(run)]
     if unfinished:
         yield f"not done: {few(unfinished)}"
-    pairs = [pair for group in groups for pair in zip(group.runs, group.results, strict=True)]
-    ends = {run.name: end["Steps"] for run, end in pairs if "Steps" in end}
-    last = max(ends.values(), default=0.0)
-    short = [f"{name} ({step:,.0f})" for name, step in ends.items() if step < last]
+    ends = {run.name: run.steps[-1] for run in runs if run.steps}
+    last = max(ends.values(), default=0)
+    short = [f"{name} ({step:,})" for name, step in ends.items() if step < last]
     if short:
-        yield f"not equally long: the longest ended at step {last:,.0f}, earlier {few(short)}"
-    differing = [
-        key for key in groups[0].settings if key.startswith(_HELD_OUT_SETTINGS) and not key.endswith(".weight")
-    ]
+        yield f"not equally long: the longest ended at step {last:,}, earlier {few(short)}"
+    keys = [key for key, _ in config_differences(runs) if key.startswith(_HELD_OUT_SETTINGS)]
+    # A weight says how often a source is drawn, not what is held out of it.
+    differing = [key for key in keys if not key.endswith(".weight")]
     if differing:
         yield f"held-out losses may be of different data: {few(differing)} differ"
-    if label is not None:
-        yield from _reservations_of_rows(groups, label)
 
 
-def _reservations_of_rows(groups: Sequence[SeedGroup], label: str) -> Iterator[str]:
-    bare = [run.name for group in groups for run in group.runs if not run.config]
-    if bare:
-        yield f"no config.resolved.toml, hence a row of its own: {few(bare)}"
-    tokens = [statistics.fmean(seen) if (seen := group.values("Tokens seen")) else math.nan for group in groups]
-    most = max((mean for mean in tokens if math.isfinite(mean)), default=0.0)
-    fewer = [f"row {number} ({mean:,.0f})" for number, mean in enumerate(tokens, 1) if mean < (1 - TOKEN_MARGIN) * most]
-    if fewer:
-        yield f"not equally many tokens: up to {most:,.0f} on average of a row, fewer in {few(fewer)}"
-    for number, group in enumerate(groups, 1):
-        repeated = len(group.runs) - len(group.seeds)
-        if repeated:
-            yield f"row {number} has {len(group.runs)} runs of {len(group.seeds)} seeds; runs of one seed count as one"
-        if label not in group.outcome:
-            yield f"row {number} has no {label.lower()}"
-        elif group.outcome[label].n < len(group.seeds):
-            yield f"row {number} has a {label.lower()} for {group.outcome[label].n} of {len(group.seeds)} seeds"
-        recorded = [key for key, _ in config_differences(group.runs) if key.startswith("env.") and key != _WORLD_SIZE]
-        if recorded:
-            yield f"recorded versions or machines differ within row {number}: {few(recorded)}"
-    if any(len(group.seeds) == 1 for group in groups):
-        yield "one seed has no error bar: a row of a single seed can be neither told from nor equated with another"
+def _is_done(run: RunRecord) -> bool:
+    return bool(run.status.get("state") == "done")

@@ -24,7 +24,6 @@ from trainer.metrics.payload_contract import (
     MODES,
     RESTART,
     SCHEMA_VERSION,
-    Payload,
     PayloadError,
     Restart,
     parse_line,
@@ -70,7 +69,6 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """Display name."""
         return self.label or self.path.absolute().name
 
     @property
@@ -88,8 +86,10 @@ class RunRecord:
 
         Values may be NaN or infinite.
         """
-        steps, values = self.train.column(key)
-        return (steps, values) if steps else self.evals.column(key)
+        found = self.train.column(key)
+        if not found[0]:
+            found = self.evals.column(key)
+        return found
 
     def setting(self, key: str, default: Any = None) -> Any:
         """A value of the resolved config by its dotted key."""
@@ -104,7 +104,9 @@ class RunRecord:
     def world_size(self) -> int | None:
         """Number of ranks; None if neither env.json nor the status of another loop has it."""
         size = self.environment.get("world_size", self.status.get("world_size"))
-        return size if isinstance(size, int) and size >= 1 else None
+        if isinstance(size, int) and size >= 1:
+            return size
+        return None
 
 
 class _Reader:
@@ -122,7 +124,6 @@ class _Reader:
         self._last_step = 0
 
     def read(self, path: Path) -> None:
-        """Read a whole file."""
         for line in read_lines(path):
             if line.isspace():
                 continue
@@ -163,26 +164,34 @@ class _Reader:
     def _take_any(self, line: bytes) -> None:
         try:
             found = parse_line(strip_launcher_prefix(line.decode("utf-8").strip()))
-        except (PayloadError, UnicodeDecodeError) as error:
-            self._skip(error if isinstance(error, PayloadError) else PayloadError("line", "is not UTF-8"))
+        except UnicodeDecodeError:
+            self._skip(PayloadError("line", "is not UTF-8"))
+            return
+        except PayloadError as error:
+            self._skip(error)
             return
         if found.global_step > MAX_STEP:
             self._skip(PayloadError("global_step", f"must be at most {MAX_STEP}"))
             return
-        restart = found.restart if isinstance(found, Payload) else found
-        if restart is not None:
-            self._restarts.append((restart, self._last_step))
-            self._last_step = restart.global_step
-        if isinstance(found, Payload):
-            row = found.values()
-            self._add(found.mode, found.global_step, tuple(row), row.values())
+        if isinstance(found, Restart):
+            self._restart(found)
+            return
+        if found.restart is not None:
+            self._restart(found.restart)
+        row = found.values()
+        self._add(found.mode, found.global_step, tuple(row), row.values())
+
+    def _restart(self, restart: Restart) -> None:
+        self._restarts.append((restart, self._last_step))
+        self._last_step = restart.global_step
 
     def _add(self, mode: str, step: int, keys: tuple[str, ...], values: Iterable[float]) -> None:
+        # Only a restart goes back: otherwise several runs may have been appended to one file.
         if step < self._last_step:
             self._num_decreases += 1
         self._last_step = step
-        table = self.train if mode == "train" else self.evals
-        table.add(step, len(self._restarts), keys, values)
+        tables = {"train": self.train, "eval": self.evals}
+        tables[mode].add(step, len(self._restarts), keys, values)
 
     def _skip(self, error: PayloadError) -> None:
         self._num_skipped += 1
@@ -202,8 +211,11 @@ class _Reader:
             numbers = by_step[found.global_step]
             while numbers and numbers[-1] >= end:
                 numbers.pop()
-            end = numbers[-1] if numbers else end
-            ends.append(end + 1 if numbers else 0)  # 0: events.jsonl does not have it
+            if numbers:
+                end = numbers[-1]
+                ends.append(end + 1)
+            else:  # events.jsonl does not have it
+                ends.append(0)
         done, ordered, redone, groups = 0, list[Restart](), list[int](), list[tuple[list[Restart], int]]()
         for (found, reached), end in zip(self._restarts, reversed(ends), strict=True):
             groups.append((known[done:end] or [found], reached))
@@ -225,7 +237,7 @@ class _Reader:
             raise _no_rows(path, self._first_error)
 
     def notes(self) -> list[str]:
-        """What was skipped or replaced."""
+        """Remarks on rows that were skipped or replaced."""
         found = []
         if self._is_truncated:
             found.append("skipped the last line, which is cut off: the run was killed or is still writing")
@@ -244,17 +256,18 @@ class _Reader:
 
 def _no_rows(metrics: Path, first_error: tuple[int, PayloadError] | None = None) -> UserError:
     """The error for an empty record: damaged lines alone, a run that ended before its first row, or that may still log one."""
-    status = run_state(metrics.parent) if metrics.name == METRICS_NAME else {}
-    problem, fix = "has no rows", "wait for the first logged step, or name another run"
     if first_error is not None:
         line, error = first_error
         problem = f"has no row that this reader can use; line {line}: {error.key}: {error.reason}"
-        fix = f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}"
-    elif (ended := ENDED_STATES.get(str(status.get("state")))) is not None:
-        reason = textwrap.shorten(str(status.get("reason") or "unknown reason"), SHOWN_REASON, placeholder=" ...")
-        where = f" at step {status['last_step']}" if status.get("last_step") is not None else ""
-        problem, fix = f"has no rows: the run {ended}{where}: {reason}", "see logs/ in the run directory"
-    return UserError(str(metrics), problem, fix)
+        return UserError(str(metrics), problem, f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}")
+    status = run_state(metrics.parent) if metrics.name == METRICS_NAME else {}
+    ended = ENDED_STATES.get(str(status.get("state")))
+    if ended is None:
+        return UserError(str(metrics), "has no rows", "wait for the first logged step, or name another run")
+    if status.get("last_step") is not None:
+        ended += f" at step {status['last_step']}"
+    reason = textwrap.shorten(str(status.get("reason") or "unknown reason"), SHOWN_REASON, placeholder=" ...")
+    return UserError(str(metrics), f"has no rows: the run {ended}: {reason}", "see logs/ in the run directory")
 
 
 def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
@@ -267,13 +280,14 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
         UserError: the file does not exist, cannot be read, or has no valid payload.
     """
     path = Path(path)
-    metrics = path / METRICS_NAME if path.is_dir() else path
-    has_begun = metrics.exists() if path.is_dir() else path.is_file()
-    problem = ""
-    if not has_begun and not (allow_empty and path.is_dir()):
-        if (path / STATUS_NAME).is_file():
-            raise _no_rows(metrics)
-        problem = f"has no {METRICS_NAME}" if path.is_dir() else "is neither a run directory nor a file"
+    metrics, has_begun, problem = path, path.is_file(), "is neither a run directory nor a file"
+    if path.is_dir():
+        metrics, problem = path / METRICS_NAME, f"has no {METRICS_NAME}"
+        has_begun = metrics.exists()  # what is no plain file cannot be read, which is said below
+    if has_begun or (allow_empty and path.is_dir()):
+        problem = ""
+    elif (path / STATUS_NAME).is_file():
+        raise _no_rows(metrics)
     reader = _Reader()
     try:
         if has_begun:
@@ -284,8 +298,9 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
         where = str(metrics if has_begun else path)
         raise UserError(where, problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
     reader.check_usable(metrics, allow_empty=allow_empty)
-    notes = reader.notes()
-    others = _read_others(metrics.parent, notes) if metrics.name == METRICS_NAME else {}
+    notes, others = reader.notes(), dict[str, Any]()
+    if metrics.name == METRICS_NAME:  # another file is a captured stdout, beside which anything may lie
+        others = _read_others(metrics.parent, notes)
     restarts, redone = reader.restarts(others.get("events", []))
     return RunRecord(path, reader.train, reader.evals, restarts, redone, notes=notes, **others)
 
@@ -333,7 +348,7 @@ def _json_or_none(line: bytes) -> Any:
 
 
 def mix_changes(run: RunRecord) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
-    """What `train mix` changed: the first step, the key, and its values `before` and `after`."""
+    """The changes by `train mix`: the first step, the key, and its values `before` and `after`."""
     for event in run.events:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # a damaged line
             if event["event"] == "mix" and is_count(event["global_step"]):
@@ -348,17 +363,25 @@ def settings_by_step(run: RunRecord) -> dict[str, Any]:
     trained no step changed nothing.
     """
     found: dict[str, dict[int, Any]] = {}
-    said = run.status.get("last_step")
-    reached = said if isinstance(said, int) else max(run.steps, default=0)
+    reached = run.status.get("last_step")
+    if not isinstance(reached, int):
+        reached = max(run.steps, default=0)
     for restart in run.restarts:
         for values in found.values():
             for step in [step for step in values if step > restart.global_step]:  # a branch that was given up
                 del values[step]
         changed = restart.details.get("changed")
-        for key, pair in changed.items() if isinstance(changed, Mapping) else ():
+        if not isinstance(changed, Mapping):
+            continue
+        for key, pair in changed.items():
             if isinstance(pair, Mapping) and {"before", "after"} <= pair.keys():
                 found.setdefault(key, {1: pair["before"]})[restart.global_step + 1] = pair["after"]
     for step, key, pair in mix_changes(run):  # which hold on every branch
         found.setdefault(key, {1: pair["before"]})[step] = pair["after"]
-    counting = {key: {at: v for at, v in values.items() if at <= max(reached, 1)} for key, values in found.items()}
-    return {key: values if len(values) > 1 else values[1] for key, values in sorted(counting.items())}
+    settings: dict[str, Any] = {}
+    for key, values in sorted(found.items()):
+        counting = {step: value for step, value in values.items() if step <= max(reached, 1)}
+        settings[key] = counting
+        if len(counting) == 1:
+            settings[key] = counting[1]
+    return settings

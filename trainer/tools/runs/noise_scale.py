@@ -11,8 +11,8 @@ from trainer.wording import number_text
 
 B_BIG: Final = "gns/b_big"
 READINGS: Final = ("gns/b_drawn", "gns/b_now", "gns/b_simple")
-"""From what says most to what says least: of the batch as it is drawn, as soon as it has an upper bound; of independent
-micro-batches; the lagging average of the latter."""
+"""The most informative first: of the batch as it is drawn, as soon as it has an upper bound; of independent micro-batches; the
+lagging average of the latter."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,17 @@ class NoiseScale:
         if self.high is None:
             return f"at least {number_text(self.low)}"
         bounds = f"{number_text(self.low)} to {number_text(self.high)}"
-        return bounds if self.value is None else f"{number_text(self.value)} ({bounds})"
+        if self.value is None:
+            return bounds
+        return f"{number_text(self.value)} ({bounds})"
 
     @property
     def where(self) -> str:
         """The rows that it was made of, in words."""
-        from_steps = f", from the last {self.steps:,} steps" if self.steps is not None else ""
-        return f"{self.key} at step {self.step:,}{from_steps}"
+        where = f"{self.key} at step {self.step:,}"
+        if self.steps is not None:
+            where += f", from the last {self.steps:,} steps"
+        return where
 
 
 def noise_scale_of(run: RunRecord, by: int | None = None) -> NoiseScale | None:
@@ -61,9 +65,13 @@ def noise_scale_of(run: RunRecord, by: int | None = None) -> NoiseScale | None:
         low, high = (_column(run, f"{key}{end}").get(step) for end in ("_low", "_high"))
         if low is None or (high is None and key == READINGS[0]):
             continue
-        value = _column(run, key).get(step) if high is not None else None
-        steps = _column(run, f"{key}_steps").get(step)
-        return NoiseScale(key, step, batches[step], low, value, high, None if steps is None else int(steps))
+        value = _column(run, key).get(step)
+        if high is None:  # a value without an upper bound says nothing
+            value = None
+        steps, num_steps = _column(run, f"{key}_steps").get(step), None
+        if steps is not None:
+            num_steps = int(steps)
+        return NoiseScale(key, step, batches[step], low, value, high, num_steps)
     return None
 
 
@@ -80,7 +88,9 @@ def why_unknown(run: RunRecord) -> str:
         return "not measured: gns.enabled = false"
     if run.setting("train.micro_batches") == run.world_size == 1:
         return f"not measured: {ONE_BATCH_SIZE}"
-    return "not known yet: no row has it" if run.setting("gns.enabled") else ""
+    if run.setting("gns.enabled"):
+        return "not known yet: no row has it"
+    return ""
 
 
 def _column(run: RunRecord, key: str) -> dict[int, float]:

@@ -1,15 +1,10 @@
-"""Logged rows as columns, and exported as one table. Without numpy, which reading a run must not take."""
+"""Logged rows as columns. Without numpy, which reading a run must not take."""
 
 from __future__ import annotations
 
-import csv
-import io
 from array import array
 from collections.abc import Iterable
 from itertools import chain, groupby
-from pathlib import Path
-
-from trainer.files import replacing
 
 Column = tuple["array[int]", "array[float]"]
 _Row = tuple[int, int, tuple[str, ...], "array[float]"]  # step, number of restarts before it, keys, values
@@ -83,35 +78,8 @@ class RowTable:
                 if key in places:
                     steps += at
                     values += values_of_rows[places[key] :: len(places)]
-            found = dict(zip(steps, values, strict=True)) if self._merge else {}  # of merged rows the last counts
-            self._columns[key] = (array("q", found), array("d", found.values())) if found else (steps, values)
+            if self._merge:  # of merged rows the last counts
+                found = dict(zip(steps, values, strict=True))
+                steps, values = array("q", found), array("d", found.values())
+            self._columns[key] = steps, values
         return self._columns[key]
-
-
-def _rows_of(train: RowTable, evals: RowTable) -> list[tuple[str, int, dict[str, float]]]:
-    """(mode, step, values) of all rows, ordered by step, training before evaluation."""
-    found: dict[tuple[int, str], dict[str, float]] = {}
-    for mode, table in (("train", train), ("eval", evals)):
-        for step, _, keys, values in table.kept:
-            found.setdefault((step, mode), {}).update(zip(keys, values, strict=True))
-    return [(mode, step, found[step, mode]) for step, mode in sorted(found, key=lambda at: (at[0], at[1] == "eval"))]
-
-
-def write_csv(train: RowTable, evals: RowTable, path: Path) -> int:
-    """Write `mode,global_step,<key>,...`, empty cells for absent keys; returns the number of rows.
-
-    Numbers are written with `repr`, so that reading them back gives the same float64; NaN and infinities as nan, inf, -inf.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    rows, keys = _rows_of(train, evals), dict.fromkeys([*train.keys, *evals.keys])
-    with replacing(path, follow=True) as raw:
-        file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
-        writer = csv.writer(file)
-        writer.writerow(["mode", "global_step", *keys])
-        for mode, step, values in rows:
-            cells = (repr(values[key]).removesuffix(".0") if key in values else "" for key in keys)
-            writer.writerow([mode, step, *cells])
-        file.detach()  # flushes
-    return len(rows)

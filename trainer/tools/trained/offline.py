@@ -126,6 +126,7 @@ def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batche
         "ledger": config.ledger.model_copy(update={"capacity": ALL}),
         "metrics": config.metrics.model_copy(update={"profile": 0}),
     }
+    # A plan is refused for what a run lacks; an evaluation needs neither steps nor a schedule nor a ledger of its size.
     trained, config = config, config.model_copy(update=changed)
     if not sets:
         return make_plan(_with_eval(config, source=[], every=1, batches=batches or ALL), path, 1, parts=PARTS)

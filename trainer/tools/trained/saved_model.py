@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import chdir, suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -47,7 +47,7 @@ TOKENIZER_PARTS = (
     "sentencepiece.bpe.model",
     "spiece.model",
 )
-"""What `transformers` reads beside a tokenizer.json, of which it makes the same tokenizer."""
+"""Files beside a tokenizer.json from which `transformers` makes the same tokenizer."""
 HUGGING_FACE_CONFIG, CARD = "config.json", "README.md"
 SHOWN_RESULTS = ("loss", "eval_loss")
 FIRST_TOKEN = "<|document|>"
@@ -131,16 +131,24 @@ def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: boo
     Raises:
         UserError: it names some, and is not trusted.
     """
-    for key, path in () if trusted else _named_code(config.model_dump()):
+    if trusted:
+        return
+    for key, path in _named_code(config.model_dump()):
         if not tables or key.partition(".")[0] in tables:
-            what = "includes a file, which may name code" if key.endswith("include") else "names code"
+            what = "names code"
+            if key.endswith("include"):
+                what = "includes a file, which may name code"
             fix = "add --trust-code (in Python: trust_code=True) if it is yours, or you trust it"
             raise UserError(key, f"the config in {place} {what}: {path}", fix)
 
 
 def _named_code(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """(key, name) of all code that is imported, and of included files, which may name some."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
     for name, inner in items:
         place = f"{key}.{name}" if key else str(name)
         if isinstance(inner, str) and (name in ("target", "include") or (name == "format" and ":" in inner)):
@@ -174,9 +182,11 @@ def load_model(
         config, source = load_config(place / CONFIG_FILE), place
         config = RunConfig.model_validate(as_trained(config.model_dump(mode="json")))
         weights, metadata = read_weights(place)
-        found = int(metadata["step"]) if metadata.get("step", "").isdigit() else None
-        own = place / "tokenizer.json"
-        tokenizer = tokenizer or (str(own) if own.is_file() else None)
+        found = None
+        if metadata.get("step", "").isdigit():
+            found = int(metadata["step"])
+        if tokenizer is None and (place / "tokenizer.json").is_file():
+            tokenizer = str(place / "tokenizer.json")
     else:
         saved = read_checkpoint(directory, step)
         config, source, weights, found = saved.config, saved.path, saved.weights, saved.step
@@ -286,6 +296,7 @@ def export_model(
             if as_hugging_face and begin_texts(staging, tokenizer.bos_id):
                 use = "transformers_tokenizer"
         write_file(staging / CARD, _card(saved, run_dir, tokenizer.vocab_size, str(out), use))
+        # The caller has made sure that only an export is replaced.
         shutil.rmtree(place, ignore_errors=True)
         staging.rename(place)
     finally:
@@ -298,18 +309,20 @@ def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -
 
     table, seq_len = saved.config.model, saved.config.data.seq_len
     model: Any = model_with(saved.weights, saved.config, vocab_size, saved.path)
-    if (write := writer_of(model)) is None:
+    write = writer_of(model)
+    if write is None:
         problem = f"{table.target or table.family or DEFAULT} has no save_pretrained(directory)"
         raise UserError("--format hf", problem, "export with --format safetensors")
     write(directory)
     for file in (directory / HUGGING_FACE_CONFIG, directory / "generation_config.json"):
-        found = json.loads(file.read_text()) if file.is_file() else {}
+        if not file.is_file():
+            continue
+        found = json.loads(file.read_text())
         if not model.state_width and "max_position_embeddings" in found:  # without a state it has seen a row at once
             found["max_position_embeddings"] = seq_len
         # A model that was trained further no longer ends texts as the one that it began from.
         found |= {key: vocab_size - 1 for key in ("bos_token_id", "eos_token_id") if key in found}
-        if found:
-            write_file(file, json.dumps(found, indent=2) + "\n")
+        write_file(file, json.dumps(found, indent=2) + "\n")
 
 
 def _last_results(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
@@ -317,7 +330,8 @@ def _last_results(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
     with suppress(UserError):
         run = load_run(run_dir)
         for key in SHOWN_RESULTS:
-            if values := [value for at, value in zip(*run.column(key), strict=True) if at <= step]:
+            values = [value for at, value in zip(*run.column(key), strict=True) if at <= step]
+            if values:
                 yield f"`{key}`", f"{values[-1]:.4f}"
 
 
@@ -336,7 +350,9 @@ def _card(saved: SavedCheckpoint, run_dir: Path, vocab_size: int, out: str, use:
         *_last_results(run_dir, saved.step),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    option, argument = (" --trust-code", ", trust_code=True") if model.target is not None else ("", "")
+    option = argument = ""
+    if model.target is not None:
+        option, argument = " --trust-code", ", trust_code=True"
     facts = {"library": use.partition("_")[0], "name": config.run.name, "step": saved.step, "table": table}
     facts |= {"out": out, "bos": vocab_size - 1, "option": option, "argument": argument}
     cards = resources.files("trainer.tools.trained") / "cards"

@@ -1,4 +1,4 @@
-"""What a user asks before a run: `train init`, `train check`, `train preview` and `train doctor`."""
+"""The verbs before a run: `train init`, `train check`, `train preview` and `train doctor`."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from trainer.lab.contracts import Report
     from trainer.tools.preview.summary import Preview
     from trainer.training.setup.plan import Plan
+    from trainer.training.setup.sources import Source
 
 WorldSizeOption = Annotated[int, typer.Option("--world-size", "--nproc", min=1, help="World size to assume.")]
 MOST_BYTES = 256_000_000  # of the data, to count what one rank draws of it; `train preview` counts any amount
 SCHEMA_NAME = "config.schema.json"
 COUNTED = 20_000  # rows over all data shards
 EXIT_BREACH = 3
-NODE_SECONDS = 120.0  # a node that needs longer is not healthy, whatever it would say
 MEANINGS = {
     "precision": "on this machine",
     "data_shards": "parts that the data are read in",
@@ -102,9 +102,11 @@ def check(
     else:
         for line in remarks(report):
             get_logger("check").warning("model: %s", line)
-        facts["forward_pass"] = "ran" if report["forward"].status == "held" else report["forward"].text
+        facts["forward_pass"] = report["forward"].text
+        if report["forward"].status == "held":
+            facts["forward_pass"] = "ran"
         facts["contract"] = report.to_json() if as_json else report.summary()
-    facts["sources"] = _sources(plan, preview)
+    facts["sources"] = {source.name: _source(plan, source, preview) for source in plan.sources}
     facts["eval_sources"] = {
         source.name: {"streams": len(source.streams), "bytes": _num_bytes(source.streams)}
         for source in plan.eval_sources
@@ -127,7 +129,11 @@ def _num_bytes(streams: Any) -> int:
 
 
 def _refuse_what_a_run_would(plan: Plan) -> None:
-    """What is refused before anything is built, with nothing read but the weights that the run would begin with."""
+    """Refuse settings that a run refuses before it builds anything. Reads no data, only weights to begin with.
+
+    Raises:
+        UserError: the first of them.
+    """
     from trainer.data.layout import refuse_empty
     from trainer.distributed.strategy import shard_units
     from trainer.files import is_url
@@ -154,25 +160,24 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
         shard_units(model)
     refuse_empty([stream for source in (*plan.sources, *plan.eval_sources) for stream in source.streams])
     check_resume(plan.config, plan.resume)
-    stored = plan.resume if is_url(plan.resume) else None
-    for key, url in (("checkpoint.remote", plan.config.checkpoint.remote), ("checkpoint.resume", stored)):
-        if url is not None:
+    for key, url in (("checkpoint.remote", plan.config.checkpoint.remote), ("checkpoint.resume", plan.resume)):
+        if url is not None and is_url(url):
             Storage(url, key=key)  # which sends nothing
 
 
 def _tokens_in_run(plan: Plan, preview: Preview | None) -> str | int:
-    """The number in words: what full batches would hold, and what the forecast finds in them."""
+    """The number in words: with full batches, and as forecast."""
     most = plan.facts.tokens_in_run
     if plan.config.train.tokens or plan.config.micro_batches.auto is not None:
         return most
-    drawn = [source.tokens for source in preview.sources] if preview is not None else [None]
-    known = [tokens for tokens in drawn if tokens is not None]
-    forecast = f", about {sum(known):,.0f} as forecast" if len(known) == len(drawn) else ""
-    return f"at most {most:,} (with full batches{forecast})"
+    if preview is None or any(source.tokens is None for source in preview.sources):
+        return f"at most {most:,} (with full batches)"
+    forecast = sum(source.tokens or 0.0 for source in preview.sources)
+    return f"at most {most:,} (with full batches, about {forecast:,.0f} as forecast)"
 
 
 def _preview(plan: Plan) -> Preview | None:
-    """What the run will draw, counted over its beginning; None for one data shard of much data, which opening may tokenize."""
+    """The forecast, counted over the beginning of the run; None for one data shard of much data, which opening may tokenize."""
     from trainer.tools.preview.summary import make_preview
 
     if plan.facts.data_shards == 1 and sum(_num_bytes(source.streams) for source in plan.sources) > MOST_BYTES:
@@ -188,38 +193,43 @@ def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
     logger = get_logger("check")
     for unmet in plan.unmet_needs(device):
         logger.warning("a run on this machine is refused: %s", unmet.message)
-    for find in (mix_warnings, fill_warnings):
-        for warning in find(plan, preview) if preview is not None else ():
+    if preview is not None:
+        for warning in (*mix_warnings(plan, preview), *fill_warnings(plan, preview)):
             logger.warning("%s", warning.message)
 
 
 def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """What follows from the config, except the memory of a step and the model's contract. Raises UserError: the model
-    lacks the state that a setting needs."""
+    """Derived values, without the memory of a step and the model's contract.
+
+    Raises:
+        UserError: the model lacks the state that a setting needs.
+    """
     from trainer.config.rules import why_no_noise_scale
     from trainer.training.setup.plausible import ledger_bytes
 
     config, batches = plan.config, plan.config.micro_batches
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
     facts["precision"] = config.train.precision
-    if (runs := getattr(plan.weightless_model(), "implementation", None)) is not None:
-        facts["implementation"] = runs(device, config.train.precision)
+    implementation = getattr(plan.weightless_model(), "implementation", None)
+    if implementation is not None:
+        facts["implementation"] = implementation(device, config.train.precision)
     if plan.facts.world_size > 1:
-        facts["sharding"] = "none: each rank holds the whole model" if plan.layout is None else str(plan.layout)
-    if (each := plan.facts.shards_per_rank) > 1:
+        facts["sharding"] = str(plan.layout or "none: each rank holds the whole model")
+    each = plan.facts.shards_per_rank
+    if each > 1:
         passes = f"{batches.most * each} forward passes a step instead of {batches.most} of {each} times the rows"
         facts["data_shards"] = f"{plan.facts.data_shards}: each rank runs {each}, in {passes}"
     facts["micro_batches"] = batches.first
     if not batches.is_constant:
         words = f"{batches.least} to {batches.most}; cells_per_step and tokens_per_step are those of {batches.most}"
         facts["micro_batches"] = words
-    if (reason := why_no_noise_scale(config, plan.facts.world_size)) is not None:
+    reason = why_no_noise_scale(config, plan.facts.world_size)
+    if reason is not None:
         facts["noise_scale"] = f"not measured: {reason}"
-    if plan.state_width():
-        facts["state_width"] = plan.state_width()
-        facts["ledger_megabytes"] = round(
-            plan.facts.shards_per_rank * ledger_bytes(config.ledger, plan.state_width()) / 1e6, 1
-        )
+    width = plan.state_width()
+    if width:
+        facts["state_width"] = width
+        facts["ledger_megabytes"] = round(each * ledger_bytes(config.ledger, width) / 1e6, 1)
     return facts
 
 
@@ -227,31 +237,28 @@ def _fill(plan: Plan, preview: Preview | None) -> dict[str, Any]:
     """How full the rows will be, and how documents lie in them."""
     from trainer.training.setup.sources import alignment
 
-    facts: dict[str, Any] = {"align": align} if (align := alignment(plan, None)) else {}
+    align = alignment(plan, None)
+    facts: dict[str, Any] = {"align": align} if align else {}
     if preview is None:
-        return {**facts, "fill": "not forecast of so much data; train preview does"}
-    if not preview.has_full_rows:
-        return {**facts, "fill": 'forecast of full rows only (data.mixing.batching_mode = "per_row")'}
-    return facts if preview.fill is None else {**facts, "fill": round(preview.fill.mean, 4)}
+        facts["fill"] = "not forecast of so much data; train preview does"
+    elif not preview.has_full_rows:
+        facts["fill"] = 'forecast of full rows only (data.mixing.batching_mode = "per_row")'
+    elif preview.fill is not None:
+        facts["fill"] = round(preview.fill.mean, 4)
+    return facts
 
 
-def _sources(plan: Plan, preview: Preview | None) -> dict[str, dict[str, Any]]:
-    """Streams and modalities of each source, their shares, and what each of several ranks gets of them."""
-    sources: dict[str, dict[str, Any]] = {
-        source.name: {"streams": len(source.streams), "modalities": sorted({s.modality for s in source.streams})}
-        for source in plan.sources
+def _source(plan: Plan, source: Source, preview: Preview | None) -> dict[str, Any]:
+    """Streams and modalities of a source, and how much of it is read behind a cut; `preview` shows its shares."""
+    found: dict[str, Any] = {
+        "streams": len(source.streams),
+        "modalities": sorted({stream.modality for stream in source.streams}),
     }
-    for view in preview.sources if preview is not None else ():
-        if view.modalities:
-            found = sources[view.name]
-            found["corpus_share"] = {each.name: each.corpus_share for each in view.modalities}
-            found["behind_cuts_share"] = view.behind_cuts_share
-            found["state_reach_tokens"] = plan.config.max_group_rows * plan.config.row_tokens
-            if preview is not None and preview.has_full_rows:
-                found["drawn_share"] = {each.name: each.drawn_share for each in view.modalities}
-                if plan.facts.data_shards > 1:
-                    found["rank_token_shares"] = list(view.rank_token_shares)
-    return sources
+    if preview is not None and source.streams:
+        view = next(each for each in preview.sources if each.name == source.name)
+        found["behind_cuts_share"] = view.behind_cuts_share
+        found["state_reach_tokens"] = plan.config.max_group_rows * plan.config.row_tokens
+    return found
 
 
 def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
@@ -285,24 +292,24 @@ def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
 def _print_facts(facts: dict[str, Any]) -> None:
     memory, sources, evals = (facts.pop(name) for name in ("memory_megabytes", "sources", "eval_sources"))
     for name, value in facts.items():
-        meaning = f"   ({MEANINGS[name]})" if name in MEANINGS else ""
-        echo(f"#   {name} = {f'{value:,}' if isinstance(value, int) else value}{meaning}")
+        line = f"#   {name} = {value}"
+        if isinstance(value, int):
+            line = f"#   {name} = {value:,}"
+        if name in MEANINGS:
+            line += f"   ({MEANINGS[name]})"
+        echo(line)
     if isinstance(memory, dict):
-        memory = f"{', '.join(f'{name} {size:,.1f}' for name, size in memory.items())} MB"
+        memory = ", ".join(f"{name} {size:,.1f}" for name, size in memory.items()) + " MB"
     echo(f"#   memory per rank: {memory}")
     for name, found in sources.items():
-        what = f"{counted(found['streams'], 'stream')}, modalities {', '.join(found['modalities'])}"
-        echo(f"#   source {name}: {what if found['streams'] else 'a data set of your own'}")
-        for modality, share in found.get("corpus_share", {}).items():
-            drawn = f", {found['drawn_share'][modality]:.1%} of what is drawn" if "drawn_share" in found else ""
-            echo(f"#     {modality}: {share:.1%} of the corpus{drawn}")
+        what = "a data set of your own"
+        if found["streams"]:
+            what = f"{counted(found['streams'], 'stream')}, modalities {', '.join(found['modalities'])}"
+        echo(f"#   source {name}: {what}")
         if found.get("behind_cuts_share"):
-            reach = (
-                f"state reaches back to the cut, at most {found['state_reach_tokens']:,} tokens (data.max_group_cells)"
-            )
-            echo(f"#     {found['behind_cuts_share']:.1%} of the tokens follow a cut of their document: their {reach}")
-        if tokens := found.get("rank_token_shares"):
-            echo(f"#     tokens per rank: {min(tokens):.1%} to {max(tokens):.1%}")
+            reach = f"at most {found['state_reach_tokens']:,} tokens (data.max_group_cells)"
+            what = f"{found['behind_cuts_share']:.1%} of the tokens follow a cut of their document"
+            echo(f"#     {what}: their state reaches back to the cut, {reach}")
     for name, found in evals.items():
         echo(f"#   eval source {name}: {counted(found['streams'], 'stream')}, {found['bytes'] / 1e6:,.1f} MB")
 
@@ -339,9 +346,7 @@ def doctor(
     ] = None,
     hf: Annotated[
         str | None,
-        typer.Option(
-            help="A model of transformers on disk, or a class such as MambaForCausalLM.", metavar="PATH|CLASS"
-        ),
+        typer.Option(help="A model of transformers: a directory of save_pretrained.", metavar="PATH"),
     ] = None,
     args: Annotated[str, typer.Option(help="As model.args, a TOML table: '{ heads = 4 }'.", metavar="TABLE")] = "{}",
     vocab_size: Annotated[int, typer.Option(min=2, help="Number of token ids.")] = 257,
@@ -373,7 +378,7 @@ def doctor(
     if hf is not None:
         from trainer.tools.hugging_face import load
 
-        built, vocab_size, what = load(hf, vocab_size=vocab_size, dim=dim, num_layers=num_layers, settings=given)
+        built, vocab_size, what = load(hf)
         name = f"{name} ({what})"
     else:
         built = _build(name, given, vocab_size, dim, num_layers, seq_len)
@@ -391,17 +396,18 @@ def _check_node() -> None:
     import socket
     from threading import Timer
 
+    from trainer.tools import limits
     from trainer.tools.inspection.node import NodeCheck
 
     check, host = NodeCheck(), socket.gethostname()
 
     def leave() -> None:  # what hangs cannot be ended otherwise
-        echo(f"{host}: no answer within {NODE_SECONDS:g} s: {check.doing}", err=True)
+        echo(f"{host}: no answer within {limits.NODE_SECONDS:g} s: {check.doing}", err=True)
         os._exit(EXIT_BREACH)
 
-    timer = Timer(NODE_SECONDS, leave)
+    timer = Timer(limits.NODE_SECONDS, leave)
     timer.start()
-    problem = check.run(NODE_SECONDS)
+    problem = check.run(limits.NODE_SECONDS)
     timer.cancel()
     for line in (*check.lines, problem or "this node can train"):
         echo(f"{host}: {line}")
@@ -423,6 +429,7 @@ def _build(name: str, args: dict[str, Any], vocab_size: int, dim: int, num_layer
         with users_code("--model", f"{name} fails"):
             taken = inspect.signature(target).parameters
             made = target(**{key: size for key, size in sizes.items() if key in taken}, **args)
+        # Anybody's module is adapted; one that keeps the protocol of models here comes back as it is.
         if hasattr(made, "forward"):
             try:
                 adapted = adapt(made)

@@ -73,7 +73,9 @@ def _run(study: Study, environments: list[dict[str, str]]) -> None:
 
     def on_result(branch: Branch, result: BranchResult) -> None:
         done[branch] = result
-        loss = "not finite" if result.loss is None else f"{result.loss:.4f}"
+        loss = "not finite"
+        if result.loss is not None:
+            loss = f"{result.loss:.4f}"
         what = f"batch {branch.factor} x, learning rate {branch.lr:.3g}, seed {branch.seed}"
         echo(f"{len(done)} of {len(study.branches)}: {what}: loss {loss} ({result.seconds:.0f} s)", err=True)
 
@@ -82,6 +84,7 @@ def _run(study: Study, environments: list[dict[str, str]]) -> None:
     except (BranchFailed, OSError) as error:
         echo(str(error), err=True)
         raise typer.Exit(EXIT_FAILED) from None
+    # What is done stays: each branch writes its result when it ends.
     if len(done) < len(study.branches):
         echo(f"stopped: {len(done)} of {len(study.branches)} branches are done; the same command continues", err=True)
         raise typer.Exit(0)

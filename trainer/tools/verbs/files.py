@@ -56,7 +56,11 @@ def diff(
     """Print the keys whose values differ, defaults filled in; exit with 1 if there are any."""
     from trainer.config.load import flatten, load_config
 
-    files = [Path(given) / "config.resolved.toml" if Path(given).is_dir() else given for given in (first, second)]
+    files = []
+    for given in map(Path, (first, second)):
+        files.append(given)
+        if given.is_dir():
+            files[-1] = given / "config.resolved.toml"
     one, other = (flatten(load_config(file).model_dump(mode="json", exclude_none=True)) for file in files)
     found = [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
     if as_json:
@@ -102,8 +106,6 @@ def _lines(file: str) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One checkpoint of a run."""
-
     step: int
     path: str
     saved: str
@@ -173,7 +175,7 @@ def _unusable(url: str, error: Exception) -> UserError:
 
 
 def _entries(place: str, *, is_deep: bool) -> list[CheckpointEntry]:
-    """Of a run directory or a store, newest first."""
+    """The checkpoints of a run directory or a store, newest first."""
     if is_url(place):
         return _stored_entries(place, is_deep=is_deep)
     return [_entry_of(path, is_deep=is_deep) for path in _paths(place)]
@@ -236,9 +238,12 @@ def _entry_of(path: Path, *, is_deep: bool) -> CheckpointEntry:
     from trainer.training.checkpointing.checkpoint import LATEST, MARKER, read_state, step_of
     from trainer.training.checkpointing.checkpoint import verify as verify_files
 
-    problem, world_size = _state_of(str(path), lambda: (verify_files if is_deep else read_state)(path))
+    read = verify_files if is_deep else read_state
+    problem, world_size = _state_of(str(path), partial(read, path))
     marker, latest = path / MARKER, path.parent / LATEST
-    saved = (marker if marker.exists() else path).stat().st_mtime
+    saved = path.stat().st_mtime
+    if marker.exists():
+        saved = marker.stat().st_mtime
     return CheckpointEntry(
         step=step_of(path),
         path=str(path),
@@ -259,8 +264,11 @@ def _print(run_dir: str, entries: list[CheckpointEntry], *, as_json: bool, is_de
         table.add_column(name, justify="right")
     table.add_column("state")
     for entry in entries:
-        state = (entry.problem or ("verified" if is_deep else "complete")).removeprefix(f"{entry.path}: ")
-        ranks = "?" if entry.world_size is None else str(entry.world_size)
-        state += ", latest" if entry.is_latest else ""
+        state = "verified" if is_deep else "complete"
+        if entry.problem is not None:
+            state = entry.problem.removeprefix(f"{entry.path}: ")
+        if entry.is_latest:
+            state += ", latest"
+        ranks = str(entry.world_size or "?")
         table.add_row(f"{entry.step:,}", entry.saved, f"{entry.num_bytes / 1e6:,.1f}", ranks, escape(state))
     output().print(table)

@@ -29,12 +29,16 @@ def mix(
 ) -> None:
     """Change mixing weights of a run that is training, from a step on that it announces at its next logged one."""
     answer = _ask(require_run(run_dir), settings, waits=waits)
-    if problem := answer.get("problem"):
+    problem = answer.get("problem")
+    if problem:
         raise UserError(run_dir, problem, "nothing was changed")
     for key, pair in answer.get("changed", {}).items():
         echo(f"{key}: {pair['before']:g} -> {pair['after']:g}")
     at = "from step {global_step} on (micro-batch {batch} of each data shard)"
-    echo(at.format(**answer) if answer else f"asked {run_dir}: its events.jsonl will have the answer")
+    if answer:
+        echo(at.format(**answer))
+    else:
+        echo(f"asked {run_dir}: its events.jsonl will have the answer")
 
 
 def _ask(run: Path, settings: list[str], *, waits: bool) -> dict[str, Any]:
@@ -51,7 +55,7 @@ def _ask(run: Path, settings: list[str], *, waits: bool) -> dict[str, Any]:
     parse(settings, [source.name for source in sources if len(sources) > 1] if is_known else None)
     number, text, end = str(time.time_ns()), b"", time.monotonic() + MOST_WAIT_SEC
     with writing(str(run)), open_plain(run / "events.jsonl") as events:
-        events.seek(0, 2)
+        events.seek(0, 2)  # before asking: the answer cannot be missed
         with open_plain(run / REQUESTS, "ab") as file:
             file.write(json.dumps({"id": number, "set": settings}).encode() + b"\n")
         while waits and time.monotonic() < end:
@@ -63,6 +67,6 @@ def _ask(run: Path, settings: list[str], *, waits: bool) -> dict[str, Any]:
             if is_over:
                 return {"problem": "ended before it took this up"}
             time.sleep(POLL_SEC)
-    return (
-        {"problem": f"has not answered in {MOST_WAIT_SEC:.0f} s, but may, in events.jsonl; until then"} if waits else {}
-    )
+    if not waits:
+        return {}
+    return {"problem": f"has not answered in {MOST_WAIT_SEC:.0f} s, but may, in events.jsonl; until then"}

@@ -1,4 +1,4 @@
-"""What a trained model is used for: `train sample`, `train eval` and `train export`."""
+"""The verbs of a trained model: `train sample`, `train eval` and `train export`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainer.config.data_tables import EvalSourceTable
 
 ModelArgument = Annotated[str, typer.Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
-ExportFormat = Literal["safetensors", "hf", "csv"]
+ExportFormat = Literal["safetensors", "hf"]
 HELD_OUT = "held-out documents"
 FILE_SUFFIX = re.compile(
     r"\.(arrow|bin|ckpt|csv|gguf|h5|json|jsonl|np[yz]|onnx|parquet|pth?|safetensors|tsv|xlsx)", re.IGNORECASE
@@ -81,11 +81,17 @@ def sample(
 def _write(text: str) -> None:
     if sys.stdout.isatty():
         # A model may write anything; an escape sequence must not reach the terminal as one.
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        text = "".join(map(_shown, text))
     if sys.stdout.encoding.lower().replace("-", "") != "utf8":
         text = text.encode(sys.stdout.encoding, errors="replace").decode(sys.stdout.encoding)
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _shown(character: str) -> str:
+    if character.isprintable() or character in "\n\t":
+        return character
+    return "\ufffd"
 
 
 def evaluate(
@@ -151,7 +157,7 @@ def _print_metrics(title: str, metrics: dict[str, float]) -> None:
     from trainer.tools.fitted_table import Column, fitted_table
     from trainer.tools.runs.depth_curve import curves_of, in_words, is_by_depth
 
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, dict[str, str]] = {}
     for key, value in metrics.items():
         if is_by_depth(key):
             continue
@@ -159,12 +165,12 @@ def _print_metrics(title: str, metrics: dict[str, float]) -> None:
             name, _, metric = key.removeprefix("eval/").rpartition("/")
         else:
             name, metric = HELD_OUT, key.removeprefix("eval_")
-        rows.setdefault(name or "-", {})[metric] = value
+        rows.setdefault(name or "-", {})[metric] = f"{value:.4f}"
     # Tasks of the user's own may have metrics of any name; parts of the held-out loss are in the JSON.
     names = list(METRICS) + sorted({m for row in rows.values() for m in row if "/" not in m} - METRICS.keys())
     columns = [Column("set", list(rows))]
     for metric in names:
-        cells = [f"{row[metric]:.4f}" if metric in row else "" for row in rows.values()]
+        cells = [row.get(metric, "") for row in rows.values()]
         if any(cells):
             columns.append(Column(METRICS.get(metric, metric), cells, "right"))
     console = output()
@@ -175,49 +181,25 @@ def _print_metrics(title: str, metrics: dict[str, float]) -> None:
 
 
 def export(
-    run_dir: Annotated[
-        str, typer.Argument(help="A run directory; for metrics also a metrics.jsonl.", metavar="RUN_DIR")
-    ],
-    out: Annotated[str, typer.Option(help="File (csv) or directory (the others) to write.", metavar="PATH")],
-    format: Annotated[
-        ExportFormat | None,
-        typer.Option(
-            help="Weights: safetensors, hf (from_pretrained). Metrics: csv. Default: csv if PATH ends so, else safetensors."
-        ),
-    ] = None,
+    run_dir: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
+    out: Annotated[str, typer.Option(help="Directory to write.", metavar="PATH")],
+    format: Annotated[ExportFormat, typer.Option(help="safetensors, or hf for from_pretrained.")] = "safetensors",
     step: StepOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
     trust_code: TrustOption = False,
 ) -> None:
-    """Write a run's weights (safetensors with a model card, or as Hugging Face's) or metrics (CSV)."""
+    """Write a run's weights: safetensors with a model card, or as Hugging Face's."""
     target = Path(out)
-    format = format or ("csv" if target.suffix == ".csv" else "safetensors")
-    if FILE_SUFFIX.fullmatch(target.suffix) and f"{target.suffix}:{format}" != ".csv:csv":
-        made_of = "CSV" if format == "csv" else "a directory with weights"
-        raise UserError(
-            "--out", f"{out} would be {made_of}", f"leave out {target.suffix}, or end it in .csv for metrics"
-        )
+    if FILE_SUFFIX.fullmatch(target.suffix):
+        raise UserError("--out", f"{out} would be a directory with weights", f"leave out {target.suffix}")
     refuse_existing(out, force=force)
     if target.is_dir() and not _is_export(target):
         raise UserError(out, "is a directory with other files than an export", "name a new one")
-    if format in ("safetensors", "hf"):
-        from trainer.tools.trained.saved_model import export_model
+    from trainer.tools.trained.saved_model import export_model
 
-        with writing(out):
-            made = export_model(Path(run_dir), target, step=step, as_hugging_face=format == "hf", trust_code=trust_code)
-        echo(f"wrote the weights after step {made.step}, config and model card to {out}", err=True)
-        return
-    from trainer.tools.runs.load import load_run
-    from trainer.tools.runs.table import write_csv
-
-    if step is not None:
-        raise UserError("--step", "chooses a checkpoint", "use it with --format safetensors or hf")
-    run = load_run(run_dir)
     with writing(out):
-        count = write_csv(run.train, run.evals, target)
-    for note in run.notes:
-        echo(f"note: {note}", err=True)
-    echo(f"wrote {count:,} rows of {len(run.keys)} keys to {out}", err=True)
+        made = export_model(Path(run_dir), target, step=step, as_hugging_face=format == "hf", trust_code=trust_code)
+    echo(f"wrote the weights after step {made.step}, config and model card to {out}", err=True)
 
 
 def _is_export(directory: Path) -> bool:

@@ -1,7 +1,8 @@
-"""What the records of runs say: `train ls`, `train diagnose` and `train report`."""
+"""The verbs that read the records of runs: `train ls`, `train diagnose` and `train report`."""
 
 from __future__ import annotations
 
+import math
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ class RunEntry:
         step, steps: the last step, which may be later than the last logged one, and the configured number; None where unknown.
         loss, eval_loss, tokens_in_step, fill: the last logged values.
         age_sec: since the run last logged, or wrote its state if it has logged nothing.
-        verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 27 rules`.
+        verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 25 rules`.
         reason: why the run ended, from status.json; None if that has none.
         changed: the settings that a resume changed.
     """
@@ -51,7 +52,7 @@ class RunEntry:
     eval_loss: float | None = None
     tokens_in_step: float | None = None
     fill: float | None = None
-    age_sec: float | None = None
+    age_sec: float = math.inf
     verdict: str | None = None
     reason: str | None = None
     changed: list[str] = field(default_factory=list)
@@ -69,7 +70,7 @@ def ls(
 
     given, now = paths or ["runs"], time.time()
     entries = [entry_of(path, now=now, diagnoses=diagnose) for path in find_runs(given)]
-    entries.sort(key=lambda entry: -(entry.age_sec if entry.age_sec is not None else float("inf")))
+    entries.sort(key=lambda entry: -entry.age_sec)
     if not entries:
         raise UserError(", ".join(given), "holds no run", "start one in runs/ with: train --config x.toml")
     if as_json:
@@ -110,8 +111,8 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
     from trainer.tools.runs.load import load_run, settings_by_step
 
     status = run_state(path)
-    said = status.get("last_step")
-    reached = [said] if isinstance(said, int) else []
+    reached = [step for step in [status.get("last_step")] if isinstance(step, int)]
+    # A run that has logged nothing yet has written its state.
     times = [(path / name).stat().st_mtime for name in ("metrics.jsonl", "status.json") if (path / name).is_file()]
     entry = RunEntry(
         str(path),
@@ -128,14 +129,15 @@ def entry_of(path: Path, *, now: float, diagnoses: bool) -> RunEntry:
         return entry
     shown = {"loss": "loss", "eval_loss": "eval_loss", "tokens_in_step": "tokens_in_step", "fill": "data/fill"}
     values: dict[str, Any] = {name: next(reversed(run.column(key)[1]), None) for name, key in shown.items()}
-    steps = run.setting("train.steps")
+    if isinstance(run.setting("train.steps"), int):
+        values["steps"] = run.setting("train.steps")
+    if diagnoses:
+        values["verdict"] = diagnose(run).brief
     return replace(
         entry,
         step=max([*run.steps[-1:], *reached], default=None),  # rows are some steps apart
-        steps=steps if isinstance(steps, int) else None,
         **values,
         age_sec=max(now - times[0], 0.0),
-        verdict=diagnose(run).brief if diagnoses else None,
         changed=[key for key, value in settings_by_step(run).items() if isinstance(value, dict)],
     )
 
@@ -144,8 +146,13 @@ def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
     from trainer.tools.fitted_table import Column
 
     def numbers(name: str, heading: str, leave_out: int, form: Callable[[float], str]) -> list[Column]:
-        cells = ["-" if (value := getattr(each, name)) is None else form(value) for each in entries]
-        return [Column(heading, cells, "right", leave_out)] if leave_out < 5 or {*cells} != {"-"} else []
+        cells = []
+        for entry in entries:
+            value = getattr(entry, name)
+            cells.append("-" if value is None else form(value))
+        if leave_out == 5 and {*cells} == {"-"}:  # a column that no run has a value for
+            return []
+        return [Column(heading, cells, "right", leave_out)]
 
     columns = [
         Column("run", [escape(entry.run) for entry in entries]),
@@ -158,11 +165,16 @@ def _columns(entries: Sequence[RunEntry], *, diagnoses: bool) -> list[Column]:
         *numbers("age_sec", "age", 3, duration_text),
     ]
     if any(entry.changed for entry in entries):
-        changed = [counted(len(entry.changed), "setting") if entry.changed else "" for entry in entries]
-        columns.append(Column("changed", changed, leave_out=3))
+        columns.append(Column("changed", list(map(_changed, entries)), leave_out=3))
     if diagnoses:
         columns.append(Column("verdict", [_verdict_cell(entry) for entry in entries], leave_out=1, wraps=True))
     return columns
+
+
+def _changed(entry: RunEntry) -> str:
+    if not entry.changed:
+        return ""
+    return counted(len(entry.changed), "setting")
 
 
 def _verdict_cell(entry: RunEntry) -> str:
@@ -170,15 +182,20 @@ def _verdict_cell(entry: RunEntry) -> str:
 
     verdict = entry.verdict or "-"
     if entry.state in ("failed", "died", "unknown") and entry.reason is not None:  # matters more than earlier findings
-        shown = textwrap.shorten(entry.reason, SHOWN_REASON, placeholder=" ...")
-        verdict = shown if entry.verdict is None else f"{entry.verdict}: {shown}"
-    colour = "unknown" if verdict.startswith(NO_FINDING) else "warning"
-    return coloured("healthy" if verdict == "healthy" else colour, verdict)
+        verdict = ": ".join(
+            filter(None, (entry.verdict, textwrap.shorten(entry.reason, SHOWN_REASON, placeholder=" ...")))
+        )
+    if verdict.startswith(NO_FINDING):
+        return coloured("unknown", verdict)
+    return coloured("healthy" if verdict == "healthy" else "warning", verdict)
 
 
 def _steps(entry: RunEntry) -> str:
-    of = "" if entry.steps is None else f"/{entry.steps:,}"
-    return "-" if entry.step is None else f"{entry.step:,}{of}"
+    if entry.step is None:
+        return "-"
+    if entry.steps is None:
+        return f"{entry.step:,}"
+    return f"{entry.step:,}/{entry.steps:,}"
 
 
 def diagnose(
@@ -218,16 +235,17 @@ def _print_diagnosis(diagnosis: Diagnosis, *, shows_all: bool) -> None:
         table.add_column(heading, overflow="fold")
     for ruling in sorted(diagnosis.rulings, key=lambda ruling: not ruling.is_judged):
         if shows_all or not ruling.had_nothing_to_measure:
-            shown = ruling.result if ruling.severity is None else coloured(ruling.severity)
-            table.add_row(ruling.rule.name, shown, escape(ruling.outcome.sentence))
+            result = coloured(ruling.severity) if ruling.severity else ruling.result
+            table.add_row(ruling.rule.name, result, escape(ruling.outcome.sentence))
     console.print(table)
     unmeasured = [ruling.rule.name for ruling in diagnosis.rulings if ruling.had_nothing_to_measure]
     if unmeasured and not shows_all:
         text = f"nothing to measure: {', '.join(unmeasured)}; train diagnose --all says what each needs"
         console.print(text, highlight=False)
-    names = f": {diagnosis.brief}" if diagnosis.findings else ""
-    summary = f"{coloured(str(diagnosis.verdict))}{names}; {diagnosis.coverage}"
-    if diagnosis.verdict == "no_findings":
+    summary = f"{coloured(str(diagnosis.verdict))}; {diagnosis.coverage}"
+    if diagnosis.verdict == "findings":
+        summary = f"{coloured('findings')}: {diagnosis.brief}; {diagnosis.coverage}"
+    elif diagnosis.verdict == "no_findings":
         summary = f"nothing wrong in what was measured: {diagnosis.coverage}"
     console.print(summary, highlight=False)
 
@@ -236,9 +254,13 @@ def _finding_lines(ruling: Ruling) -> list[str]:
     lines = [f"{coloured(str(ruling.severity))} [bold]{ruling.rule.name}[/]: {escape(ruling.outcome.sentence)}"]
     for evidence in ruling.outcome.evidence:
         pairs = list(zip(evidence.steps, evidence.values, strict=True))
-        shown = ", ".join(f"step {step}: {number_text(value)}" for step, value in pairs[:SHOWN_STEPS])
-        lines.append(f"    {escape(f'{evidence.key}: {shown}')}{', ...' if len(pairs) > SHOWN_STEPS else ''}")
-    return [*lines, f"    {escape(ruling.fix)}"] if ruling.fix else lines
+        shown = [f"step {step}: {number_text(value)}" for step, value in pairs[:SHOWN_STEPS]]
+        if len(pairs) > SHOWN_STEPS:
+            shown.append("...")
+        lines.append(f"    {escape(evidence.key)}: {escape(', '.join(shown))}")
+    if ruling.fix:
+        lines.append(f"    {escape(ruling.fix)}")
+    return lines
 
 
 def report(
@@ -261,8 +283,11 @@ def report(
     refuse_existing(out, force=force)
     diagnoses = [diagnose(run) for run in with_distinct_names([load_run(path) for path in runs])]
     names = [diagnosis.run.name for diagnosis in diagnoses]
-    file = f"plotly-{metadata.version('plotly')}.min.js" if assets else ""
-    page = render_page(names, render_parts(diagnoses), plotly="" if assets else plotly, plotly_file=file)
+    parts, file = render_parts(diagnoses), f"plotly-{metadata.version('plotly')}.min.js"
+    if assets:
+        page = render_page(names, parts, plotly_file=file)
+    else:
+        page = render_page(names, parts, plotly=plotly)
     content = page.encode("utf-8", "backslashreplace")  # names of files may hold any bytes
     with writing("--out"):
         Path(out).parent.mkdir(parents=True, exist_ok=True)

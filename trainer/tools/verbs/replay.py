@@ -45,13 +45,15 @@ def replay(
 ) -> None:
     """Repeat a step of a run from the checkpoint before it: its rows, their losses, and whether they equal the record."""
     origin = open_origin(require_run(run_dir), step, trust_code=trust_code)
-    if (shards := origin.plan.facts.data_shards) % (nproc or 1):
+    shards = origin.plan.facts.data_shards
+    if shards % (nproc or 1):
         refuse(f"--nproc {nproc}: the run's data are in {counted(shards, 'shard')}; choose a divisor")
     from trainer.tools.branching.replay import NUMBERS, differing, recorded, rows_of
 
     found, record = _replay(origin, step, num_ranks=nproc), recorded(origin.run)
     compared = [at for at in found.values if found.is_exact and found.values[at].keys() & record.get(at, {}).keys()]
-    differences = [[at, names] for at in compared if (names := differing(found.values[at], record[at]))]
+    differences = [[at, differing(found.values[at], record[at])] for at in compared]
+    differences = [[at, names] for at, names in differences if names]
     # Digests are sums over ranks, and of no use without the record's.
     then, now = record.get(step, {}), found.values.get(step, {})
     shown = [name for name in now if name in NUMBERS or (found.is_exact and name in then)]
@@ -102,26 +104,34 @@ def _replay(origin: Origin, step: int, **options: Any) -> Replay:
 
 
 def _plain(value: Any) -> Any:
-    """With numbers that are not finite, which JSON has not, as words."""
+    """The value with words for numbers that are not finite, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):
         return list(map(_plain, value))
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def _outcome(content: Mapping[str, Any]) -> list[str]:
     """The numbers of the step, and how they compare with the record."""
     lines = []
     for name, (now, then) in content["values"].items():
-        said = "not recorded" if then is None else "as recorded" if repr(now) == repr(then) else f"recorded: {then}"
+        said = f"recorded: {then}"
+        if then is None:
+            said = "not recorded"
+        elif repr(now) == repr(then):
+            said = "as recorded"
         lines.append(f"{name} {now} ({said})")
     if len(content["parts"]) > 1:
         lines.append("the loss is " + " + ".join(f"{name} {value:.6g}" for name, value in content["parts"].items()))
     what, bad = "loss", [row for row in content["rows"] if not math.isfinite(row.get("loss") or 0.0)]
-    if not bad and (bad := [row for row in content["rows"] if "gradient" in row]):  # of the sum so far
-        first = min(row["micro_batch"] for row in bad)
-        what, bad = "gradient", [row for row in bad if row["micro_batch"] == first]
+    if not bad:
+        what, bad = "gradient", [row for row in content["rows"] if "gradient" in row]
+        # The gradient is that of the sum so far: once it is not finite it stays so.
+        first = min((row["micro_batch"] for row in bad), default=0)
+        bad = [row for row in bad if row["micro_batch"] == first]
     if bad:
         rows = f"{counted(len(bad), 'row')}, {', '.join(map(_place, bad[:SHOWN_ROWS]))}"
         lines.append(coloured("error", f"not finite: the {what} of {rows}"))
@@ -153,9 +163,11 @@ def print_rows(rows: Sequence[Mapping[str, Any]], title: str, note: str) -> None
     def cell(value: Any) -> str:
         if isinstance(value, list):
             return ", ".join(f"{each['document']} ({each['start']}:{each['stop']})" for each in value)
-        if isinstance(value, float):
-            return f"{value:.6f}" if math.isfinite(value) else coloured("error", str(value))
-        return "" if value is None else escape(str(value))
+        if value is None:
+            return ""
+        if isinstance(value, float) and math.isfinite(value):
+            return f"{value:.6f}"
+        return coloured("error", str(value)) if isinstance(value, float) else escape(str(value))
 
     columns, wraps = [Column("shard.micro.row", list(map(_place, rows)))], ("documents", "stream")
     kept = {"source": 1, "stream": 0, "documents": 0, "cell": 3, "tokens": 2, "state": 0, "loss": 0}
@@ -191,11 +203,13 @@ def bisect(
     config = [{"key": key, "values": values} for key, values in config_differences(runs)]
     rounds = not ROUNDING.isdisjoint(each["key"] for each in config)
     marks, note = [recorded(run) for run in runs], ""
-    if not (common := [at for at in marks[0] if at in marks[1]]):
+    common = [at for at in marks[0] if at in marks[1]]
+    if not common:
         refuse(f"{first}, {second}: have logged no step in common; repeat the steps of one with train replay")
     has_digests = all("weights" in mark[at] for mark in marks for at in common)
     equal, step, kinds = _first_difference(*marks, rounds=rounds)
     is_exact = step is not None and has_digests and equal == step - 1
+    # Runs log every n-th step: repeated from the last equal one with every step logged, they show the first that differs.
     if replays and step is not None and not is_exact:
         origins = [open_origin(path, step, before=equal + 1, trust_code=trust_code) for path in paths]
         found = [_replay(origin, step, logs_all=True).values for origin in origins]
@@ -207,31 +221,53 @@ def bisect(
             assert step is not None
             equal = before or min(equal, step - 1)
             is_exact = equal == step - 1 and (equal == before or has_digests)
-    content: dict[str, Any] = {"runs": [first, second], "data": _data_difference(paths), "is_exact": is_exact}
-    content |= {"config": config, "note": note}
     has_other_seed = "run.seed" in (each["key"] for each in config)
-    content["initial_weights"] = has_other_seed and not all(run.setting("model.weights") for run in runs)
-    outside = [name for name in ("config", "data", "initial_weights") if content[name]]
-    content |= {"last_equal_step": equal or None, "first_different_step": step, "differs_in": [*outside, *kinds]}
-    content["relative_difference"] = max(_relative(marks[0][at], marks[1][at]) for at in common)
+    content: dict[str, Any] = {
+        "runs": [first, second],
+        "data": _data_difference(paths),
+        "is_exact": is_exact,
+        "config": config,
+        "note": note,
+        "initial_weights": has_other_seed and not all(run.setting("model.weights") for run in runs),
+        "last_equal_step": equal or None,
+        "first_different_step": step,
+        "relative_difference": max(_relative(marks[0][at], marks[1][at]) for at in common),
+    }
+    content["differs_in"] = [*(name for name in ("config", "data", "initial_weights") if content[name]), *kinds]
     if as_json:
         print_json(_plain(content))
     else:
-        lines = [f"{each['key']}: {each['values'][0]!r}, {each['values'][1]!r}" for each in content["config"]]
-        data = content["data"]
-        lines.append("data: " + ("not known: a run has no checkpoint" if data is None else data or "the same"))
-        lines += ["initial weights: they differ, as run.seed does"] * content["initial_weights"]
-        if step is None:
-            lines.append(f"equal in {counted(len(common), 'logged step')}" + (", by loss and norm" * (not has_digests)))
-        else:
-            where = f"step {step}" if is_exact else f"a step from {equal + 1} to {step}"
-            lines.append(f"the first difference is in {where}: {', '.join(kinds)}")
-            lines += [REASONS[kinds[0]]] if is_exact and kinds[0] in REASONS else []
+        steps = f"equal in {counted(len(common), 'logged step')}"
+        if not has_digests:
+            steps += ", by loss and norm"
+        if step is not None:
+            steps = _where(equal, step, kinds, is_exact=is_exact)
             if rounds and not {*kinds} - {*ROUNDED}:
-                lines.append(ONLY_ROUNDED.format(content["relative_difference"]))
-        echo("\n".join([*lines, *[note] * bool(note)]))
+                steps += "\n" + ONLY_ROUNDED.format(content["relative_difference"])
+        echo("\n".join(filter(None, [*_around(content), steps, note])))
     if step is not None:
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _around(content: Mapping[str, Any]) -> list[str]:
+    """Differences of two runs outside their steps, in lines: settings, data and initial weights."""
+    lines = [f"{each['key']}: {each['values'][0]!r}, {each['values'][1]!r}" for each in content["config"]]
+    data = content["data"]
+    if data is None:
+        data = "not known: a run has no checkpoint"
+    lines.append(f"data: {data or 'the same'}")
+    if content["initial_weights"]:
+        lines.append("initial weights: they differ, as run.seed does")
+    return lines
+
+
+def _where(equal: int, step: int, kinds: Sequence[str], *, is_exact: bool) -> str:
+    """The first different step, its kinds, and what the first of them means."""
+    where = f"step {step}" if is_exact else f"a step from {equal + 1} to {step}"
+    text = f"the first difference is in {where}: {', '.join(kinds)}"
+    if is_exact and kinds[0] in REASONS:
+        text += f"\n{REASONS[kinds[0]]}"
+    return text
 
 
 def _relative(now: Mapping[str, Any], then: Mapping[str, Any], names: Sequence[str] = ROUNDED) -> float:
@@ -245,12 +281,16 @@ def _first_difference(first: Values, second: Values, *, rounds: bool) -> tuple[i
     what follows from sums over ranks do not compare."""
     from trainer.tools.branching.replay import differing
 
-    equal, left_out = 0, ("states", "gradient", "weights") if rounds else ()
+    equal = 0
     for step in first:
-        if step in second:
-            if kinds := [kind for kind in differing(first[step], second[step]) if kind not in left_out]:
-                return equal, step, kinds
-            equal = step
+        if step not in second:
+            continue
+        kinds = differing(first[step], second[step])
+        if rounds:
+            kinds = [kind for kind in kinds if kind not in ("states", "gradient", "weights")]
+        if kinds:
+            return equal, step, kinds
+        equal = step
     return equal, None, []
 
 
@@ -262,4 +302,6 @@ def _data_difference(paths: Sequence[Path]) -> str | None:
     found = [checkpoint.complete_checkpoints(path / checkpoint.CHECKPOINTS)[:1] for path in paths]
     states = [checkpoint.named(str(path), checkpoint.read_state) for own in found for path in own]
     marks = [Fingerprint.from_state(state[FINGERPRINT_KEY]) for state in states]
-    return str(compare(*marks)) if len(marks) == len(paths) else None
+    if len(marks) < len(paths):
+        return None
+    return str(compare(*marks))
