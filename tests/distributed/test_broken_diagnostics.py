@@ -24,9 +24,6 @@ stdout = "line"
 [objective]
 token_types = true
 
-[gns]
-enabled = true
-
 [eval]
 every = 3
 batches = 2
@@ -81,8 +78,9 @@ def last_row(directory, name):
 
 def make_config(directory):
     config = write_tiny_config(directory, EXTRA)
-    text = config.read_text().replace("log_interval = 1", "log_interval = 2")
-    config.write_text(text.replace("[ledger]", "[ledger]\nprobe_every = 2"))
+    text = config.read_text().replace("log_interval = 1", "log_interval = 2").replace("[eval]", "[eval]\ndepth = true")
+    text = text.replace("[ledger]", "[ledger]\nprobe_every = 2")
+    config.write_text(text.replace("[train]", "[train]\nspike_sigma = 6"))
     return config
 
 

@@ -78,7 +78,7 @@ def test_no_number_depends_on_it(tmp_path, nproc, common, without, with_it):
 
 def test_diagnostics_change_no_number_and_no_weight(tmp_path):
     on = ("metrics.per_layer=true", "metrics.per_source=true", "ledger.probe_every=4", "sample.every=5")
-    off = ("gns.enabled=false", "train.spike_sigma=0")
+    on, off = (*on, "train.spike_sigma=6"), ("gns.enabled=false",)
     measured, plain = start(tmp_path, "on", *on, nproc=2), start(tmp_path, "off", *off, nproc=2)
     rows, expected = (read_rows(path / "metrics.jsonl") for path in (measured, plain))
     for key, row in expected.items():

@@ -1,6 +1,7 @@
 """`[alert]`: rank 0 reports loss spikes and the end of the run, however it ends, to a command or a webhook.
 
 Best effort and bounded in time: no alert ends a run, a spike's is not waited for, and the end waits `WAIT_SEC` at most.
+It could go where whatever starts runs watches status.json.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from trainer.training.run import Run
 
 logger = get_logger(__name__)
-WAIT_SEC = 5.0
+WAIT_SEC = 5.0  # a webhook that does not answer must not keep devices busy
 
 
 class Alert(Extension):
@@ -43,14 +44,14 @@ class Alert(Extension):
 
 def alert(config: RunConfig, run_dir: Path, event: str, *, reason: str, step: int, wait_sec: float = 0.0) -> None:
     """Report that a run is `done`, `stopped` or `failed`, or had a `spike`, and wait at most `wait_sec` for the delivery."""
-    state, name = "running" if event == "spike" else event, config.run.name
+    state, name = "running" if event == "spike" else event, config.run.name  # a run goes on after a spike
     said = {"event": event, "state": state, "reason": reason, "last_step": step, "run": name, "run_dir": str(run_dir)}
     said |= {"host": socket.gethostname(), "time": time.time(), "text": f"{name}: {event} at step {step}: {reason}"}
     within(wait_sec, partial(_tell, config.alert.command, config.alert.url, said))
 
 
 def _tell(command: list[str], url: str | None, said: dict[str, Any]) -> None:
-    body = json.dumps(said).encode()
+    body = json.dumps(said).encode()  # the same for both ways
     try:
         if command:
             subprocess.run(command, input=body, stdout=DEVNULL, stderr=DEVNULL, timeout=WAIT_SEC, check=True)

@@ -73,19 +73,17 @@ class BatchGrowth:
         if plan.auto is None:
             tokens = tokens_before + before * self.micro_tokens
             num_micros = plan.at(step, tokens)
-            reason = f"planned, {tokens:,} tokens are reached"
-            if plan.unit == "steps":
-                reason = f"planned for step {step:,}"
-        elif before == 0:
+            reason = f"planned for step {step:,}" if plan.unit == "steps" else f"planned, {tokens:,} tokens are reached"
+        elif before == 0:  # a run that begins, or resumes without its last batch
             num_micros, reason = plan.first, ""
-        elif not plan.first <= before <= plan.most:
+        elif not plan.first <= before <= plan.most:  # the config has changed since the last step
             num_micros = min(max(before, plan.first), plan.most)
             reason = f"train.micro_batches now allows {plan.first} to {plan.most}"
         else:
             num_micros, reason, evidence = before, "", self._permission(plan.auto, step - 1, before, step - changed_at)
             if evidence is not None:
                 num_micros, reason = 2 * before, _sentence(plan.auto, evidence)
-        if before in (0, num_micros):
+        if before in (0, num_micros):  # nothing to report
             return num_micros, None
         event = {"event": "micro_batches", "global_step": step, "from": before, "to": num_micros, "reason": reason}
         if evidence is not None:
@@ -106,18 +104,15 @@ class BatchGrowth:
 
 
 def evidence_of(noise: NoiseScaleAverage) -> Evidence:
-    """The noise scale of the batch as it is drawn, where it has an upper bound, otherwise B now.
-
-    Its lower bound is the lower one of two, at the last step and before the recent ones: a doubling cannot be undone, and
-    one bound may be luck.
-    """
+    """The noise scale of the batch as it is drawn, where it has an upper bound, otherwise B now."""
     batch = 1.0 / noise.big_noise if noise.big_noise > 0.0 else 0.0
     if noise.drawn is not None:
         return Evidence(noise.drawn.low, noise.drawn.value, batch, "gns/b_drawn")
     now, before = (noise.history.current(before=steps, recent_z=AGREEING_Z) for steps in (0, RECENT))
     if now is None:
-        return Evidence(None, None, batch, "gns/b_now")
+        return Evidence(None, None, batch, "gns/b_now")  # too few windows so far
     low = None
+    # The lower bound of two, now and before the recent steps: a doubling cannot be undone, and one may be luck.
     if before is not None and now.ratio.low is not None and before.ratio.low is not None:
         low = min(now.ratio.low, before.ratio.low)
     return Evidence(low, now.ratio.value, batch, "gns/b_now")

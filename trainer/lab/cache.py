@@ -5,6 +5,7 @@
     CACHE/<key>.lock            held shared by every process that uses them, exclusively by the one that makes or deletes them
 
 What no process uses is deleted, the least recently used first, where room is needed.
+It could go with sources by URL and text that is tokenized once.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Cache:
                 has_said = True
                 on_wait()
                 time.sleep(POLL_SEC * random.uniform(0.5, 1.5))
-            os.utime(place / ENTRY)
+            os.utime(place / ENTRY)  # used now: the last one to be deleted
         except OSError as error:
             where, problem = str(error.filename or self.directory), f"cannot be used: {error.strerror}"
             raise UserError(where, problem, "name another directory: data.cache_dir") from None
@@ -134,7 +135,7 @@ class Cache:
     def _delete(self, place: Path) -> bool:
         """Delete a copy, unless a process uses it."""
         with open_plain(self.directory / f"{place.name}.lock", "ab") as lock:
-            if not _try(lock, fcntl.LOCK_EX):
+            if not _try(lock, fcntl.LOCK_EX):  # a process reads it
                 return False
             url = read_entry(place / "plan.json").get("url")
             (place / ENTRY).unlink(missing_ok=True)

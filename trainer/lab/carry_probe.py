@@ -43,10 +43,10 @@ SHARE_KEY = "ledger/probe_share"
 _LOSSES = 3
 """Forwards that compare losses, beside those that read cells again."""
 _SKIP = 1_000_000
-"""What a rank says that cannot measure a micro-batch: no rank then does."""
+"""The answer of a rank that cannot measure a micro-batch: no rank then does."""
 TIME_KEY = "time/probe_sec"
 _KNOWN_INPUTS = {"tokens", "resets"}
-"""What the probe can give a model for earlier cells too."""
+"""Inputs of a model that the probe can give for earlier cells too."""
 
 
 class CarryProbe:
@@ -105,7 +105,8 @@ class CarryProbe:
         state: Tensor,
         age: Tensor,
     ) -> None:
-        """Measure a micro-batch that is about to be trained on; nothing if one was measured since the last drain.
+        """Measure a micro-batch that is about to be trained on; nothing if one was measured since the last
+        drain. Raises SkipBatch: the batch does not have what is needed.
 
         Args:
             inputs: of the model, beside the state: `tokens` int64 [B, T] and what else it takes.
@@ -116,13 +117,10 @@ class CarryProbe:
             resets_before: bool [B, n]: where the state resets among them.
             state: what the ledger returned, [B, state_width].
             age: steps since it was stored, int64 [B]; negative where no state was held.
-
-        Raises:
-            SkipBatch: the batch does not have what is needed.
         """
         cells_before: Ints = np.where(np.asarray(group_ids) >= 0, np.asarray(cell_index), 0)
         try:
-            is_exact = self._exact_rows(inputs, targets, tokens_before, cells_before)
+            is_exact = self._exact_rows(inputs, targets, tokens_before, cells_before)  # reads nothing from the device
         except SkipBatch:
             if self._agree is not None:
                 self._agree(_SKIP)
@@ -134,7 +132,7 @@ class CarryProbe:
         if depth == 0 or depth >= _SKIP:
             return
         with self._in_evaluation(targets.device):
-            if own == 0:
+            if own == 0:  # this rank runs as often as the others, and measures nothing
                 for _ in range(depth + _LOSSES):
                     self._model(**inputs, state=state)
                 return
@@ -159,7 +157,7 @@ class CarryProbe:
         self._num_probed = self._num_probed + is_probed.sum()
 
     def drain_metrics(self) -> dict[str, Reported]:
-        """What was measured since the last drain; {} if nothing was."""
+        """The numbers since the last drain; {} if nothing was measured."""
         drained = dict(self._sampled)
         if self._num_continuing:
             drained[SHARE_KEY] = SumCount(self._num_probed, self._num_continuing)
@@ -172,7 +170,7 @@ class CarryProbe:
         """Which rows can be read again from their group's beginning, bool [B]; none if some were since the last drain.
         Raises SkipBatch: the batch does not have what is needed."""
         nothing = np.zeros(cells_before.shape, dtype=np.bool_)
-        if self._sampled or not cells_before.any():
+        if self._sampled or not cells_before.any():  # one micro-batch between two drains is enough
             return nothing
         _check(inputs, targets, tokens_before, self._length)
         assert tokens_before is not None
@@ -244,7 +242,7 @@ class _Past:
 
 def _check(inputs: Mapping[str, Any], targets: Tensor, tokens_before: Tensor | None, length: int) -> None:
     """Raise `SkipBatch` for a batch whose cells cannot be read again."""
-    if targets.shape[1] != length:
+    if targets.shape[1] != length:  # rows of another length
         # The cells before it would be cut in the wrong places, and the numbers would still look right.
         raise SkipBatch(f"rows of {length} tokens are needed, got {targets.shape[1]}")
     if tokens_before is None:

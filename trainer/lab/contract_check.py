@@ -105,7 +105,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
                     raise ValueError(
                         "the loss of a few tokens is NaN: with a sum, return the number of unmasked targets"
                     )
-    if is_full:
+    if is_full:  # nothing to add to what was checked
         return report
     reduction = f"at dim {size.dim} and {size.num_layers} layers instead of {table.dim} and {table.num_layers}"
     return Report(report.verdicts, f"{report.how}, {reduction}", report.seconds)
@@ -118,7 +118,7 @@ def check_here(plan: Plan) -> Report | str:
     if is_for_cuda or (wanted == "auto" and torch.cuda.is_available()):
         return "the run is for CUDA"  # its kernels may not exist on the CPU
     if plan.unmet_needs(torch.device("cpu")):
-        return "the run does not fit this machine"
+        return "the run does not fit this machine"  # a cluster's config is checked on a laptop, too
     return check_contract(plan, torch.device("cpu"))
 
 
@@ -156,7 +156,7 @@ def refuse_breaches(plan: Plan, report: Report) -> None:
     sentence, and how to override it."""
     broken = {verdict.check: verdict for verdict in report.breaches}
     refused = [broken[check] for check in REFUSED if check in broken and check not in plan.config.model.trust]
-    if not runs_on(plan, None):
+    if not runs_on(plan, None):  # each row is one document
         refused = [verdict for verdict in refused if verdict.check != "resets"]
     if not refused:
         return
@@ -194,7 +194,7 @@ def _smaller(table: ModelTable, vocab_size: int, tokens: int, parts: Parts) -> I
         with suppress(UserError):
             reduced = table.model_copy(update={"dim": dim, "num_layers": layers})
             yield Size(dim, layers, _count(reduced, vocab_size, tokens, parts))
-        if dim % 2 or dim <= LEAST_DIM:
+        if dim % 2 or dim <= LEAST_DIM:  # narrower models say little about wide ones
             return
         dim //= 2
 

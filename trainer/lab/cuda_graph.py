@@ -7,6 +7,7 @@ zeroed, and a parameter that had no part in a step has no gradient.
 
 The first step runs without graphs: it compiles, and lets libraries set themselves up. Python runs while a graph is captured,
 not when it is replayed: a model whose Python chooses what to compute, or draws random numbers of its own, must not be captured.
+It could go once a step launches few kernels, such as one that is compiled whole.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class MicroGraphs:
         self, step: TrainStep, micro: MicroBatch, state: Tensor | None, kappa: float, *, is_first: bool, is_last: bool
     ) -> tuple[Tensor | None, ObjectiveOutput]:
         """As `TrainStep.run_micro`. Raises UserError: it is asked for and cannot be captured."""
-        self._num_steps += is_first
+        self._num_steps += is_first  # steps, not micro-batches
         given = {**micro.inputs, "targets": micro.targets}
         if state is not None:
             given["state"] = state
@@ -137,7 +138,7 @@ class MicroGraphs:
         """Copy inputs to where the graphs read them. A TypeError if one is no tensor."""
         if not self._inputs:
             self._inputs = {name: torch.empty_like(value) for name, value in given.items()}
-        self._kappa.fill_(kappa)
+        self._kappa.fill_(kappa)  # a number given to Python would be a constant of the graph
         for name, value in given.items():
             self._inputs[name].copy_(value)
 
@@ -161,9 +162,7 @@ class MicroGraphs:
     def _capture(self, step: TrainStep, micro: MicroBatch, *, is_first: bool, averages: bool) -> Graph:
         inputs, graph = dict(self._inputs), torch.cuda.CUDAGraph()
         targets, state = inputs.pop("targets"), inputs.pop("state", None)
-        pool = None
-        for other in self._graphs.values():  # all graphs share the memory of one
-            pool = other.graph.pool()
+        pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             end, result = step.run_micro(replace(micro, inputs=inputs, targets=targets), state, self._kappa)
             gradients: Sequence[Tensor | None] = [parameter.grad for parameter in step.parameters]
@@ -193,7 +192,7 @@ class MicroGraphs:
             problem = f"the step cannot be captured: {error_text(error)}"
             raise UserError("train.cuda_graph", problem, 'set it to false, or to "auto"') from error
         logger.warning("the step runs without CUDA graphs, since it cannot be captured: %s", error_text(error))
-        self._is_off = True
+        self._is_off = True  # a second try would fail alike
         self._graphs.clear()
         if is_first:  # what the capture left is no gradient
             for parameter in step.parameters:
@@ -201,7 +200,7 @@ class MicroGraphs:
         else:
             _set_gradients(step, self._sums)
         if step.gns is not None:
-            step.gns.again()
+            step.gns.again()  # its hooks have seen the failed capture
 
 
 def _set_gradients(step: TrainStep, gradients: Sequence[Tensor | None]) -> None:

@@ -8,6 +8,7 @@ a first cell have the same loss in both.
 Losses are cross-entropies, or what replaces them. Their errors, and those of the paired difference, are over documents as
 independent draws: the `Moments.wide_error` of a ratio of sums, with the weights 1 / probability of sampled documents (1 where
 the set is read whole). Parts of one document are one unit, as are documents of a drawn file, and those of a packed row.
+It could go if the worth of context were measured by a run with resets.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def bucket_start(index: int) -> int:
 def depths(tokens_before: Tensor, num_tokens: int, resets: Tensor | None) -> Tensor:
     """The depth of each target of rows before which their groups had so many tokens [B]; int64 [B,
     num_tokens]. `resets`: bool [B, num_tokens]; None: the model takes none."""
-    places = torch.arange(num_tokens, device=tokens_before.device)
+    places = torch.arange(num_tokens, device=tokens_before.device)  # of the row
     found = tokens_before[:, None] + places
     if resets is None:
         return found
@@ -84,7 +85,7 @@ class Depth(EvalRider):
 
     def micro_done(self, micro: MicroBatch, state: Tensor | None, results: RowResults) -> None:
         """Run the rows from zero if any continues a document, and note the sums of each."""
-        if self._is_off or state is None or micro.carry is None:
+        if self._is_off or state is None or micro.carry is None:  # without a state nothing is carried
             return
         continues = (micro.carry.cell_index > 0) & (micro.carry.group_ids >= 0)
         from_zero = None
@@ -102,9 +103,7 @@ class Depth(EvalRider):
                 raise SkipBatch("the loss is not known per token")
             losses[rows] = result.token_loss.double()
         is_continued = torch.from_numpy(continues).to(targets.device)[:, None]
-        zero = losses
-        if from_zero is not None:
-            zero = torch.where(is_continued, from_zero.double(), losses)
+        zero = losses if from_zero is None else torch.where(is_continued, from_zero.double(), losses)
         columns = torch.stack([(targets != IGNORED).double(), losses, zero], dim=-1)  # [B, T, 3]
         bucket = buckets(micro)[:, :, None].expand(-1, -1, 3)
         sums = columns.new_zeros(len(targets), NUM_BUCKETS, 3).scatter_add_(1, bucket, columns)
@@ -117,7 +116,7 @@ class Depth(EvalRider):
                     self._cut[group] = (each.source, each.stream, each.document)
         self._waiting.append((groups, torch.cat([sums, beyond[:, None]], dim=1)))
         self._cell = targets.shape[1]
-        if len(self._waiting) == HELD_ON_DEVICE:
+        if len(self._waiting) == HELD_ON_DEVICE:  # fetching waits for the device
             self._fetch()
 
     def _fetch(self) -> None:
@@ -142,7 +141,7 @@ class Depth(EvalRider):
                 at = self._sample.groups.get(group)
                 if at is None:  # a row that fills up a batch
                     continue
-                unit, weight = self._sample.units[at], self._sample.weights[at]
+                unit, weight = self._sample.units[at], self._sample.weights[at]  # 1 / probability of being drawn
             if unit is None:
                 alone.append(weight * sums)
             else:
@@ -163,7 +162,7 @@ class Depth(EvalRider):
             [moments for _, moments, _ in by_rank] + [_moments([units[unit] for unit in sorted(units)])], axis=0
         )
         beyond = total[NUM_BUCKETS]
-        if not beyond[0, 0]:
+        if not beyond[0, 0]:  # no document continues in a second cell
             return {}
         found = _numbers("depth/beyond_cell", beyond[2:], ["carry_gain"])
         for index in range(NUM_BUCKETS):

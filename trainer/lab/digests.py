@@ -66,7 +66,7 @@ class Digests(Extension):
 
     def updated(self) -> Tensor:
         """The pieces of this rank's digests: the low ones of all kinds, then the high ones."""
-        weights = self._found["weights"] = bit_sum(map(own_part, self._parameters))
+        weights = self._found["weights"] = bit_sum(map(own_part, self._parameters))  # of shards, each rank's own
         if self._states:
             self._found["states"] = torch.stack(list(self._states.values())).sum()
         nothing = torch.zeros_like(weights)

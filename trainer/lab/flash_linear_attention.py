@@ -3,7 +3,7 @@
 The kernels take rows as they are, [B, T, H, K], and have no resets: at a document's first position the log decay is `FORGET`
 instead, so nothing depends on the data. Within a chunk of 64 positions that costs as many bits of the decays as the sum of its
 log decays is larger. Which of their configurations the kernels run is measured at the first call on a machine and then kept in
-Triton's cache: another machine may round differently.
+Triton's cache: another machine may round differently. It could go once the rule in torch is as fast.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def refusal_here(device: int, width: int) -> str:
         installed = version("fla-core"), importlib.import_module("triton").__version__
     except (PackageNotFoundError, ImportError):
         return "fla-core is not installed (extra: fla)"
-    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)  # for `train check`
     return refusal(*installed, capability, width)
 
 
@@ -174,11 +174,11 @@ def use_rule(model: nn.Module, rule: Rule) -> None:
 
 
 def implementation(width: int, device: torch.device, precision: str) -> str:
-    """What runs the rule for heads of a width, and why."""
+    """The implementation that runs the rule for heads of a width, and why."""
     if device.type != "cuda":
         return "gated delta rule in torch: its kernels need CUDA"
     if precision == "fp32":
-        return "gated delta rule in torch: its kernels compute products in 16 bits"
+        return "gated delta rule in torch: its kernels compute products in 16 bits"  # fp32 asks for more
     if why := refusal_here(device.index or 0, width):
         return f"gated delta rule in torch: {why}"
     return f"gated delta rule by the kernels of fla-core {version('fla-core')}"

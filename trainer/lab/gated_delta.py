@@ -11,6 +11,7 @@ with M_0, and with d_{ts} = a_{s+1} ... a_t and d_t = a_1 ... a_t, the correctio
 
 whose inverse is computed for all chunks at once; only M_0 goes from chunk to chunk (section 3.3). The products d are
 exponentials of differences of cumulated logarithms, at most 1 each: nothing overflows, and an underflow is a correct zero.
+It could go if rglru were the only family of this package.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def gated_delta_rule(
     batch, heads, length = rate.shape
     if resets is None:
         resets = torch.zeros(batch, length, dtype=torch.bool, device=rate.device)
-    chunk = min(chunk, length)
+    chunk = min(chunk, length)  # a short row, such as one token in generation
     padding = -length % chunk
 
     def in_chunks(part: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ class _Rule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        """Of a chunk's system A u = r: grad_r = A^-T grad_u and grad_A = -grad_r u^T, below the diagonal.
+        """The gradients of a chunk's system A u = r: grad_r = A^-T grad_u and grad_A = -grad_r u^T, below the diagonal.
 
         The gradient of log a sums, over the products that it scales, product times gradient: here q, k and b times theirs.
         """
@@ -301,14 +302,12 @@ class GatedDelta(LanguageModel):
 def build(
     vocab_size: int, dim: int, num_layers: int, *, heads: int = 0, mlp_ratio: float = 2.0, tie_embeddings: bool = False
 ) -> GatedDelta:
-    """Build a `GatedDelta` with parameters drawn from torch's global generator.
+    """Build a `GatedDelta` with parameters drawn from torch's global generator. Raises UserError: the heads
+    do not divide `dim`.
 
     Args:
         heads: 0: `fewest_heads`. The state has dim^2 / heads numbers per layer, beside the convolution's.
         mlp_ratio, tie_embeddings: as in `check_sizes`.
-
-    Raises:
-        UserError: the heads do not divide `dim`.
     """
     heads = heads or fewest_heads(dim)
     sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings, heads=(heads,))

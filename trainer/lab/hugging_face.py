@@ -5,6 +5,7 @@ Which families train exactly was measured (docs/models.md). Layers of full atten
 
 Built-in families are written as architectures that compute the same, so that `from_pretrained` opens them: configs name every
 number in which the architectures could differ, and the logits are those of the trained model up to rounding.
+It could go if only own models were trained and exported.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class HuggingFace(nn.Module):
         length, found = len(resets), []
         for start, stop in itertools.pairwise(sorted({0, *resets.nonzero().flatten().tolist(), length})):
             piece = tokens[:, start:stop]
-            given = None if resets[start] else state
+            given = None if resets[start] else state  # a row may begin in the middle of a document
             if given is not None and stop - start == 1 < length:
                 # One token after a state takes another path, which writes into the state; here nobody reads the new one.
                 piece = piece.expand(1, 2)
@@ -120,7 +121,7 @@ class HuggingFace(nn.Module):
                 _put(cache.layers[layer], name, index, value)
         output = self.model(input_ids=tokens, use_cache=True, **{self._cache_name: cache})
         held = list(_held(cache))
-        self._places = [place for place, _ in held]
+        self._places = [place for place, _ in held]  # the same in every call, known after the first
         losses = {name: output[name] for name in self.loss_keys}
         return ModelOutput(output.logits, [value for _, value in held], losses)  # type: ignore[arg-type]
 
@@ -143,16 +144,14 @@ class HuggingFace(nn.Module):
 
 
 def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **settings: Any) -> HuggingFace:
-    """Build a model of a `transformers` family.
+    """Build a model of a `transformers` family. Raises UserError: the package is missing, a setting is
+    unknown, or the directory is no such model.
 
     Args:
         vocab_size: number of token ids. A model that is read from a directory gets more rows if it has fewer.
         dim, num_layers: `hidden_size` and `num_hidden_layers`, unless a directory is read.
         model_type: the family's name in `transformers`.
         settings: keys of the family's config; or `from`, a directory written by `save_pretrained`.
-
-    Raises:
-        UserError: the package is missing, a setting is unknown, or the directory is no such model.
     """
     transformers = package()
     folder = settings.pop("from", None)
@@ -160,7 +159,7 @@ def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **sett
         if folder is not None:
             model = _read(transformers, str(folder), model_type, settings)
             if model.config.vocab_size < vocab_size:
-                model.resize_token_embeddings(vocab_size)
+                model.resize_token_embeddings(vocab_size)  # such as for the id that begins documents
         else:
             model = _new(transformers, model_type, vocab_size, dim, num_layers, settings)
     return HuggingFace(model)
@@ -242,7 +241,7 @@ def _put(layer: Any, name: str, index: int, value: Tensor) -> None:
 
 
 def _assigning(layer: Any) -> Callable[..., Tensor]:
-    """What replaces a layer's `update_recurrent_state`."""
+    """A replacement of a layer's `update_recurrent_state`."""
 
     def update(recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
         layer.recurrent_states[state_idx] = recurrent_states
@@ -258,7 +257,7 @@ def references_on_cpu(model: nn.Module) -> None:
     `transformers` 5.23 takes them for all tensors, also for those by which a state's layout is found on the CPU.
     """
     module = sys.modules[type(model).__module__]
-    for name, function in list(vars(module).items()):
+    for name, function in list(vars(module).items()):  # changed while it is read
         if "torch_function" in getattr(getattr(function, "__code__", None), "co_freevars", ()):
             setattr(module, name, _by_device(function, function.__wrapped__))
 

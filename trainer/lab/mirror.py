@@ -4,6 +4,7 @@ The thread has no queue. Each round it compares the complete local checkpoints w
 is missing there, then older ones that retention keeps, and deletes what retention does not keep. So a checkpoint that waits
 while the store is down costs no disk: local retention deletes it as if there were no store, and the newer one is uploaded in
 its place. Only the checkpoint that is being uploaded is spared until its attempt ends: one directory more at most.
+It goes with `trainer.lab.remote`.
 """
 
 from __future__ import annotations
@@ -105,14 +106,14 @@ class Mirror:
             now = time.monotonic()
             if self._moved != moved:
                 moved, moved_at = self._moved, now
-            if now - moved_at > self._stall_sec or now - started > MOST_CLOSE_SEC:
+            if now - moved_at > self._stall_sec or now - started > MOST_CLOSE_SEC:  # the store hangs
                 break
             if now - said_at > 10.0:
                 said_at = now
                 logger.info("waiting for %s: %.1f MB moved so far", self._remote.url, self._moved / 1e6)
         self.prune()
         last = next(iter(checkpoint.complete_checkpoints(self._checkpoints)), None)
-        if last is None:
+        if last is None:  # nothing to upload
             return True
         if step_of(last) in self._mirrored:
             logger.info("%s has the last checkpoint, %s", self._remote.url, last.name)
@@ -144,7 +145,7 @@ class Mirror:
             with self._lock:
                 if not self._wake.is_set():
                     self._is_idle.set()
-            self._wake.wait()
+            self._wake.wait()  # until there is another checkpoint, or the run ends
             self._wake.clear()
 
     def _fail(self, error: Exception) -> None:
@@ -194,7 +195,7 @@ class Mirror:
             text = "%s: %s: of a branch that this run has left; marked %s there"
             names = ", ".join(map(checkpoint_name, later))
             logger.warning(text, self._remote.url, names, ABANDONED)
-        self._step = -1
+        self._step = -1  # set aside once
         there = set(self._remote.complete())
         local = checkpoint.complete_checkpoints(self._checkpoints)
         self._mirrored = {

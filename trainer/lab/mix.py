@@ -2,7 +2,6 @@
 
 The tool appends a request to mix.jsonl. Rank 0 looks for one on logged steps, chooses the step from which the weights hold,
 and writes that to events.jsonl before any rank knows of it: a run that is killed in between finds it there on a resume.
-
 It could go if weights were changed by stopping a run, editing its config and resuming.
 """
 
@@ -32,14 +31,7 @@ logger = get_logger(__name__)
 
 
 def parse(settings: Sequence[str], names: Collection[str] | None) -> dict[str, float]:
-    """Read settings such as `data.source.code.weight=2`.
-
-    Args:
-        names: of the run's sources; None: not known.
-
-    Returns:
-        The weight of each source that is named.
-    """
+    """The weight of each source that settings such as `data.source.code.weight=2` name. `names`: all; None: not known."""
     found = {}
     for text in settings:
         match = re.fullmatch(r"data\.source\.(.+)\.weight=(.*)", text)
@@ -77,7 +69,7 @@ def restore(plan: Plan, info: RankInfo, state: TrainState, found: Found | None, 
     saved = {} if found is None else found[1]
     known = changes_of(saved, lines, open_sources(plan))
     known = from_main_rank(known, world_size=info.world_size)
-    for shard in state.shards:
+    for shard in state.shards:  # each has a blend of its own
         shard.dataset.changes = known
     for batch, weights in known.items():
         logger.info("train mix, whatever the config says: from micro-batch %d on %s", batch, weights)
@@ -140,7 +132,7 @@ class Requests:
         except UserError as error:
             problem = error.message
         changes = {**blend.changes, batch: {**blend.changes.get(batch, {}), **after}}
-        changes = dict(sorted(changes.items()))
+        changes = dict(sorted(changes.items()))  # ascending, as a schedule reads them
         problem = self._refusal(step, changes) or problem
         weights = blend.weights_at(step, batch)
         before = {source.name: weight for source, weight in zip(blend.sources, weights, strict=True)}
@@ -153,7 +145,7 @@ class Requests:
             return
         run.events.write({**event, "changed": changed})
         logger.info("train mix: from step %d (micro-batch %d) on %s", step, batch, after)
-        blend.changes, run.extensions.asks = changes, True
+        blend.changes, run.extensions.asks = changes, True  # the other ranks hear of it in the exchange
 
     def _effective_from(self, read: int) -> tuple[int, int]:
         """The first (step, micro-batch) for which a change can reach all ranks."""

@@ -16,6 +16,7 @@ windows gives the four unknowns, whatever the picks were.
 
 Windows that continue the same groups are not independent of each other. How long they do is seen in sums of random signs, one
 per group: their products over windows are the autocorrelation of what groups deviate by.
+It could go if the noise scale took rows for independent.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Piece:
     """Rows whose gradient is measured by itself: a micro-batch, or half of one."""
 
     stream: Hashable
-    """What its rows were drawn from; rows of different streams belong in different pieces."""
+    """The source of its rows; rows of different streams belong in different pieces."""
     groups: Sequence[int]
     """[b] group of each row, such as its document; -1: one of its own."""
     weights: Sequence[float]
@@ -315,9 +316,9 @@ class NoiseSources(Extension):
         if is_taken and window[estimate.FAULTS] == 0.0 and window[estimate.BIG_NOISE] > 0.0:
             num_rows = window[estimate.KAPPA] ** 2 / window[estimate.BIG_NOISE]
             self.components.update(equations, grad_sq / grad_factor**2, num_rows, self._coincidence)
-            self._tell_drawn()
+            self._publish_drawn()
 
-    def _tell_drawn(self) -> None:
+    def _publish_drawn(self) -> None:
         """Have decisions on the batch go by the noise scale of the batch as it is drawn, where it is known."""
         if self.run.gns is not None:
             self.run.gns.drawn = self.components.agreed()
@@ -333,7 +334,7 @@ class NoiseSources(Extension):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from saved windows."""
         self.components.load_state_dict(state["windows"])
-        self._tell_drawn()
+        self._publish_drawn()
 
 
 def halves(micro: MicroBatch) -> list[MicroBatch]:
@@ -342,7 +343,7 @@ def halves(micro: MicroBatch) -> list[MicroBatch]:
     Always two: ranks that exchange states, or synchronize in a forward, must do it equally often.
     """
     middle = len(micro.targets) // 2
-    if not middle:
+    if not middle:  # a single row
         return [micro, micro.masked()]
     return [micro.rows(slice(middle)), micro.rows(slice(middle, None))]
 

@@ -65,17 +65,14 @@ class OwnBatches:
         """
         ask = getattr(self._iterator, "next_with_tokens_before", None)
         try:
-            if ask is None or not tokens_before:
-                batch = next(self._iterator)
-            else:
-                batch = ask(tokens_before)
+            batch = ask(tokens_before) if ask and tokens_before else next(self._iterator)
         except (UserError, StopIteration):
             raise
         except Exception as error:
             problem = f"fails after {counted(self._num_given, 'batch')}: {format_error(error)}"
             raise UserError(self._key, problem, "fix it there") from error
         self._num_given += 1
-        for problem, fix in _problems(batch, self._vocab_size):
+        for problem, fix in _problems(batch, self._vocab_size):  # the first is enough
             raise UserError(self._key, f"a batch {problem}", fix)
         copied = {}
         for key, value in batch.items():
@@ -97,7 +94,7 @@ def _problems(batch: Any, vocab_size: int) -> Iterator[tuple[str, str]]:
         yield shapes, "give both as [B, T], with at least one row"
     for key in IDS:
         array = _on_host(batch[key])
-        if array is not None and array.dtype.kind in "iu":
+        if array is not None and array.dtype.kind in "iu":  # floats may be features
             wrong = array[((array < 0) & ((key == "tokens") | (array != IGNORED))) | (array >= vocab_size)]
             if wrong.size:
                 fix = f"mark targets that are not to be predicted with {IGNORED}, "

@@ -11,7 +11,7 @@ In a loop of one's own, beside `GradientNoiseScale` (or without it: the noise sc
 
 The sums of a window are kept for each parameter until they have been added up over ranks; layers and groups are sums of those,
 so that the squares of the layers' norms add up to that of the whole gradient, and their estimates of tr(Sigma) and |G|^2 to the
-whole's.
+whole's. It could go if the whole gradient's numbers were enough.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from trainer.config.schema import OptimizerTable
     from trainer.training.run import Run
 
-WHAT = ("grad_norm", "update_ratio", "b_simple")
+NUMBERS = ("grad_norm", "update_ratio", "b_simple")
 HEAD = 1 + NUM_SUMS  # ranks that have measured, the noise scale's sums; then four columns of one number per parameter
 # What DDP, torch.compile and checkpoint wrappers put into the names of the parameters below them.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -163,7 +163,7 @@ class PerLayer:
             self._values[f"{key}/grad_norm"] = math.sqrt(big) / factor
             if weights > 0.0:
                 self._values[f"{key}/update_ratio"] = math.sqrt(moved / weights)
-            if has_noise:
+            if has_noise:  # every rank's hooks measured the window
                 own = list(sums)
                 # Without the middle, which is measured for the whole gradient alone.
                 own[SMALL_SQUARE], own[MIDDLE_OWN_KAPPA] = small, 0.0
@@ -184,7 +184,7 @@ class PerLayer:
     @property
     def metric_keys(self) -> tuple[str, ...]:
         """Every key that `drain_metrics` can return; the values are the same on all ranks."""
-        return tuple(f"{key}/{what}" for key in self._members for what in WHAT)
+        return tuple(f"{key}/{what}" for key in self._members for what in NUMBERS)
 
     def drain_metrics(self) -> dict[str, float]:
         """The last measured step's values by catalog key; what is unknown is left out."""
@@ -229,7 +229,8 @@ def sample_limit(num_tensors: int) -> int:
 
 
 class WeightSample:
-    """Compares the weights before and after an optimizer step.
+    """Compares the weights before and after an optimizer step. Raises UserError: a parameter is sharded along
+    another dimension than its rows.
 
     Where entries are independent and normal, the relative standard error of a tensor's norm is `1 / sqrt(2 n)` for a sample of
     n entries: 0.6 % at 16,384. With kurtosis k it is `sqrt((k - 1) / (4 n))`, which is more for an embedding of which a step
@@ -238,9 +239,6 @@ class WeightSample:
     Args:
         parameters: whole, or sharded by rows.
         limit: see `sample_limit`.
-
-    Raises:
-        UserError: a parameter is sharded along another dimension than its rows.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, limit: int) -> None:

@@ -2,7 +2,7 @@
 
 The run writes both to `RUN_DIR/profile`. The summary needs the exported file alone (Chrome's trace event format), so it works
 with traces of every release and of other machines. Steps are the spans that `torch.profiler.profile.step` leaves. Of a run on
-the CPU, operators take the place of kernels.
+the CPU, operators take the place of kernels. It could go if traces were read by other tools alone.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class KernelTime:
     calls: int
     total_ms: float
     share: float
-    """Of the sum of all kernels' times."""
+    """Fraction of the sum of all kernels' times."""
 
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """What happened in the profiled steps, from the start of the first to the end of the last on the host."""
+    """Sums over the profiled steps, from the start of the first to the end of the last on the host."""
 
     num_steps: int
     is_of_device: bool
@@ -111,13 +111,10 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def summarize(events: Iterable[Mapping[str, Any]]) -> TraceSummary:
-    """Sum up a trace.
+    """Sum up a trace. Raises ValueError: no step was profiled.
 
     Args:
         events: see `read_trace`; times in microseconds.
-
-    Raises:
-        ValueError: no step was profiled.
     """
     whole = [event for event in events if event.get("ph") == "X"]
     steps = {
@@ -233,9 +230,11 @@ class StepProfile(Extension):
         self._folder, self._first_step = run.run_dir.path / FOLDER, run.position.step + FIRST_PROFILED
         self._num_steps = run.config.metrics.profile or 0
         self._is_done = False
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier process of the run
         self._folder.mkdir(parents=True)
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (run.device.type == "cuda")
+        activities = [ProfilerActivity.CPU]
+        if run.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
         plan = schedule(wait=SETTLING, warmup=WARM_UP, active=self._num_steps, repeat=1)
         self._profiler: profile | None = profile(activities=activities, schedule=plan, on_trace_ready=self._write)
         self._profiler.start()
@@ -262,7 +261,7 @@ class StepProfile(Extension):
             return
         with self.run.tracker.outside():
             recorded.export_chrome_trace(str(self._folder / TRACE))
-            found = summarize(read_trace(self._folder / TRACE))
+            found = summarize(read_trace(self._folder / TRACE))  # what any other tool would read
             write_summary(self._folder, found, first_step=self._first_step)
         self._is_done = True
         what = "kernel" if found.is_of_device else "operator"

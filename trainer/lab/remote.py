@@ -121,7 +121,7 @@ class RemoteCheckpoints:
         self.storage.write(f"{name}/{MARKER}", marker)
         if self.storage.read(f"{name}/{MARKER}") != marker:
             self.storage.remove([f"{name}/{MARKER}"])
-            raise StorageError(f"{self.url}/{name}/{MARKER}: is not what was uploaded")
+            raise StorageError(f"{self.url}/{name}/{MARKER}: is not what was uploaded")  # nobody may resume from it
         return sum(int(expected["bytes"]) for expected in listed.values())
 
     def _difference(self, name: str, expected: Mapping[str, Any], report: Callable[[int], None]) -> str:
@@ -164,7 +164,7 @@ class RemoteCheckpoints:
                     raise CheckpointError(f"{where}: is damaged (its size or hash is not what {MARKER} says)")
             if target.exists():
                 remove_tree(target)
-            staging.rename(target)
+            staging.rename(target)  # whole, but for the marker
         except MissingError as error:
             raise CheckpointError(str(error)) from None
         finally:
@@ -241,7 +241,7 @@ def claim(remote: RemoteCheckpoints, run_dir: Path, name: str, *, resumes: bool,
     """
     found, own = remote.owner(), _saved_id(run_dir)
     if any(remote.complete()) and (not resumes or found is None or found.id != own):
-        adopts = resumes and may_adopt and own is None and (found is None or found.name == name)
+        adopts = resumes and may_adopt and own is None and (found is None or found.name == name)  # as on a new node
         if not adopts:
             whose = "a run" if found is None else f"another run ({found.name})"
             problem = f"{remote.url} holds the checkpoints of {whose}"
@@ -249,7 +249,7 @@ def claim(remote: RemoteCheckpoints, run_dir: Path, name: str, *, resumes: bool,
         own = found and found.id
     owner = Owner(own or uuid.uuid4().hex, name, uuid.uuid4().hex)
     remote.set_owner(owner)
-    if remote.owner() != owner:
+    if remote.owner() != owner:  # two runs may claim it at once: the last one has it
         raise StorageError(f"{remote.url}: does not give back what was just written")
     return owner
 
@@ -334,7 +334,7 @@ def _newest(remote: RemoteCheckpoints, run_dir: RunDir, prepare: Callable[[], No
     local = {step_of(p): p for p in run_dir.checkpoints.glob("step_*") if step_of(p) >= 0}
     try:
         there = [step for step in _asked_again(remote.complete) if not _was_left(remote, step, run_dir)]
-        for step in sorted(local.keys() | set(there), reverse=True):
+        for step in sorted(local.keys() | set(there), reverse=True):  # the newest first
             try:
                 if step in local:
                     return local[step], checkpoint.verify(local[step])
@@ -365,7 +365,7 @@ def _was_left(remote: RemoteCheckpoints, step: int, run_dir: RunDir) -> bool:
 
 
 def _downloaded(remote: RemoteCheckpoints, step: int, run_dir: RunDir, prepare: Callable[[], None]) -> Found:
-    prepare()
+    prepare()  # not before: a run that is refused leaves no directory
     started = time.monotonic()
     path = _asked_again(lambda: remote.download(step, run_dir.checkpoints))
     logger.info("downloaded %s/%s in %.1f s", remote.url, path.name, time.monotonic() - started)

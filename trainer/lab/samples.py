@@ -1,4 +1,7 @@
-"""Autoregressive generation, with the state carried from token to token; and samples of it at intervals during a run."""
+"""Autoregressive generation, with the state carried from token to token; and samples of it at intervals during a run.
+
+It could go if text were only generated after a run.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,8 @@ class GenerationError(Exception):
 
 @dataclass(frozen=True)
 class Draw:
-    """Sampling settings.
-
-    Args:
-        temperature: divides the scores; 0 takes the most likely token.
-        top_k: sample from the k most likely tokens only; 0: from all.
-        seed: sampling seed; the same seed, weights and prompt give the same tokens.
-    """
+    """Sampling settings: `temperature` divides the scores (0: the most likely token), `top_k` samples from so many
+    tokens only (0: from all), and the same `seed`, weights and prompt give the same tokens."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -53,7 +51,8 @@ def generate(
     forbidden: Sequence[int] = (),
     device: torch.device | str = "cpu",
 ) -> Iterator[int]:
-    """Yield the token ids that follow `prompt`, without end.
+    """Yield the token ids that follow `prompt`, without end. Raises GenerationError: every allowed score is
+    NaN or minus infinity.
 
     A model with state reads the prompt in cells of `cell` tokens, then each new token alone with the state carried over,
     which equals one uncut forward pass. A model without state reads the last `cell` tokens, the length that it was trained
@@ -63,11 +62,8 @@ def generate(
         model: implements `trainer.model.protocol`, in evaluation mode.
         prompt: at least one id, starting with the id that begins a document.
         forbidden: ids that are never sampled, such as the one that begins documents.
-
-    Raises:
-        GenerationError: every allowed score is NaN or minus infinity.
     """
-    generator = torch.Generator().manual_seed(draw.seed)
+    generator = torch.Generator().manual_seed(draw.seed)  # not torch's own, which training uses
     read = _reader(model, cell, torch.device(device))
     fresh = list(prompt)
     while True:
@@ -88,23 +84,22 @@ def _reader(model: nn.Module, cell: int, device: torch.device) -> Callable[[Sequ
         state, scores = output.state, output.logits[0, -1]
         return scores  # type: ignore[no-any-return]
 
-    def with_state(tokens: Sequence[int]) -> Tensor:
+    def read(tokens: Sequence[int]) -> Tensor:
+        if not getattr(model, "state_width", 0):  # it is shown the last tokens again
+            seen[:] = [*seen, *tokens][-cell:]
+            return scores_of(seen)
         for start in range(0, len(tokens), cell):
             scores = scores_of(tokens[start : start + cell])
         return scores
 
-    def with_window(tokens: Sequence[int]) -> Tensor:
-        seen[:] = [*seen, *tokens][-cell:]
-        return scores_of(seen)
-
-    return with_state if getattr(model, "state_width", 0) else with_window
+    return read
 
 
 def draw_token(scores: Tensor, draw: Draw, forbidden: Sequence[int], generator: torch.Generator) -> int:
     """Sample one id from scores [V]. Raises GenerationError: every allowed score is NaN or minus
     infinity."""
     allowed = scores.detach().to("cpu", torch.float64, copy=True)
-    allowed[list(forbidden)] = -torch.inf
+    allowed[list(forbidden)] = -torch.inf  # never drawn, whatever the temperature
     if not torch.isfinite(allowed.max()):
         raise GenerationError(f"the model's scores are not finite (the largest is {float(allowed.max())})")
     if draw.temperature == 0:
@@ -129,7 +124,7 @@ class Samples(Extension):
         super().__init__(run)
         self._table, tokenizer = run.config.sample, run.plan.tokenizer
         self.boundary_every = self._table.every
-        self._is_off = not run.strategy.runs_on(run.info.rank)
+        self._is_off = not run.strategy.runs_on(run.info.rank)  # no other rank is needed
         self._draw = Draw(self._table.temperature, self._table.top_k, run.config.run.seed)
         self._prompt = prompt_ids(tokenizer, self._table.prompt, "sample.prompt")
         self._autocast = autocast_context(run.config, run.device)

@@ -1,4 +1,7 @@
-"""Loss spikes: steps whose loss is far above that of the preceding steps, and the batches that every rank read in them."""
+"""Loss spikes: steps whose loss is far above that of the preceding steps, and the batches that every rank read in them.
+
+It could go if spikes were found in metrics.jsonl alone, without their batches.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class SpikeDetector:
         spike, counted = None, loss
         if self._count >= WARMUP and loss > limit:
             spike = Spike(loss, self._mean, sigma)
-            if sigma > 0:
+            if sigma > 0:  # 0: all losses so far are equal
                 counted = limit
         self._count += 1
         # A plain mean at first, until it would weigh the newest loss less than the decay does.
@@ -106,7 +109,7 @@ class LossSpikes(Extension):
             spike = self._detector.update(outcome.loss)
             if spike is not None:
                 self._found.append((step, spike, outcome.grad_norm))
-                self.run.extensions.asks = True
+                self.run.extensions.asks = True  # the batches of other ranks are in their memory alone
         self.run.record("loss_spike", float(spike is not None))
 
     def to_exchange(self) -> tuple[list[tuple[int, Spike, float]], dict[int, Sequence[str]]]:

@@ -2,6 +2,7 @@
 
 Credentials and endpoints are those that the backend reads from its own environment and files (AWS_ENDPOINT_URL,
 AWS_ACCESS_KEY_ID, ~/.aws for s3): none stand in a config, which is copied into every run and checkpoint.
+It goes with `trainer.lab.remote` and `trainer.lab.stored`.
 """
 
 from __future__ import annotations
@@ -44,16 +45,14 @@ class StoredFile:
 
 
 class Storage:
-    """The files below a URL. Names are relative to it, with `/` between their parts.
+    """The files below a URL. Names are relative to it, with `/` between their parts. Raises UserError: the
+    URL has a password, its protocol is unknown, or a package is missing.
 
     Every method raises StorageError if the store does not do what it is asked, MissingError if there is no such file or bucket.
 
     Args:
         url: any that fsspec knows.
         key: config key or option that the URL comes from.
-
-    Raises:
-        UserError: the URL has a password, its protocol is unknown, or a package is missing.
     """
 
     def __init__(self, url: str, *, key: str) -> None:
@@ -93,7 +92,7 @@ class Storage:
         """One file."""
         with self._translating(name):
             self._fs.invalidate_cache()
-            found: dict[str, Any] = self._fs.info(self._path(name))
+            found: dict[str, Any] = self._fs.info(self._path(name))  # another process may have written
         if found.get("type") == "directory":
             raise MissingError(f"{self.url}/{name}: is a directory")
         return _stored(found)
@@ -126,7 +125,7 @@ class Storage:
     def _in_parts(self, local: Path) -> dict[str, int]:
         """Options of an upload: how it is cut."""
         if not self._is_s3:
-            return {}
+            return {}  # other backends cut as they like
         part = max(S3_PART_BYTES, -(-local.stat().st_size // S3_MOST_PARTS))
         return {"chunksize": part, "max_concurrency": S3_PARTS_AT_ONCE}
 

@@ -5,6 +5,7 @@ files/<name>/, where <name> is the last part of the URL. The key is a hash of th
 object that changes in the store gives another copy, which shares the unchanged files with the old one (hard links), so that a
 run that still reads the old one is not disturbed. Everything after this reads local copies, under the names of the objects. A
 store that cannot be read, a copy that does not fit and a directory that cannot be written are UserErrors.
+It could go if data were copied before a run.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def copy(cache: Cache, storage: Storage, files: Mapping[str, StoredFile]) -> Sna
     if odd := [name for name in files if {"", ".", ".."}.intersection(name.split("/"))]:
         raise UserError(storage.url, f"has the key {odd[0]!r}, which cannot be a file", "rename it")
     listing = {name: [file.size, file.version] for name, file in sorted(files.items())}
-    key = hashlib.sha256(json.dumps([storage.url, listing]).encode()).hexdigest()[:24]
+    key = hashlib.sha256(json.dumps([storage.url, listing]).encode()).hexdigest()[:24]  # another copy if a file changes
     last = storage.url.rpartition("/")[2]
     target = cache.directory / key / "files" / (last if last not in ("", ".", "..") else "root")
 
@@ -65,7 +66,7 @@ def _make(
 ) -> None:
     """Download what is not there yet; the lock is held."""
     parts, size = place / ".parts", sum(file.size for file in files.values())
-    (place / ENTRY).unlink(missing_ok=True)
+    (place / ENTRY).unlink(missing_ok=True)  # until it is written again, the copy is not whole
     shutil.rmtree(parts, ignore_errors=True)
     parts.mkdir(parents=True)
     with cache.alone():
@@ -84,7 +85,7 @@ def _make(
         if not _has_size(part, files[name].size):
             raise StorageError(f"{name} has not the {files[name].size:,} bytes of the listing")
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        part.replace(target / name)
+        part.replace(target / name)  # a file that exists is whole
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(fetch, enumerate(missing)))
@@ -119,7 +120,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 BESIDE = {suffix: each.beside for each in FORMATS.values() if each.beside for suffix in each.suffixes}
 Listing = Callable[[bool], dict[str, StoredFile]]
-"""What a source reads of a store; the argument: whether to warn of what it does not read."""
+"""The files that a source reads of a store; the argument: whether to warn of others."""
 
 
 def stored_nested(
@@ -132,7 +133,8 @@ def stored_nested(
     def listing(warns: bool) -> dict[str, StoredFile]:
         files = storage.files()
         chosen = [n for n in files if "/" in n and (modalities is None or n.partition("/")[0] in modalities)]
-        return {name: files[name] for name in wanted(chosen, format, where=url if warns else None)}
+        names = wanted(chosen, format, where=url if warns else None)
+        return {name: files[name] for name in names}
 
     _, copy = _copied(storage, listing, cache)
     try:
@@ -190,11 +192,12 @@ def _matching(url: str, format: str, cache: Cache) -> tuple[dict[str, str], Snap
 
     def listing(warns: bool) -> dict[str, StoredFile]:
         if is_glob:
-            found = storage.match(pattern)
-            found = {name: found[name] for name in wanted(found, format, where=url if warns else None)}
+            matching = storage.match(pattern)
+            names = wanted(matching, format, where=url if warns else None)
+            found = {name: matching[name] for name in names}
         else:
             found = {pattern: storage.info(pattern)}
-        for name in list(found):
+        for name in list(found):  # of a pair such as .bin and .idx, both
             suffix = BESIDE.get(Path(name).suffix)
             if suffix is not None and (beside := str(Path(name).with_suffix(suffix))) not in found:
                 with suppress(MissingError):  # the format says what it needs
@@ -207,13 +210,13 @@ def _matching(url: str, format: str, cache: Cache) -> tuple[dict[str, str], Snap
 
 
 def _copied(storage: Storage, listing: Listing, cache: Cache) -> tuple[dict[str, StoredFile], Snapshot]:
-    """What the listing gives, and a local copy of it."""
+    """The files of the listing, and a local copy of them."""
     try:
         files = listing(True)
         if not files:
             raise UserError(storage.url, "no such directory, or nothing in it that a source reads", "check the URL")
         made = copy(cache, storage, files)
-        if made.is_new and listing(False) != files:
+        if made.is_new and listing(False) != files:  # an old copy is whole whatever happens there now
             raise UserError(storage.url, "changed while it was read", "start again, once nobody writes there")
     except StorageError as error:
         fix = "check the URL, the endpoint and the credentials"

@@ -5,6 +5,7 @@
 A file is cut into spans, each tokenized by some process into a part of its own below `.parts`. When all parts of a file are
 there, they are put together in order as `NAME.bin` and `NAME.idx` (`load_megatron`), and removed. What exists is whole, since
 every file is renamed into place; so a second call leaves out what a first one has finished.
+It could go if data were tokenized before a run.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # what starts each of the processes imports little
 logger = get_logger(__name__)
 SPAN_BYTES = 2_000_000  # a second or two of work, which an interruption loses
 PARTS = ".parts"
+DTYPE_BITS = {"u1": 8, "<u2": 16, "<i4": 31}  # of ids, the smallest first
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def tokenize_files(
     (megabytes done, of, file). Raises UserError: a file is damaged, or holds no text. What was
     finished stays."""
     vocab_size = load_tokenizer(tokenizer).vocab_size
-    dtype = np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<i4")
+    dtype = next(np.dtype(name) for name, bits in DTYPE_BITS.items() if vocab_size <= 1 << bits)
     (out / PARTS).mkdir(parents=True, exist_ok=True)
     missing = [file for file in files if not file.is_done]
     sizes = {file.path: os.path.getsize(file.path) for file in files}
@@ -159,7 +161,7 @@ def _begin(tokenizer: str, text_split: Any, column: str | None, dtype: str) -> N
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _options = ReadOptions(load_tokenizer(tokenizer), text_split=text_split, column=column)
-    _written_as = np.dtype(dtype)
+    _written_as = np.dtype(dtype)  # the smallest type that has all ids
 
 
 def _end_with_parent() -> None:
@@ -197,15 +199,12 @@ class Stopped(Exception):
 
 
 def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan:
-    """The plan, with the tokens of its text in files that are mapped.
+    """The plan, with the tokens of its text in files that are mapped. Raises Stopped: a stop was asked for.
 
     Where that is not possible (a full disk, a damaged file), every rank tokenizes what it reads, and says what is wrong.
-
-    Raises:
-        Stopped: a stop was asked for.
     """
     if multiprocessing.current_process().daemon:  # which may start no processes
-        return plan
+        return plan  # it reads the text itself
     make = partial(_tokenized, plan, info, is_stopped)
     return replace(plan, sources=[*map(make, plan.sources)], eval_sources=[*map(make, plan.eval_sources)])
 
@@ -213,7 +212,7 @@ def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) ->
 def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], source: Source) -> Source:
     streams = [] if source.is_off else [each for each in source.streams if _is_text(each, source.table)]
     size = sum(os.path.getsize(stream.path) for stream in streams)
-    if size < LEAST_BYTES:
+    if size < LEAST_BYTES:  # not worth a process
         return source
     data = plan.config.data
     try:
@@ -281,7 +280,7 @@ def _is_text(stream: Stream, table: SourceTable) -> bool:
 
 
 def _key(streams: Sequence[Stream], source: Source, tokenizer: Path) -> str:
-    """Of the tokens of these files: another one for files that changed."""
+    """The key of the tokens of these files: another one for files that changed."""
     files = [
         (os.path.abspath(each.path), os.stat(each.path).st_size, os.stat(each.path).st_mtime_ns) for each in streams
     ]
@@ -293,7 +292,8 @@ def _key(streams: Sequence[Stream], source: Source, tokenizer: Path) -> str:
 def write_index(path: Path, lengths: Ints, dtype: np.dtype[Any]) -> None:
     """Write the index of a `.bin` whose documents, of these lengths, follow each other, one sequence each."""
     code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
-    if (longest := int(lengths.max(initial=0))) >= 1 << 31:
+    longest = int(lengths.max(initial=0))
+    if longest >= 1 << 31:
         raise damaged(path, f"a document of {longest:,} tokens is too long for it", "cut the document")
     pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)

@@ -41,7 +41,7 @@ class Attention(nn.Module):
         """Mix x [B, T, D]. `mask` tells which keys a query sees (bool: broadcast to [B, 1, T, T]); None: causal."""
         inputs = self.inputs(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # [B, each head, T, head_dim]
         turned, values = inputs.tensor_split((self.heads + self.kv_heads,), dim=1)
-        queries, keys = rotate(turned, *rotation).tensor_split((self.heads,), dim=1)
+        queries, keys = rotate(turned, *rotation).tensor_split((self.heads,), dim=1)  # both in one call
         values = values.contiguous()  # else the backward would keep the whole projection for them
         if isinstance(mask, BlockMask):
             attend = flex_attention if torch.compiler.is_compiling() else compiled_attention()
@@ -161,16 +161,14 @@ def build(
     mlp_ratio: float = 2.0,
     tie_embeddings: bool = False,
 ) -> Transformer:
-    """Build a `Transformer` with parameters drawn from torch's global generator.
+    """Build a `Transformer` with parameters drawn from torch's global generator. Raises UserError: sizes that
+    do not divide each other.
 
     Args:
         heads: of the queries; 0: one per 64 of `dim`, at least one.
         kv_heads: of keys and values; 0: as many as `heads`.
         mlp_ratio: width of the gated MLP as a multiple of `dim`, rounded to an integer.
         tie_embeddings: share one weight between the embedding and the output layer.
-
-    Raises:
-        UserError: sizes that do not divide each other.
     """
     heads = heads or max(dim // 64, 1)
     kv_heads = kv_heads or heads

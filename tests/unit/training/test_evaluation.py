@@ -32,7 +32,7 @@ from trainer.training.setup.parts import make_model, model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
 
 CPU, FRACTION = torch.device("cpu"), 0.5
-HOLDOUT = (f"eval.holdout_fraction={FRACTION}", "eval.every=1", "ledger.capacity=4096")
+HOLDOUT = (f"eval.holdout_fraction={FRACTION}", "eval.every=1", "eval.depth=true", "ledger.capacity=4096")
 
 
 def population(num: int, seed: int, spread: float = 1.0) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,7 @@
 """Checks that a model keeps the contract of a sequence model with carried state. Needs torch alone.
 
+It could go if no model but our own were trained.
+
 from trainer.lab.contracts import check_model
 
 report = check_model(MyModel(vocab_size=257, dim=64), vocab_size=257)

@@ -32,7 +32,8 @@ class Output(NamedTuple):
 
 
 class Adapted(nn.Module):
-    """A model behind `forward(tokens, state)`, whose state is a list of the tensors with rows that its own cache holds.
+    """A model behind `forward(tokens, state)`, whose state is a list of the tensors with rows that its own
+    cache holds. Raises CallFailed: it takes no rows of token ids, or returns no logits.
 
     `why_stateless` is the reason where its cache cannot be such a state; `state_width` is then 0.
 
@@ -40,9 +41,6 @@ class Adapted(nn.Module):
         model: `forward` takes token ids [B, T] and returns logits [B, T, V]: alone, in a tuple with the state, or as
             `.logits` of an object.
         new_cache: makes the cache for a row's start; None: the model starts without one.
-
-    Raises:
-        CallFailed: it takes no rows of token ids, or returns no logits.
     """
 
     def __init__(self, model: nn.Module, *, new_cache: Callable[[], Any] | None = None) -> None:
@@ -56,14 +54,14 @@ class Adapted(nn.Module):
         self._blank: Any = None
         self._dims: list[int | None] = []
         was_training = model.training  # by hand: this package imports nothing of the trainer's own models
-        model.eval()
+        model.eval()  # a dropout would hide what is compared
         try:
             with torch.no_grad():
                 self.why_stateless = self._find_state()
         finally:
             model.train(was_training)
         if self.why_stateless:
-            self.state_width = 0
+            self.state_width = 0  # otherwise `carry_flat` finds it
 
     def _first(self, names: tuple[str, ...]) -> str | None:
         return next((name for name in names if name in self.parameters_taken), None)
@@ -184,7 +182,7 @@ def adapt(model: nn.Module) -> nn.Module:
         is_apart = "seq_idx" in names and _keeps_documents_apart(adapted.eval())
     adapted.train(was_training)
     if is_apart:
-        adapted.__class__ = Packing
+        adapted.__class__ = Packing  # its layout has been learnt
     return adapted
 
 
@@ -242,7 +240,7 @@ def with_tensors(value: Any, given: list[Tensor | None]) -> Any:
 
 
 def _replaced(value: Any, change: Callable[[Tensor], Tensor], seen: dict[int, Any]) -> Any:
-    if id(value) in seen:
+    if id(value) in seen:  # a nest may hold one object twice, or itself
         return seen[id(value)]
     made: Any = value
     if isinstance(value, Tensor):

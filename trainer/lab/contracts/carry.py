@@ -93,7 +93,7 @@ def _judge(trial: Trial, sample: int) -> Verdict:
     try:
         errors = trial.errors(subject(tokens, None).logits, whole).amax(0)  # [T]
     except CallFailed as error:
-        errors = torch.zeros(1)
+        errors = torch.zeros(1)  # a model need not take None
         notes.append(f"; state = None: not testable here: {error}")
     size = float(errors.max())
     if size > limit:
@@ -118,7 +118,7 @@ def check_state_used(trial: Trial) -> Verdict:
     if not trial.width:
         return untestable("state_used", NO_STATE)
     subject, size = trial.subject, 0.0
-    for sample in range(STATE_DRAWS):
+    for sample in range(STATE_DRAWS):  # one that counts is enough
         tokens = trial.tokens(length=trial.cell, sample=sample)
         with_state = subject(tokens, trial.start_state(ROWS, sample=sample)).logits
         size = float(trial.errors(with_state, subject(tokens, subject.zeros(ROWS)).logits).max())
@@ -145,9 +145,7 @@ def check_precision(trial: Trial, subject: Subject, *, check: str, name: str) ->
         if "exact" not in trial.facts:
             trial.facts["exact"] = trial.subject(tokens, trial.subject.zeros(ROWS)).logits
         exact: Tensor = trial.facts["exact"]
-        effect = 0.0
-        if trial.width:
-            effect = _rms(trial.errors(_with_other_start(trial, tokens), exact)[:, n:])
+        effect = _rms(trial.errors(_with_other_start(trial, tokens), exact)[:, n:]) if trial.width else 0.0
     try:
         whole = subject(tokens, subject.zeros(ROWS)).logits
         if not torch.isfinite(whole[exact.isfinite()]).all():
@@ -198,7 +196,7 @@ def _rounding_of_states(trial: Trial, subject: Subject, tokens: Tensor) -> float
     with trial.in_mode(trial.modes[0]):
         state = exact.carried(exact(tokens[:, :n], exact.zeros(ROWS)).state)
         returned = subject(tokens[:, :n], subject.zeros(ROWS)).state
-        if state is None or returned is None or not returned.is_floating_point():
+        if state is None or returned is None or not returned.is_floating_point():  # counters are not rounded
             return 0.0
         second = tokens[:, n : 2 * n]
         rounded = state.to(returned.dtype).to(subject.ledger_dtype).to(state.dtype)

@@ -138,7 +138,7 @@ def _check(model: nn.Module, request: _Request, verdicts: dict[str, Verdict]) ->
         verdicts["forward"] = Verdict("forward", "broken", problem)
         raise NotTestable("forward fails")
     verdicts["forward"] = Verdict("forward", "held", f"ran with tokens {[1, seq_len]}")
-    if vocab_size < 2:
+    if vocab_size < 2:  # no token could be changed
         raise NotTestable("a vocabulary of one token says nothing")
     options: dict[str, Any] = {"vocab_size": vocab_size, "seq_len": seq_len, "takes_resets": with_resets}
     try:
@@ -285,7 +285,7 @@ def _judge(trial: Trial, working: Subject, live: Subject, request: _Request, ver
         "soak": lambda trial: request.soak(trial, working),
     }
     for check, judge in checks.items():
-        if request.is_over:
+        if request.is_over:  # the checks left are not testable
             break
         try:
             _require(check, verdicts, trial)
@@ -347,9 +347,9 @@ def check_purity(trial: Trial, live: Subject) -> tuple[Verdict, Trial]:
             subject(trial.others(tokens), ordered(state, [*reversed(range(ROWS))]), on=model)
             is_alias = is_alias or not equal(returned, copied)
             kept, size = _again(trial, tokens, state, model, results[training])
-        if kept:
+        if kept:  # the other mode would only say it again
             break
-    subject.is_pure = not kept
+    subject.is_pure = not kept  # from here on one copy serves all calls
     with trial.in_mode(True):
         is_random = subject.draws_random_numbers(tokens)
     note = ""

@@ -60,7 +60,7 @@ def _judge_isolation(trial: Trial, sample: int) -> Verdict:
             other_state[row] = state[row]
         after = subject(changed, other_state)
         effect = float(trial.errors(after.logits, before.logits).max())
-        if effect == 0.0:
+        if effect == 0.0:  # then rows cannot be told apart
             raise NotTestable("the logits do not depend on the tokens")
         limit = trial.limit(effect)
         size, position = _deviation(trial, after, before, limit, row=row)
@@ -104,7 +104,7 @@ def _judge_resets(trial: Trial, sample: int) -> Verdict:
     subject, tokens = trial.subject, trial.tokens(sample=sample)
     state = trial.start_state(ROWS, sample=sample)
     at = [trial.length // 3 + 1 + row for row in range(ROWS)]  # one reset a row, each at another position
-    resets = torch.zeros(ROWS, trial.length, dtype=torch.bool)
+    resets = torch.zeros(ROWS, trial.length, dtype=torch.bool)  # no other resets
     for row, position in enumerate(at):
         resets[row, position] = True
     joined = subject(tokens, state, resets).logits

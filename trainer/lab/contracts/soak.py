@@ -160,7 +160,7 @@ def check_soak(trial: Trial, working: Subject, *, seq_len: int, rows: int, deadl
         finally:
             working.training, trial.subject.training = before
         if found.status != "held":
-            return found
+            return found  # the first breach is the verdict
         held.setdefault(str(size), []).append(found)
     if not held:
         return untestable("soak", missing[0].removeprefix("; "))
@@ -308,7 +308,7 @@ def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
     except CallFailed as error:
         return Verdict("soak", "warning", f"{error} ({len(batch.tokens)} rows, {way})")
     if joined.shape[1] < sum(batch.lengths):
-        batch = batch._replace(lengths=batch.lengths[:-1])
+        batch = batch._replace(lengths=batch.lengths[:-1])  # without the cell that the model does not take
     weights = torch.randn(joined.shape[1:], generator=torch.Generator().manual_seed(sample)).to(joined)
     parameters = [each for each in way.subject.model.parameters() if each.requires_grad]
 
@@ -323,7 +323,7 @@ def _compare(trial: Trial, way: _Pass, batch: _Batch, sample: int) -> Verdict:
     for each in batch.documents(has_state=trial.width > 0):
         rows, wanted = batch.copies[each.row], alone(each)
         found = joined[[batch.compared.index(row) for row in rows], each.begin : each.end]
-        for row, logits in zip(rows, found, strict=True):
+        for row, logits in zip(rows, found, strict=True):  # all rows of the phase
             errors = rounding.errors(logits, wanted)
             wrong = (errors > rounding.limit) | ~wanted[: len(errors)].isfinite().all(-1)
             if wrong.any():
@@ -380,7 +380,7 @@ def _read_batch(way: _Pass, batch: _Batch, columns: Tensor) -> Tensor:
         try:
             result = subject(batch.tokens[:, begin:end], state, resets, with_grad=way.with_grad)
         except CallFailed as error:
-            if cell == CELLS:
+            if cell == CELLS:  # the cell of another length, which need not fit
                 break
             raise CallFailed(f"cell {cell + 1} of a document: {error}") from error
         logits.append(result.logits[batch.compared][..., columns])

@@ -73,7 +73,7 @@ class Subject:
     def with_autocast(self, dtype: torch.dtype | None) -> Subject:
         """The same model under autocast."""
         other = Subject(self.model, dtype=self.dtype, autocast=dtype)
-        other.is_pure, other.training = self.is_pure, self.training
+        other.is_pure, other.training = self.is_pure, self.training  # it is the same model
         return other
 
     def fresh(self) -> nn.Module:
@@ -112,16 +112,14 @@ class Subject:
         copies: bool = True,
         around: AbstractContextManager[Any] | None = None,
     ) -> Result:
-        """Run a forward with tokens [B, T].
+        """Run a forward with tokens [B, T]. Raises CallFailed: the model raised, or returned something else
+        than logits and state.
 
         Args:
             on: call this copy instead.
             copies: pass and return copies: a forward that writes into its arguments, or into what it returned before, must
                 not spoil the next comparison.
             around: a context for the call.
-
-        Raises:
-            CallFailed: the model raised, or returned something else than logits and state.
         """
         model = on
         if model is None:
@@ -234,7 +232,7 @@ def _lifted(value: Any) -> Any:
 def seed_generators() -> None:
     """Make torch's and Python's generators start from the seed of the checks."""
     torch.manual_seed(CALL_SEED)
-    random.seed(CALL_SEED)
+    random.seed(CALL_SEED)  # a forward may draw from Python's generator, too
 
 
 class _DetachCopies(TorchFunctionMode):
@@ -259,19 +257,16 @@ def copy_model(model: nn.Module, *, shares_parameters: bool = False) -> nn.Modul
 
 
 def private_copy(model: nn.Module) -> nn.Module:
-    """A copy whose zeros are drawn at random.
+    """A copy whose zeros are drawn at random. Raises NotTestable: it cannot be copied.
 
     Heads, gates and projections are often zero at the start: logits that are all 0 hide every breach. Frozen parameters and
     those with gradient hooks stay: their zeros may be a mask.
-
-    Raises:
-        NotTestable: it cannot be copied.
     """
     hooked = {name for name, parameter in model.named_parameters() if parameter._backward_hooks}
     made = copy_model(model)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
-            parameter.grad = None
+            parameter.grad = None  # a graph that it holds would be copied with every call
             if parameter.requires_grad and parameter.is_floating_point() and name not in hooked:
                 _draw_zeros(parameter)
     return made

@@ -183,7 +183,7 @@ class Trial:
             tokens = self.tokens(ROWS, self.cell, sample=500 + sample)
             self.facts[key] = self.subject.carried(self.subject(tokens, self.subject.zeros(ROWS)).state)
         state: Tensor = self.facts[key]
-        return state[:rows].clone()
+        return state[:rows].clone()  # the model may write into it
 
     def errors(self, found: Tensor, wanted: Tensor) -> Tensor:
         """Relative error of logits at each position, [B, T]."""
@@ -192,13 +192,11 @@ class Trial:
         return relative(found, wanted, self.unit)
 
     def limit(self, effect: float) -> float:
-        """The error above which a check is broken: half way, in orders of magnitude, from rounding to a total breach.
+        """The error above which a check is broken: half way, in orders of magnitude, from rounding to a total
+        breach. Raises NotTestable: rounding would hide it.
 
         Args:
             effect: error that a total breach would make.
-
-        Raises:
-            NotTestable: rounding would hide it.
         """
         if effect < TESTABLE * self.noise:
             text = f"what would be lost moves the logits by {effect:.1e} of their spread, rounding by {self.noise:.1e}"
@@ -226,7 +224,7 @@ class Trial:
                         found = judge(self, sample)
                     except NotTestable as error:
                         return untestable(check, f"{error}{self.mode_note}")
-                    if found.status != "broken":
+                    if found.status != "broken":  # one draw without a breach acquits
                         break
                     breaches.append(found)
             if found.status == "broken":
@@ -291,7 +289,7 @@ def _noise(trial: Trial, tokens: Tensor, whole: Tensor) -> float:
     response is measured with a larger change, at which it is linear and well above rounding itself.
     """
     eps = torch.finfo(effective_dtype(trial, tokens)).eps
-    step = math.sqrt(eps)
+    step = math.sqrt(eps)  # between rounding and curvature
     with trial.subject.perturbed(step):
         moved = trial.subject(tokens, trial.subject.zeros(ROWS)).logits
     response = float(trial.errors(moved, whole).max()) * eps / step
