@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.grouped import train
 from tests.support.in_process import program
-from tests.support.runs import write_tiny_config
+from tests.support.runs import FULL_ROWS, write_tiny_config
 from tests.support.spaced import spaced
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
@@ -55,20 +55,32 @@ def test_the_tokenizer_of_an_export_is_that_of_the_folder_that_the_run_began_fro
     assert found.decode(found(TEXT).input_ids, skip_special_tokens=True) == wanted.decode([3, 5, 4, 3])
 
 
-@pytest.mark.parametrize("kind", ["metaspace", "llama", "pieces"])
-def test_the_folder_generates_what_sample_does(kind, tmp_path, capsys):
+@pytest.mark.parametrize("eod", [None, 0])
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "llama", "pieces"])
+def test_the_folder_generates_what_sample_does(kind, eod, tmp_path, capsys):
+    """Up to the id that ends documents, if it was trained."""
+    text, prompt = "al beta gamma delta", "al beta"
     spaced(kind).save(str(tmp_path / "tokenizer.json"))
-    own = (f"data.tokenizer={tmp_path}/tokenizer.json", "model.family=transformer", "train.steps=2")
-    train(write_tiny_config(tmp_path), tmp_path / "run", *own)
+    own = [f"data.tokenizer={tmp_path}/tokenizer.json", "model.family=transformer", "data.seq_len=64"]
+    if eod is not None:
+        (tmp_path / "a.jsonl").write_text(f"{json.dumps({'text': text})}\n" * 60)
+        own += [f'data.source=[{{name="a", paths=["{tmp_path}/a.jsonl"]}}]', f"data.eod={eod}", FULL_ROWS]
+        own += ["scheduler.warmup_steps=0", "optimizer.lr=1e-2"]
+    train(write_tiny_config(tmp_path), tmp_path / "run", *own, f"train.steps={2 if eod is None else 60}")
     ended = program(["export", tmp_path / "run", "--format", "hf", "--out", tmp_path / "hf"], capsys)
     assert ended.returncode == 0, ended.stderr
-    said = program(["sample", tmp_path / "run", "--prompt", "al beta", "--tokens", "6", "--temperature", "0"], capsys)
+    said = program(["sample", tmp_path / "run", "--prompt", prompt, "--tokens", "20", "--temperature", "0"], capsys)
     model, tokenizer = (
         each.from_pretrained(tmp_path / "hf") for each in (transformers.AutoModelForCausalLM, AutoTokenizer)
     )
-    ids = model.generate(**tokenizer("al beta", return_tensors="pt"), max_new_tokens=6, do_sample=False)
-    assert len(ids[0]) == 9
-    assert tokenizer.decode(ids[0], skip_special_tokens=True) == said.stdout.rstrip("\n")
+    ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=20, do_sample=False)
+    decoded = tokenizer.decode([id for id in ids[0].tolist() if id != eod], skip_special_tokens=True)
+    assert decoded == said.stdout.removesuffix("\n")
+    if eod is None:
+        assert len(ids[0]) == 20 + len(tokenizer(prompt).input_ids)
+    else:
+        assert (decoded.split(), ids[0, -1]) == (text.split(), eod)
+        assert model.config.eos_token_id == model.generation_config.eos_token_id == eod
 
 
 def test_a_tokenizer_without_a_config_gets_no_special_tokens_of_the_models_family(pretrained, tmp_path):

@@ -61,6 +61,10 @@ def test_one_process_tokenizes_for_all_runs_and_says_so(config: Path, nproc: int
     first, again, whole = (losses(config.parent / name / "metrics.jsonl") for name in ("first", "again", "whole"))
     assert first == again == whole
     assert len(whole) == 3
+    for name, extra in (("ended", cached), ("ended_whole", {})):
+        train(config, config.parent / name, "train.steps=3", "data.eod=7", nproc=nproc, extra=extra)
+    ended, whole = (losses(config.parent / name / "metrics.jsonl") for name in ("ended", "ended_whole"))
+    assert ended == whole != first, "those of the cache are without the id that ends documents"
 
 
 @pytest.mark.slow  # tests/unit/data/test_tokenize.py has what it continues with

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 
 def spaced(kind):
-    """A tokenizer whose words carry their space, or get it from what stands before them."""
+    """A tokenizer whose words carry their space, or get it from what stands before them; or with a token for each byte."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+    if kind == "byte_level":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        found = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+        found.pre_tokenizer, found.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        return found
     words, mark = ["al", "beta", "gamma", "delta"], "" if kind in ("pieces", "plain") else "\u2581"
     vocabulary = {"<unk>": 0, **{mark + word: number for number, word in enumerate(words, 1)}, "##pha": 5}
     model = models.WordPiece if kind == "pieces" else models.WordLevel

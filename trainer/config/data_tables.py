@@ -337,6 +337,8 @@ class DataTable(Table):
     """`bytes`; the path of a Hugging Face tokenizer.json; or `ids`, for files of token ids."""
     vocab_size: WholeNumber = 0
     """Number of token ids, with tokenizer `ids`; 0 with any other."""
+    eod: WholeNumber | None = None
+    """Token id at which generation stops, appended to each document of text; absent: none. Files of ids have it already."""
     max_group_cells: WholeNumber = 0
     """Most cells per group; longer documents become several groups. 0: no document is cut."""
     align: Literal["auto", "stream", "document"] = "auto"

@@ -73,7 +73,7 @@ class IdBounds:
         """Refuse an end-of-document id that no file can hold."""
         if not 0 <= eod < self.num_ids:
             problem = f"{eod} is outside the vocabulary of {self.num_ids} ids ({self.tokenizer})"
-            raise UserError(key, problem, "set it to the id that ends documents in the files")
+            raise UserError(key, problem, "set it to the id that ends documents")
 
     def is_broken_by(self, tokens: npt.NDArray[Any]) -> bool:
         """Whether some id is out of range."""
@@ -160,6 +160,8 @@ class ReadOptions(Options):
     """`auto` (by file extension), a key of `FORMATS`, or an import path `package.module:function`."""
     column: str | None = None
     """Field of JSON lines or Parquet with the documents, strings or lists of ids; None: `text` or `tokens`."""
+    text_eod: int | None = None
+    """The id to end each document of text with; None: none."""
 
 
 def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:

@@ -27,8 +27,9 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
     """Everything that must match for a state to fit: how files are read and cut, and the list of streams."""
     paths = [part for stream in streams for part in (stream.relative_path, stream.modality)]
     tokenizer = options.tokenizer
-    # A column that is not set stands in no state of earlier versions.
-    read = {key: value for key, value in vars(options).items() if (key, value) != ("column", None)}
+    # A column or an end that is not set stands in no state of earlier versions.
+    unset = (("column", None), ("text_eod", None))
+    read = {key: value for key, value in vars(options).items() if (key, value) not in unset}
     return {
         **asdict(cut),
         **settings,

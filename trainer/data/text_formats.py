@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,22 @@ def text_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> I
     """The ids of each document, tokenized while they are read. A span is all of the file."""
     data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     for start, stop in itertools.pairwise(_bounds(data, options.text_split).tolist()):
+        if isinstance(options.tokenizer, BytesTokenizer):  # any bytes will do
+            yield from _ended([data[start:stop]], options)
+            continue
         try:
             text = data[start:stop].tobytes().decode("utf-8")
         except UnicodeDecodeError as error:
             problem = f"is not UTF-8 text (byte offset {start + error.start})"
             raise damaged(path, problem, "convert the file to UTF-8, or use the bytes tokenizer") from error
-        yield options.tokenizer.encode(text)
+        yield from _ended([options.tokenizer.encode(text)], options)
+
+
+def _ended(texts: Sequence[TokenArray], options: ReadOptions) -> list[TokenArray]:
+    """The ids of texts, each but an empty one with the id that ends documents, if there is one."""
+    if (eod := options.text_eod) is None:
+        return [*texts]
+    return [np.append(ids.astype(np.int64, copy=False), eod) if len(ids) and ids[-1] != eod else ids for ids in texts]
 
 
 def text_spans(path: Path, size: int) -> list[Span]:
@@ -59,7 +69,7 @@ def text_spans(path: Path, size: int) -> list[Span]:
 
 def load_text(path: Path, options: ReadOptions) -> TokenTable:
     """The documents of a text file. With the bytes tokenizer the file itself is mapped, whatever its bytes."""
-    if isinstance(options.tokenizer, BytesTokenizer):
+    if isinstance(options.tokenizer, BytesTokenizer) and options.text_eod is None:
         mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         bounds = _bounds(mapped, options.text_split)
         return TokenTable(mapped, bounds[:-1], np.diff(bounds))
@@ -122,9 +132,9 @@ def jsonl_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> 
             at += len(line)
             size += len(line)
             if size >= BATCH:
-                yield from _encoded(batch, options.tokenizer)
+                yield from _encoded(batch, options)
                 batch, size = [], 0
-    yield from _encoded(batch, options.tokenizer)
+    yield from _encoded(batch, options)
 
 
 def _checked(ids: list[int], tokenizer: Tokenizer, where: str) -> TokenArray:
@@ -134,10 +144,10 @@ def _checked(ids: list[int], tokenizer: Tokenizer, where: str) -> TokenArray:
     return np.array(ids, dtype=np.int64)
 
 
-def _encoded(batch: list[tuple[str, str | TokenArray]], tokenizer: Tokenizer) -> Iterator[TokenArray]:
+def _encoded(batch: list[tuple[str, str | TokenArray]], options: ReadOptions) -> Iterator[TokenArray]:
     texts = [document for _, document in batch if isinstance(document, str)]
     try:
-        encoded = iter(encode_all(tokenizer, texts))
+        encoded = iter(_ended(encode_all(options.tokenizer, texts), options))
     except UnicodeEncodeError as error:
         where = next(place for place, text in batch if isinstance(text, str) and text == error.object)
         raise damaged(where, "text has an unpaired surrogate", "write the text as UTF-8") from error
@@ -189,9 +199,9 @@ def _column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> tuple[
     raise damaged(path, f"needs {needed} (its columns: {columns})", "name the one of the documents: column")
 
 
-def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list[Ints]:
+def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list[TokenArray]:
     try:
-        return encode_all(options.tokenizer, array.to_pylist())
+        return _ended(encode_all(options.tokenizer, array.to_pylist()), options)
     except UnicodeDecodeError as error:
         problem = f"a text in rows {first_row} to {first_row + len(array) - 1} is not UTF-8 ({error.reason})"
         raise damaged(path, problem) from error

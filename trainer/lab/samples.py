@@ -49,10 +49,11 @@ def generate(
     draw: Draw,
     cell: int,
     forbidden: Sequence[int] = (),
+    eod: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[int]:
-    """Yield the token ids that follow `prompt`, without end. Raises GenerationError: every allowed score is
-    NaN or minus infinity.
+    """Yield the token ids that follow `prompt`, up to the one that ends documents; without `eod`, without end.
+    Raises GenerationError: every allowed score is NaN or minus infinity.
 
     A model with state reads the prompt in cells of `cell` tokens, then each new token alone with the state carried over,
     which equals one uncut forward pass. A model without state reads the last `cell` tokens, the length that it was trained
@@ -61,13 +62,15 @@ def generate(
     Args:
         model: implements `trainer.model.protocol`, in evaluation mode.
         prompt: at least one id, starting with the id that begins a document.
-        forbidden: ids that are never sampled, such as the one that begins documents.
+        forbidden: ids other than `eod` that are never sampled, such as the one that begins documents.
     """
     generator = torch.Generator().manual_seed(draw.seed)  # not torch's own, which training uses
+    forbidden = [id for id in forbidden if id != eod]
     read = _reader(model, cell, torch.device(device))
     fresh = list(prompt)
     while True:
-        token = draw_token(read(fresh), draw, forbidden, generator)
+        if (token := draw_token(read(fresh), draw, forbidden, generator)) == eod:
+            return
         yield token
         fresh = [token]
 
@@ -141,8 +144,9 @@ class Samples(Extension):
         model, device, tokenizer = self.run.model, self.run.device, self.run.plan.tokenizer
         fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
         with fork, self._autocast(), evaluating(model):
-            cell, forbidden = self.run.config.data.seq_len, [tokenizer.bos_id]
-            tokens = generate(model, self._prompt, draw=self._draw, cell=cell, forbidden=forbidden, device=device)
+            data, forbidden = self.run.config.data, [tokenizer.bos_id]
+            settings: Any = {"draw": self._draw, "cell": data.seq_len, "forbidden": forbidden, "eod": data.eod}
+            tokens = generate(model, self._prompt, device=device, **settings)
             stream = TextStream(tokenizer, self._prompt)
             text = "".join(map(stream.push, itertools.islice(tokens, self._table.tokens)))
             return text + stream.flush()

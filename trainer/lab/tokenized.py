@@ -91,6 +91,7 @@ def tokenize_files(
     text_split: str,
     column: str | None,
     workers: int,
+    text_eod: int | None = None,
     report: Report = silent,
 ) -> None:
     """Write the tokens of the files that have none yet, in a pool of processes; `report` gets
@@ -105,7 +106,7 @@ def tokenize_files(
     waiting = {file.path: len(file.spans) for file in missing}
     # Not forked: a process that has run torch's or a tokenizer's threads cannot be forked safely.
     context = multiprocessing.get_context("spawn")
-    settings = (tokenizer, text_split, column, dtype.str)
+    settings = (tokenizer, text_split, column, dtype.str, text_eod)
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=settings) as pool:
         futures: dict[Future[None], TextFile] = {}
         try:
@@ -153,14 +154,15 @@ _options: ReadOptions
 _written_as: np.dtype[Any]
 
 
-def _begin(tokenizer: str, text_split: Any, column: str | None, dtype: str) -> None:
+def _begin(tokenizer: str, text_split: Any, column: str | None, dtype: str, text_eod: int | None) -> None:
     """Load in a process of the pool what all of its spans need."""
     global _options, _written_as
     # A terminal sends it to all processes: the first one decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _options = ReadOptions(load_tokenizer(tokenizer), text_split=text_split, column=column)
+    how: dict[str, Any] = {"text_split": text_split, "column": column, "text_eod": text_eod}
+    _options = ReadOptions(load_tokenizer(tokenizer), **how)
     _written_as = np.dtype(dtype)  # the smallest type that has all ids
 
 
@@ -219,7 +221,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
         cache = Cache(data.cache_dir, data.cache_gb)
     except UserError as error:
         return _not_once(source, error)
-    key = _key(streams, source, Path(data.tokenizer))
+    key = _key(streams, source, Path(data.tokenizer), data.eod)
     place = cache.directory / key
     what = f"tokenizing source {source.name} ({size / 1e6:,.0f} MB of text) once, into {place}"
 
@@ -245,6 +247,7 @@ def _tokenized(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool], sourc
                 text_split=source.table.text_split,
                 column=source.table.column,
                 workers=len(os.sched_getaffinity(0)),
+                text_eod=data.eod,
                 report=partial(look, report),
             )
         write_json(place / ENTRY, {"url": f"the tokens of source {source.name}", "files": len(streams)})
@@ -279,13 +282,14 @@ def _is_text(stream: Stream, table: SourceTable) -> bool:
     return is_built_in and file_kind(path, name, table.column) == "text"
 
 
-def _key(streams: Sequence[Stream], source: Source, tokenizer: Path) -> str:
+def _key(streams: Sequence[Stream], source: Source, tokenizer: Path, eod: int | None) -> str:
     """The key of the tokens of these files: another one for files that changed."""
     files = [
         (os.path.abspath(each.path), os.stat(each.path).st_size, os.stat(each.path).st_mtime_ns) for each in streams
     ]
     table = source.table
     how = ["tokens", table.format, table.text_split, table.column, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
+    how += [] if eod is None else [str(eod)]
     return hashlib.sha256(json.dumps([how, files]).encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 

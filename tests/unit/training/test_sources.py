@@ -136,6 +136,8 @@ def test_an_eod_outside_the_vocabulary_is_refused_by_the_plan(tokenizer, eod):
     with pytest.raises(UserError, match=rf"source t: eod: {eod} is outside the vocabulary"):
         planned(tables=data + own)
     assert len(planned(f"data.source.t.eod={eod - 1}", tables=data + own).sources[0].streams) == 1
+    with pytest.raises(UserError, match=rf"data.eod: {eod} is outside the vocabulary"):
+        planned(f"data.source.t.eod={eod - 1}", f"data.eod={eod}", tables=data + own)
 
 
 def test_a_preview_warns_once_of_all_files_of_a_source_that_eod_does_not_occur_in(caplog):

@@ -48,7 +48,7 @@ TOKENIZER_PARTS = (
     "spiece.model",
 )
 """Files beside a tokenizer.json from which `transformers` makes the same tokenizer."""
-HUGGING_FACE_CONFIG, CARD = "config.json", "README.md"
+HUGGING_FACE_CONFIG, GENERATION_CONFIG, CARD = "config.json", "generation_config.json", "README.md"
 SHOWN_RESULTS = ("loss", "eval_loss")
 FIRST_TOKEN = "<|document|>"
 
@@ -307,22 +307,24 @@ def export_model(
 def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -> None:
     from trainer.lab.hugging_face import writer_of
 
-    table, seq_len = saved.config.model, saved.config.data.seq_len
+    table, seq_len, eod = saved.config.model, saved.config.data.seq_len, saved.config.data.eod
     model: Any = model_with(saved.weights, saved.config, vocab_size, saved.path)
     write = writer_of(model)
     if write is None:
         problem = f"{table.target or table.family or DEFAULT} has no save_pretrained(directory)"
         raise UserError("--format hf", problem, "export with --format safetensors")
     write(directory)
-    for file in (directory / HUGGING_FACE_CONFIG, directory / "generation_config.json"):
-        if not file.is_file():
-            continue
-        found = json.loads(file.read_text())
+    for file in (directory / HUGGING_FACE_CONFIG, directory / GENERATION_CONFIG):
+        found = json.loads(file.read_text()) if file.is_file() else {}
         if not model.state_width and "max_position_embeddings" in found:  # without a state it has seen a row at once
             found["max_position_embeddings"] = seq_len
         # A model that was trained further no longer ends texts as the one that it began from.
-        found |= {key: vocab_size - 1 for key in ("bos_token_id", "eos_token_id") if key in found}
-        write_file(file, json.dumps(found, indent=2) + "\n")
+        ends = {"bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1 if eod is None else eod}
+        found |= {key: id for key, id in ends.items() if key in found or (found and eod is not None)}
+        if found and file.name == GENERATION_CONFIG and eod != vocab_size - 1:  # which is never a target
+            found["suppress_tokens"] = [vocab_size - 1]
+        if found:
+            write_file(file, json.dumps(found, indent=2) + "\n")
 
 
 def _last_results(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:

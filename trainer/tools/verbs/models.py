@@ -66,6 +66,7 @@ def sample(
         draw=Draw(temperature, top_k, seed),
         cell=saved.config.data.seq_len,
         forbidden=[saved.tokenizer.bos_id],
+        eod=saved.config.data.eod,
         device=on,
     )
     stream = TextStream(saved.tokenizer, ids)

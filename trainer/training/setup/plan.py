@@ -193,7 +193,7 @@ def make_plan(
     tokenizer = load_tokenizer(config.data.tokenizer, vocab_size=config.data.vocab_size)
     found = doubts(config, facts.tokens_in_run, sources, eval_sources)
     # From here on the user's code is imported: what the config names is found, or taken relative to `here`.
-    check_reading(sources, eval_sources, tokenizer)
+    check_reading(sources, eval_sources, tokenizer, config.data.eod)
     resolve_builder(config.model, parts)
     least = 1 if config.model.target is not None else family_of(config.model).least_tokens
     if config.row_tokens < least:

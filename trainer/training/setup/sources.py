@@ -188,13 +188,17 @@ def _stores(data: DataTable, parts: Parts) -> tuple[Any, Any]:
     return reader, reader.Cache(data.cache_dir, data.cache_gb)
 
 
-def check_reading(sources: Sequence[Source], eval_sources: Sequence[Source], tokenizer: Tokenizer) -> None:
+def check_reading(
+    sources: Sequence[Source], eval_sources: Sequence[Source], tokenizer: Tokenizer, eod: int | None
+) -> None:
     """Refuse options of sources that change nothing, or cannot be right.
 
     Raises:
         UserError: a format of the user's own cannot be imported; no file of a source heeds `dtype`, `eod`, `text_split` or
-            `column`; or `eod` is outside the vocabulary.
+            `column`; or an `eod` is outside the vocabulary.
     """
+    if eod is not None:
+        IdBounds.of("data", tokenizer).check_eod(eod, "data.eod")
     named = [(f"source {source.name}", source) for source in sources]
     named += [(f"eval source {source.name}", source) for source in eval_sources]
     for name, source in named:
@@ -246,7 +250,7 @@ def reading(
         cut = replace(cut, seq_len=config.data.seq_len, max_group_cells=config.data.max_group_cells, split="holdout")
     if is_whole:
         cut = replace(cut, split="train", holdout_fraction=0.0)
-    return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer), mix
+    return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer, text_eod=config.data.eod), mix
 
 
 def runs_on(plan: Plan, model: nn.Module | None) -> bool:
