@@ -16,7 +16,7 @@ import torch
 from bench_table import Figure, bench_parser, in_child, peak_mb, run_bench
 from trainer_run import GPU_CONFIG, LOG_INTERVAL, TINY, StepWatcher, plan_of, run_trainer
 
-from trainer.tools.memory import predict_memory, resident_bytes
+from trainer.lab.memory import predict_memory, resident_bytes
 
 # Two micro-batches have the same worst moment as eight.
 SETS = ("train.micro_batches=2", "train.compile=false")

@@ -17,8 +17,8 @@ from trainer.config.load import load_config
 from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
+from trainer.lab.memory import predict_memory
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
-from trainer.tools.memory import predict_memory
 from trainer.training.setup.parts import autocast_context, make_state, make_strategy
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.step.optimizer import named_state

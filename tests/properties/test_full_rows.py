@@ -29,7 +29,7 @@ from trainer.data.shard_source import ShardSource, deal_parts
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
 from trainer.errors import UserError
 from trainer.ledger import Ledger, LedgerOptions
-from trainer.tools.memory import resident_bytes
+from trainer.lab.memory import resident_bytes
 
 Layout = Mapping[str, Sequence[Sequence[int]]]
 

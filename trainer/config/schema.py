@@ -75,6 +75,8 @@ class TrainTable(Table):
     """Compile blocks with torch.compile: faster steps, a slower first one. auto: built-in families on CUDA with Triton."""
     cuda_graph: AutoSwitch = "auto"
     """Replay forward and backward as CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in families where it is possible."""
+    memory_snapshot: bool = False
+    """Write torch's snapshot of CUDA's allocations into the run directory when the run ends (docs/memory.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"

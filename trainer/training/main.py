@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from textwrap import shorten
 
+import torch
+
 from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.distributed.env import GroupError, pick_backend, pick_device, process_group, rank_info
@@ -131,6 +133,9 @@ def _run_to_end(run: Run) -> int:
         every_rank_logger.error("%s", frames if reason == own else reason)
         if reason != own:
             run.watchdog.write(frames)
+        is_full = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+        if is_full and (explain := run.plan.part("out of memory")) is not None:
+            run.diagnostics.best_effort("out of memory").run(explain, run)
         raise RunFailed from error
     finally:
         run.watchdog.at("end", run.position.step, may_wait=True)

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.kernels import DEVICE
 from tests.unit.model.test_recurrence import step_by_step
+from trainer.lab.memory import use_kernels
 from trainer.model import encoder, recurrence
 from trainer.model.recurrence import BLOCKS, fused_scan, gated_scan
-from trainer.tools.memory import use_kernels
 
 pytestmark = [
     pytest.mark.cuda,

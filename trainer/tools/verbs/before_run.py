@@ -265,8 +265,8 @@ def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
     """In MB (1e6 bytes), or why that is not known; warns if the machine has less."""
     from trainer.distributed.strategy import bypassed
     from trainer.import_path import format_error
+    from trainer.lab.memory import predict_memory, resident_bytes
     from trainer.metrics.logger import get_logger
-    from trainer.tools.memory import predict_memory, resident_bytes
     from trainer.training.setup.plausible import memory_bytes
 
     try:

@@ -357,6 +357,7 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
         "digests": (config.metrics.digests == "write", "metrics.digests"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
         "alert": (run.info.is_main and (config.alert.command or config.alert.url), alert_key),
+        "memory snapshot": (config.train.memory_snapshot, "train.memory_snapshot"),
         "sample": (config.sample.every, "sample.every"),
         "profile": (run.info.is_main and config.metrics.profile, "metrics.profile"),
     }

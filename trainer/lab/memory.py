@@ -1,4 +1,5 @@
-"""Memory of a rank, predicted by running its steps without numbers: what tensors exist together at the worst moment.
+"""Memory of a rank, predicted by running its steps without numbers: what tensors exist together at the worst moment. A run
+that is out of memory says what took it, and what would take less.
 
 The steps are the run's own, on tensors that have a size and no content (`FakeTensorMode`). A dispatch mode sees each tensor
 come into being, and a weak reference sees it go. So recomputation, the loss in chunks, mixed precision and models of the
@@ -14,29 +15,35 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
+from trainer.config.load import apply_override
+from trainer.config.schema import RunConfig
 from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import own_part
 from trainer.distributed.strategy import Replicated, Strategy, compile_blocks
+from trainer.errors import UserError
 from trainer.lab.flash_linear_attention import kernel_rule, refusal_here, use_rule
 from trainer.lab.gated_delta import GatedDelta
+from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.encoder import GatedRecurrence
 from trainer.model.recurrence import HAS_TRITON, fused_scan
 from trainer.model.weights import tied_names
+from trainer.training.extension import Extension
 from trainer.training.setup.parts import (
     autocast_context,
     in_cells,
@@ -51,6 +58,12 @@ from trainer.training.setup.plausible import ledger_bytes
 from trainer.training.setup.sources import runs_on
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import TrainStep
+
+if TYPE_CHECKING:
+    from trainer.training.run import Run
+
+every_rank_logger = get_logger(__name__, rank_zero_only=False)
+SNAPSHOT_ENTRIES = 100_000  # the last allocations
 
 MOST_SECONDS = 30.0
 CPU = torch.device("cpu")
@@ -303,8 +316,7 @@ def _fill_gradients(model: nn.Module) -> None:
 
 
 def _gradient_bytes(model: nn.Module) -> int:
-    own = [own_part(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    return sum(gradient.numel() * gradient.element_size() for gradient in own)
+    return sum(tensor_bytes(parameter.grad) for parameter in model.parameters())
 
 
 def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
@@ -336,3 +348,121 @@ def _micro_batch(plan: Plan, model: nn.Module) -> MicroBatch:
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     resets = {"resets": torch.zeros(rows, length, dtype=torch.bool)} if runs_on(plan, model) else {}
     return MicroBatch({"tokens": tokens, **resets}, torch.zeros_like(tokens), None, {})
+
+
+class MemorySnapshot(Extension):
+    """`train.memory_snapshot`: records CUDA's allocations, and writes torch's snapshot of them when the run ends."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        if run.device.type != "cuda":
+            raise UserError(
+                "train.memory_snapshot", f"records CUDA's memory, not that of {run.device.type}", "remove it"
+            )
+        torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+        for left in run.run_dir.path.glob("memory_rank_*.pickle"):
+            left.unlink(missing_ok=True)
+
+    def closed(self) -> None:
+        """Write the snapshot, and record no more."""
+        write_snapshot(self.run)
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def write_snapshot(run: Run) -> None:
+    """Write this rank's snapshot, unless it is there: it shows most where the memory ran out."""
+    file = run.run_dir.path / f"memory_rank_{run.info.rank}.pickle"
+    if not file.exists():
+        torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+
+
+def explain(run: Run) -> None:
+    """Log what took the memory that the run lacks, predicted and measured, and which settings take less, the best first."""
+    if run.config.train.memory_snapshot:
+        write_snapshot(run)
+    measured = {"weights": sum(map(tensor_bytes, run.model.parameters()))}
+    measured["optimizer"] = sum(map(tensor_bytes, tree_leaves([*run.optimizer.state.values()])))
+    measured["gradients"] = _gradient_bytes(run.model)
+    measured["ledger"] = len(run.state.ledgers) * ledger_bytes(run.config.ledger, width_of(run.model))
+    where, device = "the CPU's peak is not measured", run.device
+    if device.type == "cuda":
+        measured["peak"], reserved = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
+        (free, total), unused = torch.cuda.mem_get_info(device), reserved - torch.cuda.memory_allocated(device)
+        where = (
+            f"of {_mb(total)}, other processes hold {_mb(total - free - reserved)}, {_mb(unused)} lie between tensors"
+        )
+        if unused > total / 10:
+            where += ": PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment leaves less"
+    predicted = _predicted_or_none(run.plan)
+    changed = {change: _predicted_or_none(plan_with(run.plan, change)) for change in savings(run.plan)}
+    lines = memory_lines(predicted, measured, changed)
+    text = "out of memory at step %d, rank %d (%s):\n%s"
+    every_rank_logger.error(text, run.position.step + 1, run.info.rank, where, "\n".join(lines))
+
+
+def memory_lines(
+    predicted: Memory | None, measured: dict[str, int], changed: Mapping[tuple[str, ...], Memory | None]
+) -> Iterator[str]:
+    """A table of the parts, in GB, and the settings that take less. `changed`: what is predicted with some; None: not known."""
+    foreseen = {} if predicted is None else dict(vars(predicted))
+    if foreseen:
+        foreseen["gradients"] += foreseen.pop("buckets")
+    for parts in (foreseen, measured):
+        if "peak" in parts:
+            parts["activations and others"] = 2 * parts["peak"] - sum(parts.values())
+    yield f"  {'':24}   predicted     measured"
+    for name in ("weights", "optimizer", "gradients", "ledger", "activations and others", "peak"):
+        cells = (_mb(parts[name]) if name in parts else "not known" for parts in (foreseen, measured))
+        yield f"  {name:24}" + " ".join(f"{cell:>12}" for cell in cells)
+    known = [(memory.peak, change) for change, memory in changed.items() if memory is not None]
+    for peak, change in sorted(known):
+        if predicted is not None and peak < predicted.peak:
+            yield f"  a peak of {_mb(peak)} is predicted with {' and '.join(change)}"
+    for change in changed if predicted is None else ():
+        yield f"  {' and '.join(change)} may help"
+
+
+def savings(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Settings that may take less memory, of which some belong together."""
+    config = plan.config
+    if (rows := config.data.mixing.batch_size) > 1 and config.micro_batches.is_constant:
+        yield f"data.mixing.batch_size={rows // 2}", f"train.micro_batches={2 * config.micro_batches.first}"
+    if config.train.activation_checkpointing == "off":
+        yield ('train.activation_checkpointing="block"',)
+    if not config.objective.chunk_tokens:
+        yield ("objective.chunk_tokens=1024",)
+    if config.train.precision == "fp32":
+        yield ('train.precision="bf16"',)
+    if config.ledger.dtype != "bfloat16":
+        yield ('ledger.dtype="bfloat16"',)
+    if plan.facts.world_size > 1 and config.distributed.strategy == "ddp":
+        yield ('distributed.strategy="fsdp"',)
+
+
+def plan_with(plan: Plan, change: Iterable[str]) -> Plan | None:
+    """The plan with settings `KEY=VALUE`; None if they do not go with the others."""
+    raw = plan.config.model_dump(mode="json")
+    for setting in change:
+        apply_override(raw, setting)
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError:
+        return None
+    tokens = plan.facts.tokens_per_micro * config.data.mixing.batch_size // plan.config.data.mixing.batch_size
+    return replace(plan, config=config, facts=replace(plan.facts, tokens_per_micro=tokens))
+
+
+def _predicted_or_none(plan: Plan | None) -> Memory | None:
+    try:
+        return None if plan is None else predict_memory(plan, most_seconds=MOST_SECONDS / 3)
+    except Exception:  # noqa: BLE001 - see `predict_memory`
+        return None
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of what this rank holds of a tensor; 0 of anything else."""
+    return own_part(value).nbytes if isinstance(value, Tensor) else 0
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB"
