@@ -18,7 +18,7 @@ from trainer.data import collate, groups
 from trainer.data.formats import open_documents
 from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.model import build
-from trainer.tools.diagnostics import run as run_rules
+from trainer.tools import limits
 from trainer.tools.diagnostics.diagnose import diagnose
 from trainer.tools.diagnostics.rule import Outcome
 from trainer.tools.runs.load import load_run
@@ -113,7 +113,7 @@ def judged(
     monkeypatch.chdir(directory)
     slow_down(monkeypatch, stage)
     train_here(config, directory / "run", "train.steps=14")
-    monkeypatch.setattr(run_rules, "MIN_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "BUSY_SECONDS", 0.3)
     (ruling,) = [each for each in diagnose(load_run(directory / "run")).rulings if each.rule.name == "data_bound"]
     return ruling.outcome
 

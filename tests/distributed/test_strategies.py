@@ -356,14 +356,14 @@ def allowed(self):
         is_forbidden[0] = before
 
 
-def forbid(run, previous):
+def forbid(run, previous, *args):
     step = run.position.step + (1 if previous is None else 2)
     # The first step makes FSDP's buffers.
     is_forbidden[0] = step > 1 and not loop.is_read_at_once(run, step)
     if is_forbidden[0]:
         print("forbidden", step, file=__import__("sys").stderr)
     try:
-        return take_step(run, previous)
+        return take_step(run, previous, *args)
     finally:
         is_forbidden[0] = False
 

@@ -55,11 +55,11 @@ def around_steps(
     """Call `before` and `after` around each iteration of the loop, with the step that it launches."""
     take_step = loop.take_step
 
-    def watched(run: Run, previous: StepInFlight | None) -> tuple[str | None, StepInFlight | None]:
+    def watched(run: Run, previous: StepInFlight | None, *args: Any) -> tuple[str | None, StepInFlight | None]:
         step = run.position.step + (1 if previous is None else 2)
         before(run, step)
         try:
-            return take_step(run, previous)
+            return take_step(run, previous, *args)
         finally:
             after(run, step)
 

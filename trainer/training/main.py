@@ -133,7 +133,7 @@ def _run_to_end(run: Run) -> int:
         every_rank_logger.error("%s", frames if reason == own else reason)
         if reason != own:
             run.watchdog.write(frames)
-        is_full = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+        is_full = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in own
         if is_full and (explain := run.plan.part("out of memory")) is not None:
             run.diagnostics.best_effort("out of memory").run(explain, run)
         raise RunFailed from error
