@@ -41,7 +41,6 @@ NOT_DIAGNOSTIC = {
     "trainer.metrics.sinks.JsonlSink": "the record",
     "trainer.metrics.sinks.LineFile": "writes the record",
     "trainer.metrics.noise_scale.hooks.norms_of": "clipping needs the norm",
-    "trainer.metrics.noise_scale.hooks._as_real": "clipping needs the norm",
     "trainer.metrics.noise_scale.hooks.square_sum": "clipping needs the norm",
     "trainer.metrics.aggregate.reduce_over_ranks": "a collective",
     "trainer.metrics.aggregate._length": "size of the collective's vector; the same on all ranks",

@@ -149,7 +149,10 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> Mic
         raise UserError("data", f"a micro-batch has {problem}", fix)
     targets, carry = inputs.pop("targets"), None
     if not missing:
-        optional = {key: inputs.pop(key) for key in OPTIONAL_CARRY_KEYS if key in inputs}
+        optional = {}
+        for key in OPTIONAL_CARRY_KEYS:
+            if key in inputs:
+                optional[key] = inputs.pop(key)
         carry = Carry(*map(inputs.pop, CARRY_KEYS), **optional)
     if accepted is not None and not inputs.keys() <= accepted:
         check_inputs(inputs, accepted)

@@ -74,7 +74,7 @@ class NextStep(NamedTuple):
 
 def next_step(run: Run, step: int, previous: StepInFlight | None) -> NextStep:
     """What is known of a step before it is read; notes if it is the last. `previous`: the one before it, if it is in flight."""
-    position, length, growth = run.position, run.plan.length, run.growth
+    position, length, growth = run.position, run.length, run.growth
     if previous is None:
         before, tokens_before = position.micro_batches, position.tokens_before
     else:  # tokens through step - 2
@@ -169,9 +169,7 @@ def stopped_by(run: Run) -> str:
 
 def is_read_at_once(run: Run, step: int) -> bool:
     """Whether the step's numbers are needed right after it; the same on all ranks."""
-    config, auto = run.plan.config, run.plan.config.micro_batches.auto
-    every = {config.eval.every, config.checkpoint.every, auto.every if auto else 0, *run.extensions.periods}
-    return logs(run, step) or any(step % each == 0 for each in every if each)
+    return logs(run, step) or 0 in map(step.__mod__, run.periods | run.extensions.periods)
 
 
 def logs(run: Run, step: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.config.schema import RunConfig
 from trainer.data.batch import MicroBatch
+from trainer.data.loader import Reading
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog
@@ -25,7 +26,6 @@ from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.evaluator import Evaluator
 from trainer.training.extension import Extensions
-from trainer.training.reading import Reading
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan
 from trainer.training.signals import StopRequest
@@ -50,11 +50,14 @@ class Run:
     """The parts of a run, made by `open_run`. During the run only `position` changes, and what the parts hold."""
 
     plan: Plan
+    config: RunConfig
+    length: Length
     info: RankInfo
     device: torch.device
     strategy: Strategy
     run_dir: RunDir
     state: TrainState
+    tracker: MetricsTracker
     position: Position
     stop: StopRequest
     moments: dict[str, float]
@@ -70,26 +73,15 @@ class Run:
     train_step: TrainStep
     schedule: Schedule
     evaluator: Evaluator | None
+    num_micros: int
+    """Micro-batches of every step of each data shard, where nothing makes that change."""
     growth: Any
     """Decides on a step's micro-batches; None: all steps have as many."""
+    periods: Set[int]
+    """The config wants a step that is a multiple of one of these to be read before the next is launched."""
     extensions: Extensions
     saver: Saver
     watchdog: Watchdog
-
-    @property
-    def config(self) -> RunConfig:
-        """The plan's."""
-        return self.plan.config
-
-    @property
-    def length(self) -> Length:
-        """When it ends."""
-        return self.plan.length
-
-    @property
-    def tracker(self) -> MetricsTracker:
-        """Times steps, and writes their payloads."""
-        return self.state.tracker
 
     @property
     def diagnostics(self) -> Diagnostics:
@@ -124,11 +116,6 @@ class Run:
     def measures_noise(self) -> bool:
         """Whether the noise scale is on and has not failed."""
         return self.gns is not None and self.diagnostics.best_effort("gns").enabled
-
-    @property
-    def num_micros(self) -> int:
-        """Micro-batches of every step of each data shard, where nothing makes that change."""
-        return self.plan.config.micro_batches.first
 
     def record(self, name: str, value: Reported) -> None:
         """Count a metric on this rank until the next logged step, which reports it.

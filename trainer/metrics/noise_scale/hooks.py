@@ -56,7 +56,14 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     On CUDA the norm of each tensor, in fp64; otherwise norms of rows of 1,024 elements, in fp32, and what is left: almost a
     single kernel, where the sum itself takes five.
     """
-    dense = list(map(_as_real, tensors))
+    dense = []
+    for tensor in tensors:
+        each = tensor.detach() if tensor.requires_grad else tensor
+        if each.is_sparse:
+            each = each.coalesce().values()
+        if each.is_complex():
+            each = torch.view_as_real(each)
+        dense.append(each)
     if dense and dense[0].device.type in MULTI_TENSOR:
         flat = [each.reshape(-1) for each in dense]
         return [torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64))]
@@ -72,15 +79,6 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
             accumulate = torch.float64 if each.dtype == torch.float64 else torch.float32
             found.append(torch.linalg.vector_norm(each.reshape(rows, _CHUNK), dim=1, dtype=accumulate))
     return found
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    """All that is stored of a tensor, as real numbers."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def square_sum(norms: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 
 from trainer.data.batch import accepted_inputs
 from trainer.data.fingerprint import FINGERPRINT_KEY
-from trainer.data.loader import Loader
+from trainer.data.loader import Loader, Reading
 from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy, compile_blocks
@@ -37,7 +37,6 @@ from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.tensor_files import pack
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.extension import Extension, Extensions
-from trainer.training.reading import Reading
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, environment
 from trainer.training.setup.evaluation import eval_sets, make_details, make_evaluator
@@ -151,13 +150,18 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     stack.callback(extensions.close)
     if state.gns is not None:
         stack.callback(diagnostics.best_effort("gns outlook").run, _say_outlook, state.gns)
+    batches = config.micro_batches
+    decides_every = batches.auto.every if batches.auto is not None else 0
     run = Run(
         plan=plan,
+        config=config,
+        length=plan.length,
         info=info,
         device=device,
         strategy=strategy,
         run_dir=run_dir,
         state=state,
+        tracker=state.tracker,
         position=position,
         stop=launch.stop,
         moments=launch.moments,
@@ -169,7 +173,9 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         train_step=_make_train_step(plan, info, device, strategy, state, step_model, loss, auxiliary, extensions),
         schedule=make_schedule(config, plan.length),
         evaluator=evaluator,
+        num_micros=batches.first,
         growth=_make_growth(plan, info, state),
+        periods={config.eval.every, config.checkpoint.every, decides_every} - {0},
         extensions=extensions,
         saver=Saver(
             directory=run_dir.checkpoints,
