@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from itertools import chain, starmap
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -245,13 +246,13 @@ class Collator:
     def _check_ids(self, found: Gathered, targets: Ints) -> None:
         """Raises UserError at an id outside the vocabulary. `targets`: the pieces, copied."""
         # Of the files whose ids are not known to be in range.
-        limits = [each.documents.bounds.num_ids for each in found.opened.values() if each.documents.bounds]
-        if not limits:
+        bounds = [*filter(None, map(attrgetter("documents.bounds"), found.opened.values()))]
+        if not bounds:
             return
         # Nobody may have looked at what is before a group that begins behind a cut. As unsigned, a negative id is a large one.
         inputs = np.array(found.inputs, np.int64)
         before = inputs[inputs != self._bos].view(np.uint64).max(initial=0)
-        if max(before, targets.view(np.uint64).max()) >= min(limits):
+        if max(before, targets.view(np.uint64).max()) >= min(map(attrgetter("num_ids"), bounds)):
             for of, offset, size in chain.from_iterable(found.rows):
                 start = of.first + offset
                 of.source.documents.read(of.document, max(start - 1, 0), start + size)
