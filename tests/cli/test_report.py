@@ -15,6 +15,7 @@ from tests.support.grouped import run
 from tests.support.in_process import program
 from tests.support.records import write_record
 from tests.support.runs import read_rows, write_tiny_config
+from tests.unit.report.test_depth_chart import numbers
 from trainer.tools.verbs.records import report
 
 STEPS = 20
@@ -180,6 +181,15 @@ def test_several_runs_are_overlaid_by_a_script_next_to_the_page_and_a_switch_hid
         assert drawn_points(page, "Gradient norm") == [norms["first"]]
         assert seen.complaints == []
         assert seen.requests == [path.as_uri() for path in tmp_path.glob("plotly-*.js")] != []
+
+
+def test_the_loss_against_depth_is_drawn(tmp_path):
+    values = {"loss": [2.0, 1.0]} | {key: [0.0, value] for key, value in numbers().items()}
+    with opened(make_report(tmp_path / "depth.html", write_record(tmp_path / "run", values))) as seen:
+        plot = card(seen.page, "held out").locator(".plot")
+        plot.locator(".errorbar").first.wait_for(state="attached")
+        assert [plot.locator(css).count() for css in (".trace", ".point", ".errorbar")] == [3, 5 + 3 + 3, 3]
+        assert seen.complaints == []
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ class _Columns:
         return {"column": self._numbers[data]}
 
 
-def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> str:
-    """All charts as JSON for a <script> element; None for those that are not drawn."""
+def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord], *, more: Sequence[Json] = ()) -> str:
+    """All charts as JSON for a <script> element, None for those that are not drawn; behind them `more` figures."""
     columns = _Columns()
     marks = _marks_of(runs, most=max(_MARK_BUDGET // max(len(charts), 1), 1))
     figures: list[Json | None] = []
@@ -71,7 +71,12 @@ def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> str:
         (resources.files("trainer.tools.report") / "assets" / "layout.json").read_text(encoding="utf-8")
     )
     template = {"layout": layout, "data": {"scatter": [{"showlegend": False}]}}
-    page = {"columns": columns.encoded, "span": [first - pad, last + pad], "template": template, "charts": figures}
+    page = {
+        "columns": columns.encoded,
+        "span": [first - pad, last + pad],
+        "template": template,
+        "charts": [*figures, *more],
+    }
     # "</script>" in the name of a run would end the element.
     return json.dumps(page, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -480,12 +480,6 @@ def init(
     ] = None,
     eod: EodOption = None,
     column: ColumnOption = None,
-    weights: Annotated[
-        Literal["tokens", "sqrt", "equal"],
-        typer.Option(
-            help="How often each modality is drawn: by its training tokens, by their square root, or equally."
-        ),
-    ] = "tokens",
     minutes: Annotated[
         float, typer.Option(min=0, help="Longest time of the run, from a few timed steps; 0: one pass, untimed.")
     ] = 5.0,
@@ -497,9 +491,7 @@ def init(
 
     if out is not None:
         refuse_existing(out, force=force)
-    starter = make_starter(
-        paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer, weights=weights
-    )
+    starter = make_starter(paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer)
     if minutes:
         starter = timed(starter, minutes)
     put_text(render_starter(starter, schema=None if out is None else SCHEMA_NAME), out)
