@@ -71,8 +71,7 @@ def measure_fault(fault: Fault, count: int, directory: Path) -> dict[str, Any]:
         run_dir = fault.make(seed, directory / f"{fault.rule}-{fault.what[:12]}-{seed}".replace(" ", "-"))
         delays.append(detected_after(fault, run_dir))
         found = diagnose(load_run(run_dir))
-        ignored = {fault.rule, *(SPEED_RULES if fault.is_real else ())}
-        for name in {ruling.rule.name for ruling in found.findings} - ignored:
+        for name in {ruling.rule.name for ruling in found.findings} - {fault.rule}:
             others[name] = others.get(name, 0) + 1
     known = [delay for delay in delays if delay is not None]
     return {
