@@ -180,15 +180,6 @@ def gaps(spans: Iterable[Span], start: float, end: float) -> list[float]:
     return found
 
 
-def write_summary(folder: Path, found: TraceSummary, *, first_step: int) -> None:
-    """Write the summary beside the trace. `first_step`: global step of the first profiled one."""
-    content = asdict(found)
-    content["kernels"] = content["kernels"][:MOST_KERNELS]
-    content["num_kernels"] = len(found.kernels)
-    content["synchronizations"] = {str(step): dict(calls) for step, calls in found.synchronizations.items()}
-    write_json(folder / SUMMARY, {"profile_version": 1, "first_step": first_step, **content})
-
-
 class StepProfile(Extension):
     """Records steps on rank 0 into the folder `profile` of the run's directory, where it replaces an earlier one, and sums them
     up when the last one is recorded; then it is off."""
@@ -230,7 +221,12 @@ class StepProfile(Extension):
         with self.run.tracker.outside():
             recorded.export_chrome_trace(str(self._folder / TRACE))
             found = summarize(read_trace(self._folder / TRACE))  # what any other tool would read
-            write_summary(self._folder, found, first_step=self._first_step)
+            content = asdict(found)
+            content["kernels"] = content["kernels"][:MOST_KERNELS]
+            # `asdict` leaves the steps numbers, which JSON has no keys of.
+            content["synchronizations"] = {str(step): dict(calls) for step, calls in found.synchronizations.items()}
+            content |= {"profile_version": 1, "first_step": self._first_step, "num_kernels": len(found.kernels)}
+            write_json(self._folder / SUMMARY, content)
         self._is_done = True
         steps = counted(found.num_steps, "step")
         if not found.kernels:
