@@ -28,8 +28,8 @@ from trainer.data.mixing import MixOptions
 from trainer.data.shard_source import ShardSource, deal_parts
 from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec
 from trainer.errors import UserError
-from trainer.ledger import Ledger, LedgerOptions
 from trainer.lab.memory import resident_bytes
+from trainer.ledger import Ledger, LedgerOptions
 
 Layout = Mapping[str, Sequence[Sequence[int]]]
 
