@@ -104,7 +104,10 @@ def verdict_table(judgements: Sequence[Judgement], found: Mapping[str, tuple[flo
     for judgement in judgements:
         case = judgement.case
         damage = found.get(case.name)
-        cost = ("", "", "") if damage is None else _cost(case, damage)
+        cost = ("", "", "")
+        if damage is not None:
+            loss, control = damage
+            cost = f"{loss:.3f}", f"{control:.3f} ({case.control})", f"{loss - control:+.3f} nats"
         notes = [*sorted(judgement.found), *(f"({name}: the machine)" for name in sorted(judgement.speed))]
         verdict = "right" if judgement.is_right else "WRONG"
         if not judgement.is_whole:
@@ -137,11 +140,6 @@ def picture(key: str, *run_dirs: Path) -> str:
     frame = '<rect width="450" height="206" fill="#fff"/>'
     text = '<g font-family="sans-serif" font-size="12" fill="#333">'
     return "\n".join([top, frame, *parts, text, *words, "</g>", "</svg>", ""])
-
-
-def _cost(case: Case, damage: tuple[float, float]) -> tuple[str, str, str]:
-    loss, control_loss = damage
-    return f"{loss:.3f}", f"{control_loss:.3f} ({case.control})", f"{loss - control_loss:+.3f} nats"
 
 
 if __name__ == "__main__":

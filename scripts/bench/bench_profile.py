@@ -6,48 +6,38 @@ host slower, so idle time is an upper bound. The trace opens in chrome://tracing
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from bench_table import Figure, Table, bench_parser, run_bench
-from torch.profiler import ProfilerActivity, profile, schedule
 from trainer_run import GPU_CONFIG, TINY, StepWatcher, plan_of, run_trainer
 
-from trainer.lab.profile import TraceSummary, read_trace, summarize
+from trainer.config.schema import FIRST_PROFILED
+from trainer.lab.profile import FOLDER, TRACE, TraceSummary, read_trace, summarize
 
-WARM_UP, SETTLE, ACTIVE = 8, 2, 4
-STEPS = WARM_UP + SETTLE + ACTIVE + 2
+ACTIVE = 4  # steps that are profiled
 MOST_IDLE = 0.05  # of 277 million parameters
 LOG_INTERVAL = 1000  # the first step logs, and no other
 MOST_KERNELS = 25
-MOST_NAME = 90
-
-
-class StepProfiler(StepWatcher):
-    """Tells the profiler of each step."""
-
-    def __init__(self, profiler: profile) -> None:
-        self._profiler = profiler
-
-    def update(self, step: int, loss: float, tokens: int) -> None:
-        """A step is finished, and the next one is launched."""
-        self._profiler.step()
+MOST_NAME = 90  # which may be a page of template arguments
 
 
 def profile_run(device: str, sets: Sequence[str], trace: Path) -> TraceSummary:
-    """Train with the profiler on, and write the trace."""
-    own = [f"metrics.log_interval={LOG_INTERVAL}", *(TINY if device == "cpu" else ()), *sets]
+    """Train with `--profile`, and keep the trace."""
+    own = [
+        f"metrics.log_interval={LOG_INTERVAL}",
+        f"metrics.profile={ACTIVE}",
+        *(TINY if device == "cpu" else ()),
+        *sets,
+    ]
     trace.parent.mkdir(parents=True, exist_ok=True)
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
-    plan_steps = schedule(wait=WARM_UP, warmup=SETTLE, active=ACTIVE, repeat=1)
     with tempfile.TemporaryDirectory() as name:
-        plan = plan_of(Path(name), GPU_CONFIG, steps=STEPS, device=device, sets=own)
-        with profile(
-            activities=activities, schedule=plan_steps, on_trace_ready=lambda done: done.export_chrome_trace(str(trace))
-        ) as profiler:
-            run_trainer(plan, Path(name), torch.device(device), StepProfiler(profiler))
+        plan = plan_of(Path(name), GPU_CONFIG, steps=FIRST_PROFILED + ACTIVE, device=device, sets=own)
+        run_trainer(plan, Path(name), torch.device(device), StepWatcher())
+        shutil.copy(Path(name, "run", FOLDER, TRACE), trace)
     return summarize(read_trace(trace))
 
 
@@ -63,21 +53,15 @@ def measure(found: TraceSummary) -> list[Figure | Table]:
         Figure("synchronizations on steps that do not log", found.num_synchronizations, at_most=0),
         Figure("waits for an event, per step", found.event_waits / found.num_steps),
     ]
-    what = "kernel" if found.is_of_device else "operator"
     rows = [
-        (short(kernel.name), kernel.calls, round(kernel.total_ms, 3), f"{kernel.share:.1%}")
+        (kernel.name[:MOST_NAME], kernel.calls, round(kernel.total_ms, 3), f"{kernel.share:.1%}")
         for kernel in found.kernels[:MOST_KERNELS]
     ]
-    tables = [Table(f"Time by {what}, over {found.num_steps} steps", (what, "calls", "total ms", "share"), rows)]
+    tables = [Table(f"Time by kernel, over {found.num_steps} steps", ("kernel", "calls", "total ms", "share"), rows)]
     if found.num_synchronizations:
         calls = [(step, name, count) for step, each in found.synchronizations.items() for name, count in each.items()]
         tables.append(Table("Synchronizations", ("profiled step", "call", "times"), calls))
     return [*figures, *tables]
-
-
-def short(name: str) -> str:
-    """A kernel's name, which may be a page of template arguments."""
-    return name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 3]}..."
 
 
 def main() -> None:

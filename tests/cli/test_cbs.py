@@ -27,7 +27,7 @@ from trainer.tools.branching import run_branches
 from trainer.training.signals import PARENT
 
 STEP = 8
-OPTIONS = ("--at", STEP, "--seeds", 2, "--factors", "1/2,2", "--lr-grid", "1", "--tokens", 2_500, "--parallel", 2)
+OPTIONS = ("--at", STEP, "--seeds", 2, "--factors", "1/2,2", "--lr-grid", "1", "--tokens", 2_500)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from tests.support.grouped import run
 from tests.support.in_process import program
 from tests.support.records import write_record
 from tests.support.runs import read_rows, write_tiny_config
+from tests.unit.report.test_depth_chart import numbers
 from trainer.tools.verbs.records import report
 
 STEPS = 20
@@ -182,6 +183,15 @@ def test_several_runs_are_overlaid_by_a_script_next_to_the_page_and_a_switch_hid
         assert seen.requests == [path.as_uri() for path in tmp_path.glob("plotly-*.js")] != []
 
 
+def test_the_loss_against_depth_is_drawn(tmp_path):
+    values = {"loss": [2.0, 1.0]} | {key: [0.0, value] for key, value in numbers().items()}
+    with opened(make_report(tmp_path / "depth.html", write_record(tmp_path / "run", values))) as seen:
+        plot = card(seen.page, "held out").locator(".plot")
+        plot.locator(".errorbar").first.wait_for(state="attached")
+        assert [plot.locator(css).count() for css in (".trace", ".point", ".errorbar")] == [3, 5 + 3 + 3, 3]
+        assert seen.complaints == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -206,10 +216,8 @@ def test_compare_as_json_agrees_with_the_records(runs, capsys):
     assert found["reservations"] == []
     records = [read_rows(path / "metrics.jsonl") for path in runs]
     means = [sum(record["train", step]["loss"] for step in range(STEPS - 4, STEPS + 1)) / 5 for record in records]
-    row = next(row for row in found["metrics"] if row["key"] == "loss")
-    assert row["means"] == pytest.approx(means)
-    assert row["difference"] == pytest.approx(means[1] - means[0])
     outcome = {row["label"]: row["values"] for row in found["outcome"]}
+    assert outcome["Final loss"] == pytest.approx(means)
     assert outcome["Restarts"] == [1, 0]
     assert outcome["Held-out loss"] == pytest.approx([record["eval", STEPS]["eval_loss"] for record in records])
 

@@ -13,7 +13,6 @@ import tomli_w
 
 from tests.support.many_runs import Group
 from tests.support.runs import make_corpus, run, write_tiny_config
-from trainer.model.families import FAMILIES
 
 WORLD_SIZES = (1, 2, 4)
 SECONDS_PER_RUN = 60  # on a busy machine
@@ -111,10 +110,4 @@ REAL_RUNS: Mapping[str, Callable[[Path], Path]] = {
         start, overrides=("run.seed=4", "data.mixing.num_streams_mixed=4", 'train.on_non_finite="skip"')
     ),
     "probed": partial(start, overrides=("run.seed=6", "ledger.probe_every=5", "metrics.log_interval=5")),
-    **{
-        f"layers, {family}": partial(start, overrides=("metrics.per_layer=true", f'model.family="{family}"'))
-        for family in FAMILIES
-    },
-    "layers, sgd": partial(start, overrides=("metrics.per_layer=true", 'optimizer.name="sgd"', "optimizer.lr=0.1")),
-    "layers, muon": partial(start, overrides=("metrics.per_layer=true", 'optimizer.name="muon"')),
 }

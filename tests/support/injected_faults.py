@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from tests.support.healthy_runs import start
 from tests.support.metric_streams import Rows, add_restarts, healthy_scenario, write_run
 from trainer.data import StreamMixingDataset
 from trainer.tools.diagnostics.diagnose import diagnose
@@ -31,7 +30,6 @@ class Fault:
         make: writes the record of a run with the fault, for a seed, into a directory.
         onset: the step before which nothing is wrong.
         within: steps from the onset until it has to be found.
-        is_real: it is a real run, whose speed depends on the machine.
     """
 
     rule: str
@@ -39,7 +37,6 @@ class Fault:
     make: Callable[[int, Path], Path]
     onset: int
     within: int
-    is_real: bool = False
 
 
 def detected_after(fault: Fault, run_dir: Path) -> int | None:
@@ -232,17 +229,6 @@ def _break_contract(seed: int, path: Path) -> Path:
     return run
 
 
-def _real_layers(*overrides: str) -> Callable[[int, Path], Path]:
-    """A real run of 40 steps with its layers; `{n}` in an override is the seed."""
-
-    def make(seed: int, path: Path) -> Path:
-        own = ("metrics.per_layer=true", "train.steps=40", f"run.seed={seed}", "model.num_layers=3")
-        return start(path, overrides=(*own, *(each.replace("{n}", str(seed)) for each in overrides)))
-
-    return make
-
-
-_LAYERED = ('model.target="tests.support.models:layered"', "model.contract=false")
 _ONE_POOL: dict[str, Any] = {"num_sources": 1, "world_size": 1, "batching_mode": "per_stream"}
 _BUSY: dict[str, Any] = {**_ONE_POOL, "micro_batches": 4, "log_interval": 2}
 
@@ -307,10 +293,6 @@ _MADE: dict[tuple[str, str, int, int], Callable[[int, Path], Path]] = {
     ("batch_size", "a batch of 40 times the noise scale", 0, 60): _scenario(
         noise_scale=0.4, world_size=1, micro_batches=4
     ),
-    ("still_layer", "a layer with an lr_scale of 1e-6", 0, 20): _real_layers(
-        'optimizer.group=[{match="blocks.1.*", lr_scale=1e-6}]'
-    ),
-    ("still_layer", "a layer behind a detach", 0, 20): _real_layers(*_LAYERED, "model.args.cuts_off=true"),
     ("non_finite", "a NaN loss", ONSET, 5): _rows(_nan),
     ("loss_spikes", "one to three losses that give back what was learnt", ONSET, 5): _rows(_spike, log_interval=2),
     ("loss_spikes", "a loss that rises to several times the first", 0, 25): _rows(_diverge),
@@ -323,4 +305,4 @@ _MADE: dict[tuple[str, str, int, int], Callable[[int, Path], Path]] = {
     ("restarts", "three restarts from one step, or 30 of 130 steps lost", ONSET, 5): _restart_often,
     ("ending", "a run that failed", 0, 5): _fail,
 }
-FAULTS = [Fault(rule, what, make, at, steps, rule == "still_layer") for (rule, what, at, steps), make in _MADE.items()]
+FAULTS = [Fault(rule, what, make, at, steps) for (rule, what, at, steps), make in _MADE.items()]

@@ -61,27 +61,6 @@ def scaled(vocab_size: int, dim: int, num_layers: int) -> Scaled:
     return Scaled(vocab_size, dim)
 
 
-class Layered(DropoutModel):
-    """Residual layers. `cuts_off`: no gradient reaches the first one."""
-
-    def __init__(self, vocab_size: int, dim: int, num_layers: int, *, cuts_off: bool) -> None:
-        super().__init__(vocab_size, dim)
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_layers))
-        self.cuts_off = cuts_off
-
-    def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
-        x = self.embedding(tokens)
-        for number, layer in enumerate(self.layers):
-            y = torch.tanh(layer(x))
-            x = x + (y.detach() if number == 0 and self.cuts_off else y)
-        return ModelOutput(self.head(x), None)
-
-
-def layered(vocab_size: int, dim: int, num_layers: int, cuts_off: bool = False) -> Layered:
-    """For `[model] target`."""
-    return Layered(vocab_size, dim, num_layers, cuts_off=cuts_off)
-
-
 class Float64(nn.Module):
     """A GRU with dropout in float64, so that only the order of sums can differ."""
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,7 +145,8 @@ class CarryProbe:
             fresh_loss = self._loss(inputs, targets, fresh)
         is_probed = to_device(is_exact, age.device) & (age >= 0)
         tokens = (targets != IGNORED).sum(dim=1) * is_probed  # [B]
-        distance, norm = (_norm(rows) for rows in (state.double() - fresh.double(), fresh))
+        norm_of = partial(torch.linalg.vector_norm, dim=1, dtype=torch.float64)
+        distance, norm = norm_of(state.double() - fresh.double()), norm_of(fresh)
         # A model may return zeros for a state: equal ones have not drifted, and of others no ratio is known.
         has_drift = is_probed & ((norm > 0) | (distance == 0))
         self._sampled = {
@@ -252,11 +254,6 @@ def _check(inputs: Mapping[str, Any], targets: Tensor, tokens_before: Tensor | N
     unknown = sorted(inputs.keys() - _KNOWN_INPUTS)
     if unknown:
         raise SkipBatch(f"the model's input {', '.join(unknown)} is not known for earlier cells")
-
-
-def _norm(rows: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    return norms
 
 
 class StepProbe(Extension):

@@ -2,7 +2,7 @@
 
 The run writes both to `RUN_DIR/profile`. The summary needs the exported file alone (Chrome's trace event format), so it works
 with traces of every release and of other machines. Steps are the spans that `torch.profiler.profile.step` leaves. Of a run on
-the CPU, operators take the place of kernels. It could go if traces were read by other tools alone.
+the CPU there are no kernels: the trace has its operators. It could go if traces were read by other tools alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Span:
 
 @dataclass(frozen=True)
 class KernelTime:
-    """A kernel's (or on the CPU an operator's) time over all profiled steps."""
+    """A kernel's time over all profiled steps."""
 
     name: str
     calls: int
@@ -78,12 +78,10 @@ class TraceSummary:
     """Sums over the profiled steps, from the start of the first to the end of the last on the host."""
 
     num_steps: int
-    is_of_device: bool
-    """False: the trace has no kernels, and operators of the CPU stand for them."""
     step_ms: float
     """Mean length of a step."""
     idle_ms: float
-    """Mean time of a step in which no kernel runs, on any stream."""
+    """Mean time of a step in which no kernel runs, on any stream; on the CPU all of it."""
     longest_gap_ms: float
     kernels: tuple[KernelTime, ...]
     """Those that take most of the time first."""
@@ -126,18 +124,14 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> TraceSummary:
         raise ValueError("the trace has no profiled step")
     start, end = min(step.start for step in steps.values()), max(step.end for step in steps.values())
     on_device = [_span(event) for event in whole if event.get("cat") in ON_DEVICE]
-    busy, times = on_device, [(span, span.length) for span in clipped(on_device, start, end)]
-    if not on_device:
-        busy, times = _operators(whole, start, end)
-    idle = gaps(busy, start, end)
+    idle = gaps(on_device, start, end)
     calls = [_span(event) for event in whole if event.get("cat") in RUNTIME]
     return TraceSummary(
         num_steps=len(steps),
-        is_of_device=bool(on_device),
         step_ms=(end - start) / len(steps) / 1e3,
         idle_ms=sum(idle) / len(steps) / 1e3,
         longest_gap_ms=max(idle, default=0.0) / 1e3,
-        kernels=_table(times),
+        kernels=_table(list(clipped(on_device, start, end))),
         synchronizations=_per_step(calls, steps),
         event_waits=sum(call.name in EVENT_WAITS and start <= call.start < end for call in calls),
     )
@@ -148,23 +142,11 @@ def _span(event: Mapping[str, Any]) -> Span:
     return Span(str(event["name"]), start, start + float(event.get("dur", 0.0)))
 
 
-def _operators(
-    events: Iterable[Mapping[str, Any]], start: float, end: float
-) -> tuple[list[Span], list[tuple[Span, float]]]:
-    """Operators of the CPU, and each with its own time, without that of the operators that it calls."""
-    by_thread: dict[Any, list[Span]] = defaultdict(list)
-    for event in events:
-        if event.get("cat") == "cpu_op":
-            by_thread[event.get("pid"), event.get("tid")].extend(clipped([_span(event)], start, end))
-    times = [pair for spans in by_thread.values() for pair in self_times(spans)]
-    return [span for span, _ in times], times
-
-
-def _table(times: Sequence[tuple[Span, float]]) -> tuple[KernelTime, ...]:
-    calls: Counter[str] = Counter(span.name for span, _ in times)
+def _table(spans: Sequence[Span]) -> tuple[KernelTime, ...]:
+    calls: Counter[str] = Counter(span.name for span in spans)
     total: dict[str, float] = defaultdict(float)
-    for span, length in times:
-        total[span.name] += length
+    for span in spans:
+        total[span.name] += span.length
     everything = sum(total.values())
     found = [KernelTime(name, calls[name], total[name] / 1e3, total[name] / everything) for name in total]
     return tuple(sorted(found, key=lambda kernel: (-kernel.total_ms, kernel.name)))
@@ -196,29 +178,6 @@ def gaps(spans: Iterable[Span], start: float, end: float) -> list[float]:
     if end > covered_to:
         found.append(end - covered_to)
     return found
-
-
-def self_times(spans: Sequence[Span]) -> list[tuple[Span, float]]:
-    """Each span of one thread with its length less that of the spans directly inside it."""
-    own = [span.length for span in spans]
-    open_spans: list[int] = []
-    # Of two that start together the longer one is the outer one.
-    for index in sorted(range(len(spans)), key=lambda each: (spans[each].start, -spans[each].end)):
-        while open_spans and spans[open_spans[-1]].end <= spans[index].start:
-            open_spans.pop()
-        if open_spans:
-            own[open_spans[-1]] -= spans[index].length
-        open_spans.append(index)
-    return list(zip(spans, own, strict=True))
-
-
-def write_summary(folder: Path, found: TraceSummary, *, first_step: int) -> None:
-    """Write the summary beside the trace. `first_step`: global step of the first profiled one."""
-    content = asdict(found)
-    content["kernels"] = content["kernels"][:MOST_KERNELS]
-    content["num_kernels"] = len(found.kernels)
-    content["synchronizations"] = {str(step): dict(calls) for step, calls in found.synchronizations.items()}
-    write_json(folder / SUMMARY, {"profile_version": 1, "first_step": first_step, **content})
 
 
 class StepProfile(Extension):
@@ -262,12 +221,19 @@ class StepProfile(Extension):
         with self.run.tracker.outside():
             recorded.export_chrome_trace(str(self._folder / TRACE))
             found = summarize(read_trace(self._folder / TRACE))  # what any other tool would read
-            write_summary(self._folder, found, first_step=self._first_step)
+            content = asdict(found)
+            content["kernels"] = content["kernels"][:MOST_KERNELS]
+            # `asdict` leaves the steps numbers, which JSON has no keys of.
+            content["synchronizations"] = {str(step): dict(calls) for step, calls in found.synchronizations.items()}
+            content |= {"profile_version": 1, "first_step": self._first_step, "num_kernels": len(found.kernels)}
+            write_json(self._folder / SUMMARY, content)
         self._is_done = True
-        what = "kernel" if found.is_of_device else "operator"
-        logger.info(
-            "profile of %s in %s: %.1f ms a step, no %s runs in %.0f %% of it; by %s:",
-            counted(found.num_steps, "step"), self._folder, found.step_ms, what, 100 * found.idle_share, what,
-        )  # fmt: skip
+        steps = counted(found.num_steps, "step")
+        if not found.kernels:
+            text = "profile of %s in %s: %.1f ms a step; the trace has the operators"
+            logger.info(text, steps, self._folder, found.step_ms)
+            return
+        text = "profile of %s in %s: %.1f ms a step, no kernel runs in %.0f %% of it; by kernel:"
+        logger.info(text, steps, self._folder, found.step_ms, 100 * found.idle_share)
         for kernel in found.kernels[:SHOWN]:
             logger.info("  %5.1f %%  %6d calls  %s", 100 * kernel.share, kernel.calls, kernel.name[:90])

@@ -103,12 +103,6 @@ SAME_DATA: Final = 0.02
 TOO_DIFFERENT: Final = 2.0
 # share of the squared gradient: what rounding leaves of the noise between micro-batches that are equal.
 ROUNDING: Final = 1e-6
-# layers: fewer have no typical one to compare with.
-MIN_LAYERS: Final = 3
-# logged rows with layers: in the second half of the run.
-LAYER_ROWS: Final = 5
-# ratio to the median layer's update over weight: the slowest of healthy runs of all families has at least a tenth.
-STILL_LAYER: Final = 1e-3
 
 # The loss
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.records import record_of
 from trainer.errors import UserError
 from trainer.tools.branching.answer import cost_lines, decide, error_and_bar, make_answer
-from trainer.tools.branching.run_branches import BranchResult, last_training_loss, slots, training_config
+from trainer.tools.branching.run_branches import BranchResult, last_training_loss, training_config
 from trainer.tools.branching.study import STEPS_UNIT, base_steps_for, parse_numbers
 
 
@@ -92,13 +92,6 @@ def test_numbers_are_read_exactly():
             parse_numbers("--factors", text)
 
 
-def test_branches_at_once_get_devices_of_their_own():
-    assert slots(2, 2, ["0", "1", "5", "7", "8"]) == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "5,7"}]
-    assert slots(2, 1, []) == [{}]
-    with pytest.raises(UserError, match="--parallel: 3 branches of 2 ranks need 6 CUDA devices, there are 5"):
-        slots(2, 3, ["0", "1", "5", "7", "8"])
-
-
 QUARTER = Fraction(1, 4)
 
 
@@ -161,10 +154,10 @@ def test_the_noise_scale_stands_beside_it_in_the_same_units(make_study):
 def test_the_cost_is_that_of_what_is_left(make_study):
     rows = record_of({step: {"tokens_per_sec": 100.0 * step} for step in (80, 90, 100, 110)})
     study = make_study(fields={"run": rows})
-    lines = cost_lines(study, 6, 2)
+    lines = cost_lines(study, 6)
     assert lines[0] == ("18 branches from step 100 of run: 3 batches x 3 learning rates x 2 seeds, of which 6 are done")
-    # 12 branches of 64,000 tokens at 9,000 tokens/s, the median until the checkpoint, two at once.
-    assert lines[-1] == "cost: 12 branches, 2 at once, 768,000 tokens, about 43 s at the run's 9,000 tokens/s"
+    # 12 branches of 64,000 tokens at 9,000 tokens/s, the median until the checkpoint.
+    assert lines[-1] == "cost: 12 branches, 768,000 tokens, about 1 min at the run's 9,000 tokens/s"
 
 
 def test_the_training_loss_is_a_mean_per_token_over_the_last_quarter():

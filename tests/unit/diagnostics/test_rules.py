@@ -120,11 +120,6 @@ def depths(*gains: float, error: float = 0.001, count: int = 3, name: str = "") 
     return {key: dict.fromkeys(steps, value) for key, value in values.items()}
 
 
-def layer_rows(what: str, values: Mapping[str, float], count: int = 20) -> dict[str, list[float]]:
-    return {f"layer/{name}/{what}": [value] * count for name, value in values.items()}
-
-
-RATIOS = {"embedding": 2e-5, "blocks.0": 1e-3, "blocks.1": 2e-3, "head": 5e-3}
 STARVED = pool_rows(**{ENDED: [1.0] * 60, f"{POOL}modalities/b": [2.0] * 20 + [0.0] * 40})
 BUSY = {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80}
 BATCH = {**GNS, "gns/b_big": [100.0] * 40}
@@ -148,7 +143,6 @@ HEALTHY: dict[str, RunRecord] = {
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.01}}),
     "repeated_data": make_run(same_data(1.0), environment={"world_size": 2}),
     "batch_size": make_run({**GNS, "gns/b_big": [16.0] * 40}),
-    "still_layer": make_run(layer_rows("update_ratio", RATIOS)),
     "non_finite": make_run({"loss": [2.0] * 9, "grad_norm": [1.0] * 9, "non_finite_steps": [0.0] * 9}),
     "loss_spikes": make_run({"loss": noisy(2.0, 60)}),
     "data_bound": make_run({"time/data_sec": [0.01] * 40, "step_time_sec": [1.0] * 40}),
@@ -179,7 +173,6 @@ FAULTY: dict[str, RunRecord] = {
     "shares": make_run({"blend/max_share_error": {10: 0.2, 1000: 0.1}}),
     "repeated_data": make_run(same_data(-4e-17), environment={"world_size": 2}),
     "batch_size": make_run(BATCH),
-    "still_layer": make_run(layer_rows("update_ratio", {**RATIOS, "blocks.1": 1e-7})),
     "non_finite": make_run({"loss": [2.0, math.nan, 2.0]}),
     "loss_spikes": make_run({"loss": [*noisy(2.0, 40), 3.0, *noisy(2.0, 10)]}),
     "data_bound": make_run({"time/data_sec": [0.2] * 80, "step_time_sec": [1.0] * 80}),
@@ -327,9 +320,6 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "stale_states: a tenth of the gain": make_run(probes(gain=0.5, gap=-0.049, error=0.0001)),
         "stale_states: a gap within its error": make_run(probes(gain=0.01, gap=-0.1, error=0.2)),
         "stale_states: gaps that contradict each other": make_run(SCATTERED),
-        "still_layer: a layer that stood still": make_run(
-            {**layer_rows("update_ratio", RATIOS), "layer/head/update_ratio": [1e-09] * 9 + [0.001] * 11}
-        ),
     },
     "not_measured": {
         **{
@@ -350,8 +340,6 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "uneven_slices: uneven slices of several pools": wide(0.01),
         "uneven_slices: two pools with exact shares": wide(0.0, config=TWO_SOURCES),
         "straggling_rank: a single rank": make_run(BUSY),
-        "still_layer: layers that all stand still": make_run(layer_rows("update_ratio", dict.fromkeys(RATIOS, 0.0))),
-        "still_layer: layers in few rows": make_run(layer_rows("update_ratio", {**RATIOS, "head": 0.0}, count=5)),
         "model_contract: no record of a check": make_run({"loss": [1.0]}, config={"model": {"target": "mine:build"}}),
     },
 }
@@ -383,7 +371,6 @@ EVICTED = {"ledger/cold_starts": [0.0, 4.0], "ledger/evictions/lru": [9.0, 0.0]}
 STEPPED = {**CONFIG, "train": {"micro_batches": {"schedule": "step", "points": {"0": 1, "20": 4}}}}
 GREW = {**GNS, "gns/b_big": [1.0] * 40, "train/micro_batches": [1.0] * 20 + [4.0] * 20}
 ONE_SEQUENCE = {**mixed(batch_size=1), "train": {"micro_batches": 1}}
-GROUPS = [{"match": "blocks.*", "weight_decay": 0.0, "lr_scale": 1.0}, {"match": "blocks.1.*", "lr_scale": 1e-6}]
 
 KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("cold_starts", make_run({**SKIPPED, "ledger/cold_starts": [0.0, 4.0]}), None),  # no capacity would have kept these
@@ -418,13 +405,6 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("restarts", VERDICTS["finding"]["restarts: a crash loop"], None),
     ("batch_size", make_run(BATCH, config=ONE_SEQUENCE), None),
     ("batch_size", make_run(GREW, config=STEPPED), ("train.micro_batches", 4, "a schedule that ends at 40")),
-    # The first group that matches counts, and it does not slow the layer down.
-    (
-        "still_layer",
-        changed("still_layer", optimizer={"group": GROUPS}),
-        ("model", None, "a model in which the gradient reaches blocks.1"),
-    ),
-    ("still_layer", changed("still_layer", optimizer={"group": GROUPS[1:]}), ("optimizer.group.lr_scale", 1e-6, 1.0)),
     ("stale_states", make_run(STALE), ("data.mixing.num_streams_mixed", 4, 2)),
     ("stale_states", make_run(STALE, config={**mixed(num_streams_mixed=1)}), ("optimizer.lr", 1e-3, 5e-4)),
     # No rule suggests a learning rate that `check` warns about; plain SGD trains with larger ones.

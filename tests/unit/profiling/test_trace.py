@@ -1,4 +1,4 @@
-"""The summary of a profiler's trace: of made-up device events, whose sums are known, and of a real profile of the CPU."""
+"""The summary of a profiler's trace: of made-up device events, whose sums are known, and of a real trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.lab.profile import Span, gaps, read_trace, self_times, summarize
+from trainer.lab.profile import Span, gaps, read_trace, summarize
 
 
 def event(cat: str, name: str, start: float, end: float, tid: int = 1) -> dict[str, Any]:
@@ -41,7 +41,7 @@ EVENTS = [
 
 def test_kernels_idle_time_and_synchronizations_of_the_device() -> None:
     found = summarize(EVENTS)
-    assert (found.num_steps, found.is_of_device, found.step_ms) == (2, True, 1.0)
+    assert (found.num_steps, found.step_ms) == (2, 1.0)
     # 0 to 100, 1200 to 1500 and 1600 to 1900 of 2,000.
     assert found.idle_ms == pytest.approx(0.35)
     assert found.idle_share == pytest.approx(0.35)
@@ -58,24 +58,6 @@ def test_a_trace_without_a_step_is_refused() -> None:
         summarize([each for each in EVENTS if "ProfilerStep" not in each["name"]])
 
 
-def test_operators_of_the_cpu_stand_for_kernels_with_their_own_time() -> None:
-    steps = [event("user_annotation", "ProfilerStep#0", 0, 1000)]
-    operators = [
-        event("cpu_op", "linear", 100, 500),
-        event("cpu_op", "transpose", 110, 130),
-        event("cpu_op", "addmm", 150, 450),
-        event("cpu_op", "addmm", 600, 700, tid=2),
-    ]
-    found = summarize(steps + operators)
-    assert not found.is_of_device
-    assert found.idle_ms == pytest.approx(0.5)
-    assert {k.name: (k.calls, round(k.total_ms * 1e3)) for k in found.kernels} == {
-        "addmm": (2, 400),
-        "linear": (1, 80),
-        "transpose": (1, 20),
-    }
-
-
 SPANS = st.lists(st.tuples(st.integers(-5, 30), st.integers(0, 12)).map(lambda pair: Span("x", pair[0], sum(pair))))
 
 
@@ -84,31 +66,6 @@ def test_gaps_are_the_times_that_no_span_covers(spans: list[Span], start: int, e
     free = [all(not span.start <= at < span.end for span in spans) for at in range(start, end)]
     lengths = [len(run) for run in "".join(" x"[is_free] for is_free in free).split()]
     assert gaps(spans, start, end) == lengths
-
-
-@st.composite
-def nested(draw: st.DrawFn) -> list[Span]:
-    """Spans of one thread: each is inside another, or beside it."""
-    spans: list[Span] = []
-
-    def fill(start: int, end: int, depth: int) -> None:
-        at = start
-        while depth and at < end and draw(st.booleans()):
-            first = draw(st.integers(at, end - 1))
-            last = draw(st.integers(first + 1, end))
-            spans.append(Span(f"{depth}", first, last))
-            fill(first, last, depth - 1)
-            at = last
-
-    fill(0, 40, 3)
-    return draw(st.permutations(spans))
-
-
-@given(nested())
-def test_own_times_of_nested_spans_add_up_to_what_they_cover(spans: list[Span]) -> None:
-    covered = sum(any(span.start <= at < span.end for span in spans) for at in range(40))
-    assert sum(own for _, own in self_times(spans)) == covered
-    assert all(own >= 0 for _, own in self_times(spans))
 
 
 def test_a_real_profile_is_summed_up(tmp_path: Path) -> None:
@@ -122,9 +79,6 @@ def test_a_real_profile_is_summed_up(tmp_path: Path) -> None:
             (x @ x).relu()
             profiler.step()
     found = summarize(read_trace(path))
-    calls = {kernel.name: kernel.calls for kernel in found.kernels}
     assert found.num_steps == 3
-    assert (calls["aten::mm"], calls["aten::relu"]) == (3, 3)
-    assert 0.0 <= found.idle_share < 1.0
-    assert found.num_synchronizations == 0
-    assert sum(kernel.share for kernel in found.kernels) == pytest.approx(1.0)
+    assert found.step_ms > 0.0
+    assert (found.kernels, found.num_synchronizations) == ((), 0)  # of a device alone

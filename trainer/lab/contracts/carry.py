@@ -62,7 +62,8 @@ def _judge(trial: Trial, sample: int) -> Verdict:
         rows = 1  # rows depend on each other, which is judged elsewhere
     tokens = trial.tokens(rows, sample=sample)
     whole = subject(tokens, subject.zeros(rows)).logits
-    limit = trial.limit(_effect(trial, tokens, whole))
+    # What a lost state would lose: how far the tokens of the first cell move the logits after it.
+    limit = trial.limit(float(trial.errors(_with_other_start(trial, tokens), whole)[:, n:].max()))
     # The first cell starts from the state that the row starts from: if it differs, the state is not why.
     size = float(trial.errors(subject(tokens[:, :n], subject.zeros(rows)).logits, whole[:, :n]).max())
     if size > limit:
@@ -100,11 +101,6 @@ def _judge(trial: Trial, sample: int) -> Verdict:
         text = f"state=None and zeros give other logits, by {size:.1e} of their spread. {LEARNED_START}"
         return Verdict("carry", "broken", text, size, int((errors > limit).nonzero()[0]))
     return Verdict("carry", "held", f"cells equal the uncut row to {largest:.1e}{''.join(notes)}", largest)
-
-
-def _effect(trial: Trial, tokens: Tensor, whole: Tensor) -> float:
-    """How far the tokens of the first cell move the logits after it: what a lost state would lose."""
-    return float(trial.errors(_with_other_start(trial, tokens), whole)[:, trial.cell :].max())
 
 
 def _with_other_start(trial: Trial, tokens: Tensor) -> Tensor:

@@ -235,7 +235,7 @@ def _finding(answer: Answer) -> str:
     return text
 
 
-def cost_lines(study: Study, num_done: int, num_slots: int) -> list[str]:
+def cost_lines(study: Study, num_done: int) -> list[str]:
     """The cost of the branches, in lines, before the first one starts."""
     origin, steps = study.origin, [branch.steps for branch in study.branches]
     num_todo, rate = len(steps) - num_done, origin.tokens_per_sec
@@ -248,9 +248,9 @@ def cost_lines(study: Study, num_done: int, num_slots: int) -> list[str]:
     if study.is_held_out:
         kind = "held-out loss"
     total = num_todo * study.tokens
-    cost = f"cost: {counted(num_todo, 'branch')}, {num_slots} at once, {total:,.0f} tokens"
+    cost = f"cost: {counted(num_todo, 'branch')}, {total:,.0f} tokens"
     if rate:
-        cost += f", about {duration_text(total / rate / num_slots)} at the run's {rate:,.0f} tokens/s"
+        cost += f", about {duration_text(total / rate)} at the run's {rate:,.0f} tokens/s"
     return [
         f"{counted(len(steps), 'branch')} from step {origin.step:,} of {origin.run.path}: {shape}",
         f"each trains {study.tokens:,.0f} tokens in {min(steps):,} to {max(steps):,} steps; the {kind} decides",

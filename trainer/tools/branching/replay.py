@@ -325,14 +325,13 @@ def replay(
         changed["distributed"]["shards"] = origin.plan.facts.data_shards
     rides = ExtensionTable(target="trainer.tools.branching.replay:Replayed", args={"step": step})
     config = with_tables(origin.config, changed).model_copy(update={"extension": [*origin.config.extension, rides]})
-    environment = {}
-    if num_ranks == own and threads in range(1, MOST_THREADS):  # sums round alike on as many threads
-        environment["OMP_NUM_THREADS"] = str(threads)
+    if num_ranks != own or threads not in range(1, MOST_THREADS):
+        threads = None
     # Changes of the mix are read from events.jsonl, so the new directory begins with those of the run.
     with tempfile.TemporaryDirectory(prefix="trainer-replay-", ignore_cleanup_errors=True) as name:
         write_file(Path(name) / EVENTS, b"".join(mix_events(origin.run.path / EVENTS)), sync=False)
         try:
-            run_program(num_ranks, config, Path(name), environment, should_stop)
+            run_program(num_ranks, config, Path(name), should_stop, threads=threads)  # sums round alike on as many
         except BranchFailed as error:
             failure = error.reason.splitlines()[-1]
         files = Path(name).glob("replayed_*.json")

@@ -1,4 +1,4 @@
-"""Runs branches: each a process of the program, several at once, and none begins once a stop is requested.
+"""Runs branches: each a process of the program, and none begins once a stop is requested.
 
 RUN_DIR/cbs/STEP holds what they gave, and is never mixed with results of other settings:
 
@@ -11,25 +11,19 @@ from __future__ import annotations
 
 import math
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig, SchedulerTable
-from trainer.errors import UserError
 from trainer.files import open_plain, read_json, remove_tree, write_file, write_json
 from trainer.import_path import PROGRAM
 from trainer.tools.branching.study import Branch, Study
@@ -38,7 +32,6 @@ from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack, rank_file, unpack, write_tensors
 from trainer.training.run_dir import FINISHED, RunDir
 from trainer.training.signals import PARENT
-from trainer.wording import counted
 
 STUDY_FILE, RESULT_FILE, ANSWER_FILE, OUTPUT_FILE = "study.json", "result.json", "cbs.json", "output.txt"
 LAST_PART = 4  # the last quarter of the steps counts, without held-out documents
@@ -81,86 +74,31 @@ def results_of(study: Study) -> dict[Branch, BranchResult]:
     return {branch: BranchResult(**result) for branch, result in found.items() if result is not None}
 
 
-def slots(num_ranks: int, parallel: int, devices: Sequence[str]) -> list[dict[str, str]]:
-    """The environment variables of each of `parallel` branches that run at the same time.
-
-    Args:
-        devices: the CUDA devices; each branch gets as many of its own as it has ranks.
-
-    Raises:
-        UserError: there are too few.
-    """
-    if parallel == 1:
-        return [{}]
-    if not devices:
-        threads = max(1, (os.cpu_count() or 1) // (parallel * num_ranks))
-        return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}] * parallel
-    if parallel * num_ranks > len(devices):
-        problem = f"{parallel} branches of {counted(num_ranks, 'rank')} need {parallel * num_ranks} CUDA devices"
-        raise UserError("--parallel", f"{problem}, there are {len(devices)}", "use a smaller number")
-    groups = [devices[at * num_ranks : (at + 1) * num_ranks] for at in range(parallel)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
-
-
-def cuda_devices(config: RunConfig) -> list[str]:
-    """The CUDA devices that runs of the config can use, as CUDA_VISIBLE_DEVICES names them."""
-    if config.train.device == "cpu" or not torch.cuda.is_available():
-        return []
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named:
-        return named.split(",")
-    return list(map(str, range(torch.cuda.device_count())))
-
-
 def run_branches(
     study: Study,
     branches: Sequence[Branch],
     *,
-    environments: Sequence[Mapping[str, str]],
     should_stop: Callable[[], bool],
     on_result: Callable[[Branch, BranchResult], None],
 ) -> None:
-    """Run branches that are not done yet, as many at once as there are environments, until a stop is requested.
+    """Run branches that are not done yet, one after the other, until a stop is requested.
 
     Args:
-        should_stop: asked often, from several threads.
-        on_result: called for each branch that is done, from this thread.
+        should_stop: asked often.
+        on_result: called for each branch that is done.
 
     Raises:
-        BranchFailed, OSError: one failed; the others were stopped, and can be resumed.
+        BranchFailed, OSError: one failed; those before it are done.
     """
     study.directory.mkdir(parents=True, exist_ok=True)
     write_json(study.directory / STUDY_FILE, study.common)
-    free: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
-    for environment in environments:
-        free.put(environment)
-    has_failed = threading.Event()
-
-    def stops() -> bool:
-        return has_failed.is_set() or should_stop()
-
-    def run_one(branch: Branch) -> BranchResult | None:
-        environment = free.get()
-        try:
-            if stops():
-                return None
-            return _run_branch(study, branch, environment, stops)
-        except BaseException:
-            has_failed.set()
-            raise
-        finally:
-            free.put(environment)
-
-    with ThreadPoolExecutor(len(environments), thread_name_prefix="branch") as pool:
-        futures = {pool.submit(run_one, branch): branch for branch in branches}
-        for future in as_completed(futures):
-            if (result := future.result()) is not None:
-                on_result(futures[future], result)
+    for branch in branches:
+        if should_stop() or (result := _run_branch(study, branch, should_stop)) is None:
+            return
+        on_result(branch, result)
 
 
-def _run_branch(
-    study: Study, branch: Branch, environment: Mapping[str, str], should_stop: Callable[[], bool]
-) -> BranchResult | None:
+def _run_branch(study: Study, branch: Branch, should_stop: Callable[[], bool]) -> BranchResult | None:
     """Train a branch, from its own checkpoint if it has one, and evaluate it. None: stopped. Raises as `run_branches`."""
     # A branch without a checkpoint was killed before it trained: it starts from the fork again.
     started, end = time.monotonic(), study.origin.step + branch.steps
@@ -170,7 +108,7 @@ def _run_branch(
         fork(study.origin.path, path, order=branch.seed)
     if RunDir(path).status().get("state") != FINISHED:
         config = training_config(study, branch)
-        if not run_program(study.origin.num_ranks, config, path, environment, should_stop):
+        if not run_program(study.origin.num_ranks, config, path, should_stop):
             return None
     run = load_run(path)
     tokens = round(max(run.train.column("tokens_seen")[1], default=0.0)) - study.origin.tokens_seen
@@ -208,9 +146,17 @@ def last_training_loss(run: RunRecord, *, last: int, num_steps: int) -> float | 
 
 
 def run_program(
-    num_ranks: int, config: RunConfig, run_dir: Path, environment: Mapping[str, str], should_stop: Callable[[], bool]
+    num_ranks: int,
+    config: RunConfig,
+    run_dir: Path,
+    should_stop: Callable[[], bool],
+    *,
+    threads: int | None = None,
 ) -> bool:
     """Train in `run_dir`, from its own checkpoint. False: stopped, which is passed on to the program once.
+
+    Args:
+        threads: of each rank; None: as this process's environment says.
 
     Raises:
         BranchFailed: it failed, but for a loss that is not finite.
@@ -220,11 +166,14 @@ def run_program(
     command = [sys.executable, str(PROGRAM), "--config", str(config_file), "--run-dir", str(run_dir)]
     if num_ranks > 1:
         command += ["--nproc", str(num_ranks)]
+    environment = {**os.environ, PARENT: str(os.getpid())}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
     with open_plain(output_file, "ab") as output:
         # A session of its own: Ctrl-C reaches this process alone.
         process = subprocess.Popen(
             command,
-            env={**os.environ, **environment, PARENT: str(os.getpid())},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -1,11 +1,8 @@
-"""Rules about gradients: the batch size next to the noise scale, repeated data, and layers that stand still."""
+"""Rules about gradients: the batch size next to the noise scale, and repeated data."""
 
 from __future__ import annotations
 
 import math
-from fnmatch import fnmatchcase
-from statistics import median
-from typing import Any, Final
 
 from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
@@ -23,7 +20,6 @@ from trainer.tools.diagnostics.rule import (
     ranks,
     rule,
     series,
-    unlogged,
 )
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.noise_scale import B_BIG, NoiseScale, noise_scale_of, why_unknown
@@ -34,8 +30,6 @@ B_SMALL = "gns/b_small"
 DRAWN = "gns/b_drawn"
 TR_SIGMA = "gns/tr_sigma"
 GRAD_SQ = "gns/grad_sq"
-UPDATE: Final = "/update_ratio"
-NORM: Final = "/grad_norm"
 HINT = "that takes gns.enabled = true and at least two micro-batches per step over all ranks"
 
 
@@ -170,60 +164,4 @@ def _doubt(run: RunRecord, scale: NoiseScale) -> str:
     return f", which takes micro-batches for independent, and they are not {consistency}{more}"
 
 
-@rule("warning", uses=("layer/<name>/update_ratio", "layer/<name>/grad_norm"))
-def still_layer(run: RunRecord) -> Outcome:
-    """Over the second half of the run, the median of a layer's update over weight is below {limits.STILL_LAYER:g} of the
-    median over all layers (at least {limits.MIN_LAYERS} layers, {limits.LAYER_ROWS} rows).
-
-    In healthy runs of all families, with AdamW, Muon and SGD, the slowest layer has at least a tenth of the median. One far
-    slower keeps its first weights: its gradient is cut off, or a group's lr_scale is wrong.
-    Change: the model, where the gradient is cut off (`detach`, `no_grad`); or `lr_scale` of its `[[optimizer.group]]`
-    """
-    columns = _second_halves(run)
-    if isinstance(columns, Outcome):
-        return columns
-    middles = {name: median(column.values) for name, column in columns.items()}
-    typical = median(middles.values())
-    if typical <= 0.0:
-        return not_measured("most layers do not move: the learning rate is 0, or no gradient reaches them")
-    rates = {name: value / typical for name, value in middles.items()}
-    still = [name for name, rate in rates.items() if rate < limits.STILL_LAYER]
-    if not still:
-        name = min(rates, key=rates.__getitem__)
-        times = f"{number_text(rates[name])} times as fast as the median layer"
-        return healthy(f"every layer learns: the slowest, {name}, {times}")
-    names = ", ".join(f"{name} ({number_text(rates[name])} times as fast as the median layer)" for name in still)
-    words = f"hardly learning: {names}, whose step is {number_text(typical)} of its weights"
-    cut_off = [name for name in still if not any(series(run, f"layer/{name}{NORM}").values)]
-    if cut_off:
-        words += f"; no gradient reaches {', '.join(cut_off)}"
-    return finding(words, *(columns[name].evidence() for name in still), knob=_knob(run, still[0]))
-
-
-def _knob(run: RunRecord, layer: str) -> Knob:
-    """The group of the optimizer that slows the layer down, if one does; otherwise the model."""
-    groups: list[dict[str, Any]] = run.setting("optimizer.group", []) or []
-    group = next((group for group in groups if fnmatchcase(f"{layer}.weight", str(group.get("match", "")))), {})
-    if group.get("lr_scale", 1.0) < 1.0:
-        return Knob("optimizer.group.lr_scale", group["lr_scale"], 1.0)
-    return Knob("model", None, f"a model in which the gradient reaches {layer}")
-
-
-def _second_halves(run: RunRecord) -> dict[str, Series] | Outcome:
-    """The update over weight of each layer, in the second half of the rows."""
-    keys = [key for key in run.train.keys if key.startswith("layer/") and key.endswith(UPDATE)]
-    if not keys:
-        return unlogged([f"layer/<name>{UPDATE}"], "set metrics.per_layer = true")
-    if len(keys) < limits.MIN_LAYERS:
-        return not_measured(f"the model has fewer than {limits.MIN_LAYERS} layers to compare")
-    columns = {key.removeprefix("layer/").removesuffix(UPDATE): series(run, key) for key in keys}
-    last = max(column.steps[-1] for column in columns.values())
-    first = min(column.steps[0] for column in columns.values())
-    late = {name: column.since((first + last) // 2) for name, column in columns.items()}
-    late = {name: column for name, column in late.items() if len(column) >= limits.LAYER_ROWS}
-    if len(late) < limits.MIN_LAYERS:
-        return not_yet(f"needs {limits.LAYER_ROWS} rows with layers in the second half of the run")
-    return late
-
-
-RULES = (repeated_data, batch_size, still_layer)
+RULES = (repeated_data, batch_size)

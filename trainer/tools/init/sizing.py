@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -21,14 +20,6 @@ TOKENS_PER_STEP, MOST_MICRO_BATCHES = 4096, 8
 STEPS_RANGE = (100, 2000)
 HOLDOUT_FRACTIONS = (0.02, 0.05, 0.1, 0.2)
 MOST_HELD_OUT = 0.3
-
-Mix = Literal["tokens", "sqrt", "equal"]
-MIXES: Mapping[Mix, tuple[str, float]] = {
-    "tokens": ("in its share of the training tokens", 1.0),
-    "sqrt": ("by the square root of its tokens, so that small ones come more often", 0.5),
-    "equal": ("equally often", 0.0),
-}
-"""How often each modality is drawn: in words, and as the power of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -133,20 +124,17 @@ class Part:
     streams: int
     tokens: int
     """Of the training documents."""
-    token_share: float
-    """Of all training tokens."""
     weight: float
-    """Its share of those that are drawn."""
+    """Its share of all training tokens."""
 
 
-def parts_of(streams: Sequence[Stream], lengths: Sequence[Ints], sizes: Sizes, mix: Mix) -> list[Part]:
-    """The modalities with the weights that draw them in the shares of `mix`: a weight is a share of the tokens."""
+def parts_of(streams: Sequence[Stream], lengths: Sequence[Ints], sizes: Sizes) -> list[Part]:
+    """The modalities with the weights that draw each in its share of the training tokens."""
     tokens: dict[str, int] = dict.fromkeys(sorted(stream.modality for stream in streams), 0)
     for stream, each in zip(streams, lengths, strict=True):
         kept = ~held_out(stream.relative_path, len(each), sizes.holdout_fraction)
         tokens[stream.modality] += int(each[kept].sum())
     tokens = {name: count for name, count in tokens.items() if count}
-    asked = {name: count ** MIXES[mix][1] for name, count in tokens.items()}
     sources = _source_names(list(tokens))
     return [
         Part(
@@ -154,8 +142,7 @@ def parts_of(streams: Sequence[Stream], lengths: Sequence[Ints], sizes: Sizes, m
             source=sources[name],
             streams=sum(stream.modality == name for stream in streams),
             tokens=tokens[name],
-            token_share=tokens[name] / sum(tokens.values()),
-            weight=asked[name] / sum(asked.values()),
+            weight=tokens[name] / sum(tokens.values()),
         )
         for name in tokens
     ]

@@ -10,7 +10,7 @@ from functools import partial
 from importlib import resources
 from typing import Any
 
-from trainer.tools.init.sizing import MIXES, Mix, Part, Sizes
+from trainer.tools.init.sizing import Part, Sizes
 
 WIDTH = 120  # of notes
 TIE_FROM_VOCABULARY = 8192  # from this size on, tied embeddings save most of a small model's parameters
@@ -52,8 +52,6 @@ class Starter:
     notes: list[str]
     """What the user should check."""
     sources: list[StarterSource]
-    mix: Mix
-    """The shares that the weights of several sources make."""
     tokenizer: str
     vocab_size: int
     """As in `[data]`: 0 where the tokenizer has its own."""
@@ -66,10 +64,6 @@ class Starter:
     sizes: Sizes
     length: str
     """Of the run, in words."""
-
-
-def _shares(part: Part) -> str:
-    return f"{part.token_share:.1%} of the training tokens, {part.weight:.1%} of what is drawn"
 
 
 def render_starter(starter: Starter, *, schema: str | None) -> str:
@@ -117,17 +111,16 @@ def _comment(text: str) -> str:
 def _sources(starter: Starter) -> str:
     head = "# Add [[data.source]] tables to blend in more data; weight sets the proportions."
     if len(starter.sources) > 1:
-        others = ", ".join(f"{mix}: {words}" for mix, (words, _) in MIXES.items() if mix != starter.mix)
-        text = "One source per modality. A weight is a share of the tokens; these draw each modality "
-        text += f"{MIXES[starter.mix][0]} (train init --weights {starter.mix}). Other choices: {others}."
-        head = _comment(text)
+        head = (
+            "# One source per modality. A weight is a share of the tokens: here each modality's own share of the data."
+        )
     blocks = []
     for source in starter.sources:
         lines = ["[[data.source]]", f"name = {_toml(source.name)}"]
         lines += [f"{key} = {_toml(value)}" for key, value in source.keys.items()]
         part = source.part
         if part is not None:
-            lines.append(f"weight = {part.weight:.4g}   # {_shares(part)}")
+            lines.append(f"weight = {part.weight:.4g}   # {part.tokens:,} training tokens")
             if part.streams < starter.sizes.num_streams_mixed:
                 lines.append(f"mixing = {{ num_streams_mixed = {part.streams} }}")
         if starter.suggests_eod:

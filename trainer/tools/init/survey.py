@@ -26,7 +26,7 @@ from trainer.lab.cache import Cache
 from trainer.lab.stored import discover_stored
 from trainer.metrics.progress_bar import progress_bar
 from trainer.tools.fitted_table import duration_text
-from trainer.tools.init.sizing import Mix, Part, choose_sizes, never_held_out, parts_of
+from trainer.tools.init.sizing import Part, choose_sizes, never_held_out, parts_of
 from trainer.tools.init.starter import Starter, StarterSource, render_starter
 from trainer.tools.inspection.survey import Guess, guess, look
 from trainer.tools.inspection.verify import describe, not_text
@@ -51,7 +51,6 @@ def make_starter(
     eod: int | None = None,
     column: str | None = None,
     tokenizer: str | None = None,
-    weights: Mix = "tokens",
 ) -> Starter:
     """The starter config for the data at `paths`; the other arguments are the verb's options.
 
@@ -79,7 +78,7 @@ def make_starter(
     if not any(each.any() for each in lengths):
         raise UserError(paths[0], "holds no token at all", "name files with text or token ids in them")
     sizes = choose_sizes(chosen, lengths, share=share)
-    parts = parts_of(chosen, lengths, sizes, weights)
+    parts = parts_of(chosen, lengths, sizes)
     notes = _notes(at, kind, share)
     if near:
         notes.append(f"the tokenizer of the data, {near}, is used; for bytes: --tokenizer bytes")
@@ -106,7 +105,6 @@ def make_starter(
         found=_found_lines(at, chosen, lengths, kind),
         notes=notes,
         sources=_sources(at, parts, name, keys, format=format),
-        mix=weights,
         tokenizer=named,
         vocab_size=vocab_size,
         num_ids=load_tokenizer(named, vocab_size=vocab_size).vocab_size,

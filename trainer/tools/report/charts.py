@@ -355,12 +355,6 @@ def _facts(keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
     return tuple(facts)
 
 
-def points_per_curve(runs: Sequence[RunRecord]) -> int:
-    """The number of points per curve that keeps the page within the budget."""
-    num_curves = max(sum(len(run.keys) for run in runs), 1)
-    return min(max(POINT_BUDGET // num_curves, FEWEST_POINTS), MOST_POINTS)
-
-
 def drawn_keys(runs: Sequence[RunRecord]) -> tuple[list[str], int]:
     """The keys that are drawn, as many as the budget has curves for, those of the catalog first; and how many are left out."""
     # The loss against depth has a drawing of its own.
@@ -378,7 +372,8 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     for each variant; for several runs, colors stand for runs, so each key needs its own. Standard errors are drawn with their
     means.
     """
-    columns = Columns(runs, points_per_curve(runs))
+    num_curves = max(sum(len(run.keys) for run in runs), 1)
+    columns = Columns(runs, min(max(POINT_BUDGET // num_curves, FEWEST_POINTS), MOST_POINTS))
     keys, _ = drawn_keys(runs)
     charts: list[Chart] = []
     used: set[str] = set()

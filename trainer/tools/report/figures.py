@@ -54,10 +54,15 @@ class _Columns:
         return {"column": self._numbers[data]}
 
 
-def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> str:
-    """All charts as JSON for a <script> element; None for those that are not drawn."""
+def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord], *, more: Sequence[Json] = ()) -> str:
+    """All charts as JSON for a <script> element, None for those that are not drawn; behind them `more` figures."""
     columns = _Columns()
-    marks = _marks_of(runs, most=max(_MARK_BUDGET // max(len(charts), 1), 1))
+    marked = {(number, each.global_step, "restart") for number, run in enumerate(runs) for each in run.restarts}
+    marked |= {(number, step, "mix") for number, run in enumerate(runs) for step, *_ in mix_changes(run)}
+    most = max(_MARK_BUDGET // max(len(charts), 1), 1)
+    marks = sorted(marked, key=lambda each: -each[1])[
+        :: -(-len(marked) // most) or 1
+    ]  # the latest first; of too many, some
     figures: list[Json | None] = []
     for chart in charts:
         figures.append(None)
@@ -71,16 +76,14 @@ def encode_charts(charts: Sequence[Chart], runs: Sequence[RunRecord]) -> str:
         (resources.files("trainer.tools.report") / "assets" / "layout.json").read_text(encoding="utf-8")
     )
     template = {"layout": layout, "data": {"scatter": [{"showlegend": False}]}}
-    page = {"columns": columns.encoded, "span": [first - pad, last + pad], "template": template, "charts": figures}
+    page = {
+        "columns": columns.encoded,
+        "span": [first - pad, last + pad],
+        "template": template,
+        "charts": [*figures, *more],
+    }
     # "</script>" in the name of a run would end the element.
     return json.dumps(page, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _marks_of(runs: Sequence[RunRecord], *, most: int) -> list[tuple[int, int, str]]:
-    """Number of the run, step and name of restarts and changed weights, the latest first; of too many each n-th."""
-    marks = {(number, each.global_step, "restart") for number, run in enumerate(runs) for each in run.restarts}
-    marks |= {(number, step, "mix") for number, run in enumerate(runs) for step, *_ in mix_changes(run)}
-    return sorted(marks, key=lambda each: -each[1])[:: -(-len(marks) // most) or 1]
 
 
 def _figure(chart: Chart, runs: Sequence[RunRecord], columns: _Columns, marks: Sequence[tuple[int, int, str]]) -> Json:

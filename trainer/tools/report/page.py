@@ -15,7 +15,7 @@ from trainer.config.load import flatten
 from trainer.errors import UserError
 from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 from trainer.tools.report.charts import Chart, drawn_keys, make_charts
-from trainer.tools.report.depth_chart import depth_figures
+from trainer.tools.report.depth_chart import HEIGHT, depth_figures
 from trainer.tools.report.figures import NUM_COLORS, encode_charts, skipped_step
 from trainer.tools.report.run_summary import (
     config_differences,
@@ -246,19 +246,23 @@ def _card(number: int, chart: Chart) -> Html:
     about = NOTHING
     if facts:
         about = element("details", element("summary", "About"), element("dl", *facts))
-    aria = {"aria_roledescription": "chart", "aria_labelledby": f"chart-{number}", "aria_describedby": "keys-help"}
-    style = f"height: {height}px"
-    plot = element("div", class_="plot", data_chart=number, style=style, tabindex="0", role="group", **aria)
     return element(
         "article",
         element("header", title, element("p", _code(few(chart.keys)), class_="keys")),
         _optional("p", " · ".join(dict.fromkeys(levels)), "small levels"),
-        plot,
+        _plot(number, height),
         _small_print(chart),
         about,
         class_="card wide" if chart.is_wide else "card",
         data_name=f"{chart.group}: {chart.title}",
     )
+
+
+def _plot(number: int, height: int) -> Html:
+    """Where the page draws the chart of this number, whose heading has the id `chart-NUMBER`."""
+    aria = {"aria_roledescription": "chart", "aria_labelledby": f"chart-{number}", "aria_describedby": "keys-help"}
+    style = f"height: {height}px"
+    return element("div", class_="plot", data_chart=number, style=style, tabindex="0", role="group", **aria)
 
 
 def _small_print(chart: Chart) -> Html:
@@ -276,16 +280,19 @@ def _small_print(chart: Chart) -> Html:
     return _optional("p", " · ".join(notes), "small")
 
 
-def _depth(runs: Sequence[RunRecord]) -> Html:
-    """The loss against depth in each set of each run."""
-    parts = []
+def _depth(runs: Sequence[RunRecord], number: int) -> tuple[Html, list[dict[str, Any]]]:
+    """The loss against depth in each set of each run, and its charts, the first of which has this number."""
+    parts: list[Html] = []
+    figures: list[dict[str, Any]] = []
     for run in runs:
-        for name, words, drawn in depth_figures(run):
-            title = name if len(runs) == 1 else f"{run.name}, {name}"
-            parts.append(element("article", element("h3", title), element("p", words), Html(drawn), class_="card wide"))
+        for name, words, figure in depth_figures(run):
+            at = number + len(figures)
+            title = element("h3", name if len(runs) == 1 else f"{run.name}, {name}", id=f"chart-{at}")
+            parts.append(element("article", title, element("p", words), _plot(at, HEIGHT), class_="card wide"))
+            figures.append(figure)
     if not parts:
-        return NOTHING
-    return _section(DEPTH, element("div", *parts, class_="grid views"))
+        return NOTHING, []
+    return _section(DEPTH, element("div", *parts, class_="grid views")), figures
 
 
 # ---- Events, settings
@@ -333,7 +340,7 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
     is_single = len(runs) == 1
     charts = make_charts(runs)
     cards = [_verdict_card(number, diagnosis, is_single=is_single) for number, diagnosis in enumerate(diagnoses)]
-    events, depth = _events(runs), _depth(runs)
+    events, (depth, figures) = _events(runs), _depth(runs, len(charts))
     # As in the table of contents: what is not there is not named.
     shown = {"Verdict": True, "Outcome": True, FINDINGS: is_single and diagnoses[0].verdict is not None}
     shown |= {DEPTH: bool(depth), **{chart.group: True for chart in charts}, "Events": bool(events)}
@@ -358,7 +365,7 @@ def render_parts(diagnoses: Sequence[Diagnosis]) -> dict[str, str]:
         "contents": element("ul", *(element("li", link) for link in links)),
         "overview": join([_section("Verdict", *cards), _notes(runs), outcome, depth]),
         "details": join(details),
-        "data": encode_charts(charts, runs),
+        "data": encode_charts(charts, runs, more=figures),
     }
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import chdir, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +13,14 @@ import torch
 from trainer.cli.parts import PARTS
 from trainer.config.data_tables import EvalSourceTable, MixingTable
 from trainer.config.schema import RunConfig, SchedulerTable
-from trainer.data.batch import MicroBatch
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
-from trainer.metrics.progress_bar import progress_bar
 from trainer.tools.trained.saved_model import find_checkpoint, load_model, refuse_code
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import DataPolicy, check_data
-from trainer.training.evaluator import EvalSet
 from trainer.training.setup.evaluation import ALL, eval_sets, make_evaluator
 from trainer.training.setup.parts import model_and_loss
 from trainer.training.setup.plan import Plan, make_auxiliary, make_plan
@@ -33,7 +29,6 @@ from trainer.training.setup.sources import resolve_eval_sources, resolve_sources
 from trainer.wording import counted, few
 
 logger = get_logger(__name__)
-PROGRESS_SEC = 10.0
 
 
 def evaluate_checkpoint(
@@ -82,10 +77,10 @@ def evaluate_checkpoint(
         state = checkpoint.named(str(find_checkpoint(directory, saved.step)), checkpoint.read_state)
         plan = check_data(plan, state, info, DataPolicy(compares=False)).plan
     cell_model, loss = model_and_loss(saved.model, plan.config, device, vocab_size=plan.vocab_size)
-    announced = [_announced(each) for each in eval_sets(plan, info, device)]
+    read = eval_sets(plan, info, device)
     auxiliary = make_auxiliary(plan.config.objective, saved.model)
     evaluator = make_evaluator(
-        plan, saved.model, cell_model, loss, auxiliary, info, device, diagnostics, announced, strategy=Strategy()
+        plan, saved.model, cell_model, loss, auxiliary, info, device, diagnostics, read, strategy=Strategy()
     )
     found = evaluator.run(saved.step or 0)
     if not found:
@@ -147,24 +142,3 @@ def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], path: Path, batche
 
 def _with_eval(config: RunConfig, **changed: object) -> RunConfig:
     return config.model_copy(update={"eval": config.eval.model_copy(update=changed)})
-
-
-def _announced(each: EvalSet) -> EvalSet:
-    """The set, which shows how far it is."""
-
-    def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:
-        said, name = time.monotonic(), each.name or "held-out documents"
-
-        def say(number: int, total: int, what: str) -> None:
-            nonlocal said
-            if time.monotonic() - said > PROGRESS_SEC:
-                said = time.monotonic()
-                logger.info("%s: %d of %s", what, number, counted(total, "micro-batch"))
-
-        total = sum(1 for _ in each.batches(accepted))  # reading takes little next to the model
-        with progress_bar(say) as report:
-            for number, micro in enumerate(each.batches(accepted), start=1):
-                yield micro
-                report(number, total, name)
-
-    return each._replace(batches=batches)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -84,6 +84,7 @@ def check(
         from trainer.config.load import load_config, located, to_toml
         from trainer.lab.contract_check import check_here, refuse_breaches, remarks
         from trainer.metrics.logger import get_logger
+        from trainer.tools.preview.summary import make_preview
         from trainer.training.setup.plan import make_plan
 
     resolved = load_config(config_path, overrides or [])
@@ -91,7 +92,9 @@ def check(
         plan = make_plan(resolved, Path(config_path), world_size, parts=PARTS)
         _refuse_what_a_run_would(plan)
         device = torch.device("cuda" if resolved.train.device != "cpu" and torch.cuda.is_available() else "cpu")
-        preview = _preview(plan)
+        preview = None  # of much data in one shard, which opening may tokenize
+        if plan.facts.data_shards > 1 or sum(_num_bytes(each.streams) for each in plan.sources) <= MOST_BYTES:
+            preview = make_preview(plan, most=COUNTED)
         _warn(plan, preview, device)
         facts = {**_derived(plan, device), **_fill(plan, preview), "memory_megabytes": _megabytes(plan, device)}
         report = "--no-contract" if no_contract else check_here(plan)
@@ -174,15 +177,6 @@ def _tokens_in_run(plan: Plan, preview: Preview | None) -> str | int:
         return f"at most {most:,} (with full batches)"
     forecast = sum(source.tokens or 0.0 for source in preview.sources)
     return f"at most {most:,} (with full batches, about {forecast:,.0f} as forecast)"
-
-
-def _preview(plan: Plan) -> Preview | None:
-    """The forecast, counted over the beginning of the run; None for one data shard of much data, which opening may tokenize."""
-    from trainer.tools.preview.summary import make_preview
-
-    if plan.facts.data_shards == 1 and sum(_num_bytes(source.streams) for source in plan.sources) > MOST_BYTES:
-        return None
-    return make_preview(plan, most=COUNTED)
 
 
 def _warn(plan: Plan, preview: Preview | None, device: torch.device) -> None:
@@ -480,12 +474,6 @@ def init(
     ] = None,
     eod: EodOption = None,
     column: ColumnOption = None,
-    weights: Annotated[
-        Literal["tokens", "sqrt", "equal"],
-        typer.Option(
-            help="How often each modality is drawn: by its training tokens, by their square root, or equally."
-        ),
-    ] = "tokens",
     minutes: Annotated[
         float, typer.Option(min=0, help="Longest time of the run, from a few timed steps; 0: one pass, untimed.")
     ] = 5.0,
@@ -497,9 +485,7 @@ def init(
 
     if out is not None:
         refuse_existing(out, force=force)
-    starter = make_starter(
-        paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer, weights=weights
-    )
+    starter = make_starter(paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer)
     if minutes:
         starter = timed(starter, minutes)
     put_text(render_starter(starter, schema=None if out is None else SCHEMA_NAME), out)

@@ -28,14 +28,13 @@ def cbs(
         int | None, typer.Option(min=1, help="Tokens of a branch; default: 20 % of those trained so far.")
     ] = None,
     tolerance: Annotated[float, typer.Option(min=0, help="Relative loss above the best that still counts.")] = 0.01,
-    parallel: Annotated[int, typer.Option(min=1, help="Branches at once, each on CUDA devices of its own.")] = 1,
     trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the critical batch size: train short branches from a checkpoint at several batches, to equal tokens."""
     run = require_run(run_dir)
     with uncollected():
-        from trainer.tools.branching.run_branches import STUDY_FILE, cuda_devices, read_kept, slots
+        from trainer.tools.branching.run_branches import STUDY_FILE, read_kept
         from trainer.tools.branching.study import make_study, open_origin, parse_numbers, reserved
         from trainer.tools.trained.saved_model import find_checkpoint
     path = find_checkpoint(run, at, option="--at")
@@ -51,11 +50,11 @@ def cbs(
             tokens=tokens,
             before=read_kept(directory / STUDY_FILE),
         )
-        _run(study, slots(origin.num_ranks, parallel, cuda_devices(origin.config)))
+        _run(study)
         _print(study, tolerance, as_json=as_json)
 
 
-def _run(study: Study, environments: list[dict[str, str]]) -> None:
+def _run(study: Study) -> None:
     """Run the branches that are not done. Raises typer.Exit: a stop was requested, or a branch failed."""
     from trainer.tools.branching.answer import cost_lines
     from trainer.tools.branching.run_branches import BranchFailed, results_of, run_branches
@@ -63,7 +62,7 @@ def _run(study: Study, environments: list[dict[str, str]]) -> None:
 
     done = results_of(study)
     todo = [branch for branch in study.branches if branch not in done]
-    for line in cost_lines(study, len(done), len(environments)):
+    for line in cost_lines(study, len(done)):
         echo(line, err=True)
     if not todo:
         return
@@ -80,7 +79,7 @@ def _run(study: Study, environments: list[dict[str, str]]) -> None:
         echo(f"{len(done)} of {len(study.branches)}: {what}: loss {loss} ({result.seconds:.0f} s)", err=True)
 
     try:
-        run_branches(study, todo, environments=environments, should_stop=lambda: stop.requested, on_result=on_result)
+        run_branches(study, todo, should_stop=lambda: stop.requested, on_result=on_result)
     except (BranchFailed, OSError) as error:
         echo(str(error), err=True)
         raise typer.Exit(EXIT_FAILED) from None

@@ -79,6 +79,7 @@
   }
 
   function layoutOf(figure, traces) {
+    if (figure.isOfSteps === false) return { ...structuredClone(figure.layout), template: page.template, dragmode: false };
     const layout = { ...figure.layout, template: page.template, dragmode: isTouch ? false : "zoom", xaxis: { range: [...(state.range ?? page.span)] } };  // plotly writes into it
     if (figure.isHeat) return layout;
     const type = isLog(figure) ? "log" : "linear", range = figure.isStacked ? null : valueRange(figure, traces);
@@ -101,11 +102,12 @@
     const figure = figureOf(plot), isFirst = !plot.data, traces = tracesOf(figure);
     Plotly.react(plot, traces, layoutOf(figure, traces), CONFIG);
     if (!isFirst) return;
+    plot.on("plotly_afterplot", () => scalable(plot));
+    scalable(plot);
+    if (figure.isOfSteps === false) return;
     plot.on("plotly_relayout", (change) => {
       if ("xaxis.range[0]" in change) setRange([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
     });
-    plot.on("plotly_afterplot", () => scalable(plot));
-    scalable(plot);
     plot.on("plotly_doubleclick", () => setRange(null));
     plot.on("plotly_legendclick", ({ curveNumber, data }) => {
       const name = `${figureOf(plot).name}\n${data[curveNumber].legendgroup}`;
