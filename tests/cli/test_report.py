@@ -216,8 +216,10 @@ def test_compare_as_json_agrees_with_the_records(runs, capsys):
     assert found["reservations"] == []
     records = [read_rows(path / "metrics.jsonl") for path in runs]
     means = [sum(record["train", step]["loss"] for step in range(STEPS - 4, STEPS + 1)) / 5 for record in records]
+    row = next(row for row in found["metrics"] if row["key"] == "loss")
+    assert row["means"] == pytest.approx(means)
+    assert row["difference"] == pytest.approx(means[1] - means[0])
     outcome = {row["label"]: row["values"] for row in found["outcome"]}
-    assert outcome["Final loss"] == pytest.approx(means)
     assert outcome["Restarts"] == [1, 0]
     assert outcome["Held-out loss"] == pytest.approx([record["eval", STEPS]["eval_loss"] for record in records])
 

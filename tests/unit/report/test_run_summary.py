@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.records import record_of
 from trainer.metrics.payload_contract import Restart
-from trainer.tools.report.run_summary import config_differences, end_of, ran, reservations, summarize
+from trainer.tools.report.run_summary import config_differences, end_of, key_means, ran, reservations, summarize
 
 
 def results(run, **options):
@@ -73,6 +73,17 @@ def test_differing_settings_are_dotted_keys_and_sources_go_by_name(make_run):
     assert config_differences([a, a]) == []
 
 
+def test_means_cover_the_steps_of_the_last_rows(make_run):
+    a = make_run("a", {"loss": [9.0, 9.0, 1.0, 3.0], "rare": [7.0]}, {1: {"eval_loss": 5.0}, 4: {"eval_loss": 3.0}})
+    b = make_run("b", {"loss": [9.0, 9.0, 4.0, 4.0]}, {2: {"eval_loss": 4.0}})
+    rows = {row.key: row for row in key_means(a, b, window=2)}
+    loss = rows["loss"]
+    assert (loss.means, loss.difference, loss.relative) == ((2.0, 4.0), 2.0, 1.0)
+    assert loss.standard_deviations == (pytest.approx(math.sqrt(2)), 0.0)
+    assert rows["eval_loss"].means == (3.0, 4.0)
+    assert (rows["rare"].means, rows["rare"].difference) == ((7.0, None), None)
+
+
 def test_the_end_is_the_last_tenth_of_the_rows_and_the_final_loss_names_its_steps(make_run):
     falling = [float(100 - step) for step in range(100)]
     short = make_run("short", {"loss": falling[:11]})
@@ -88,6 +99,15 @@ def test_the_end_is_the_last_tenth_of_the_rows_and_the_final_loss_names_its_step
         assert (final.value, final.note) == (value, note)
     assert end_of(make_run("longer", {"loss": falling * 5})).rows == 20
     assert end_of(short, 400).rows == 11
+
+
+def test_counters_schedules_and_running_averages_are_not_averaged(make_run):
+    columns = {"loss": [3.0, 1.0], "tokens_seen": [10.0, 20.0], "lr": [0.1, 0.3], "smoothed/loss": [3.0, 2.5]}
+    rows = {row.key: row for row in key_means(make_run("a", columns), make_run("b", columns), window=2)}
+    assert {key: row.means[0] for key, row in rows.items()} == {
+        "loss": 2.0, "tokens_seen": 20.0, "lr": 0.3, "smoothed/loss": 2.5
+    }  # fmt: skip
+    assert [row.is_last for row in rows.values()] == [False, True, True, True]
 
 
 def test_runs_that_do_not_compare_are_named(make_run):

@@ -1,4 +1,4 @@
-"""The results of a run, and how runs differ in settings."""
+"""The results of a run, and how runs differ in settings and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from trainer.config.load import recorded_settings
-from trainer.metrics.catalog.lookup import ERRORS_SHOWN, keys_under
+from trainer.metrics.catalog.lookup import ERRORS_SHOWN, is_known, keys_under, lookup
 from trainer.tools.diagnostics.rule import sources
 from trainer.tools.runs.load import RunRecord, settings_by_step
 from trainer.tools.runs.noise_scale import noise_scale_of, why_unknown
@@ -21,6 +21,9 @@ from trainer.wording import counted, few, number_text
 
 # The end of a run is its last tenth, but at most this many rows. A fixed number would cover all of a short run.
 _MOST_ROWS, _MOST_TEXT = 20, 4_000
+# Counters, schedules, and averages or extremes over all steps: only their last value is meaningful.
+_NOT_AVERAGED: Final = ("lr", "tokens_seen", "gpu/peak_gb", "gpu/mem_utilization")
+_NOT_AVERAGED_PREFIXES: Final = ("smoothed/", "blend/")
 _HELD_OUT_SETTINGS: Final = (
     "data files",
     "eval.",
@@ -57,6 +60,24 @@ class SummaryRow:
     @property
     def heading(self) -> str:
         return f"{self.label} ({self.unit})" if self.unit else self.label
+
+
+@dataclass(frozen=True)
+class KeyMean:
+    """Means and standard deviations of a key at the end of two runs; None where a run does not have it.
+
+    Attributes:
+        is_last: the key is not averaged, and `means` are its last values.
+        difference: second minus first; `relative` to the first, if that is not 0.
+    """
+
+    key: str
+    unit: str
+    means: tuple[float | None, float | None]
+    standard_deviations: tuple[float | None, float | None]
+    is_last: bool
+    difference: float | None
+    relative: float | None
 
 
 @dataclass(frozen=True)
@@ -324,6 +345,38 @@ def config_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = [(key, [one.get(key) for one in flat]) for key in keys]
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+
+
+def _end_mean(run: RunRecord, end: End, key: str, *, is_averaged: bool) -> tuple[float | None, float | None]:
+    """Mean and standard deviation over the end of a run; the last value if the key is not averaged or not logged there."""
+    column = _finite(run, key)
+    values = [value for step, value in column.items() if step >= end.first and is_averaged]
+    if not values:
+        return next(reversed(column.values()), None), None
+    if len(values) == 1:
+        return values[0], None
+    return statistics.fmean(values), statistics.stdev(values)
+
+
+def key_means(first: RunRecord, second: RunRecord, *, window: int | None = None) -> list[KeyMean]:
+    """Every key of either run, averaged over the end of each run (`end_of`), in order of appearance.
+
+    Evaluations within these steps are averaged too. For counters, schedules and running averages, and for keys that are not
+    logged within these steps, the last value is given.
+    """
+    ends = [(run, end_of(run, window)) for run in (first, second)]
+    rows = []
+    for key in dict.fromkeys([*first.keys, *second.keys]):
+        is_averaged = key not in _NOT_AVERAGED and not key.startswith(_NOT_AVERAGED_PREFIXES)
+        (mean_a, deviation_a), (mean_b, deviation_b) = (_end_mean(*end, key, is_averaged=is_averaged) for end in ends)
+        difference = relative = None
+        if mean_a is not None and mean_b is not None:
+            difference = mean_b - mean_a
+            relative = difference / abs(mean_a) if mean_a else None
+        unit = lookup(key).unit if is_known(key) else ""
+        means, deviations = (mean_a, mean_b), (deviation_a, deviation_b)
+        rows.append(KeyMean(key, unit, means, deviations, not is_averaged, difference, relative))
+    return rows
 
 
 def reservations(runs: Sequence[RunRecord]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`train compare`: how runs differ in settings and outcome; in the terminal or as JSON."""
+"""`train compare`: how runs differ in settings and outcome, and two of them key by key; in the terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.wording import number_text
 
 if TYPE_CHECKING:
     from trainer.tools.diagnostics.diagnose import Diagnosis
-    from trainer.tools.report.run_summary import SummaryRow
+    from trainer.tools.report.run_summary import KeyMean, SummaryRow
     from trainer.tools.runs.load import RunRecord
 
 
@@ -29,7 +29,7 @@ def compare(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare runs side by side; `train report` overlays their charts."""
+    """Compare runs side by side; two of them key by key too."""
     from trainer.tools.diagnostics.diagnose import diagnose
     from trainer.tools.report.run_summary import reservations, with_distinct_names
     from trainer.tools.runs.load import load_run
@@ -41,7 +41,10 @@ def compare(
     if as_json:
         print_json({**_as_json(diagnoses, last), "reservations": remarks})
         return
-    for table in (_config_table(runs), _outcome_table(diagnoses, last)):
+    tables = [_config_table(runs), _outcome_table(diagnoses, last)]
+    if len(runs) == 2:
+        tables.append(_means_table(runs, last))
+    for table in tables:
         output().print(table)
     notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
     for text in [*remarks, *notes]:
@@ -49,11 +52,11 @@ def compare(
 
 
 def _as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str, Any]:
-    from trainer.tools.report.run_summary import config_differences, end_of, summarize
+    from trainer.tools.report.run_summary import config_differences, end_of, key_means, summarize
 
     runs = [diagnosis.run for diagnosis in diagnoses]
     outcomes = zip(*(summarize(run, window=window) for run in runs), strict=True)
-    return {
+    found = {
         "runs": [
             {
                 "name": each.run.name,
@@ -77,6 +80,9 @@ def _as_json(diagnoses: Sequence[Diagnosis], window: int | None) -> dict[str, An
         "window": window,
         "ends": [asdict(end_of(run, window)) for run in runs],
     }
+    if len(runs) == 2:
+        found["metrics"] = [asdict(row) for row in key_means(runs[0], runs[1], window=window)]
+    return found
 
 
 def _new_table(title: str, first: str, runs: Sequence[RunRecord], *more: str) -> Table:
@@ -134,6 +140,42 @@ def _result_cell(result: SummaryRow) -> Text:
     if result.note and (result.unit == "nats/token" or result.value is None):
         note = f"\n({result.note})"
     return Text.assemble(result.text, (note, "dim"))
+
+
+def _means_table(runs: Sequence[RunRecord], window: int | None) -> Table:
+    """The keys that differ; bold where the difference exceeds both standard deviations together."""
+    from trainer.tools.report.run_summary import end_of, key_means
+
+    means = key_means(runs[0], runs[1], window=window)
+    title = "Final mean (the last value of lr, counters and running averages)\n"
+    title += "\n".join(f"{run.name}: {end_of(run, window)}" for run in runs)
+    table = _new_table(title, "key", runs, "difference", "in %")
+    differing = [row for row in means if row.difference != 0]
+    for row in differing:
+        _add_means(table, row)
+    if len(differing) < len(means):
+        table.caption_justify = "left"
+        table.caption = f"{len(means) - len(differing)} other keys have the same mean in both"
+    return table
+
+
+def _add_means(table: Table, row: KeyMean) -> None:
+    shown = []
+    for mean, deviation in zip(row.means, row.standard_deviations, strict=True):
+        text = "–" if mean is None else number_text(mean)
+        if deviation:
+            text += f" ± {number_text(deviation)}"
+        shown.append(Text(text))
+    difference = relative = style = ""
+    if row.difference is not None:
+        difference = _signed(row.difference)
+        # Single values have no deviation to exceed.
+        scatter = [deviation for deviation in row.standard_deviations if deviation is not None]
+        if scatter and abs(row.difference) > sum(scatter):
+            style = "bold"
+    if row.relative is not None:
+        relative = f"{100 * row.relative:+.1f}"
+    table.add_row(Text(row.key), *shown, difference, relative, style=style)
 
 
 def _signed(value: float) -> str:
