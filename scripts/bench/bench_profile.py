@@ -22,7 +22,7 @@ ACTIVE = 4  # steps that are profiled
 MOST_IDLE = 0.05  # of 277 million parameters
 LOG_INTERVAL = 1000  # the first step logs, and no other
 MOST_KERNELS = 25
-MOST_NAME = 90  # which may be a page of template arguments
+MOST_NAME = 90
 
 
 def profile_run(device: str, sets: Sequence[str], trace: Path) -> TraceSummary:
@@ -54,7 +54,7 @@ def measure(found: TraceSummary) -> list[Figure | Table]:
         Figure("waits for an event, per step", found.event_waits / found.num_steps),
     ]
     rows = [
-        (kernel.name[:MOST_NAME], kernel.calls, round(kernel.total_ms, 3), f"{kernel.share:.1%}")
+        (short(kernel.name), kernel.calls, round(kernel.total_ms, 3), f"{kernel.share:.1%}")
         for kernel in found.kernels[:MOST_KERNELS]
     ]
     tables = [Table(f"Time by kernel, over {found.num_steps} steps", ("kernel", "calls", "total ms", "share"), rows)]
@@ -62,6 +62,11 @@ def measure(found: TraceSummary) -> list[Figure | Table]:
         calls = [(step, name, count) for step, each in found.synchronizations.items() for name, count in each.items()]
         tables.append(Table("Synchronizations", ("profiled step", "call", "times"), calls))
     return [*figures, *tables]
+
+
+def short(name: str) -> str:
+    """A kernel's name, which may be a page of template arguments."""
+    return name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 3]}..."
 
 
 def main() -> None:

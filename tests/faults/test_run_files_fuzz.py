@@ -44,6 +44,7 @@ export {0} --out {2}/model --force
 data at {0} 3
 checkpoint list {0}
 checkpoint verify {0}
+config diff {0} {1}
 payload validate {0}/metrics.jsonl
 mix {0} --no-wait --set data.source.first.weight=2
 check --config {0}/config.resolved.toml

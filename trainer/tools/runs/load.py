@@ -120,7 +120,7 @@ class _Reader:
         self._num_skipped = 0
         self._num_decreases = 0
         self._is_truncated = False
-        self.first_error: tuple[int, PayloadError] | None = None
+        self._first_error: tuple[int, PayloadError] | None = None
         self._last_step = 0
 
     def read(self, path: Path) -> None:
@@ -195,7 +195,7 @@ class _Reader:
 
     def _skip(self, error: PayloadError) -> None:
         self._num_skipped += 1
-        self.first_error = self.first_error or (self._num_lines, error)
+        self._first_error = self._first_error or (self._num_lines, error)
 
     def restarts(self, events: Iterable[Mapping[str, Any]]) -> tuple[list[Restart], list[int]]:
         """All restarts, and for each the number of steps between it and the last row before it.
@@ -227,13 +227,22 @@ class _Reader:
                 reached = each.global_step
         return ordered, redone
 
+    def check_usable(self, path: Path, *, allow_empty: bool) -> None:
+        """Refuse a file without a usable row.
+
+        Raises:
+            UserError: naming the first invalid line.
+        """
+        if not (len(self.train) + len(self.evals)) and (self._first_error is not None or not allow_empty):
+            raise _no_rows(path, self._first_error)
+
     def notes(self) -> list[str]:
         """Remarks on rows that were skipped or replaced."""
         found = []
         if self._is_truncated:
             found.append("skipped the last line, which is cut off: the run was killed or is still writing")
-        if self.first_error is not None:
-            line, error = self.first_error
+        if self._first_error is not None:
+            line, error = self._first_error
             number = counted(self._num_skipped, "damaged line")
             found.append(f"skipped {number}, the first at line {line}: {error.key}: {error.reason}")
         replaced = self.train.num_replaced + self.evals.num_replaced
@@ -288,9 +297,7 @@ def load_run(path: Path | str, *, allow_empty: bool = False) -> RunRecord:
     if problem:
         where = str(metrics if has_begun else path)
         raise UserError(where, problem, did_you_mean(path) or f"pass a run directory or a {METRICS_NAME}")
-    has_rows = len(reader.train) + len(reader.evals) > 0
-    if not has_rows and (reader.first_error is not None or not allow_empty):
-        raise _no_rows(metrics, reader.first_error)
+    reader.check_usable(metrics, allow_empty=allow_empty)
     notes, others = reader.notes(), dict[str, Any]()
     if metrics.name == METRICS_NAME:  # another file is a captured stdout, beside which anything may lie
         others = _read_others(metrics.parent, notes)

@@ -1,7 +1,8 @@
-"""Verbs on the files of runs: `train config` (schema, docs), `train checkpoint` (list, verify, push), `train payload`."""
+"""Verbs on the files of runs: `train config` (schema, docs, diff), `train checkpoint` (list, verify, push), `train payload`."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -19,13 +20,13 @@ from trainer.cli.terminal import echo, output, print_json, put_text, writing
 from trainer.errors import UserError, UserErrors
 from trainer.files import is_url, read_lines
 
-EXIT_INVALID, EXIT_NOT_PUSHED = 1, 1
+EXIT_DIFFERENT, EXIT_INVALID, EXIT_NOT_PUSHED = 1, 1, 1
 OutOption = Annotated[str | None, typer.Option(help="File to write; default: stdout.", metavar="FILE")]
 PlaceArgument = Annotated[
     str, typer.Argument(help="A run directory, or the URL of a store (checkpoint.remote).", metavar="RUN_DIR|URL")
 ]
 
-config = typer.Typer(help="The config's schema, and its keys.", no_args_is_help=True)
+config = typer.Typer(help="The config's schema, its keys, and the differences of two configs.", no_args_is_help=True)
 checkpoint = typer.Typer(help="Checkpoints of a run.", no_args_is_help=True)
 payload = typer.Typer(help="Metrics payloads, as another program reads them.", no_args_is_help=True)
 
@@ -44,6 +45,35 @@ def docs(out: OutOption = None) -> None:
     from trainer.tools.reference_docs import render_config_markdown
 
     put_text(render_config_markdown(), out)
+
+
+@config.command()
+def diff(
+    first: Annotated[str, typer.Argument(help="A config, or a run directory.", metavar="A")],
+    second: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
+    as_json: JsonOption = False,
+) -> None:
+    """Print the keys whose values differ, defaults filled in; exit with 1 if there are any."""
+    from trainer.config.load import flatten, load_config
+
+    files = []
+    for given in map(Path, (first, second)):
+        files.append(given)
+        if given.is_dir():
+            files[-1] = given / "config.resolved.toml"
+    one, other = (flatten(load_config(file).model_dump(mode="json", exclude_none=True)) for file in files)
+    found = [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
+    if as_json:
+        print_json({key: {"a": one.get(key), "b": other.get(key)} for key in found})
+    elif found:
+        echo(f"--- {first}\n+++ {second}")
+    else:
+        echo(f"{first} and {second} do not differ", err=True)
+    for sign, key, values in [(sign, key, values) for key in found for sign, values in (("-", one), ("+", other))]:
+        if key in values and not as_json:  # JSON's spelling of a value is TOML's as well
+            echo(f"{sign}{key} = {json.dumps(values[key], ensure_ascii=False)}")
+    if found:
+        raise typer.Exit(EXIT_DIFFERENT)
 
 
 @payload.command()
