@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from trainer.cli.options import (
+from trainer.cli.parts import PARTS
+from trainer.cli.terminal import ConfigOption, SetOption, echo, require_config, uncollected
+from trainer.errors import UserError
+from trainer.tools.verbs.shared import (
     ColumnOption,
-    ConfigOption,
     DeviceOption,
     EodOption,
     FormatOption,
     JsonOption,
-    SetOption,
-    require_config,
-    uncollected,
+    coloured,
+    output,
+    print_json,
+    put_text,
+    refuse_existing,
 )
-from trainer.cli.parts import PARTS
-from trainer.cli.terminal import coloured, echo, output, print_json, put_text, refuse_existing
-from trainer.errors import UserError
 from trainer.wording import counted
 
 if TYPE_CHECKING:

@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainer.cli.options import ColumnOption, EodOption, FormatOption, JsonOption, TextOption, TrustOption, require_run
-from trainer.cli.terminal import echo, print_json, writing
+from trainer.cli.terminal import echo
 from trainer.errors import UserError, UserErrors
-from trainer.metrics.progress_bar import now_and_then, progress_bar
+from trainer.metrics.logger import now_and_then, progress_bar
+from trainer.tools.verbs.shared import (
+    ColumnOption,
+    EodOption,
+    FormatOption,
+    JsonOption,
+    TextOption,
+    TrustOption,
+    print_json,
+    require_run,
+    writing,
+)
 from trainer.wording import counted, few
 
 if TYPE_CHECKING:
