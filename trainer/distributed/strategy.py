@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.distributed.agree import most_of_ranks
-from trainer.distributed.env import RankInfo, num_nodes
+from trainer.distributed.env import RankInfo, most_of_ranks, num_nodes
 from trainer.distributed.shards import Layout, layout_of, own_part
 from trainer.errors import UserError
 from trainer.options import StrategyOptions

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trainer.distributed.agree import gather_from_ranks
+from trainer.distributed.env import gather_from_ranks
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.estimate import RECENT, NoiseScaleAverage

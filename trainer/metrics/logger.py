@@ -1,4 +1,4 @@
-"""Human-readable log lines on stderr, the formatting of numbers in them, and the progress of something long."""
+"""Human-readable log lines on stderr, and the formatting of numbers in them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TextIO
 
 from trainer.files import open_plain
-from trainer.wording import printable, printable_lines
+from trainer.wording import printable_lines
 
 ROOT: Final = "trainer"
 _COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
@@ -187,43 +187,3 @@ def format_train_line(step: int, metrics: Mapping[str, float]) -> str:
         seconds = metrics["step_time_sec"]
         parts["step_time"] = f"{seconds:.2f}s" if seconds >= 0.1 else f"{seconds:.4f}s"
     return format_metrics(step, parts)
-
-
-SECONDS_PER_LINE = 30.0
-Report = Callable[[int, int, str], None]
-"""Called with (done, total, what is being done)."""
-
-
-def silent(done: int, total: int, what: str) -> None:
-    """Says nothing."""
-
-
-@contextmanager
-def progress_bar(otherwise: Report = silent) -> Iterator[Report]:
-    """A bar on stderr if that is a terminal; else progress goes to `otherwise`."""
-    if not sys.stderr.isatty():
-        yield otherwise
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), redirect_stdout=False, redirect_stderr=False) as bar:
-        task = bar.add_task("reading")
-        yield lambda done, total, what: bar.update(
-            task, completed=done, total=total, description=escape(printable(what))
-        )
-
-
-def now_and_then(say: Callable[[str], object]) -> Report:
-    """Hands `say` a line of progress every half minute, of megabytes."""
-    said = time.perf_counter()
-
-    def report(done: int, total: int, what: str) -> None:
-        nonlocal said
-        if time.perf_counter() - said >= SECONDS_PER_LINE:
-            said = time.perf_counter()
-            say(f"{done:,} of {total:,} MB: {what}")
-
-    return report

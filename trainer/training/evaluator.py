@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from trainer.data.batch import MicroBatch
 from trainer.data.tokenizer import Tokenizer
-from trainer.distributed.agree import gather_from_ranks
-from trainer.distributed.env import RankInfo
+from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import reduce_over_ranks

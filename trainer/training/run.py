@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.config.schema import RunConfig
 from trainer.data.batch import MicroBatch
+from trainer.data.loader import Reading
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.distributed.watchdog import Watchdog
@@ -25,7 +26,6 @@ from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.evaluator import Evaluator
 from trainer.training.extension import Extensions
-from trainer.training.reading import Reading
 from trainer.training.run_dir import RunDir
 from trainer.training.setup.plan import Plan
 from trainer.training.signals import StopRequest

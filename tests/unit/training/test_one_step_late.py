@@ -13,8 +13,8 @@ from tests.support.in_process import train_here
 from tests.support.late import events, run_differences
 from tests.support.runs import read_rows, write_tiny_config
 from trainer.data.batch import take_apart
+from trainer.data.loader import Reading
 from trainer.distributed.env import RankInfo
-from trainer.training.reading import Reading
 
 EXTRA = """
 stdout = "off"

@@ -10,7 +10,7 @@ from mmap import mmap
 from pathlib import Path, PurePosixPath
 
 from trainer.data.text_formats import text_of
-from trainer.metrics.logger import Report, silent
+from trainer.metrics.progress_bar import Report, silent
 
 CHUNK_BYTES = 1 << 20
 SAME_TEXT = "the same text as "

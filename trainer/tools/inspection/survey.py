@@ -14,7 +14,7 @@ from trainer.data.formats import file_kind, format_name, load_documents, takes_o
 from trainer.data.layout import Stream
 from trainer.data.tokenizer import IdsTokenizer, load_tokenizer
 from trainer.errors import UserError
-from trainer.metrics.logger import Report, silent
+from trainer.metrics.progress_bar import Report, silent
 
 CHUNK = 1 << 20  # tokens counted together
 UNBOUNDED = 1 << 40  # larger than any vocabulary

@@ -12,7 +12,7 @@ from trainer.data.documents import ReadOptions
 from trainer.data.formats import format_name, load_documents
 from trainer.data.layout import Stream
 from trainer.errors import UserError
-from trainer.metrics.logger import Report, silent
+from trainer.metrics.progress_bar import Report, silent
 from trainer.tools.corpus.documents import why_not_text
 from trainer.tools.corpus.writer import MANIFEST_NAME, StreamEntry, read_manifest
 from trainer.tools.inspection.survey import each_stream, token_chunks

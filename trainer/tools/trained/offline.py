@@ -19,7 +19,8 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
-from trainer.metrics.logger import get_logger, progress_bar
+from trainer.metrics.logger import get_logger
+from trainer.metrics.progress_bar import progress_bar
 from trainer.tools.trained.saved_model import find_checkpoint, load_model, refuse_code
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import DataPolicy, check_data

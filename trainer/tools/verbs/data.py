@@ -12,7 +12,7 @@ import typer
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError, UserErrors
-from trainer.metrics.logger import now_and_then, progress_bar
+from trainer.metrics.progress_bar import now_and_then, progress_bar
 from trainer.tools.verbs.shared import (
     ColumnOption,
     EodOption,

@@ -16,9 +16,8 @@ from torch import nn
 
 from trainer.data.batch import accepted_inputs
 from trainer.data.fingerprint import FINGERPRINT_KEY
-from trainer.data.loader import Loader
-from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
-from trainer.distributed.env import RankInfo
+from trainer.data.loader import Loader, Reading
+from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
 from trainer.distributed.strategy import Strategy, compile_blocks
 from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
@@ -37,7 +36,6 @@ from trainer.training.checkpointing.saver import Saver
 from trainer.training.checkpointing.tensor_files import pack
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.extension import Extension, Extensions
-from trainer.training.reading import Reading
 from trainer.training.run import Run
 from trainer.training.run_dir import FINISHED, RunDir, environment
 from trainer.training.setup.evaluation import eval_sets, make_details, make_evaluator

@@ -16,8 +16,7 @@ from trainer.config.load import flatten
 from trainer.config.rules import why_no_noise_scale
 from trainer.config.schema import RunConfig
 from trainer.data.fingerprint import DataChange
-from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
-from trainer.distributed.env import RankInfo
+from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
 from trainer.distributed.shards import layout_of
 from trainer.distributed.strategy import num_parameters
 from trainer.errors import UserError
