@@ -88,7 +88,7 @@ def _files_below(directory: Path) -> list[Path]:
 Sort = Literal["data", "unread", "other"]
 
 
-def _sort_of(path: PurePath, format: str) -> Sort:
+def sort_of(path: PurePath, format: str) -> Sort:
     """What a layout makes of a file, by its name below the root; `unread` may be meant as data, and is not read."""
     is_index, is_hidden = path.suffix in index_suffixes(), path.name.startswith(".")
     if path.name != "manifest.json" and not is_index and (format != "auto" or path.suffix in suffixes()):
@@ -129,7 +129,7 @@ def wanted(names: Iterable[str], format: str, *, where: str | None) -> list[str]
     Args:
         where: warns of others that are named like data there; None: does not.
     """
-    sorts = {name: _sort_of(PurePath(name), format) for name in names}
+    sorts = {name: sort_of(PurePath(name), format) for name in names}
     if where is not None:
         _warn(where, [name for name, sort in sorts.items() if sort == "unread"])
     return [name for name, sort in sorts.items() if sort == "data" or PurePath(name).suffix in index_suffixes()]
@@ -141,7 +141,7 @@ def loose_files(root: Path, format: str) -> list[str]:
 
 
 def _may_be_data(path: PurePath, format: str) -> bool:
-    sort = _sort_of(path, format)
+    sort = sort_of(path, format)
     return sort == "unread" or (sort == "data" and not _is_about_data(path))
 
 
@@ -178,12 +178,6 @@ class Stream:
     modality: str
     root: str = ""
     tokens: str = ""
-
-
-def refuse_empty(streams: Sequence[Stream]) -> None:
-    """Refuse streams of empty files, all of them at once."""
-    empty = [stream.path for stream in streams if os.path.isfile(stream.path) and not os.path.getsize(stream.path)]
-    refuse_empty_files(empty, len(streams))
 
 
 def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
@@ -249,7 +243,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     for modality in present if modalities is None else sorted(set(modalities)):
         if modality not in present:
             raise UserError(str(root), f"has no modality {modality!r}", f"it has: {', '.join(present) or 'none'}")
-        sorts = [(path, _sort_of(path.relative_to(base), format)) for path in _files_below(directories[modality])]
+        sorts = [(path, sort_of(path.relative_to(base), format)) for path in _files_below(directories[modality])]
         found = [
             (path.relative_to(base).as_posix(), str(path), modality, str(base))
             for path, sort in sorts
@@ -262,7 +256,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
         unread += others
     if not streams:
         loose = loose_files(base, format)
-        read = [name for name in loose if _sort_of(PurePath(name), format) == "data"]
+        read = [name for name in loose if sort_of(PurePath(name), format) == "data"]
         fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
         if read:
             pattern = os.path.join(glob.escape(str(base)), "*")
@@ -293,8 +287,8 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
         text = os.path.normpath(str(given))
         is_file = os.path.isfile(text)
         matched = [text] if is_file else find_files(text)
-        read = [path for path in matched if is_file or _sort_of(PurePath(os.path.basename(path)), format) == "data"]
-        others = {path for path in matched if _sort_of(PurePath(os.path.basename(path)), format) == "unread"}
+        read = [path for path in matched if is_file or sort_of(PurePath(os.path.basename(path)), format) == "data"]
+        others = {path for path in matched if sort_of(PurePath(os.path.basename(path)), format) == "unread"}
         if not read:
             if os.path.isdir(text):
                 fix = f"write '{text}/**/*' for the files below it, or name it alone (in a config: as root of a source)"
@@ -323,21 +317,6 @@ class Discovery:
     paths: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()  # files in the root itself, which NESTED does not read
     copies: tuple[object, ...] = ()  # local copies of what URLs name; they stay while this exists
-
-
-def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
-    """A single directory with one directory per modality is NESTED; anything else is DIRECT."""
-    directory = Path(paths[0])
-    if len(paths) > 1 or not directory.is_dir():
-        return Discovery("direct", discover_direct(paths, format=format), paths=tuple(paths))
-    try:
-        streams = discover_nested(directory, format=format)
-        return Discovery("nested", streams, root=paths[0], left_out=tuple(loose_files(directory, format)))
-    except UserError:
-        if not any(path.is_file() and _sort_of(Path(path.name), format) == "data" for path in directory.iterdir()):
-            raise
-        pattern = os.path.join(glob.escape(paths[0]), "*")
-        return Discovery("direct", discover_direct([pattern], format=format), paths=(pattern,))
 
 
 def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, object], *, source: str = "") -> None:

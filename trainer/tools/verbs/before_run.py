@@ -135,12 +135,12 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     Raises:
         UserError: the first of them.
     """
-    from trainer.data.layout import refuse_empty
     from trainer.distributed.strategy import shard_units
     from trainer.files import is_url
     from trainer.lab.storage import Storage
     from trainer.model.weights import check_fit, read_weights
     from trainer.model.wrappers import output_layer, recompute_blocks
+    from trainer.tools.corpus.paths import refuse_empty
     from trainer.training.setup.plan import make_auxiliary
     from trainer.training.step.optimizer import check_optimizer
 

@@ -106,7 +106,7 @@ def tokenize(
     column: ColumnOption = None,
 ) -> None:
     """Tokenize text, .jsonl and .parquet once, into files that a run maps. Run it again after an interruption."""
-    from trainer.data.layout import discover, refuse_empty
+    from trainer.tools.corpus.paths import discover, refuse_empty
     from trainer.tools.corpus.tokens import tokenize as write_tokens
 
     at = discover(paths, format=format)
@@ -167,8 +167,8 @@ def verify(
     column: ColumnOption = None,
 ) -> None:
     """Read everything once and report every damaged file; exit with 2 if there is one. Warns of text that is not UTF-8."""
-    from trainer.data.layout import discover
     from trainer.metrics.logger import get_logger
+    from trainer.tools.corpus.paths import discover
     from trainer.tools.inspection.verify import describe
     from trainer.tools.inspection.verify import verify as read_everything
 

@@ -46,10 +46,7 @@ def build_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.Opti
             else torch.optim.SGD(groups, lr=table.lr, fused=True, **sgd)
         )
         if table.momentum:
-            for group in groups:
-                for parameter in group["params"]:
-                    # torch 2.13 leaves it uninitialized if the first step is skipped.
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            keep_buffers(optimizer)
         return optimizer
     return torch.optim.AdamW(groups, lr=table.lr, **adamw, fused=True)  # type: ignore[arg-type]
 
@@ -172,6 +169,13 @@ def _own(target: str, model: nn.Module, groups: list[ParameterGroup], table: Opt
     return made
 
 
+def keep_buffers(optimizer: torch.optim.Optimizer) -> None:
+    """Make momentum buffers now: torch 2.13 leaves them uninitialized if the first step is skipped."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 class Skipping(torch.optim.Optimizer):
     """An optimizer with one buffer per parameter, which does nothing where `found_inf` (float [], on the device) says so, as
     torch's fused optimizers do.
@@ -181,12 +185,6 @@ class Skipping(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
-
-    def keep_buffers(self) -> None:
-        """Make the buffers now, or a first step that is skipped would leave some that are not finite."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -228,7 +226,7 @@ class SkippingMuon(Skipping, torch.optim.Muon):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.keep_buffers()
+        keep_buffers(self)
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         if layout_of([parameter]) is None:
