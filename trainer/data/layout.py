@@ -110,7 +110,8 @@ def _not_read(unread: Iterable[str]) -> str:
     return f"does not read {counted(len(names), 'file')} ({few(kinds)}): {few(names)}" if names else ""
 
 
-def _warn(where: object, unread: Iterable[str]) -> None:
+def warn_unread(where: object, unread: Iterable[str]) -> None:
+    """Warn of files that a layout leaves out, if there are any."""
     if said := _not_read(unread):
         text = "%s: %s; if they are data, rename them (known extensions: %s), unpack or convert them, or set format"
         logger.warning(text, printable(str(where)), said, " ".join(suffixes()))
@@ -121,18 +122,6 @@ def _nothing_found(where: object, unread: Iterable[str], fix: str = "") -> UserE
     said = _not_read(unread)
     problem = "has no stream files" + (f" (it {said})" if said else "")
     return UserError(str(where), problem, fix or f"known extensions: {' '.join(suffixes())}")
-
-
-def wanted(names: Iterable[str], format: str, *, where: str | None) -> list[str]:
-    """Of names below a root, those that a layout reads and the index files next to them.
-
-    Args:
-        where: warns of others that are named like data there; None: does not.
-    """
-    sorts = {name: sort_of(PurePath(name), format) for name in names}
-    if where is not None:
-        _warn(where, [name for name, sort in sorts.items() if sort == "unread"])
-    return [name for name, sort in sorts.items() if sort == "data" or PurePath(name).suffix in index_suffixes()]
 
 
 def loose_files(root: Path, format: str) -> list[str]:
@@ -262,7 +251,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
             pattern = os.path.join(glob.escape(str(base)), "*")
             fix += f', or read those that lie in it ({few(read)}) with paths = ["{pattern}"] instead of root'
         raise _nothing_found(base, [*unread, *(name for name in loose if name not in read)], fix)
-    _warn(root, unread)
+    warn_unread(root, unread)
     return _numbered(streams)
 
 
@@ -303,7 +292,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
             found.setdefault(name, (name, path, label, named_directory(text)))
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
-    _warn("paths", {path for path in unread if name_of(path) not in found})
+    warn_unread("paths", {path for path in unread if name_of(path) not in found})
     return _numbered(found.values())
 
 

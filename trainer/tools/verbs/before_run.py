@@ -142,7 +142,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     from trainer.model.wrappers import output_layer, recompute_blocks
     from trainer.tools.corpus.paths import refuse_empty
     from trainer.training.setup.plan import make_auxiliary
-    from trainer.training.step.optimizer import check_optimizer
+    from trainer.training.step.optimizer import parameter_groups, resolve_own
 
     parent = plan.place(plan.config.run.dir)
     if os.path.exists(parent) and not os.path.isdir(parent):
@@ -151,7 +151,9 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     if config.model.weights is not None:
         weights, _ = read_weights(plan.place(config.model.weights))
         check_fit(model, weights, key="model.weights", path=config.model.weights)
-    check_optimizer(model, config.optimizer)
+    groups = parameter_groups(model, config.optimizer)
+    if config.optimizer.target is not None:
+        resolve_own(config.optimizer.target, groups, config.optimizer)
     if config.objective.chunk_tokens:
         output_layer(model)
     make_auxiliary(config.objective, model)

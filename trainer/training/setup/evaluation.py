@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -95,25 +96,17 @@ def _eval_set(
     return EvalSet(name, batches, filler, read, riders[0].sample if riders else None, riders)
 
 
-def make_details(
-    plan: Plan,
-    diagnostics: Diagnostics,
-    auxiliary: Auxiliary,
-    *,
-    model_metrics: Sequence[str] = (),
-    bytes_of: torch.Tensor | None = None,
-) -> StepDetails:
-    """What is collected beside the loss, of logged steps and of evaluations."""
+def make_details(plan: Plan, diagnostics: Diagnostics, auxiliary: Auxiliary, **further: Any) -> StepDetails:
+    """What is collected beside the loss, of logged steps and of evaluations. `further`: arguments of `StepDetails`."""
     objective, is_by_source = plan.config.objective, plan.config.metrics.per_source
     modalities = {stream.modality for source in plan.sources for stream in source.streams}
     return StepDetails(
         [*objective.components, *auxiliary.losses],
         token_types=plan.tokenizer.token_type_names if objective.token_types else (),
-        model_metrics=model_metrics,
         sources=[source.name for source in plan.sources] if is_by_source else (),
         modalities=sorted(modalities) if is_by_source else (),
         diagnostics=diagnostics,
-        bytes_of=bytes_of,
+        **further,
     )
 
 
@@ -158,6 +151,7 @@ def make_evaluator(
         sizes, problem = None, "the cross-entropy is not trained on"
     if sizes is None:
         logger.info("evaluations report no bits per byte: %s", problem)
+    bytes_of = None if sizes is None else torch.from_numpy(sizes).to(device)
     return Evaluator(
         model=cell_model,
         accepted=accepted_inputs(model),
@@ -167,13 +161,7 @@ def make_evaluator(
         sets=sets,
         task=task,
         make_ledger=make_eval_ledger(plan, model, device),
-        details=make_details(
-            plan,
-            diagnostics,
-            auxiliary,
-            model_metrics=auxiliary.metric_keys,
-            bytes_of=None if sizes is None else torch.from_numpy(sizes).to(device),
-        ),
+        details=make_details(plan, diagnostics, auxiliary, model_metrics=auxiliary.metric_keys, bytes_of=bytes_of),
         guard=diagnostics.best_effort("evaluation"),
         autocast=autocast,
         strategy=strategy,

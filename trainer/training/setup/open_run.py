@@ -129,7 +129,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         compile_blocks(state.model)
     row_model = in_cells(cell_model, config)
     step_model = strategy.wrap(row_model, state.model)
-    reading = _start_reading(plan, info, state, position, device, stack, is_resumed=found is not None)
+    reading = _start_reading(plan, info, state, position, device, stack)
     # Nothing of a run refers to the run itself: one that is done is freed, and the process group with it.
     watchdog = start_watchdog(
         info,
@@ -243,14 +243,7 @@ def _start_mirror(
 
 
 def _start_reading(
-    plan: Plan,
-    info: RankInfo,
-    state: TrainState,
-    position: Position,
-    device: torch.device,
-    stack: ExitStack,
-    *,
-    is_resumed: bool,
+    plan: Plan, info: RankInfo, state: TrainState, position: Position, device: torch.device, stack: ExitStack
 ) -> Reading:
     """Start the loaders of this rank's data shards."""
     pack(position.data_states, "data")  # one that a checkpoint cannot keep is refused before the first step
@@ -268,7 +261,7 @@ def _start_reading(
             )
         )
         stack.callback(loaders[-1].close)
-    return Reading(loaders, position.data_states, info=info, device=device, is_resumed=is_resumed)
+    return Reading(loaders, position.data_states, info=info, device=device, is_resumed=position.step > 0)
 
 
 def _restore_mix(plan: Plan, info: RankInfo, state: TrainState, run_dir: RunDir, found: Found | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,9 +66,8 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts
         UserError: an included file has mistakes or includes itself, two schedules lie on one path, a source has no
             streams, or all weights are zero at some time of the run.
     """
-    leaves: list[Source] = []
-    stores = partial(_stores, config.data, parts)
-    _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),), stores)
+    stores, including = partial(_stores, config.data, parts), (config_path.resolve(),)
+    leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including, stores)]
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
     _refuse_unknown_steps(config, leaves)
     # What `auto` may come to: a gap would end the run. A length in tokens has the same number of batches for every m.
@@ -116,15 +115,10 @@ def leaf_tables(sources: list[Source]) -> list[SourceTable]:
     return [source.table.model_copy(update={"name": source.name}) for source in sources]
 
 
-def _collect(
-    tables: list[SourceTable],
-    path: Path,
-    prefix: str,
-    outer: WeightSpec,
-    leaves: list[Source],
-    including: tuple[Path, ...],
-    stores: Stores,
-) -> None:
+def _leaves(
+    tables: list[SourceTable], path: Path, prefix: str, outer: WeightSpec, including: tuple[Path, ...], stores: Stores
+) -> Iterator[Source]:
+    """The leaves of the tables in a file `path`, whose weights are multiplied with `outer`."""
     for table in tables:
         name = f"{prefix}{table.name}"
         own = weight_spec(table.weight, f"{name}.weight")
@@ -138,13 +132,13 @@ def _collect(
             except UserError:
                 if not leaf.is_off:  # whose data may be gone
                     raise
-            leaves.append(leaf)
+            yield leaf
             continue
         included = path.parent / table.include
         if included.resolve() in including or len(including) > MAX_INCLUDE_DEPTH:
             raise UserError(f"{name}.include", f"{table.include} includes itself", "break the circle", where=str(path))
         nested = load_dataset_file(included).source
-        _collect(nested, included, f"{name}.", weight, leaves, (*including, included.resolve()), stores)
+        yield from _leaves(nested, included, f"{name}.", weight, (*including, included.resolve()), stores)
 
 
 def weight_spec(weight: Weight, path: str) -> WeightSpec:

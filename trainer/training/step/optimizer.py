@@ -29,7 +29,7 @@ def build_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.Opti
     Raises:
         UserError: a group matches no parameter; or a target of the user's own does not fit or fails.
     """
-    groups = _groups(model, table)
+    groups = parameter_groups(model, table)
     adamw = {"betas": (table.betas[0], table.betas[1]), "eps": table.eps}
     if table.target is not None:
         return _own(table.target, model, groups, table)
@@ -49,20 +49,6 @@ def build_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.Opti
             keep_buffers(optimizer)
         return optimizer
     return torch.optim.AdamW(groups, lr=table.lr, **adamw, fused=True)  # type: ignore[arg-type]
-
-
-def check_optimizer(model: nn.Module, table: OptimizerTable) -> None:
-    """Refuse what `build_optimizer` would refuse, where that shows without building the optimizer.
-
-    Args:
-        model: may be on the meta device.
-
-    Raises:
-        UserError: as `build_optimizer`.
-    """
-    groups = _groups(model, table)
-    if table.target is not None:
-        _resolve(table.target, groups, table)
 
 
 def optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
@@ -92,7 +78,7 @@ def load_named_state(
         optimizer.link_groups()
 
 
-def _groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:
+def parameter_groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:
     """Matrices and vectors apart, of each `[[optimizer.group]]` and of the rest.
 
     Checkpoints know a group by its number, which its settings do not change.
@@ -140,7 +126,7 @@ def _split(groups: list[ParameterGroup], chosen: set[int]) -> tuple[list[Paramet
     return halves
 
 
-def _resolve(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> Any:
+def resolve_own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> Any:
     """The function of the user's own that makes an optimizer."""
     build = resolve_target(target, "optimizer.target")
     given = {"lr": table.lr, **table.args}
@@ -149,7 +135,7 @@ def _resolve(target: str, groups: list[ParameterGroup], table: OptimizerTable) -
 
 
 def _own(target: str, model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
-    build = _resolve(target, groups, table)
+    build = resolve_own(target, groups, table)
     with users_code("optimizer.target", f"{target} fails"):
         optimizer = build(groups, lr=table.lr, **table.args)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -261,13 +247,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self,
-        matrices: list[dict[str, Any]],
-        others: list[dict[str, Any]],
-        *,
-        lr: float,
-        momentum: float,
-        adamw: dict[str, Any],
+        self, matrices: list[ParameterGroup], others: list[ParameterGroup], *, lr: float, momentum: float, adamw: Any
     ) -> None:
         super().__init__([*matrices, *others], {"lr": lr})
         self.parts: dict[str, torch.optim.Optimizer] = {}
