@@ -248,16 +248,6 @@ def from_main_rank(value: T, *, world_size: int) -> T:
     return values[0]
 
 
-def most_of_ranks(*numbers: int, device: torch.device, world_size: int) -> list[int]:
-    """The largest of all ranks, number by number. Waits for the device."""
-    if world_size == 1:
-        return list(numbers)
-    most = torch.tensor(numbers, dtype=torch.int64, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    found: list[int] = most.tolist()
-    return found
-
-
 @contextmanager
 def raise_on_all_ranks(*, world_size: int) -> Iterator[None]:
     """Run a block in which some ranks may find a user's mistake: all ranks leave it with that mistake, or none does.

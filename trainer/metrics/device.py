@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -12,17 +13,33 @@ from trainer.metrics.aggregate import Scalar
 _GB = 1e9
 
 
-def get_memory_stats(device: torch.device | str) -> dict[str, float]:
-    """Memory of a CUDA device in GB (1e9 bytes), as the caching allocator sees it (the peak is that since the process
-    started), and the peak over the total: how near the run has come to running out. Empty for any other kind of device."""
+@dataclass(frozen=True)
+class MemoryStats:
+    """Memory in GB (1e9 bytes), as the caching allocator sees it."""
+
+    allocated_gb: float
+    peak_gb: float
+    reserved_gb: float
+    total_gb: float
+
+    @property
+    def mem_utilization(self) -> float:
+        """Peak over total: how near the run has come to running out."""
+        return self.peak_gb / self.total_gb
+
+
+def get_memory_stats(device: torch.device | str) -> MemoryStats | None:
+    """Memory of a CUDA device (the peak is that since the process started), None for any other kind of device."""
     device = torch.device(device)
     if device.type != "cuda":
-        return {}
-    stats, total_gb = torch.cuda.memory_stats(device), torch.cuda.get_device_properties(device).total_memory / _GB
-    kinds = {"allocated_gb": "allocated_bytes.all.current", "peak_gb": "allocated_bytes.all.peak"}
-    kinds |= {"reserved_gb": "reserved_bytes.all.current"}
-    found = {name: stats.get(kind, 0) / _GB for name, kind in kinds.items()}
-    return {**found, "total_gb": total_gb, "mem_utilization": found["peak_gb"] / total_gb}
+        return None
+    stats = torch.cuda.memory_stats(device)
+    return MemoryStats(
+        allocated_gb=stats.get("allocated_bytes.all.current", 0) / _GB,
+        peak_gb=stats.get("allocated_bytes.all.peak", 0) / _GB,
+        reserved_gb=stats.get("reserved_bytes.all.current", 0) / _GB,
+        total_gb=torch.cuda.get_device_properties(device).total_memory / _GB,
+    )
 
 
 # Dense bf16 tensor-core peaks in TFLOPS from the makers' data sheets (which often print the sparse figure, twice as

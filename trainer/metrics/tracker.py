@@ -289,7 +289,7 @@ class MetricsTracker:
         if not (force_log or self.will_log(step)):
             return None
         # The allocator keeps the peak itself, so that reading it on logging steps loses nothing.
-        memory = guard("memory").run(get_memory_stats, self._device) or {}
+        memory = guard("memory").run(get_memory_stats, self._device) if self._device.type == "cuda" else None
         self._since, step_time = _Since(), since.seconds / since.steps
         speed = float(since.tokens / since.seconds) if since.seconds > 0.0 else None
         metrics = StepMetrics(
@@ -299,7 +299,7 @@ class MetricsTracker:
             tokens_per_sec=speed,
             mfu=None if speed is None or self._mfu_per_speed is None else speed * self._mfu_per_speed,
             step_time_sec=step_time,
-            **{name: memory.get(name) for name in _OF_MEMORY},
+            **{name: getattr(memory, name, None) for name in _OF_MEMORY},
         )
         values: dict[str, float | None] = {}
         for name, value in vars(metrics).items():

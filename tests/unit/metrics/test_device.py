@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trainer.metrics.device import compute_mfu, get_memory_stats, lookup_peak_tflops, resolve_peak_tflops
+from trainer.metrics.device import MemoryStats, compute_mfu, get_memory_stats, lookup_peak_tflops, resolve_peak_tflops
 from trainer.metrics.tracker import Ema
 
 
@@ -84,7 +84,8 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices() -> None:
 
 
 def test_the_cpu_has_no_device_memory() -> None:
-    assert get_memory_stats("cpu") == {}
+    assert get_memory_stats("cpu") is None
+    assert MemoryStats(1.0, 60.0, 70.0, 80.0).mem_utilization == 0.75
 
 
 @pytest.mark.cuda
@@ -93,7 +94,8 @@ def test_memory_of_a_cuda_device_is_that_of_the_allocator() -> None:
     before = get_memory_stats("cuda")
     held = torch.empty(250_000_000, dtype=torch.uint8, device="cuda")
     after = get_memory_stats("cuda")
-    assert after["allocated_gb"] - before["allocated_gb"] == pytest.approx(0.25, rel=0.02)
-    assert after["allocated_gb"] <= after["peak_gb"] <= after["reserved_gb"] <= after["total_gb"]
-    assert after["mem_utilization"] == pytest.approx(after["peak_gb"] / after["total_gb"])
+    assert before is not None
+    assert after is not None
+    assert after.allocated_gb - before.allocated_gb == pytest.approx(0.25, rel=0.02)
+    assert after.allocated_gb <= after.peak_gb <= after.reserved_gb <= after.total_gb
     del held

@@ -125,7 +125,7 @@ def make_evaluator(
 ) -> Evaluator:
     """The evaluator of a run. A task of the user's own gets `model`; a row is run through `cell_model`, which with
     `chunk_tokens` has no output layer."""
-    table, autocast = plan.config.eval, autocast_context(plan.config, device)
+    table = plan.config.eval
     if auxiliary.metric_keys and any(each.sample is not None and not each.name for each in sets):
         text = "held-out documents: the model's own metrics (%s) are left out: of a sample each row has another weight"
         logger.info(text, few(auxiliary.metric_keys))
@@ -136,9 +136,6 @@ def make_evaluator(
             args=table.args,
             model=model,
             tokenizer=plan.tokenizer,
-            autocast=autocast,
-            info=info,
-            device=device,
             guard=diagnostics.best_effort("eval.target"),
         )
     components = plan.config.objective.components
@@ -163,8 +160,8 @@ def make_evaluator(
         make_ledger=make_eval_ledger(plan, model, device),
         details=make_details(plan, diagnostics, auxiliary, model_metrics=auxiliary.metric_keys, bytes_of=bytes_of),
         guard=diagnostics.best_effort("evaluation"),
-        autocast=autocast,
+        autocast=autocast_context(plan.config, device),
         strategy=strategy,
-        world_size=info.world_size,
+        info=info,
         device=device,
     )

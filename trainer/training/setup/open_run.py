@@ -26,7 +26,6 @@ from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.estimate import outlook
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
-from trainer.metrics.tracker import MetricsTracker
 from trainer.model.families import with_sizes
 from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
@@ -115,7 +114,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
     retain = None
     if claimed is not None:
-        retain = _start_mirror(claimed, plan, run_dir, position.step, state.tracker, launch.stop, after_group)
+        retain = _start_mirror(claimed, plan, run_dir, position.step, state, launch, after_group)
     events, wandb_run_id = open_record(
         plan, info, state, position, run_dir, found, data.change, stack, launch.config_path, launch.stdout
     )
@@ -226,18 +225,12 @@ def _say_outlook(noise: GradientNoiseScale) -> None:
 
 
 def _start_mirror(
-    claimed: Any,
-    plan: Plan,
-    run_dir: RunDir,
-    step: int,
-    tracker: MetricsTracker,
-    stop: StopRequest,
-    after_group: ExitStack,
+    claimed: Any, plan: Plan, run_dir: RunDir, step: int, state: TrainState, launch: Launch, after_group: ExitStack
 ) -> Callable[[Path], None]:
     """Start to copy checkpoints to the claimed store. Returns what decides which are kept."""
     mirrors = plan.parts.need("mirror", "checkpoint.remote")
-    mirror = mirrors.start_mirror(claimed, run_dir, plan.config.checkpoint, step, tracker.diagnostics)
-    after_group.callback(mirrors.wait_for_mirror, mirror, stop)
+    mirror = mirrors.start_mirror(claimed, run_dir, plan.config.checkpoint, step, state.tracker.diagnostics)
+    after_group.callback(mirrors.wait_for_mirror, mirror, launch.stop)
     retain: Callable[[Path], None] = mirror.publish
     return retain
 

@@ -190,7 +190,7 @@ def make_sinks(
 ) -> list[Sink]:
     """The record first: if it cannot be written, nothing else should say that a step was.
 
-    Every sink but the record has a queue and a thread, except those that write to a terminal, beside the progress bar.
+    Every sink but the record has a queue and a thread, except those that write to a terminal.
     """
 
     def in_background(sink: Sink, name: str, close_sec: float = 5.0) -> Sink:
@@ -202,7 +202,7 @@ def make_sinks(
         to_stdout = StdoutSink(mode, stream=stdout)
         sinks.append(to_stdout if stdout.isatty() else in_background(to_stdout, "stdout"))
     if mode == "json" and sys.stderr.isatty():
-        # Somebody watches, and the payload goes to a program: the line for people stands beside the bar.
+        # Somebody watches, and the payload goes to a program: the line for people goes to stderr.
         sinks.append(StdoutSink("line", stream=sys.stderr))
     table = config.metrics.wandb
     if (wandb_mode := table.mode) == "auto":

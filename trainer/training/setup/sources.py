@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,7 +17,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.documents import IdBounds, ReadOptions
 from trainer.data.formats import is_import_path
-from trainer.data.groups import CutOptions, OpenStream
+from trainer.data.groups import CutOptions
 from trainer.data.lanes import LaneBlend
 from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
 from trainer.data.mixing import MixOptions, StreamMixingDataset
@@ -218,18 +217,10 @@ def make_dataset(plan: Plan, source: Source, info: RankInfo) -> StreamSource:
     return kind(source.streams, *reading(plan, source), shard=info.rank, num_shards=info.world_size)
 
 
-def make_held_out(
-    plan: Plan,
-    source: Source,
-    info: RankInfo,
-    *,
-    is_whole: bool = False,
-    in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
-) -> ShardSource:
-    """What is evaluated on of a source, read once: the held-out documents, or (`is_whole`) all. `in_memory`: see
-    `StreamOpener`."""
+def make_held_out(plan: Plan, source: Source, info: RankInfo, *, is_whole: bool = False, **options: Any) -> ShardSource:
+    """What is evaluated on of a source, read once: the held-out documents, or (`is_whole`) all. `options`: of `ShardSource`."""
     how = reading(plan, source, is_holdout=True, is_whole=is_whole)
-    return ShardSource(source.streams, *how, shard=info.rank, num_shards=info.world_size, in_memory=in_memory)
+    return ShardSource(source.streams, *how, shard=info.rank, num_shards=info.world_size, **options)
 
 
 def reading(
