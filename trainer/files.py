@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import stat
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -215,7 +214,7 @@ def parse_json(data: str | bytes) -> Any:
     Raises:
         ValueError: it is not.
     """
-    return _within_bounds(json.loads, data)
+    return within_bounds(json.loads, data)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -230,16 +229,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The TOML in a file, within the bounds of `parse_json`.
-
-    Raises:
-        OSError, ValueError: as `read_json`.
-    """
-    found: dict[str, Any] = _within_bounds(tomllib.loads, read_bytes(path).decode())
-    return found
-
-
 def is_count(value: object) -> bool:
     """Whether it is a number of something, in 63 bits."""
     return type(value) is int and 0 <= value < 2**63
@@ -250,7 +239,12 @@ def is_file_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
 
-def _within_bounds(parse: Callable[[Any], Any], data: str | bytes) -> Any:
+def within_bounds(parse: Callable[[Any], Any], data: str | bytes) -> Any:
+    """What `parse` makes of the data.
+
+    Raises:
+        ValueError: it is nested deeper, or has longer integers, than any of ours.
+    """
     try:
         found = parse(data)
     except RecursionError:

@@ -22,18 +22,6 @@ class AutoRule:
     multiple: float
     every: int
 
-    def decides_after(self, step: int) -> bool:
-        """Whether m may change between `step` and the next."""
-        return step > 0 and step % self.every == 0
-
-    def may_double(self, m: int, *, after: int, steps_with_m: int) -> bool:
-        """Whether it is time to ask for permission, after a step and so many steps since the last change of m."""
-        return self.decides_after(after) and steps_with_m >= self.every and 2 * m <= self.max
-
-    def permits(self, *, low: float | None, batch: float) -> bool:
-        """Whether the noise scale's lower bound permits a step of more than `batch`, both in sequences; None, 0: not known."""
-        return low is not None and batch > 0 and low > self.multiple * batch
-
 
 class Stretch(NamedTuple):
     """Steps with the same m. Steps count from 1, batches (a rank's micro-batches) from 0."""

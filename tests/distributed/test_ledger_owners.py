@@ -129,7 +129,7 @@ def load_on(
         "found": exchanged.lookup(groups, np.ones_like(groups)).tolist(),
         "read": everything.lookup(np.array(wanted), ones).tolist(),
         "owned": exchanged.state_dict()["groups"].tolist(),
-        "evicted": dict(exchanged.recently_evicted),
+        "evicted": dict(exchanged._index.evicted),
         "dealt": dealt.state_dict()["groups"].tolist(),
     }
 

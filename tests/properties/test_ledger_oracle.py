@@ -212,7 +212,7 @@ class LedgerMachine(RuleBasedStateMachine):
         steps = [self.oracle.held[group].step for group in sorted(slots, key=slots.get)]
         assert steps == sorted(steps)
         self.oracle.free = list(range(self.oracle.capacity - 1, len(slots) - 1, -1))
-        evicted = dict(self.ledger.recently_evicted)
+        evicted = dict(self.ledger._index.evicted)
         assert evicted == self.oracle.evicted
         assert [step for _, step in evicted.values()] == sorted(step for _, step in evicted.values())
         self.oracle.evicted = evicted
@@ -230,7 +230,7 @@ class LedgerMachine(RuleBasedStateMachine):
         }
         assert held == self.oracle.held
         assert saved["free_slots"].tolist() == self.oracle.free
-        assert list(self.ledger.recently_evicted.items()) == list(self.oracle.evicted.items())
+        assert list(self.ledger._index.evicted.items()) == list(self.oracle.evicted.items())
         assert self.ledger.undrained() == self.oracle.counts
         metrics = self.ledger.last_extra_metrics
         assert {key: metrics[key] for key in COUNTER_KEYS} == self.oracle.counts

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from trainer.config.data_tables import BatchScheduleTable, plan_of
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.weights import ConstantWeight, ScheduledWeight, first_all_zero, positions
+from trainer.lab.batch_growth import may_double, permits
 from trainer.micro_batches import AutoRule, MicroBatches
 
 PLANS = st.dictionaries(st.integers(0, 40), st.integers(1, 5), min_size=1, max_size=5)
@@ -79,21 +80,21 @@ def test_auto_doubles_only_with_permission_and_never_more_often_than_every_n_ste
     plan = MicroBatches(((0, start),), auto=rule)
     m, since, fastest, fast_since = start, 1, start, 1
     for step, low in enumerate(lows, start=1):
-        if rule.may_double(m, after=step, steps_with_m=step + 1 - since) and rule.permits(low=low, batch=4.0 * m):
+        if may_double(rule, m, after=step, steps_with_m=step + 1 - since) and permits(rule, low=low, batch=4.0 * m):
             assert low is not None
             assert low > multiple * 4 * m
             assert (step + 1) - since >= every
             assert step >= every
             m, since = 2 * m, step + 1
-        if rule.may_double(fastest, after=step, steps_with_m=step + 1 - fast_since):
+        if may_double(rule, fastest, after=step, steps_with_m=step + 1 - fast_since):
             fastest, fast_since = 2 * fastest, step + 1
         assert m <= fastest == plan.fastest().at(step + 1, 0) <= plan.most <= rule.max
     assert 2 * plan.most > rule.max
     # A bound that is always high enough is always heeded.
-    assert rule.permits(low=multiple * 4.0 * (1 + 1e-9), batch=4.0)
-    assert not rule.permits(low=multiple * 4.0, batch=4.0)
-    assert not rule.permits(low=None, batch=4.0)
-    assert not rule.permits(low=5.0, batch=0.0)
+    assert permits(rule, low=multiple * 4.0 * (1 + 1e-9), batch=4.0)
+    assert not permits(rule, low=multiple * 4.0, batch=4.0)
+    assert not permits(rule, low=None, batch=4.0)
+    assert not permits(rule, low=5.0, batch=0.0)
 
 
 @pytest.mark.parametrize(("lr", "power"), [("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)])

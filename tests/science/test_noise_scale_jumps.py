@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.noise_processes import Process, constant, covers, histories
-from trainer.lab.batch_growth import evidence_of
+from trainer.lab.batch_growth import evidence_of, permits
 from trainer.metrics.noise_scale.estimate import Current, History, NoiseScaleAverage, outlook
 from trainer.micro_batches import AutoRule
 
@@ -59,7 +59,7 @@ def average_of(history: History) -> NoiseScaleAverage:
 
 def may_double(history: History) -> bool:
     """Whether `auto` doubles the batch by such a history."""
-    return AutoRule(16, 2.0, 100).permits(low=evidence_of(average_of(history)).low, batch=1.0)
+    return permits(AutoRule(16, 2.0, 100), low=evidence_of(average_of(history)).low, batch=1.0)
 
 
 @pytest.mark.parametrize("dim", [20, 200])

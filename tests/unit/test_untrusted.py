@@ -16,10 +16,10 @@ from trainer.files import (
     read_bytes,
     read_json,
     read_lines,
-    read_toml,
     refuse_special,
     write_file,
 )
+from trainer.tools.runs.load import read_toml
 
 
 def make_socket(path: Path) -> None:

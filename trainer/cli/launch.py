@@ -16,9 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.options import uncollected
 from trainer.cli.parts import PARTS
-from trainer.cli.terminal import refuse
+from trainer.cli.terminal import refuse, uncollected
 from trainer.config.load import load_config, located
 from trainer.config.rules import check_sharding
 from trainer.ending import STOP_SIGNALS

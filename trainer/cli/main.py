@@ -17,9 +17,8 @@ from typing import Annotated
 
 import typer
 
-from trainer.cli.options import ConfigOption, ReplicasOption, SetOption, StrategyOption, require_config
 from trainer.cli.parts import VERBS, lab_or_refusal
-from trainer.cli.terminal import echo, refuse
+from trainer.cli.terminal import ConfigOption, SetOption, echo, refuse, require_config
 from trainer.ending import leave_soon
 from trainer.errors import UserError
 from trainer.import_path import Parts
@@ -64,8 +63,10 @@ def train(
         typer.Option(help="off, auto, or a checkpoint's path or URL (checkpoint.resume).", metavar="off|auto|PATH"),
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Number of ranks to start on this machine.")] = None,
-    strategy: StrategyOption = None,
-    replicas: ReplicasOption = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="How ranks share the model (distributed.strategy).", metavar="ddp|fsdp|hsdp")
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Replicas of hsdp (distributed.replicas).")] = None,
     stdout: Annotated[
         str | None, typer.Option(help="Format of stdout: json, line or off (metrics.stdout).", metavar="json|line|off")
     ] = None,

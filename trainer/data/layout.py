@@ -88,7 +88,7 @@ def _files_below(directory: Path) -> list[Path]:
 Sort = Literal["data", "unread", "other"]
 
 
-def _sort_of(path: PurePath, format: str) -> Sort:
+def sort_of(path: PurePath, format: str) -> Sort:
     """What a layout makes of a file, by its name below the root; `unread` may be meant as data, and is not read."""
     is_index, is_hidden = path.suffix in index_suffixes(), path.name.startswith(".")
     if path.name != "manifest.json" and not is_index and (format != "auto" or path.suffix in suffixes()):
@@ -110,7 +110,8 @@ def _not_read(unread: Iterable[str]) -> str:
     return f"does not read {counted(len(names), 'file')} ({few(kinds)}): {few(names)}" if names else ""
 
 
-def _warn(where: object, unread: Iterable[str]) -> None:
+def warn_unread(where: object, unread: Iterable[str]) -> None:
+    """Warn of files that a layout leaves out, if there are any."""
     if said := _not_read(unread):
         text = "%s: %s; if they are data, rename them (known extensions: %s), unpack or convert them, or set format"
         logger.warning(text, printable(str(where)), said, " ".join(suffixes()))
@@ -123,25 +124,13 @@ def _nothing_found(where: object, unread: Iterable[str], fix: str = "") -> UserE
     return UserError(str(where), problem, fix or f"known extensions: {' '.join(suffixes())}")
 
 
-def wanted(names: Iterable[str], format: str, *, where: str | None) -> list[str]:
-    """Of names below a root, those that a layout reads and the index files next to them.
-
-    Args:
-        where: warns of others that are named like data there; None: does not.
-    """
-    sorts = {name: _sort_of(PurePath(name), format) for name in names}
-    if where is not None:
-        _warn(where, [name for name, sort in sorts.items() if sort == "unread"])
-    return [name for name, sort in sorts.items() if sort == "data" or PurePath(name).suffix in index_suffixes()]
-
-
 def loose_files(root: Path, format: str) -> list[str]:
     """Names of files in the root itself that may be meant as data, which NESTED does not read."""
     return sorted(path.name for path in root.iterdir() if path.is_file() and _may_be_data(Path(path.name), format))
 
 
 def _may_be_data(path: PurePath, format: str) -> bool:
-    sort = _sort_of(path, format)
+    sort = sort_of(path, format)
     return sort == "unread" or (sort == "data" and not _is_about_data(path))
 
 
@@ -178,12 +167,6 @@ class Stream:
     modality: str
     root: str = ""
     tokens: str = ""
-
-
-def refuse_empty(streams: Sequence[Stream]) -> None:
-    """Refuse streams of empty files, all of them at once."""
-    empty = [stream.path for stream in streams if os.path.isfile(stream.path) and not os.path.getsize(stream.path)]
-    refuse_empty_files(empty, len(streams))
 
 
 def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
@@ -249,7 +232,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     for modality in present if modalities is None else sorted(set(modalities)):
         if modality not in present:
             raise UserError(str(root), f"has no modality {modality!r}", f"it has: {', '.join(present) or 'none'}")
-        sorts = [(path, _sort_of(path.relative_to(base), format)) for path in _files_below(directories[modality])]
+        sorts = [(path, sort_of(path.relative_to(base), format)) for path in _files_below(directories[modality])]
         found = [
             (path.relative_to(base).as_posix(), str(path), modality, str(base))
             for path, sort in sorts
@@ -262,13 +245,13 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
         unread += others
     if not streams:
         loose = loose_files(base, format)
-        read = [name for name in loose if _sort_of(PurePath(name), format) == "data"]
+        read = [name for name in loose if sort_of(PurePath(name), format) == "data"]
         fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
         if read:
             pattern = os.path.join(glob.escape(str(base)), "*")
             fix += f', or read those that lie in it ({few(read)}) with paths = ["{pattern}"] instead of root'
         raise _nothing_found(base, [*unread, *(name for name in loose if name not in read)], fix)
-    _warn(root, unread)
+    warn_unread(root, unread)
     return _numbered(streams)
 
 
@@ -293,8 +276,8 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
         text = os.path.normpath(str(given))
         is_file = os.path.isfile(text)
         matched = [text] if is_file else find_files(text)
-        read = [path for path in matched if is_file or _sort_of(PurePath(os.path.basename(path)), format) == "data"]
-        others = {path for path in matched if _sort_of(PurePath(os.path.basename(path)), format) == "unread"}
+        read = [path for path in matched if is_file or sort_of(PurePath(os.path.basename(path)), format) == "data"]
+        others = {path for path in matched if sort_of(PurePath(os.path.basename(path)), format) == "unread"}
         if not read:
             if os.path.isdir(text):
                 fix = f"write '{text}/**/*' for the files below it, or name it alone (in a config: as root of a source)"
@@ -309,7 +292,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
             found.setdefault(name, (name, path, label, named_directory(text)))
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
-    _warn("paths", {path for path in unread if name_of(path) not in found})
+    warn_unread("paths", {path for path in unread if name_of(path) not in found})
     return _numbered(found.values())
 
 
@@ -323,21 +306,6 @@ class Discovery:
     paths: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()  # files in the root itself, which NESTED does not read
     copies: tuple[object, ...] = ()  # local copies of what URLs name; they stay while this exists
-
-
-def discover(paths: Sequence[str], *, format: str = "auto") -> Discovery:
-    """A single directory with one directory per modality is NESTED; anything else is DIRECT."""
-    directory = Path(paths[0])
-    if len(paths) > 1 or not directory.is_dir():
-        return Discovery("direct", discover_direct(paths, format=format), paths=tuple(paths))
-    try:
-        streams = discover_nested(directory, format=format)
-        return Discovery("nested", streams, root=paths[0], left_out=tuple(loose_files(directory, format)))
-    except UserError:
-        if not any(path.is_file() and _sort_of(Path(path.name), format) == "data" for path in directory.iterdir()):
-            raise
-        pattern = os.path.join(glob.escape(paths[0]), "*")
-        return Discovery("direct", discover_direct([pattern], format=format), paths=(pattern,))
 
 
 def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, object], *, source: str = "") -> None:

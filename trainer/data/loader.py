@@ -15,8 +15,7 @@ import torch
 
 from trainer.arrays import IGNORED
 from trainer.data.batch import FILL, MASKED_SHARE, MicroBatch, take_apart
-from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
-from trainer.distributed.env import RankInfo
+from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger

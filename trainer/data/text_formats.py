@@ -76,7 +76,7 @@ def load_text(path: Path, options: ReadOptions) -> TokenTable:
     return table_from_pieces(text_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
 
 
-def _document(line: bytes, where: str, column: str | None = None) -> str | list[int]:
+def document_of(line: bytes, where: str, column: str | None = None) -> str | list[int]:
     """The text of a line, or its ids; see `ReadOptions`."""
     try:
         record = json.loads(line.decode("utf-8-sig"))
@@ -98,14 +98,6 @@ def _document(line: bytes, where: str, column: str | None = None) -> str | list[
     raise damaged(where, problem, 'write {"text": "..."} or {"tokens": [...]}, or name the field: column')
 
 
-def text_of(line: bytes, where: str) -> str:
-    """The text of one line."""
-    text = _document(line, where)
-    if not isinstance(text, str):
-        raise damaged(where, "holds token ids, not text", "leave the file out: a run reads it as it is")
-    return text
-
-
 def jsonl_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> Iterator[TokenArray]:
     """The ids of each document, tokenized while they are read; blank lines are skipped.
 
@@ -125,7 +117,7 @@ def jsonl_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> 
                 break
             if line.strip():
                 where = f"{path}: line {number}" if span is None else f"{path}: line at byte offset {at}"
-                document = _document(line, where, options.column)
+                document = document_of(line, where, options.column)
                 batch.append(
                     (where, document if isinstance(document, str) else _checked(document, options.tokenizer, where))
                 )

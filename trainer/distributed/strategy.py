@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.distributed.agree import most_of_ranks
 from trainer.distributed.env import RankInfo, num_nodes
 from trainer.distributed.shards import Layout, layout_of, own_part
 from trainer.errors import UserError
@@ -176,7 +175,7 @@ class Sharded(Strategy):
         shape, names = ((layout.shards,), ("shard",)) if layout.replicas == 1 else (layout, ("replicate", "shard"))
         mesh = init_device_mesh(device.type, tuple(shape), mesh_dim_names=names)
         self.copies, self.groups = layout.replicas, mesh.get_all_groups()
-        self._device, self._world_size = device, mesh.size()
+        self._device = device
         self._reshard_after_forward, self._keeps_whole = options.reshard_after_forward, options.accumulate == "whole"
         self._sharding: dict[str, Any] = {"mesh": mesh}
         if param_dtype is not None:
@@ -231,8 +230,10 @@ class Sharded(Strategy):
         return True
 
     def most(self, number: int) -> int:
-        """Every rank must call it."""
-        return most_of_ranks(number, device=self._device, world_size=self._world_size)[0]
+        """Every rank must call it. Waits for the device."""
+        most = torch.tensor(number, device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
 
     def reshard(self, model: nn.Module) -> None:
         """The model then has its shards alone."""

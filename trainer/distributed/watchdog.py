@@ -241,20 +241,12 @@ def is_of_a_collective(error: Exception) -> bool:
     )
 
 
-def start_watchdog(
-    info: RankInfo,
-    *,
-    timeout_sec: float,
-    log: Path,
-    on_end: Callable[[str], None],
-    reading: Callable[[], str],
-    is_asked: Callable[[], bool],
-    groups: Sequence[dist.ProcessGroup] = (),
-) -> Watchdog:
+def start_watchdog(info: RankInfo, groups: Sequence[dist.ProcessGroup] = (), **options: Any) -> Watchdog:
     """Start this rank's watchdog.
 
     Args:
         groups: further process groups of parts of the ranks, of which each rank is in as many.
+        options: further arguments of `Watchdog`.
     """
     store: Any = dist.HashStore()
     counted: list[Any] = []
@@ -264,16 +256,11 @@ def start_watchdog(
         counted = [world, *(group for group in groups if group is not world)]
         default_store: Any = _get_default_store()
         store = default_store.clone()
-    return Watchdog(
-        store,
-        info,
-        timeout_sec=timeout_sec,
-        log=log,
-        collectives=lambda: sum(group._get_sequence_number_for_group() for group in counted),
-        on_end=on_end,
-        reading=reading,
-        is_asked=is_asked,
-    )
+
+    def collectives() -> int:
+        return sum(group._get_sequence_number_for_group() for group in counted)
+
+    return Watchdog(store, info, collectives=collectives, **options)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trainer.distributed.agree import gather_from_ranks
+from trainer.distributed.env import gather_from_ranks
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.estimate import RECENT, NoiseScaleAverage
@@ -38,9 +38,9 @@ class Evidence(NamedTuple):
 class BatchGrowth:
     """Decides on the micro-batches of each step.
 
-    `auto` decides between a step that `AutoRule.decides_after` names and the next one. The loop reads such a step's numbers
-    before it launches the next, so a decision depends neither on which other steps are read early nor on where the run was
-    resumed.
+    `auto` decides between a step that is a multiple of the rule's `every` and the next one. The loop reads that step's
+    numbers before it launches the next, so a decision depends neither on which other steps are read early nor on where the
+    run was resumed.
 
     Attributes:
         plan: changes during the run.
@@ -93,14 +93,25 @@ class BatchGrowth:
 
     def _permission(self, rule: AutoRule, last_step: int, m: int, steps_with_m: int) -> Evidence | None:
         """The evidence by which m doubles after `last_step`; None: it does not."""
-        if not rule.may_double(m, after=last_step, steps_with_m=steps_with_m):
+        if not may_double(rule, m, after=last_step, steps_with_m=steps_with_m):
             return None
         assert self.noise is not None
         evidence = self.guard.run(evidence_of, self.noise)
-        own = evidence is not None and rule.permits(low=evidence.low, batch=evidence.batch)
+        own = evidence is not None and permits(rule, low=evidence.low, batch=evidence.batch)
         # The evidence is the same on all ranks, but one of them may have failed to take it in.
         is_agreed = all(gather_from_ranks(own, world_size=self.world_size))
         return evidence if is_agreed else None
+
+
+def may_double(rule: AutoRule, m: int, *, after: int, steps_with_m: int) -> bool:
+    """Whether it is time to ask for permission, after a step and so many steps since the last change of m."""
+    is_asked = after > 0 and after % rule.every == 0
+    return is_asked and steps_with_m >= rule.every and 2 * m <= rule.max
+
+
+def permits(rule: AutoRule, *, low: float | None, batch: float) -> bool:
+    """Whether the noise scale's lower bound permits a step of more than `batch`, both in sequences; None, 0: not known."""
+    return low is not None and batch > 0 and low > rule.multiple * batch
 
 
 def evidence_of(noise: NoiseScaleAverage) -> Evidence:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ from trainer.training.setup.parts import (
     make_strategy,
     max_tokens_per_micro,
     model_and_loss,
-    shard_model,
+    prepared_units,
 )
 from trainer.training.setup.plan import Plan, make_auxiliary, width_of
 from trainer.training.setup.plausible import ledger_bytes
@@ -268,7 +269,7 @@ def _sharded_on_meta(plan: Plan, strategy: Strategy) -> nn.Module:
     config = plan.config.model_copy(update={"train": train})
     with torch.device("meta"):
         model = make_model(plan)
-    shard_model(strategy, model, config)
+    strategy.shard(model, partial(prepared_units, model, config))
     return model
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.load import parse_value
 from trainer.data.weights import ConstantWeight, ScheduledWeight, first_all_zero
-from trainer.distributed.agree import from_main_rank
+from trainer.distributed.env import from_main_rank
 from trainer.errors import UserError
 from trainer.files import is_count, parse_json, read_bytes
 from trainer.metrics.logger import get_logger

@@ -16,16 +16,16 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from trainer.data.formats import FORMATS, check_format, index_suffixes
-from trainer.data.layout import Discovery, Stream, discover_direct, discover_nested, wanted
+from trainer.data.layout import Discovery, Stream, discover_direct, discover_nested, sort_of, warn_unread
 from trainer.errors import UserError
 from trainer.files import is_url, write_json
 from trainer.lab.cache import ENTRY, Cache, Snapshot, read_entry
@@ -133,7 +133,7 @@ def stored_nested(
     def listing(warns: bool) -> dict[str, StoredFile]:
         files = storage.files()
         chosen = [n for n in files if "/" in n and (modalities is None or n.partition("/")[0] in modalities)]
-        names = wanted(chosen, format, where=url if warns else None)
+        names = _wanted(chosen, format, where=url if warns else None)
         return {name: files[name] for name in names}
 
     _, copy = _copied(storage, listing, cache)
@@ -180,6 +180,18 @@ def discover_stored(paths: Sequence[str], *, format: str, cache: Cache) -> Disco
     return Discovery("direct", streams, paths=tuple(paths), copies=copies)
 
 
+def _wanted(names: Iterable[str], format: str, *, where: str | None) -> list[str]:
+    """Of names below a root, those that a layout reads and the index files next to them.
+
+    Args:
+        where: warns of others that are named like data there; None: does not.
+    """
+    sorts = {name: sort_of(PurePath(name), format) for name in names}
+    if where is not None:
+        warn_unread(where, [name for name, sort in sorts.items() if sort == "unread"])
+    return [name for name, sort in sorts.items() if sort == "data" or PurePath(name).suffix in index_suffixes()]
+
+
 def _matching(url: str, format: str, cache: Cache) -> tuple[dict[str, str], Snapshot]:
     """(name in the copy -> URL, copy) of the objects that a URL names."""
     protocol, _, rest = url.partition("://")
@@ -193,7 +205,7 @@ def _matching(url: str, format: str, cache: Cache) -> tuple[dict[str, str], Snap
     def listing(warns: bool) -> dict[str, StoredFile]:
         if is_glob:
             matching = storage.match(pattern)
-            names = wanted(matching, format, where=url if warns else None)
+            names = _wanted(matching, format, where=url if warns else None)
             found = {name: matching[name] for name in names}
         else:
             found = {pattern: storage.info(pattern)}

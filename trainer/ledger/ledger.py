@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from trainer.arrays import Flags, Ints
 from trainer.hashing import splitmix64
-from trainer.ledger.index import EVICTION_MODES, Evicted, GroupIndex, distinct, is_due
+from trainer.ledger.index import EVICTION_MODES, GroupIndex, distinct, is_due
 from trainer.ledger.slab import Native, Slab
 from trainer.ledger.snapshot import Owners, load_shards, save_shard
 from trainer.on_device import to_device
@@ -321,11 +320,6 @@ class Ledger:
     def load_undrained(self, counts: Mapping[str, int]) -> None:
         """Restore the counters from `undrained`, after `load_state_dict`."""
         self._counts.update({key: counts.get(key, 0) for key in COUNTER_KEYS})
-
-    @property
-    def recently_evicted(self) -> Mapping[int, Evicted]:
-        """Groups evicted recently that have not come back: mode and step, oldest first."""
-        return MappingProxyType(self._index.evicted)
 
     def state_dict(self, *, with_rows: bool = True) -> dict[str, Any]:
         """This rank's shard: tensors (on the CPU), numbers and strings; counters are not part of it (`undrained`).

@@ -38,18 +38,15 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def load_weights(model: nn.Module, path: str | Path, *, key: str = "model.weights") -> dict[str, str]:
+def load_weights(model: nn.Module, path: str | Path) -> dict[str, str]:
     """Load the weights of a file into `model`, all or none; returns the file's metadata. Of a sharded model each rank loads its
     rows.
-
-    Args:
-        key: the subject of error messages.
 
     Raises:
         UserError: a tensor is missing, unknown, or has another shape; or tensors that the model ties differ in the file.
     """
     tensors, metadata = read_weights(path)
-    check_fit(model, tensors, key=key, path=path)
+    check_fit(model, tensors, key="model.weights", path=path)
     own = model.state_dict()
     model.load_state_dict({name: as_shard(own_rows(tensor, own[name]), own[name]) for name, tensor in tensors.items()})
     return metadata

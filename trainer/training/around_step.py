@@ -10,7 +10,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from trainer.distributed.agree import gather_from_ranks
+from trainer.distributed.env import gather_from_ranks
 from trainer.metrics.aggregate import Operations, rank_operations, reduce_over_ranks
 from trainer.metrics.catalog.spec import RankReduction
 from trainer.metrics.logger import get_logger

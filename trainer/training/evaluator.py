@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from trainer.data.batch import MicroBatch
 from trainer.data.tokenizer import Tokenizer
-from trainer.distributed.agree import gather_from_ranks
-from trainer.distributed.env import RankInfo
+from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.strategy import Strategy
 from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import reduce_over_ranks
@@ -82,32 +81,29 @@ class OwnTask:
     args: Mapping[str, Any]
     model: nn.Module
     tokenizer: Tokenizer
-    autocast: Callable[[], AbstractContextManager[None]]
-    """The precision's context."""
-    info: RankInfo
-    device: torch.device
     guard: BestEffort
     """A task that fails on any rank is switched off on all, with one warning; the run goes on."""
     is_off: bool = False
     """The same on all ranks."""
 
-    def run(self, step: int, taken: Set[str] = frozenset()) -> dict[str, float]:
+    def run(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
         """The task's numbers as `eval/<name>`, the same on every rank, without names that are taken; empty once it has failed.
         The model is in evaluation mode, without gradients, and torch's random numbers are afterwards what they were."""
         if self.is_off:
             return {}
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            found = self.guard.run(self._call, step, taken)
-        by_rank = gather_from_ranks((found, self.guard.enabled), world_size=self.info.world_size)
+        device = evaluator.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            found = self.guard.run(self._call, evaluator, step, taken)
+        by_rank = gather_from_ranks((found, self.guard.enabled), world_size=evaluator.info.world_size)
         self.is_off = not all(works for _, works in by_rank)
         return {} if self.is_off else by_rank[0][0] or {}
 
-    def _call(self, step: int, taken: Set[str]) -> dict[str, float]:
-        with torch.no_grad(), self.autocast():
-            given = {"device": self.device, "rank": self.info.rank, "world_size": self.info.world_size, **self.args}
+    def _call(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
+        info = evaluator.info
+        with torch.no_grad(), evaluator.autocast():
+            given = {"device": evaluator.device, "rank": info.rank, "world_size": info.world_size, **self.args}
             found = self.function(model=self.model, tokenizer=self.tokenizer, step=step, **given)
-        if not self.info.is_main:
+        if not info.is_main:
             return {}
         if not isinstance(found, Mapping):
             raise TypeError(f"eval.target returned a {type(found).__name__}, not a mapping of names to numbers")
@@ -139,8 +135,9 @@ class Evaluator:
     guard: BestEffort
     """Of `details`, whose failure on any rank costs the evaluations, on all ranks, but not the run."""
     autocast: Callable[[], AbstractContextManager[None]]
+    """The precision's context."""
     strategy: Strategy = field(default_factory=Strategy)
-    world_size: int
+    info: RankInfo
     device: torch.device
     is_off: bool = False
     """The same on all ranks."""
@@ -164,7 +161,7 @@ class Evaluator:
                 found |= values
             if self.task is not None:
                 taken = found.keys() | {f"eval/{each.name}/{key}" for each in self.sets for key in OF_A_SET}
-                found |= self.task.run(step, taken)
+                found |= self.task.run(self, step, taken)
         return found
 
     @torch.no_grad()
@@ -183,15 +180,14 @@ class Evaluator:
             self._evaluate(number, micro, ledger, each)
         local = guard.run(details.drain_metrics) or {}
         parts = [rider.part() for rider in each.riders]
-        by_rank = gather_from_ranks((should_stop(), guard.enabled, parts), world_size=self.world_size)
+        by_rank = gather_from_ranks((should_stop(), guard.enabled, parts), world_size=self.info.world_size)
         if any(stops for stops, _, _ in by_rank):
             return None
         self.is_off = not all(works for _, works, _ in by_rank)
         if self.is_off:
             return {}
-        reduced = self._with_perplexity(
-            reduce_over_ranks(local, details.metric_keys, device=self.device, world_size=self.world_size, guard=guard)
-        )
+        how: dict[str, Any] = {"device": self.device, "world_size": self.info.world_size, "guard": guard}
+        reduced = self._with_perplexity(reduce_over_ranks(local, details.metric_keys, **how))
         found: dict[str, float] = {}
         for index, rider in enumerate(each.riders if "loss" in reduced else ()):
             found |= rider.metrics([of_rank[index] for _, _, of_rank in by_rank])

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.distributed.agree import gather_from_ranks
+from trainer.distributed.env import gather_from_ranks
 from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.on_device import HostCopy

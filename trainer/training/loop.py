@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from operator import attrgetter
 
-from trainer.distributed.agree import gather_from_ranks
+from trainer.distributed.env import gather_from_ranks
 from trainer.distributed.watchdog import DATA
 from trainer.metrics.aggregate import Operations
 from trainer.metrics.logger import get_logger

@@ -177,7 +177,7 @@ def test_full_wipe_forgets_who_was_evicted() -> None:
     store(before, [2])
     ledger = new_ledger("full", capacity=1, wipe_every=3)
     ledger.load_state_dict([before.state_dict()])
-    assert 1 in ledger.recently_evicted
+    assert 1 in ledger._index.evicted
     ledger.begin_step(3)
     store(ledger, [1])
     assert ledger.drain_metrics()["ledger/false_evictions/lru"] == 0

@@ -48,9 +48,9 @@ def test_a_group_that_one_shard_holds_and_another_evicted_is_held() -> None:
         ledger.begin_step(1)
         for group in groups:
             store(ledger, [group])
-    assert 1 in evicts.recently_evicted
+    assert 1 in evicts._index.evicted
     merged.load_state_dict([evicts.state_dict(), holds.state_dict()])
-    assert not merged.recently_evicted
+    assert not merged._index.evicted
     store(merged, [1])
     assert merged.drain_metrics()["ledger/false_evictions/lru"] == 0
 

@@ -13,7 +13,7 @@ from trainer.config.schema import OptimizerTable
 from trainer.errors import UserError
 from trainer.model import build
 from trainer.on_device import step_unless, supports_found_inf
-from trainer.training.step.optimizer import build_optimizer, check_optimizer, load_named_state, named_state
+from trainer.training.step.optimizer import build_optimizer, load_named_state, named_state, parameter_groups
 from trainer.training.step.schedule import set_lr
 
 NAMES = ["adamw", "muon", "sgd"]
@@ -148,7 +148,7 @@ def test_groups_have_settings_of_their_own():
     with pytest.raises(
         UserError, match=r"optimizer.group: 'blokcs.*' matches no parameter; names are such as embedding"
     ):
-        check_optimizer(model, OptimizerTable(group=[{"match": "blokcs.*"}]))
+        parameter_groups(model, OptimizerTable(group=[{"match": "blokcs.*"}]))
 
 
 def rmsprop(groups, lr, alpha=0.9):

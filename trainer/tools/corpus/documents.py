@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path, PurePosixPath
 
-from trainer.data.text_formats import text_of
+from trainer.data.documents import damaged
+from trainer.data.text_formats import document_of
 from trainer.metrics.progress_bar import Report, silent
 
 CHUNK_BYTES = 1 << 20
@@ -62,11 +63,19 @@ def of_lines(source: str, path: Path) -> list[Candidate]:
         def read() -> bytes:
             with path.open("rb") as file:
                 file.seek(start)
-                return text_of(file.read(num_bytes), f"{path}: line {number}").encode("utf-8", "surrogatepass")
+                return _text_of(file.read(num_bytes), f"{path}: line {number}").encode("utf-8", "surrogatepass")
 
         return Candidate(f"{source}:{number:0{width}d}", lambda: num_bytes, read)
 
     return [line(*place) for place in places]
+
+
+def _text_of(line: bytes, where: str) -> str:
+    """The text of one line."""
+    text = document_of(line, where)
+    if not isinstance(text, str):
+        raise damaged(where, "holds token ids, not text", "leave the file out: a run reads it as it is")
+    return text
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,14 @@ import numpy as np
 from trainer.arrays import Ints
 from trainer.config.data_tables import DataTable
 from trainer.data.formats import is_import_path, takes_option
-from trainer.data.layout import Discovery, Stream, discover, discover_direct, refuse_empty, refuse_unheeded
+from trainer.data.layout import Discovery, Stream, discover_direct, refuse_unheeded
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import is_url, write_file
 from trainer.lab.cache import Cache
 from trainer.lab.stored import discover_stored
 from trainer.metrics.progress_bar import progress_bar
+from trainer.tools.corpus.paths import discover, refuse_empty
 from trainer.tools.fitted_table import duration_text
 from trainer.tools.init.sizing import Part, choose_sizes, never_held_out, parts_of
 from trainer.tools.init.starter import Starter, StarterSource, render_starter

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+import tomllib
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 from trainer.errors import UserError
-from trainer.files import did_you_mean, is_count, parse_json, read_json, read_lines, read_toml
+from trainer.files import did_you_mean, is_count, parse_json, read_bytes, read_json, read_lines, within_bounds
 from trainer.metrics.payload_contract import (
     MODES,
     RESTART,
@@ -327,6 +328,16 @@ def _read_others(directory: Path, notes: list[str]) -> dict[str, Any]:
         "config": _read(directory / "config.resolved.toml", read_toml, notes) or {},
         "events": events,
     }
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The TOML in a file, within the bounds of `parse_json`.
+
+    Raises:
+        OSError, ValueError: as `read_json`.
+    """
+    found: dict[str, Any] = within_bounds(tomllib.loads, read_bytes(path).decode())
+    return found
 
 
 def _read(path: Path, read: Callable[[Path], Any], notes: list[str]) -> Any:

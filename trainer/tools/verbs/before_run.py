@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from trainer.cli.options import (
+from trainer.cli.parts import PARTS
+from trainer.cli.terminal import ConfigOption, SetOption, echo, require_config, uncollected
+from trainer.errors import UserError
+from trainer.tools.verbs.shared import (
     ColumnOption,
-    ConfigOption,
     DeviceOption,
     EodOption,
     FormatOption,
     JsonOption,
-    SetOption,
-    require_config,
-    uncollected,
+    coloured,
+    output,
+    print_json,
+    put_text,
+    refuse_existing,
 )
-from trainer.cli.parts import PARTS
-from trainer.cli.terminal import coloured, echo, output, print_json, put_text, refuse_existing
-from trainer.errors import UserError
 from trainer.wording import counted
 
 if TYPE_CHECKING:
@@ -137,14 +138,14 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     Raises:
         UserError: the first of them.
     """
-    from trainer.data.layout import refuse_empty
     from trainer.distributed.strategy import shard_units
     from trainer.files import is_url
     from trainer.lab.storage import Storage
     from trainer.model.weights import check_fit, read_weights
     from trainer.model.wrappers import output_layer, recompute_blocks
+    from trainer.tools.corpus.paths import refuse_empty
     from trainer.training.setup.plan import make_auxiliary
-    from trainer.training.step.optimizer import check_optimizer
+    from trainer.training.step.optimizer import parameter_groups, resolve_own
 
     parent = plan.place(plan.config.run.dir)
     if os.path.exists(parent) and not os.path.isdir(parent):
@@ -153,7 +154,9 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     if config.model.weights is not None:
         weights, _ = read_weights(plan.place(config.model.weights))
         check_fit(model, weights, key="model.weights", path=config.model.weights)
-    check_optimizer(model, config.optimizer)
+    groups = parameter_groups(model, config.optimizer)
+    if config.optimizer.target is not None:
+        resolve_own(config.optimizer.target, groups, config.optimizer)
     if config.objective.chunk_tokens:
         output_layer(model)
     make_auxiliary(config.objective, model)

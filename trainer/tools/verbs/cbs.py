@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainer.cli.options import JsonOption, TrustOption, require_run, uncollected
-from trainer.cli.terminal import echo, output, print_json, writing
+from trainer.cli.terminal import echo, uncollected
+from trainer.tools.verbs.shared import JsonOption, TrustOption, output, print_json, require_run, writing
 
 if TYPE_CHECKING:
     from trainer.tools.branching.run_branches import BranchResult

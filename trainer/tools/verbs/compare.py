@@ -11,9 +11,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from trainer.cli.options import JsonOption, RunsArgument
-from trainer.cli.terminal import COLOURS, output, print_json
 from trainer.errors import UserError
+from trainer.tools.verbs.shared import COLOURS, JsonOption, RunsArgument, output, print_json
 from trainer.wording import number_text
 
 if TYPE_CHECKING:

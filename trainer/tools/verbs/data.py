@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainer.cli.options import ColumnOption, EodOption, FormatOption, JsonOption, TextOption, TrustOption, require_run
-from trainer.cli.terminal import echo, print_json, writing
+from trainer.cli.terminal import echo
 from trainer.errors import UserError, UserErrors
 from trainer.metrics.progress_bar import now_and_then, progress_bar
+from trainer.tools.verbs.shared import (
+    ColumnOption,
+    EodOption,
+    FormatOption,
+    JsonOption,
+    TextOption,
+    TrustOption,
+    print_json,
+    require_run,
+    writing,
+)
 from trainer.wording import counted, few
 
 if TYPE_CHECKING:
@@ -96,7 +106,7 @@ def tokenize(
     column: ColumnOption = None,
 ) -> None:
     """Tokenize text, .jsonl and .parquet once, into files that a run maps. Run it again after an interruption."""
-    from trainer.data.layout import discover, refuse_empty
+    from trainer.tools.corpus.paths import discover, refuse_empty
     from trainer.tools.corpus.tokens import tokenize as write_tokens
 
     at = discover(paths, format=format)
@@ -157,8 +167,8 @@ def verify(
     column: ColumnOption = None,
 ) -> None:
     """Read everything once and report every damaged file; exit with 2 if there is one. Warns of text that is not UTF-8."""
-    from trainer.data.layout import discover
     from trainer.metrics.logger import get_logger
+    from trainer.tools.corpus.paths import discover
     from trainer.tools.inspection.verify import describe
     from trainer.tools.inspection.verify import verify as read_everything
 

@@ -15,10 +15,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from trainer.cli.options import JsonOption
-from trainer.cli.terminal import echo, output, print_json, put_text, writing
+from trainer.cli.terminal import echo
 from trainer.errors import UserError, UserErrors
 from trainer.files import is_url, read_lines
+from trainer.tools.verbs.shared import JsonOption, output, print_json, put_text, writing
 
 EXIT_DIFFERENT, EXIT_INVALID, EXIT_NOT_PUSHED = 1, 1, 1
 OutOption = Annotated[str | None, typer.Option(help="File to write; default: stdout.", metavar="FILE")]

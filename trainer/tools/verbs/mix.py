@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from trainer.cli.options import RunArgument, require_run, uncollected
-from trainer.cli.terminal import echo, writing
+from trainer.cli.terminal import echo, uncollected
 from trainer.errors import UserError
 from trainer.files import open_plain, parse_json
 from trainer.metrics.run_status import run_state
+from trainer.tools.verbs.shared import RunArgument, require_run, writing
 
 MOST_WAIT_SEC, POLL_SEC = 600.0, 0.2
 ALIVE = ("running", "unknown")  # which is on another machine

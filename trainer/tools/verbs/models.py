@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trainer.cli.options import (
+from trainer.cli.terminal import echo, uncollected
+from trainer.errors import UserError
+from trainer.files import did_you_mean, is_url
+from trainer.tools.verbs.shared import (
     DeviceOption,
     JsonOption,
     StepOption,
     TokenizerOption,
     TrustOption,
+    output,
+    print_json,
+    refuse_existing,
     require_run,
-    uncollected,
+    writing,
 )
-from trainer.cli.terminal import echo, output, print_json, refuse_existing, writing
-from trainer.errors import UserError
-from trainer.files import did_you_mean, is_url
 
 if TYPE_CHECKING:
     from trainer.config.data_tables import EvalSourceTable

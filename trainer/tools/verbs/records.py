@@ -15,11 +15,20 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from trainer.cli.options import JsonOption, RunArgument, RunsArgument
-from trainer.cli.terminal import coloured, echo, output, print_json, refuse_existing, writing
+from trainer.cli.terminal import echo
 from trainer.errors import UserError
 from trainer.files import did_you_mean, write_file
 from trainer.tools.fitted_table import duration_text
+from trainer.tools.verbs.shared import (
+    JsonOption,
+    RunArgument,
+    RunsArgument,
+    coloured,
+    output,
+    print_json,
+    refuse_existing,
+    writing,
+)
 from trainer.wording import counted, number_text
 
 if TYPE_CHECKING:

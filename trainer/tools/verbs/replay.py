@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from trainer.cli.options import JsonOption, TextOption, TrustOption, require_run, uncollected
-from trainer.cli.terminal import coloured, echo, output, print_json, refuse
+from trainer.cli.terminal import echo, refuse, uncollected
 from trainer.tools.fitted_table import Column, fitted_table, needed_width
+from trainer.tools.verbs.shared import JsonOption, TextOption, TrustOption, coloured, output, print_json, require_run
 from trainer.wording import counted
 
 if TYPE_CHECKING:

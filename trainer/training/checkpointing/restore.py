@@ -30,8 +30,7 @@ from trainer.data.fingerprint import (
 from trainer.data.lanes import keep_places
 from trainer.data.layout import refuse_empty_files, renamed
 from trainer.data.shard_source import ShardSource, StreamSource
-from trainer.distributed.agree import gather_from_ranks, raise_on_all_ranks
-from trainer.distributed.env import RankInfo
+from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.errors import UserError
 from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
@@ -135,8 +134,6 @@ def _is_own_ledger(parts: Mapping[int, Mapping[str, Any]], number: int, ledger: 
     saved, owners = parts.get(number, {}).get("ledger"), ledger.owners
     return saved is not None and all(saved[name] == value for name, value in owners._asdict().items())
 
-
-logger = get_logger(__name__)
 
 # Changing these changes the shapes of weights, the data, or which tokens the stored states follow; the data set itself
 # refuses what changes its cells.

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.config.schema import CheckpointTable
-from trainer.distributed.agree import gather_from_ranks
-from trainer.distributed.env import RankInfo
+from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.distributed.shards import saving_ranks
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint as files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -95,25 +96,17 @@ def _eval_set(
     return EvalSet(name, batches, filler, read, riders[0].sample if riders else None, riders)
 
 
-def make_details(
-    plan: Plan,
-    diagnostics: Diagnostics,
-    auxiliary: Auxiliary,
-    *,
-    model_metrics: Sequence[str] = (),
-    bytes_of: torch.Tensor | None = None,
-) -> StepDetails:
-    """What is collected beside the loss, of logged steps and of evaluations."""
+def make_details(plan: Plan, diagnostics: Diagnostics, auxiliary: Auxiliary, **further: Any) -> StepDetails:
+    """What is collected beside the loss, of logged steps and of evaluations. `further`: arguments of `StepDetails`."""
     objective, is_by_source = plan.config.objective, plan.config.metrics.per_source
     modalities = {stream.modality for source in plan.sources for stream in source.streams}
     return StepDetails(
         [*objective.components, *auxiliary.losses],
         token_types=plan.tokenizer.token_type_names if objective.token_types else (),
-        model_metrics=model_metrics,
         sources=[source.name for source in plan.sources] if is_by_source else (),
         modalities=sorted(modalities) if is_by_source else (),
         diagnostics=diagnostics,
-        bytes_of=bytes_of,
+        **further,
     )
 
 
@@ -132,7 +125,7 @@ def make_evaluator(
 ) -> Evaluator:
     """The evaluator of a run. A task of the user's own gets `model`; a row is run through `cell_model`, which with
     `chunk_tokens` has no output layer."""
-    table, autocast = plan.config.eval, autocast_context(plan.config, device)
+    table = plan.config.eval
     if auxiliary.metric_keys and any(each.sample is not None and not each.name for each in sets):
         text = "held-out documents: the model's own metrics (%s) are left out: of a sample each row has another weight"
         logger.info(text, few(auxiliary.metric_keys))
@@ -143,9 +136,6 @@ def make_evaluator(
             args=table.args,
             model=model,
             tokenizer=plan.tokenizer,
-            autocast=autocast,
-            info=info,
-            device=device,
             guard=diagnostics.best_effort("eval.target"),
         )
     components = plan.config.objective.components
@@ -158,6 +148,7 @@ def make_evaluator(
         sizes, problem = None, "the cross-entropy is not trained on"
     if sizes is None:
         logger.info("evaluations report no bits per byte: %s", problem)
+    bytes_of = None if sizes is None else torch.from_numpy(sizes).to(device)
     return Evaluator(
         model=cell_model,
         accepted=accepted_inputs(model),
@@ -167,16 +158,10 @@ def make_evaluator(
         sets=sets,
         task=task,
         make_ledger=make_eval_ledger(plan, model, device),
-        details=make_details(
-            plan,
-            diagnostics,
-            auxiliary,
-            model_metrics=auxiliary.metric_keys,
-            bytes_of=None if sizes is None else torch.from_numpy(sizes).to(device),
-        ),
+        details=make_details(plan, diagnostics, auxiliary, model_metrics=auxiliary.metric_keys, bytes_of=bytes_of),
         guard=diagnostics.best_effort("evaluation"),
-        autocast=autocast,
+        autocast=autocast_context(plan.config, device),
         strategy=strategy,
-        world_size=info.world_size,
+        info=info,
         device=device,
     )

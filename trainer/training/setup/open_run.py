@@ -17,8 +17,7 @@ from torch import nn
 from trainer.data.batch import accepted_inputs
 from trainer.data.fingerprint import FINGERPRINT_KEY
 from trainer.data.loader import Loader, Reading
-from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
-from trainer.distributed.env import RankInfo
+from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
 from trainer.distributed.strategy import Strategy, compile_blocks
 from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
@@ -27,7 +26,6 @@ from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.estimate import outlook
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
-from trainer.metrics.tracker import MetricsTracker
 from trainer.model.families import with_sizes
 from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
@@ -116,7 +114,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
     retain = None
     if claimed is not None:
-        retain = _start_mirror(claimed, plan, run_dir, position.step, state.tracker, launch.stop, after_group)
+        retain = _start_mirror(claimed, plan, run_dir, position.step, state, launch, after_group)
     events, wandb_run_id = open_record(
         plan, info, state, position, run_dir, found, data.change, stack, launch.config_path, launch.stdout
     )
@@ -130,7 +128,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         compile_blocks(state.model)
     row_model = in_cells(cell_model, config)
     step_model = strategy.wrap(row_model, state.model)
-    reading = _start_reading(plan, info, state, position, device, stack, is_resumed=found is not None)
+    reading = _start_reading(plan, info, state, position, device, stack)
     # Nothing of a run refers to the run itself: one that is done is freed, and the process group with it.
     watchdog = start_watchdog(
         info,
@@ -234,31 +232,18 @@ def _say_outlook(noise: GradientNoiseScale) -> None:
 
 
 def _start_mirror(
-    claimed: Any,
-    plan: Plan,
-    run_dir: RunDir,
-    step: int,
-    tracker: MetricsTracker,
-    stop: StopRequest,
-    after_group: ExitStack,
+    claimed: Any, plan: Plan, run_dir: RunDir, step: int, state: TrainState, launch: Launch, after_group: ExitStack
 ) -> Callable[[Path], None]:
     """Start to copy checkpoints to the claimed store. Returns what decides which are kept."""
     mirrors = plan.parts.need("mirror", "checkpoint.remote")
-    mirror = mirrors.start_mirror(claimed, run_dir, plan.config.checkpoint, step, tracker.diagnostics)
-    after_group.callback(mirrors.wait_for_mirror, mirror, stop)
+    mirror = mirrors.start_mirror(claimed, run_dir, plan.config.checkpoint, step, state.tracker.diagnostics)
+    after_group.callback(mirrors.wait_for_mirror, mirror, launch.stop)
     retain: Callable[[Path], None] = mirror.publish
     return retain
 
 
 def _start_reading(
-    plan: Plan,
-    info: RankInfo,
-    state: TrainState,
-    position: Position,
-    device: torch.device,
-    stack: ExitStack,
-    *,
-    is_resumed: bool,
+    plan: Plan, info: RankInfo, state: TrainState, position: Position, device: torch.device, stack: ExitStack
 ) -> Reading:
     """Start the loaders of this rank's data shards."""
     pack(position.data_states, "data")  # one that a checkpoint cannot keep is refused before the first step
@@ -276,7 +261,7 @@ def _start_reading(
             )
         )
         stack.callback(loaders[-1].close)
-    return Reading(loaders, position.data_states, info=info, device=device, is_resumed=is_resumed)
+    return Reading(loaders, position.data_states, info=info, device=device, is_resumed=position.step > 0)
 
 
 def _restore_mix(plan: Plan, info: RankInfo, state: TrainState, run_dir: RunDir, found: Found | None) -> None:

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     config = plan.config
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model = make_model(plan)
-    shard_model(strategy or Strategy(), model, config)
+    (strategy or Strategy()).shard(model, partial(prepared_units, model, config))
     model = model.to(device)
     check_state_rules(config, model)
     if not plan.has_built_in_model:  # whose needs were not known before
@@ -160,16 +161,12 @@ def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> St
     return strategy_for(config.distributed, info, device, param_dtype=dtype)
 
 
-def shard_model(strategy: Strategy, model: nn.Module, config: RunConfig) -> None:
-    """Leave this rank its part of the model, which each rank has built whole in host memory, with the same weights.
+def prepared_units(model: nn.Module, config: RunConfig) -> Sequence[nn.Module]:
+    """The modules whose parameters a sharded model gathers one module at a time; prepares it for that.
 
     Raises:
         UserError: its blocks are not known.
     """
-    strategy.shard(model, lambda: _prepared_units(model, config))
-
-
-def _prepared_units(model: nn.Module, config: RunConfig) -> Sequence[nn.Module]:
     units = shard_units(model)
     if config.objective.chunk_tokens:  # the loss uses it after the model's forward
         units = [unit for unit in units if unit is not output_layer(model)]

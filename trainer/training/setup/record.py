@@ -16,13 +16,12 @@ from trainer.config.load import flatten
 from trainer.config.rules import why_no_noise_scale
 from trainer.config.schema import RunConfig
 from trainer.data.fingerprint import DataChange
-from trainer.distributed.agree import from_main_rank, raise_on_all_ranks
-from trainer.distributed.env import RankInfo
+from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
 from trainer.distributed.shards import layout_of
 from trainer.distributed.strategy import num_parameters
 from trainer.errors import UserError
 from trainer.files import is_url
-from trainer.metrics.best_effort import Diagnostics, EventCallback
+from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.run_status import dead
 from trainer.metrics.services import CLOSE_SEC, TensorboardSink, WandbSink, resolve_mode
@@ -149,17 +148,13 @@ def open_record(
             saved = found[1] if found is not None else {}
             # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
             is_restart = run_dir.metrics.exists() or found is not None
-            sinks = make_sinks(
-                plan.config,
-                run_dir,
-                stdout=stdout or sys.stdout,
-                wandb_run_id=saved.get("wandb_run_id"),
-                diagnostics=diagnostics,
-                on_event=events.write,
-            )
+            sinks = make_sinks(plan.config, run_dir, stdout or sys.stdout, saved.get("wandb_run_id"), diagnostics)
             state.tracker.init_backends(sinks)
             if is_restart:
-                _say_restart(plan, info, state, position.step, run_dir, found, data, events)
+                previous = _previous(run_dir, position.step)
+                state.tracker.log_restart(position.step)
+                details = {"checkpoint": None} if found is None else _changed(plan, info, found, data)
+                events.write({"event": "restart", "global_step": position.step, **details, "previous": previous})
             # After what says that the settings changed: the record is true, wherever this process is killed.
             if config_path is not None:
                 sizes = {"parameters": num_parameters(state.model), "state_width": width_of(state.model)}
@@ -171,47 +166,31 @@ def open_record(
     return events, wandb_run_id
 
 
-def _say_restart(
-    plan: Plan,
-    info: RankInfo,
-    state: TrainState,
-    step: int,
-    run_dir: RunDir,
-    found: Found | None,
-    data: DataChange,
-    events: EventWriter,
-) -> None:
-    """Say in the record that the run restarts, after what, and which settings changed."""
+def _previous(run_dir: RunDir, step: int) -> dict[str, Any]:
+    """How the attempt that this one continues after `step` has ended; said if it died."""
     previous = run_dir.status()
     if previous.get("state") == "running":  # and this process has its lock
         previous = dead(previous, run_dir.path)
     if previous.get("state") == "died":
         logger.warning("%s: %s; continuing from step %d", run_dir.path, previous["reason"], step)
-    details: dict[str, Any] = {"checkpoint": None}
-    if found is not None:
-        saved = found[1]
-        changed = changed_settings(saved["config"], saved.get("environment", {}), plan.config, environment(info))
-        if data:
-            changed["data files"] = Change("as saved", str(data))
-        pairs = {key: change._asdict() for key, change in changed.items()}
-        details = {"checkpoint": found[0].name, "changed": pairs}
-    state.tracker.log_restart(step)
-    ended = {key: previous.get(key) for key in ("state", "reason", "last_step")}
-    events.write({"event": "restart", "global_step": step, **details, "previous": ended})
+    return {key: previous.get(key) for key in ("state", "reason", "last_step")}
+
+
+def _changed(plan: Plan, info: RankInfo, found: Found, data: DataChange) -> dict[str, Any]:
+    """The checkpoint that the run continues, and which settings changed since, for the record."""
+    path, saved = found
+    changed = changed_settings(saved["config"], saved.get("environment", {}), plan.config, environment(info))
+    if data:
+        changed["data files"] = Change("as saved", str(data))
+    return {"checkpoint": path.name, "changed": {key: change._asdict() for key, change in changed.items()}}
 
 
 def make_sinks(
-    config: RunConfig,
-    run_dir: RunDir,
-    *,
-    stdout: Output,
-    wandb_run_id: str | None,
-    diagnostics: Diagnostics,
-    on_event: EventCallback,
+    config: RunConfig, run_dir: RunDir, stdout: Output, wandb_run_id: str | None, diagnostics: Diagnostics
 ) -> list[Sink]:
     """The record first: if it cannot be written, nothing else should say that a step was.
 
-    Every sink but the record has a queue and a thread, except those that write to a terminal, beside the progress bar.
+    Every sink but the record has a queue and a thread, except those that write to a terminal.
     """
 
     def in_background(sink: Sink, name: str, close_sec: float = 5.0) -> Sink:
@@ -223,7 +202,7 @@ def make_sinks(
         to_stdout = StdoutSink(mode, stream=stdout)
         sinks.append(to_stdout if stdout.isatty() else in_background(to_stdout, "stdout"))
     if mode == "json" and sys.stderr.isatty():
-        # Somebody watches, and the payload goes to a program: the line for people stands beside the bar.
+        # Somebody watches, and the payload goes to a program: the line for people goes to stderr.
         sinks.append(StdoutSink("line", stream=sys.stderr))
     table = config.metrics.wandb
     if (wandb_mode := table.mode) == "auto":
@@ -236,7 +215,7 @@ def make_sinks(
             run_dir=run_dir.path,
             run_id=wandb_run_id,
             config=config.model_dump(mode="json"),
-            on_event=on_event,
+            on_event=diagnostics.on_event,
         )
         sinks.append(in_background(wandb, "wandb", CLOSE_SEC))
     if config.metrics.tensorboard:

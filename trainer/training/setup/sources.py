@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,7 +17,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.documents import IdBounds, ReadOptions
 from trainer.data.formats import is_import_path
-from trainer.data.groups import CutOptions, OpenStream
+from trainer.data.groups import CutOptions
 from trainer.data.lanes import LaneBlend
 from trainer.data.layout import Stream, discover_direct, discover_nested, refuse_unheeded
 from trainer.data.mixing import MixOptions, StreamMixingDataset
@@ -66,9 +65,8 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts
         UserError: an included file has mistakes or includes itself, two schedules lie on one path, a source has no
             streams, or all weights are zero at some time of the run.
     """
-    leaves: list[Source] = []
-    stores = partial(_stores, config.data, parts)
-    _collect(config.data.source, config_path, "", ConstantWeight(1.0), leaves, (config_path.resolve(),), stores)
+    stores, including = partial(_stores, config.data, parts), (config_path.resolve(),)
+    leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including, stores)]
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
     _refuse_unknown_steps(config, leaves)
     # What `auto` may come to: a gap would end the run. A length in tokens has the same number of batches for every m.
@@ -116,15 +114,10 @@ def leaf_tables(sources: list[Source]) -> list[SourceTable]:
     return [source.table.model_copy(update={"name": source.name}) for source in sources]
 
 
-def _collect(
-    tables: list[SourceTable],
-    path: Path,
-    prefix: str,
-    outer: WeightSpec,
-    leaves: list[Source],
-    including: tuple[Path, ...],
-    stores: Stores,
-) -> None:
+def _leaves(
+    tables: list[SourceTable], path: Path, prefix: str, outer: WeightSpec, including: tuple[Path, ...], stores: Stores
+) -> Iterator[Source]:
+    """The leaves of the tables in a file `path`, whose weights are multiplied with `outer`."""
     for table in tables:
         name = f"{prefix}{table.name}"
         own = weight_spec(table.weight, f"{name}.weight")
@@ -138,13 +131,13 @@ def _collect(
             except UserError:
                 if not leaf.is_off:  # whose data may be gone
                     raise
-            leaves.append(leaf)
+            yield leaf
             continue
         included = path.parent / table.include
         if included.resolve() in including or len(including) > MAX_INCLUDE_DEPTH:
             raise UserError(f"{name}.include", f"{table.include} includes itself", "break the circle", where=str(path))
         nested = load_dataset_file(included).source
-        _collect(nested, included, f"{name}.", weight, leaves, (*including, included.resolve()), stores)
+        yield from _leaves(nested, included, f"{name}.", weight, (*including, included.resolve()), stores)
 
 
 def weight_spec(weight: Weight, path: str) -> WeightSpec:
@@ -224,18 +217,10 @@ def make_dataset(plan: Plan, source: Source, info: RankInfo) -> StreamSource:
     return kind(source.streams, *reading(plan, source), shard=info.rank, num_shards=info.world_size)
 
 
-def make_held_out(
-    plan: Plan,
-    source: Source,
-    info: RankInfo,
-    *,
-    is_whole: bool = False,
-    in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
-) -> ShardSource:
-    """What is evaluated on of a source, read once: the held-out documents, or (`is_whole`) all. `in_memory`: see
-    `StreamOpener`."""
+def make_held_out(plan: Plan, source: Source, info: RankInfo, *, is_whole: bool = False, **options: Any) -> ShardSource:
+    """What is evaluated on of a source, read once: the held-out documents, or (`is_whole`) all. `options`: of `ShardSource`."""
     how = reading(plan, source, is_holdout=True, is_whole=is_whole)
-    return ShardSource(source.streams, *how, shard=info.rank, num_shards=info.world_size, in_memory=in_memory)
+    return ShardSource(source.streams, *how, shard=info.rank, num_shards=info.world_size, **options)
 
 
 def reading(

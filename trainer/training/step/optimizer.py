@@ -29,7 +29,7 @@ def build_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.Opti
     Raises:
         UserError: a group matches no parameter; or a target of the user's own does not fit or fails.
     """
-    groups = _groups(model, table)
+    groups = parameter_groups(model, table)
     adamw = {"betas": (table.betas[0], table.betas[1]), "eps": table.eps}
     if table.target is not None:
         return _own(table.target, model, groups, table)
@@ -46,26 +46,9 @@ def build_optimizer(model: nn.Module, table: OptimizerTable) -> torch.optim.Opti
             else torch.optim.SGD(groups, lr=table.lr, fused=True, **sgd)
         )
         if table.momentum:
-            for group in groups:
-                for parameter in group["params"]:
-                    # torch 2.13 leaves it uninitialized if the first step is skipped.
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            keep_buffers(optimizer)
         return optimizer
     return torch.optim.AdamW(groups, lr=table.lr, **adamw, fused=True)  # type: ignore[arg-type]
-
-
-def check_optimizer(model: nn.Module, table: OptimizerTable) -> None:
-    """Refuse what `build_optimizer` would refuse, where that shows without building the optimizer.
-
-    Args:
-        model: may be on the meta device.
-
-    Raises:
-        UserError: as `build_optimizer`.
-    """
-    groups = _groups(model, table)
-    if table.target is not None:
-        _resolve(table.target, groups, table)
 
 
 def optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
@@ -95,7 +78,7 @@ def load_named_state(
         optimizer.link_groups()
 
 
-def _groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:
+def parameter_groups(model: nn.Module, table: OptimizerTable) -> list[ParameterGroup]:
     """Matrices and vectors apart, of each `[[optimizer.group]]` and of the rest.
 
     Checkpoints know a group by its number, which its settings do not change.
@@ -143,7 +126,7 @@ def _split(groups: list[ParameterGroup], chosen: set[int]) -> tuple[list[Paramet
     return halves
 
 
-def _resolve(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> Any:
+def resolve_own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> Any:
     """The function of the user's own that makes an optimizer."""
     build = resolve_target(target, "optimizer.target")
     given = {"lr": table.lr, **table.args}
@@ -152,7 +135,7 @@ def _resolve(target: str, groups: list[ParameterGroup], table: OptimizerTable) -
 
 
 def _own(target: str, model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
-    build = _resolve(target, groups, table)
+    build = resolve_own(target, groups, table)
     with users_code("optimizer.target", f"{target} fails"):
         optimizer = build(groups, lr=table.lr, **table.args)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -172,6 +155,13 @@ def _own(target: str, model: nn.Module, groups: list[ParameterGroup], table: Opt
     return made
 
 
+def keep_buffers(optimizer: torch.optim.Optimizer) -> None:
+    """Make momentum buffers now: torch 2.13 leaves them uninitialized if the first step is skipped."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 class Skipping(torch.optim.Optimizer):
     """An optimizer with one buffer per parameter, which does nothing where `found_inf` (float [], on the device) says so, as
     torch's fused optimizers do.
@@ -181,12 +171,6 @@ class Skipping(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
-
-    def keep_buffers(self) -> None:
-        """Make the buffers now, or a first step that is skipped would leave some that are not finite."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -228,7 +212,7 @@ class SkippingMuon(Skipping, torch.optim.Muon):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.keep_buffers()
+        keep_buffers(self)
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         if layout_of([parameter]) is None:
@@ -263,13 +247,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self,
-        matrices: list[dict[str, Any]],
-        others: list[dict[str, Any]],
-        *,
-        lr: float,
-        momentum: float,
-        adamw: dict[str, Any],
+        self, matrices: list[ParameterGroup], others: list[ParameterGroup], *, lr: float, momentum: float, adamw: Any
     ) -> None:
         super().__init__([*matrices, *others], {"lr": lr})
         self.parts: dict[str, torch.optim.Optimizer] = {}
