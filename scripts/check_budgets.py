@@ -71,6 +71,7 @@ def sizes() -> dict[str, int]:
     core = [path for path in files["trainer"] if path.relative_to(ROOT / "trainer").parts[0] not in AROUND]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files["trainer"]]
     nodes = [node for tree in trees for node in ast.walk(tree)]
+    errors = [each for each in nodes if isinstance(each, ast.Call) and getattr(each.func, "id", "") == "UserError"]
     code, comments = map(sum, zip(*map(_code_lines, files["trainer"]), strict=True))
     long = sum(len(line) > 100 for path in files["trainer"] for line in path.read_text(encoding="utf-8").splitlines())
     prose = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
@@ -85,9 +86,7 @@ def sizes() -> dict[str, int]:
             len(re.findall(r"\S+", path.read_text(encoding="utf-8"))) for path in prose
         ),
         "functions with more than 10 parameters": sum(_parameters(node) > MOST_PARAMETERS for node in nodes),
-        "places that make a UserError": sum(
-            isinstance(node, ast.Call) and getattr(node.func, "id", "") == "UserError" for node in nodes
-        ),
+        "places that make a UserError": len(errors),
         "config keys": (ROOT / "docs" / "config.md").read_text(encoding="utf-8").count("\n- `"),
         "conditional expressions in 1,000 lines of code": 1000 * sum(isinstance(n, ast.IfExp) for n in nodes) // code,
         "lines above 100 characters in 1,000": 1000 * long // sum(lines[path] for path in files["trainer"]),
@@ -98,8 +97,7 @@ def sizes() -> dict[str, int]:
 def _code_lines(path: Path) -> tuple[int, int]:
     """Lines of code, without docstrings, and lines with a comment for people."""
     text = path.read_text(encoding="utf-8")
-    code: set[int] = set()
-    comments = 0
+    code, comments = set[int](), 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             comments += not token.string.startswith(("# type:", "# noqa", "# fmt"))
@@ -180,8 +178,7 @@ def steps() -> Iterator[tuple[str, int]]:
     """The counts of a steady and of a logged step, each in a process of its own."""
     for kind in ("steady", "logged"):
         command = [sys.executable, __file__, "--count", kind]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr)
         for what, number in json.loads(done.stdout.splitlines()[-1]).items():
