@@ -126,7 +126,7 @@ class Diagnosis:
 
     @property
     def coverage(self) -> str:
-        """How many rules judged the run: `14 of 25 rules judged the run, 4 could not yet, 7 had nothing to measure`."""
+        """How many rules judged the run: `14 of 24 rules judged the run, 4 could not yet, 7 had nothing to measure`."""
         early = sum(ruling.outcome.is_early for ruling in self.rulings)
         rest = sum(ruling.had_nothing_to_measure for ruling in self.rulings)
         text = f"{self.num_judged} of {len(self.rulings)} rules judged the run"

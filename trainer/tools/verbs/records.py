@@ -48,7 +48,7 @@ class RunEntry:
         step, steps: the last step, which may be later than the last logged one, and the configured number; None where unknown.
         loss, eval_loss, tokens_in_step, fill: the last logged values.
         age_sec: since the run last logged, or wrote its state if it has logged nothing.
-        verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 25 rules`.
+        verdict: of `train diagnose`: `healthy`, the names of the findings, or `no finding by 2 of 24 rules`.
         reason: why the run ended, from status.json; None if that has none.
         changed: the settings that a resume changed.
     """
