@@ -126,7 +126,7 @@ def row_costs(folder: Path, length: int, args: argparse.Namespace) -> list[float
 def reader(mode: str, sources: Sequence[Sequence[Stream]], shard: int = 0, *, row_tokens: int, **sizes: int) -> Any:
     """The batches of a rank."""
     kind, parts = StreamMixingDataset if mode == "per_stream" else ShardSource, []
-    mix = MixOptions(sizes["num_mixed"], batch_size=LANES)
+    mix = MixOptions(sizes["num_mixed"], "weighted", "per_stream" if mode == "per_stream" else "per_row", LANES)
     for number, streams in enumerate(sources):
         cut = CutOptions(f"s{number}", row_tokens)
         part = kind(streams, cut, READ, mix, shard=shard, num_shards=sizes.get("num_shards", 1))
