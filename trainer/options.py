@@ -46,7 +46,8 @@ Text = Annotated[str, Limits(min_length=1, max_length=4096, pattern=NO_NUL)]
 
 @dataclass_transform(field_specifiers=(field,))
 def part_options(cls: Any) -> Any:
-    """A frozen dataclass. Type checkers are not told that it is frozen: it could be no base of pydantic's models."""
+    """A frozen dataclass. Type checkers are not told that it is frozen: they would then reject it as a base of pydantic's
+    models."""
     return dataclass(frozen=True)(cls)
 
 

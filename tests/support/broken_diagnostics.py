@@ -66,6 +66,7 @@ SHOWN = (
     "trainer.training.main.summarize",
     "trainer.training.run_dir.RunDir.keep_status",
     "trainer.training.step.details",
+    "trainer.training.step.core_extensions",
     "trainer.data.pool.ActivePool.snapshot",
 )
 DRAINS = ("drain_metrics", "drain_step_metrics")

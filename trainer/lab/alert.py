@@ -44,7 +44,7 @@ class Alert(Extension):
 
 def alert(config: RunConfig, run_dir: Path, event: str, *, reason: str, step: int, wait_sec: float = 0.0) -> None:
     """Report that a run is `done`, `stopped` or `failed`, or had a `spike`, and wait at most `wait_sec` for the delivery."""
-    state, name = "running" if event == "spike" else event, config.run.name  # a run goes on after a spike
+    state, name = "running" if event == "spike" else event, config.run.name  # a spike does not end the run
     said = {"event": event, "state": state, "reason": reason, "last_step": step, "run": name, "run_dir": str(run_dir)}
     said |= {"host": socket.gethostname(), "time": time.time(), "text": f"{name}: {event} at step {step}: {reason}"}
     within(wait_sec, partial(_tell, config.alert.command, config.alert.url, said))

@@ -19,7 +19,7 @@ from trainer.metrics.sinks import LineFile
 from trainer.on_device import to_device
 from trainer.training.extension import Extension
 from trainer.training.run_dir import DIGESTS
-from trainer.training.step.details import bit_sum
+from trainer.training.step.core_extensions import bit_sum
 
 if TYPE_CHECKING:
     from trainer.data.batch import Carry, MicroBatch

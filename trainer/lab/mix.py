@@ -99,7 +99,7 @@ class Requests:
         for line in self._new_lines():
             try:
                 self._take_up(parse_json(line), read)
-            except Exception as error:  # noqa: BLE001 - the ranks must still be told what was decided before
+            except Exception as error:  # noqa: BLE001 - earlier decisions must still reach all ranks
                 logger.warning("train mix: a request failed: %r", error)
 
     def _new_lines(self) -> list[bytes]:
@@ -162,7 +162,7 @@ class Requests:
         return step, batch
 
     def _refusal(self, step: int, changes: Mapping[int, Mapping[str, float]]) -> str:
-        """Why a run cannot go on with these changes from this step on; empty if it can."""
+        """Why a run cannot use these changes from this step on; empty if it can."""
         last = self._last_step()
         if step > last:
             return f"the run ends after step {last}, before new weights could hold"

@@ -60,7 +60,7 @@ def _judge_isolation(trial: Trial, sample: int) -> Verdict:
             other_state[row] = state[row]
         after = subject(changed, other_state)
         effect = float(trial.errors(after.logits, before.logits).max())
-        if effect == 0.0:  # then rows cannot be told apart
+        if effect == 0.0:  # the rows are indistinguishable
             raise NotTestable("the logits do not depend on the tokens")
         limit = trial.limit(effect)
         size, position = _deviation(trial, after, before, limit, row=row)

@@ -43,7 +43,7 @@ from trainer.training.extension import Extension
 from trainer.training.run_dir import DIGESTS, EVENTS, RunDir
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sources import make_blend
-from trainer.training.step.details import mix_events
+from trainer.training.step.core_extensions import mix_events
 from trainer.wording import counted
 
 if TYPE_CHECKING:

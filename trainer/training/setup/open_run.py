@@ -50,7 +50,7 @@ from trainer.training.setup.parts import (
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
 from trainer.training.setup.record import Found, announce, begin_record, open_record, place_run, say_rate_change
 from trainer.training.signals import StopRequest, as_exception, say_stopping
-from trainer.training.step.details import LoggedDetails, MixWeights, ModelMetrics, Replicas, mix_events
+from trainer.training.step.core_extensions import LoggedDetails, MixWeights, ModelMetrics, Replicas, mix_events
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.training.step.step import TrainStep
 from trainer.wording import error_text, short_repr

@@ -6,28 +6,17 @@ All are sums and counts on the device, over this rank's micro-batches; on other 
 from __future__ import annotations
 
 import math
-import os
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from trainer.arrays import IGNORED, Ints
 from trainer.data.batch import MicroBatch
-from trainer.distributed.shards import own_part
-from trainer.files import read_lines
 from trainer.metrics.aggregate import Recorder, Reported, SumCount
 from trainer.metrics.best_effort import Diagnostics, SkipBatch
 from trainer.objective.loss import ObjectiveOutput, TokenTypeMismatch, token_type_sums
 from trainer.on_device import to_device
-from trainer.training.extension import Extension
-from trainer.training.run_dir import REQUESTS
-
-if TYPE_CHECKING:
-    from trainer.training.run import Run
 
 
 class StepDetails:
@@ -145,149 +134,3 @@ class StepDetails:
             is_of_name = torch.tensor([float(label == name) for label in labels], dtype=sums.dtype, device=sums.device)
             total, count = is_of_name @ sums
             self._put(f"{kind}/{name}/loss", total, count)
-
-
-class LoggedDetails(Extension):
-    """The details of logged steps."""
-
-    def __init__(self, run: Run, details: StepDetails) -> None:
-        super().__init__(run)
-        self._details = details
-        self.metric_keys = details.metric_keys
-
-    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Take in one micro-batch."""
-        self._details.add(micro, result)
-
-    def drain_metrics(self) -> Mapping[str, Reported]:
-        """The step's sums."""
-        return self._details.drain_metrics()
-
-
-class ModelMetrics(Extension):
-    """The metrics of the model's output, of every step: counters add up between two logged ones."""
-
-    every_step = True
-
-    def __init__(self, run: Run, metric_keys: Sequence[str]) -> None:
-        super().__init__(run)
-        self.metric_keys = metric_keys
-
-    def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Take in one micro-batch."""
-        self.run.recorder.add(result.metrics or {})
-
-
-COMPARED_BITS: Final = 22  # of a digest: their squares add up exactly in float64, over 512 ranks
-FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, so that multiplying loses no bit
-
-
-def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
-    """[] int64 on the tensors' device: a sum of all their bits, read as 64-bit integers with overflow, which depends on their
-    order and is changed by any one bit."""
-    total: Any = 0
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        whole = flat.numel() // 8 * 8
-        if flat.storage_offset() % 8:  # a view of wider numbers would not be aligned
-            flat = flat.clone()
-        total = total * FACTOR + flat[:whole].view(torch.int64).sum() + flat[whole:].sum()
-    mixed: Tensor = torch.as_tensor(total, dtype=torch.int64)
-    for shift in (33, 29, 32):  # every bit changes the low ones: a bijection, as in splitmix64
-        mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * FACTOR
-    return mixed
-
-
-class Replicas(Extension):
-    """Ends a run whose ranks hold different weights: W sum(d^2) = sum(d)^2 only if the digests d of all W ranks are equal."""
-
-    num_sums = 2
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._parameters = [each for each in run.model.parameters() if each.requires_grad]
-        self._step, self._agreed, self._differs = 0, run.position.step, False
-
-    def _digest(self) -> Tensor:
-        return bit_sum(map(own_part, self._parameters))
-
-    def window_read(self, step: int, window: Sequence[MicroBatch]) -> None:
-        """Note the step."""
-        self._step = step
-
-    def updated(self) -> Tensor:
-        """This rank's digest and its square."""
-        digest = (self._digest() & (1 << COMPARED_BITS) - 1).double()
-        return torch.stack([digest, digest.square()])
-
-    def summed(self, sums: Sequence[float], *, grad_sq: float, grad_factor: float, is_taken: bool) -> None:
-        """Compare the ranks."""
-        self._differs = sums[1] * self.run.info.world_size != sums[0] ** 2
-        self.run.extensions.asks |= self._differs
-        if not self._differs:
-            self._agreed = self._step
-
-    def to_exchange(self) -> int | None:
-        """This rank's digest, if the ranks differ."""
-        return int(self._digest()) if self._differs else None
-
-    def exchanged(self, by_rank: Sequence[Any]) -> None:
-        """End the run if the ranks differ, and name those that are not as most are."""
-        if not self._differs or len(by_rank) < 2:
-            return
-        usual, _ = Counter(by_rank).most_common(1)[0]
-        odd = ", ".join(str(rank) for rank, digest in enumerate(by_rank) if digest != usual)
-        self.run.event({"event": "replicas_differ", "global_step": self._step, "ranks": odd, "digests": list(by_rank)})
-        self.run.extensions.failure = (
-            f"step {self._step}: the weights of rank {odd} are not those of most ranks; they agreed after step {self._agreed}: "
-            "memory, a device, or code that changes weights is at fault; resume from a checkpoint until then"
-        )
-
-
-def mix_events(events: Path) -> list[bytes]:
-    """The lines of a run's events that tell of a change of weights by `train mix`, or of a refusal."""
-    return [line for line in read_lines(events) if b'"mix"' in line] if events.is_file() else []
-
-
-class MixWeights(Extension):
-    """Takes over the weights that `train mix` sets, and reports them with `metrics.per_source`.
-
-    The part that answers requests is loaded on rank 0 by the first one.
-    """
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._dataset = run.state.dataset
-        self._requests: Any = None
-        self._look(skip=True)  # nobody waits any more for an answer to what an earlier process was asked
-        if run.config.metrics.per_source:
-            self.metric_keys = [f"blend/weight/{source.name}" for source in self._dataset.sources]
-
-    def _look(self, *, skip: bool = False) -> None:
-        if self._requests is None and self.run.info.is_main and os.path.lexists(self.run.run_dir.path / REQUESTS):
-            make = self.run.plan.part("mix requests")
-            self._requests = make and make(self.run, skip=skip)
-
-    def drain_metrics(self) -> Mapping[str, Reported]:
-        """Answer requests (rank 0). Returns the weights, as shares."""
-        read = max(state["batch_index"] for state in self.run.position.data_states)
-        # At the end of its data rank 0 cannot say where the others are.
-        if not all(micro.is_filler for micro in self.run.reading.last):
-            self._look()
-            if self._requests is not None:
-                self._requests.answer(read)
-        shares = self._dataset.shares_at(self.run.position.step, read - 1)
-        return dict(zip(self.metric_keys, shares, strict=False))
-
-    def to_exchange(self) -> Mapping[int, Mapping[str, float]]:
-        """All changes so far; rank 0's count."""
-        return self._dataset.changes
-
-    def exchanged(self, by_rank: Sequence[Any]) -> None:
-        """Change the weights on this rank."""
-        for shard in self.run.state.shards if by_rank[0] else ():
-            shard.dataset.changes = by_rank[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        """All changes so far, those to come included."""
-        return {str(batch): weights for batch, weights in self._dataset.changes.items()}
