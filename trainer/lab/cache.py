@@ -49,7 +49,7 @@ class Cache:
         place = Path(directory or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data"))
         with suppress(OSError, RuntimeError):  # a name that is too long, a circle of links, no such user's home
             place = place.expanduser().resolve()
-            if place.is_dir() or not place.exists():
+            if not place.exists() or place.is_dir():  # in this order: another process may make it in between
                 self.directory = place
                 return
         raise UserError("data.cache_dir", f"{place} cannot be a directory", "name another one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -162,6 +163,21 @@ def test_those_that_start_together_download_once(corpus, tmp_path, monkeypatch):
     assert sum(copy.is_new for _, copy in found) == 1
     assert len(got) == len(set(got)) == len(discover_nested(corpus))
     assert len({tuple(Path(s.path).read_bytes() for s in streams) for streams, _ in found}) == 1
+
+
+def test_a_directory_that_another_process_makes_just_now_is_taken(tmp_path, monkeypatch):
+    place, look, looks = tmp_path / "cache", Path.stat, []
+
+    def made_after_a_look(path, **options):
+        looks.append(path)
+        try:
+            return look(path, **options)
+        finally:
+            if looks.count(place) == 2:  # the first resolves its name
+                os.makedirs(place)
+
+    monkeypatch.setattr(Path, "stat", made_after_a_look)
+    assert Cache(place, 0).directory == place
 
 
 def test_a_user_without_a_home_is_refused_copies_alone(monkeypatch):
