@@ -51,11 +51,16 @@ class KeyedUniforms:
         self._values: list[float] = []
 
     def __call__(self, index: int) -> float:
-        block = index // BLOCK
+        return self._cached(index // BLOCK)[index % BLOCK]
+
+    def ahead(self, index: int) -> list[float]:
+        """The numbers from the index-th to the last of its block."""
+        return self._cached(index // BLOCK)[index % BLOCK :]
+
+    def _cached(self, block: int) -> list[float]:
         if block != self._block:
-            self._values = self.block(block).tolist()
-            self._block = block
-        return self._values[index % BLOCK]
+            self._values, self._block = self.block(block).tolist(), block
+        return self._values
 
     def block(self, block: int) -> npt.NDArray[np.float64]:
         """The numbers [block * BLOCK, (block + 1) * BLOCK)."""

@@ -91,20 +91,22 @@ class ActivePool:
     def choose(self, uniforms: Iterable[float]) -> list[int]:
         """The slots of the next picks, up to one that exhausts a reader. Numbers in [0, 1) decide, except with round_robin."""
         left = self._stats[_REMAINING].tolist()
-        slots, turn, num_readers, total = [], self.turn, len(left), sum(left)
+        slots, turn, num_readers = [], self.turn, len(left)
+        # Integers below 2^53 are exact as floats. uniform * total may round up to total, so nobody looks at the last end.
+        ends, total = list(accumulate(left)), sum(left)
+        behind = [range(slot, num_readers) for slot in range(num_readers)]
         for uniform in uniforms:
-            if num_readers == 1:
-                slot = 0
-            elif self._pick_mode == "weighted":
-                # Integers below 2^53 are exact as floats. uniform * total may round up to total itself.
-                slot = min(bisect_right(list(accumulate(left)), uniform * total), num_readers - 1)
+            if self._pick_mode == "weighted":
+                slot = bisect_right(ends, uniform * total, 0, num_readers - 1)
+                for other in behind[slot]:
+                    ends[other] -= 1
+                total -= 1
             elif self._pick_mode == "uniform":
                 slot = int(uniform * num_readers)
             else:
                 slot, turn = turn, (turn + 1) % num_readers
             slots.append(slot)
             left[slot] -= 1
-            total -= 1
             if left[slot] < 1:
                 break
         return slots

@@ -35,8 +35,6 @@ from trainer.wording import printable
 if TYPE_CHECKING:
     from trainer.data.mixing import MixOptions
 
-BLOCK = 2048  # groups that are picked ahead at most
-
 
 class Part(NamedTuple):
     """The groups of a stream that begin in [low, high) of its `size` bytes."""
@@ -428,8 +426,8 @@ class ShardSource(StreamSource):
         if not self._ahead:
             if not self._is_ready(may_begin_epoch):
                 return []
-            readers, first = self._pool.readers, self._num_picks
-            self._slots = self._pool.choose(map(self._uniforms, range(first, first + BLOCK)))
+            readers = self._pool.readers
+            self._slots = self._pool.choose(self._uniforms.ahead(self._num_picks))
             of_slot = {slot: iter(readers[slot].ahead(num)) for slot, num in Counter(self._slots).items()}
             self._ahead = [next(of_slot[slot]) for slot in self._slots][::-1]
         found = [self._ahead.pop()]
