@@ -55,6 +55,10 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.contracts": "is what refuses it",
     **dict.fromkeys(("trainer.lab.gated_delta", "trainer.lab.transformer"), "models"),
     "trainer.lab.batch_growth": "decides on the batch",
+    "trainer.lab.muon": "an optimizer",
+    "trainer.lab.changed_data": "what a resume reads",
+    "trainer.lab.evaluation_sample": "what an evaluation reads",
+    "trainer.lab.own_evaluation.OwnTask.run": "a collective, and holds a guard",
     **dict.fromkeys(
         (f"trainer.lab.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
         "run the model on all ranks, and hold a guard",

@@ -35,6 +35,7 @@ VERBS = {
 }
 """In the order of `train --help`: a function, or a typer app where a verb has verbs of its own."""
 
+_TOOLS = {"doubts": "trainer.tools.doubts:doubts"}
 _LAB = {
     # Extensions: checkpoints have their states under these names.
     "carry probe": f"{LAB}.carry_probe:StepProbe",
@@ -52,16 +53,20 @@ _LAB = {
     "hugging_face": f"{LAB}.hugging_face:build",
     # Other parts of a run.
     "batch growth": f"{LAB}.batch_growth:BatchGrowth",
+    "changed data": f"{LAB}.changed_data:restart_changed",
     "checkpoints in a store": f"{LAB}.remote:find_checkpoint",
     "contract check": f"{LAB}.contract_check:check_before_run",
     "cuda graphs": f"{LAB}.cuda_graph:make",
+    "evaluation on a sample": f"{LAB}.evaluation_sample:draw_sample",
     "lines by depth": "trainer.tools.runs.depth_curve:lines_of",
     "losses by depth": f"{LAB}.depth:Depth",
     "mirror": f"{LAB}.mirror",
     "mix changes": f"{LAB}.mix:restore",
     "mix requests": f"{LAB}.mix:Requests",
+    "muon": f"{LAB}.muon:build",
     "out of memory": f"{LAB}.memory:explain",
-    "own batches": f"{LAB}.own_batches:OwnBatches",
+    "own batches": f"{LAB}.own_batches:make",
+    "own evaluation": f"{LAB}.own_evaluation:OwnTask",
     "sources in a store": f"{LAB}.stored",
     "tokenized text": f"{LAB}.tokenized",
 }
@@ -70,7 +75,7 @@ _LAB = {
 _SPEC = find_spec(LAB)
 _IS_THERE = _SPEC is not None and _SPEC.origin is not None  # a deleted directory may leave its caches
 _MISSING = f"{LAB} is not installed"
-PARTS = Parts(_LAB if _IS_THERE else {}, problem=_MISSING)
+PARTS = Parts(_TOOLS | (_LAB if _IS_THERE else {}), problem=_MISSING)
 """What a run is given."""
 
 

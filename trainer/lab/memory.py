@@ -330,7 +330,7 @@ def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
         ledgers=(),  # its states are counted by their number; a model without one makes as many zeros as are looked up
         objective=loss,
         auxiliary=make_auxiliary(config.objective, model),
-        optimizer=build_optimizer(model, config.optimizer),
+        optimizer=build_optimizer(model, config.optimizer, plan.parts),
         gns=GradientNoiseScale(model) if config.gns.enabled else None,
         scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of
         max_tokens_per_micro=max_tokens_per_micro(plan),

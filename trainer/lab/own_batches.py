@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,11 +15,32 @@ from torch import Tensor
 
 from trainer.arrays import IGNORED
 from trainer.data.batch import CARRY_KEYS
+from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
-from trainer.import_path import format_error
+from trainer.import_path import format_error, refuse_arguments, resolve_target, users_code
 from trainer.wording import counted
 
+if TYPE_CHECKING:
+    from trainer.training.setup.plan import Plan
+    from trainer.training.setup.sources import Source
+
 IDS = ("tokens", "targets")
+
+
+def make(plan: Plan, source: Source, info: RankInfo) -> OwnBatches:
+    """The custom data set of a source on this data shard. A UserError if it fails, or cannot be iterated."""
+    key, path = f"source {source.name}: target", source.table.target
+    assert path is not None
+    target = resolve_target(path, key)
+    given = {"rank": info.rank, "world_size": info.world_size, "seed": plan.config.run.seed}
+    given |= {"seq_len": plan.config.row_tokens, **source.table.args}
+    refuse_arguments(target, path, given, key=key)
+    with users_code(key):
+        dataset = target(**given)
+    if not hasattr(dataset, "__iter__"):
+        problem = f"gave a {type(dataset).__name__}, which cannot be iterated"
+        raise UserError(key, problem, "return an iterable of dicts")
+    return OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {path}")
 
 
 class OwnBatches:

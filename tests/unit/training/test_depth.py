@@ -19,14 +19,15 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.lab.depth import bucket_start, depths
+from trainer.lab.evaluation_sample import Sample
 from trainer.metrics import aggregate
 from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog.lookup import is_known, lookup
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.auxiliary import Auxiliary
+from trainer.training.setup import evaluation
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
-from trainer.training.setup.evaluation_sample import Sample
 from trainer.training.setup.parts import make_model, model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -161,11 +162,9 @@ def test_a_sample_is_weighted_by_its_probabilities(tmp_path, monkeypatch):
 
 
 def test_documents_of_drawn_files_are_added_up_by_file(tmp_path, monkeypatch):
-    from trainer.training.setup import evaluation_sample
-
     sizes = [file.stat().st_size for file in (write_tiny_config(tmp_path).parent / "corpus").rglob("*.jsonl")]
-    monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
-    monkeypatch.setattr(evaluation_sample, "LEAST", 4)
+    monkeypatch.setattr(evaluation, "COUNTED_BYTES", sum(sizes) / 2)
+    monkeypatch.setattr(evaluation, "LEAST", 4)
     monkeypatch.setattr(aggregate, "FEWEST_UNITS", 2)
     plan = plan_of(tmp_path, "eval.batches=16")
     one = by_depth(evaluated(plan, model_of(plan)))

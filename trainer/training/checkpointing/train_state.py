@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the parts of a run that have a state, and where the run is."""
+"""The contents of a checkpoint: the parts of a run that have a state, and where the run is."""
 
 from __future__ import annotations
 
@@ -59,12 +59,15 @@ class TrainState:
     @property
     def ledgers(self) -> dict[int, Ledger]:
         """By the number of the shard that saves it; empty for a model without state."""
-        found = {shard.ledger: shard.number for shard in reversed(self.shards) if shard.ledger is not None}
-        return {number: ledger for ledger, number in reversed(found.items())}
+        found: dict[Ledger, int] = {}
+        for shard in self.shards:
+            if shard.ledger is not None:  # the first of those that share it saves it
+                found.setdefault(shard.ledger, shard.number)
+        return {number: ledger for ledger, number in found.items()}
 
     @property
     def reporters(self) -> list[tuple[str, int, Reporter]]:
-        """What collects metrics itself, drained on logged steps: its name, and whose of this rank's shards it is."""
+        """The parts that collect metrics themselves: name, index of this rank's shard, and the part."""
         first = self.shards[0].number
         found: list[tuple[str, int, Reporter]] = []
         for number, ledger in self.ledgers.items():
@@ -77,13 +80,13 @@ class TrainState:
         """The states that are the same on all ranks and fit JSON."""
         return {
             "tracker": self.tracker.state_dict(),
-            "gns": self.gns.state_dict() if self.gns is not None else None,
+            "gns": None if self.gns is None else self.gns.state_dict(),
             "state_layout": self.state_layout,
         }
 
     @property
     def state_layout(self) -> list[list[Any]] | None:
-        """What the rows of the ledger stand for, see `StateLayout`; None for a model whose states are rows already."""
+        """The meaning of the ledger's rows, see `StateLayout`; None for a model whose states are rows already."""
         layout = getattr(self.model, "state_layout", None)
         return None if layout is None else layout.to_json()
 
@@ -96,7 +99,7 @@ class TrainState:
 
 SHOWN_LOSSES = 8
 """Steps at the beginning and at the end of a run, whose losses its last lines compare."""
-# What the host counts itself, beside the data set's metrics: see `Position.unlogged`.
+# Counted on the host, in addition to the data set's metrics: see `Position.unlogged`.
 HOST_KEYS = (
     "non_finite_steps",
     "grad_scale",
@@ -114,20 +117,20 @@ HOST_KEYS = (
 
 @dataclass
 class Position:
-    """Where a run is, and what it has counted on the way."""
+    """Where a run is, and its counts on the way."""
 
     data_states: list[Any]
     """Of this rank's data shards, after the last batch of the last finished step."""
     unlogged: list[Recorder]
-    """What each of them has counted since the last logged step; the first also what the host has."""
+    """The counts of each since the last logged step; the first also has those of the host."""
     step: int = 0
     """Last finished step."""
     last_step: int | None = None
-    """The run's last; None: not known yet, the run's length is in tokens."""
+    """The run's last step; None: not known yet, the run's length is in tokens."""
     reached: int = 0
-    """How far it has come with the last finished step, see `Length`."""
+    """The progress after the last finished step, see `Length`."""
     tokens: int = 0
-    """Target tokens over all ranks through the last finished step, without those of skipped steps."""
+    """Target tokens over all ranks through the last finished step, without skipped steps."""
     tokens_before: int = 0
     """The same without the last finished step."""
     micro_batches: int = 0
@@ -139,9 +142,9 @@ class Position:
     skipped_in_a_row: int = 0
     first_losses: list[tuple[int, float]] = field(default_factory=list)
     """The first `SHOWN_LOSSES` steps that this process trained with tokens, and their losses."""
-    last_losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SHOWN_LOSSES))
+    last_losses: deque[tuple[int, float]] = field(default_factory=partial(deque, maxlen=SHOWN_LOSSES))
     last_eval: tuple[int, dict[str, float]] | None = None
-    """The step of the last evaluation, and what it found."""
+    """The step of the last evaluation, and its numbers."""
 
     @classmethod
     def of(cls, state: TrainState, step: int = 0) -> Self:
@@ -151,7 +154,7 @@ class Position:
         return cls(states, [Recorder(leave_out=leave_out) for _ in states], step=step)
 
     def counts(self, index: int) -> dict[str, Any]:
-        """What this rank's shard `index` has counted since the last logged step, for a checkpoint between two of them."""
+        """The counts of this rank's shard `index` since the last logged step, which a checkpoint keeps."""
         return {"pool": self.unlogged[index].state_dict(), "in_a_row": self.skipped_in_a_row}
 
     def load_counts(self, index: int, saved: Mapping[str, Any]) -> None:
@@ -163,26 +166,27 @@ class Position:
 def model_part(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, rank: int
 ) -> TensorPart | None:
-    """What this rank writes; None: nothing.
+    """The part of model and optimizer that this rank writes; None: nothing.
 
     Raises:
-        UserError: an optimizer of the user's own keeps what is no shard, and may differ by rank.
+        UserError: a custom optimizer keeps a tensor that is no shard, and may differ by rank.
     """
     if rank not in saving_ranks(model):
         return None
-    state = model.state_dict()
     shared = tied_names(model)
-    kept = {name: value for name, value in state.items() if name not in shared}
-    tree = {"model": kept, "optimizer": named_state(optimizer, model), "scaler": scaler.state_dict()}
-    values, tensors = pack(tree)
+    kept = {name: value for name, value in model.state_dict().items() if name not in shared}
+    states = {"optimizer": named_state(optimizer, model), "scaler": scaler.state_dict()}
+    values, tensors = pack({"model": kept, **states})
     rows, is_sharded = {}, layout_of(model.parameters()) is not None
     for name, tensor in tensors.items():
         is_whole = layout_of([tensor]) is None
+        # A single number, such as a count of steps, is the same on all ranks.
         if is_whole and is_sharded and tensor.numel() > 1 and name.startswith("optimizer."):
             problem = f"keeps {name.removeprefix('optimizer.')}, which is not sharded as its parameter is"
             fix = "make it with torch.zeros_like(parameter), which gives a shard"
             raise UserError("optimizer.target", problem, fix)
-        if (part := part_to_save(tensor, rank)) is not None:
+        part = part_to_save(tensor, rank)
+        if part is not None:
             rows[name] = Rows(*part, tuple(tensor.shape))
     if rank != 0:
         return TensorPart(rows, shapes={})
@@ -194,13 +198,13 @@ def open_model(path: Path, state: Mapping[str, Any], *, rank: int = 0) -> Tensor
     """The tensors of a checkpoint.
 
     Args:
-        state: its state.json, which says what ranks have written them.
-        rank: whose own rows will probably be asked for.
+        state: its state.json, which names the ranks that wrote them.
+        rank: whose rows are probably read.
 
     Raises:
         CheckpointError: they cannot be read.
     """
-    # The first has all names; of its own rows a rank then looks into its own file first.
+    # Rank 0's file has all names; after it a rank looks for its rows in its own file first.
     order = sorted(state["model_files"], key=lambda number: (number != 0, number != rank, number))
     return TensorFiles([path / model_file(number) for number in order])
 
@@ -219,9 +223,12 @@ def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
         raise UserError("--resume", problem, "resume with the [model] and the release it was trained with")
     given: dict[str, Any] = {}
     for name, value in own.items():
-        if name not in shared:
-            is_tensor, extra = isinstance(value, Tensor), saved.values["model"].get(name)
-            given[name] = _read(saved, f"model.{name}", like=value) if is_tensor else unpack(extra, saved.read)
+        if name in shared:
+            continue
+        if isinstance(value, Tensor):
+            given[name] = _read(saved, f"model.{name}", like=value)
+        else:  # extra state of a module
+            given[name] = unpack(saved.values["model"].get(name), saved.read)
     given.update({name: given[owner] for name, owner in shared.items()})
     model.load_state_dict(given)
 
@@ -239,10 +246,10 @@ def _misfits(own: Mapping[str, Any], shared: Mapping[str, str], saved: TensorFil
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: TensorFiles) -> None:
-    """Load the optimizer's state that this rank holds, but not its settings, which are the config's.
+    """Load the optimizer's state that this rank holds; its settings are those of the config.
 
     Raises:
-        ValueError: it is of other parameters.
+        ValueError: it belongs to other parameters.
         CheckpointError: it cannot be read.
     """
     parameters = dict(model.named_parameters())
@@ -250,7 +257,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Te
     unknown = sorted(by_name.keys() - parameters.keys())
     if unknown:
         raise ValueError(f"it has a state of {few(unknown)}, which the model does not have")
-    states = {name: unpack(state, partial(_read, saved, like=parameters[name])) for name, state in by_name.items()}
+    states = {}
+    for name, state in by_name.items():
+        states[name] = unpack(state, partial(_read, saved, like=parameters[name]))
     load_named_state(optimizer, model, states)
 
 

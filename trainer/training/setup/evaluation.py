@@ -1,17 +1,22 @@
-"""What evaluates a run: made from its plan, for the run itself and for `train eval`."""
+"""Makes the evaluator of a plan, for a run and for `train eval`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
+from trainer.arrays import Ints
 from trainer.data.batch import MicroBatch, accepted_inputs
 from trainer.data.blend import BlendSource
+from trainer.data.groups import file_bytes
 from trainer.data.lanes import LaneBlend
+from trainer.data.layout import Stream
 from trainer.data.loader import Loader
+from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import token_bytes
 from trainer.data.weights import ConstantWeight
 from trainer.distributed.env import RankInfo
@@ -22,25 +27,72 @@ from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss
-from trainer.training.evaluator import EvalSet, Evaluator, OwnTask
-from trainer.training.setup.evaluation_sample import draw_sample
+from trainer.training.evaluator import EvalSet, Evaluator
 from trainer.training.setup.parts import autocast_context, make_eval_ledger
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source, evaluated_rows, make_held_out, runs_on
 from trainer.training.step.details import StepDetails
-from trainer.wording import few
+from trainer.wording import counted, few
 
 logger = get_logger(__name__)
 SHARE = 0.15
-"""Cells that an evaluation may run by default, of those that one rank trains on between two evaluations. A forward is a third
-of the work of a training step: about 5 % of its time on one rank, less on several. `eval.depth` runs later cells twice."""
+"""Cells that an evaluation may run by default, over those that one rank trains on between two evaluations. A forward is
+a third of a training step's work: about 5 % of its time on one rank, less on several. `eval.depth` runs later cells twice."""
 ALL = 2**62
 """More micro-batches than any set has."""
+COUNTED_BYTES = 2_000_000_000
+"""The most bytes of a set's files whose documents are counted when a run starts."""
+LEAST = 8
+"""Documents, and files, that are drawn besides those that always are: fewer say little about the error."""
+
+
+class Documents(NamedTuple):
+    """n documents, or parts of at most `max_group_cells` cells, as they are read."""
+
+    files: list[tuple[int, Stream]]
+    """The index of a data set, and a stream of it."""
+    of_file: Ints
+    """Index of `files`, ascending, [n]."""
+    group: Ints
+    """Number in the file, [n]."""
+    document: Ints
+    """Number among all that were counted, [n]; parts of a document share it."""
+    tokens: Ints
+    """[n]."""
+
+    @property
+    def num_whole(self) -> int:
+        """How many documents they are, whatever their parts."""
+        return len(np.unique(self.document))
+
+    def runs(self, seq_len: int, runs: int) -> Ints:
+        """Cells to run for each, if every cell but a document's first is run `runs` times; [n]."""
+        return 1 + runs * (-(-self.tokens // seq_len) - 1)
+
+    def describe(self) -> str:
+        """How many, if all are read."""
+        return f"all {counted(self.num_whole, 'document')}, {counted(int(self.tokens.sum()), 'token')}"
+
+
+def count_documents(datasets: Sequence[ShardSource], files: list[tuple[int, Stream]]) -> Documents:
+    """All documents of these files, which are opened for it."""
+    found: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 4]
+    num_whole = 0
+    for at, (index, stream) in enumerate(files):
+        opened = datasets[index].open(stream)
+        groups = opened.groups
+        is_first = groups.first_cells == 0
+        document = num_whole + np.cumsum(is_first) - 1
+        found.append((np.full(groups.num_groups, at), np.arange(groups.num_groups), document, opened.num_tokens()))
+        num_whole += int(np.count_nonzero(is_first))
+    return Documents(files, *map(np.concatenate, zip(*found, strict=True)))
 
 
 def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bool = True) -> list[EvalSet]:
     """The held-out documents, and each `[[eval.source]]`; empty without evaluations.
-    Without `has_state`, `eval.depth` costs nothing.
+
+    Args:
+        has_state: False: `eval.depth` costs nothing.
 
     Raises:
         UserError: no document of a source is held out; a set has no document.
@@ -50,7 +102,8 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bo
         return []
     own = [source for source in plan.sources if source.streams]
     if table.holdout_fraction > 0 and own:
-        sets.append(_eval_set("", plan, own, table.batches, info, device, 2 if table.depth and has_state else 1))
+        runs = 2 if table.depth and has_state else 1
+        sets.append(_eval_set("", plan, own, table.batches, info, device, runs))
     for each, source in zip(table.source, plan.eval_sources, strict=True):
         sets.append(_eval_set(each.name, plan, [source], each.batches or ALL, info, device, 1))
     return sets
@@ -59,8 +112,11 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bo
 def _eval_set(
     name: str, plan: Plan, sources: Sequence[Source], num_batches: int, info: RankInfo, device: torch.device, runs: int
 ) -> EvalSet:
-    """A set: all documents of `sources`, or drawn ones. `num_batches`: 0: as many as cost little, if each cell but a document's
-    first is run `runs` times; `ALL` or more: all."""
+    """A set: all documents of `sources`, or drawn ones.
+
+    Args:
+        num_batches: 0: as many as cost little, if each cell but a document's first is run `runs` times; `ALL`: all.
+    """
     datasets = [make_held_out(plan, source, info, is_whole=bool(name)) for source in sources]
     for dataset in datasets:
         dataset.refuse_nothing()
@@ -69,12 +125,22 @@ def _eval_set(
         steps = min(plan.config.eval.every, plan.facts.steps)
         cells = plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells
         budget = num_batches * rows * plan.facts.data_shards or int(SHARE * steps * cells)
-        generator = keyed_generator("evaluation", name, plan.config.run.seed)
-        read, drawn = draw_sample(plan, sources, datasets, budget, 1 if num_batches else runs, info, generator)
-        if drawn is not None:
-            datasets, rider = drawn
-            riders.append(rider)
-            logger.info("%s: each evaluation reads %s, drawn by run.seed", name or "held-out documents", read)
+        runs = 1 if num_batches else runs
+        files = [(index, stream) for index, dataset in enumerate(datasets) for stream in dataset.streams]
+        documents = None
+        # Counting opens every file, which takes long for a large set.
+        if len(files) <= LEAST or sum(max(file_bytes(stream), 1) for _, stream in files) <= COUNTED_BYTES:
+            documents = count_documents(datasets, files)
+        if documents is not None and _is_read_whole(documents, len(datasets), budget, plan.config.data.seq_len, runs):
+            read = documents.describe()
+        else:
+            draw = plan.parts.need("evaluation on a sample", "eval.batches")
+            generator = keyed_generator("evaluation", name, plan.config.run.seed)
+            read, drawn = draw(plan, sources, datasets, files, documents, budget, runs, info, generator)
+            if drawn is not None:
+                datasets, rider = drawn
+                riders.append(rider)
+                logger.info("%s: each evaluation reads %s, drawn by run.seed", name or "held-out documents", read)
     # Documents of a sample have weights of their own, and depth counts from the cell: each begins a row.
     is_aligned = bool(riders) or plan.config.eval.depth or not runs_on(plan, None)
     blend = LaneBlend(
@@ -93,18 +159,27 @@ def _eval_set(
         return Loader((batch for batch in blend), device=device, accepted=accepted, prefetch=0)
 
     filler = next(Loader([blend.masked()], device=device, prefetch=0)).masked()
-    return EvalSet(name, batches, filler, read, riders[0].sample if riders else None, riders)
+    sample = riders[0].sample if riders else None
+    return EvalSet(name, batches, filler, read, sample, riders)
+
+
+def _is_read_whole(documents: Documents, num_datasets: int, budget: int, seq_len: int, runs: int) -> bool:
+    """Whether all documents are read: they are few or cheap, or a data set has none, which reading it will report."""
+    covered = {documents.files[at][0] for at in np.unique(documents.of_file)}
+    if len(documents.tokens) <= LEAST or len(covered) < num_datasets:
+        return True
+    return bool(documents.runs(seq_len, runs).sum() <= budget)
 
 
 def make_details(plan: Plan, diagnostics: Diagnostics, auxiliary: Auxiliary, **further: Any) -> StepDetails:
-    """What is collected beside the loss, of logged steps and of evaluations. `further`: arguments of `StepDetails`."""
-    objective, is_by_source = plan.config.objective, plan.config.metrics.per_source
+    """The details of logged steps and of evaluations. `further`: arguments of `StepDetails`."""
+    objective = plan.config.objective
     modalities = {stream.modality for source in plan.sources for stream in source.streams}
+    if plan.config.metrics.per_source:
+        further |= {"sources": [source.name for source in plan.sources], "modalities": sorted(modalities)}
     return StepDetails(
         [*objective.components, *auxiliary.losses],
         token_types=plan.tokenizer.token_type_names if objective.token_types else (),
-        sources=[source.name for source in plan.sources] if is_by_source else (),
-        modalities=sorted(modalities) if is_by_source else (),
         diagnostics=diagnostics,
         **further,
     )
@@ -123,15 +198,14 @@ def make_evaluator(
     *,
     strategy: Strategy,
 ) -> Evaluator:
-    """The evaluator of a run. A task of the user's own gets `model`; a row is run through `cell_model`, which with
-    `chunk_tokens` has no output layer."""
-    table = plan.config.eval
+    """The evaluator of a run. A custom task gets `model`; a row is run through `cell_model`, which with `chunk_tokens` has
+    no output layer."""
+    table, task = plan.config.eval, None
     if auxiliary.metric_keys and any(each.sample is not None and not each.name for each in sets):
         text = "held-out documents: the model's own metrics (%s) are left out: of a sample each row has another weight"
         logger.info(text, few(auxiliary.metric_keys))
-    task = None
     if table.target is not None:
-        task = OwnTask(
+        task = plan.parts.need("own evaluation", "eval.target")(
             function=resolve_target(table.target, "eval.target"),
             args=table.args,
             model=model,
@@ -146,9 +220,11 @@ def make_evaluator(
     sizes, problem = token_bytes(plan.tokenizer)
     if "token_ce" not in components:
         sizes, problem = None, "the cross-entropy is not trained on"
+    bytes_of = None
     if sizes is None:
         logger.info("evaluations report no bits per byte: %s", problem)
-    bytes_of = None if sizes is None else torch.from_numpy(sizes).to(device)
+    else:
+        bytes_of = torch.from_numpy(sizes).to(device)
     return Evaluator(
         model=cell_model,
         accepted=accepted_inputs(model),

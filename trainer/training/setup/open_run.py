@@ -1,9 +1,9 @@
-"""From a plan to a run that is ready for its first step: directory, state, resume, record, parts."""
+"""Opens a run from its plan, up to its first step: directory, state, resume, record, parts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,9 +60,9 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is started, beside what its config says."""
+    """How a run is started, in addition to its config."""
 
-    stop: StopRequest = field(default_factory=lambda: StopRequest(say_stopping))
+    stop: StopRequest = field(default_factory=partial(StopRequest, say_stopping))
     config_path: Path | None = None
     """Where the config was read from; None: it is not recorded."""
     run_dir: str | None = None
@@ -78,26 +78,28 @@ class Launch:
 def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     plan: Plan, launch: Launch, info: RankInfo, device: torch.device, stack: ExitStack, after_group: ExitStack
 ) -> Run | None:
-    """The run, ready for its first step; None if nothing is left of it. Every rank must call it.
+    """Make the run, ready for its first step; None if its last step is done. Every rank must call it.
 
     Args:
-        stack: closes what is opened here.
-        after_group: is closed after the process group: the last upload is waited for when no rank waits for this one.
+        stack: closes the parts that are opened here.
+        after_group: closed after the process group: waits for the last upload when no rank waits for this one.
 
     Raises:
         UserError: on every rank alike.
     """
     run_dir, found, claimed = place_run(plan, launch.run_dir, info, stack)
-    plan = replace(plan, config=with_sizes(plan.config, {} if found is None else found[1]["config"]))
-    data = check_data(plan, found[1] if found is not None else None, info, launch.data_policy)
-    plan = data.plan
-    strategy = make_strategy(plan.config, info, device)
+    saved = None if found is None else found[1]
+    plan = replace(plan, config=with_sizes(plan.config, {} if saved is None else saved["config"]))
+    data = check_data(plan, saved, info, launch.data_policy)
+    plan, config = data.plan, data.plan.config
+    strategy = make_strategy(config, info, device)
     launch.moments["config and data"] = time.monotonic()
     state = _open_state(plan, info, device, strategy, stack)
+    diagnostics = state.tracker.diagnostics
     launch.moments["model"] = time.monotonic()
     with raise_on_all_ranks(world_size=info.world_size):
         sets = eval_sets(plan, info, device, has_state=bool(state.ledgers))
-        auxiliary = make_auxiliary(plan.config.objective, state.model)
+        auxiliary = make_auxiliary(config.objective, state.model)
         if found is None:
             begin_from_weights(plan, state.model)
             position = Position.of(state)
@@ -106,30 +108,33 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
             say_rate_change(found[1]["config"], plan, position)
     if _is_over(run_dir, position, plan.length, info):
         return None
-    contract = _checked_contract(plan, strategy.whole(state.model), info, device, position.step)
+    contract = _check_contract(plan, strategy.whole(state.model), info, device, position.step)
+    # From here on the directory is written to: what was refused so far has left the record as it was.
     run_dir = begin_record(info, run_dir, stack, position.step)
     if launch.on_run_dir is not None:
         launch.on_run_dir(run_dir.path)
     stack.push(partial(_leave_reason, run_dir, info, position))
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
-    retain = None
+    retain: Callable[[Path], None] | None = None
     if claimed is not None:
-        retain = _start_mirror(claimed, plan, run_dir, position.step, state, launch, after_group)
+        mirrors = plan.parts.need("mirror", "checkpoint.remote")
+        mirror = mirrors.start_mirror(claimed, run_dir, config.checkpoint, position.step, diagnostics)
+        after_group.callback(mirrors.wait_for_mirror, mirror, launch.stop)
+        retain = mirror.publish
     events, wandb_run_id = open_record(
         plan, info, state, position, run_dir, found, data.change, stack, launch.config_path, launch.stdout
     )
     if info.is_main:
         announce(plan, state, device, run_dir)
     _restore_mix(plan, info, state, run_dir, found)
-    config, diagnostics = plan.config, state.tracker.diagnostics
     cell_model, loss = model_and_loss(state.model, config, device, vocab_size=plan.vocab_size)
-    if config.train.compile:  # not before, which would compile for the few tokens of a check, too
+    if config.train.compile:  # not earlier: the few tokens of a check would be compiled for, too
         logger.info("blocks are compiled in the first step, which takes some seconds more")
         compile_blocks(state.model)
     row_model = in_cells(cell_model, config)
     step_model = strategy.wrap(row_model, state.model)
     reading = _start_reading(plan, info, state, position, device, stack)
-    # Nothing of a run refers to the run itself: one that is done is freed, and the process group with it.
+    # No part refers to the run itself, so that a finished run is freed, and the process group with it.
     watchdog = start_watchdog(
         info,
         timeout_sec=config.distributed.timeout_sec,
@@ -147,9 +152,10 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     extensions = Extensions({}, diagnostics, device=device, world_size=info.world_size)
     stack.callback(extensions.close)
     if state.gns is not None:
-        stack.callback(diagnostics.best_effort("gns outlook").run, _say_outlook, state.gns)
-    batches = config.micro_batches
-    decides_every = batches.auto.every if batches.auto is not None else 0
+        stack.callback(diagnostics.best_effort("gns outlook").run, _log_outlook, state.gns)
+    periods = {config.eval.every, config.checkpoint.every}
+    if config.micro_batches.auto is not None:
+        periods.add(config.micro_batches.auto.every)
     run = Run(
         plan=plan,
         config=config,
@@ -171,9 +177,9 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         train_step=_make_train_step(plan, info, device, strategy, state, step_model, loss, auxiliary, extensions),
         schedule=make_schedule(config, plan.length),
         evaluator=evaluator,
-        num_micros=batches.first,
+        num_micros=config.micro_batches.first,
         growth=_make_growth(plan, info, state),
-        periods={config.eval.every, config.checkpoint.every, decides_every} - {0},
+        periods=periods - {0},
         extensions=extensions,
         saver=Saver(
             directory=run_dir.checkpoints,
@@ -188,12 +194,13 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
                 "environment": environment(info),
                 FINGERPRINT_KEY: data.now.to_state(),
             },
-            last_saved=position.step if found is not None else -1,
+            last_saved=-1 if found is None else position.step,
             on_saving=partial(position.unlogged[0].record, "checkpoint/save_sec"),
             retain=retain,
         ),
         watchdog=watchdog,
     )
+    # After the run is made, to which extensions refer.
     extensions.add(_load_extensions(run, auxiliary))
     if found is not None:
         with loading(found[0], "extensions"):
@@ -206,15 +213,15 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
 def _leave_reason(
     run_dir: RunDir, info: RankInfo, position: Position, _: Any, error: BaseException | None, __: Any
 ) -> None:
-    """Say in status.json why the run ended, if it was refused or failed before it could train."""
+    """Write to status.json why the run ended, if it was refused or failed before it could train."""
     if error is not None:
-        told = as_exception(error)
-        reason = told.message if isinstance(told, UserError) else error_text(told)
+        raised = as_exception(error)
+        reason = raised.message if isinstance(raised, UserError) else error_text(raised)
         run_dir.leave_reason(info, reason, step=position.step)
 
 
 def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, stack: ExitStack) -> TrainState:
-    """What of the run has a state, the noise scale included."""
+    """The parts of the run that have a state, including the noise scale."""
     with raise_on_all_ranks(world_size=info.world_size):
         state = make_state(plan, info, device, strategy)
     refuse_bypassed_units(strategy, state.model, device, seq_len=plan.config.data.seq_len)
@@ -226,41 +233,31 @@ def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Stra
     return state
 
 
-def _say_outlook(noise: GradientNoiseScale) -> None:
-    if sentence := outlook(noise):
+def _log_outlook(noise: GradientNoiseScale) -> None:
+    sentence = outlook(noise)
+    if sentence:
         logger.info("%s", sentence)
-
-
-def _start_mirror(
-    claimed: Any, plan: Plan, run_dir: RunDir, step: int, state: TrainState, launch: Launch, after_group: ExitStack
-) -> Callable[[Path], None]:
-    """Start to copy checkpoints to the claimed store. Returns what decides which are kept."""
-    mirrors = plan.parts.need("mirror", "checkpoint.remote")
-    mirror = mirrors.start_mirror(claimed, run_dir, plan.config.checkpoint, step, state.tracker.diagnostics)
-    after_group.callback(mirrors.wait_for_mirror, mirror, launch.stop)
-    retain: Callable[[Path], None] = mirror.publish
-    return retain
 
 
 def _start_reading(
     plan: Plan, info: RankInfo, state: TrainState, position: Position, device: torch.device, stack: ExitStack
 ) -> Reading:
     """Start the loaders of this rank's data shards."""
-    pack(position.data_states, "data")  # one that a checkpoint cannot keep is refused before the first step
-    guard = state.tracker.diagnostics.best_effort("data metrics")
-    loaders = []
+    pack(position.data_states, "data")  # a state that a checkpoint cannot keep is refused before the first step
+    full_tokens, loaders = 0, []
+    if plan.facts.tokens_per_micro:
+        full_tokens = max_tokens_per_micro(plan)
     for shard in state.shards:
-        loaders.append(
-            Loader(
-                shard.dataset,
-                device=device,
-                accepted=accepted_inputs(state.model),
-                prefetch=plan.config.data.prefetch,
-                guard=guard,
-                full_tokens=max_tokens_per_micro(plan) if plan.facts.tokens_per_micro else 0,
-            )
+        loader = Loader(
+            shard.dataset,
+            device=device,
+            accepted=accepted_inputs(state.model),
+            prefetch=plan.config.data.prefetch,
+            guard=state.tracker.diagnostics.best_effort("data metrics"),
+            full_tokens=full_tokens,
         )
-        stack.callback(loaders[-1].close)
+        loaders.append(loader)
+        stack.callback(loader.close)
     return Reading(loaders, position.data_states, info=info, device=device, is_resumed=position.step > 0)
 
 
@@ -270,6 +267,7 @@ def _restore_mix(plan: Plan, info: RankInfo, state: TrainState, run_dir: RunDir,
         return
     lines = mix_events(run_dir.events) if info.is_main else []
     saved = found is not None and found[1].get("extensions", {}).get("mix")
+    # The events are rank 0's, but all ranks must change their weights.
     if from_main_rank(bool(saved or lines), world_size=info.world_size):
         plan.parts.need("mix changes", "checkpoint.resume")(plan, info, state, found, lines)
 
@@ -285,7 +283,7 @@ def _make_train_step(
     auxiliary: Auxiliary,
     extensions: Extensions,
 ) -> TrainStep:
-    """What runs the steps. `step_model`: the model as its strategy runs it."""
+    """The part that runs the steps. `step_model`: the model as its strategy runs it."""
     config = plan.config
     if auxiliary.losses:
         weights = ", ".join(f"{name} with weight {each.weight:g}" for name, each in auxiliary.losses.items())
@@ -313,7 +311,7 @@ def _make_train_step(
 
 
 def _make_growth(plan: Plan, info: RankInfo, state: TrainState) -> Any:
-    """What decides on the micro-batches of a step; None: all steps have as many."""
+    """Decides on the micro-batches of a step; None: all steps have equally many."""
     table = plan.config.micro_batches
     if table.is_constant:
         return None
@@ -327,31 +325,41 @@ def _make_growth(plan: Plan, info: RankInfo, state: TrainState) -> Any:
 
 
 def _make_graphs(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy, auxiliary: Auxiliary) -> Any:
-    """What stands for the forward and backward of a micro-batch on a CUDA device; None: nothing does."""
+    """Runs the forward and backward of a micro-batch as a CUDA graph; None: nothing does."""
     if device.type != "cuda" or not plan.config.train.cuda_graph:
         return None
-    if (make := plan.part("cuda graphs", "train.cuda_graph")) is None:
+    make = plan.part("cuda graphs", "train.cuda_graph")
+    if make is None:
         logger.info("the step runs without CUDA graphs: %s", plan.parts.problem)
         return None
     return make(plan, info, device, strategy, auxiliary)
 
 
-def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
-    """The extensions that are on, each with the key that asks for it. One that is off is not imported."""
-    config, probe_every = run.config, run.config.ledger.probe_every
+def _asked_extensions(run: Run) -> Iterator[tuple[str, str]]:
+    """The extensions beyond the core that are on, each with the key that asks for it."""
+    config, is_main, probe_every = run.config, run.info.is_main, run.config.ledger.probe_every
     is_probed = probe_every and (run.length.is_in_tokens or probe_every <= run.length.total)
-    alert_key = "alert.command" if config.alert.command else "alert.url"
     asked = {
         "carry probe": (run.state.ledgers and is_probed, "ledger.probe_every"),
         "gns components": (run.gns is not None and config.gns.components_every, "gns.components_every"),
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
         "digests": (config.metrics.digests == "write", "metrics.digests"),
         "spikes": (config.train.spike_sigma, "train.spike_sigma"),
-        "alert": (run.info.is_main and (config.alert.command or config.alert.url), alert_key),
+        "alert": (is_main and (config.alert.command or config.alert.url), "alert.url"),
         "memory snapshot": (config.train.memory_snapshot, "train.memory_snapshot"),
         "sample": (config.sample.every, "sample.every"),
-        "profile": (run.info.is_main and config.metrics.profile, "metrics.profile"),
+        "profile": (is_main and config.metrics.profile, "metrics.profile"),
     }
+    if config.alert.command:
+        asked["alert"] = (is_main, "alert.command")
+    for name, (is_on, key) in asked.items():
+        if is_on:
+            yield name, key
+
+
+def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
+    """The extensions of a run, by name. One that is off is not imported."""
+    config = run.config
     details = make_details(run.plan, run.diagnostics, auxiliary)
     found: dict[str, Extension] = {"step_details": LoggedDetails(run, details)}
     if auxiliary.metric_keys:
@@ -361,10 +369,9 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
     if len(run.plan.sources) > 1:
         found["mix"] = MixWeights(run)
     with raise_on_all_ranks(world_size=run.info.world_size):
-        for name, (is_on, key) in asked.items():
-            if not is_on:
-                continue
-            if (make := run.plan.part(name, key)) is None:
+        for name, key in _asked_extensions(run):
+            make = run.plan.part(name, key)
+            if make is None:
                 logger.info("%s is off: %s", name, run.plan.parts.problem)
                 continue
             try:
@@ -383,31 +390,34 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
 
 
 def _is_over(run_dir: RunDir, position: Position, length: Length, info: RankInfo) -> bool:
-    """Whether nothing is left of the run, which is said; its last step is noted where it is known."""
+    """Whether the last step is done, which is logged. Notes the last step where it is known."""
+    unit = "tokens"
     if not length.is_in_tokens:
-        position.last_step = length.total
+        unit, position.last_step = "steps", length.total
     elif position.reached >= length.total:
         position.last_step = position.step
     if position.last_step is None or position.step < position.last_step or position.evaluation_is_due:
         return False
     text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
-    logger.info(text, run_dir.path, position.step, "tokens" if length.is_in_tokens else "steps", length.total)
+    logger.info(text, run_dir.path, position.step, unit, length.total)
     if run_dir.status().get("state") == "running":  # its process was killed after the last checkpoint
         run_dir.leave_status(info, FINISHED, reason="all steps are done", step=position.step)
     return True
 
 
-def _checked_contract(
+def _check_contract(
     plan: Plan, model: nn.Module | None, info: RankInfo, device: torch.device, step: int
 ) -> dict[str, Any] | None:
-    """What the check of a model of the user's own found (rank 0); the tests prove the built-in one. On a resume too: the code
-    of a model may have changed since. `model`: the run's; None if it is in shards: another one is built."""
+    """Check a custom model against its contract (rank 0). Returns the event of it, if any.
+
+    Also on a resume, since the code of the model may have changed. A `model` of None is in shards: another one is built.
+    """
     contract: dict[str, Any] | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main and not plan.has_built_in_model:
-            is_on = plan.config.model.contract
-            if (check := plan.part("contract check")) is not None:
+            check = plan.part("contract check")
+            if check is not None:
                 contract = check(plan, model, device, step=step)
-            elif is_on:
+            elif plan.config.model.contract:
                 logger.warning("the model was not checked against its contract: %s", plan.parts.problem)
     return contract

@@ -1,4 +1,4 @@
-"""Where a run is recorded: its directory, the checkpoint that it continues, its sinks, and what is said at the start."""
+"""The record of a run: its directory, the checkpoint that it continues, its sinks, and the messages at the start."""
 
 from __future__ import annotations
 
@@ -42,46 +42,51 @@ Found = tuple[Path, dict[str, Any]]
 
 
 def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
-    """The run's directory, the checkpoint to resume from, and (on rank 0) the store of its checkpoints: rank 0 decides.
+    """The run's directory, the checkpoint to resume from, and (on rank 0) the store of its checkpoints.
 
-    A directory that exists is locked first: what another run is writing there looks like damage.
+    Rank 0 decides.
     """
-    config = plan.config
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": plan.place(config.run.dir)})})
-    answer: tuple[str, tuple[str, dict[str, Any]] | None] | None = None
-    run_dir: RunDir | None = None
-    claimed: Any = None
+    placed: tuple[RunDir, Found | None, Any] | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
-            resume = effective_resume(plan.resume)
             try:
-                run_dir = choose_run_dir(config, given, resume)
-                if run_dir.path.exists() and not run_dir.is_new:
-                    stack.enter_context(run_dir.lock())
-                if config.checkpoint.remote is None and not is_url(resume):
-                    found = checkpoint.find(run_dir.checkpoints, resume)
-                else:
-                    key = "checkpoint.resume" if config.checkpoint.remote is None else "checkpoint.remote"
-                    find_checkpoint = plan.parts.need("checkpoints in a store", key)
-                    ready = partial(_make_ready, run_dir, stack)
-                    found, claimed = find_checkpoint(config, run_dir, resume, ready)
+                placed = _place_on_main(plan, given, stack)
             except OSError as error:  # a name that is too long, a directory that may not be read
-                place = printable(str(error.filename or given or config.run.dir))
-                shown = f"{place[:80]}{'...' if len(place) > 80 else ''}"
+                place = printable(str(error.filename or given or plan.config.run.dir))
+                if len(place) > 80:
+                    place = f"{place[:80]}..."
                 problem, fix = f"cannot be used: {error.strerror}", "choose another place with --run-dir"
-                raise UserError(shown, problem, fix) from None
-            if found is None and resume == "auto":
-                reached = run_dir.status().get("last_step")
-                if isinstance(reached, int) and reached > 0:
-                    text = "--resume auto: %s was at step %d and has no checkpoint; starting again at step 0"
-                    logger.warning(text, run_dir.path, reached)
-                else:
-                    logger.info("--resume auto: no checkpoint found; starting at step 0")
-            answer = (str(run_dir.path), (str(found[0]), found[1]) if found else None)
-    answer = from_main_rank(answer, world_size=info.world_size)
+                raise UserError(place, problem, fix) from None
+    # Without the store, which rank 0 alone holds.
+    answer = from_main_rank(placed and (placed[0].path, placed[1]), world_size=info.world_size)
+    if placed is not None:
+        return placed
     assert answer is not None
-    path, found_path = answer
-    return run_dir or RunDir(Path(path)), (Path(found_path[0]), found_path[1]) if found_path else None, claimed
+    path, found = answer
+    return RunDir(path), found, None
+
+
+def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
+    config, resume, claimed = plan.config, effective_resume(plan.resume), None
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": plan.place(config.run.dir)})})
+    run_dir = choose_run_dir(config, given, resume)
+    # Locked before its checkpoints are read: what another run is writing there looks like damage.
+    if run_dir.path.exists() and not run_dir.is_new:
+        stack.enter_context(run_dir.lock())
+    if config.checkpoint.remote is not None or is_url(resume):
+        key = "checkpoint.resume" if config.checkpoint.remote is None else "checkpoint.remote"
+        find = plan.parts.need("checkpoints in a store", key)
+        found, claimed = find(config, run_dir, resume, partial(_make_ready, run_dir, stack))
+    else:
+        found = checkpoint.find(run_dir.checkpoints, resume)
+    if found is None and resume == "auto":
+        reached = run_dir.status().get("last_step")
+        if isinstance(reached, int) and reached > 0:
+            text = "--resume auto: %s was at step %d and has no checkpoint; starting again at step 0"
+            logger.warning(text, run_dir.path, reached)
+        else:
+            logger.info("--resume auto: no checkpoint found; starting at step 0")
+    return run_dir, found, claimed
 
 
 def _make_ready(run_dir: RunDir, stack: ExitStack) -> None:
@@ -101,10 +106,10 @@ def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -
 
 
 def begin_record(info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -> RunDir:
-    """Lock the run's directory, clear what is left of work beyond `step`, and open this rank's log in it.
+    """Lock the run's directory, set aside work beyond `step`, and open this rank's log in it.
 
     Returns:
-        The directory: its name may have changed, see `claim`.
+        The directory, whose name may have changed, see `claim`.
     """
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
@@ -134,7 +139,7 @@ def open_record(
     """Open events.jsonl, sinks and status.json on rank 0. Every rank must call it.
 
     Args:
-        data: what differs from the checkpoint's.
+        data: the accepted differences from the checkpoint's data.
 
     Returns:
         The writer of events and the id of the run in wandb; None on other ranks.
@@ -145,29 +150,31 @@ def open_record(
             events = EventWriter(run_dir.events)
             stack.callback(diagnostics.best_effort("end of events.jsonl").run, events.close)
             diagnostics.on_event = events.write
-            saved = found[1] if found is not None else {}
             # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
             is_restart = run_dir.metrics.exists() or found is not None
-            sinks = make_sinks(plan.config, run_dir, stdout or sys.stdout, saved.get("wandb_run_id"), diagnostics)
+            saved_id = None if found is None else found[1].get("wandb_run_id")
+            sinks = make_sinks(plan.config, run_dir, stdout or sys.stdout, saved_id, diagnostics)
             state.tracker.init_backends(sinks)
             if is_restart:
                 previous = _previous(run_dir, position.step)
                 state.tracker.log_restart(position.step)
                 details = {"checkpoint": None} if found is None else _changed(plan, info, found, data)
                 events.write({"event": "restart", "global_step": position.step, **details, "previous": previous})
-            # After what says that the settings changed: the record is true, wherever this process is killed.
+            # After the event of changed settings: the record is true, wherever this process is killed.
             if config_path is not None:
                 sizes = {"parameters": num_parameters(state.model), "state_width": width_of(state.model)}
-                run_dir.describe(plan.config, config_path, info, **sizes, tokens_per_step=plan.facts.tokens_per_step)
-            within = [sink.sink for sink in sinks if isinstance(sink, BackgroundSink)]
-            wandb_run_id = next((sink.run_id for sink in within if isinstance(sink, WandbSink)), None)
+                sizes["tokens_per_step"] = plan.facts.tokens_per_step
+                run_dir.describe(plan.config, config_path, info, **sizes)
+            for sink in sinks:
+                if isinstance(sink, BackgroundSink) and isinstance(sink.sink, WandbSink):
+                    wandb_run_id = sink.sink.run_id
             run_dir.write_status("running", reason="", step=position.step, wandb_run_id=wandb_run_id)
     stack.callback(state.tracker.close)
     return events, wandb_run_id
 
 
 def _previous(run_dir: RunDir, step: int) -> dict[str, Any]:
-    """How the attempt that this one continues after `step` has ended; said if it died."""
+    """The end of the attempt that this one continues after `step`; warns if it died."""
     previous = run_dir.status()
     if previous.get("state") == "running":  # and this process has its lock
         previous = dead(previous, run_dir.path)
@@ -177,7 +184,7 @@ def _previous(run_dir: RunDir, step: int) -> dict[str, Any]:
 
 
 def _changed(plan: Plan, info: RankInfo, found: Found, data: DataChange) -> dict[str, Any]:
-    """The checkpoint that the run continues, and which settings changed since, for the record."""
+    """The checkpoint that the run continues and the settings that changed since, for the record."""
     path, saved = found
     changed = changed_settings(saved["config"], saved.get("environment", {}), plan.config, environment(info))
     if data:
@@ -188,24 +195,23 @@ def _changed(plan: Plan, info: RankInfo, found: Found, data: DataChange) -> dict
 def make_sinks(
     config: RunConfig, run_dir: RunDir, stdout: Output, wandb_run_id: str | None, diagnostics: Diagnostics
 ) -> list[Sink]:
-    """The record first: if it cannot be written, nothing else should say that a step was.
-
-    Every sink but the record has a queue and a thread, except those that write to a terminal.
-    """
+    """The sinks of a run. Each has a queue and a thread, except the record and those that write to a terminal."""
 
     def in_background(sink: Sink, name: str, close_sec: float = 5.0) -> Sink:
         return BackgroundSink(sink, name=name, guard=diagnostics.best_effort(name), close_sec=close_sec)
 
     mode = resolve_stdout_mode(config.metrics.stdout, stdout)
+    # The record first: if it cannot be written, no other sink should report the step.
     sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
     if mode != "off":
         to_stdout = StdoutSink(mode, stream=stdout)
         sinks.append(to_stdout if stdout.isatty() else in_background(to_stdout, "stdout"))
     if mode == "json" and sys.stderr.isatty():
-        # Somebody watches, and the payload goes to a program: the line for people goes to stderr.
+        # Payloads go to a program, and a terminal is open: human-readable lines go to stderr.
         sinks.append(StdoutSink("line", stream=sys.stderr))
     table = config.metrics.wandb
-    if (wandb_mode := table.mode) == "auto":
+    wandb_mode = table.mode
+    if wandb_mode == "auto":
         wandb_mode, why = resolve_mode()
         logger.info("wandb: %s, since %s", wandb_mode, why)
     if wandb_mode != "disabled":
@@ -225,19 +231,22 @@ def make_sinks(
 
 
 def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDir) -> None:
-    """Log what is trained, on what, where it is written, and how the ranks share it."""
+    """Log model, machine, precision and run directory, and how the ranks share the model."""
     facts, model = plan.facts, state.model
-    size, ranks = f"{num_parameters(model):,} parameters", counted(facts.world_size, "rank")
-    tokens = f", up to {facts.tokens_per_step:,} tokens per step" if facts.tokens_per_step else ""
-    precision, runs = plan.config.train.precision, getattr(model, "implementation", None)
-    by = f"; {runs(device, precision)}" if runs is not None else ""
-    text = "%s: %s, %s on %s in %s%s, run directory %s%s"
-    logger.info(text, plan.config.run.name, size, ranks, device, precision, tokens, run_dir.path, by)
-    if align := alignment(plan, model):
+    ranks, precision = counted(facts.world_size, "rank"), plan.config.train.precision
+    text = f"{num_parameters(model):,} parameters, {ranks} on {device} in {precision}"
+    if facts.tokens_per_step:
+        text += f", up to {facts.tokens_per_step:,} tokens per step"
+    text += f", run directory {run_dir.path}"
+    implementation = getattr(model, "implementation", None)
+    if implementation is not None:
+        text += f"; {implementation(device, precision)}"
+    logger.info("%s: %s", plan.config.run.name, text)
+    align = alignment(plan, model)
+    if align:
         logger.info("full rows, align = %s", align)
     if facts.world_size > 1:
-        layout = layout_of(model.parameters())
-        held = "each rank holds the whole model" if layout is None else str(layout)
+        held = str(layout_of(model.parameters()) or "each rank holds the whole model")
         logger.info("%s: %s", plan.config.distributed.strategy, held)
     reason = why_no_noise_scale(plan.config, facts.world_size)
     if plan.config.gns.enabled and reason is not None:
@@ -254,14 +263,13 @@ def say_rate_change(saved: Mapping[str, Any], plan: Plan, position: Position) ->
         before = RunConfig.model_validate(saved)
         length = Length.of(before, plan.facts.tokens_per_micro)
         former = make_schedule(before, length)
-    except (ValueError, UserError):  # of an earlier version; what differs is said anyway
+    except (ValueError, UserError):  # a config of an earlier version; its differences are logged anyway
         return
     if length.is_in_tokens != plan.length.is_in_tokens or not position.step:
         return
-    then, now = (
-        schedule(min(position.reached, each.total))
-        for schedule, each in ((former, length), (make_schedule(plan.config, plan.length), plan.length))
-    )
+    then = former(min(position.reached, length.total))
+    now = make_schedule(plan.config, plan.length)(min(position.reached, plan.length.total))
     if abs(now - then) > RATE_MARGIN * max(abs(then), abs(now)):
-        text = "the learning rate jumps: at step %d it was %.3g, by this config it is %.3g (the schedule spans the whole run)"
+        text = "the learning rate jumps: at step %d it was %.3g, by this config it is %.3g "
+        text += "(the schedule spans the whole run)"
         logger.warning(text, position.step, then, now)

@@ -1,4 +1,4 @@
-"""The sources of the blend: resolved before the process group starts, and the data sets that read them, made by each rank."""
+"""The sources of the blend, resolved before the process group starts, and the data sets of each rank that read them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight, WeightSpec, co
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import did_you_mean, is_url
-from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
+from trainer.import_path import NO_PARTS, Parts, resolve_target
 
 if TYPE_CHECKING:
     from trainer.training.setup.plan import Plan
 
 MAX_INCLUDE_DEPTH = 16
 Stores = Callable[[], tuple[Any, Any]]
-"""What gives the reader of sources that are URLs, and its cache."""
+"""Makes the reader of sources that are URLs, and its cache."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class Source:
     """One leaf of the blend."""
 
     name: str
-    """Names on the way down, joined by `.`."""
+    """Names of the enclosing sources and its own, joined by `.`."""
     table: SourceTable
     weight: WeightSpec
     streams: list[Stream]
-    """Empty for a target; of weight 0, perhaps too."""
+    """Empty for a custom target; perhaps also with weight 0."""
     copies: tuple[Any, ...] = ()
-    """Local copies of what URLs name; they stay while this exists."""
+    """Local copies of URLs, which stay while this exists."""
     tokens: Any = None
-    """What its streams' `tokens` lie in, likewise."""
+    """Holds its streams' `tokens`, likewise."""
 
     @property
     def is_off(self) -> bool:
-        """Whether its weight is 0 from beginning to end: nothing of it is read."""
+        """Whether its weight is always 0, so that nothing of it is read."""
         return self.weight.zero_from() == 0
 
 
@@ -69,9 +69,13 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts
     leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including, stores)]
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
     _refuse_unknown_steps(config, leaves)
-    # What `auto` may come to: a gap would end the run. A length in tokens has the same number of batches for every m.
-    batches = (config.micro_batches if config.train.tokens else config.micro_batches.fastest()).by_steps(micro_tokens)
+    batches = config.micro_batches
+    if not config.train.tokens:
+        # The most that `auto` may reach. A length in tokens has equally many batches, however large a step is.
+        batches = batches.fastest()
+    batches = batches.by_steps(micro_tokens)
     num_batches = batches.batches_before(least_steps(config, micro_tokens) + 1)
+    # A gap would end the run, perhaps after days.
     gap = first_all_zero([leaf.weight for leaf in leaves], micro_batches=batches, num_batches=num_batches)
     if gap is not None:
         first, last = gap
@@ -82,51 +86,48 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts
 
 
 def resolve_eval_sources(config: RunConfig, parts: Parts = NO_PARTS) -> list[Source]:
-    """The validation sets of `[[eval.source]]`, with their streams.
-
-    Raises:
-        UserError: a set has no streams.
-    """
-    tables, stores = [each.as_source() for each in config.eval.source], partial(_stores, config.data, parts)
-    return [
-        Source(table.name, table, ConstantWeight(1.0), *_streams(table, f"eval source {table.name}", stores))
-        for table in tables
-    ]
+    """The validation sets of `[[eval.source]]`, with their streams. A UserError if a set has none."""
+    found, stores = [], partial(_stores, config.data, parts)
+    for each in config.eval.source:
+        streams = _streams(each.as_source(), f"eval source {each.name}", stores)
+        found.append(Source(each.name, each.as_source(), ConstantWeight(1.0), *streams))
+    return found
 
 
 def _refuse_unknown_steps(config: RunConfig, leaves: list[Source]) -> None:
-    """Refuse weights by step where nobody knows ahead which step a micro-batch will belong to.
+    """Refuse weights by step if the step of a micro-batch is not known ahead.
 
     The loader reads ahead, and the batch that it reads must not depend on how far.
     """
     by_step = next((leaf.name for leaf in leaves if leaf.weight.unit == "step"), None)
     if by_step is None or config.micro_batches.is_known_ahead:
         return
-    is_auto = config.micro_batches.auto is not None
-    planned = '"auto"' if is_auto else 'a schedule with unit = "tokens"'
+    planned, fix = '"auto"', 'give that weight unit = "batch"'
+    if config.micro_batches.auto is None:
+        planned, fix = 'a schedule with unit = "tokens"', f'{fix}, or micro_batches unit = "steps"'
     problem = f"source {by_step} has a weight by steps, and with {planned} nobody knows ahead which step a batch is of"
-    fix = 'give that weight unit = "batch"' + ("" if is_auto else ', or micro_batches unit = "steps"')
     raise UserError("train.micro_batches", problem, fix)
 
 
 def leaf_tables(sources: list[Source]) -> list[SourceTable]:
-    """The tables of the leaves under their full names, as the rules of the config want them."""
+    """The tables of the leaves under their full names, for the rules of the config."""
     return [source.table.model_copy(update={"name": source.name}) for source in sources]
 
 
 def _leaves(
     tables: list[SourceTable], path: Path, prefix: str, outer: WeightSpec, including: tuple[Path, ...], stores: Stores
 ) -> Iterator[Source]:
-    """The leaves of the tables in a file `path`, whose weights are multiplied with `outer`."""
+    """The leaves of the tables in a file `path`, whose weights are multiplied by `outer`."""
     for table in tables:
         name = f"{prefix}{table.name}"
         own = weight_spec(table.weight, f"{name}.weight")
-        weight = compose_weights(outer, own, path_a=f"the weight of {prefix.rstrip('.')}", path_b=f"{name}.weight")
+        above = f"the weight of {prefix.rstrip('.')}"
+        weight = compose_weights(outer, own, path_a=above, path_b=f"{name}.weight")
         if table.include is None:
             leaf = Source(name, table, weight, [])
             try:
-                file = str(path) if prefix else ""  # of the config itself, `located` knows the line
-                streams, copies = _streams(table, f"source {name}", stores, file=file)
+                # `located` knows the line of a mistake in the config itself.
+                streams, copies = _streams(table, f"source {name}", stores, file=str(path) if prefix else "")
                 leaf = replace(leaf, streams=streams, copies=copies)
             except UserError:
                 if not leaf.is_off:  # whose data may be gone
@@ -135,7 +136,8 @@ def _leaves(
             continue
         included = path.parent / table.include
         if included.resolve() in including or len(including) > MAX_INCLUDE_DEPTH:
-            raise UserError(f"{name}.include", f"{table.include} includes itself", "break the circle", where=str(path))
+            problem = f"{table.include} includes itself"
+            raise UserError(f"{name}.include", problem, "break the circle", where=str(path))
         nested = load_dataset_file(included).source
         yield from _leaves(nested, included, f"{name}.", weight, (*including, included.resolve()), stores)
 
@@ -150,28 +152,36 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
 def _streams(
     table: SourceTable, source: str, stores: Stores, *, file: str = ""
 ) -> tuple[list[Stream], tuple[Any, ...]]:
-    """The streams of a source, which messages name `source`, and the local copies of what URLs name. `file`: an included file
-    that it is in."""
-    key = f"{source}: {'paths' if table.root is None else 'root'}"
+    """The streams of a source, and the local copies of URLs.
+
+    Args:
+        source: its name in messages.
+        file: an included file that it is in.
+    """
+    root, paths, read_as = table.root, table.paths, table.format
     try:
-        if table.root is not None and is_url(table.root):
+        if root is not None and is_url(root):
             reader, cache = stores()
-            streams, copy = reader.stored_nested(table.root, table.modalities, format=table.format, cache=cache)
+            streams, copy = reader.stored_nested(root, table.modalities, format=read_as, cache=cache)
             return streams, (copy,)
-        if table.root is not None:
-            return discover_nested(table.root, table.modalities, format=table.format), ()
-        if table.paths is not None and any(map(is_url, table.paths)):
+        if root is not None:
+            return discover_nested(root, table.modalities, format=read_as), ()
+        if paths is not None and any(map(is_url, paths)):
             reader, cache = stores()
             found: tuple[list[Stream], tuple[Any, ...]]
-            found = reader.stored_direct(table.paths, format=table.format, cache=cache)
+            found = reader.stored_direct(paths, format=read_as, cache=cache)
             return found
-        if table.paths is not None:
-            return discover_direct(table.paths, format=table.format), ()
+        if paths is not None:
+            return discover_direct(paths, format=read_as), ()
     except UserError as error:
-        problem, fix = error.problem if error.key == "paths" else f"{error.key}: {error.problem}", error.fix
-        if table.root is not None and not is_url(table.root) and not Path(table.root).exists():
-            made = f"make it (train data build pytext --out {table.root}, or train data build text), or set root to your data"
-            fix = did_you_mean(str(table.root)) or made
+        key, problem, fix = f"{source}: paths", error.problem, error.fix
+        if root is not None:
+            key = f"{source}: root"
+        if error.key != "paths":
+            problem = f"{error.key}: {problem}"
+        if root is not None and not is_url(root) and not Path(root).exists():
+            fix = f"make it (train data build pytext --out {root}, or train data build text)"
+            fix = did_you_mean(str(root)) or f"{fix}, or set root to your data"
         raise UserError(key, problem, fix, where=file) from None
     return [], ()
 
@@ -187,7 +197,7 @@ def check_reading(
     """Refuse options of sources that change nothing, or cannot be right.
 
     Raises:
-        UserError: a format of the user's own cannot be imported; no file of a source heeds `dtype`, `eod`, `text_split` or
+        UserError: a custom format cannot be imported; no file of a source heeds `dtype`, `eod`, `text_split` or
             `column`; or an `eod` is outside the vocabulary.
     """
     if eod is not None:
@@ -200,15 +210,15 @@ def check_reading(
         if is_import_path(table.format):
             resolve_target(table.format, "format")
         refuse_unheeded(source.streams, table.format, given, source=name)
-        # In a format of the user's own, eod means what its function makes of it.
+        # A custom format's function decides what eod means.
         if table.eod is not None and not is_import_path(table.format):
             IdBounds.of(name, tokenizer).check_eod(table.eod, f"{name}: eod")
 
 
 def evaluated_rows(plan: Plan) -> int:
-    """Rows of a micro-batch of an evaluation: as many as the largest has that is trained on."""
-    tables = [source.table for source in plan.sources]
-    return max(map(largest_batch, [plan.config.data.mixing, *(mixing_of(plan.config, table) for table in tables)]))
+    """Rows of a micro-batch of an evaluation: those of the largest one that is trained on."""
+    tables = [plan.config.data.mixing, *(mixing_of(plan.config, source.table) for source in plan.sources)]
+    return max(map(largest_batch, tables))
 
 
 def make_dataset(plan: Plan, source: Source, info: RankInfo) -> StreamSource:
@@ -218,7 +228,7 @@ def make_dataset(plan: Plan, source: Source, info: RankInfo) -> StreamSource:
 
 
 def make_held_out(plan: Plan, source: Source, info: RankInfo, *, is_whole: bool = False, **options: Any) -> ShardSource:
-    """What is evaluated on of a source, read once: the held-out documents, or (`is_whole`) all. `options`: of `ShardSource`."""
+    """The held-out documents of a source, or (`is_whole`) all of them, read once. `options`: of `ShardSource`."""
     how = reading(plan, source, is_holdout=True, is_whole=is_whole)
     return ShardSource(source.streams, *how, shard=info.rank, num_shards=info.world_size, **options)
 
@@ -227,19 +237,19 @@ def reading(
     plan: Plan, source: Source, *, is_holdout: bool = False, is_whole: bool = False
 ) -> tuple[CutOptions, ReadOptions, MixOptions]:
     """How a source is cut, read and mixed; see `make_dataset` and `make_held_out`."""
-    config = plan.config
+    config, data = plan.config, plan.config.data
     mix = MixOptions.of(mixing_of(config, source.table), seed=config.run.seed)
     cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, "train", config.eval.holdout_fraction)
     if is_holdout:  # evaluations run cell by cell, once
         mix = replace(mix, repeat=False)
-        cut = replace(cut, seq_len=config.data.seq_len, max_group_cells=config.data.max_group_cells, split="holdout")
+        cut = replace(cut, seq_len=data.seq_len, max_group_cells=data.max_group_cells, split="holdout")
     if is_whole:
         cut = replace(cut, split="train", holdout_fraction=0.0)
-    return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer, text_eod=config.data.eod), mix
+    return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer, text_eod=data.eod), mix
 
 
 def runs_on(plan: Plan, model: nn.Module | None) -> bool:
-    """Whether documents begin within rows. `model`: None: it is built without weights, if it decides."""
+    """Whether documents begin within rows. A `model` of None is built without weights, if it decides."""
     align = plan.config.data.align
     if align == "auto" and reads_lanes(plan.config):
         return bool(getattr(model or plan.weightless_model(), "resets_in_one_pass", False))
@@ -255,7 +265,8 @@ def alignment(plan: Plan, model: nn.Module | None) -> str:
     if plan.config.data.align == "document":
         return "document: each begins a row, as data.align says"
     name = type(model or plan.weightless_model()).__name__
-    return f"document: each begins a row, since {name} does not declare resets_in_one_pass; with stream no row would be padded"
+    why = f"since {name} does not declare resets_in_one_pass"
+    return f"document: each begins a row, {why}; with stream no row would be padded"
 
 
 def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> BlendDataset:
@@ -271,7 +282,8 @@ def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> Bl
         elif source.table.target is None:
             dataset = make_dataset(plan, source, info)
         else:
-            dataset = _make_target(plan, source, info)
+            make = plan.parts.need("own batches", f"source {source.name}: target")
+            dataset = make(plan, source, info)
         blended.append(BlendSource(source.name, dataset, source.weight))
     config = plan.config
     options: dict[str, Any] = {
@@ -292,19 +304,3 @@ def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> Bl
         tokenizer=plan.tokenizer,
         **options,
     )
-
-
-def _make_target(plan: Plan, source: Source, info: RankInfo) -> Any:
-    key = f"source {source.name}: target"
-    assert source.table.target is not None
-    target = resolve_target(source.table.target, key)
-    given = {"rank": info.rank, "world_size": info.world_size, "seed": plan.config.run.seed}
-    given |= {"seq_len": plan.config.row_tokens, **source.table.args}
-    refuse_arguments(target, source.table.target, given, key=key)
-    with users_code(key):
-        dataset = target(**given)
-    if not hasattr(dataset, "__iter__"):
-        problem = f"gave a {type(dataset).__name__}, which cannot be iterated"
-        raise UserError(key, problem, "return an iterable of dicts")
-    own = plan.parts.need("own batches", key)  # which no other source needs
-    return own(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {source.table.target}")

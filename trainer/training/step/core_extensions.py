@@ -1,5 +1,4 @@
-"""The extensions that are part of the core: a logged step's details, a model's own metrics, the comparison of replicas, and the
-weights that `train mix` sets."""
+"""The core's own extensions: details of logged steps, model metrics, comparison of replicas, and `train mix` weights."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class LoggedDetails(Extension):
         self.metric_keys = details.metric_keys
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Take in one micro-batch."""
+        """Add one micro-batch."""
         self._details.add(micro, result)
 
     def drain_metrics(self) -> Mapping[str, Reported]:
@@ -46,7 +45,7 @@ class LoggedDetails(Extension):
 
 
 class ModelMetrics(Extension):
-    """The metrics of the model's output, of every step: counters add up between two logged ones."""
+    """The metrics of the model's output, at every step: counters add up between two logged ones."""
 
     every_step = True
 
@@ -55,13 +54,15 @@ class ModelMetrics(Extension):
         self.metric_keys = metric_keys
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
-        """Take in one micro-batch."""
+        """Add one micro-batch."""
         self.run.recorder.add(result.metrics or {})
 
 
 def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
-    """[] int64 on the tensors' device: a sum of all their bits, read as 64-bit integers with overflow, which depends on their
-    order and is changed by any one bit."""
+    """[] int64 on the tensors' device: a digest of all their bits, in this order, which any single bit changes.
+
+    The bits are summed as 64-bit integers with overflow.
+    """
     total: Any = 0
     for tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -76,7 +77,10 @@ def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class Replicas(Extension):
-    """Ends a run whose ranks hold different weights: W sum(d^2) = sum(d)^2 only if the digests d of all W ranks are equal."""
+    """Ends a run whose ranks hold different weights.
+
+    Two sums tell: W sum(d^2) = sum(d)^2 only if the digests d of all W ranks are equal.
+    """
 
     num_sums = 2
 
@@ -114,20 +118,23 @@ class Replicas(Extension):
             return
         usual, _ = Counter(by_rank).most_common(1)[0]
         odd = ", ".join(str(rank) for rank, digest in enumerate(by_rank) if digest != usual)
-        self.run.event({"event": "replicas_differ", "global_step": self._step, "ranks": odd, "digests": list(by_rank)})
+        event = {"event": "replicas_differ", "global_step": self._step, "ranks": odd}
+        self.run.event({**event, "digests": list(by_rank)})
         self.run.extensions.failure = (
-            f"step {self._step}: the weights of rank {odd} are not those of most ranks; they agreed after step {self._agreed}: "
-            "memory, a device, or code that changes weights is at fault; resume from a checkpoint until then"
+            f"step {self._step}: the weights of rank {odd} are not those of most ranks; they agreed after step "
+            f"{self._agreed}: memory, a device, or code that changes weights is at fault; resume from a checkpoint until then"
         )
 
 
 def mix_events(events: Path) -> list[bytes]:
-    """The lines of a run's events that tell of a change of weights by `train mix`, or of a refusal."""
-    return [line for line in read_lines(events) if b'"mix"' in line] if events.is_file() else []
+    """The lines of a run's events about changes of weights by `train mix`, refused ones included."""
+    if not events.is_file():
+        return []
+    return [line for line in read_lines(events) if b'"mix"' in line]
 
 
 class MixWeights(Extension):
-    """Takes over the weights that `train mix` sets, and reports them with `metrics.per_source`.
+    """Applies the weights that `train mix` sets, and reports them with `metrics.per_source`.
 
     The part that answers requests is loaded on rank 0 by the first one.
     """
@@ -136,12 +143,13 @@ class MixWeights(Extension):
         super().__init__(run)
         self._dataset = run.state.dataset
         self._requests: Any = None
-        self._look(skip=True)  # nobody waits any more for an answer to what an earlier process was asked
+        self._look(skip=True)  # requests to an earlier process: nobody waits for their answers any more
         if run.config.metrics.per_source:
             self.metric_keys = [f"blend/weight/{source.name}" for source in self._dataset.sources]
 
     def _look(self, *, skip: bool = False) -> None:
-        if self._requests is None and self.run.info.is_main and os.path.lexists(self.run.run_dir.path / REQUESTS):
+        path = self.run.run_dir.path / REQUESTS
+        if self._requests is None and self.run.info.is_main and os.path.lexists(path):
             make = self.run.plan.part("mix requests")
             self._requests = make and make(self.run, skip=skip)
 
@@ -157,13 +165,14 @@ class MixWeights(Extension):
         return dict(zip(self.metric_keys, shares, strict=False))
 
     def to_exchange(self) -> Mapping[int, Mapping[str, float]]:
-        """All changes so far; rank 0's count."""
+        """All changes so far; rank 0's are used."""
         return self._dataset.changes
 
     def exchanged(self, by_rank: Sequence[Any]) -> None:
         """Change the weights on this rank."""
-        for shard in self.run.state.shards if by_rank[0] else ():
-            shard.dataset.changes = by_rank[0]
+        if by_rank[0]:
+            for shard in self.run.state.shards:
+                shard.dataset.changes = by_rank[0]
 
     def state_dict(self) -> dict[str, Any]:
         """All changes so far, those to come included."""

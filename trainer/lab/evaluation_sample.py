@@ -1,6 +1,7 @@
 """Evaluation on an unbiased sample of a set that is too large to be read whole.
 
-Documents are drawn in proportion to their tokens, copied, and weighted by 1 / probability.
+Documents are drawn in proportion to their tokens, copied, and weighted by 1 / probability. It could go if sets were
+always small enough to be read whole.
 """
 
 from __future__ import annotations
@@ -28,14 +29,11 @@ from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.metrics.aggregate import FEWEST_UNITS, Moments, widened
 from trainer.training.evaluator import EvalRider, Evaluator, RowResults
+from trainer.training.setup import evaluation
+from trainer.training.setup.evaluation import Documents, count_documents
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source, make_held_out
 from trainer.wording import counted
-
-COUNTED_BYTES = 2_000_000_000
-"""Of a set's files whose documents are counted when a run starts."""
-LEAST = 8
-"""Documents that are drawn beside those that always are, and files if they are: fewer say little of the error."""
 
 
 class Drawn(NamedTuple):
@@ -202,83 +200,55 @@ class SampledLosses(EvalRider):
         return self.sample.error(losses)
 
 
-class _Documents(NamedTuple):
-    """Documents, n of them, or parts of at most `max_group_cells` cells, as they are read."""
-
-    files: list[tuple[int, Stream]]
-    """The index of a data set, and a stream of it."""
-    of_file: Ints
-    """Index of `files`, ascending, [n]."""
-    group: Ints
-    """Of the file, [n]."""
-    document: Ints
-    """Of all that were counted, [n]; parts of one have the same."""
-    tokens: Ints
-    """[n]."""
-
-
-def _count(datasets: Sequence[ShardSource], files: list[tuple[int, Stream]]) -> tuple[_Documents, int]:
-    """All documents of these files, and their number, whatever their parts."""
-    found: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 4]
-    num_whole = 0
-    for at, (index, stream) in enumerate(files):
-        opened = datasets[index].open(stream)
-        groups = opened.groups
-        whole = num_whole + np.cumsum(groups.first_cells == 0) - 1
-        found.append((np.full(groups.num_groups, at), np.arange(groups.num_groups), whole, opened.num_tokens()))
-        num_whole += int(np.count_nonzero(groups.first_cells == 0))
-    return _Documents(files, *map(np.concatenate, zip(*found, strict=True))), num_whole
-
-
 def draw_sample(
     plan: Plan,
     sources: Sequence[Source],
     datasets: Sequence[ShardSource],
+    files: list[tuple[int, Stream]],
+    documents: Documents | None,
     budget: int,
     runs: int,
     info: RankInfo,
     generator: np.random.Generator,
 ) -> tuple[str, tuple[list[ShardSource], SampledLosses] | None]:
-    """How much of a set is read, in words, and what was drawn; None: all. Equal on all ranks and at every resume.
-
-    Documents are counted by opening their files; of more than `COUNTED_BYTES` of files, only of some that are drawn first.
+    """How much of a set is read, in words, and the drawn documents; None: all. Equal on all ranks and at every resume.
 
     Args:
         datasets: of the sources.
+        files: all of the data sets.
+        documents: all of the files; None: too many to be counted: only those of some files, which are drawn first.
         budget: cells that an evaluation may run, in expectation; but `LEAST` documents are read, or all of the set where
-            so few are left beside those that always are.
+            so few are left besides those that always are.
         runs: of each cell but a document's first.
     """
-    seq_len = plan.config.data.seq_len
-    files = [(index, stream) for index, dataset in enumerate(datasets) for stream in dataset.streams]
+    least, seq_len = evaluation.LEAST, plan.config.data.seq_len
     sizes = np.array([max(file_bytes(stream), 1) for _, stream in files], dtype=np.int64)
-    drawn = draw_by_size(sizes, max(LEAST, int(len(files) * COUNTED_BYTES / sizes.sum())), generator)
-    documents, num_whole = _count(datasets, [files[at] for at in drawn.chosen])
-    cells, num_all = -(-documents.tokens // seq_len), len(documents.tokens)
-    num_runs = 1 + runs * (cells - 1)
-    total = int(documents.tokens.sum())
-    is_counted = len(drawn.chosen) == len(files)
-    covered = {documents.files[at][0] for at in np.unique(documents.of_file)}
-    is_missed = len(covered) < len(datasets)  # all of it says which
-    is_cheap = num_runs.sum() <= budget or num_all <= LEAST
-    what = counted(num_whole, "document")
-    if num_all == 0 or (is_counted and (is_cheap or is_missed)):
-        return f"all {what}, {counted(total, 'token')}", None
+    num_files = max(least, int(len(files) * evaluation.COUNTED_BYTES / sizes.sum()))
+    drawn = draw_by_size(sizes, num_files, generator)
+    is_counted = documents is not None
+    if documents is None:
+        documents = count_documents(datasets, [files[at] for at in drawn.chosen])
+    num_all, num_whole = len(documents.tokens), documents.num_whole
+    if num_all == 0:
+        return documents.describe(), None
+    num_runs = documents.runs(seq_len, runs)
     file_chances = drawn.chances[documents.of_file]
     represented = documents.tokens / file_chances
 
     def cost(num: int) -> int:
         return ceil(chances_of(represented, num) @ num_runs)
 
-    num = min(max(LEAST, bisect_right(range(num_all + 1), budget, key=cost, lo=1) - 1), num_all)
-    while num < num_all and (missing := LEAST + np.count_nonzero(chances_of(represented, num) == 1) - num) > 0:
+    num = min(max(least, bisect_right(range(num_all + 1), budget, key=cost, lo=1) - 1), num_all)
+    while num < num_all and (missing := least + np.count_nonzero(chances_of(represented, num) == 1) - num) > 0:
         num = min(num + int(missing), num_all)  # of those that are always drawn there are perhaps more now
     if num == num_all and is_counted:
-        return f"all {what}, {counted(total, 'token')}", None
+        return documents.describe(), None
     chosen, chances, spread = draw_by_size(represented, num, generator)
-    taken = _Documents(documents.files, *(column[chosen] for column in documents[1:]))
-    parts = what if num_whole == num_all else f"{num_all:,} parts of {what}"
-    read = f"{num:,} of {parts}, {int(taken.tokens.sum()):,} of {total:,} tokens"
+    taken = Documents(documents.files, *(column[chosen] for column in documents[1:]))
+    parts = counted(num_whole, "document")
+    if num_whole != num_all:
+        parts = f"{num_all:,} parts of {parts}"
+    read = f"{num:,} of {parts}, {int(taken.tokens.sum()):,} of {int(documents.tokens.sum()):,} tokens"
     copied, groups = _copied(plan, sources, info, datasets, taken)
     sample = Sample(groups, taken.tokens, chances, spread, documents=taken.document)
     if not is_counted:
@@ -288,7 +258,7 @@ def draw_sample(
 
 
 def _copied(
-    plan: Plan, sources: Sequence[Source], info: RankInfo, datasets: Sequence[ShardSource], documents: _Documents
+    plan: Plan, sources: Sequence[Source], info: RankInfo, datasets: Sequence[ShardSource], documents: Documents
 ) -> tuple[list[ShardSource], dict[int, int]]:
     """Data sets of copies of the documents, which fill batches whatever files they are from; group id -> document."""
     made: list[ShardSource] = []
@@ -312,7 +282,7 @@ def _copied(
     return made, numbers
 
 
-def _copy(dataset: ShardSource, documents: _Documents, those: Sequence[int], stream: Stream, plan: Plan) -> OpenStream:
+def _copy(dataset: ShardSource, documents: Documents, those: Sequence[int], stream: Stream, plan: Plan) -> OpenStream:
     """A stream of those documents in memory, each a group: its tokens, and the one before, which is its first input."""
     pieces, first_cells, seq_len = [], [], plan.config.data.seq_len
     for file, of_file in groupby(those, key=lambda at: int(documents.of_file[at])):
