@@ -56,6 +56,7 @@ NOT_DIAGNOSTIC = {
     **dict.fromkeys(("trainer.lab.gated_delta", "trainer.lab.transformer"), "models"),
     "trainer.lab.batch_growth": "decides on the batch",
     "trainer.lab.muon": "an optimizer",
+    "trainer.lab.own_optimizer": "an optimizer",
     "trainer.lab.changed_data": "what a resume reads",
     "trainer.lab.evaluation_sample": "what an evaluation reads",
     "trainer.lab.own_evaluation.OwnTask.run": "a collective, and holds a guard",
@@ -67,7 +68,7 @@ NOT_DIAGNOSTIC = {
 SHOWN = (
     "trainer.lab",
     "trainer.objective.loss.token_type_sums",
-    "trainer.training.main.summarize",
+    "trainer.tools.summary.summarize",
     "trainer.training.run_dir.RunDir.keep_status",
     "trainer.training.step.details",
     "trainer.training.step.core_extensions",

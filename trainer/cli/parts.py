@@ -35,7 +35,12 @@ VERBS = {
 }
 """In the order of `train --help`: a function, or a typer app where a verb has verbs of its own."""
 
-_TOOLS = {"doubts": "trainer.tools.doubts:doubts"}
+_TOOLS = {
+    "doubts": "trainer.tools.doubts:doubts",
+    "rate change": "trainer.tools.doubts:warn_of_rate_change",
+    "summary": "trainer.tools.summary:summarize",
+    "unmet needs": "trainer.tools.needs:unmet_needs",
+}
 _LAB = {
     # Extensions: checkpoints have their states under these names.
     "carry probe": f"{LAB}.carry_probe:StepProbe",
@@ -66,6 +71,7 @@ _LAB = {
     "muon": f"{LAB}.muon:build",
     "out of memory": f"{LAB}.memory:explain",
     "own batches": f"{LAB}.own_batches:make",
+    "own optimizer": f"{LAB}.own_optimizer:build",
     "own evaluation": f"{LAB}.own_evaluation:OwnTask",
     "sources in a store": f"{LAB}.stored",
     "tokenized text": f"{LAB}.tokenized",

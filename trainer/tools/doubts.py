@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.data_tables import MixingTable, SourceTable
 from trainer.config.rules import mixing_of
@@ -12,10 +13,17 @@ from trainer.config.schema import FIRST_PROFILED, RunConfig
 from trainer.data.layout import unread_parts
 from trainer.errors import UserError
 from trainer.files import is_url
+from trainer.metrics.logger import get_logger
 from trainer.tools import limits
 from trainer.training.setup.sources import Source
+from trainer.training.step.schedule import Length, make_schedule
 from trainer.wording import counted, few, printable
 
+if TYPE_CHECKING:
+    from trainer.training.checkpointing.train_state import Position
+    from trainer.training.setup.plan import Plan
+
+logger = get_logger(__name__)
 Doubt = tuple[str, str, str]
 """Key, problem and fix."""
 
@@ -128,3 +136,25 @@ def trained_on(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Ite
 def _identity(path: str) -> tuple[int, int]:
     status = os.stat(path)
     return status.st_dev, status.st_ino
+
+
+def warn_of_rate_change(saved: Mapping[str, Any], plan: Plan, position: Position) -> None:
+    """Warn where a resume makes the learning rate jump: a schedule over another length, or another schedule.
+
+    Args:
+        saved: the config of the checkpoint.
+    """
+    try:
+        before = RunConfig.model_validate(saved)
+        length = Length.of(before, plan.facts.tokens_per_micro)
+        former = make_schedule(before, length)
+    except (ValueError, UserError):  # a config of an earlier version; its differences are logged anyway
+        return
+    if length.is_in_tokens != plan.length.is_in_tokens or not position.step:
+        return
+    then = former(min(position.reached, length.total))
+    now = make_schedule(plan.config, plan.length)(min(position.reached, plan.length.total))
+    if abs(now - then) > limits.RATE_MARGIN * max(abs(then), abs(now)):
+        text = "the learning rate jumps: at step %d it was %.3g, by this config it is %.3g "
+        text += "(the schedule spans the whole run)"
+        logger.warning(text, position.step, then, now)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import errno
-import logging
-import os
 import shutil
-import sys
 import traceback
-from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, pstdev
 from textwrap import shorten
 
 import torch
@@ -22,15 +17,13 @@ from trainer.data.tokenizer import HuggingFaceTokenizer
 from trainer.distributed.env import GroupError, RankInfo, pick_backend, pick_device, process_group, rank_info
 from trainer.distributed.watchdog import is_of_a_collective
 from trainer.errors import UserError, raise_found
-from trainer.metrics.catalog.lookup import ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import kept_for_payloads
 from trainer.training.around_step import CorruptedError, NonFiniteError, stopped_by
-from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.saver import SaveError
 from trainer.training.loop import run_loop
 from trainer.training.run import Run
-from trainer.training.run_dir import FINISHED, RunDir, resume_command
+from trainer.training.run_dir import FINISHED, RunDir
 from trainer.training.setup.open_run import Launch, open_run
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.signals import exits_as_errors
@@ -145,7 +138,7 @@ def _run_to_end(run: Run) -> int:
             # Before the sinks are closed, which may take time. The record is written at every step.
             run_dir.leave_status(run.info, state, reason=reason, step=run.position.step)
             run.tracker.close()
-            run.diagnostics.best_effort("summary").run(summarize, run, run_dir, state, reason)
+            run.diagnostics.best_effort("summary").run(run.plan.call, "summary", run, run_dir, state, reason)
         for line in run.diagnostics.summary():
             every_rank_logger.warning("%s", line)
     return code
@@ -162,9 +155,7 @@ def _report_failure(run: Run, error: Exception) -> str:
         every_rank_logger.error("%s", reason)
         run.watchdog.write(frames)
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in own:
-        explain = run.plan.part("out of memory")
-        if explain is not None:
-            run.diagnostics.best_effort("out of memory").run(explain, run)
+        run.diagnostics.best_effort("out of memory").run(run.plan.call, "out of memory", run)
     return reason
 
 
@@ -176,72 +167,3 @@ def _describe(error: OSError, run_dir: RunDir) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += f" ({shutil.disk_usage(run_dir.path).free / 1e6:.1f} MB are free)"
     return text
-
-
-def summarize(run: Run, run_dir: RunDir, state: str, reason: str) -> None:
-    """Log the outcome, where the record is, and what to look at next."""
-    position, of = run.position, f" of {run.config.train.steps}"
-    if run.length.is_in_tokens and run.config.micro_batches.auto is not None:
-        of = ""  # how many steps such a run has depends on its batches
-    lines = [f"{state} at step {position.step}{of}: {reason}"]
-    if position.first_losses:
-        # A short run's first losses are among its last.
-        own = dict(position.first_losses) | dict(position.last_losses)
-        losses = list(own.items())
-        num = max(len(losses) // 2, 1)
-        means = dict.fromkeys([_mean_loss(losses[:num]), _mean_loss(losses[-num:])])
-        lines.append(f"training loss {', then '.join(means)}")
-    lines.append(f"the run is in {run_dir.path}")
-    lines.append("  metrics.jsonl   every logged number; events.jsonl: other events")
-    if checkpoint.complete_checkpoints(run_dir.checkpoints):
-        lines.append(f"  checkpoints/    {_next_command(run, run_dir, state)}")
-    elif state == "stopped":
-        lines.append("nothing was trained, so the exit code is 1; the same command begins anew")
-    if any((run_dir.path / "wandb").glob("offline-run-*")):
-        lines.append(f"  wandb/          upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
-    lines.append("what the keys mean: docs/training/METRICS_LOSSES.md")
-    if position.last_eval is not None:  # last of all, since it is the result
-        lines += _evaluation_lines(run, *position.last_eval)
-    for number, line in enumerate(lines):
-        level = logging.ERROR if state == "failed" and number == 0 else logging.INFO
-        logger.log(level, "%s", line)
-    sys.stderr.flush()
-
-
-def _mean_loss(losses: Iterable[tuple[int, float]]) -> str:
-    """The mean over some steps with its standard deviation, by which single steps differ."""
-    steps, values = zip(*losses, strict=True)
-    at = f"steps {steps[0]} to {steps[-1]}"
-    if len(steps) == 1:
-        at = f"step {steps[0]}"
-    return f"{fmean(values):.4f} (spread {pstdev(values):.4f}) over {at}"
-
-
-def _evaluation_lines(run: Run, step: int, metrics: Mapping[str, float]) -> list[str]:
-    """The losses of the last evaluation, with their errors, and how much of each set was read."""
-    lines: list[str] = []
-    if run.config.eval.depth:
-        lines += run.plan.parts.need("lines by depth", "eval.depth")(metrics, run.config)
-    losses, more = [], ""
-    for each in () if run.evaluator is None else run.evaluator.sets:
-        if each.sample is not None:
-            more = f"; on all of it: train eval {run.run_dir.path}"
-        key = f"eval/{each.name}/loss" if each.name else "eval_loss"
-        if key in metrics:
-            error, shown = metrics.get(key + ERROR_SUFFIX), f" ({each.read})"
-            if error is not None:
-                shown = f" +- {ERRORS_SHOWN * error:.4f} (95 %; {each.read})"
-            losses.append(f"{each.name or 'held out'} {metrics[key]:.4f}{shown}")
-    if losses:
-        lines.append(f"evaluated at step {step}: {', '.join(losses)}{more}")
-    return lines
-
-
-def _next_command(run: Run, run_dir: RunDir, state: str) -> str:
-    ranks = run.info.world_size
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks if ranks == 1 else 0))
-    command = resume_command(run_dir, run.config, ranks, local_world_size=local)
-    if state == FINISHED:
-        steps = 2 * run.config.train.steps
-        return f"train beyond step {run.position.step} with: {command} --steps {steps}"
-    return f"resume with: {command}"

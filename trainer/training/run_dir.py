@@ -253,22 +253,6 @@ def refuse_taken(given: str, resume: str) -> None:
         raise UserError("--run-dir", f"{given} holds {held}", fix)
 
 
-def resume_command(run_dir: RunDir, config: RunConfig, world_size: int, *, local_world_size: int) -> str:
-    """The command line that resumes a run from the same working directory, with all its settings.
-
-    Where it cannot be known, only the options to add: included files are relative to the first config, and each of
-    several nodes has its own launcher.
-    """
-    options = f"--resume auto --run-dir {shlex.quote(str(run_dir.path))}"
-    has_includes = any(source.include is not None for source in config.data.source)
-    if has_includes or world_size != local_world_size:
-        return f"the same command line and {options}"
-    config_path = shlex.quote(str(run_dir.resolved_config))
-    if world_size == 1:
-        return f"train --config {config_path} {options}"
-    return f"train --nproc {world_size} --config {config_path} {options}"
-
-
 def _is_run_of(path: Path, name: str) -> bool:
     stamp = path.name.removeprefix(f"{name}-").split("-")
     return len(stamp) in (2, 3) and all(part.isdigit() for part in stamp)

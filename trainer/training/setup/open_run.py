@@ -48,7 +48,7 @@ from trainer.training.setup.parts import (
     refuse_bypassed_units,
 )
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
-from trainer.training.setup.record import Found, announce, begin_record, open_record, place_run, say_rate_change
+from trainer.training.setup.record import Found, announce, begin_record, open_record, place_run
 from trainer.training.signals import StopRequest, as_exception, say_stopping
 from trainer.training.step.core_extensions import LoggedDetails, MixWeights, ModelMetrics, Replicas, mix_events
 from trainer.training.step.schedule import Length, make_schedule
@@ -105,7 +105,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
             position = Position.of(state)
         else:
             position = restore(*found, plan, state, info, data)
-            say_rate_change(found[1]["config"], plan, position)
+            plan.call("rate change", found[1]["config"], plan, position)
     if _is_over(run_dir, position, plan.length, info):
         return None
     contract = _check_contract(plan, strategy.whole(state.model), info, device, position.step)

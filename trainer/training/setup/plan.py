@@ -30,7 +30,6 @@ from trainer.model.recurrence import HAS_TRITON
 from trainer.model.weights import load_weights
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss, declared_losses
 from trainer.objective.loss import COMPONENTS
-from trainer.training.setup.plausible import unmet_needs
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.wording import few
@@ -66,6 +65,11 @@ class Plan:
             if getattr(settings, field) != type(settings).model_fields[field].default:
                 return self.parts.need(name, key)
         return self.parts.find(name)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """The result of one of `parts` that a run can do without; None if it is missing."""
+        part = self.parts.find(name)
+        return part and part(*args)
 
     def place(self, path: str) -> str:
         """A path of the config, absolute; a URL as it is."""
@@ -125,7 +129,7 @@ class Plan:
     def unmet_needs(
         self, device: torch.device, *, model: nn.Module | None = None, counts_model: bool = True
     ) -> list[UserError]:
-        """The needs of the run that this machine does not meet, see `plausible`.
+        """The needs of the run that this machine does not meet, if the part that knows them is there.
 
         Args:
             model: None: it is built without weights, if `counts_model`.
@@ -135,7 +139,8 @@ class Plan:
             numbers, width = size_of(model)
         elif counts_model:
             numbers, width = self._model_size
-        return unmet_needs(self, numbers, width, device)
+        found: list[UserError] = self.call("unmet needs", self, numbers, width, device) or []
+        return found
 
     def weightless_model(self) -> nn.Module:
         """As `weightless`."""

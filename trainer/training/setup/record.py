@@ -32,11 +32,9 @@ from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
 from trainer.training.setup.plan import Plan, width_of
 from trainer.training.setup.sources import alignment
-from trainer.training.step.schedule import Length, make_schedule
 from trainer.wording import counted, printable
 
 logger = get_logger(__name__)
-RATE_MARGIN = 0.01
 Found = tuple[Path, dict[str, Any]]
 """A checkpoint and its state.json."""
 
@@ -251,25 +249,3 @@ def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDi
     reason = why_no_noise_scale(plan.config, facts.world_size)
     if plan.config.gns.enabled and reason is not None:
         logger.info("the gradient noise scale is not measured: %s", reason)
-
-
-def say_rate_change(saved: Mapping[str, Any], plan: Plan, position: Position) -> None:
-    """Warn where a resume makes the learning rate jump: a schedule over another length, or another schedule.
-
-    Args:
-        saved: the config of the checkpoint.
-    """
-    try:
-        before = RunConfig.model_validate(saved)
-        length = Length.of(before, plan.facts.tokens_per_micro)
-        former = make_schedule(before, length)
-    except (ValueError, UserError):  # a config of an earlier version; its differences are logged anyway
-        return
-    if length.is_in_tokens != plan.length.is_in_tokens or not position.step:
-        return
-    then = former(min(position.reached, length.total))
-    now = make_schedule(plan.config, plan.length)(min(position.reached, plan.length.total))
-    if abs(now - then) > RATE_MARGIN * max(abs(then), abs(now)):
-        text = "the learning rate jumps: at step %d it was %.3g, by this config it is %.3g "
-        text += "(the schedule spans the whole run)"
-        logger.warning(text, position.step, then, now)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +12,8 @@ from torch import Tensor, nn
 from trainer.config.schema import OptimizerTable
 from trainer.distributed.shards import layout_of, own_part
 from trainer.errors import UserError
-from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
+from trainer.import_path import NO_PARTS, Parts
 from trainer.training.step.schedule import LR_SCALE
-from trainer.wording import counted, few
 
 ParameterGroup = dict[str, Any]
 
@@ -31,7 +28,8 @@ def build_optimizer(model: nn.Module, table: OptimizerTable, parts: Parts = NO_P
     """
     groups = parameter_groups(model, table)
     if table.target is not None:
-        return _build_custom(table.target, model, groups, table)
+        made: torch.optim.Optimizer = parts.need("own optimizer", "optimizer.target")(model, groups, table)
+        return made
     adamw = {"betas": (table.betas[0], table.betas[1]), "eps": table.eps}
     if table.name == "muon":
         build = parts.need("muon", "optimizer.name")
@@ -114,39 +112,6 @@ def parameter_groups(model: nn.Module, table: OptimizerTable) -> list[ParameterG
 def group_number(name: str, table: OptimizerTable) -> int:
     """The first `[[optimizer.group]]` that matches a parameter's name; -1: none."""
     return next((n for n, group in enumerate(table.group) if fnmatchcase(name, group.match)), -1)
-
-
-def resolve_own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> Any:
-    """The custom function that makes an optimizer."""
-    build = resolve_target(target, "optimizer.target")
-    given = {"lr": table.lr, **table.args}
-    refuse_arguments(partial(build, groups), f"{target} with parameter groups, and", given, key="optimizer.args")
-    return build
-
-
-def _build_custom(
-    target: str, model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable
-) -> torch.optim.Optimizer:
-    build = resolve_own(target, groups, table)
-    with users_code("optimizer.target", f"{target} fails"):
-        optimizer = build(groups, lr=table.lr, **table.args)
-    kind = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        problem = f"{target} gave a {kind}, not an optimizer"
-        raise UserError("optimizer.target", problem, "return a torch.optim.Optimizer")
-    try:
-        inspect.signature(optimizer.step).bind()
-    except TypeError as error:
-        problem = f"the step of {target}'s {kind} takes arguments, which the trainer does not give: {error}"
-        raise UserError("optimizer.target", problem, "return one whose step() needs none") from error
-    taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in taken]
-    if left:
-        parameters = counted(len(left), "parameter")
-        problem = f"{target} leaves {parameters} out, which would never be trained: {few(left)}"
-        raise UserError("optimizer.target", problem, "give it all parameters; freeze those to be left (requires_grad_)")
-    made: torch.optim.Optimizer = optimizer
-    return made
 
 
 def keep_buffers(optimizer: torch.optim.Optimizer) -> None:
