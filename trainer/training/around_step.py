@@ -1,4 +1,4 @@
-"""Around a step: its size and learning rate before it, its record, evaluation and checkpoint once its numbers are read."""
+"""Around a step: size and learning rate before it; record, evaluation and checkpoint once its numbers are read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def agreed_operations(run: Run) -> Operations:
     for rank, own in enumerate(by_rank):
         other = sorted(key for key in agreed if own.get(key) != agreed[key])
         if other:
-            text = "the ranks do not report the same metrics: rank %d has no %s, or another row of the catalog for it"
+            text = "the ranks do not report the same metrics: "
+            text += "rank %d has no %s, or another row of the catalog for it"
             logger.warning(text, rank, few(other))
     return dict(sorted(agreed.items()))
 
@@ -74,7 +75,7 @@ class NextStep(NamedTuple):
 
 
 def next_step(run: Run, step: int, previous: StepInFlight | None) -> NextStep:
-    """What is known of a step before it is read. Notes in `run.position` if it is the last.
+    """Size and learning rate of a step; notes in `run.position` if it is the last.
 
     Args:
         previous: the step before it, if it is in flight.
@@ -109,13 +110,10 @@ def log_change(run: Run, step: int, change: Mapping[str, Any]) -> None:
 
 
 def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str | None:
-    """Read a step's numbers and act on them; nothing without a step. Returns the stop reason, or None.
+    """Read the numbers of a step, if any, and act on them. Returns the stop reason, or None.
 
     Args:
         operations: how metrics combine over ranks.
-
-    Raises:
-        NonFiniteError: see `reject`.
     """
     if taken is None:
         return None
@@ -126,7 +124,8 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
     data_states = list(map(attrgetter("state"), taken.window[-num_shards:]))
     record_ended(run, step, position.data_states[0], data_states[0])
     position.step, position.reached, position.data_states = step, taken.reached, data_states
-    position.tokens_before, position.tokens = position.tokens, position.tokens + outcome.tokens_trained
+    position.tokens_before = position.tokens
+    position.tokens += outcome.tokens_trained
     num_micros = len(taken.window) // num_shards
     if num_micros != position.micro_batches:
         position.micro_batches, position.micro_batches_since = num_micros, step
@@ -141,6 +140,7 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
         if len(position.first_losses) < SHOWN_LOSSES:
             position.first_losses.append((step, outcome.loss))
     if outcome.wants_exchange:
+        # Before the row, and before a save: an exchange may find that the run is corrupt.
         exchange(run)
     end_step(run, taken, outcome, operations, is_logged=logs(run, step))
     if outcome.all_saved:
@@ -157,11 +157,7 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
 
 
 def exchange(run: Run) -> None:
-    """Let extensions exchange their data over ranks.
-
-    Raises:
-        CorruptedError: one of them ends the run.
-    """
+    """Let extensions exchange their data over ranks. A CorruptedError if one of them ends the run."""
     run.extensions.exchange()
     if run.extensions.failure:
         raise CorruptedError(run.extensions.failure)
@@ -213,8 +209,7 @@ def end_step(
 ) -> None:
     """Pass the step to the tracker; on a logged one with the metrics of all ranks, reduced in one collective.
 
-    Args:
-        drains: False: only what the host has recorded is reported.
+    Without `drains`, only the host's metrics are reported.
     """
     step, extra = taken.step, {}
     if is_logged:
@@ -250,7 +245,7 @@ def reduced_metrics(run: Run, taken: StepInFlight, operations: Operations, *, dr
         run.record("grad_scale", grad_scale)
     run.recorder.add(run.tracker.times())
     if world_size > 1:
-        # The same value twice: one key is reduced to the maximum over ranks, the other to the minimum.
+        # The same value twice: one key is reduced to the maximum, the other to the minimum over ranks.
         ready_after = taken.launched.ready_at - run.tracker.step_start
         run.recorder.add({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
     if drains:
@@ -267,7 +262,7 @@ def reduced_metrics(run: Run, taken: StepInFlight, operations: Operations, *, dr
 
 
 def _known(drained: Any, keys: Any) -> Any:
-    """Drained metrics; if the drain has failed, every key as unknown, so that no rank's total looks complete."""
+    """Drained metrics; if the drain failed, every key as unknown, so that no total looks complete."""
     return dict.fromkeys(keys) if drained is None else drained
 
 
@@ -289,7 +284,7 @@ def at_boundary(run: Run, *, is_last: bool) -> bool:
 
 
 def evaluate(run: Run) -> bool:
-    """Evaluate and log. False, and nothing is logged, if a stop is requested meanwhile; a resumed run makes up for it."""
+    """Evaluate and log. False if a stop is requested meanwhile: a resumed run evaluates instead."""
     assert run.evaluator is not None
     position = run.position
 
@@ -310,7 +305,7 @@ def evaluate(run: Run) -> bool:
 
 
 def reject(run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Operations) -> None:
-    """Record the batches of a step whose loss or gradient is not finite, and stop or continue, on all ranks alike.
+    """Record the batches of a step whose loss or gradient is not finite, and continue or raise, on all ranks alike.
 
     Raises:
         NonFiniteError: the policy is to stop, or too many steps in a row were skipped.
@@ -323,13 +318,14 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Oper
     event = {"event": "non_finite", "global_step": taken.step, "loss": outcome.loss, "batches": metas}
     run.event({**event, "replay": command})
     what = f"step {taken.step}: loss {outcome.loss}, squared gradient norm {outcome.grad_norm}"
-    # fp16 overflows in the normal course of loss scaling.
+    # fp16 overflows regularly, until the loss scale fits.
     if table.on_non_finite == "stop" and table.precision != "fp16":
         run.extensions.exchange()
-        # The record ends with this step. If it is not a logged one, the next step is in flight and already counted in
-        # the ledger, so that the row holds only the host's values.
+        # The last row of the record. Unless the step is a logged one, the next is in flight and its groups are counted
+        # in the ledger already, so that the row holds only the host's metrics.
         end_step(run, taken, outcome, operations, is_logged=True, drains=logs(run, taken.step))
-        raise NonFiniteError(f'{what}; see its rows: {command}; train.on_non_finite = "skip" would continue')
+        fix = 'train.on_non_finite = "skip" would continue'
+        raise NonFiniteError(f"{what}; see its rows: {command}; {fix}")
     if position.skipped_in_a_row > table.max_skips:
         many = f"{position.skipped_in_a_row} steps in a row were skipped (train.max_skips)"
         raise NonFiniteError(f"{what}; {many}; see its rows: {command}")

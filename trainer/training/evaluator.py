@@ -1,4 +1,4 @@
-"""Evaluation on documents that are not trained on, with a ledger of its own that is discarded; it never changes training."""
+"""Evaluation on documents that are not trained on, with its own ledger; it never changes training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from trainer.objective.auxiliary import Auxiliary
 from trainer.objective.loss import Loss, ObjectiveOutput
 from trainer.training.step.details import StepDetails
 
-OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")  # what is logged of an [[eval.source]]
+OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")
+"""The numbers that are logged of an `[[eval.source]]`."""
 
 RowResults = Sequence[tuple[slice, ObjectiveOutput]]
 
@@ -36,7 +37,7 @@ class EvalRider:
         """An evaluation of the set begins."""
 
     def micro_done(self, micro: MicroBatch, state: Tensor | None, results: RowResults) -> None:
-        """After a micro-batch that began from `state`, with the losses of its rows. All ranks must run any forward here."""
+        """After a micro-batch that began from `state`. If it runs a forward, all ranks must."""
 
     def part(self) -> Any:
         """This rank's share, which all ranks get."""
@@ -64,7 +65,7 @@ class EvalSet(NamedTuple):
 
 
 def rows_of(output: Any, rows: slice) -> ModelOutput:
-    """The logits and losses of some rows. A loss [] covers all rows. Metrics cover all too, and cannot be weighted."""
+    """The logits and losses of some rows; a loss [] covers all of them. Metrics cannot be weighted."""
     losses, _ = extras_of(output)
     own = dict(losses or {})
     for name, value in own.items():
@@ -121,6 +122,7 @@ class Evaluator:
                     return None
                 found |= values
             if self.task is not None:
+                # Also those that this evaluation happens not to have.
                 taken = found.keys() | {f"eval/{each.name}/{key}" for each in self.sets for key in OF_A_SET}
                 found |= self.task.run(self, step, taken)
         return found
@@ -136,15 +138,14 @@ class Evaluator:
         for rider in each.riders:
             rider.begin(self)
         for number, micro in enumerate(chain(each.batches(self.accepted), repeat(each.filler)), start=1):
-            # Votes: 2 for a stop, 1 for work left, 0 for none. Ranks that must run equally many continue with fillers.
-            vote = int(not micro.is_filler)
-            if should_stop():
-                vote = 2
+            # Under FSDP all ranks run equally many forwards: those without work continue with fillers.
+            vote = 2 if should_stop() else int(not micro.is_filler)
             if self.strategy.most(vote) != 1:
                 break
             self._evaluate(number, micro, ledger, each)
         local = guard.run(details.drain_metrics) or {}
         parts = [rider.part() for rider in each.riders]
+        # Reached by all ranks, whatever has failed on this one.
         by_rank = gather_from_ranks((should_stop(), guard.enabled, parts), world_size=self.info.world_size)
         if any(stops for stops, _, _ in by_rank):
             return None
@@ -206,7 +207,7 @@ def _named(name: str, reduced: dict[str, float], found: dict[str, float]) -> dic
 
 
 def _weighted_parts(each: EvalSet, micro: MicroBatch) -> Iterator[tuple[slice, MicroBatch, float]]:
-    """The rows of a micro-batch and their weight: all of them at once, or the drawn documents one by one."""
+    """The rows of a micro-batch and their weight: all at once, or the drawn documents one by one."""
     if each.sample is None:
         return iter([(slice(None), micro, 1.0)])
     parts: Iterator[tuple[slice, MicroBatch, float]] = each.sample.parts(micro)

@@ -78,7 +78,7 @@ class Extension:
         """After a backward pass."""
 
     def gradient_ready(self, squares: Mapping[nn.Parameter, Tensor]) -> None:
-        """Before clipping and the update, with the squared norm of each gradient; for a shard, this rank's share."""
+        """Before clipping and the update, with each gradient's squared norm; for a shard, this rank's share."""
 
     def updated(self) -> Tensor | None:
         """After the update. Returns float64 [num_sums], to be summed over ranks."""
@@ -103,13 +103,13 @@ class Extension:
         return {}
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
-        """After a step for which the next one waits: every logged one, every `boundary_every`-th, and others."""
+        """After a step that the next one waits for: logged ones, every `boundary_every`-th, and others."""
 
     def to_exchange(self) -> Any:
-        """A value for all ranks, within two steps after `run.extensions.asks = True` on any rank."""
+        """A value for all ranks, within two steps of `run.extensions.asks = True` on any rank."""
 
     def exchanged(self, by_rank: Sequence[Any]) -> None:
-        """Receives `to_exchange` of each rank, None where it failed; after a failure of the run, of this rank alone."""
+        """Receives `to_exchange` of each rank, None where it failed; if the run has failed, only this rank's."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run: fits JSON, and is the same on all ranks."""
@@ -140,7 +140,7 @@ class _Guarded:
         return self.guard.run(getattr(self.extension, moment), *args, **kwargs)
 
     def fill(self, part: Tensor) -> None:
-        """Write 1 and the result of `updated`, if any, into its part [1 + num_sums] of the summed vector."""
+        """Write 1 and the result of `updated`, if any, into its part [1 + num_sums] of the sums."""
         sums = self.extension.updated()
         if sums is not None:
             part[1:] = sums.reshape(self.extension.num_sums)  # too few would be broadcast
@@ -155,12 +155,7 @@ class Measured(NamedTuple):
 
 
 class Extensions:
-    """The extensions of a run, each behind its guard.
-
-    Args:
-        extensions: by name, see `add`.
-        device: where sums are reduced.
-    """
+    """The extensions of a run, each behind its guard. Sums are reduced on `device`."""
 
     def __init__(
         self, extensions: Mapping[str, Extension], diagnostics: Diagnostics, *, device: torch.device, world_size: int
@@ -190,7 +185,8 @@ class Extensions:
 
     def _arrange(self) -> None:
         self._always = [each for each in self._all if each.extension.every_step]
-        self._by_moment = {moment: [each for each in self._all if each.has(moment)] for moment in MOMENTS}
+        # A moment that no extension overrides has an empty list.
+        self._by_moment = {each: [one for one in self._all if one.has(each)] for each in MOMENTS}
 
     @property
     def metric_keys(self) -> list[str]:
@@ -204,7 +200,7 @@ class Extensions:
 
     def begin_step(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool) -> Sequence[MicroBatch]:
         """Note which extensions measure the step. Returns its micro-batches."""
-        # By settings that all ranks share: one that failed here keeps its place in the sums until all ranks know.
+        # By shared settings: one that failed here keeps its place in the sums until all ranks know.
         asked = self._all if is_logged else self._always
         if asked or self._measuring:
             self._measure([each for each in asked if step % each.extension.measure_every == 0])
@@ -214,7 +210,7 @@ class Extensions:
         return window
 
     def _measure(self, measuring: Sequence[_Guarded]) -> None:
-        """Note which extensions measure the step: the calls of its moments, and what the noise scale's hooks keep."""
+        """Note which extensions measure the step, and which values the noise scale's hooks keep."""
 
         def calls(moment: str) -> list[Callable[..., Any]]:
             return [partial(each.call, moment) for each in measuring if each.has(moment)]
@@ -225,7 +221,7 @@ class Extensions:
         self.kept = {each.extension.keeps for each in measuring}
 
     def sum_up(self) -> Measured | None:
-        """Call `updated`, and start to sum over ranks; None if no extension sums anything in this step."""
+        """Call `updated`, and start to sum over ranks; None if no extension sums in this step."""
         if not self._measuring:
             return None
         summing = [each for each in self._measuring if each.extension.num_sums]
@@ -237,6 +233,7 @@ class Extensions:
             each.guard.run(each.fill, part)
             parts.append(part)
         packed = torch.cat(parts)
+        # One collective for all: the first number of each part counts the ranks on which it worked.
         if self._world_size > 1:
             dist.all_reduce(packed)
         return Measured(summing, HostCopy(packed))
@@ -267,11 +264,7 @@ class Extensions:
         return found
 
     def exchange(self, *, alone: bool = False) -> None:
-        """Exchange what `to_exchange` returns. Every rank must call it at the same step.
-
-        Args:
-            alone: the run has failed, and the other ranks cannot be asked.
-        """
+        """Exchange the results of `to_exchange`. Every rank must call it, unless the run has failed (`alone`)."""
         exchanging, self.asks = self._by_moment["to_exchange"], False
         if not exchanging:
             return

@@ -35,7 +35,7 @@ EXIT_FAILED = 1
 
 
 class RunFailed(Exception):
-    """Something unexpected ended this rank's run, and is logged. Other ranks may be in a collective: do not wait for them."""
+    """An unexpected error, which is logged. Other ranks may be in a collective: do not wait for them."""
 
 
 def train(config: RunConfig, launch: Launch) -> int:
@@ -45,11 +45,11 @@ def train(config: RunConfig, launch: Launch) -> int:
         0 when the run is done or was stopped with a checkpoint, 1 when it failed or was stopped before its first step.
 
     Raises:
-        UserError: on every rank alike, for a mistake that a user can fix.
-        UnexpectedExit: the user's code called `sys.exit` before the first step.
+        UserError: a mistake that a user can fix, on every rank alike.
+        UnexpectedExit: user code called `sys.exit` before the first step.
     """
     stop = launch.stop
-    # `after_group` waits for uploads when no rank waits for this one any more.
+    # `after_group` waits for uploads, when no rank waits for this one any more.
     with ExitStack() as signals, kept_for_payloads() as stdout, exits_as_errors(), ExitStack() as after_group:
         if stop.install():  # a process that lives on after the run gets its signals back
             signals.callback(stop.uninstall)
@@ -84,7 +84,7 @@ def train(config: RunConfig, launch: Launch) -> int:
 
 
 def _with_tokens(plan: Plan, info: RankInfo, launch: Launch) -> Plan | None:
-    """The plan, with tokenized copies of text where encoding is slow enough to keep its results; None: stopped."""
+    """The plan, with tokenized copies of text if encoding is slow; None: stopped meanwhile."""
     if not isinstance(plan.tokenizer, HuggingFaceTokenizer):
         return plan
     tokenized = plan.part("tokenized text")
@@ -101,6 +101,7 @@ def _with_tokens(plan: Plan, info: RankInfo, launch: Launch) -> Plan | None:
 def _run_to_end(run: Run) -> int:
     """Run the loop, and record the outcome in status.json."""
     state, reason, code, run_dir = "failed", "", EXIT_FAILED, run.run_dir
+    # The watchdog ends a hanging process from here on.
     run.stop.is_watched = True
     try:
         with exits_as_errors(lambda: f" after step {run.position.step}"):
@@ -121,6 +122,7 @@ def _run_to_end(run: Run) -> int:
         raise RunFailed from error
     except UserError as error:
         reason = error.message
+        # Before this rank leaves: the others would report a lost connection instead.
         run.watchdog.tell(reason)
         raise
     except Exception as error:

@@ -47,7 +47,7 @@ class StepInFlight:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Run:
-    """The parts of a run, made by `open_run`. During the run only `position` and the parts' own state change."""
+    """The parts of a run, made by `open_run`. During the run only `position` and their own state change."""
 
     plan: Plan
     config: RunConfig
@@ -78,7 +78,7 @@ class Run:
     growth: Any
     """Decides on a step's micro-batches; None: all steps have equally many."""
     periods: Set[int]
-    """Steps that are multiples of one of these are read before the next is launched, as the config needs it."""
+    """Multiples of these are read before the next step is launched: evaluations, saves, decisions."""
     extensions: Extensions
     saver: Saver
     watchdog: Watchdog

@@ -62,14 +62,11 @@ class RunDir:
         self.logs = path / "logs"
 
     def claim(self) -> None:
-        """Make the directory (rank 0); a new run takes the next free name if another run was faster.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Make the directory (rank 0); a new run takes the next free name if another run was faster."""
         with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             stem, count = self.path, 1
+            # `mkdir` decides between runs that start at the same time, also on a shared file system.
             while self.is_new:
                 try:
                     self.path.mkdir()
@@ -84,11 +81,7 @@ class RunDir:
         return any(self.checkpoints.glob("step_*"))
 
     def create(self) -> None:
-        """Make the subdirectories, and remove files that killed processes left behind (rank 0, holding the lock).
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Make the subdirectories, and remove files of killed processes (rank 0, holding the lock)."""
         with self._writing():
             self.logs.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
@@ -96,12 +89,13 @@ class RunDir:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Around writes, whose failure a user can fix."""
+        """Around writes: a failure is a UserError."""
         try:
             yield
         except OSError as error:
-            where, problem = str(error.filename or self.path), f"cannot be written: {error.strerror}"
-            raise UserError(where, problem, "choose another place with --run-dir") from None
+            problem = f"cannot be written: {error.strerror}"
+            where, fix = str(error.filename or self.path), "choose another place with --run-dir"
+            raise UserError(where, problem, fix) from None
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo, **sizes: int) -> None:
         """Write config and environment (rank 0). Those of an earlier launch are kept: `config.resolved.1.toml`.
@@ -109,9 +103,6 @@ class RunDir:
         Args:
             source: where the config was read from.
             sizes: of the model, and of a full step, for env.json.
-
-        Raises:
-            UserError: it cannot be written.
         """
         with self._writing():
             # A run that continues from it keeps the one written by hand.
@@ -123,11 +114,10 @@ class RunDir:
     def lock(self) -> BinaryIO:
         """Lock the directory until the file is closed or the process ends in any way (rank 0).
 
-        Raises:
-            UserError: another process holds it; two runs would spoil one record. Or a link, a pipe or the like replaces
-                one of its files, before any is written to.
+        A UserError if another process holds it, or if one of its files is a link, a pipe or the like.
         """
         with self._writing():
+            # Before anything is written: a link may point out of the directory, and a pipe blocks for ever.
             own = [self.path / name for name in (*OWN_FILES, LOCK_NAME, ID_FILE)]
             latest = self.checkpoints / LATEST
             if not latest.is_symlink():  # as we make it
@@ -143,7 +133,7 @@ class RunDir:
         return run_state(self.path)
 
     def write_status(self, state: str, *, reason: str, step: int, wandb_run_id: str | None = None) -> None:
-        """Write the state of the run: `running`, `done`, `stopped` (with a checkpoint) or `failed`, and why."""
+        """Write the state: `running`, `done`, `stopped` (with a checkpoint) or `failed`, and why."""
         self._status_at = time.monotonic()
         write_status(self.status_file, state, reason=reason, step=step, wandb_run_id=wandb_run_id)
 
@@ -156,7 +146,7 @@ class RunDir:
                 logger.warning("%s cannot be written: %s", self.status_file, error.strerror)
 
     def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
-        """Write the state in which the run ends (rank 0; other ranks do nothing). A failure to write it is logged."""
+        """Write the state in which the run ends (rank 0; others do nothing). A failure is logged."""
         if not info.is_main:
             return
         try:
@@ -169,12 +159,12 @@ class RunDir:
         self.on_end(state, reason=reason, step=step)
 
     def leave_reason(self, info: RankInfo, reason: str, *, step: int) -> None:
-        """Write that the run failed, unless its end is recorded already (rank 0; other ranks do nothing)."""
+        """Write that the run failed, unless its end is recorded already (rank 0; others do nothing)."""
         if info.is_main and self.status().get("state") in (None, "running"):
             self.leave_status(info, "failed", reason=reason, step=step)
 
     def has_nothing(self) -> bool:
-        """Whether there is nothing to lose: its run ended, but not as done, without a checkpoint or a row."""
+        """Whether there is nothing to lose: the run ended without a checkpoint or a row, and not as done."""
         state = self.status().get("state")
         if self.has_saved() or state not in (None, "failed", "stopped", "died"):
             return False
@@ -182,7 +172,8 @@ class RunDir:
             return all(isinstance(parse_line(line), Restart) for line in read_lines(self.metrics))
         except FileNotFoundError:
             return True
-        except (OSError, ValueError, PayloadError):  # an unreadable record may still be worth something
+        except (OSError, ValueError, PayloadError):
+            # An unreadable record may still be worth something.
             return False
 
     def replay_command(self, step: int) -> str:
@@ -195,7 +186,7 @@ class RunDir:
 
 
 def _write_kept(path: Path, data: bytes) -> None:
-    """Write a file. Its former content, if different, is kept next to it under the next free number."""
+    """Write a file. Its former content, if different, is kept under the next free number."""
     before = read_bytes(path) if path.is_file() else data
     if before != data:
         kept = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))

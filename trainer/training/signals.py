@@ -52,7 +52,7 @@ class StopRequest:
         self._former: dict[signal.Signals, Any] = {}
         """The handlers that were there before; empty: not installed."""
         self.is_heard = False
-        """True from the first signal on, even while the main thread is in a call that handles none."""
+        """True from the first signal on, even while the main thread cannot handle it."""
         self.is_watched = False
         """Set once something else ends the process if it cannot come to its next step."""
         self.requested = False
@@ -96,7 +96,8 @@ class StopRequest:
         self._former = {}
 
     def _listen(self, reader: int) -> None:
-        """Notice signals while the main thread handles none, and end a process that hangs as it starts."""
+        """Notice signals while the main thread handles none, and end a process that hangs at its start."""
+        # Python runs handlers between bytecodes of the main thread, but the pipe gets the signal at once.
         heard = b""
         while not heard or heard[0] not in STOP_SIGNALS:
             heard = os.read(reader, 1)
@@ -123,7 +124,7 @@ class StopRequest:
         end_process(code, report)
 
     def mute(self) -> None:
-        """Log no request from now on: the run ends by itself, and torchrun then ends the ranks that are left."""
+        """Log no request from now on: the run ends by itself, and torchrun then ends other ranks."""
         self._on_first = lambda name: None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -150,7 +151,7 @@ class _Exit(BaseException):
 def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
     """Turn `sys.exit`, `os._exit(0)` and any other `BaseException` into an `UnexpectedExit`.
 
-    `os._exit` runs no Python code, so it is replaced meanwhile, except in forked processes; exits from C code are missed.
+    `os._exit` runs no Python code, so it is replaced meanwhile, but not in forked processes.
 
     Args:
         when: at what point of the run, as ` after step 7`.
@@ -186,7 +187,7 @@ def as_exception(error: BaseException, when: str = "") -> Exception:
 
 
 PARENT = "TRAINER_PARENT"
-"""The process id of the launcher, for a process that must not outlive it; torchrun need not set it."""
+"""The launcher's process id, for a process that must not outlive it; torchrun need not set it."""
 CHECK_EVERY_SEC = 1.0
 EXIT_ORPHANED = 1
 
@@ -200,8 +201,7 @@ def stop_with_parent(
 ) -> None:
     """Call `stop` from a thread when the launcher of this process is gone, and `end` `within_sec` later.
 
-    The parent is polled: Linux signals its death already at the end of the parent's thread, other systems never. A process
-    without a launcher (started by a shell, or a scheduler) lives on without its parent.
+    A process without a launcher (started by a shell, or a scheduler) lives on without its parent.
     """
     named = environ.pop(PARENT, "")  # not for the processes that this one starts
     if not named and "TORCHELASTIC_RUN_ID" not in environ:
@@ -209,6 +209,7 @@ def stop_with_parent(
     parent = int(named or os.getppid())
 
     def watch() -> None:
+        # Polled: Linux signals the death of the parent's thread, not process, and other systems nothing.
         while os.getppid() == parent:
             time.sleep(CHECK_EVERY_SEC)
         stop()

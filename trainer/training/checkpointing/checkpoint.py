@@ -66,8 +66,7 @@ def staging_dir(checkpoints: Path, step: int) -> Path:
 def finish(checkpoints: Path, step: int, state: dict[str, Any]) -> Path:
     """Turn the files that all ranks have written for `step` into a checkpoint (rank 0).
 
-    Raises:
-        OSError: the disk is full or read-only; no older checkpoint is touched.
+    An OSError if the disk is full or read-only; no older checkpoint is touched.
     """
     staging, target = staging_dir(checkpoints, step), checkpoints / checkpoint_name(step)
     write_json(staging / STATE_FILE, {"format_version": FORMAT_VERSION, **state})
@@ -106,7 +105,7 @@ def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | None = None) -> None:
-    """Delete checkpoints except the newest `keep_last`, multiples of `keep_every` (0: none), and step `spared`."""
+    """Delete all but the newest `keep_last` checkpoints, multiples of `keep_every`, and step `spared`."""
     for path in complete_checkpoints(checkpoints)[keep_last:]:
         step = step_of(path)
         if step != spared and (not keep_every or step % keep_every):
@@ -128,8 +127,7 @@ def step_of(path: Path) -> int:
 def verify(path: Path) -> dict[str, Any]:
     """Check every file of the checkpoint against its marker, and return its state.json.
 
-    Raises:
-        CheckpointError: no marker, another format, or a missing, truncated or changed file.
+    A CheckpointError if a file or the marker is missing or changed, or has another format.
     """
     files = _listed_files(path)
     for name, expected in files.items():
@@ -138,13 +136,14 @@ def verify(path: Path) -> dict[str, Any]:
         except OSError as error:
             raise CheckpointError(f"{path / name}: {error.strerror}") from None
         if found != expected:
-            raise CheckpointError(f"{path / name}: is damaged (its size or hash is not what {MARKER} says)")
+            problem = f"is damaged (its size or hash is not what {MARKER} says)"
+            raise CheckpointError(f"{path / name}: {problem}")
     state = read_state(path)
     world_size, num_shards = state["world_size"], data_shards(state)
     # No more names than there are files, whatever number the state holds.
     shards = range(min(max(num_shards, world_size), len(files)))
     needed = {*map(model_file, state["model_files"]), *map(rank_file, shards)}
-    # A rank whose shards share a ledger saves one file of states; a model without state has none at all.
+    # A rank whose shards share a ledger saves one file of states, a model without state none.
     rows = {rows_file(shard) for shard in shards[:: max(num_shards // world_size, 1)]}
     if files.keys() & rows:
         needed |= rows
@@ -161,11 +160,7 @@ def data_shards(state: Mapping[str, Any]) -> int:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """state.json of a checkpoint that has its marker, without a comparison with its hash.
-
-    Raises:
-        CheckpointError: it is missing, no JSON object, or holds impossible values.
-    """
+    """state.json of a checkpoint, whose hash is not compared. A CheckpointError if it is missing or damaged."""
     files = _listed_files(path)
     if STATE_FILE not in files:
         raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")
@@ -186,7 +181,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _refuse_renamed(directory: Path, step: int, where: Path | str) -> None:
-    """Refuse the checkpoint of one step under the name of another, which would resume at the wrong step."""
+    """Refuse a checkpoint under the name of another step: the run would resume at the wrong one."""
     named = step_of(directory)
     if named not in (-1, step):
         raise CheckpointError(f"{where}: is damaged: it is of step {step}, not {named}")
@@ -204,11 +199,7 @@ def _listed_files(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def parse_marker(marker: bytes, where: Path | str) -> dict[str, dict[str, Any]]:
-    """File name -> `bytes` and `sha256`.
-
-    Raises:
-        CheckpointError: it is damaged, of another version, or names no file of the directory.
-    """
+    """File name -> `bytes` and `sha256`. A CheckpointError if the marker is damaged or of another version."""
     files: dict[str, dict[str, Any]] = {}
     try:
         found = parse_json(marker)
@@ -230,8 +221,7 @@ def parse_marker(marker: bytes, where: Path | str) -> dict[str, dict[str, Any]]:
 def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint to continue from (rank 0), with its state; None to start a new run.
 
-    Raises:
-        UserError: `resume` names an incomplete checkpoint; for `auto`, all of several are incomplete.
+    A UserError if the checkpoint that `resume` names is incomplete, or for `auto` all that there are.
     """
     if resume == "off":
         return None
@@ -242,6 +232,7 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
         try:
             return path, verify(path)
         except CheckpointError as error:
+            # Killed while it was written, or damaged since: an earlier one may be complete.
             logger.warning("%s; falling back to the checkpoint before it", error)
     if candidates:
         problem = f"none of the {len(candidates)} checkpoints in {checkpoints} is whole"
@@ -264,10 +255,9 @@ def refuse_absent(path: str) -> None:
 
 
 def named(path: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """state.json of the checkpoint that `--resume` names, read by `verify` or, unverified, by `read_state`.
+    """state.json of the checkpoint that `--resume` names, by `verify` or, unverified, by `read_state`.
 
-    Raises:
-        UserError: it is not there, or incomplete.
+    A UserError if the checkpoint is missing or incomplete.
     """
     refuse_absent(path)
     try:
@@ -282,6 +272,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": digest}
 
 
+# Larger numbers are damage: they would overflow an int64, or fill the memory.
 MOST = 2**62
 Count = Annotated[int, Field(ge=0, le=MOST)]
 
@@ -316,7 +307,7 @@ class _SavedState(_Part):
 
 @contextmanager
 def loading(path: Path, part: str) -> Iterator[None]:
-    """Around loading a part of a checkpoint, whose content may raise anything: a UserError that names the part."""
+    """Around loading a part of a checkpoint: whatever its content raises is a UserError that names the part."""
     problem = f"{path}: its {part} cannot be restored"
     with users_code("--resume", problem, "resume from another checkpoint"):
         yield

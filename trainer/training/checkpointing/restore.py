@@ -44,13 +44,9 @@ logger = get_logger(__name__)
 def restore(
     path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState, info: RankInfo, data: DataCheck
 ) -> Position:
-    """Load a checkpoint into the parts of a run. Returns where the run continues.
+    """Load a checkpoint, with its state.json, into the parts of a run. Returns where the run continues.
 
-    Args:
-        saved: its state.json.
-
-    Raises:
-        UserError: a file is damaged, or the checkpoint does not fit the model, the data or the config.
+    A UserError if a file is damaged, or if the checkpoint does not fit the model, the data or the config.
     """
     with loading(path, "config"):
         check_config(saved["config"], plan.config)
@@ -77,7 +73,8 @@ def restore(
         if data.change:
             restart = plan.parts.need("changed data", "--accept-data-change")
             holds_out = plan.config.eval.holdout_fraction > 0
-            blends = dict(enumerate(restart([*blends.values()], state.dataset, data, holds_out=holds_out)))
+            restarted = restart([*blends.values()], state.dataset, data, holds_out=holds_out)
+            blends = dict(enumerate(restarted))
         for shard in state.shards:
             # The cursors of other shards are redistributed: each needs all of them.
             shard.dataset.load_state_dict(blends[shard.number] if is_same else [*blends.values()])
@@ -104,10 +101,12 @@ def restore(
 def _restore_ledgers(
     state: TrainState, saved: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]], *, room: int
 ) -> None:
-    if state.ledgers and saved.get("state_layout") != state.state_layout:
-        raise ValueError(f"it holds states of {saved.get('state_layout')}, the model's are {state.state_layout}")
+    layout = saved.get("state_layout")
+    if state.ledgers and layout != state.state_layout:
+        raise ValueError(f"it holds states of {layout}, the model's are {state.state_layout}")
     for shard in state.shards:
         if shard.ledger is not None:
+            # Their documents go on, perhaps after a long wait: they must not be swept.
             shard.ledger.keep(shard.dataset.waiting_groups)
     for number, ledger in state.ledgers.items():
         if _is_own_ledger(parts, number, ledger):
@@ -150,7 +149,7 @@ BREAKING = (
     "optimizer.target",
     "optimizer.group",
 )
-# The checkpoint has weights of its own; trust and contract decide which models are refused, not what they compute.
+# The checkpoint has its own weights; trust and contract decide which models are refused, not what they compute.
 HARMLESS = ("model.weights", "model.trust", "model.contract")
 # These say where and how a run is executed, not what it computes.
 SILENT = (
@@ -169,16 +168,12 @@ SAID = ("distributed.strategy",)
 
 
 def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
-    """Compare the config of a checkpoint with that of the run that resumes from it.
-
-    Raises:
-        UserError: keys differ that the saved state does not fit.
-    """
+    """Compare a run's config with that of its checkpoint, and refuse differences that the saved state does not fit."""
     changed = changed_settings(saved, {}, config, {})
     breaking = [key for key in changed if key.startswith(BREAKING) and key not in HARMLESS]
     if breaking:
-        listed = ", ".join(f"{key}: {changed[key].before!r} -> {changed[key].after!r}" for key in breaking)
-        problem = f"the checkpoint was made with another config: {listed}"
+        listed = [f"{key}: {changed[key].before!r} -> {changed[key].after!r}" for key in breaking]
+        problem = f"the checkpoint was made with another config: {', '.join(listed)}"
         raise UserError("--resume", problem, "restore them, or start a new run")
     for key, (before, after) in changed.items():
         if key in SAID or not key.startswith(SILENT):
@@ -195,14 +190,17 @@ class Change(NamedTuple):
 def changed_settings(
     saved: Mapping[str, Any], saved_environment: Mapping[str, Any], config: RunConfig, environment: Mapping[str, Any]
 ) -> dict[str, Change]:
-    """The settings and versions that differ from those of a checkpoint, by the keys of `recorded_settings`."""
+    """The settings and versions that differ from a checkpoint's, by the keys of `recorded_settings`."""
     before = recorded_settings(saved, saved_environment)
     now = recorded_settings(config.model_dump(mode="json"), environment)
     chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
-    # A key that the saved config lacks is newer than the checkpoint, which was made with the present default.
+    # A key that the saved config lacks is newer than the checkpoint, which was made with the default.
     unchanged = now.keys() - before.keys() - chosen.keys()
-    pairs = {key: Change(before.get(key), now.get(key)) for key in sorted((before.keys() | now.keys()) - unchanged)}
-    return {key: change for key, change in pairs.items() if change.before != change.after}
+    found = {}
+    for key in sorted((before.keys() | now.keys()) - unchanged):
+        if before.get(key) != now.get(key):
+            found[key] = Change(before.get(key), now.get(key))
+    return found
 
 
 @dataclass(frozen=True)
@@ -231,13 +229,13 @@ class DataCheck:
 
 
 def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, policy: DataPolicy) -> DataCheck:
-    """Fingerprint the data files and compare them with a checkpoint's. Collective: each rank reads its share of them.
+    """Fingerprint the data files and compare them with a checkpoint's. Collective: each rank reads its share.
 
     Args:
         saved: the checkpoint's state.json; None for a run that begins.
 
     Raises:
-        UserError: a file cannot be read, or is empty; or the data changed, and that is not accepted.
+        UserError: a file cannot be read, or is empty; or the data changed, which is not accepted.
     """
     world_size = info.world_size
     sources = {source.name: source for source in plan.sources}
@@ -278,7 +276,8 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
         if change and not policy.accept_change:
             raise _refusal(change)
     if policy.verify_whole and not has_contents(before):
-        logger.warning("--verify-data: the checkpoint has sizes and samples only: contents are verified from now on")
+        text = "the checkpoint has sizes and samples only: contents are verified from now on"
+        logger.warning("--verify-data: %s", text)
     if policy.accept_change and not change:
         logger.info("--accept-data-change: no data changed: every stream continues")
     return DataCheck(plan, keep_contents(before, now), before, change)
@@ -287,7 +286,7 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
 def _by_source(
     by_file: Mapping[tuple[str, str], str], sources: Mapping[str, Source], before: Fingerprint | None
 ) -> dict[str, dict[str, str]]:
-    """The marks of all files by source; of a source that is off, those of the checkpoint, since it may be read again."""
+    """The marks of all files by source; if a source is off, the checkpoint's: it may be read again."""
     marked: dict[str, dict[str, str]] = {name: {} for name in sources}
     for (name, path), mark in by_file.items():
         marked[name][path] = mark
@@ -300,7 +299,7 @@ def _by_source(
 
 
 def _with_former_names(plan: Plan, before: Fingerprint, marked: dict[str, dict[str, str]]) -> Plan:
-    """The plan, and `marked`, with the checkpoint's names of the files of `paths` that moved or are spelled otherwise."""
+    """Give files of `paths` that moved, or are spelled otherwise, the checkpoint's names, also in `marked`."""
 
     def kept(source: Source, prefix: str = "") -> Source:
         key, names = prefix + source.name, {}
@@ -308,12 +307,13 @@ def _with_former_names(plan: Plan, before: Fingerprint, marked: dict[str, dict[s
             names = moved(before.sources.get(key, {}), marked[key])
         if not names:
             return source
-        logger.info("source %s: %s moved, by their fingerprints the checkpoint's", key, counted(len(names), "file"))
+        files = counted(len(names), "file")
+        logger.info("source %s: %s moved, by their fingerprints the checkpoint's", key, files)
         marked[key] = dict(sorted((names.get(name, name), mark) for name, mark in marked[key].items()))
         return replace(source, streams=renamed(source.streams, names))
 
-    sources, sets = list(map(kept, plan.sources)), [kept(source, EVAL) for source in plan.eval_sources]
-    return replace(plan, sources=sources, eval_sources=sets)
+    sources = [kept(source) for source in plan.sources]
+    return replace(plan, sources=sources, eval_sources=[kept(source, EVAL) for source in plan.eval_sources])
 
 
 def _refusal(change: DataChange) -> UserError:
@@ -326,7 +326,7 @@ def _refusal(change: DataChange) -> UserError:
 
 
 def _data_files(sources: Mapping[str, Source], tokenizer: str) -> tuple[list[tuple[str, str]], list[Sequence[Path]]]:
-    """(source, stream) of each stream, and its files; the tokenizer's file, if there is one, comes last."""
+    """(source, stream) of each stream, and its files; the tokenizer's file, if any, comes last."""
     names: list[tuple[str, str]] = []
     files: list[Sequence[Path]] = []
     for name, source in sources.items():

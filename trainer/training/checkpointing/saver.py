@@ -70,12 +70,12 @@ class Saver:
         """Step, shared state and size of a save whose files are not a checkpoint yet."""
         self.began_at = self.last_saved
         self.must_save = False
-        """A timed save is due, on all ranks alike: the next step is finished and saved before another starts."""
+        """A timed save is due, on all ranks alike: the next step is saved before another starts."""
         self._set_clock()
 
     def _set_clock(self) -> None:
         self.due_time = math.inf
-        """When `every_minutes` will have passed since the last save began; only rank 0's clock counts."""
+        """`every_minutes` after the last save began; only rank 0's clock counts."""
         if self.info.is_main and self.table.every_minutes:
             self.due_time = time.monotonic() + 60 * self.table.every_minutes
 
@@ -84,11 +84,7 @@ class Saver:
         return all(write.done() for write in self._writes)
 
     def save(self, position: Position, *, in_background: bool) -> None:
-        """Save the state after the last finished step; every rank must call it.
-
-        Raises:
-            SaveError: on every rank, if any could not write its part.
-        """
+        """Save the state after the last finished step; every rank must call it. A SaveError is raised on all ranks."""
         started = time.monotonic()
         self._conclude()
         step = position.step
@@ -129,11 +125,7 @@ class Saver:
         self.on_saving(time.monotonic() - started)
 
     def publish_pending(self) -> None:
-        """Publish the checkpoint of a pending save, if there is one; every rank must call it at the same step.
-
-        Raises:
-            SaveError: as `save`.
-        """
+        """Publish the checkpoint of a pending save, if any; as `save`, every rank must call it at the same step."""
         started = time.monotonic()
         self._conclude()
         self.on_saving(time.monotonic() - started)
@@ -158,10 +150,12 @@ class Saver:
         state, rank = self.state, self.info.rank
         parts: dict[str, Part] = {}
         for index, shard in enumerate(state.shards):
-            own: dict[str, Any] = {"data": position.data_states[index], "unlogged": position.counts(index)}
+            own: dict[str, Any] = {"data": position.data_states[index]}
+            own["unlogged"] = position.counts(index)
             ledger = state.ledgers.get(shard.number)
             if ledger is not None:
-                own["ledger"], own["unlogged"]["ledger"] = ledger.state_dict(with_rows=False), ledger.undrained()
+                own["ledger"] = ledger.state_dict(with_rows=False)
+                own["unlogged"]["ledger"] = ledger.undrained()
                 parts[rows_file(shard.number)] = StatePart(ledger.num_row_bytes, ledger.held_rows())
             values, tensors = pack(own)
             rows = {name: Rows.all_of(tensor) for name, tensor in tensors.items()}
@@ -216,10 +210,9 @@ class Saver:
 
 
 class Staging:
-    """A rank's copy of what it saves while it trains on: one block of host memory, reused for every save.
+    """A rank's copy of its state while it trains on: one block of host memory, reused for every save.
 
-    Args:
-        is_pinned: the tensors are a CUDA device's, which copies faster into pinned memory.
+    It is pinned if the tensors are a CUDA device's, which copies faster into pinned memory.
     """
 
     def __init__(self, *, is_pinned: bool) -> None:
@@ -242,7 +235,7 @@ class Staging:
                 rows = {key: each._replace(tensor=self._copy(each.tensor)) for key, each in part.rows.items()}
                 copied[name] = part._replace(rows=rows)
         if self._is_pinned:
-            # The copies are asynchronous: the thread must not write, nor the next step change, what is not copied yet.
+            # The copies are asynchronous: they must be done before the thread writes and the next step trains.
             torch.cuda.current_stream().synchronize()
         return copied
 

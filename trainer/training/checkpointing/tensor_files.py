@@ -31,7 +31,7 @@ _VALUES = "values"  # everything else
 
 
 class CheckpointError(Exception):
-    """A checkpoint is damaged or not of this program; the message names the file and the problem."""
+    """A checkpoint is damaged or of another program; the message names the file and the problem."""
 
 
 class Rows(NamedTuple):
@@ -52,13 +52,10 @@ class Rows(NamedTuple):
 def write_tensors(
     path: Path, rows: Mapping[str, Rows], values: Any = None, *, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> None:
-    """Write tensors and JSON values to a file, atomically and synced to disk.
+    """Write tensors and JSON values to a file, atomically and synced to disk. An OSError or RuntimeError if it fails.
 
     Args:
         shapes: of all tensors of which the ranks write rows; None: of `rows`.
-
-    Raises:
-        OSError, RuntimeError: it cannot be written.
     """
     offsets = {}
     for name, (_, start, shape) in rows.items():
@@ -93,13 +90,10 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class TensorFiles:
-    """Tensors that several ranks have written together.
+    """Tensors that several ranks have written together. Each file is opened when it is first needed.
 
     Args:
-        paths: of all files, the likeliest to hold what will be asked for first.
-
-    Raises:
-        CheckpointError: the first file cannot be read.
+        paths: of all files, the likeliest first. A CheckpointError if the first cannot be read.
     """
 
     def __init__(self, paths: list[Path]) -> None:
@@ -118,8 +112,7 @@ class TensorFiles:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor (None: to its end), copied out of the files; a scalar as it is.
 
-        Raises:
-            CheckpointError: the files do not hold them, or one of them cannot be read.
+        A CheckpointError if the files do not hold them, or if one of them cannot be read.
         """
         if name not in self.shapes:
             raise CheckpointError(f"there is no tensor {name}")
@@ -159,7 +152,6 @@ class TensorFiles:
         raise CheckpointError(f"{name} is in no file")
 
     def _files(self) -> Iterator[_OpenFile]:
-        """All files, each opened when it is first needed."""
         yield from self._opened
         while len(self._opened) < len(self._paths):
             self._opened.append(_OpenFile(self._paths[len(self._opened)]))
@@ -173,7 +165,7 @@ class _OpenFile:
             with open_plain(path) as file:
                 name = str(path)
                 if not os.fsencode(path).isascii():
-                    # safetensors refuses a name that is no UTF-8; that of an open file is always plain.
+                    # safetensors refuses a name that is no UTF-8; an open file has a plain one, too.
                     name = f"/dev/fd/{file.fileno()}"
                 opened: Any = safetensors.safe_open(name, framework="pt", device="cpu")
             self._file = opened
@@ -186,18 +178,14 @@ class _OpenFile:
             raise CheckpointError(f"{path}: cannot be read: {error}") from None
 
     def metadata(self, key: str) -> Any:
-        """A value of the header.
-
-        Raises:
-            CheckpointError: there is none.
-        """
+        """A value of the header. A CheckpointError if there is none."""
         try:
             return json.loads(self._metadata[key])
         except (KeyError, ValueError, RecursionError):
             raise CheckpointError(f"{self._path}: cannot be read: its header has no {key}") from None
 
     def rows(self, name: str, start: int, stop: int) -> tuple[int, Tensor] | None:
-        """The file's part of rows [start, stop), with the number of the first; None if it has none of them."""
+        """The file's part of rows [start, stop), with the number of the first; None if it has none."""
         if name not in self._names:
             return None
         try:
@@ -311,7 +299,7 @@ class TensorPart(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes of the file, or some more."""
         tensors = sum(part.tensor.nbytes for part in self.rows.values())
-        # Entries of the header hold name, type, shape and place; those of its metadata name and first row, or shape.
+        # The header holds name, type, shape and place; its metadata the name with first row, or shape.
         entries = sum(2 * len(name) + 160 for name in self.rows)
         entries += sum(len(name) + 24 for name in self.shapes or ())
         return tensors + entries + 2 * len(json.dumps(self.values)) + 512
@@ -328,11 +316,7 @@ Part = TensorPart | StatePart
 
 
 def write_part(path: Path, part: Part) -> None:
-    """Write one file of a checkpoint to disk, not merely to the page cache.
-
-    Raises:
-        OSError, RuntimeError: it cannot be written.
-    """
+    """Write one file of a checkpoint to disk, not merely to the page cache. See `write_tensors` for errors."""
     if isinstance(part, TensorPart):
         write_tensors(path, part.rows, part.values, shapes=part.shapes)
         return
@@ -342,11 +326,7 @@ def write_part(path: Path, part: Part) -> None:
 
 
 def read_rank(path: Path, rank: int) -> dict[str, Any]:
-    """The part that a rank wrote; the states of its ledger are read when they are used.
-
-    Raises:
-        CheckpointError: a file is damaged, or has another number of states than it says.
-    """
+    """The part that a rank wrote; its ledger's states are read when they are used. A CheckpointError if it is damaged."""
     files = TensorFiles([path / rank_file(rank)])
     part: dict[str, Any] = unpack(files.values, files.read)
     ledger = part.get("ledger", {})

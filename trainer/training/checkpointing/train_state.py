@@ -86,7 +86,7 @@ class TrainState:
 
     @property
     def state_layout(self) -> list[list[Any]] | None:
-        """The meaning of the ledger's rows, see `StateLayout`; None for a model whose states are rows already."""
+        """The meaning of the ledger's rows, see `StateLayout`; None if the model's states are rows already."""
         layout = getattr(self.model, "state_layout", None)
         return None if layout is None else layout.to_json()
 
@@ -168,8 +168,7 @@ def model_part(
 ) -> TensorPart | None:
     """The part of model and optimizer that this rank writes; None: nothing.
 
-    Raises:
-        UserError: a custom optimizer keeps a tensor that is no shard, and may differ by rank.
+    A UserError if a custom optimizer keeps a tensor that is no shard: it may differ by rank.
     """
     if rank not in saving_ranks(model):
         return None
@@ -195,27 +194,14 @@ def model_part(
 
 
 def open_model(path: Path, state: Mapping[str, Any], *, rank: int = 0) -> TensorFiles:
-    """The tensors of a checkpoint.
-
-    Args:
-        state: its state.json, which names the ranks that wrote them.
-        rank: whose rows are probably read.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
+    """The tensors of a checkpoint with this state.json; mostly the rows of `rank` will be read."""
     # Rank 0's file has all names; after it a rank looks for its rows in its own file first.
     order = sorted(state["model_files"], key=lambda number: (number != 0, number != rank, number))
     return TensorFiles([path / model_file(number) for number in order])
 
 
 def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
-    """Load the weights that this rank holds.
-
-    Raises:
-        UserError: they are those of another model.
-        CheckpointError: they cannot be read.
-    """
+    """Load the weights that this rank holds. A UserError if they are those of another model."""
     own, shared = model.state_dict(), tied_names(model)
     problems = _misfits(own, shared, saved)
     if problems:
@@ -229,6 +215,7 @@ def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
             given[name] = _read(saved, f"model.{name}", like=value)
         else:  # extra state of a module
             given[name] = unpack(saved.values["model"].get(name), saved.read)
+    # Tied weights are saved once.
     given.update({name: given[owner] for name, owner in shared.items()})
     model.load_state_dict(given)
 
@@ -246,12 +233,7 @@ def _misfits(own: Mapping[str, Any], shared: Mapping[str, str], saved: TensorFil
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: TensorFiles) -> None:
-    """Load the optimizer's state that this rank holds; its settings are those of the config.
-
-    Raises:
-        ValueError: it belongs to other parameters.
-        CheckpointError: it cannot be read.
-    """
+    """Load the optimizer's state that this rank holds; its settings are those of the config."""
     parameters = dict(model.named_parameters())
     by_name = saved.values["optimizer"]
     unknown = sorted(by_name.keys() - parameters.keys())

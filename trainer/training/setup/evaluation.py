@@ -36,14 +36,15 @@ from trainer.wording import counted, few
 
 logger = get_logger(__name__)
 SHARE = 0.15
-"""Cells that an evaluation may run by default, over those that one rank trains on between two evaluations. A forward is
-a third of a training step's work: about 5 % of its time on one rank, less on several. `eval.depth` runs later cells twice."""
+"""Cells that an evaluation may run by default, over those that a rank trains on between two evaluations.
+
+A forward is a third of a step's work: about 5 % of the time on one rank, less on several."""
 ALL = 2**62
 """More micro-batches than any set has."""
 COUNTED_BYTES = 2_000_000_000
 """The most bytes of a set's files whose documents are counted when a run starts."""
 LEAST = 8
-"""Documents, and files, that are drawn besides those that always are: fewer say little about the error."""
+"""Documents, and files, that are drawn besides the certain ones: fewer say little about the error."""
 
 
 class Documents(NamedTuple):
@@ -71,7 +72,8 @@ class Documents(NamedTuple):
 
     def describe(self) -> str:
         """How many, if all are read."""
-        return f"all {counted(self.num_whole, 'document')}, {counted(int(self.tokens.sum()), 'token')}"
+        tokens = counted(int(self.tokens.sum()), "token")
+        return f"all {counted(self.num_whole, 'document')}, {tokens}"
 
 
 def count_documents(datasets: Sequence[ShardSource], files: list[tuple[int, Stream]]) -> Documents:
@@ -82,20 +84,16 @@ def count_documents(datasets: Sequence[ShardSource], files: list[tuple[int, Stre
         opened = datasets[index].open(stream)
         groups = opened.groups
         is_first = groups.first_cells == 0
-        document = num_whole + np.cumsum(is_first) - 1
-        found.append((np.full(groups.num_groups, at), np.arange(groups.num_groups), document, opened.num_tokens()))
+        document, num = num_whole + np.cumsum(is_first) - 1, groups.num_groups
+        found.append((np.full(num, at), np.arange(num), document, opened.num_tokens()))
         num_whole += int(np.count_nonzero(is_first))
     return Documents(files, *map(np.concatenate, zip(*found, strict=True)))
 
 
 def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bool = True) -> list[EvalSet]:
-    """The held-out documents, and each `[[eval.source]]`; empty without evaluations.
+    """The held-out documents, and each `[[eval.source]]`; empty without evaluations. A UserError if a set is empty.
 
-    Args:
-        has_state: False: `eval.depth` costs nothing.
-
-    Raises:
-        UserError: no document of a source is held out; a set has no document.
+    `eval.depth` costs nothing if the model does not `has_state`.
     """
     table, sets = plan.config.eval, []
     if not table.every:
@@ -115,7 +113,8 @@ def _eval_set(
     """A set: all documents of `sources`, or drawn ones.
 
     Args:
-        num_batches: 0: as many as cost little, if each cell but a document's first is run `runs` times; `ALL`: all.
+        num_batches: 0: as many as cost little; `ALL`: all.
+        runs: how often each cell but a document's first is run, by `eval.depth`.
     """
     datasets = [make_held_out(plan, source, info, is_whole=bool(name)) for source in sources]
     for dataset in datasets:
@@ -126,12 +125,13 @@ def _eval_set(
         cells = plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells
         budget = num_batches * rows * plan.facts.data_shards or int(SHARE * steps * cells)
         runs = 1 if num_batches else runs
-        files = [(index, stream) for index, dataset in enumerate(datasets) for stream in dataset.streams]
-        documents = None
+        files = [(index, stream) for index, each in enumerate(datasets) for stream in each.streams]
+        num_bytes = sum(max(file_bytes(stream), 1) for _, stream in files)
+        documents, seq_len = None, plan.config.data.seq_len
         # Counting opens every file, which takes long for a large set.
-        if len(files) <= LEAST or sum(max(file_bytes(stream), 1) for _, stream in files) <= COUNTED_BYTES:
+        if len(files) <= LEAST or num_bytes <= COUNTED_BYTES:
             documents = count_documents(datasets, files)
-        if documents is not None and _is_read_whole(documents, len(datasets), budget, plan.config.data.seq_len, runs):
+        if documents is not None and _is_read_whole(documents, len(datasets), budget, seq_len, runs):
             read = documents.describe()
         else:
             draw = plan.parts.need("evaluation on a sample", "eval.batches")
@@ -140,8 +140,9 @@ def _eval_set(
             if drawn is not None:
                 datasets, rider = drawn
                 riders.append(rider)
-                logger.info("%s: each evaluation reads %s, drawn by run.seed", name or "held-out documents", read)
-    # Documents of a sample have weights of their own, and depth counts from the cell: each begins a row.
+                shown = name or "held-out documents"
+                logger.info("%s: each evaluation reads %s, drawn by run.seed", shown, read)
+    # Each document begins a row where it has a weight of its own, or where depth counts from its cell.
     is_aligned = bool(riders) or plan.config.eval.depth or not runs_on(plan, None)
     blend = LaneBlend(
         [BlendSource(dataset.name, dataset, ConstantWeight(1.0)) for dataset in datasets],
@@ -164,7 +165,7 @@ def _eval_set(
 
 
 def _is_read_whole(documents: Documents, num_datasets: int, budget: int, seq_len: int, runs: int) -> bool:
-    """Whether all documents are read: they are few or cheap, or a data set has none, which reading it will report."""
+    """Whether all documents are read: they are few or cheap, or a data set has none, which reading reports."""
     covered = {documents.files[at][0] for at in np.unique(documents.of_file)}
     if len(documents.tokens) <= LEAST or len(covered) < num_datasets:
         return True
@@ -198,11 +199,11 @@ def make_evaluator(
     *,
     strategy: Strategy,
 ) -> Evaluator:
-    """The evaluator of a run. A custom task gets `model`; a row is run through `cell_model`, which with `chunk_tokens` has
-    no output layer."""
+    """The evaluator of a run. A custom task gets `model`; rows run through `cell_model`, which may lack the output layer."""
     table, task = plan.config.eval, None
     if auxiliary.metric_keys and any(each.sample is not None and not each.name for each in sets):
-        text = "held-out documents: the model's own metrics (%s) are left out: of a sample each row has another weight"
+        text = "held-out documents: the model's own metrics (%s) are left out: "
+        text += "of a sample each row has another weight"
         logger.info(text, few(auxiliary.metric_keys))
     if table.target is not None:
         task = plan.parts.need("own evaluation", "eval.target")(
@@ -214,10 +215,11 @@ def make_evaluator(
         )
     components = plan.config.objective.components
     if table.depth and {"own", "token_ce"} & {*components}:
-        make, guard = plan.parts.need("losses by depth", "eval.depth"), diagnostics.best_effort("eval.depth")
-        is_cut = plan.config.data.max_group_cells > 0
-        sets = [each._replace(riders=[*each.riders, make(each.sample, guard, is_cut=is_cut)]) for each in sets]
+        make = plan.parts.need("losses by depth", "eval.depth")
+        settings = {"guard": diagnostics.best_effort("eval.depth"), "is_cut": plan.config.data.max_group_cells > 0}
+        sets = [each._replace(riders=[*each.riders, make(each.sample, **settings)]) for each in sets]
     sizes, problem = token_bytes(plan.tokenizer)
+    # Bits per byte are cross-entropy per byte of text.
     if "token_ce" not in components:
         sizes, problem = None, "the cross-entropy is not trained on"
     bytes_of = None
@@ -225,6 +227,7 @@ def make_evaluator(
         logger.info("evaluations report no bits per byte: %s", problem)
     else:
         bytes_of = torch.from_numpy(sizes).to(device)
+    further = {"model_metrics": auxiliary.metric_keys, "bytes_of": bytes_of}
     return Evaluator(
         model=cell_model,
         accepted=accepted_inputs(model),
@@ -234,7 +237,7 @@ def make_evaluator(
         sets=sets,
         task=task,
         make_ledger=make_eval_ledger(plan, model, device),
-        details=make_details(plan, diagnostics, auxiliary, model_metrics=auxiliary.metric_keys, bytes_of=bytes_of),
+        details=make_details(plan, diagnostics, auxiliary, **further),
         guard=diagnostics.best_effort("evaluation"),
         autocast=autocast_context(plan.config, device),
         strategy=strategy,

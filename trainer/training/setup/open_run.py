@@ -78,14 +78,11 @@ class Launch:
 def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     plan: Plan, launch: Launch, info: RankInfo, device: torch.device, stack: ExitStack, after_group: ExitStack
 ) -> Run | None:
-    """Make the run, ready for its first step; None if its last step is done. Every rank must call it.
+    """Make the run, ready for its first step; None if its last step is done. Collective: raises on all ranks alike.
 
     Args:
         stack: closes the parts that are opened here.
-        after_group: closed after the process group: waits for the last upload when no rank waits for this one.
-
-    Raises:
-        UserError: on every rank alike.
+        after_group: closed after the process group: waits for uploads when no rank waits for this one.
     """
     run_dir, found, claimed = place_run(plan, launch.run_dir, info, stack)
     saved = None if found is None else found[1]
@@ -109,7 +106,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     if _is_over(run_dir, position, plan.length, info):
         return None
     contract = _check_contract(plan, strategy.whole(state.model), info, device, position.step)
-    # From here on the directory is written to: what was refused so far has left the record as it was.
+    # The directory is written from here on: a run refused earlier has left the record as it was.
     run_dir = begin_record(info, run_dir, stack, position.step)
     if launch.on_run_dir is not None:
         launch.on_run_dir(run_dir.path)
@@ -134,11 +131,12 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     row_model = in_cells(cell_model, config)
     step_model = strategy.wrap(row_model, state.model)
     reading = _start_reading(plan, info, state, position, device, stack)
-    # No part refers to the run itself, so that a finished run is freed, and the process group with it.
+    # No part refers to the run, so that a finished run is freed, and the process group with it.
     watchdog = start_watchdog(
         info,
         timeout_sec=config.distributed.timeout_sec,
         log=run_dir.log_file(info.rank),
+        # Called from another thread when this one hangs: nothing here may wait for it.
         on_end=lambda reason: run_dir.leave_status(info, "failed", reason=reason, step=position.step),
         reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
         is_asked=lambda: launch.stop.is_heard or launch.stop.requested,
@@ -203,6 +201,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     # After the run is made, to which extensions refer.
     extensions.add(_load_extensions(run, auxiliary))
     if found is not None:
+        # After all are added: the states of those that are off now are kept for a later resume.
         with loading(found[0], "extensions"):
             extensions.load_state_dict(found[1]["extensions"])
     if contract is not None:
@@ -210,10 +209,9 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     return run
 
 
-def _leave_reason(
-    run_dir: RunDir, info: RankInfo, position: Position, _: Any, error: BaseException | None, __: Any
-) -> None:
+def _leave_reason(run_dir: RunDir, info: RankInfo, position: Position, *exit_info: Any) -> None:
     """Write to status.json why the run ended, if it was refused or failed before it could train."""
+    _, error, _ = exit_info
     if error is not None:
         raised = as_exception(error)
         reason = raised.message if isinstance(raised, UserError) else error_text(raised)
@@ -243,7 +241,8 @@ def _start_reading(
     plan: Plan, info: RankInfo, state: TrainState, position: Position, device: torch.device, stack: ExitStack
 ) -> Reading:
     """Start the loaders of this rank's data shards."""
-    pack(position.data_states, "data")  # a state that a checkpoint cannot keep is refused before the first step
+    # Refuses a state that a checkpoint cannot keep before the first step, not at the first save.
+    pack(position.data_states, "data")
     full_tokens, loaders = 0, []
     if plan.facts.tokens_per_micro:
         full_tokens = max_tokens_per_micro(plan)
@@ -286,8 +285,8 @@ def _make_train_step(
     """The part that runs the steps. `step_model`: the model as its strategy runs it."""
     config = plan.config
     if auxiliary.losses:
-        weights = ", ".join(f"{name} with weight {each.weight:g}" for name, each in auxiliary.losses.items())
-        logger.info("objective.losses: %s", weights)
+        weights = [f"{name} with weight {each.weight:g}" for name, each in auxiliary.losses.items()]
+        logger.info("objective.losses: %s", ", ".join(weights))
     return TrainStep(
         model=step_model,
         ledgers=[shard.ledger for shard in state.shards if shard.ledger is not None],
@@ -410,7 +409,7 @@ def _check_contract(
 ) -> dict[str, Any] | None:
     """Check a custom model against its contract (rank 0). Returns the event of it, if any.
 
-    Also on a resume, since the code of the model may have changed. A `model` of None is in shards: another one is built.
+    Also on a resume, since its code may have changed. A `model` of None is in shards: another one is built.
     """
     contract: dict[str, Any] | None = None
     with raise_on_all_ranks(world_size=info.world_size):

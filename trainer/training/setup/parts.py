@@ -1,4 +1,4 @@
-"""The parts of a run, made from its plan: model, ledgers, optimizer, loss, strategy. `sources` makes its data."""
+"""The parts of a run, made from its plan: model, ledgers, optimizer, loss, strategy."""
 
 from __future__ import annotations
 
@@ -44,11 +44,7 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy | None = None) -> TrainState:
     """Everything that has a state on this rank, before the first step and without the noise scale.
 
-    Args:
-        strategy: None: every rank has all of the parameters.
-
-    Raises:
-        UserError: a part of the user's cannot be used.
+    Without a `strategy`, every rank has all of the parameters. A UserError if a custom part cannot be used.
     """
     config = plan.config
     torch.manual_seed(config.run.seed)  # the same weights on every rank
@@ -76,7 +72,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
 
 
 def make_model(plan: Plan, table: ModelTable | None = None) -> nn.Module:
-    """The model of a plan, or of another table, as `[train]` runs it. A UserError if its blocks must be known and are not."""
+    """The model of a plan, or of another table, as `[train]` runs it. A UserError if its blocks are not known."""
     config = plan.config
     model = build_model(table or config.model, plan.vocab_size, seq_len=config.data.seq_len, parts=plan.parts)
     if config.train.activation_checkpointing == "block":
@@ -90,6 +86,7 @@ def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
     options, width = plan.config.ledger, width_of(model)
     ledgers: list[Ledger | None] = [None] * len(shards)
     if width and plan.facts.ownership == "exchange":
+        # One ledger for all shards of this rank, whose groups may move between them.
         options = options.model_copy(update={"capacity": len(shards) * options.capacity})
         owners = Owners("exchange", info.rank, info.world_size)
         ledgers = [Ledger(options, state_width=width, device=device, owners=owners)] * len(shards)
@@ -105,7 +102,8 @@ def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Call
     width = width_of(model)
     if not width:
         return None
-    options = LedgerOptions(wipe_mode="none", capacity=evaluated_rows(plan), dtype=plan.config.ledger.dtype)
+    rows, dtype = evaluated_rows(plan), plan.config.ledger.dtype
+    options = LedgerOptions(wipe_mode="none", capacity=rows, dtype=dtype)
     return partial(Ledger, options, state_width=width, device=device)
 
 
@@ -114,16 +112,17 @@ def model_and_loss(
 ) -> tuple[nn.Module, Loss]:
     """The model as it runs a row, and the loss of its output: with `chunk_tokens`, the loss computes the logits.
 
-    Raises:
-        UserError: `chunk_tokens` is set, and the model does more to its logits than an output layer, which shows only
-            with weights on a `device`; or a custom loss cannot be made.
+    A UserError if a custom loss cannot be made, or if the model does more to its logits than an output layer: with
+    `chunk_tokens`, this is tried on the `device`, unless it is None.
     """
     table, own, key = config.objective, None, "objective.target"
     if table.target is not None:
         with users_code(key):
             own = own_loss(table.target, table.args, key)()
-            if isinstance(own, nn.Module) and any(each.requires_grad for each in own.to(device).parameters()):
-                raise TypeError(f"made a {type(own).__name__} with parameters, which no optimizer would train")
+            trained = own.to(device).parameters() if isinstance(own, nn.Module) else ()
+            if any(each.requires_grad for each in trained):
+                name = type(own).__name__
+                raise TypeError(f"made a {name} with parameters, which no optimizer would train")
     objective = Objective(table, own=own, vocab_size=vocab_size)
     if table.chunk_tokens == 0:
         return model, objective
@@ -140,7 +139,7 @@ def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], Ab
 
 
 def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
-    """The model as the training step calls it: cell by cell, with `tbptt_cells`. Everything else uses the model itself."""
+    """The model as the training step calls it, cell by cell with `tbptt_cells`. Other parts use the model itself."""
     cells = config.train.tbptt_cells
     if cells == 1:
         return model
@@ -149,7 +148,7 @@ def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
 
 
 def max_tokens_per_micro(plan: Plan) -> int:
-    """The most tokens of a micro-batch of the configured sources. It scales the loss, for which any constant works."""
+    """The most tokens of a micro-batch. It scales the loss, for which any constant works."""
     return plan.facts.tokens_per_micro // plan.facts.data_shards or plan.config.row_tokens
 
 
@@ -160,11 +159,7 @@ def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> St
 
 
 def prepared_units(model: nn.Module, config: RunConfig) -> Sequence[nn.Module]:
-    """Prepare a model for sharding. Returns the modules whose parameters are gathered one module at a time.
-
-    Raises:
-        UserError: its blocks are not known.
-    """
+    """Prepare a model, whose blocks must be known, for sharding. Returns the modules that are gathered one at a time."""
     units = shard_units(model)
     if config.objective.chunk_tokens:  # the loss uses the output layer after the model's forward
         units = [unit for unit in units if unit is not output_layer(model)]
@@ -176,14 +171,14 @@ def prepared_units(model: nn.Module, config: RunConfig) -> Sequence[nn.Module]:
 
 
 def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """FSDP looks for tensors only in tuples, lists and dicts; a model may return any object with the fields."""
+    """FSDP finds tensors only in tuples, lists and dicts; a model may return any object with the fields."""
     if isinstance(output, tuple):
         return output
     return ModelOutput(output.logits, output.state, *extras_of(output))
 
 
 def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.device, *, seq_len: int) -> None:
-    """Refuse a sharded model that uses parts of a module without calling it, since their parameters are not gathered.
+    """Refuse a sharded model that uses parts of a module without calling it, and so without their parameters.
 
     Runs a few tokens to find out. Every rank must call it.
     """

@@ -37,7 +37,7 @@ from trainer.wording import few
 logger = get_logger(__name__)
 
 LANES_HELD = 8
-"""Capacity of a ledger over the rows of a micro-batch: room for a resume on an eighth of the data shards."""
+"""Ledger capacity per row of a micro-batch: room for a resume on an eighth of the data shards."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Plan:
     """The parts that a run may have beyond the core."""
 
     def part(self, name: str, key: str = "") -> Any:
-        """One of `parts`, or None. A UserError if it is missing and the `key` that asks for it is not at its default."""
+        """One of `parts`, or None. A UserError if it is missing and its `key` is not at the default."""
         if key:  # by its value, since a config.resolved.toml sets every key
             table, _, field = key.partition(".")
             settings = getattr(self.config, table)
@@ -116,12 +116,12 @@ class Plan:
         return self._model_size[0]
 
     def state_width(self) -> int:
-        """Numbers in one group's recurrent state; 0: none. A UserError if a setting needs another state."""
+        """Numbers in a group's recurrent state; 0: none. A UserError if a setting needs another state."""
         return self._model_size[1]
 
     @cached_property
     def _model_size(self) -> tuple[int, int]:
-        """(trained parameters, state width), computed once: a model of many layers takes long to build."""
+        """(trained parameters, state width), computed once: building many layers takes long."""
         model = self.weightless_model()
         check_state_rules(self.config, model)
         return size_of(model)
@@ -129,11 +129,7 @@ class Plan:
     def unmet_needs(
         self, device: torch.device, *, model: nn.Module | None = None, counts_model: bool = True
     ) -> list[UserError]:
-        """The needs of the run that this machine does not meet, if the part that knows them is there.
-
-        Args:
-            model: None: it is built without weights, if `counts_model`.
-        """
+        """The needs of the run that this machine does not meet. Without a `model` it is built, if `counts_model`."""
         numbers, width = 0, 0
         if model is not None:
             numbers, width = size_of(model)
@@ -154,7 +150,7 @@ def weightless(table: ModelTable, vocab_size: int, seq_len: int, parts: Parts) -
         with torch.device("meta"):
             return build()
     except UserError:
-        # A model that reads its numbers while it is built cannot be built so; any other fault shows again.
+        # A model that reads its weights while it is built; any other fault shows again.
         with torch.random.fork_rng(devices=[]):
             return build()
 
@@ -184,14 +180,11 @@ def _with_capacity(config: RunConfig) -> RunConfig:
 def make_plan(
     config: RunConfig, config_path: Path, world_size: int, *, parts: Parts = NO_PARTS, logs_doubts: bool = True
 ) -> Plan:
-    """Check everything that can be checked now, and warn about settings that cannot be meant.
+    """Check the config as far as possible without a process group, and warn about settings that cannot be meant.
 
     Args:
         parts: see `Plan`.
         logs_doubts: False: the caller shows `Plan.doubts`.
-
-    Raises:
-        UserError: a path, a source, a weight, a rule or the tokenizer is wrong.
     """
     here = Path.cwd()
     config = _with_capacity(_for_this_device(config))
@@ -207,7 +200,7 @@ def make_plan(
     find_doubts = parts.find("doubts")
     if find_doubts is not None:
         doubted = find_doubts(config, facts.tokens_in_run, sources, eval_sources)
-    # User code is imported from here on, and may change the directory: later paths are relative to `here`.
+    # User code is imported from here on, and may change the directory: paths are relative to `here`.
     check_reading(sources, eval_sources, tokenizer, config.data.eod)
     resolve_builder(config.model, parts)
     make_schedule(config, Length.of(config, facts.tokens_per_micro))
@@ -223,7 +216,7 @@ def make_plan(
 
 
 def _check_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Refuse rows that a family cannot be trained on, and a prompt or bins that are not in the vocabulary."""
+    """Refuse rows too short for a family, and a prompt or bins that are not in the vocabulary."""
     least = 1
     if config.model.target is None:
         least = family_of(config.model).least_tokens
@@ -254,7 +247,7 @@ def _for_this_device(config: RunConfig) -> RunConfig:
 
 
 def begin_from_weights(plan: Plan, model: nn.Module) -> None:
-    """Load the weights of `[model] weights`, if any, into the model of a run that begins. A UserError if they do not fit."""
+    """Load `[model] weights`, if any, into the model of a run that begins. A UserError if they do not fit."""
     path = plan.config.model.weights
     if path is None:
         return
@@ -282,22 +275,19 @@ def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
         known = {stream.modality for source in read for stream in source.streams}
         unknown = ", ".join(map(repr, sorted(sizes.keys() - known)))
         if unknown:
-            problem = f"no stream has the modality {unknown}; there are {', '.join(sorted(known)) or 'none'}"
-            raise UserError(f"{table}.batch_size_by_modality", problem, "remove it, or name one that exists")
+            there = ", ".join(sorted(known)) or "none"
+            problem, key = f"no stream has the modality {unknown}; there are {there}", f"{table}.batch_size_by_modality"
+            raise UserError(key, problem, "remove it, or name one that exists")
 
 
 def build_model(
     table: ModelTable, vocab_size: int, *, seq_len: int | None = None, parts: Parts = NO_PARTS
 ) -> nn.Module:
-    """The model that `[model]` names.
+    """The model of `[model]`. A UserError if its target fails, or returns no module that can be trained.
 
     Args:
         seq_len: tokens of a cell; a model without `state_width` may take rows of no other length.
         parts: contain the families that the core does not have.
-
-    Raises:
-        UserError: the target does not take the arguments, fails, or returns no module with `state_width` and a parameter
-            to train.
     """
     key, name, target, own = resolve_builder(table, parts)
     given = {"vocab_size": vocab_size, "dim": table.dim, "num_layers": table.num_layers, **own}
@@ -333,18 +323,14 @@ def build_model(
 
 
 def own_loss(target: str, args: Mapping[str, Any], key: str, **given: Any) -> Callable[..., Any]:
-    """A custom function with its arguments. A UserError if it does not exist, or does not take `given` too."""
+    """A custom function with its arguments. A UserError if it is missing, or does not take `given` too."""
     function = resolve_target(target, key)
     refuse_arguments(function, target, {**given, **args}, key=key)
     return partial(function, **args)
 
 
 def make_auxiliary(table: ObjectiveTable, model: nn.Module) -> Auxiliary:
-    """The losses and metrics of a model's output, and the losses of `[objective.losses]`.
-
-    Raises:
-        UserError: a loss that is named does not exist, or a name is taken.
-    """
+    """The losses and metrics of a model's output, and those of `[objective.losses]`, whose names must exist and be free."""
     declared, losses = declared_losses(model), table.losses
     own = [name for name, each in losses.items() if each.target is not None]
     built_in = {*COMPONENTS, *table.components}
@@ -381,11 +367,7 @@ def family_of(table: ModelTable) -> Family:
 
 
 def resolve_builder(table: ModelTable, parts: Parts) -> tuple[str, str, Any, Mapping[str, Any]]:
-    """The model's builder: (config key, name in messages, function, arguments of its own).
-
-    Raises:
-        UserError: the family or the target does not exist, or the family is neither in the core nor in `parts`.
-    """
+    """The model's builder, if it exists: (config key, name in messages, function, arguments of its own)."""
     if table.target is not None:
         return "model.target", table.target, resolve_target(table.target, "model.target"), {}
     family, key = family_of(table), "model.family"

@@ -1,4 +1,4 @@
-"""The record of a run: its directory, the checkpoint that it continues, its sinks, and the messages at the start."""
+"""The record of a run: its directory, the checkpoint that it continues, its sinks, and its first messages."""
 
 from __future__ import annotations
 
@@ -40,10 +40,7 @@ Found = tuple[Path, dict[str, Any]]
 
 
 def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
-    """The run's directory, the checkpoint to resume from, and (on rank 0) the store of its checkpoints.
-
-    Rank 0 decides.
-    """
+    """The run's directory, the checkpoint to resume from, and on rank 0, which decides, its remote store."""
     placed: tuple[RunDir, Found | None, Any] | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
@@ -53,8 +50,8 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
                 place = printable(str(error.filename or given or plan.config.run.dir))
                 if len(place) > 80:
                     place = f"{place[:80]}..."
-                problem, fix = f"cannot be used: {error.strerror}", "choose another place with --run-dir"
-                raise UserError(place, problem, fix) from None
+                problem = f"cannot be used: {error.strerror}"
+                raise UserError(place, problem, "choose another place with --run-dir") from None
     # Without the store, which rank 0 alone holds.
     answer = from_main_rank(placed and (placed[0].path, placed[1]), world_size=info.world_size)
     if placed is not None:
@@ -66,7 +63,8 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
 
 def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
     config, resume, claimed = plan.config, effective_resume(plan.resume), None
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": plan.place(config.run.dir)})})
+    table = config.run.model_copy(update={"dir": plan.place(config.run.dir)})
+    config = config.model_copy(update={"run": table})
     run_dir = choose_run_dir(config, given, resume)
     # Locked before its checkpoints are read: what another run is writing there looks like damage.
     if run_dir.path.exists() and not run_dir.is_new:
@@ -95,7 +93,7 @@ def _make_ready(run_dir: RunDir, stack: ExitStack) -> None:
 
 
 def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -> str:
-    """`auto` when torchrun has restarted the ranks (--max-restarts): they resume, whatever the config says."""
+    """`auto` if torchrun has restarted the ranks (--max-restarts): they resume, whatever the config says."""
     restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if configured != "off" or restarts == "0":
         return configured
@@ -104,11 +102,7 @@ def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -
 
 
 def begin_record(info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -> RunDir:
-    """Lock the run's directory, set aside work beyond `step`, and open this rank's log in it.
-
-    Returns:
-        The directory, whose name may have changed, see `claim`.
-    """
+    """Lock the directory, set aside work beyond `step`, and open this rank's log. Returns it: `claim` may rename it."""
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
             _make_ready(run_dir, stack)
@@ -136,11 +130,8 @@ def open_record(
 ) -> tuple[EventWriter | None, str | None]:
     """Open events.jsonl, sinks and status.json on rank 0. Every rank must call it.
 
-    Args:
-        data: the accepted differences from the checkpoint's data.
-
-    Returns:
-        The writer of events and the id of the run in wandb; None on other ranks.
+    `data` are the accepted differences from the checkpoint's. Returns the writer of events and the id of the run in wandb,
+    None on other ranks.
     """
     diagnostics, events, wandb_run_id = state.tracker.diagnostics, None, None
     with raise_on_all_ranks(world_size=info.world_size):
@@ -148,7 +139,7 @@ def open_record(
             events = EventWriter(run_dir.events)
             stack.callback(diagnostics.best_effort("end of events.jsonl").run, events.close)
             diagnostics.on_event = events.write
-            # Without a checkpoint too: the record of an earlier attempt is continued, and its steps are repeated.
+            # Without a checkpoint too: the record of an earlier attempt continues, and its steps repeat.
             is_restart = run_dir.metrics.exists() or found is not None
             saved_id = None if found is None else found[1].get("wandb_run_id")
             sinks = make_sinks(plan.config, run_dir, stdout or sys.stdout, saved_id, diagnostics)
@@ -158,7 +149,7 @@ def open_record(
                 state.tracker.log_restart(position.step)
                 details = {"checkpoint": None} if found is None else _changed(plan, info, found, data)
                 events.write({"event": "restart", "global_step": position.step, **details, "previous": previous})
-            # After the event of changed settings: the record is true, wherever this process is killed.
+            # After the event of changed settings: the record is true wherever this process is killed.
             if config_path is not None:
                 sizes = {"parameters": num_parameters(state.model), "state_width": width_of(state.model)}
                 sizes["tokens_per_step"] = plan.facts.tokens_per_step
@@ -184,16 +175,18 @@ def _previous(run_dir: RunDir, step: int) -> dict[str, Any]:
 def _changed(plan: Plan, info: RankInfo, found: Found, data: DataChange) -> dict[str, Any]:
     """The checkpoint that the run continues and the settings that changed since, for the record."""
     path, saved = found
-    changed = changed_settings(saved["config"], saved.get("environment", {}), plan.config, environment(info))
+    versions = saved.get("environment", {})
+    changed = changed_settings(saved["config"], versions, plan.config, environment(info))
     if data:
         changed["data files"] = Change("as saved", str(data))
-    return {"checkpoint": path.name, "changed": {key: change._asdict() for key, change in changed.items()}}
+    named = {key: change._asdict() for key, change in changed.items()}
+    return {"checkpoint": path.name, "changed": named}
 
 
 def make_sinks(
     config: RunConfig, run_dir: RunDir, stdout: Output, wandb_run_id: str | None, diagnostics: Diagnostics
 ) -> list[Sink]:
-    """The sinks of a run. Each has a queue and a thread, except the record and those that write to a terminal."""
+    """The sinks of a run. Each has a thread, except the record and those that write to a terminal."""
 
     def in_background(sink: Sink, name: str, close_sec: float = 5.0) -> Sink:
         return BackgroundSink(sink, name=name, guard=diagnostics.best_effort(name), close_sec=close_sec)

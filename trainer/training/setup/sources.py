@@ -1,4 +1,4 @@
-"""The sources of the blend, resolved before the process group starts, and the data sets of each rank that read them."""
+"""The sources of the blend, resolved before the process group starts, and the data sets that read them."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ class Source:
 def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts: Parts = NO_PARTS) -> list[Source]:
     """Every leaf source, with its weight and streams.
 
-    Raises:
-        UserError: an included file has mistakes or includes itself, two schedules lie on one path, a source has no
-            streams, or all weights are zero at some time of the run.
+    A UserError if an included file is wrong, a source has no streams, or all weights are zero at some time of the run.
     """
     stores, including = partial(_stores, config.data, parts), (config_path.resolve(),)
     leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including, stores)]
@@ -71,16 +69,18 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts
     _refuse_unknown_steps(config, leaves)
     batches = config.micro_batches
     if not config.train.tokens:
-        # The most that `auto` may reach. A length in tokens has equally many batches, however large a step is.
+        # The most that `auto` may reach. In tokens, a run has equally many batches for any step size.
         batches = batches.fastest()
     batches = batches.by_steps(micro_tokens)
     num_batches = batches.batches_before(least_steps(config, micro_tokens) + 1)
     # A gap would end the run, perhaps after days.
-    gap = first_all_zero([leaf.weight for leaf in leaves], micro_batches=batches, num_batches=num_batches)
+    weights = [leaf.weight for leaf in leaves]
+    gap = first_all_zero(weights, micro_batches=batches, num_batches=num_batches)
     if gap is not None:
         first, last = gap
         until = "the end" if last is None or last >= num_batches - 1 else f"batch {last}"
-        problem = f"all weights are zero from batch {first} to {until} (the run has {num_batches} batches a rank)"
+        problem = f"all weights are zero from batch {first} to {until}"
+        problem += f" (the run has {num_batches} batches a rank)"
         raise UserError("data.source.weight", problem, "give a source a weight above 0 there")
     return leaves
 
@@ -105,7 +105,8 @@ def _refuse_unknown_steps(config: RunConfig, leaves: list[Source]) -> None:
     planned, fix = '"auto"', 'give that weight unit = "batch"'
     if config.micro_batches.auto is None:
         planned, fix = 'a schedule with unit = "tokens"', f'{fix}, or micro_batches unit = "steps"'
-    problem = f"source {by_step} has a weight by steps, and with {planned} nobody knows ahead which step a batch is of"
+    problem = f"source {by_step} has a weight by steps, and with {planned} "
+    problem += "nobody knows ahead which step a batch is of"
     raise UserError("train.micro_batches", problem, fix)
 
 
@@ -194,12 +195,7 @@ def _stores(data: DataTable, parts: Parts) -> tuple[Any, Any]:
 def check_reading(
     sources: Sequence[Source], eval_sources: Sequence[Source], tokenizer: Tokenizer, eod: int | None
 ) -> None:
-    """Refuse options of sources that change nothing, or cannot be right.
-
-    Raises:
-        UserError: a custom format cannot be imported; no file of a source heeds `dtype`, `eod`, `text_split` or
-            `column`; or an `eod` is outside the vocabulary.
-    """
+    """Refuse custom formats that cannot be imported, options that no file heeds, and an `eod` outside the vocabulary."""
     if eod is not None:
         IdBounds.of("data", tokenizer).check_eod(eod, "data.eod")
     named = [(f"source {source.name}", source) for source in sources]
@@ -228,7 +224,7 @@ def make_dataset(plan: Plan, source: Source, info: RankInfo) -> StreamSource:
 
 
 def make_held_out(plan: Plan, source: Source, info: RankInfo, *, is_whole: bool = False, **options: Any) -> ShardSource:
-    """The held-out documents of a source, or (`is_whole`) all of them, read once. `options`: of `ShardSource`."""
+    """The held-out documents of a source, or (`is_whole`) all, read once. `options`: of `ShardSource`."""
     how = reading(plan, source, is_holdout=True, is_whole=is_whole)
     return ShardSource(source.streams, *how, shard=info.rank, num_shards=info.world_size, **options)
 
@@ -249,7 +245,7 @@ def reading(
 
 
 def runs_on(plan: Plan, model: nn.Module | None) -> bool:
-    """Whether documents begin within rows. A `model` of None is built without weights, if it decides."""
+    """Whether documents begin within rows. A `model` of None is built, if it decides."""
     align = plan.config.data.align
     if align == "auto" and reads_lanes(plan.config):
         return bool(getattr(model or plan.weightless_model(), "resets_in_one_pass", False))
@@ -270,11 +266,7 @@ def alignment(plan: Plan, model: nn.Module | None) -> str:
 
 
 def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> BlendDataset:
-    """All sources, mixed by their weights. `model`: see `runs_on`.
-
-    Raises:
-        UserError: a target does not give an iterable.
-    """
+    """All sources, mixed by their weights. `model`: see `runs_on`."""
     blended = []
     for source in plan.sources:
         if source.is_off:

@@ -1,4 +1,4 @@
-"""The core's own extensions: details of logged steps, model metrics, comparison of replicas, and `train mix` weights."""
+"""The core's own extensions: details of logged steps, model metrics, replicas, and `train mix` weights."""
 
 from __future__ import annotations
 
@@ -59,16 +59,14 @@ class ModelMetrics(Extension):
 
 
 def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
-    """[] int64 on the tensors' device: a digest of all their bits, in this order, which any single bit changes.
-
-    The bits are summed as 64-bit integers with overflow.
-    """
+    """[] int64 on the tensors' device: a digest of all bits in this order, which any single bit changes."""
     total: Any = 0
     for tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         whole = flat.numel() // 8 * 8
         if flat.storage_offset() % 8:  # a view of wider numbers would not be aligned
             flat = flat.clone()
+        # Sums of 64-bit integers overflow, and lose no bit by it.
         total = total * FACTOR + flat[:whole].view(torch.int64).sum() + flat[whole:].sum()
     mixed: Tensor = torch.as_tensor(total, dtype=torch.int64)
     for shift in (33, 29, 32):  # every bit changes the low ones: a bijection, as in splitmix64
@@ -121,8 +119,9 @@ class Replicas(Extension):
         event = {"event": "replicas_differ", "global_step": self._step, "ranks": odd}
         self.run.event({**event, "digests": list(by_rank)})
         self.run.extensions.failure = (
-            f"step {self._step}: the weights of rank {odd} are not those of most ranks; they agreed after step "
-            f"{self._agreed}: memory, a device, or code that changes weights is at fault; resume from a checkpoint until then"
+            f"step {self._step}: the weights of rank {odd} are not those of most ranks; "
+            f"they agreed after step {self._agreed}: memory, a device, or code that changes weights is at fault; "
+            "resume from a checkpoint until then"
         )
 
 
@@ -143,7 +142,8 @@ class MixWeights(Extension):
         super().__init__(run)
         self._dataset = run.state.dataset
         self._requests: Any = None
-        self._look(skip=True)  # requests to an earlier process: nobody waits for their answers any more
+        # Skips requests to an earlier process: nobody waits for their answers any more.
+        self._look(skip=True)
         if run.config.metrics.per_source:
             self.metric_keys = [f"blend/weight/{source.name}" for source in self._dataset.sources]
 

@@ -77,7 +77,8 @@ class StepDetails:
         if loss is None:
             return
         if self._bytes_of is not None:
-            num_bytes = self._bytes_of[micro.targets.clamp(min=0)].masked_fill(micro.targets == IGNORED, 0)
+            num_bytes = self._bytes_of[micro.targets.clamp(min=0)]
+            num_bytes = num_bytes.masked_fill(micro.targets == IGNORED, 0)
             nats = loss.masked_fill(num_bytes == 0, 0.0).sum().double()  # marks are no text
             self._put("bits_per_byte", nats / math.log(2), num_bytes.sum())
         if self._token_types and "token_types" in micro.extras and is_correct is not None:
@@ -113,7 +114,7 @@ class StepDetails:
             self._put(f"token_type/{name}/accuracy", sums.num_correct[index], sums.num_tokens[index])
 
     def _add_labels(self, kind: str, micro: MicroBatch, loss: Tensor) -> None:
-        """Add the losses by label: one for each row, or for each segment of rows that hold several documents."""
+        """Add the losses by label, which belong to rows, or to segments of rows with several documents."""
         labels, segments = micro.extras[LABELS[kind]], micro.extras.get("segment_ids")
         names = sorted(set(labels).intersection(self._names[kind]))
         if segments is not None:
@@ -123,12 +124,14 @@ class StepDetails:
             raise SkipBatch(f"{len(labels)} labels for {len(micro.targets)} rows")
         for name in names:
             rows = torch.tensor([label == name for label in labels], device=loss.device)
-            self._put(f"{kind}/{name}/loss", loss[rows].sum(), (micro.targets[rows] != IGNORED).sum())
+            num_tokens = (micro.targets[rows] != IGNORED).sum()
+            self._put(f"{kind}/{name}/loss", loss[rows].sum(), num_tokens)
 
     def _add_segments(
         self, kind: str, names: Sequence[str], labels: Sequence[str], segments: Ints, micro: MicroBatch, loss: Tensor
     ) -> None:
-        columns = torch.stack([loss.double(), (micro.targets != IGNORED).double()], dim=-1).flatten(0, 1)
+        mask = micro.targets != IGNORED
+        columns = torch.stack([loss.double(), mask.double()], dim=-1).flatten(0, 1)  # [B T, 2]
         places = to_device(segments.clip(0).ravel(), loss.device)
         sums = columns.new_zeros(max(len(labels), 1), 2).index_add_(0, places, columns)
         for name in names:

@@ -21,20 +21,19 @@ ParameterGroup = dict[str, Any]
 def build_optimizer(model: nn.Module, table: OptimizerTable, parts: Parts = NO_PARTS) -> torch.optim.Optimizer:
     """The optimizer that `[optimizer]` names, for the parameters that are trained.
 
-    Only matrices are decayed, not norms, biases and the decay rates of the recurrence.
-
-    Raises:
-        UserError: a group matches no parameter; a custom target does not fit or fails; `parts` has no such optimizer.
+    Only matrices are decayed, not norms, biases and the decay rates of the recurrence. `parts` contain Muon and custom
+    optimizers. A UserError if a group matches no parameter, or the optimizer is missing or cannot be made.
     """
     groups = parameter_groups(model, table)
     if table.target is not None:
-        made: torch.optim.Optimizer = parts.need("own optimizer", "optimizer.target")(model, groups, table)
+        custom = parts.need("own optimizer", "optimizer.target")
+        made: torch.optim.Optimizer = custom(model, groups, table)
         return made
     adamw = {"betas": (table.betas[0], table.betas[1]), "eps": table.eps}
     if table.name == "muon":
-        build = parts.need("muon", "optimizer.name")
-        combined: torch.optim.Optimizer = build(model, groups, lr=table.lr, momentum=table.momentum, adamw=adamw)
-        return combined
+        muon = parts.need("muon", "optimizer.name")
+        made = muon(model, groups, lr=table.lr, momentum=table.momentum, adamw=adamw)
+        return made
     if table.name == "adamw":
         return torch.optim.AdamW(groups, lr=table.lr, **adamw, fused=True)  # type: ignore[arg-type]
     sgd: dict[str, Any] = {"lr": table.lr, "momentum": table.momentum, "nesterov": table.momentum > 0}
@@ -115,16 +114,16 @@ def group_number(name: str, table: OptimizerTable) -> int:
 
 
 def keep_buffers(optimizer: torch.optim.Optimizer) -> None:
-    """Make momentum buffers now: torch 2.13 leaves them uninitialized if the first step is skipped."""
+    """Make momentum buffers: torch 2.13 leaves them uninitialized if the first step is skipped."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 class Skipping(torch.optim.Optimizer):
-    """An optimizer that does nothing where `found_inf` (float [], on the device) is set, as torch's fused ones.
+    """An optimizer that does nothing where `found_inf` (float [], on the device) is set, as fused ones.
 
-    A skipped step is computed and reverted, one parameter at a time: the host never asks the device.
+    A skipped step is computed and reverted, so that the host never asks the device.
     """
 
     _step_supports_amp_scaling = True

@@ -19,7 +19,7 @@ TRIED = 1000  # steps at which a custom schedule is tried before the run
 LR_SCALE = "lr_scale"
 """Key of a parameter group: its learning rate over that of the run."""
 Schedule = Callable[[int], float]
-"""Maps how far the run has come with a step (see `Length`: 1 .. `train.steps`, or tokens) to its learning rate."""
+"""Maps the progress after a step (see `Length`: 1 .. `train.steps`, or tokens) to its learning rate."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,17 @@ class Length:
 
 
 def make_schedule(config: RunConfig, length: Length) -> Schedule:
-    """The schedule of `[scheduler]`, over a run of this length.
-
-    Raises:
-        UserError: a custom target does not exist, does not take its arguments, or fails at a step that is tried.
-    """
+    """The schedule of `[scheduler]`, over a run of this length. A UserError if a custom one fails at a tried step."""
     table, steps, peak = config.scheduler, length.total, config.optimizer.lr
     if table.target is None:
         warmup = table.warmup_tokens or length.in_full_steps(table.warmup_steps)
-        return partial(lr_at, steps=steps, peak=peak, table=table.model_copy(update={"warmup_steps": warmup}))
+        table = table.model_copy(update={"warmup_steps": warmup})
+        return partial(lr_at, steps=steps, peak=peak, table=table)
     function = resolve_target(table.target, "scheduler.target")
     given = {"steps": steps, "peak": peak, **table.args}
     refuse_arguments(partial(function, 1), f"{table.target} with a step, and", given, key="scheduler.args")
     schedule = partial(_custom_lr, table.target, partial(function, **given))
+    # Refused now, not after days: a sample of all steps, the last included.
     first = min(length.in_full_steps(1), steps)
     for reached in [*range(first, steps, max((steps - first) // TRIED, 1)), steps]:
         schedule(reached)

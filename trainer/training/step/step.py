@@ -117,9 +117,9 @@ class TrainStep:
     autocast: Callable[[], AbstractContextManager[None]]
     """Makes the context in which forward and loss run."""
     shards: Sequence[int] = (0,)
-    """The numbers of this rank's data shards, each of which has equally many micro-batches in a step."""
+    """The numbers of this rank's data shards, which have equally many micro-batches in a step."""
     seed: int = 0
-    """For dropout and anything else that the model draws, seeded for every micro-batch: it depends on nothing earlier."""
+    """Seeds dropout and other draws anew for every micro-batch, so that they depend on nothing earlier."""
     auxiliary: Auxiliary = field(default_factory=Auxiliary)
     """Adds the losses and metrics of the model's output."""
     strategy: Strategy = field(default_factory=Strategy)
@@ -133,7 +133,8 @@ class TrainStep:
     def __post_init__(self) -> None:
         alone = Extensions({}, self.diagnostics, device=self.device, world_size=self.world_size)
         self.extensions = self.extensions or alone
-        self._ledgers = dict.fromkeys(self.ledgers)  # shards may share a ledger, which begins each step once
+        # Shards may share a ledger, which begins each step once.
+        self._ledgers = dict.fromkeys(self.ledgers)
         self._gns_guard = self.diagnostics.best_effort("gns")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._decides_on_device = supports_found_inf(self.optimizer) and not self.scaler.is_enabled()
@@ -147,7 +148,7 @@ class TrainStep:
         return self.scaler.get_scale() if self.scaler.is_enabled() else None
 
     def accumulate(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool = False) -> None:
-        """Run forward and backward of this rank's micro-batches, and store their states. Waits for nothing.
+        """Run forward and backward of this rank's micro-batches and store their states. Waits for nothing.
 
         Args:
             step: global step, for the ledger's clock.
@@ -163,7 +164,7 @@ class TrainStep:
                 state = ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
                 for look in self.extensions.on_state:
                     look(micro, carry, state)
-            # By shard and number, not by rank: the draws are the same however many ranks share the data shards.
+            # By shard and number, not by rank: the draws are the same on any number of ranks.
             seed_model(self.device, self.seed, step, self.shards[micro.shard], drawn[micro.shard])
             drawn[micro.shard] += 1
             # Gradients are reduced over ranks in the last backward only.
@@ -216,7 +217,7 @@ class TrainStep:
     def run_micro(
         self, micro: MicroBatch, state: Tensor | None, kappa: float | Tensor
     ) -> tuple[Tensor | None, ObjectiveOutput]:
-        """Forward, loss and backward of a micro-batch. Reads nothing on the host, so that a CUDA graph can replace it.
+        """Forward, loss and backward of a micro-batch, without reads: a CUDA graph can replace it.
 
         Args:
             state: before its rows, [B, state_width].
@@ -237,7 +238,7 @@ class TrainStep:
         if self.gns is not None:
             row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
             scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
-            # In float64: integers times a float would be a float32, whose rounding would be the estimate's only error.
+            # In float64: integers times a float would be a float32, and rounding the only error.
             tokens = row_tokens.sum().double()
             self._gns_guard.run(self.gns.end_micro, tokens * (kappa * scale), row_tokens)
         return output.state, result
@@ -254,15 +255,14 @@ class TrainStep:
     ) -> Launched:
         """Reduce over ranks, scale and clip the gradient, and step the optimizer unless the step is bad.
 
+        A UserError if the gradient is not averaged, since a parameter had no part in it.
+
         Args:
             stop: this rank was asked to stop.
             saved: this rank's background save is written.
             save_due: by this rank's clock it is time to save.
             exchange: an extension asks for an exchange on this rank.
             exhausted: this rank had no batch of its own, only masked copies.
-
-        Raises:
-            UserError: the gradient is not averaged, since a parameter had no part in it.
         """
         # Filled on the device: a tensor made from host numbers would be copied, and waited for.
         votes = map(partial(torch.full_like, self._tokens), (stop, saved, save_due, exchange, exhausted))
@@ -274,6 +274,7 @@ class TrainStep:
             packed = torch.cat([packed, sums])
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
+        # A parameter without a part in the loss has no gradient.
         used, own = [], []
         for parameter in self.parameters:
             if parameter.grad is not None:
@@ -285,7 +286,7 @@ class TrainStep:
             for look in self.extensions.on_gradient:
                 look(dict(zip(used, squares, strict=True)))
         own_sq = square_sum(norms_of(gradients))
-        # Divided by the number of ranks with the same gradient, so that the sum over ranks counts it once.
+        # Over the ranks that hold the same gradient, so that their sum counts it once.
         packed = torch.cat([packed, own_sq.reshape(1) / self.strategy.copies])
         if self.world_size > 1:
             dist.all_reduce(packed)
@@ -302,20 +303,22 @@ class TrainStep:
             self.scaler.step(self.optimizer)
         if self.scaler.is_enabled():
             self.scaler.update()
+        # After the update, whose result they may look at, and before the gradients are gone.
         measured = self.extensions.sum_up()
         self.optimizer.zero_grad(set_to_none=True)
         is_window = self.gns is not None and "pairs" not in self.extensions.kept
         return Launched(numbers, self._kappa, self._ready_at, is_window, measured)
 
     def finish(self, launched: Launched) -> StepOutcome:
-        """Read the numbers of a launched step. Steps are finished in the order in which they were launched."""
+        """Read the numbers of a launched step. Steps are finished in the order of their launch."""
         *reduced, grad_sq = launched.numbers.read()
         tokens, loss_sum = reduced[TOKENS], reduced[LOSS_SUM]
+        # The gradient is c times that of the mean loss.
         factor = launched.kappa * tokens / self.world_size
         is_finite = math.isfinite(loss_sum) and math.isfinite(grad_sq)
         if self.gns is not None and tokens > 0:
             if reduced[HEAD + RANKS] != self.world_size:
-                # It failed on some rank: its averages would stop moving and still look like measurements.
+                # It failed on a rank: its averages would stand still, and look like measurements.
                 self._gns_guard.enabled = False
             elif launched.is_window:
                 self._gns_guard.run(self.gns.finish, reduced[HEAD:], grad_sq, grad_factor=factor)
