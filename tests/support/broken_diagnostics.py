@@ -58,7 +58,6 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.muon": "an optimizer",
     "trainer.lab.own_optimizer": "an optimizer",
     "trainer.lab.changed_data": "what a resume reads",
-    "trainer.lab.evaluation_sample": "what an evaluation reads",
     "trainer.lab.own_evaluation.OwnTask.run": "a collective, and holds a guard",
     **dict.fromkeys(
         (f"trainer.lab.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),

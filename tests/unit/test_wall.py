@@ -13,7 +13,9 @@ PACKAGE = ROOT / "trainer"
 TABLE = PACKAGE / "cli" / "parts.py"
 NAMED = re.compile(r"trainer[./](lab|tools)\b|(from|import) (trainer|\.+)(.* import)? *(lab|tools)\b")
 # The program's verbs, whose options it has to know, what they import, and the checks and messages around a run.
-OF_THE_PROGRAM = re.compile(r"trainer\.tools(\.verbs(\.\w+)?|\.fitted_table|\.doubts|\.limits|\.needs|\.summary)?")
+OF_THE_PROGRAM = re.compile(
+    r"trainer\.tools(\.verbs(\.\w+)?|\.fitted_table|\.doubts|\.limits|\.needs|\.summary|\.evaluation_sample)?"
+)
 EVALUATED = ("eval.every=2", "eval.holdout_fraction=0.2", "train.steps=4")
 # What each asks for that only the lab has, and the name of it.
 ASKED = {

@@ -37,6 +37,7 @@ VERBS = {
 
 _TOOLS = {
     "doubts": "trainer.tools.doubts:doubts",
+    "evaluation on a sample": "trainer.tools.evaluation_sample:draw_sample",
     "rate change": "trainer.tools.doubts:warn_of_rate_change",
     "summary": "trainer.tools.summary:summarize",
     "unmet needs": "trainer.tools.needs:unmet_needs",
@@ -62,7 +63,6 @@ _LAB = {
     "checkpoints in a store": f"{LAB}.remote:find_checkpoint",
     "contract check": f"{LAB}.contract_check:check_before_run",
     "cuda graphs": f"{LAB}.cuda_graph:make",
-    "evaluation on a sample": f"{LAB}.evaluation_sample:draw_sample",
     "lines by depth": "trainer.tools.runs.depth_curve:lines_of",
     "losses by depth": f"{LAB}.depth:Depth",
     "mirror": f"{LAB}.mirror",

@@ -19,13 +19,13 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.lab.depth import bucket_start, depths
-from trainer.lab.evaluation_sample import Sample
 from trainer.metrics import aggregate
 from trainer.metrics.aggregate import Moments
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog.lookup import is_known, lookup
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.auxiliary import Auxiliary
+from trainer.tools.evaluation_sample import Sample
 from trainer.training.setup import evaluation
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
 from trainer.training.setup.parts import make_model, model_and_loss

@@ -23,10 +23,10 @@ from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
-from trainer.lab.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
+from trainer.tools.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
 from trainer.training.setup import evaluation
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
 from trainer.training.setup.parts import make_model, model_and_loss

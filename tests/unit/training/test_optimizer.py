@@ -163,14 +163,14 @@ def no_optimizer(groups, lr):
 def test_one_of_ones_own_is_called_with_groups_and_rate():
     model = build(11, dim=8, num_layers=1)
     here = f"{__name__}:rmsprop"
-    optimizer = build_optimizer(model, OptimizerTable(target=here, args={"alpha": 0.5}, lr=0.25))
+    optimizer = build_optimizer(model, OptimizerTable(target=here, args={"alpha": 0.5}, lr=0.25), PARTS)
     assert isinstance(optimizer, torch.optim.RMSprop)
     assert {(group["lr"], group["alpha"]) for group in optimizer.param_groups} == {(0.25, 0.5)}
     for args, message in (({"beta": 1}, "optimizer.args: cannot call"), ({"alpha": -1}, "optimizer.target: ")):
         with pytest.raises(UserError, match=message):
-            build_optimizer(model, OptimizerTable(target=here, args=args))
+            build_optimizer(model, OptimizerTable(target=here, args=args), PARTS)
     with pytest.raises(UserError, match="gave a dict, not an optimizer"):
-        build_optimizer(model, OptimizerTable(target=f"{__name__}:no_optimizer"))
+        build_optimizer(model, OptimizerTable(target=f"{__name__}:no_optimizer"), PARTS)
 
 
 def first_group_alone(groups, lr):
@@ -184,16 +184,16 @@ def with_a_closure(groups, lr):
 def test_one_of_ones_own_that_would_not_train_all_parameters_is_refused_with_their_names():
     model = build(11, dim=8, num_layers=1)
     with pytest.raises(UserError, match=r"leaves \d+ parameters out, which would never be trained: .*bias"):
-        build_optimizer(model, OptimizerTable(target=f"{__name__}:first_group_alone"))
+        build_optimizer(model, OptimizerTable(target=f"{__name__}:first_group_alone"), PARTS)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.ndim >= 2 and "head" not in name)
-    build_optimizer(model, OptimizerTable(target=f"{__name__}:first_group_alone"))  # the others are frozen
+    build_optimizer(model, OptimizerTable(target=f"{__name__}:first_group_alone"), PARTS)  # the others are frozen
 
 
 def test_one_of_ones_own_whose_step_needs_a_closure_is_refused():
     model = build(11, dim=8, num_layers=1)
     with pytest.raises(UserError, match=r"LBFGS takes arguments.*'closure'"):
-        build_optimizer(model, OptimizerTable(target=f"{__name__}:with_a_closure"))
+        build_optimizer(model, OptimizerTable(target=f"{__name__}:with_a_closure"), PARTS)
 
 
 def test_keys_that_would_have_no_effect_beside_a_target_are_refused():

@@ -1,7 +1,6 @@
 """Evaluation on an unbiased sample of a set that is too large to be read whole.
 
-Documents are drawn in proportion to their tokens, copied, and weighted by 1 / probability. It could go if sets were
-always small enough to be read whole.
+Documents are drawn in proportion to their tokens, copied, and weighted by 1 / probability.
 """
 
 from __future__ import annotations
