@@ -28,11 +28,14 @@ from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.metrics.aggregate import FEWEST_UNITS, Moments, widened
 from trainer.training.evaluator import EvalRider, Evaluator, RowResults
-from trainer.training.setup import evaluation
-from trainer.training.setup.evaluation import Documents, count_documents
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source, make_held_out
 from trainer.wording import counted
+
+COUNTED_BYTES = 2_000_000_000
+"""The most bytes of a set's files whose documents are counted when a run starts."""
+LEAST = 8
+"""Documents, and files, that are drawn besides the certain ones: fewer say little about the error."""
 
 
 class Drawn(NamedTuple):
@@ -199,12 +202,53 @@ class SampledLosses(EvalRider):
         return self.sample.error(losses)
 
 
+class _Documents(NamedTuple):
+    """n documents, or parts of at most `max_group_cells` cells, as they are read."""
+
+    files: list[tuple[int, Stream]]
+    """The index of a data set, and a stream of it."""
+    of_file: Ints
+    """Index of `files`, ascending, [n]."""
+    group: Ints
+    """Number in the file, [n]."""
+    document: Ints
+    """Number among all that were counted, [n]; parts of a document share it."""
+    tokens: Ints
+    """[n]."""
+
+    @property
+    def num_whole(self) -> int:
+        """How many documents they are, whatever their parts."""
+        return len(np.unique(self.document))
+
+    def runs(self, seq_len: int, runs: int) -> Ints:
+        """Cells to run for each, if every cell but a document's first is run `runs` times; [n]."""
+        return 1 + runs * (-(-self.tokens // seq_len) - 1)
+
+    def describe(self) -> str:
+        """How many, if all are read."""
+        tokens = counted(int(self.tokens.sum()), "token")
+        return f"all {counted(self.num_whole, 'document')}, {tokens}"
+
+
+def _count(datasets: Sequence[ShardSource], files: list[tuple[int, Stream]]) -> _Documents:
+    """All documents of these files, which are opened for it."""
+    found: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 4]
+    num_whole = 0
+    for at, (index, stream) in enumerate(files):
+        opened = datasets[index].open(stream)
+        groups = opened.groups
+        is_first = groups.first_cells == 0
+        document, num = num_whole + np.cumsum(is_first) - 1, groups.num_groups
+        found.append((np.full(num, at), np.arange(num), document, opened.num_tokens()))
+        num_whole += int(np.count_nonzero(is_first))
+    return _Documents(files, *map(np.concatenate, zip(*found, strict=True)))
+
+
 def draw_sample(
     plan: Plan,
     sources: Sequence[Source],
     datasets: Sequence[ShardSource],
-    files: list[tuple[int, Stream]],
-    documents: Documents | None,
     budget: int,
     runs: int,
     info: RankInfo,
@@ -214,36 +258,38 @@ def draw_sample(
 
     Args:
         datasets: of the sources.
-        files: all of the data sets.
-        documents: all of the files; None: too many to be counted: only those of some files, which are drawn first.
         budget: cells that an evaluation may run, in expectation; but `LEAST` documents are read, or all of the set where
             so few are left besides those that always are.
         runs: of each cell but a document's first.
     """
-    least, seq_len = evaluation.LEAST, plan.config.data.seq_len
+    seq_len = plan.config.data.seq_len
+    files = [(index, stream) for index, dataset in enumerate(datasets) for stream in dataset.streams]
     sizes = np.array([max(file_bytes(stream), 1) for _, stream in files], dtype=np.int64)
-    num_files = max(least, int(len(files) * evaluation.COUNTED_BYTES / sizes.sum()))
+    num_files = max(LEAST, int(len(files) * COUNTED_BYTES / sizes.sum()))
     drawn = draw_by_size(sizes, num_files, generator)
-    is_counted = documents is not None
-    if documents is None:
-        documents = count_documents(datasets, [files[at] for at in drawn.chosen])
-    num_all, num_whole = len(documents.tokens), documents.num_whole
-    if num_all == 0:
-        return documents.describe(), None
+    # Counting opens the files, which takes long for a large set: only of some that are drawn first.
+    documents = _count(datasets, [files[at] for at in drawn.chosen])
+    is_counted = len(drawn.chosen) == len(files)
     num_runs = documents.runs(seq_len, runs)
+    covered = {documents.files[at][0] for at in np.unique(documents.of_file)}
+    # All of a set says which data set has no document.
+    is_whole = len(documents.tokens) <= LEAST or num_runs.sum() <= budget or len(covered) < len(datasets)
+    if len(documents.tokens) == 0 or (is_counted and is_whole):
+        return documents.describe(), None
+    num_all, num_whole = len(documents.tokens), documents.num_whole
     file_chances = drawn.chances[documents.of_file]
     represented = documents.tokens / file_chances
 
     def cost(num: int) -> int:
         return ceil(chances_of(represented, num) @ num_runs)
 
-    num = min(max(least, bisect_right(range(num_all + 1), budget, key=cost, lo=1) - 1), num_all)
-    while num < num_all and (missing := least + np.count_nonzero(chances_of(represented, num) == 1) - num) > 0:
+    num = min(max(LEAST, bisect_right(range(num_all + 1), budget, key=cost, lo=1) - 1), num_all)
+    while num < num_all and (missing := LEAST + np.count_nonzero(chances_of(represented, num) == 1) - num) > 0:
         num = min(num + int(missing), num_all)  # of those that are always drawn there are perhaps more now
     if num == num_all and is_counted:
         return documents.describe(), None
     chosen, chances, spread = draw_by_size(represented, num, generator)
-    taken = Documents(documents.files, *(column[chosen] for column in documents[1:]))
+    taken = _Documents(documents.files, *(column[chosen] for column in documents[1:]))
     parts = counted(num_whole, "document")
     if num_whole != num_all:
         parts = f"{num_all:,} parts of {parts}"
@@ -257,7 +303,7 @@ def draw_sample(
 
 
 def _copied(
-    plan: Plan, sources: Sequence[Source], info: RankInfo, datasets: Sequence[ShardSource], documents: Documents
+    plan: Plan, sources: Sequence[Source], info: RankInfo, datasets: Sequence[ShardSource], documents: _Documents
 ) -> tuple[list[ShardSource], dict[int, int]]:
     """Data sets of copies of the documents, which fill batches whatever files they are from; group id -> document."""
     made: list[ShardSource] = []
@@ -281,7 +327,7 @@ def _copied(
     return made, numbers
 
 
-def _copy(dataset: ShardSource, documents: Documents, those: Sequence[int], stream: Stream, plan: Plan) -> OpenStream:
+def _copy(dataset: ShardSource, documents: _Documents, those: Sequence[int], stream: Stream, plan: Plan) -> OpenStream:
     """A stream of those documents in memory, each a group: its tokens, and the one before, which is its first input."""
     pieces, first_cells, seq_len = [], [], plan.config.data.seq_len
     for file, of_file in groupby(those, key=lambda at: int(documents.of_file[at])):

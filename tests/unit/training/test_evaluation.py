@@ -26,8 +26,8 @@ from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
+from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
-from trainer.training.setup import evaluation
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
 from trainer.training.setup.parts import make_model, model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
@@ -303,8 +303,8 @@ def test_a_loss_of_the_model_that_is_no_tensor_is_named(tmp_path):
 def test_of_too_many_bytes_only_drawn_files_are_counted_and_the_error_is_over_files(tmp_path, monkeypatch):
     plan = plan_of(tmp_path, "eval.every=1000")
     sizes = [file.stat().st_size for file in (tmp_path / "corpus").rglob("*.jsonl")]
-    monkeypatch.setattr(evaluation, "COUNTED_BYTES", sum(sizes) / 2)
-    monkeypatch.setattr(evaluation, "LEAST", 4)
+    monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
+    monkeypatch.setattr(evaluation_sample, "LEAST", 4)
     opened: set[str] = set()
     original = ShardSource.open
     monkeypatch.setattr(

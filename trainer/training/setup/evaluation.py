@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from trainer.arrays import Ints
 from trainer.data.batch import MicroBatch, accepted_inputs
 from trainer.data.blend import BlendSource
-from trainer.data.groups import file_bytes
 from trainer.data.lanes import LaneBlend
-from trainer.data.layout import Stream
 from trainer.data.loader import Loader
-from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import token_bytes
 from trainer.data.weights import ConstantWeight
 from trainer.distributed.env import RankInfo
@@ -32,7 +27,7 @@ from trainer.training.setup.parts import autocast_context, make_eval_ledger
 from trainer.training.setup.plan import Plan
 from trainer.training.setup.sources import Source, evaluated_rows, make_held_out, runs_on
 from trainer.training.step.details import StepDetails
-from trainer.wording import counted, few
+from trainer.wording import few
 
 logger = get_logger(__name__)
 SHARE = 0.15
@@ -41,53 +36,6 @@ SHARE = 0.15
 A forward is a third of a step's work: about 5 % of the time on one rank, less on several."""
 ALL = 2**62
 """More micro-batches than any set has."""
-COUNTED_BYTES = 2_000_000_000
-"""The most bytes of a set's files whose documents are counted when a run starts."""
-LEAST = 8
-"""Documents, and files, that are drawn besides the certain ones: fewer say little about the error."""
-
-
-class Documents(NamedTuple):
-    """n documents, or parts of at most `max_group_cells` cells, as they are read."""
-
-    files: list[tuple[int, Stream]]
-    """The index of a data set, and a stream of it."""
-    of_file: Ints
-    """Index of `files`, ascending, [n]."""
-    group: Ints
-    """Number in the file, [n]."""
-    document: Ints
-    """Number among all that were counted, [n]; parts of a document share it."""
-    tokens: Ints
-    """[n]."""
-
-    @property
-    def num_whole(self) -> int:
-        """How many documents they are, whatever their parts."""
-        return len(np.unique(self.document))
-
-    def runs(self, seq_len: int, runs: int) -> Ints:
-        """Cells to run for each, if every cell but a document's first is run `runs` times; [n]."""
-        return 1 + runs * (-(-self.tokens // seq_len) - 1)
-
-    def describe(self) -> str:
-        """How many, if all are read."""
-        tokens = counted(int(self.tokens.sum()), "token")
-        return f"all {counted(self.num_whole, 'document')}, {tokens}"
-
-
-def count_documents(datasets: Sequence[ShardSource], files: list[tuple[int, Stream]]) -> Documents:
-    """All documents of these files, which are opened for it."""
-    found: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 4]
-    num_whole = 0
-    for at, (index, stream) in enumerate(files):
-        opened = datasets[index].open(stream)
-        groups = opened.groups
-        is_first = groups.first_cells == 0
-        document, num = num_whole + np.cumsum(is_first) - 1, groups.num_groups
-        found.append((np.full(num, at), np.arange(num), document, opened.num_tokens()))
-        num_whole += int(np.count_nonzero(is_first))
-    return Documents(files, *map(np.concatenate, zip(*found, strict=True)))
 
 
 def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bool = True) -> list[EvalSet]:
@@ -125,23 +73,14 @@ def _eval_set(
         cells = plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells
         budget = num_batches * rows * plan.facts.data_shards or int(SHARE * steps * cells)
         runs = 1 if num_batches else runs
-        files = [(index, stream) for index, each in enumerate(datasets) for stream in each.streams]
-        num_bytes = sum(max(file_bytes(stream), 1) for _, stream in files)
-        documents, seq_len = None, plan.config.data.seq_len
-        # Counting opens every file, which takes long for a large set.
-        if len(files) <= LEAST or num_bytes <= COUNTED_BYTES:
-            documents = count_documents(datasets, files)
-        if documents is not None and _is_read_whole(documents, len(datasets), budget, seq_len, runs):
-            read = documents.describe()
-        else:
-            draw = plan.parts.need("evaluation on a sample", "eval.batches")
-            generator = keyed_generator("evaluation", name, plan.config.run.seed)
-            read, drawn = draw(plan, sources, datasets, files, documents, budget, runs, info, generator)
-            if drawn is not None:
-                datasets, rider = drawn
-                riders.append(rider)
-                shown = name or "held-out documents"
-                logger.info("%s: each evaluation reads %s, drawn by run.seed", shown, read)
+        draw = plan.parts.need("evaluation on a sample", "eval.batches")
+        generator = keyed_generator("evaluation", name, plan.config.run.seed)
+        read, drawn = draw(plan, sources, datasets, budget, runs, info, generator)
+        if drawn is not None:
+            datasets, rider = drawn
+            riders.append(rider)
+            shown = name or "held-out documents"
+            logger.info("%s: each evaluation reads %s, drawn by run.seed", shown, read)
     # Each document begins a row where it has a weight of its own, or where depth counts from its cell.
     is_aligned = bool(riders) or plan.config.eval.depth or not runs_on(plan, None)
     blend = LaneBlend(
@@ -162,14 +101,6 @@ def _eval_set(
     filler = next(Loader([blend.masked()], device=device, prefetch=0)).masked()
     sample = riders[0].sample if riders else None
     return EvalSet(name, batches, filler, read, sample, riders)
-
-
-def _is_read_whole(documents: Documents, num_datasets: int, budget: int, seq_len: int, runs: int) -> bool:
-    """Whether all documents are read: they are few or cheap, or a data set has none, which reading reports."""
-    covered = {documents.files[at][0] for at in np.unique(documents.of_file)}
-    if len(documents.tokens) <= LEAST or len(covered) < num_datasets:
-        return True
-    return bool(documents.runs(seq_len, runs).sum() <= budget)
 
 
 def make_details(plan: Plan, diagnostics: Diagnostics, auxiliary: Auxiliary, **further: Any) -> StepDetails:
