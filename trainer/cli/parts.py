@@ -38,6 +38,7 @@ VERBS = {
 _TOOLS = {
     "doubts": "trainer.tools.doubts:doubts",
     "evaluation on a sample": "trainer.tools.evaluation_sample:draw_sample",
+    "first messages": "trainer.tools.summary:announce",
     "rate change": "trainer.tools.doubts:warn_of_rate_change",
     "summary": "trainer.tools.summary:summarize",
     "unmet needs": "trainer.tools.needs:unmet_needs",
@@ -73,6 +74,7 @@ _LAB = {
     "own batches": f"{LAB}.own_batches:make",
     "own optimizer": f"{LAB}.own_optimizer:build",
     "own evaluation": f"{LAB}.own_evaluation:OwnTask",
+    "shard check": f"{LAB}.shard_check:refuse_bypassed_units",
     "sources in a store": f"{LAB}.stored",
     "tokenized text": f"{LAB}.tokenized",
 }

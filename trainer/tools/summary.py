@@ -1,4 +1,4 @@
-"""The last messages of a run: its outcome, where the record is, and what to do next."""
+"""The first and last messages of a run: what is trained, the outcome, and what to do next."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
+from trainer.config.rules import reads_lanes, why_no_noise_scale
 from trainer.config.schema import RunConfig
+from trainer.distributed.shards import layout_of
+from trainer.distributed.strategy import num_parameters
 from trainer.metrics.catalog.lookup import ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.training.checkpointing import checkpoint
+from trainer.training.checkpointing.train_state import TrainState
 from trainer.training.run_dir import FINISHED, RunDir
+from trainer.training.setup.plan import Plan
+from trainer.training.setup.sources import runs_on
+from trainer.wording import counted
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
@@ -105,3 +115,39 @@ def resume_command(run_dir: RunDir, config: RunConfig, world_size: int, *, local
     if world_size == 1:
         return f"train --config {config_path} {options}"
     return f"train --nproc {world_size} --config {config_path} {options}"
+
+
+def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDir) -> None:
+    """Log model, machine, precision and run directory, and how the ranks share the model."""
+    facts, model = plan.facts, state.model
+    ranks, precision = counted(facts.world_size, "rank"), plan.config.train.precision
+    text = f"{num_parameters(model):,} parameters, {ranks} on {device} in {precision}"
+    if facts.tokens_per_step:
+        text += f", up to {facts.tokens_per_step:,} tokens per step"
+    text += f", run directory {run_dir.path}"
+    implementation = getattr(model, "implementation", None)
+    if implementation is not None:
+        text += f"; {implementation(device, precision)}"
+    logger.info("%s: %s", plan.config.run.name, text)
+    align = alignment(plan, model)
+    if align:
+        logger.info("full rows, align = %s", align)
+    if facts.world_size > 1:
+        held = str(layout_of(model.parameters()) or "each rank holds the whole model")
+        logger.info("%s: %s", plan.config.distributed.strategy, held)
+    reason = why_no_noise_scale(plan.config, facts.world_size)
+    if plan.config.gns.enabled and reason is not None:
+        logger.info("the gradient noise scale is not measured: %s", reason)
+
+
+def alignment(plan: Plan, model: nn.Module | None) -> str:
+    """How documents lie in full rows, and why; empty for other rows. `model`: see `runs_on`."""
+    if not reads_lanes(plan.config):
+        return ""
+    if runs_on(plan, model):
+        return "stream: documents begin within rows, and no position is padded"
+    if plan.config.data.align == "document":
+        return "document: each begins a row, as data.align says"
+    name = type(model or plan.weightless_model()).__name__
+    why = f"since {name} does not declare resets_in_one_pass"
+    return f"document: each begins a row, {why}; with stream no row would be padded"

@@ -233,7 +233,7 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
 
 def _fill(plan: Plan, preview: Preview | None) -> dict[str, Any]:
     """How full the rows will be, and how documents lie in them."""
-    from trainer.training.setup.sources import alignment
+    from trainer.tools.summary import alignment
 
     align = alignment(plan, None)
     facts: dict[str, Any] = {"align": align} if align else {}

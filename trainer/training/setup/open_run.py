@@ -45,10 +45,9 @@ from trainer.training.setup.parts import (
     make_strategy,
     max_tokens_per_micro,
     model_and_loss,
-    refuse_bypassed_units,
 )
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
-from trainer.training.setup.record import Found, announce, begin_record, open_record, place_run
+from trainer.training.setup.record import Found, begin_record, open_record, place_run
 from trainer.training.signals import StopRequest, as_exception, say_stopping
 from trainer.training.step.core_extensions import LoggedDetails, MixWeights, ModelMetrics, Replicas, mix_events
 from trainer.training.step.schedule import Length, make_schedule
@@ -122,7 +121,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         plan, info, state, position, run_dir, found, data.change, stack, launch.config_path, launch.stdout
     )
     if info.is_main:
-        announce(plan, state, device, run_dir)
+        plan.call("first messages", plan, state, device, run_dir)
     _restore_mix(plan, info, state, run_dir, found)
     cell_model, loss = model_and_loss(state.model, config, device, vocab_size=plan.vocab_size)
     if config.train.compile:  # not earlier: the few tokens of a check would be compiled for, too
@@ -222,7 +221,7 @@ def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Stra
     """The parts of the run that have a state, including the noise scale."""
     with raise_on_all_ranks(world_size=info.world_size):
         state = make_state(plan, info, device, strategy)
-    refuse_bypassed_units(strategy, state.model, device, seq_len=plan.config.data.seq_len)
+    plan.call("shard check", strategy, state.model, device, plan.config.data.seq_len)
     if plan.config.gns.enabled:
         group = dist.group.WORLD if info.world_size > 1 else None
         state.gns = GradientNoiseScale(state.model, ema=plan.config.gns.ema, process_group=group)

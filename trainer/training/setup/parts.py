@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,20 +14,19 @@ from torch import nn
 from trainer.config.rules import check_state_rules
 from trainer.config.schema import ModelTable, RunConfig
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import Strategy, bypassed, shard_units, strategy_for
+from trainer.distributed.strategy import Strategy, shard_units, strategy_for
 from trainer.errors import raise_found
 from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.snapshot import Owners
 from trainer.metrics.tracker import MetricsTracker
-from trainer.model.protocol import ModelOutput, evaluating, extras_of
+from trainer.model.protocol import ModelOutput, extras_of
 from trainer.model.wrappers import (
     Cellwise,
     Headless,
     output_layer,
     recompute_blocks,
     refuse_more_than_a_head,
-    run_few_tokens,
 )
 from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.loss import Loss, Objective
@@ -175,24 +173,3 @@ def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> 
     if isinstance(output, tuple):
         return output
     return ModelOutput(output.logits, output.state, *extras_of(output))
-
-
-def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.device, *, seq_len: int) -> None:
-    """Refuse a sharded model that uses parts of a module without calling it, and so without their parameters.
-
-    Runs a few tokens to find out. Every rank must call it.
-    """
-    if strategy.whole(model) is not None:
-        return
-    try:
-        inspect.signature(model.forward).bind(tokens=None, state=None)
-    except TypeError:  # it takes inputs that only the data have
-        return
-    fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    try:
-        with evaluating(model), torch.no_grad(), fork:
-            run_few_tokens(model, device, seq_len=seq_len)
-    except RuntimeError as error:
-        raise bypassed(error) or error from None
-    finally:
-        strategy.reshard(model)

@@ -10,14 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer.config.load import flatten
-from trainer.config.rules import why_no_noise_scale
 from trainer.config.schema import RunConfig
 from trainer.data.fingerprint import DataChange
 from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
-from trainer.distributed.shards import layout_of
 from trainer.distributed.strategy import num_parameters
 from trainer.errors import UserError
 from trainer.files import is_url
@@ -31,8 +27,7 @@ from trainer.training.checkpointing.restore import Change, changed_settings
 from trainer.training.checkpointing.train_state import Position, TrainState
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
 from trainer.training.setup.plan import Plan, width_of
-from trainer.training.setup.sources import alignment
-from trainer.wording import counted, printable
+from trainer.wording import printable
 
 logger = get_logger(__name__)
 Found = tuple[Path, dict[str, Any]]
@@ -219,26 +214,3 @@ def make_sinks(
         settings = flatten(config.model_dump(mode="json"))
         sinks.append(in_background(TensorboardSink(run_dir.path / "tensorboard", settings), "tensorboard"))
     return sinks
-
-
-def announce(plan: Plan, state: TrainState, device: torch.device, run_dir: RunDir) -> None:
-    """Log model, machine, precision and run directory, and how the ranks share the model."""
-    facts, model = plan.facts, state.model
-    ranks, precision = counted(facts.world_size, "rank"), plan.config.train.precision
-    text = f"{num_parameters(model):,} parameters, {ranks} on {device} in {precision}"
-    if facts.tokens_per_step:
-        text += f", up to {facts.tokens_per_step:,} tokens per step"
-    text += f", run directory {run_dir.path}"
-    implementation = getattr(model, "implementation", None)
-    if implementation is not None:
-        text += f"; {implementation(device, precision)}"
-    logger.info("%s: %s", plan.config.run.name, text)
-    align = alignment(plan, model)
-    if align:
-        logger.info("full rows, align = %s", align)
-    if facts.world_size > 1:
-        held = str(layout_of(model.parameters()) or "each rank holds the whole model")
-        logger.info("%s: %s", plan.config.distributed.strategy, held)
-    reason = why_no_noise_scale(plan.config, facts.world_size)
-    if plan.config.gns.enabled and reason is not None:
-        logger.info("the gradient noise scale is not measured: %s", reason)

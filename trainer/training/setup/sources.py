@@ -252,19 +252,6 @@ def runs_on(plan: Plan, model: nn.Module | None) -> bool:
     return align == "stream"
 
 
-def alignment(plan: Plan, model: nn.Module | None) -> str:
-    """How documents lie in full rows, and why; empty for other rows. `model`: see `runs_on`."""
-    if not reads_lanes(plan.config):
-        return ""
-    if runs_on(plan, model):
-        return "stream: documents begin within rows, and no position is padded"
-    if plan.config.data.align == "document":
-        return "document: each begins a row, as data.align says"
-    name = type(model or plan.weightless_model()).__name__
-    why = f"since {name} does not declare resets_in_one_pass"
-    return f"document: each begins a row, {why}; with stream no row would be padded"
-
-
 def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> BlendDataset:
     """All sources, mixed by their weights. `model`: see `runs_on`."""
     blended = []
