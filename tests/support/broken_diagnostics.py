@@ -71,6 +71,7 @@ SHOWN = (
     "trainer.training.run_dir.RunDir.keep_status",
     "trainer.training.step.details",
     "trainer.training.step.core_extensions",
+    "trainer.tools.mix_weights.MixWeights",
     "trainer.data.pool.ActivePool.snapshot",
 )
 DRAINS = ("drain_metrics", "drain_step_metrics")

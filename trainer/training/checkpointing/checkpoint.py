@@ -131,10 +131,8 @@ def verify(path: Path) -> dict[str, Any]:
     """
     files = _listed_files(path)
     for name, expected in files.items():
-        try:
+        with _reading(path / name):
             found = _fingerprint(path / name)
-        except OSError as error:
-            raise CheckpointError(f"{path / name}: {error.strerror}") from None
         if found != expected:
             problem = f"is damaged (its size or hash is not what {MARKER} says)"
             raise CheckpointError(f"{path / name}: {problem}")
@@ -164,12 +162,8 @@ def read_state(path: Path) -> dict[str, Any]:
     files = _listed_files(path)
     if STATE_FILE not in files:
         raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")
-    try:
+    with _reading(path / STATE_FILE):
         state = read_json(path / STATE_FILE)
-    except OSError as error:
-        raise CheckpointError(f"{path / STATE_FILE}: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path / STATE_FILE}: is damaged: {error}") from None
     try:
         _SavedState.model_validate(state)
     except ValidationError as error:
@@ -178,6 +172,17 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}") from None
     _refuse_renamed(path.resolve(), state["step"], path / STATE_FILE)
     return {**state, "config": as_trained(without_removed(state["config"]))}
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Around reading a file: a failure is a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is damaged: {error}") from None
 
 
 def _refuse_renamed(directory: Path, step: int, where: Path | str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +22,9 @@ from trainer.data.fingerprint import (
     has_contents,
     keep_contents,
     mark_files,
-    moved,
     stream_files,
 )
-from trainer.data.layout import refuse_empty_files, renamed
+from trainer.data.layout import refuse_empty_files
 from trainer.distributed.env import RankInfo, gather_from_ranks, raise_on_all_ranks
 from trainer.errors import UserError
 from trainer.import_path import users_code
@@ -267,7 +266,8 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
     marked = _by_source(by_file, sources, before)
     if before is None:
         return DataCheck(plan, Fingerprint(blocks, tokenizer, marked))
-    plan = _with_former_names(plan, before, marked)
+    # Gives files that moved the names of the checkpoint, under which they have not changed.
+    plan = plan.call("moved files", plan, before, marked) or plan
     now = Fingerprint(blocks, tokenizer, marked)
     if not policy.compares:
         return DataCheck(plan, now, before)
@@ -296,24 +296,6 @@ def _by_source(
             if before is not None:
                 marked[name] = dict(before.sources.get(name, {}))
     return marked
-
-
-def _with_former_names(plan: Plan, before: Fingerprint, marked: dict[str, dict[str, str]]) -> Plan:
-    """Give files of `paths` that moved, or are spelled otherwise, the checkpoint's names, also in `marked`."""
-
-    def kept(source: Source, prefix: str = "") -> Source:
-        key, names = prefix + source.name, {}
-        if source.table.paths is not None:
-            names = moved(before.sources.get(key, {}), marked[key])
-        if not names:
-            return source
-        files = counted(len(names), "file")
-        logger.info("source %s: %s moved, by their fingerprints the checkpoint's", key, files)
-        marked[key] = dict(sorted((names.get(name, name), mark) for name, mark in marked[key].items()))
-        return replace(source, streams=renamed(source.streams, names))
-
-    sources = [kept(source) for source in plan.sources]
-    return replace(plan, sources=sources, eval_sources=[kept(source, EVAL) for source in plan.eval_sources])
 
 
 def _refusal(change: DataChange) -> UserError:

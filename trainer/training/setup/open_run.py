@@ -17,7 +17,7 @@ from torch import nn
 from trainer.data.batch import accepted_inputs
 from trainer.data.fingerprint import FINGERPRINT_KEY
 from trainer.data.loader import Loader, Reading
-from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
+from trainer.distributed.env import RankInfo, raise_on_all_ranks
 from trainer.distributed.strategy import Strategy, compile_blocks
 from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
@@ -47,9 +47,9 @@ from trainer.training.setup.parts import (
     model_and_loss,
 )
 from trainer.training.setup.plan import Plan, begin_from_weights, make_auxiliary
-from trainer.training.setup.record import Found, begin_record, open_record, place_run
+from trainer.training.setup.record import begin_record, open_record, place_run
 from trainer.training.signals import StopRequest, as_exception, say_stopping
-from trainer.training.step.core_extensions import LoggedDetails, MixWeights, ModelMetrics, Replicas, mix_events
+from trainer.training.step.core_extensions import LoggedDetails, ModelMetrics, Replicas
 from trainer.training.step.schedule import Length, make_schedule
 from trainer.training.step.step import TrainStep
 from trainer.wording import error_text, short_repr
@@ -122,7 +122,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     )
     if info.is_main:
         plan.call("first messages", plan, state, device, run_dir)
-    _restore_mix(plan, info, state, run_dir, found)
+    plan.call("mixing weights", plan, info, state, run_dir, found)
     cell_model, loss = model_and_loss(state.model, config, device, vocab_size=plan.vocab_size)
     if config.train.compile:  # not earlier: the few tokens of a check would be compiled for, too
         logger.info("blocks are compiled in the first step, which takes some seconds more")
@@ -259,17 +259,6 @@ def _start_reading(
     return Reading(loaders, position.data_states, info=info, device=device, is_resumed=position.step > 0)
 
 
-def _restore_mix(plan: Plan, info: RankInfo, state: TrainState, run_dir: RunDir, found: Found | None) -> None:
-    """Continue with the weights that `train mix` has set, before anything is read."""
-    if len(plan.sources) == 1:
-        return
-    lines = mix_events(run_dir.events) if info.is_main else []
-    saved = found is not None and found[1].get("extensions", {}).get("mix")
-    # The events are rank 0's, but all ranks must change their weights.
-    if from_main_rank(bool(saved or lines), world_size=info.world_size):
-        plan.parts.need("mix changes", "checkpoint.resume")(plan, info, state, found, lines)
-
-
 def _make_train_step(
     plan: Plan,
     info: RankInfo,
@@ -337,7 +326,8 @@ def _asked_extensions(run: Run) -> Iterator[tuple[str, str]]:
     """The extensions beyond the core that are on, each with the key that asks for it."""
     config, is_main, probe_every = run.config, run.info.is_main, run.config.ledger.probe_every
     is_probed = probe_every and (run.length.is_in_tokens or probe_every <= run.length.total)
-    asked = {
+    asked: dict[str, tuple[Any, str]] = {
+        "mix": (len(run.plan.sources) > 1, ""),
         "carry probe": (run.state.ledgers and is_probed, "ledger.probe_every"),
         "gns components": (run.gns is not None and config.gns.components_every, "gns.components_every"),
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
@@ -364,8 +354,6 @@ def _load_extensions(run: Run, auxiliary: Auxiliary) -> dict[str, Extension]:
         found["model metrics"] = ModelMetrics(run, auxiliary.metric_keys)
     if run.info.world_size > 1 and run.plan.layout is None and config.metrics.digests != "off":
         found["replicas"] = Replicas(run)
-    if len(run.plan.sources) > 1:
-        found["mix"] = MixWeights(run)
     with raise_on_all_ranks(world_size=run.info.world_size):
         for name, key in _asked_extensions(run):
             make = run.plan.part(name, key)
