@@ -32,9 +32,9 @@ class CorruptedError(Exception):
 
 
 def agreed_operations(run: Run) -> Operations:
-    """How metrics combine over ranks, the same on each; warns once if ranks disagree. Every rank must call it.
+    """How metrics combine over ranks, the same on each; warns if ranks disagree. Collective.
 
-    A rank that does not know a metric adds nothing to it; of two rows of the catalog the lower rank's counts.
+    A rank without a metric adds nothing to it; of two rows of the catalog the lower rank's counts.
     """
     keys = [*HOST_KEYS, *run.state.dataset.metric_keys, *run.extensions.metric_keys]
     keys += [key for *_, reporter in run.state.reporters for key in reporter.metric_keys]
@@ -207,10 +207,7 @@ def interruptible(run: Run) -> Iterator[None]:
 def end_step(
     run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Operations, *, is_logged: bool, drains: bool = True
 ) -> None:
-    """Pass the step to the tracker; on a logged one with the metrics of all ranks, reduced in one collective.
-
-    Without `drains`, only the host's metrics are reported.
-    """
+    """Pass the step to the tracker, if logged with the metrics of all ranks; by default all drained."""
     step, extra = taken.step, {}
     if is_logged:
         run.watchdog.at("logging", step)
@@ -305,7 +302,7 @@ def evaluate(run: Run) -> bool:
 
 
 def reject(run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Operations) -> None:
-    """Record the batches of a step whose loss or gradient is not finite, and continue or raise, on all ranks alike.
+    """Record the batches of a step that is not finite, and continue or raise, on all ranks alike.
 
     Raises:
         NonFiniteError: the policy is to stop, or too many steps in a row were skipped.
@@ -321,8 +318,8 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Oper
     # fp16 overflows regularly, until the loss scale fits.
     if table.on_non_finite == "stop" and table.precision != "fp16":
         run.extensions.exchange()
-        # The last row of the record. Unless the step is a logged one, the next is in flight and its groups are counted
-        # in the ledger already, so that the row holds only the host's metrics.
+        # The last row of the record. Unless the step is a logged one, the next is in flight and its
+        # groups are counted in the ledger already, so that the row holds only the host's metrics.
         end_step(run, taken, outcome, operations, is_logged=True, drains=logs(run, taken.step))
         fix = 'train.on_non_finite = "skip" would continue'
         raise NonFiniteError(f"{what}; see its rows: {command}; {fix}")

@@ -1,4 +1,4 @@
-"""Evaluation on documents that are not trained on, with its own ledger; it never changes training."""
+"""Evaluation on documents that are not trained on. It never changes training."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class EvalSet(NamedTuple):
     name: str
     """The name of an `[[eval.source]]`; empty: the held-out documents."""
     batches: Callable[[frozenset[str] | None], Iterator[MicroBatch]]
-    """Makes an iterator of this rank's micro-batches for a model that takes such inputs (None: any), always the same
-    ones. Another rank may have more."""
+    """Makes an iterator of this rank's micro-batches for a model that takes such inputs (None:
+    any), always the same ones. Another rank may have more."""
     filler: MicroBatch
     """A masked micro-batch, which a rank runs while others still have some."""
     read: str = "all documents"
@@ -65,7 +65,7 @@ class EvalSet(NamedTuple):
 
 
 def rows_of(output: Any, rows: slice) -> ModelOutput:
-    """The logits and losses of some rows; a loss [] covers all of them. Metrics cannot be weighted."""
+    """The logits and losses of some rows; a loss [] covers all. Metrics cannot be weighted."""
     losses, _ = extras_of(output)
     own = dict(losses or {})
     for name, value in own.items():
@@ -94,7 +94,7 @@ class Evaluator:
     details: StepDetails
     """Collects the sums."""
     guard: BestEffort
-    """Guards `details`: a failure on any rank ends the evaluations on all ranks, but not the run."""
+    """Guards `details`: a failure on any rank ends the evaluations on all, but not the run."""
     autocast: Callable[[], AbstractContextManager[None]]
     """The precision's context."""
     strategy: Strategy = field(default_factory=Strategy)
@@ -106,13 +106,13 @@ class Evaluator:
     def run(self, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """Evaluate; the same numbers on every rank, by catalog key.
 
-        Numbers of held-out documents are missing if no rank had one. Nothing is returned once the details have failed on
-        any rank: the sums would cover only part of the documents.
+        Numbers of held-out documents are missing if no rank had one. Nothing is returned once the
+        details have failed on any rank: the sums would cover only part of the documents.
 
         Args:
             step: the last step, for a custom task.
-            should_stop: each rank asks between micro-batches. The ranks agree at the end of a set, or in lockstep after
-                each micro-batch; if any wants to stop, the result is None on all.
+            should_stop: asked between micro-batches. If it is true on any rank, all return None, at
+                the latest at the end of a set.
         """
         found: dict[str, float] = {}
         with evaluating(self.model):
@@ -138,7 +138,7 @@ class Evaluator:
         for rider in each.riders:
             rider.begin(self)
         for number, micro in enumerate(chain(each.batches(self.accepted), repeat(each.filler)), start=1):
-            # Under FSDP all ranks run equally many forwards: those without work continue with fillers.
+            # Under FSDP all ranks run equally many forwards: those without work run fillers.
             vote = 2 if should_stop() else int(not micro.is_filler)
             if self.strategy.most(vote) != 1:
                 break
@@ -173,7 +173,8 @@ class Evaluator:
                 own = output
                 if each.sample is not None:
                     own = rows_of(output, rows)
-                result = self.auxiliary(self.objective(own.logits, part.targets, meta=micro.located), own, part)
+                result = self.objective(own.logits, part.targets, meta=micro.located)
+                result = self.auxiliary(result, own, part)
                 results.append((rows, result))
                 self.guard.run(self.details.add, part, result, weight)
             for rider in each.riders:
@@ -207,7 +208,7 @@ def _named(name: str, reduced: dict[str, float], found: dict[str, float]) -> dic
 
 
 def _weighted_parts(each: EvalSet, micro: MicroBatch) -> Iterator[tuple[slice, MicroBatch, float]]:
-    """The rows of a micro-batch and their weight: all at once, or the drawn documents one by one."""
+    """The rows of a micro-batch and their weight: all, or the drawn documents one by one."""
     if each.sample is None:
         return iter([(slice(None), micro, 1.0)])
     parts: Iterator[tuple[slice, MicroBatch, float]] = each.sample.parts(micro)

@@ -1,4 +1,4 @@
-"""Extensions of a run: an `Extension` is called at named moments of the loop, each call behind one guard.
+"""Extensions of a run: called at named moments of the loop, each call behind a guard.
 
     class RouterBalance(Extension):
         metric_keys = ("moe/balance",)
@@ -6,12 +6,13 @@
         def micro_done(self, micro, result):
             self.run.record("moe/balance", self.run.model.balance_loss)
 
-`[[extension]] target = "my_package.my_module:RouterBalance"` in the config adds it to a run. A moment that no extension
-overrides costs the loop a look at an empty list. An extension that fails is off from then on, with one warning and an
-event; the run continues without it.
+`[[extension]] target = "my_package.my_module:RouterBalance"` in the config adds it to a run. A
+moment that no extension overrides costs the loop a look at an empty list. An extension that fails
+is off from then on, with one warning and an event; the run continues without it.
 
-An extension must not communicate by itself: if it failed on one rank, the others would wait for it. The return value of
-`updated` is summed over ranks for `summed`; anything else goes through `to_exchange`.
+An extension must not communicate by itself: if it failed on one rank, the others would wait for it.
+The return value of `updated` is summed over ranks for `summed`; anything else goes through
+`to_exchange`.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ if TYPE_CHECKING:
 
 
 class Extension:
-    """Measures or shows something of a run. Override the moments it needs; all of them are called on every rank.
+    """Measures or shows something of a run. Override the moments it needs; all ranks call them.
 
     Args:
-        run: `record(name, value)`, `event(mapping)`, `model`, `config`, `info` and the run's other parts.
+        run: `record(name, value)`, `event(mapping)`, `model`, `config`, `info` and other parts.
         args: `args` of its `[[extension]]`.
 
     Attributes, of which those about sums and steps must be the same on all ranks:
         metric_keys: the names of all metrics that it reports.
         num_sums: how many numbers `updated` returns; 0: it sums nothing over ranks.
-        every_step: measure all steps, not only logged ones. A step that it measures calls the moments from `window_read`
-            to `summed`.
+        every_step: measure all steps, not only logged ones. A step that it measures calls the
+            moments from `window_read` to `summed`.
         measure_every: measure only steps that are multiples of this.
-        boundary_every: every so many steps the next step waits for `at_boundary`; 0: only logged ones.
-        keeps: the values that the noise scale's hooks keep in measured windows: `pairs`, `by_parameter` or nothing.
+        boundary_every: the next step waits for `at_boundary` so often; 0: after logged ones.
+        keeps: values that the noise scale's hooks keep for it: `pairs`, `by_parameter` or nothing.
     """
 
     metric_keys: Sequence[str] = ()

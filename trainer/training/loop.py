@@ -1,9 +1,10 @@
 """The step loop, from the first step to the last.
 
-A step's numbers are read after the next step is launched, so that the device has work while the host reads. A stop, an
-end of the data and a streak of skipped steps therefore take effect one step later, on all ranks alike. A step that logs,
-evaluates, samples, saves or may let the batch grow is read at once, and so is the one after a timed save became due.
-A single rank that is asked to stop does not read another batch: no other rank has to agree, and data may never come.
+A step's numbers are read after the next step is launched, so that the device has work while the
+host reads. A stop, an end of the data and a streak of skipped steps therefore take effect one step
+later, on all ranks alike. A step that logs, evaluates, samples, saves or may let the batch grow is
+read at once, and so is the one after a timed save became due. A single rank that is asked to stop
+does not read another batch: no other rank has to agree, and data may never come.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def run_loop(run: Run) -> str:
     position, operations = run.position, agreed_operations(run)
     reason: str | None = None
     in_flight: StepInFlight | None = None
-    # A stop requested during startup: the first step may take minutes (compilation), and nothing would be lost yet.
+    # A stop during startup: the first step may take minutes (compilation), and nothing is lost yet.
     is_stopped = any(gather_from_ranks(run.stop.requested, world_size=run.info.world_size))
     if is_stopped or (position.evaluation_is_due and not evaluate(run)):
         reason = stopped_by(run)

@@ -1,4 +1,4 @@
-"""A run on this rank, from plan to end: process group, state, resume, loop. The console program calls `train()`."""
+"""A run on this rank, from plan to end: process group, state, resume, loop."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import traceback
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
@@ -35,24 +36,24 @@ EXIT_FAILED = 1
 
 
 class RunFailed(Exception):
-    """An unexpected error, which is logged. Other ranks may be in a collective: do not wait for them."""
+    """An unexpected error, which is logged. Other ranks may hang in a collective: do not wait."""
 
 
 def train(config: RunConfig, launch: Launch) -> int:
     """Train on this rank, alone or as one of torchrun's.
 
     Returns:
-        0 when the run is done or was stopped with a checkpoint, 1 when it failed or was stopped before its first step.
+        0: the run is done, or stopped with a checkpoint; 1: it failed, or stopped before a step.
 
     Raises:
         UserError: a mistake that a user can fix, on every rank alike.
         UnexpectedExit: user code called `sys.exit` before the first step.
     """
     stop = launch.stop
-    # `after_group` waits for uploads, when no rank waits for this one any more.
-    with ExitStack() as signals, kept_for_payloads() as stdout, exits_as_errors(), ExitStack() as after_group:
+    # `last` waits for uploads, when no rank waits for this one any more.
+    with ExitStack() as stack, kept_for_payloads() as stdout, exits_as_errors(), ExitStack() as last:
         if stop.install():  # a process that lives on after the run gets its signals back
-            signals.callback(stop.uninstall)
+            stack.callback(stop.uninstall)
         launch = replace(launch, stdout=stdout)
         info = rank_info()
         device = pick_device(config.train.device, info, key="train.device")
@@ -64,11 +65,12 @@ def train(config: RunConfig, launch: Launch) -> int:
         plan = tokenized
         # A custom model may do anything while it is built, so it is built only once, later.
         raise_found(plan.unmet_needs(device, counts_model=plan.has_built_in_model))
-        backend, timeout = pick_backend(device), config.distributed.timeout_sec
+        timeout = config.distributed.timeout_sec
+        group = process_group(info, backend=pick_backend(device), timeout_sec=timeout, device=device)
         try:
-            with process_group(info, backend=backend, timeout_sec=timeout, device=device), ExitStack() as of_run:
+            with group, ExitStack() as of_run:
                 try:
-                    run = open_run(plan, launch, info, device, of_run, after_group)
+                    run = open_run(plan, launch, info, device, of_run, last)
                     return 0 if run is None else _run_to_end(run)
                 except UserError:
                     stop.mute()
@@ -109,7 +111,7 @@ def _run_to_end(run: Run) -> int:
         run.watchdog.at("end", run.position.step, may_wait=True)
         state = "stopped" if reason.startswith("stopped") else FINISHED
         run.saver.close()
-        # Stopped before the first step there is no checkpoint, and a script must not take the run for done.
+        # Without a checkpoint, a script must not take a stopped run for done.
         if state == FINISHED or run.saver.last_saved >= 0:
             code = 0
     except (CorruptedError, NonFiniteError, SaveError) as error:
@@ -127,8 +129,9 @@ def _run_to_end(run: Run) -> int:
         raise
     except Exception as error:
         if run.stop.requested and run.position.step == max(run.saver.last_saved, 0):
-            # Nothing is lost. The same Ctrl-C may have ended a compiler that the first step waits for.
-            state, reason = "stopped", f"{stopped_by(run)}; it ended {shorten(error_text(error), 150)}"
+            # Nothing is lost. The same Ctrl-C may have ended a compiler, for which the first step waits.
+            state = "stopped"
+            reason = f"{stopped_by(run)}; it ended {shorten(error_text(error), 150)}"
         else:
             reason = _report_failure(run, error)
         raise RunFailed from error
@@ -140,7 +143,8 @@ def _run_to_end(run: Run) -> int:
             # Before the sinks are closed, which may take time. The record is written at every step.
             run_dir.leave_status(run.info, state, reason=reason, step=run.position.step)
             run.tracker.close()
-            run.diagnostics.best_effort("summary").run(run.plan.call, "summary", run, run_dir, state, reason)
+            summarize = partial(run.plan.call, "summary")
+            run.diagnostics.best_effort("summary").run(summarize, run, run_dir, state, reason)
         for line in run.diagnostics.summary():
             every_rank_logger.warning("%s", line)
     return code

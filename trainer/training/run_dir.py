@@ -98,7 +98,7 @@ class RunDir:
             raise UserError(where, problem, fix) from None
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo, **sizes: int) -> None:
-        """Write config and environment (rank 0). Those of an earlier launch are kept: `config.resolved.1.toml`.
+        """Write config and environment (rank 0), and keep earlier ones: `config.resolved.1.toml`.
 
         Args:
             source: where the config was read from.
@@ -114,7 +114,7 @@ class RunDir:
     def lock(self) -> BinaryIO:
         """Lock the directory until the file is closed or the process ends in any way (rank 0).
 
-        A UserError if another process holds it, or if one of its files is a link, a pipe or the like.
+        A UserError if another process holds it, or if one of its files is a link or a pipe.
         """
         with self._writing():
             # Before anything is written: a link may point out of the directory, and a pipe blocks for ever.
@@ -197,12 +197,11 @@ def _write_kept(path: Path, data: bytes) -> None:
 def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: float | None = None) -> RunDir:
     """The run's directory; rank 0 decides, and tells the others.
 
-    `given` (--run-dir) wins. Otherwise `resume = auto` takes the newest run of this name that has a checkpoint and is not
-    done, and a checkpoint's path the run that it belongs to. Otherwise (also for the URL of a checkpoint, which is
-    downloaded) the run gets a new directory, named by the time.
+    `given` (--run-dir) wins. Otherwise `resume = auto` takes the newest run of this name that has a
+    checkpoint and is not done, and a checkpoint's path the run that it belongs to. Otherwise (also
+    for the URL of a checkpoint, which is downloaded) it is a new one, named by the time.
 
-    Raises:
-        UserError: the directory given holds something else, see `refuse_taken`; or there is no such checkpoint.
+    A UserError if there is no such checkpoint, or if the directory is refused, see `refuse_taken`.
     """
     if given is not None:
         refuse_taken(given, resume)
@@ -225,7 +224,7 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
 
 
 def refuse_taken(given: str, resume: str) -> None:
-    """Refuse a directory that holds a corpus, another program's record, or a run that is not to be resumed.
+    """Refuse a directory with a corpus, another program's record, or a run not to be resumed.
 
     A run that left nothing may be begun anew in its directory.
     """

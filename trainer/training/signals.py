@@ -19,8 +19,8 @@ from trainer.import_path import place_of
 from trainer.metrics.logger import get_logger
 
 logger = get_logger(__name__)
-# A terminal's Ctrl-C reaches every process of the group, and torchrun then sends its own signal: within this time a
-# further signal is the same request.
+# A terminal's Ctrl-C reaches every process of the group, and torchrun then sends its own signal:
+# within this time a further signal is the same request.
 SAME_REQUEST_SEC = 3.0
 # A process that was asked to stop before its watchdog runs is ended after so long without any work.
 GRACE_SEC = 10.0
@@ -40,7 +40,7 @@ class StopRequest:
     """Whether this process was asked to stop. A second request stops it at once.
 
     Args:
-        on_first: called with the signal's name at the first request (in the handler: keep it short).
+        on_first: called with the signal's name at the first request, in the handler.
     """
 
     def __init__(self, on_first: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,7 +79,7 @@ class StopRequest:
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
         for number in STOP_SIGNALS:
-            # nohup has the program ignore SIGHUP, which must stay ignored when the terminal is closed.
+            # After nohup SIGHUP must stay ignored: it comes when the terminal is closed.
             former = signal.getsignal(number)
             if number != signal.SIGHUP or former is not signal.SIG_IGN:
                 self._former[number] = former
@@ -199,7 +199,7 @@ def stop_with_parent(
     end: Callable[[int, str], object] = lambda code, reason: os._exit(code),
     environ: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Call `stop` from a thread when the launcher of this process is gone, and `end` `within_sec` later.
+    """Call `stop` from a thread when this process's launcher is gone, and `end` `within_sec` later.
 
     A process without a launcher (started by a shell, or a scheduler) lives on without its parent.
     """

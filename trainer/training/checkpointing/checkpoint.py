@@ -2,7 +2,7 @@
 
 A checkpoint is a directory `checkpoints/step_00000100/`:
 
-    model_000.safetensors   weights and optimizer: rank 0's, and those of each rank that holds shards
+    model_000.safetensors   weights and optimizer: of rank 0, and of each rank that holds shards
     rank_000.safetensors    every rank: its ledger shard, data cursors, generator
     rank_000.rows           every rank with a ledger: the states, one after another, as in memory
     state.json              step, noise-scale averages, sink state, config, versions
@@ -90,7 +90,7 @@ def discard_staging(checkpoints: Path) -> None:
 
 
 def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
-    """Move checkpoints after `step`, from which the run continues, to `checkpoints/abandoned/` (rank 0).
+    """Move checkpoints after `step`, where the run continues, to `checkpoints/abandoned/` (rank 0).
 
     Otherwise `auto` would later continue from the abandoned branch.
     """
@@ -105,7 +105,7 @@ def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | None = None) -> None:
-    """Delete all but the newest `keep_last` checkpoints, multiples of `keep_every`, and step `spared`."""
+    """Delete all but the newest `keep_last` checkpoints, each `keep_every`-th, and step `spared`."""
     for path in complete_checkpoints(checkpoints)[keep_last:]:
         step = step_of(path)
         if step != spared and (not keep_every or step % keep_every):
@@ -158,7 +158,7 @@ def data_shards(state: Mapping[str, Any]) -> int:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """state.json of a checkpoint, whose hash is not compared. A CheckpointError if it is missing or damaged."""
+    """state.json of a checkpoint, without its hash. A CheckpointError if it is missing or damaged."""
     files = _listed_files(path)
     if STATE_FILE not in files:
         raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")
@@ -204,7 +204,7 @@ def _listed_files(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def parse_marker(marker: bytes, where: Path | str) -> dict[str, dict[str, Any]]:
-    """File name -> `bytes` and `sha256`. A CheckpointError if the marker is damaged or of another version."""
+    """File name -> `bytes` and `sha256`. A CheckpointError if the marker is not readable."""
     files: dict[str, dict[str, Any]] = {}
     try:
         found = parse_json(marker)
@@ -226,7 +226,7 @@ def parse_marker(marker: bytes, where: Path | str) -> dict[str, dict[str, Any]]:
 def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint to continue from (rank 0), with its state; None to start a new run.
 
-    A UserError if the checkpoint that `resume` names is incomplete, or for `auto` all that there are.
+    A UserError if the checkpoint of `resume` is incomplete, or for `auto` all of several.
     """
     if resume == "off":
         return None
@@ -260,7 +260,7 @@ def refuse_absent(path: str) -> None:
 
 
 def named(path: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """state.json of the checkpoint that `--resume` names, by `verify` or, unverified, by `read_state`.
+    """state.json of the checkpoint of `--resume`, by `verify` or, unverified, by `read_state`.
 
     A UserError if the checkpoint is missing or incomplete.
     """
@@ -312,7 +312,7 @@ class _SavedState(_Part):
 
 @contextmanager
 def loading(path: Path, part: str) -> Iterator[None]:
-    """Around loading a part of a checkpoint: whatever its content raises is a UserError that names the part."""
+    """Around loading a part of a checkpoint: any exception becomes a UserError that names it."""
     problem = f"{path}: its {part} cannot be restored"
     with users_code("--resume", problem, "resume from another checkpoint"):
         yield

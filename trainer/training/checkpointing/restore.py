@@ -43,9 +43,9 @@ logger = get_logger(__name__)
 def restore(
     path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState, info: RankInfo, data: DataCheck
 ) -> Position:
-    """Load a checkpoint, with its state.json, into the parts of a run. Returns where the run continues.
+    """Load a checkpoint, with its state.json, into a run. Returns where the run continues.
 
-    A UserError if a file is damaged, or if the checkpoint does not fit the model, the data or the config.
+    A UserError if a file is damaged, or does not fit the model, the data or the config.
     """
     with loading(path, "config"):
         check_config(saved["config"], plan.config)
@@ -116,7 +116,8 @@ def _restore_ledgers(
         for each in state.shards:
             groups = each.dataset.groups_in_flight
             if each.ledger is ledger and groups is not None:
-                owned, room = partial(np.isin, test_elements=groups), 0  # no other will be asked for
+                # No other group will be looked up.
+                owned, room = partial(np.isin, test_elements=groups), 0
         ledger.load_state_dict(shards, owned=owned, room=room)
 
 
@@ -135,39 +136,21 @@ def _is_own_ledger(parts: Mapping[int, Mapping[str, Any]], number: int, ledger: 
     return saved is not None and all(saved[name] == value for name, value in owners._asdict().items())
 
 
-# Changing these changes the shapes of weights, the data, or which tokens the stored states follow; the data set itself
-# refuses what changes its cells.
-BREAKING = (
-    "model.",
-    "data.tokenizer",
-    "data.vocab_size",
-    "data.seq_len",
-    "train.tbptt_cells",
-    "run.seed",
-    "optimizer.name",
-    "optimizer.target",
-    "optimizer.group",
-)
-# The checkpoint has its own weights; trust and contract decide which models are refused, not what they compute.
+# Changing these changes the shapes of weights, the data, or which tokens the stored states follow;
+# the data set itself refuses what changes its cells.
+BREAKING: tuple[str, ...] = ("model.", "data.tokenizer", "data.vocab_size", "data.seq_len", "train.tbptt_cells")
+BREAKING += ("run.seed", "optimizer.name", "optimizer.target", "optimizer.group")
+# The checkpoint has its own weights; trust and contract only refuse models.
 HARMLESS = ("model.weights", "model.trust", "model.contract")
 # These say where and how a run is executed, not what it computes.
-SILENT = (
-    "run.",
-    "metrics.",
-    "sample.",
-    "checkpoint.",
-    "distributed.",
-    "train.device",
-    "ledger.probe_",
-    "data.cache_",
-    *HARMLESS,
-)
+SILENT: tuple[str, ...] = ("run.", "metrics.", "sample.", "checkpoint.", "distributed.", "train.device")
+SILENT += ("ledger.probe_", "data.cache_", *HARMLESS)
 # But this is reported: a model that needs shards may be resumed without them by mistake.
 SAID = ("distributed.strategy",)
 
 
 def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
-    """Compare a run's config with that of its checkpoint, and refuse differences that the saved state does not fit."""
+    """Refuse a config that does not fit the state of the checkpoint, and warn about other changes."""
     changed = changed_settings(saved, {}, config, {})
     breaking = [key for key in changed if key.startswith(BREAKING) and key not in HARMLESS]
     if breaking:
@@ -189,11 +172,11 @@ class Change(NamedTuple):
 def changed_settings(
     saved: Mapping[str, Any], saved_environment: Mapping[str, Any], config: RunConfig, environment: Mapping[str, Any]
 ) -> dict[str, Change]:
-    """The settings and versions that differ from a checkpoint's, by the keys of `recorded_settings`."""
+    """The settings and versions that differ from a checkpoint's, by key."""
     before = recorded_settings(saved, saved_environment)
     now = recorded_settings(config.model_dump(mode="json"), environment)
     chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
-    # A key that the saved config lacks is newer than the checkpoint, which was made with the default.
+    # A key that the saved config lacks is newer than the checkpoint: the default was used.
     unchanged = now.keys() - before.keys() - chosen.keys()
     found = {}
     for key in sorted((before.keys() | now.keys()) - unchanged):
@@ -228,7 +211,7 @@ class DataCheck:
 
 
 def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, policy: DataPolicy) -> DataCheck:
-    """Fingerprint the data files and compare them with a checkpoint's. Collective: each rank reads its share.
+    """Fingerprint the data files and compare them with a checkpoint's. Each rank reads its share.
 
     Args:
         saved: the checkpoint's state.json; None for a run that begins.
@@ -286,7 +269,7 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
 def _by_source(
     by_file: Mapping[tuple[str, str], str], sources: Mapping[str, Source], before: Fingerprint | None
 ) -> dict[str, dict[str, str]]:
-    """The marks of all files by source; if a source is off, the checkpoint's: it may be read again."""
+    """The marks of all files by source; of one that is off, the checkpoint's: it may be read again."""
     marked: dict[str, dict[str, str]] = {name: {} for name in sources}
     for (name, path), mark in by_file.items():
         marked[name][path] = mark

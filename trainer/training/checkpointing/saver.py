@@ -54,7 +54,7 @@ class Saver:
     extensions: Extensions
     device: torch.device
     shared: Mapping[str, Any]
-    """Further values that are the same on all ranks and fit JSON: config, versions, the wandb run."""
+    """Further values, equal on all ranks, that fit JSON: config, versions, the wandb run."""
     on_saving: Callable[[float], None]
     """Called with the seconds that training has waited for a save."""
     last_saved: int = -1
@@ -84,7 +84,7 @@ class Saver:
         return all(write.done() for write in self._writes)
 
     def save(self, position: Position, *, in_background: bool) -> None:
-        """Save the state after the last finished step; every rank must call it. A SaveError is raised on all ranks."""
+        """Save the state after the last finished step. Collective: a SaveError is raised on all ranks."""
         started = time.monotonic()
         self._conclude()
         step = position.step
@@ -125,7 +125,7 @@ class Saver:
         self.on_saving(time.monotonic() - started)
 
     def publish_pending(self) -> None:
-        """Publish the checkpoint of a pending save, if any; as `save`, every rank must call it at the same step."""
+        """Publish the checkpoint of a pending save, if any. Collective, as `save`."""
         started = time.monotonic()
         self._conclude()
         self.on_saving(time.monotonic() - started)
@@ -186,7 +186,7 @@ class Saver:
             files.prune(self.directory, keep_last=table.keep_last, keep_every=table.keep_every)
 
     def _together(self, action: Callable[[], object], needed: int) -> None:
-        """Do `action`, part of a save of `needed` bytes; if it fails on any rank, all ranks raise."""
+        """Do `action`, part of a save of `needed` bytes; if it fails on any rank, all raise."""
         problem = ""
         try:
             action()
@@ -210,7 +210,7 @@ class Saver:
 
 
 class Staging:
-    """A rank's copy of its state while it trains on: one block of host memory, reused for every save.
+    """A copy of a rank's state while it trains on: one block of host memory, reused for every save.
 
     It is pinned if the tensors are a CUDA device's, which copies faster into pinned memory.
     """
@@ -235,7 +235,7 @@ class Staging:
                 rows = {key: each._replace(tensor=self._copy(each.tensor)) for key, each in part.rows.items()}
                 copied[name] = part._replace(rows=rows)
         if self._is_pinned:
-            # The copies are asynchronous: they must be done before the thread writes and the next step trains.
+            # Asynchronous copies must be done before the thread writes and the next step trains.
             torch.cuda.current_stream().synchronize()
         return copied
 

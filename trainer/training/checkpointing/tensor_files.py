@@ -1,8 +1,9 @@
 """Tensors of a checkpoint as safetensors: whole, or as rows of them in the files of several ranks.
 
-The header names each tensor's first row as torch.distributed.checkpoint does (`HuggingFaceStorageWriter` with
-`save_distributed`), so that `HuggingFaceStorageReader` reads the same files. That module itself is not used: it exchanges
-plans between all ranks, which a thread that writes while training continues cannot.
+The header names each tensor's first row as torch.distributed.checkpoint does
+(`HuggingFaceStorageWriter` with `save_distributed`), so that `HuggingFaceStorageReader` reads the
+same files. That module itself is not used: it exchanges plans between all ranks, which a thread
+that writes while training continues cannot.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Rows(NamedTuple):
 def write_tensors(
     path: Path, rows: Mapping[str, Rows], values: Any = None, *, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> None:
-    """Write tensors and JSON values to a file, atomically and synced to disk. An OSError or RuntimeError if it fails.
+    """Write tensors and JSON values to a file, atomically and synced to disk.
 
     Args:
         shapes: of all tensors of which the ranks write rows; None: of `rows`.
@@ -90,7 +91,7 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class TensorFiles:
-    """Tensors that several ranks have written together. Each file is opened when it is first needed.
+    """Tensors that several ranks have written together. Files are opened when they are needed.
 
     Args:
         paths: of all files, the likeliest first. A CheckpointError if the first cannot be read.
@@ -110,7 +111,7 @@ class TensorFiles:
         self.values = first.metadata(_VALUES)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of a tensor (None: to its end), copied out of the files; a scalar as it is.
+        """Rows [start, stop) of a tensor (None: to its end), copied out of the files; or a scalar.
 
         A CheckpointError if the files do not hold them, or if one of them cannot be read.
         """
@@ -165,7 +166,7 @@ class _OpenFile:
             with open_plain(path) as file:
                 name = str(path)
                 if not os.fsencode(path).isascii():
-                    # safetensors refuses a name that is no UTF-8; an open file has a plain one, too.
+                    # safetensors refuses a name that is no UTF-8; an open file has a plain one.
                     name = f"/dev/fd/{file.fileno()}"
                 opened: Any = safetensors.safe_open(name, framework="pt", device="cpu")
             self._file = opened
@@ -185,7 +186,7 @@ class _OpenFile:
             raise CheckpointError(f"{self._path}: cannot be read: its header has no {key}") from None
 
     def rows(self, name: str, start: int, stop: int) -> tuple[int, Tensor] | None:
-        """The file's part of rows [start, stop), with the number of the first; None if it has none."""
+        """The file's part of rows [start, stop), and the number of its first; None: it has none."""
         if name not in self._names:
             return None
         try:
@@ -299,7 +300,7 @@ class TensorPart(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes of the file, or some more."""
         tensors = sum(part.tensor.nbytes for part in self.rows.values())
-        # The header holds name, type, shape and place; its metadata the name with first row, or shape.
+        # The header holds name, type, shape and place, its metadata name and first row or shape.
         entries = sum(2 * len(name) + 160 for name in self.rows)
         entries += sum(len(name) + 24 for name in self.shapes or ())
         return tensors + entries + 2 * len(json.dumps(self.values)) + 512
@@ -316,7 +317,7 @@ Part = TensorPart | StatePart
 
 
 def write_part(path: Path, part: Part) -> None:
-    """Write one file of a checkpoint to disk, not merely to the page cache. See `write_tensors` for errors."""
+    """Write one file of a checkpoint to disk, not only to the page cache; see `write_tensors`."""
     if isinstance(part, TensorPart):
         write_tensors(path, part.rows, part.values, shapes=part.shapes)
         return
@@ -326,7 +327,7 @@ def write_part(path: Path, part: Part) -> None:
 
 
 def read_rank(path: Path, rank: int) -> dict[str, Any]:
-    """The part that a rank wrote; its ledger's states are read when they are used. A CheckpointError if it is damaged."""
+    """The part that a rank wrote. A CheckpointError if it is damaged."""
     files = TensorFiles([path / rank_file(rank)])
     part: dict[str, Any] = unpack(files.values, files.read)
     ledger = part.get("ledger", {})

@@ -67,7 +67,7 @@ class TrainState:
 
     @property
     def reporters(self) -> list[tuple[str, int, Reporter]]:
-        """The parts that collect metrics themselves: name, index of this rank's shard, and the part."""
+        """Parts that collect metrics themselves: name, index of this rank's shard, and the part."""
         first = self.shards[0].number
         found: list[tuple[str, int, Reporter]] = []
         for number, ledger in self.ledgers.items():
@@ -86,7 +86,7 @@ class TrainState:
 
     @property
     def state_layout(self) -> list[list[Any]] | None:
-        """The meaning of the ledger's rows, see `StateLayout`; None if the model's states are rows already."""
+        """The meaning of the ledger's rows, see `StateLayout`; None if states are rows already."""
         layout = getattr(self.model, "state_layout", None)
         return None if layout is None else layout.to_json()
 
@@ -100,19 +100,10 @@ class TrainState:
 SHOWN_LOSSES = 8
 """Steps at the beginning and at the end of a run, whose losses its last lines compare."""
 # Counted on the host, in addition to the data set's metrics: see `Position.unlogged`.
-HOST_KEYS = (
-    "non_finite_steps",
-    "grad_scale",
-    "train/micro_batches",
-    "checkpoint/save_sec",
-    "time/data_sec",
-    "time/forward_backward_sec",
-    "time/optimizer_sec",
-    "time/slowest_rank_sec",
-    "time/fastest_rank_sec",
-    "stream_mixing/masked_share",
-    "data/fill",
-)
+HOST_KEYS: tuple[str, ...] = ("non_finite_steps", "grad_scale", "train/micro_batches", "checkpoint/save_sec")
+HOST_KEYS += ("time/data_sec", "time/forward_backward_sec", "time/optimizer_sec")
+HOST_KEYS += ("time/slowest_rank_sec", "time/fastest_rank_sec")
+HOST_KEYS += ("stream_mixing/masked_share", "data/fill")
 
 
 @dataclass
@@ -154,7 +145,7 @@ class Position:
         return cls(states, [Recorder(leave_out=leave_out) for _ in states], step=step)
 
     def counts(self, index: int) -> dict[str, Any]:
-        """The counts of this rank's shard `index` since the last logged step, which a checkpoint keeps."""
+        """The counts of shard `index` since the last logged step, which a checkpoint keeps."""
         return {"pool": self.unlogged[index].state_dict(), "in_a_row": self.skipped_in_a_row}
 
     def load_counts(self, index: int, saved: Mapping[str, Any]) -> None:
@@ -206,7 +197,8 @@ def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
     problems = _misfits(own, shared, saved)
     if problems:
         problem = f"the checkpoint holds another model: {few(problems)}"
-        raise UserError("--resume", problem, "resume with the [model] and the release it was trained with")
+        fix = "resume with the [model] and the release it was trained with"
+        raise UserError("--resume", problem, fix)
     given: dict[str, Any] = {}
     for name, value in own.items():
         if name in shared:

@@ -31,7 +31,7 @@ from trainer.wording import few
 
 logger = get_logger(__name__)
 SHARE = 0.15
-"""Cells that an evaluation may run by default, over those that a rank trains on between two evaluations.
+"""Cells that an evaluation may run by default, over those that a rank trains on between two.
 
 A forward is a third of a step's work: about 5 % of the time on one rank, less on several."""
 ALL = 2**62
@@ -39,7 +39,7 @@ ALL = 2**62
 
 
 def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bool = True) -> list[EvalSet]:
-    """The held-out documents, and each `[[eval.source]]`; empty without evaluations. A UserError if a set is empty.
+    """The held-out documents, and each `[[eval.source]]`. A UserError if a set has no document.
 
     `eval.depth` costs nothing if the model does not `has_state`.
     """
@@ -130,7 +130,7 @@ def make_evaluator(
     *,
     strategy: Strategy,
 ) -> Evaluator:
-    """The evaluator of a run. A custom task gets `model`; rows run through `cell_model`, which may lack the output layer."""
+    """The evaluator of a run. A custom task gets `model`; rows run through `cell_model`."""
     table, task = plan.config.eval, None
     if auxiliary.metric_keys and any(each.sample is not None and not each.name for each in sets):
         text = "held-out documents: the model's own metrics (%s) are left out: "

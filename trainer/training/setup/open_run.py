@@ -77,11 +77,11 @@ class Launch:
 def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     plan: Plan, launch: Launch, info: RankInfo, device: torch.device, stack: ExitStack, after_group: ExitStack
 ) -> Run | None:
-    """Make the run, ready for its first step; None if its last step is done. Collective: raises on all ranks alike.
+    """Make the run, ready for its first step; None if its last one is done. Collective.
 
     Args:
         stack: closes the parts that are opened here.
-        after_group: closed after the process group: waits for uploads when no rank waits for this one.
+        after_group: closed after the process group: waits for uploads, while no rank waits.
     """
     run_dir, found, claimed = place_run(plan, launch.run_dir, info, stack)
     saved = None if found is None else found[1]
@@ -298,7 +298,6 @@ def _make_train_step(
 
 
 def _make_growth(plan: Plan, info: RankInfo, state: TrainState) -> Any:
-    """Decides on the micro-batches of a step; None: all steps have equally many."""
     table = plan.config.micro_batches
     if table.is_constant:
         return None
@@ -396,7 +395,7 @@ def _check_contract(
 ) -> dict[str, Any] | None:
     """Check a custom model against its contract (rank 0). Returns the event of it, if any.
 
-    Also on a resume, since its code may have changed. A `model` of None is in shards: another one is built.
+    Also on a resume, since its code may have changed. If the model is in shards, another is built.
     """
     contract: dict[str, Any] | None = None
     with raise_on_all_ranks(world_size=info.world_size):

@@ -42,7 +42,7 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strategy | None = None) -> TrainState:
     """Everything that has a state on this rank, before the first step and without the noise scale.
 
-    Without a `strategy`, every rank has all of the parameters. A UserError if a custom part cannot be used.
+    Without a `strategy`, every rank has all parameters. A UserError if a custom part is unusable.
     """
     config = plan.config
     torch.manual_seed(config.run.seed)  # the same weights on every rank
@@ -70,7 +70,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
 
 
 def make_model(plan: Plan, table: ModelTable | None = None) -> nn.Module:
-    """The model of a plan, or of another table, as `[train]` runs it. A UserError if its blocks are not known."""
+    """The model of a plan, or of another table, as `[train]` runs it."""
     config = plan.config
     model = build_model(table or config.model, plan.vocab_size, seq_len=config.data.seq_len, parts=plan.parts)
     if config.train.activation_checkpointing == "block":
@@ -108,10 +108,10 @@ def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Call
 def model_and_loss(
     model: nn.Module, config: RunConfig, device: torch.device | None, *, vocab_size: int = 0
 ) -> tuple[nn.Module, Loss]:
-    """The model as it runs a row, and the loss of its output: with `chunk_tokens`, the loss computes the logits.
+    """The model as it runs a row, and its loss, which computes the logits with `chunk_tokens`.
 
-    A UserError if a custom loss cannot be made, or if the model does more to its logits than an output layer: with
-    `chunk_tokens`, this is tried on the `device`, unless it is None.
+    A UserError if a custom loss cannot be made, or if the model does more to its logits than an
+    output layer: with `chunk_tokens`, this is tried on the `device`, unless it is None.
     """
     table, own, key = config.objective, None, "objective.target"
     if table.target is not None:
@@ -137,7 +137,7 @@ def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], Ab
 
 
 def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
-    """The model as the training step calls it, cell by cell with `tbptt_cells`. Other parts use the model itself."""
+    """The model as the training step calls it, cell by cell with `tbptt_cells`."""
     cells = config.train.tbptt_cells
     if cells == 1:
         return model
@@ -157,7 +157,7 @@ def make_strategy(config: RunConfig, info: RankInfo, device: torch.device) -> St
 
 
 def prepared_units(model: nn.Module, config: RunConfig) -> Sequence[nn.Module]:
-    """Prepare a model, whose blocks must be known, for sharding. Returns the modules that are gathered one at a time."""
+    """Prepare a model for sharding. Returns the modules that are gathered one at a time."""
     units = shard_units(model)
     if config.objective.chunk_tokens:  # the loss uses the output layer after the model's forward
         units = [unit for unit in units if unit is not output_layer(model)]
@@ -169,7 +169,7 @@ def prepared_units(model: nn.Module, config: RunConfig) -> Sequence[nn.Module]:
 
 
 def _with_known_fields(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """FSDP finds tensors only in tuples, lists and dicts; a model may return any object with the fields."""
+    """FSDP finds tensors only in tuples, lists and dicts; a model may return any object."""
     if isinstance(output, tuple):
         return output
     return ModelOutput(output.logits, output.state, *extras_of(output))

@@ -1,4 +1,4 @@
-"""The plan of a run, made before the process group starts: sources, tokenizer, vocabulary, rules."""
+"""The plan of a run, before the process group starts: sources, tokenizer, vocabulary, rules."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Plan:
     """The parts that a run may have beyond the core."""
 
     def part(self, name: str, key: str = "") -> Any:
-        """One of `parts`, or None. A UserError if it is missing and its `key` is not at the default."""
+        """One of `parts`, or None. A UserError if it is missing and its `key` is set."""
         if key:  # by its value, since a config.resolved.toml sets every key
             table, _, field = key.partition(".")
             settings = getattr(self.config, table)
@@ -116,7 +116,7 @@ class Plan:
         return self._model_size[0]
 
     def state_width(self) -> int:
-        """Numbers in a group's recurrent state; 0: none. A UserError if a setting needs another state."""
+        """Numbers in a group's recurrent state; 0: none. A UserError if it breaks a rule."""
         return self._model_size[1]
 
     @cached_property
@@ -129,7 +129,7 @@ class Plan:
     def unmet_needs(
         self, device: torch.device, *, model: nn.Module | None = None, counts_model: bool = True
     ) -> list[UserError]:
-        """The needs of the run that this machine does not meet. Without a `model` it is built, if `counts_model`."""
+        """The needs that this machine does not meet; without `model` it is built, if `counts_model`."""
         numbers, width = 0, 0
         if model is not None:
             numbers, width = size_of(model)
@@ -180,7 +180,7 @@ def _with_capacity(config: RunConfig) -> RunConfig:
 def make_plan(
     config: RunConfig, config_path: Path, world_size: int, *, parts: Parts = NO_PARTS, logs_doubts: bool = True
 ) -> Plan:
-    """Check the config as far as possible without a process group, and warn about settings that cannot be meant.
+    """Check the config without a process group, and warn about settings that cannot be meant.
 
     Args:
         parts: see `Plan`.
@@ -200,7 +200,7 @@ def make_plan(
     find_doubts = parts.find("doubts")
     if find_doubts is not None:
         doubted = find_doubts(config, facts.tokens_in_run, sources, eval_sources)
-    # User code is imported from here on, and may change the directory: paths are relative to `here`.
+    # User code is imported from here on, and may change the directory: hence `here`.
     check_reading(sources, eval_sources, tokenizer, config.data.eod)
     resolve_builder(config.model, parts)
     make_schedule(config, Length.of(config, facts.tokens_per_micro))
@@ -233,7 +233,7 @@ def _check_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def _for_this_device(config: RunConfig) -> RunConfig:
-    """The config with a decision for `train.precision` and `train.compile` where they are "auto"."""
+    """The config with `train.precision` and `train.compile` decided where they are "auto"."""
     is_cuda = config.train.device != "cpu" and torch.cuda.is_available()
     update: dict[str, Any] = {}
     if config.train.precision == "auto":
@@ -247,7 +247,7 @@ def _for_this_device(config: RunConfig) -> RunConfig:
 
 
 def begin_from_weights(plan: Plan, model: nn.Module) -> None:
-    """Load `[model] weights`, if any, into the model of a run that begins. A UserError if they do not fit."""
+    """Load `[model] weights`, if any, into a new model. A UserError if they do not fit."""
     path = plan.config.model.weights
     if path is None:
         return
@@ -283,7 +283,7 @@ def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
 def build_model(
     table: ModelTable, vocab_size: int, *, seq_len: int | None = None, parts: Parts = NO_PARTS
 ) -> nn.Module:
-    """The model of `[model]`. A UserError if its target fails, or returns no module that can be trained.
+    """The model of `[model]`. A UserError if its target fails, or returns no trainable module.
 
     Args:
         seq_len: tokens of a cell; a model without `state_width` may take rows of no other length.
@@ -323,14 +323,14 @@ def build_model(
 
 
 def own_loss(target: str, args: Mapping[str, Any], key: str, **given: Any) -> Callable[..., Any]:
-    """A custom function with its arguments. A UserError if it is missing, or does not take `given` too."""
+    """A custom function with its arguments. A UserError if it does not take `given` too."""
     function = resolve_target(target, key)
     refuse_arguments(function, target, {**given, **args}, key=key)
     return partial(function, **args)
 
 
 def make_auxiliary(table: ObjectiveTable, model: nn.Module) -> Auxiliary:
-    """The losses and metrics of a model's output, and those of `[objective.losses]`, whose names must exist and be free."""
+    """The losses and metrics of a model's output, and `[objective.losses]`. A UserError for wrong names."""
     declared, losses = declared_losses(model), table.losses
     own = [name for name, each in losses.items() if each.target is not None]
     built_in = {*COMPONENTS, *table.components}
@@ -367,7 +367,7 @@ def family_of(table: ModelTable) -> Family:
 
 
 def resolve_builder(table: ModelTable, parts: Parts) -> tuple[str, str, Any, Mapping[str, Any]]:
-    """The model's builder, if it exists: (config key, name in messages, function, arguments of its own)."""
+    """The model's builder: config key, name in messages, function, and its own arguments."""
     if table.target is not None:
         return "model.target", table.target, resolve_target(table.target, "model.target"), {}
     family, key = family_of(table), "model.family"

@@ -125,8 +125,7 @@ def open_record(
 ) -> tuple[EventWriter | None, str | None]:
     """Open events.jsonl, sinks and status.json on rank 0. Every rank must call it.
 
-    `data` are the accepted differences from the checkpoint's. Returns the writer of events and the id of the run in wandb,
-    None on other ranks.
+    Returns the writer of events and the id of the run in wandb, None on other ranks.
     """
     diagnostics, events, wandb_run_id = state.tracker.diagnostics, None, None
     with raise_on_all_ranks(world_size=info.world_size):
@@ -181,7 +180,7 @@ def _changed(plan: Plan, info: RankInfo, found: Found, data: DataChange) -> dict
 def make_sinks(
     config: RunConfig, run_dir: RunDir, stdout: Output, wandb_run_id: str | None, diagnostics: Diagnostics
 ) -> list[Sink]:
-    """The sinks of a run. Each has a thread, except the record and those that write to a terminal."""
+    """The sinks of a run. All but the record and a terminal's have a thread."""
 
     def in_background(sink: Sink, name: str, close_sec: float = 5.0) -> Sink:
         return BackgroundSink(sink, name=name, guard=diagnostics.best_effort(name), close_sec=close_sec)

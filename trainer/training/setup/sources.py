@@ -1,4 +1,4 @@
-"""The sources of the blend, resolved before the process group starts, and the data sets that read them."""
+"""The sources of the blend, resolved before the process group starts, and their data sets."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Source:
 def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts: Parts = NO_PARTS) -> list[Source]:
     """Every leaf source, with its weight and streams.
 
-    A UserError if an included file is wrong, a source has no streams, or all weights are zero at some time of the run.
+    A UserError if an included file is wrong, a source has no streams, or all weights are zero.
     """
     stores, including = partial(_stores, config.data, parts), (config_path.resolve(),)
     leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including, stores)]
@@ -69,7 +69,7 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts
     _refuse_unknown_steps(config, leaves)
     batches = config.micro_batches
     if not config.train.tokens:
-        # The most that `auto` may reach. In tokens, a run has equally many batches for any step size.
+        # The most that `auto` may reach. In tokens, the number of batches does not depend on it.
         batches = batches.fastest()
     batches = batches.by_steps(micro_tokens)
     num_batches = batches.batches_before(least_steps(config, micro_tokens) + 1)
@@ -86,7 +86,7 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts
 
 
 def resolve_eval_sources(config: RunConfig, parts: Parts = NO_PARTS) -> list[Source]:
-    """The validation sets of `[[eval.source]]`, with their streams. A UserError if a set has none."""
+    """The validation sets of `[[eval.source]]`. A UserError if a set has no streams."""
     found, stores = [], partial(_stores, config.data, parts)
     for each in config.eval.source:
         streams = _streams(each.as_source(), f"eval source {each.name}", stores)
@@ -195,14 +195,14 @@ def _stores(data: DataTable, parts: Parts) -> tuple[Any, Any]:
 def check_reading(
     sources: Sequence[Source], eval_sources: Sequence[Source], tokenizer: Tokenizer, eod: int | None
 ) -> None:
-    """Refuse custom formats that cannot be imported, options that no file heeds, and an `eod` outside the vocabulary."""
+    """Refuse formats that cannot be imported, options without effect, and an `eod` out of range."""
     if eod is not None:
         IdBounds.of("data", tokenizer).check_eod(eod, "data.eod")
     named = [(f"source {source.name}", source) for source in sources]
     named += [(f"eval source {source.name}", source) for source in eval_sources]
     for name, source in named:
         table = source.table
-        given = {"dtype": table.dtype, "eod": table.eod, "text_split": table.text_split, "column": table.column}
+        given = {name: getattr(table, name) for name in ("dtype", "eod", "text_split", "column")}
         if is_import_path(table.format):
             resolve_target(table.format, "format")
         refuse_unheeded(source.streams, table.format, given, source=name)
@@ -224,7 +224,7 @@ def make_dataset(plan: Plan, source: Source, info: RankInfo) -> StreamSource:
 
 
 def make_held_out(plan: Plan, source: Source, info: RankInfo, *, is_whole: bool = False, **options: Any) -> ShardSource:
-    """The held-out documents of a source, or (`is_whole`) all, read once. `options`: of `ShardSource`."""
+    """The held-out documents of a source, or (`is_whole`) all, read once."""
     how = reading(plan, source, is_holdout=True, is_whole=is_whole)
     return ShardSource(source.streams, *how, shard=info.rank, num_shards=info.world_size, **options)
 

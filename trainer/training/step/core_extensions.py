@@ -1,4 +1,4 @@
-"""The core's own extensions: details of logged steps, model metrics, and the comparison of replicas."""
+"""The core's own extensions: details of logged steps, model metrics, comparison of replicas."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ModelMetrics(Extension):
 
 
 def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
-    """[] int64 on the tensors' device: a digest of all bits in this order, which any single bit changes."""
+    """[] int64 on the tensors' device: a digest that any single bit changes."""
     total: Any = 0
     for tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

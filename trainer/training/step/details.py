@@ -1,6 +1,6 @@
-"""Details of a logged step next to its loss: components, accuracy, loss by token type, source and modality.
+"""Details of a logged step: components, accuracy, loss by token type, source and modality.
 
-All are sums and counts on the device, over this rank's micro-batches; on other steps nothing is collected.
+They are sums and counts on the device, over this rank's micro-batches.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class StepDetails:
         components: names of the loss's components.
         token_types: names of the token types; empty: no losses by token type.
         model_metrics: names of the metrics of the model's output.
-        sources, modalities: labels whose losses are reported; a custom data set may have others, which are left out.
-        bytes_of: bytes of text that each token id stands for, integers [V], on the device; None: no bits per byte.
-        diagnostics: guards losses by token type and by label: a failure there costs only that diagnostic.
+        sources, modalities: labels whose losses are reported; others are left out.
+        bytes_of: bytes of text of each token id, [V], on the device; None: no bits per byte.
+        diagnostics: guards losses by token type and by label, so that a failure costs only those.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class StepDetails:
     def _add_token_types(self, micro: MicroBatch, loss: Tensor, is_correct: Tensor) -> None:
         types = micro.extras["token_types"]
         try:
-            # Masked by the targets: a rank without data keeps the types of its last batch, and a custom data set may
-            # type every position.
+            # Masked by the targets: a rank without data keeps the types of its last batch, and a
+            # custom data set may type every position.
             mask = micro.targets != IGNORED
             sums = token_type_sums(loss, is_correct, types, len(self._token_types), mask=mask)
         except TokenTypeMismatch as error:
@@ -114,7 +114,7 @@ class StepDetails:
             self._put(f"token_type/{name}/accuracy", sums.num_correct[index], sums.num_tokens[index])
 
     def _add_labels(self, kind: str, micro: MicroBatch, loss: Tensor) -> None:
-        """Add the losses by label, which belong to rows, or to segments of rows with several documents."""
+        """Add the losses by label of each row, or of each segment of rows with several documents."""
         labels, segments = micro.extras[LABELS[kind]], micro.extras.get("segment_ids")
         names = sorted(set(labels).intersection(self._names[kind]))
         if segments is not None:

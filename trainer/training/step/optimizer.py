@@ -21,8 +21,9 @@ ParameterGroup = dict[str, Any]
 def build_optimizer(model: nn.Module, table: OptimizerTable, parts: Parts = NO_PARTS) -> torch.optim.Optimizer:
     """The optimizer that `[optimizer]` names, for the parameters that are trained.
 
-    Only matrices are decayed, not norms, biases and the decay rates of the recurrence. `parts` contain Muon and custom
-    optimizers. A UserError if a group matches no parameter, or the optimizer is missing or cannot be made.
+    Only matrices are decayed, not norms, biases and the decay rates of the recurrence. `parts`
+    contain Muon and custom optimizers. A UserError if a group matches no parameter, or the
+    optimizer is missing or cannot be made.
     """
     groups = parameter_groups(model, table)
     if table.target is not None:
@@ -121,7 +122,7 @@ def keep_buffers(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Skipping(torch.optim.Optimizer):
-    """An optimizer that does nothing where `found_inf` (float [], on the device) is set, as fused ones.
+    """An optimizer that does nothing where `found_inf` (float [], on the device) is set.
 
     A skipped step is computed and reverted, so that the host never asks the device.
     """

@@ -26,9 +26,10 @@ Schedule = Callable[[int], float]
 class Length:
     """The length of a run, and the unit in which progress is measured: steps or tokens.
 
-    In tokens, a step has reached the tokens through the last but one (without those of skipped steps), plus two full
-    steps: the counts of the last two steps are not known when it is launched. The run thus ends within two steps of
-    `total`, and its end depends neither on which steps are read early nor on where it was resumed.
+    In tokens, a step has reached the tokens through the last but one (without those of skipped
+    steps), plus two full steps: the counts of the last two steps are not known when it is launched.
+    The run thus ends within two steps of `total`, and its end depends neither on which steps are
+    read early nor on where it was resumed.
 
     Args:
         total: steps, or tokens.
@@ -60,7 +61,7 @@ class Length:
 
 
 def make_schedule(config: RunConfig, length: Length) -> Schedule:
-    """The schedule of `[scheduler]`, over a run of this length. A UserError if a custom one fails at a tried step."""
+    """The schedule of `[scheduler]`, over this length. A UserError if a custom one fails."""
     table, steps, peak = config.scheduler, length.total, config.optimizer.lr
     if table.target is None:
         warmup = table.warmup_tokens or length.in_full_steps(table.warmup_steps)
@@ -78,12 +79,13 @@ def make_schedule(config: RunConfig, length: Length) -> Schedule:
 
 
 def lr_at(step: int, *, steps: int, peak: float, table: SchedulerTable) -> float:
-    """Learning rate of optimizer step `step` (1 .. `steps`); with a length in tokens, all three are tokens.
+    """Learning rate of step `step` (1 .. `steps`); with a length in tokens, all three are tokens.
 
-    Warm-up is linear and reaches `peak` at step `warmup_steps`. What follows is a function of
-    t = (step - start) / (steps - start), where start is the end of the warm-up (for wsd, of the stable phase):
-    constant: 1; linear: 1 - t; cosine: (1 + cos(pi t)) / 2 (Loshchilov and Hutter, 2017); wsd: 1, then 1 - t; each
-    scaled to end at `min_lr_ratio` of the peak. A run shorter than its warm-up ends on the ramp.
+    Warm-up is linear and reaches `peak` at step `warmup_steps`. What follows is a function of t =
+    (step - start) / (steps - start), where start is the end of the warm-up (for wsd, of the stable
+    phase): constant: 1; linear: 1 - t; cosine: (1 + cos(pi t)) / 2 (Loshchilov and Hutter, 2017);
+    wsd: 1, then 1 - t; each scaled to end at `min_lr_ratio` of the peak. A run shorter than its
+    warm-up ends on the ramp.
     """
     if step <= table.warmup_steps:
         return peak * step / table.warmup_steps

@@ -1,19 +1,22 @@
-"""One optimizer step: accumulate a window of micro-batches, launch the update, finish when its numbers have arrived.
+"""One optimizer step: accumulate a window of micro-batches, launch the update, finish.
 
-Weights. The loss of a step is the sum of the token losses of all micro-batches of all ranks, divided by their number
-of tokens N, as for one big batch on one rank. The host knows only its own share of N before the window; N itself takes
-a collective. To save that one, each micro-batch is scaled by the same constant kappa, 1 / (the most tokens that a rank's
-window can hold; all ranks have equally many micro-batches). DDP or FSDP averages over the W ranks, and the gradient is
-divided by c = kappa N / W when it is clipped, in the multiplication that clipping needs anyway.
+Weights. The loss of a step is the sum of the token losses of all micro-batches of all ranks,
+divided by their number of tokens N, as for one big batch on one rank. The host knows only its own
+share of N before the window; N itself takes a collective. To save that one, each micro-batch is
+scaled by the same constant kappa, 1 / (the most tokens that a rank's window can hold; all ranks
+have equally many micro-batches). DDP or FSDP averages over the W ranks, and the gradient is divided
+by c = kappa N / W when it is clipped, in the multiplication that clipping needs anyway.
 
-Collectives. Besides those of DDP or FSDP there is one all-reduce per step, of token and loss sums, the votes (stop,
-background save written, save due, exchange wanted, data exhausted), the noise scale's sums and the squared gradient norm,
-of which a rank may hold shards only. A NaN on one rank is a NaN in the sum, so all ranks see it. Extensions that sum over
-ranks share a second all-reduce after the update.
+Collectives. Besides those of DDP or FSDP there is one all-reduce per step, of token and loss sums,
+the votes (stop, background save written, save due, exchange wanted, data exhausted), the noise
+scale's sums and the squared gradient norm, of which a rank may hold shards only. A NaN on one rank
+is a NaN in the sum, so all ranks see it. Extensions that sum over ranks share a second all-reduce
+after the update.
 
-Waiting. `launch` decides on the device whether the optimizer steps, and copies the numbers to the host; `finish` reads
-them. The loop calls `finish` after the next step is launched, so that the device always has work. Nothing has to be
-undone: a bad step changed no weight, and a step without tokens changed nothing.
+Waiting. `launch` decides on the device whether the optimizer steps, and copies the numbers to the
+host; `finish` reads them. The loop calls `finish` after the next step is launched, so that the
+device always has work. Nothing has to be undone: a bad step changed no weight, and a step without
+tokens changed nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from trainer.on_device import HostCopy, scale_gradients, seed_model, step_unless
 from trainer.training.extension import Extensions, Measured
 from trainer.training.step.schedule import set_lr
 
-# Positions in the head of the reduced vector; the noise scale's sums follow, then the squared gradient norm.
+# Positions in the reduced vector; the noise scale's sums follow, then the squared gradient norm.
 TOKENS, LOSS_SUM, STOP, SAVED, SAVE_DUE, EXCHANGE, EXHAUSTED = range(7)
 HEAD = 7
 EXCHANGED = attrgetter("exchange_sec")
@@ -58,8 +61,8 @@ class Launched:
     kappa: float
     """The factor on the sum of token losses in this step's backward."""
     ready_at: float
-    """When this rank reached the backward that reduces the gradient over ranks, by the step's clock, without the time
-    that it had waited in the ledger's exchanges."""
+    """When this rank reached the backward that reduces the gradient over ranks, by the step's
+    clock, without the time that it had waited in the ledger's exchanges."""
     is_window: bool
     """Whether the step is a window of the noise scale's averages."""
     measured: Measured | None = None
@@ -108,8 +111,8 @@ class TrainStep:
     gns: GradientNoiseScale | None
     """Hooks of the noise scale; None if it is off."""
     scaler: torch.amp.GradScaler
-    """Loss scaling for fp16, disabled otherwise. With it, and with an optimizer that does not support `found_inf`,
-    `launch` waits for the device."""
+    """Loss scaling for fp16, disabled otherwise. With it, and with an optimizer that does not
+    support `found_inf`, `launch` waits for the device."""
     max_tokens_per_micro: int
     clip_grad_norm: float
     world_size: int
@@ -119,7 +122,7 @@ class TrainStep:
     shards: Sequence[int] = (0,)
     """The numbers of this rank's data shards, which have equally many micro-batches in a step."""
     seed: int = 0
-    """Seeds dropout and other draws anew for every micro-batch, so that they depend on nothing earlier."""
+    """Seeds dropout and other draws of every micro-batch, so that they depend on nothing earlier."""
     auxiliary: Auxiliary = field(default_factory=Auxiliary)
     """Adds the losses and metrics of the model's output."""
     strategy: Strategy = field(default_factory=Strategy)
@@ -148,7 +151,8 @@ class TrainStep:
         return self.scaler.get_scale() if self.scaler.is_enabled() else None
 
     def accumulate(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool = False) -> None:
-        """Run forward and backward of this rank's micro-batches and store their states. Waits for nothing.
+        """Run forward and backward of this rank's micro-batches and store their states, without
+        waiting.
 
         Args:
             step: global step, for the ledger's clock.
@@ -233,7 +237,8 @@ class TrainStep:
             if auxiliary.is_on or getattr(output, "losses", None) or getattr(output, "metrics", None):
                 result = auxiliary(result, output, micro)
         self._ready_at = time.perf_counter()
-        scaled: Any = self.scaler.scale(result.loss_sum * kappa)  # torch leaves backward without types
+        # torch leaves backward without types.
+        scaled: Any = self.scaler.scale(result.loss_sum * kappa)
         scaled.backward()
         if self.gns is not None:
             row_tokens = (micro.targets != IGNORED).sum(dim=1)  # [B]
@@ -253,7 +258,7 @@ class TrainStep:
         exchange: bool = False,
         exhausted: bool = False,
     ) -> Launched:
-        """Reduce over ranks, scale and clip the gradient, and step the optimizer unless the step is bad.
+        """Reduce over ranks, scale and clip the gradient, and update unless the step is bad.
 
         A UserError if the gradient is not averaged, since a parameter had no part in it.
 
