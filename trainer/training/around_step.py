@@ -36,6 +36,7 @@ def agreed_operations(run: Run) -> Operations:
 
     A rank without a metric adds nothing to it; of two rows of the catalog the lower rank's counts.
     """
+    # The names of all metrics that may come, so that every vector has the same length.
     keys = [*HOST_KEYS, *run.state.dataset.metric_keys, *run.extensions.metric_keys]
     keys += [key for *_, reporter in run.state.reporters for key in reporter.metric_keys]
     by_rank = gather_from_ranks(rank_operations(keys), world_size=run.info.world_size)
@@ -90,6 +91,7 @@ def next_step(run: Run, step: int, previous: StepInFlight | None) -> NextStep:
     else:
         since = position.micro_batches_since
         num_micros, change = growth.of_step(step, before=before, changed_at=since, tokens_before=tokens_before)
+        # Before the first step nothing is known: as if it had the same size.
         lr_factor, before = growth.lr_factor(num_micros), before or num_micros
     reached = step
     if length.micro_tokens:
@@ -129,12 +131,13 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
     num_micros = len(taken.window) // num_shards
     if num_micros != position.micro_batches:
         position.micro_batches, position.micro_batches_since = num_micros, step
+    # By shard, since a checkpoint keeps the counts of each.
     for micro in taken.window:
         position.unlogged[micro.shard].add(micro.metrics)
     run.extensions.call("step_finished", taken, outcome)
     if not outcome.is_finite:
         reject(run, taken, outcome, operations)
-    elif outcome.tokens:
+    elif outcome.tokens:  # a step without tokens trained on nothing
         position.skipped_in_a_row = 0
         position.last_losses.append((step, outcome.loss))
         if len(position.first_losses) < SHOWN_LOSSES:
@@ -143,7 +146,7 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
         # Before the row, and before a save: an exchange may find that the run is corrupt.
         exchange(run)
     end_step(run, taken, outcome, operations, is_logged=logs(run, step))
-    if outcome.all_saved:
+    if outcome.all_saved:  # agreed by all ranks
         run.watchdog.at("checkpoint", step, may_wait=True)
         run.saver.publish_pending()
     every, is_last = run.config.eval.every, step == position.last_step
@@ -289,7 +292,7 @@ def evaluate(run: Run) -> bool:
         run.watchdog.at("evaluation", position.step, may_wait=run.config.eval.target is not None)
         return run.stop.requested
 
-    should_stop()
+    should_stop()  # tells the watchdog, also if a set has no batch
     found: dict[str, float] | None = None
     with suppress(StopNow), interruptible(run):
         found = run.evaluator.run(position.step, should_stop)

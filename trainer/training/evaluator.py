@@ -115,7 +115,7 @@ class Evaluator:
                 the latest at the end of a set.
         """
         found: dict[str, float] = {}
-        with evaluating(self.model):
+        with evaluating(self.model):  # without dropout, and back to training afterwards
             for each in self.sets:
                 values = self._run_set(each, should_stop)
                 if values is None:
@@ -132,9 +132,9 @@ class Evaluator:
         details, guard, ledger = self.details, self.guard, None
         if self.is_off:
             return {}
-        guard.run(details.drain_metrics)
+        guard.run(details.drain_metrics)  # of an evaluation that was stopped
         if self.make_ledger is not None:
-            ledger = self.make_ledger()
+            ledger = self.make_ledger()  # training's states stay as they are
         for rider in each.riders:
             rider.begin(self)
         for number, micro in enumerate(chain(each.batches(self.accepted), repeat(each.filler)), start=1):
@@ -187,6 +187,7 @@ class Evaluator:
         if not reduced.keys() & {"loss", "accuracy"}:
             return {}
         if "loss" in reduced:
+            # Losses by rows have another mean than those by tokens.
             reduced["loss"] += sum(reduced.get(key, 0.0) for key in self.auxiliary.by_rows)
         if "objective/token_ce" in reduced:
             cross_entropy = reduced["objective/token_ce"] / self.token_ce

@@ -163,7 +163,7 @@ class Extensions:
     ) -> None:
         self._all: list[_Guarded] = []
         self._diagnostics, self._device, self._world_size = diagnostics, device, world_size
-        self._states: dict[str, Any] = {}
+        self._states: dict[str, Any] = {}  # the last ones, also of extensions that failed
         self.periods: set[int] = set()
         """The next step waits for a boundary after steps that are multiples of one of these."""
         self.asks = False
@@ -176,6 +176,7 @@ class Extensions:
     def add(self, extensions: Mapping[str, Extension]) -> None:
         """Add some, by name. Those that sum or exchange must be the same on all ranks."""
         for name, extension in extensions.items():
+            # All calls of an extension share one guard: one failure switches it off.
             added = _Guarded(name, extension, self._diagnostics.best_effort(name))
             if added.has("updated") and not extension.num_sums:
                 problem = f"{name} has updated() but num_sums = 0"
@@ -203,7 +204,7 @@ class Extensions:
         """Note which extensions measure the step. Returns its micro-batches."""
         # By shared settings: one that failed here keeps its place in the sums until all ranks know.
         asked = self._all if is_logged else self._always
-        if asked or self._measuring:
+        if asked or self._measuring:  # else nothing changes
             self._measure([each for each in asked if step % each.extension.measure_every == 0])
         for each in self._measuring:
             if each.has("window_read"):
@@ -248,6 +249,7 @@ class Extensions:
             if num_ranks == self._world_size:
                 each.call("summed", sums, grad_sq=grad_sq, grad_factor=grad_factor, is_taken=is_taken)
             elif each in self._all:
+                # Failed elsewhere: off here too, so that its part of the vector goes on all ranks.
                 each.guard.enabled = False
                 self._all.remove(each)
                 self._arrange()
@@ -294,4 +296,5 @@ class Extensions:
         self._states |= {name: state for name, state in states.items() if state is not None}
         for each in self._by_moment["load_state_dict"]:
             if states.get(each.name) is not None:
+                # Unguarded: a state that cannot be restored is the checkpoint's fault.
                 each.extension.load_state_dict(states[each.name])

@@ -44,10 +44,10 @@ def run_loop(run: Run) -> str:
     run.moments["other preparations"] = time.monotonic()
     while reason is None and (position.last_step is None or position.step < position.last_step):
         reason, in_flight = take_step(run, in_flight, operations)
-        if run.moments:
+        if run.moments:  # after the first step only
             log_start(run.moments)
         run.extensions.call("step_launched", position.step + (in_flight is not None))
-    exchange(run)
+    exchange(run)  # weights that differ between ranks are not saved
     if run.saver.last_saved != position.step and position.step > 0:
         run.watchdog.at("checkpoint", position.step, may_wait=True)
         run.saver.save(position, in_background=False)
@@ -70,7 +70,7 @@ def take_step(
         reason, previous = finish(run, previous, operations), None
         if reason is not None:
             return reason, None
-    run.tracker.start_step()
+    run.tracker.start_step()  # waiting for data is part of a step's time
     run.watchdog.at(DATA, step)
     try:
         with run.tracker.section("data"), interruptible(run):

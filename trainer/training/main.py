@@ -110,7 +110,7 @@ def _run_to_end(run: Run) -> int:
             reason = run_loop(run)
         run.watchdog.at("end", run.position.step, may_wait=True)
         state = "stopped" if reason.startswith("stopped") else FINISHED
-        run.saver.close()
+        run.saver.close()  # publishes a background save
         # Without a checkpoint, a script must not take a stopped run for done.
         if state == FINISHED or run.saver.last_saved >= 0:
             code = 0
@@ -142,7 +142,7 @@ def _run_to_end(run: Run) -> int:
             run.extensions.exchange(alone=True)
             # Before the sinks are closed, which may take time. The record is written at every step.
             run_dir.leave_status(run.info, state, reason=reason, step=run.position.step)
-            run.tracker.close()
+            run.tracker.close()  # flushes the sinks
             summarize = partial(run.plan.call, "summary")
             run.diagnostics.best_effort("summary").run(summarize, run, run_dir, state, reason)
         for line in run.diagnostics.summary():
@@ -170,6 +170,6 @@ def _describe(error: OSError, run_dir: RunDir) -> str:
     if error.filename is None:
         return error_text(error)
     text = f"{error.filename}: {error.strerror}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):  # full disk, or quota
         text += f" ({shutil.disk_usage(run_dir.path).free / 1e6:.1f} MB are free)"
     return text

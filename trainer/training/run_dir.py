@@ -85,7 +85,7 @@ class RunDir:
         with self._writing():
             self.logs.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
-            remove_leftovers(self.path)
+            remove_leftovers(self.path)  # temporary files of atomic writes
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class RunDir:
 
     def keep_status(self, step: int, *, wandb_run_id: str | None, every_sec: float = 1.0) -> None:
         """Write a finished step now and then, for people: a failure is no reason to stop."""
-        if time.monotonic() - self._status_at >= every_sec:
+        if time.monotonic() - self._status_at >= every_sec:  # steps may take milliseconds
             try:
                 self.write_status("running", reason="", step=step, wandb_run_id=wandb_run_id)
             except OSError as error:
@@ -217,7 +217,7 @@ def choose_run_dir(config: RunConfig, given: str | None, resume: str, *, now: fl
         if open_runs:
             return max(open_runs, key=lambda run: run.path.name)
     elif resume != "off" and not is_url(resume):
-        refuse_absent(resume)
+        refuse_absent(resume)  # RUN_DIR/checkpoints/step_...
         return RunDir(Path(resume).absolute().parent.parent)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     return RunDir(parent / f"{config.run.name}-{stamp}", is_new=True)
@@ -244,6 +244,7 @@ def refuse_taken(given: str, resume: str) -> None:
 
 
 def _is_run_of(path: Path, name: str) -> bool:
+    # date, time, and a number if two runs began in the same second
     stamp = path.name.removeprefix(f"{name}-").split("-")
     return len(stamp) in (2, 3) and all(part.isdigit() for part in stamp)
 

@@ -66,14 +66,14 @@ class StopRequest:
         """Request the stop because of `cause`, from any thread, unless it is requested already."""
         if not self.requested:
             self._cause = cause
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)  # handled in the main thread
 
     def install(self) -> bool:
         """Handle the stop signals of this process, from its main thread. False: it does already."""
         if self._former:
             return False
         reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
+        os.set_blocking(self._writer, False)  # the handler must never wait
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         # A worker's signals are its own.
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

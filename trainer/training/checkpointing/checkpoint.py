@@ -86,7 +86,7 @@ def discard_staging(checkpoints: Path) -> None:
     """Remove the files of an interrupted save (rank 0, at the start of a run)."""
     for path in checkpoints.glob(".tmp_step_*"):
         shutil.rmtree(path, ignore_errors=True)
-    remove_leftovers(checkpoints)
+    remove_leftovers(checkpoints)  # such as a half-made link
 
 
 def set_aside_after(checkpoints: Path, step: int) -> list[Path]:

@@ -47,6 +47,7 @@ def restore(
 
     A UserError if a file is damaged, or does not fit the model, the data or the config.
     """
+    # In an order in which a wrong checkpoint is refused before anything large is read.
     with loading(path, "config"):
         check_config(saved["config"], plan.config)
     num_saved, num_shards = data_shards(saved), plan.facts.data_shards
@@ -78,6 +79,7 @@ def restore(
             # The cursors of other shards are redistributed: each needs all of them.
             shard.dataset.load_state_dict(blends[shard.number] if is_same else [*blends.values()])
         position = Position.of(state, saved["step"])
+    # After the data cursors, which know the documents that are in flight.
     with loading(path, "ledger"):
         # Groups in flight here need room besides those of a checkpoint of other shards.
         _restore_ledgers(state, saved, parts, room=0 if is_same else plan.facts.groups_in_flight)
@@ -124,6 +126,7 @@ def _restore_ledgers(
 def _read_parts(path: Path, num_saved: int, state: TrainState, *, needs_all: bool) -> dict[int, dict[str, Any]]:
     """The parts of all data shards by number; only those of this rank where it needs no others."""
     if not needs_all:
+        # The usual resume: each rank reads its own files alone.
         own = {shard.number: read_rank(path, shard.number) for shard in state.shards}
         if all(_is_own_ledger(own, number, ledger) for number, ledger in state.ledgers.items()):
             return own

@@ -63,6 +63,7 @@ class Saver:
     """Called with a new checkpoint, to prune the others (rank 0); None: by `table`."""
 
     def __post_init__(self) -> None:
+        # One thread: files are written one by one while training continues.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writes: list[Future[None]] = []
         self._staging = Staging(is_pinned=self.device.type == "cuda")
@@ -91,7 +92,7 @@ class Saver:
         self.began_at, self.must_save = step, False
         self._set_clock()
         staging = files.staging_dir(self.directory, step)
-        parts = self._parts(position)
+        parts = self._parts(position)  # refer to the tensors, without copies
         own = sum(part.num_bytes for part in parts.values())
         needed = sum(gather_from_ranks(own, world_size=self.info.world_size))
         # Before any rank writes: what else is on the disk may need the rest of it.
@@ -172,7 +173,7 @@ class Saver:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         if shutil.disk_usage(staging).free < needed:
-            staging.rmdir()
+            staging.rmdir()  # found before, not in the middle of the last file
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(staging))
 
     def _publish(self, step: int, shared: dict[str, Any]) -> None:

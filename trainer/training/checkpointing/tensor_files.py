@@ -84,6 +84,7 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     end = 0
     for name in sorted(tensors, key=lambda name: tensors[name].data_ptr()):
         tensor = tensors[name]
+        # Such as views of one buffer; in the order of addresses only neighbours can overlap.
         if tensor.numel() and tensor.data_ptr() < end:
             tensors[name] = tensor.clone()
         end = max(end, tensor.data_ptr() + tensor.nbytes)
@@ -134,6 +135,7 @@ class TensorFiles:
             if found is not None:
                 pieces.append(found)
                 missing -= len(found[1])
+        # The files come in any order.
         pieces.sort(key=lambda piece: piece[0])
         at = start
         for first, piece in pieces:

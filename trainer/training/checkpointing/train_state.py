@@ -68,7 +68,7 @@ class TrainState:
     @property
     def reporters(self) -> list[tuple[str, int, Reporter]]:
         """Parts that collect metrics themselves: name, index of this rank's shard, and the part."""
-        first = self.shards[0].number
+        first = self.shards[0].number  # shards of a rank are neighbours
         found: list[tuple[str, int, Reporter]] = []
         for number, ledger in self.ledgers.items():
             found.append(("ledger metrics", number - first, ledger))
@@ -178,7 +178,7 @@ def model_part(
         part = part_to_save(tensor, rank)
         if part is not None:
             rows[name] = Rows(*part, tuple(tensor.shape))
-    if rank != 0:
+    if rank != 0:  # names and shapes of all are in the file of rank 0
         return TensorPart(rows, shapes={})
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return TensorPart(rows, {**values, "shared": shared}, shapes)
@@ -213,7 +213,7 @@ def load_weights_of(model: nn.Module, saved: TensorFiles) -> None:
 
 
 def _misfits(own: Mapping[str, Any], shared: Mapping[str, str], saved: TensorFiles) -> list[str]:
-    names = {name for name in own if name not in shared}
+    names = {name for name in own if name not in shared}  # tied ones are saved once
     there = set(saved.values["model"])
     found = [f"{name} is not in it" for name in sorted(names - there)]
     found += [f"the model has no {name}" for name in sorted(there - names)]

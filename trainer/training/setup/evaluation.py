@@ -65,11 +65,12 @@ def _eval_set(
         runs: how often each cell but a document's first is run, by `eval.depth`.
     """
     datasets = [make_held_out(plan, source, info, is_whole=bool(name)) for source in sources]
-    for dataset in datasets:
+    for dataset in datasets:  # an evaluation of nothing would report nothing
         dataset.refuse_nothing()
     read, riders, rows = "all documents", [], evaluated_rows(plan)
     if num_batches < ALL:
         steps = min(plan.config.eval.every, plan.facts.steps)
+        # At least so many: batches that grow later only make the share smaller.
         cells = plan.config.micro_batches.least * rows * plan.config.train.tbptt_cells
         budget = num_batches * rows * plan.facts.data_shards or int(SHARE * steps * cells)
         runs = 1 if num_batches else runs
@@ -91,7 +92,7 @@ def _eval_set(
         runs_on=not is_aligned,
         tokenizer=plan.tokenizer,
     )
-    beginning = blend.state_dict()
+    beginning = blend.state_dict()  # every evaluation reads the same batches
 
     def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:
         blend.load_state_dict(beginning)

@@ -71,7 +71,7 @@ class Launch:
     data_policy: DataPolicy = DataPolicy()  # noqa: RUF009 - frozen
     on_run_dir: Callable[[Path], None] | None = None
     moments: dict[str, float] = field(default_factory=lambda: {"": time.monotonic()})
-    """When each part of the start was done; see `say_start`."""
+    """When each part of the start was done; see `log_start`."""
 
 
 def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
@@ -85,7 +85,9 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     """
     run_dir, found, claimed = place_run(plan, launch.run_dir, info, stack)
     saved = None if found is None else found[1]
+    # Sizes that the config leaves to the model family are those of the checkpoint.
     plan = replace(plan, config=with_sizes(plan.config, {} if saved is None else saved["config"]))
+    # Before the model is built, which may take minutes.
     data = check_data(plan, saved, info, launch.data_policy)
     plan, config = data.plan, data.plan.config
     strategy = make_strategy(config, info, device)
@@ -110,6 +112,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     if launch.on_run_dir is not None:
         launch.on_run_dir(run_dir.path)
     stack.push(partial(_leave_reason, run_dir, info, position))
+    # For a stop that waits for nothing, such as a second Ctrl-C.
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
     retain: Callable[[Path], None] | None = None
     if claimed is not None:
@@ -149,6 +152,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     extensions = Extensions({}, diagnostics, device=device, world_size=info.world_size)
     stack.callback(extensions.close)
     if state.gns is not None:
+        # At the end, when the averages hold all steps.
         stack.callback(diagnostics.best_effort("gns outlook").run, _log_outlook, state.gns)
     periods = {config.eval.every, config.checkpoint.every}
     if config.micro_batches.auto is not None:
@@ -197,7 +201,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         ),
         watchdog=watchdog,
     )
-    # After the run is made, to which extensions refer.
+    # Extensions refer to the run, so that it is made without them.
     extensions.add(_load_extensions(run, auxiliary))
     if found is not None:
         # After all are added: the states of those that are off now are kept for a later resume.
@@ -211,7 +215,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
 def _leave_reason(run_dir: RunDir, info: RankInfo, position: Position, *exit_info: Any) -> None:
     """Write to status.json why the run ended, if it was refused or failed before it could train."""
     _, error, _ = exit_info
-    if error is not None:
+    if error is not None:  # also a `SystemExit` of user code, as a message
         raised = as_exception(error)
         reason = raised.message if isinstance(raised, UserError) else error_text(raised)
         run_dir.leave_reason(info, reason, step=position.step)
@@ -299,7 +303,7 @@ def _make_train_step(
 
 def _make_growth(plan: Plan, info: RankInfo, state: TrainState) -> Any:
     table = plan.config.micro_batches
-    if table.is_constant:
+    if table.is_constant:  # all steps have equally many micro-batches
         return None
     return plan.parts.need("batch growth", "train.micro_batches")(
         table,

@@ -53,7 +53,7 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     check_state_rules(config, model)
     if not plan.has_built_in_model:  # whose needs were not known before
         raise_found(plan.unmet_needs(device, model=model))
-    flops = getattr(model, "flops_per_token", None)
+    flops = getattr(model, "flops_per_token", None)  # for MFU; a custom model need not say
     return TrainState(
         model=model,
         shards=make_shards(plan, info, model, device),
@@ -89,6 +89,7 @@ def make_shards(plan: Plan, info: RankInfo, model: nn.Module, device: torch.devi
         owners = Owners("exchange", info.rank, info.world_size)
         ledgers = [Ledger(options, state_width=width, device=device, owners=owners)] * len(shards)
     elif width:
+        # A reader keeps its documents, so that no state moves between shards.
         readers = [Owners("reader", shard.rank, shard.world_size) for shard in shards]
         ledgers = [Ledger(options, state_width=width, device=device, owners=each) for each in readers]
     pairs = zip(shards, ledgers, strict=True)
@@ -122,7 +123,7 @@ def model_and_loss(
                 name = type(own).__name__
                 raise TypeError(f"made a {name} with parameters, which no optimizer would train")
     objective = Objective(table, own=own, vocab_size=vocab_size)
-    if table.chunk_tokens == 0:
+    if table.chunk_tokens == 0:  # all logits exist at once
         return model, objective
     head = output_layer(model)
     if device is not None:

@@ -123,6 +123,7 @@ class Plan:
     def _model_size(self) -> tuple[int, int]:
         """(trained parameters, state width), computed once: building many layers takes long."""
         model = self.weightless_model()
+        # Rules that only the model can answer, such as the width of its state.
         check_state_rules(self.config, model)
         return size_of(model)
 
@@ -173,6 +174,7 @@ def _with_capacity(config: RunConfig) -> RunConfig:
     table = config.ledger
     if not reads_lanes(config) or "capacity" in table.model_fields_set:
         return config
+    # Each row of full rows holds one open document.
     capacity = config.data.mixing.batch_size * LANES_HELD
     return config.model_copy(update={"ledger": table.model_copy(update={"capacity": capacity})})
 
@@ -187,6 +189,7 @@ def make_plan(
         logs_doubts: False: the caller shows `Plan.doubts`.
     """
     here = Path.cwd()
+    # First of all, so that every rank and every check sees the same settings.
     config = _with_capacity(_for_this_device(config))
     num_shards = data_shards(config, world_size)
     sources = resolve_sources(config, config_path, num_shards, parts)
@@ -253,6 +256,7 @@ def begin_from_weights(plan: Plan, model: nn.Module) -> None:
         return
     metadata = load_weights(model, plan.place(path))
     logger.info("beginning with the weights of %s", path)
+    # Files of other programs do not say.
     trained_with = metadata.get("tokenizer", plan.tokenizer.name)
     if trained_with != plan.tokenizer.name:
         text = "%s was trained with the tokenizer %s, this run has %s: its ids may mean other tokens"
@@ -295,7 +299,7 @@ def build_model(
     if twice:
         fix = "set [model] dim and num_layers; the data say the vocabulary"
         raise UserError("model.args", f"names {twice}, which the run gives itself", fix)
-    given |= table.args
+    given |= table.args  # after the check that they name nothing twice
     fix = "see its signature"
     if table.target is None:
         fix = f"it takes {', '.join(inspect.signature(target).parameters)}"

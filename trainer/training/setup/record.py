@@ -39,11 +39,11 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
     placed: tuple[RunDir, Found | None, Any] | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
-            try:
+            try:  # on rank 0 alone: the ranks might see different directories
                 placed = _place_on_main(plan, given, stack)
             except OSError as error:  # a name that is too long, a directory that may not be read
                 place = printable(str(error.filename or given or plan.config.run.dir))
-                if len(place) > 80:
+                if len(place) > 80:  # a name that is too long is no message
                     place = f"{place[:80]}..."
                 problem = f"cannot be used: {error.strerror}"
                 raise UserError(place, problem, "choose another place with --run-dir") from None
@@ -106,6 +106,7 @@ def begin_record(info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -
             for path in checkpoint.set_aside_after(run_dir.checkpoints, step):
                 logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
     run_dir = RunDir(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
+    # After rank 0 has made the directory.
     handler = add_log_file(run_dir.log_file(info.rank))
     stack.callback(remove_log_file, handler)
     return run_dir

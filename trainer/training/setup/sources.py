@@ -236,10 +236,10 @@ def reading(
     config, data = plan.config, plan.config.data
     mix = MixOptions.of(mixing_of(config, source.table), seed=config.run.seed)
     cut = CutOptions(source.name, config.row_tokens, config.max_group_rows, "train", config.eval.holdout_fraction)
-    if is_holdout:  # evaluations run cell by cell, once
+    if is_holdout:  # evaluations run cell by cell, and each document once
         mix = replace(mix, repeat=False)
         cut = replace(cut, seq_len=data.seq_len, max_group_cells=data.max_group_cells, split="holdout")
-    if is_whole:
+    if is_whole:  # validation sets are read as they are
         cut = replace(cut, split="train", holdout_fraction=0.0)
     return cut, ReadOptions.of(source.table, tokenizer=plan.tokenizer, text_eod=data.eod), mix
 
@@ -257,8 +257,8 @@ def make_blend(plan: Plan, info: RankInfo, model: nn.Module | None = None) -> Bl
     blended = []
     for source in plan.sources:
         if source.is_off:
-            dataset: Any = UnreadSource()
-        elif source.table.target is None:
+            dataset: Any = UnreadSource()  # keeps its place in the states of the blend
+        elif source.table.target is None:  # files, read by the core
             dataset = make_dataset(plan, source, info)
         else:
             make = plan.parts.need("own batches", f"source {source.name}: target")

@@ -108,7 +108,7 @@ class Replicas(Extension):
 
     def exchanged(self, by_rank: Sequence[Any]) -> None:
         """End the run if the ranks differ, and name those that are not as most are."""
-        if not self._differs or len(by_rank) < 2:
+        if not self._differs or len(by_rank) < 2:  # alone: the run has failed otherwise
             return
         usual, _ = Counter(by_rank).most_common(1)[0]
         odd = ", ".join(str(rank) for rank, digest in enumerate(by_rank) if digest != usual)

@@ -96,7 +96,7 @@ class StepDetails:
         if self._weight != 1.0:
             total, count = total.double() * self._weight, count.double() * self._weight
         before = self._sums.get(key)
-        if before is not None:
+        if before is not None:  # added on the device, without waiting
             total, count = before.total + total, before.weight + count
         self._sums[key] = SumCount(total.double(), count.double())
 
@@ -132,6 +132,7 @@ class StepDetails:
     ) -> None:
         mask = micro.targets != IGNORED
         columns = torch.stack([loss.double(), mask.double()], dim=-1).flatten(0, 1)  # [B T, 2]
+        # Positions without a segment count to the first: their loss and mask are 0.
         places = to_device(segments.clip(0).ravel(), loss.device)
         sums = columns.new_zeros(max(len(labels), 1), 2).index_add_(0, places, columns)
         for name in names:

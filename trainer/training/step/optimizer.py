@@ -42,7 +42,7 @@ def build_optimizer(model: nn.Module, table: OptimizerTable, parts: Parts = NO_P
     if layout_of(parameter for group in groups for parameter in group["params"]) is None:
         optimizer = torch.optim.SGD(groups, fused=True, **sgd)
     else:
-        optimizer = SkippingSGD(groups, **sgd)
+        optimizer = SkippingSGD(groups, **sgd)  # the fused one does not take shards
     if table.momentum:
         keep_buffers(optimizer)
     return optimizer
@@ -100,6 +100,7 @@ def parameter_groups(model: nn.Module, table: OptimizerTable) -> list[ParameterG
             if own.weight_decay is not None:  # a group's own decay holds for its vectors too
                 settings["weight_decay"] = own.weight_decay
         found.setdefault((number, is_vector), {"params": [], **settings})["params"].append(parameter)
+    # A pattern with a typing error would train everything with the defaults.
     used = {number for number, _ in found}
     unused = [repr(group.match) for number, group in enumerate(table.group) if number not in used]
     if unused:

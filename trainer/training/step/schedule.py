@@ -87,7 +87,7 @@ def lr_at(step: int, *, steps: int, peak: float, table: SchedulerTable) -> float
     wsd: 1, then 1 - t; each scaled to end at `min_lr_ratio` of the peak. A run shorter than its
     warm-up ends on the ramp.
     """
-    if step <= table.warmup_steps:
+    if step <= table.warmup_steps:  # also the whole of a shorter run
         return peak * step / table.warmup_steps
     if table.name == "constant":
         return peak

@@ -205,7 +205,7 @@ class TrainStep:
             pairs, by_parameter = "pairs" in kept, "by_parameter" in kept
             self._gns_guard.run(self.gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._tokens = torch.zeros_like(self._loss_sum)
+        self._tokens = torch.zeros_like(self._loss_sum)  # counts in float64 are exact
         return window
 
     def _carried(self, micro: MicroBatch) -> tuple[Ledger, Carry] | None:
@@ -301,16 +301,16 @@ class TrainStep:
         is_bad = ~(loss_sum.isfinite() & grad_sq.isfinite()) | (tokens == 0)
         # Gradients are the mean over the ranks.
         scale_gradients(gradients, tokens * self._kappa / self.world_size, grad_sq, self.clip_grad_norm)
-        set_lr(self.optimizer, lr)
+        set_lr(self.optimizer, lr)  # also in a step that is skipped
         if self._decides_on_device:
             step_unless(is_bad, self.optimizer)
-        elif not bool(is_bad):
+        elif not bool(is_bad):  # waits for the device
             self.scaler.step(self.optimizer)
         if self.scaler.is_enabled():
             self.scaler.update()
         # After the update, whose result they may look at, and before the gradients are gone.
         measured = self.extensions.sum_up()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)  # frees their memory for the next forward
         is_window = self.gns is not None and "pairs" not in self.extensions.kept
         return Launched(numbers, self._kappa, self._ready_at, is_window, measured)
 
