@@ -41,6 +41,8 @@ _TOOLS = {
     "first messages": "trainer.tools.summary:announce",
     "mix": "trainer.tools.mix_weights:MixWeights",
     "mixing weights": "trainer.tools.mix_weights:restore_mix",
+    "noise outlook": "trainer.tools.summary:log_outlook",
+    "slow start": "trainer.tools.summary:log_start",
     "rate change": "trainer.tools.doubts:warn_of_rate_change",
     "summary": "trainer.tools.summary:summarize",
     "unmet needs": "trainer.tools.needs:unmet_needs",
@@ -78,7 +80,7 @@ _LAB = {
     "own optimizer": f"{LAB}.own_optimizer:build",
     "own evaluation": f"{LAB}.own_evaluation:OwnTask",
     "shard check": f"{LAB}.shard_check:refuse_bypassed_units",
-    "sources in a store": f"{LAB}.stored",
+    "sources in a store": f"{LAB}.stored:streams_of",
     "tokenized text": f"{LAB}.tokenized",
 }
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -20,7 +18,6 @@ from trainer.training.step.step import StepOutcome
 from trainer.wording import few
 
 logger = get_logger(__name__)
-SLOW_START_SEC = 10.0
 
 
 class NonFiniteError(Exception):
@@ -50,17 +47,6 @@ def agreed_operations(run: Run) -> Operations:
             text += "rank %d has no %s, or another row of the catalog for it"
             logger.warning(text, rank, few(other))
     return dict(sorted(agreed.items()))
-
-
-def log_start(moments: dict[str, float]) -> None:
-    """Log the parts of a slow start, once the first step is done."""
-    names, times = [*moments, "the step itself"][1:], [*moments.values(), time.monotonic()]
-    total = times[-1] - times[0]
-    if total > SLOW_START_SEC:
-        parts = zip(names, pairwise(times), strict=True)
-        listed = ", ".join(f"{name} {after - before:.1f}" for name, (before, after) in parts)
-        logger.info("the first step was done after %.1f s: %s", total, listed)
-    moments.clear()
 
 
 class NextStep(NamedTuple):

@@ -23,7 +23,6 @@ from trainer.training.around_step import (
     interruptible,
     is_read_at_once,
     log_change,
-    log_start,
     logs,
     next_step,
     stopped_by,
@@ -45,7 +44,8 @@ def run_loop(run: Run) -> str:
     while reason is None and (position.last_step is None or position.step < position.last_step):
         reason, in_flight = take_step(run, in_flight, operations)
         if run.moments:  # after the first step only
-            log_start(run.moments)
+            run.plan.call("slow start", run.moments)
+            run.moments.clear()
         run.extensions.call("step_launched", position.step + (in_flight is not None))
     exchange(run)  # weights that differ between ranks are not saved
     if run.saver.last_saved != position.step and position.step > 0:

@@ -23,7 +23,6 @@ from trainer.distributed.watchdog import start_watchdog
 from trainer.errors import UserError
 from trainer.import_path import NO_PARTS, Parts, resolve_target, users_code
 from trainer.metrics.logger import get_logger
-from trainer.metrics.noise_scale.estimate import outlook
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.sinks import Output
 from trainer.model.families import with_sizes
@@ -71,7 +70,7 @@ class Launch:
     data_policy: DataPolicy = DataPolicy()  # noqa: RUF009 - frozen
     on_run_dir: Callable[[Path], None] | None = None
     moments: dict[str, float] = field(default_factory=lambda: {"": time.monotonic()})
-    """When each part of the start was done; see `log_start`."""
+    """When each part of the start was done; see "slow start"."""
 
 
 def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
@@ -153,7 +152,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     stack.callback(extensions.close)
     if state.gns is not None:
         # At the end, when the averages hold all steps.
-        stack.callback(diagnostics.best_effort("gns outlook").run, _log_outlook, state.gns)
+        stack.callback(diagnostics.best_effort("gns outlook").run, plan.call, "noise outlook", state.gns)
     periods = {config.eval.every, config.checkpoint.every}
     if config.micro_batches.auto is not None:
         periods.add(config.micro_batches.auto.every)
@@ -232,12 +231,6 @@ def _open_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Stra
         state.gns.shards_per_rank = len(state.shards)
         stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
     return state
-
-
-def _log_outlook(noise: GradientNoiseScale) -> None:
-    sentence = outlook(noise)
-    if sentence:
-        logger.info("%s", sentence)
 
 
 def _start_reading(

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from trainer.training.setup.plan import Plan
 
 MAX_INCLUDE_DEPTH = 16
-Stores = Callable[[], tuple[Any, Any]]
-"""Makes the reader of sources that are URLs, and its cache."""
+Stored = Callable[[SourceTable], tuple[list[Stream], tuple[Any, ...]]]
+"""Finds the streams of a source that is a URL, and its local copies."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts
 
     A UserError if an included file is wrong, a source has no streams, or all weights are zero.
     """
-    stores, including = partial(_stores, config.data, parts), (config_path.resolve(),)
-    leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including, stores)]
+    stored, including = partial(_stored, config.data, parts), (config_path.resolve(),)
+    leaves = [*_leaves(config.data.source, config_path, "", ConstantWeight(1.0), including, stored)]
     micro_tokens = tokens_per_micro(config, leaf_tables(leaves), num_shards)
     _refuse_unknown_steps(config, leaves)
     batches = config.micro_batches
@@ -87,9 +87,9 @@ def resolve_sources(config: RunConfig, config_path: Path, num_shards: int, parts
 
 def resolve_eval_sources(config: RunConfig, parts: Parts = NO_PARTS) -> list[Source]:
     """The validation sets of `[[eval.source]]`. A UserError if a set has no streams."""
-    found, stores = [], partial(_stores, config.data, parts)
+    found, stored = [], partial(_stored, config.data, parts)
     for each in config.eval.source:
-        streams = _streams(each.as_source(), f"eval source {each.name}", stores)
+        streams = _streams(each.as_source(), f"eval source {each.name}", stored)
         found.append(Source(each.name, each.as_source(), ConstantWeight(1.0), *streams))
     return found
 
@@ -116,7 +116,7 @@ def leaf_tables(sources: list[Source]) -> list[SourceTable]:
 
 
 def _leaves(
-    tables: list[SourceTable], path: Path, prefix: str, outer: WeightSpec, including: tuple[Path, ...], stores: Stores
+    tables: list[SourceTable], path: Path, prefix: str, outer: WeightSpec, including: tuple[Path, ...], stored: Stored
 ) -> Iterator[Source]:
     """The leaves of the tables in a file `path`, whose weights are multiplied by `outer`."""
     for table in tables:
@@ -128,7 +128,7 @@ def _leaves(
             leaf = Source(name, table, weight, [])
             try:
                 # `located` knows the line of a mistake in the config itself.
-                streams, copies = _streams(table, f"source {name}", stores, file=str(path) if prefix else "")
+                streams, copies = _streams(table, f"source {name}", stored, file=str(path) if prefix else "")
                 leaf = replace(leaf, streams=streams, copies=copies)
             except UserError:
                 if not leaf.is_off:  # whose data may be gone
@@ -140,7 +140,7 @@ def _leaves(
             problem = f"{table.include} includes itself"
             raise UserError(f"{name}.include", problem, "break the circle", where=str(path))
         nested = load_dataset_file(included).source
-        yield from _leaves(nested, included, f"{name}.", weight, (*including, included.resolve()), stores)
+        yield from _leaves(nested, included, f"{name}.", weight, (*including, included.resolve()), stored)
 
 
 def weight_spec(weight: Weight, path: str) -> WeightSpec:
@@ -151,7 +151,7 @@ def weight_spec(weight: Weight, path: str) -> WeightSpec:
 
 
 def _streams(
-    table: SourceTable, source: str, stores: Stores, *, file: str = ""
+    table: SourceTable, source: str, stored: Stored, *, file: str = ""
 ) -> tuple[list[Stream], tuple[Any, ...]]:
     """The streams of a source, and the local copies of URLs.
 
@@ -159,21 +159,14 @@ def _streams(
         source: its name in messages.
         file: an included file that it is in.
     """
-    root, paths, read_as = table.root, table.paths, table.format
+    root, paths = table.root, table.paths
     try:
-        if root is not None and is_url(root):
-            reader, cache = stores()
-            streams, copy = reader.stored_nested(root, table.modalities, format=read_as, cache=cache)
-            return streams, (copy,)
+        if any(map(is_url, [root] if root is not None else paths or ())):
+            return stored(table)
         if root is not None:
-            return discover_nested(root, table.modalities, format=read_as), ()
-        if paths is not None and any(map(is_url, paths)):
-            reader, cache = stores()
-            found: tuple[list[Stream], tuple[Any, ...]]
-            found = reader.stored_direct(paths, format=read_as, cache=cache)
-            return found
+            return discover_nested(root, table.modalities, format=table.format), ()
         if paths is not None:
-            return discover_direct(paths, format=read_as), ()
+            return discover_direct(paths, format=table.format), ()
     except UserError as error:
         key, problem, fix = f"{source}: paths", error.problem, error.fix
         if root is not None:
@@ -187,9 +180,9 @@ def _streams(
     return [], ()
 
 
-def _stores(data: DataTable, parts: Parts) -> tuple[Any, Any]:
-    reader = parts.need("sources in a store", "paths")
-    return reader, reader.Cache(data.cache_dir, data.cache_gb)
+def _stored(data: DataTable, parts: Parts, table: SourceTable) -> tuple[list[Stream], tuple[Any, ...]]:
+    found: tuple[list[Stream], tuple[Any, ...]] = parts.need("sources in a store", "paths")(table, data)
+    return found
 
 
 def check_reading(
