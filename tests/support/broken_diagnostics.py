@@ -55,10 +55,9 @@ NOT_DIAGNOSTIC = {
     "trainer.lab.contracts": "is what refuses it",
     **dict.fromkeys(("trainer.lab.gated_delta", "trainer.lab.transformer"), "models"),
     "trainer.lab.batch_growth": "decides on the batch",
-    "trainer.lab.muon": "an optimizer",
-    "trainer.lab.own_optimizer": "an optimizer",
+    "trainer.lab.optimizers": "optimizers",
     "trainer.lab.changed_data": "what a resume reads",
-    "trainer.lab.own_evaluation.OwnTask.run": "a collective, and holds a guard",
+    "trainer.lab.own_batches.OwnTask.run": "a collective, and holds a guard",
     **dict.fromkeys(
         (f"trainer.lab.depth.Depth.{name}" for name in ("begin", "micro_done", "part", "metrics")),
         "run the model on all ranks, and hold a guard",

@@ -45,7 +45,7 @@ _TOOLS = {
     "slow start": "trainer.tools.summary:log_start",
     "rate change": "trainer.tools.doubts:warn_of_rate_change",
     "summary": "trainer.tools.summary:summarize",
-    "unmet needs": "trainer.tools.needs:unmet_needs",
+    "unmet needs": "trainer.tools.doubts:unmet_needs",
 }
 _LAB = {
     # Extensions: checkpoints have their states under these names.
@@ -74,12 +74,12 @@ _LAB = {
     "moved files": f"{LAB}.changed_data:with_former_names",
     "mix changes": f"{LAB}.mix:restore",
     "mix requests": f"{LAB}.mix:Requests",
-    "muon": f"{LAB}.muon:build",
+    "muon": f"{LAB}.optimizers:build_muon",
     "out of memory": f"{LAB}.memory:explain",
     "own batches": f"{LAB}.own_batches:make",
-    "own optimizer": f"{LAB}.own_optimizer:build",
-    "own evaluation": f"{LAB}.own_evaluation:OwnTask",
-    "shard check": f"{LAB}.shard_check:refuse_bypassed_units",
+    "own optimizer": f"{LAB}.optimizers:build_custom",
+    "own evaluation": f"{LAB}.own_batches:OwnTask",
+    "shard check": f"{LAB}.contract_check:refuse_bypassed_units",
     "sources in a store": f"{LAB}.stored:streams_of",
     "tokenized text": f"{LAB}.tokenized",
 }

@@ -54,8 +54,7 @@ from trainer.training.setup.parts import (
     model_and_loss,
     prepared_units,
 )
-from trainer.training.setup.plan import Plan, make_auxiliary, width_of
-from trainer.training.setup.plausible import ledger_bytes
+from trainer.training.setup.plan import Plan, ledger_bytes, make_auxiliary, width_of
 from trainer.training.setup.sources import runs_on
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import TrainStep

@@ -62,11 +62,7 @@ class NextStep(NamedTuple):
 
 
 def next_step(run: Run, step: int, previous: StepInFlight | None) -> NextStep:
-    """Size and learning rate of a step; notes in `run.position` if it is the last.
-
-    Args:
-        previous: the step before it, if it is in flight.
-    """
+    """Size and learning rate of a step after `previous`, if in flight. Notes in `run.position` the last one."""
     position, length, growth = run.position, run.length, run.growth
     before, tokens_before = position.micro_batches, position.tokens_before
     if previous is not None:  # the tokens of `previous` are not known: those through step - 2
@@ -98,11 +94,7 @@ def log_change(run: Run, step: int, change: Mapping[str, Any]) -> None:
 
 
 def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str | None:
-    """Read the numbers of a step, if any, and act on them. Returns the stop reason, or None.
-
-    Args:
-        operations: how metrics combine over ranks.
-    """
+    """Read the numbers of a step, if any, and act on them. Returns the stop reason, or None."""
     if taken is None:
         return None
     outcome = run.train_step.finish(taken.launched)
@@ -236,20 +228,21 @@ def reduced_metrics(run: Run, taken: StepInFlight, operations: Operations, *, dr
         run.recorder.add({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
     if drains:
         for name, shard, reporter in run.state.reporters:
-            drained = guard(name).run(reporter.drain_metrics)
-            run.position.unlogged[shard].add(_known(drained, reporter.metric_keys))
+            found = guard(name).run(reporter.drain_metrics)
+            if found is None:  # it failed: unknown on this rank, so that no total looks complete
+                found = dict.fromkeys(reporter.metric_keys)
+            run.position.unlogged[shard].add(found)
         run.recorder.add(run.extensions.drained())
-    drained_by_shard = [guard("metrics").run(recorder.drain_metrics) for recorder in run.position.unlogged]
-    recorded = [_known(drained, operations) for drained in drained_by_shard]
+    recorded = []
+    for recorder in run.position.unlogged:
+        drained = guard("metrics").run(recorder.drain_metrics)
+        if drained is None:
+            drained = dict.fromkeys(operations)
+        recorded.append(drained)
     how: dict[str, Any] = {"device": run.device, "world_size": world_size, "guard": guard("reduction")}
     reduced = reduce_over_ranks(recorded, operations, **how)
     reduced.pop("loss", None)  # the outcome has it, from the step's own reduction
     return reduced
-
-
-def _known(drained: Any, keys: Any) -> Any:
-    """Drained metrics; if the drain failed, every key as unknown, so that no total looks complete."""
-    return dict.fromkeys(keys) if drained is None else drained
 
 
 def at_boundary(run: Run, *, is_last: bool) -> bool:

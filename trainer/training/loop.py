@@ -57,12 +57,8 @@ def run_loop(run: Run) -> str:
 def take_step(
     run: Run, previous: StepInFlight | None, operations: Operations
 ) -> tuple[str | None, StepInFlight | None]:
-    """Launch the next step and finish the one before it.
-
-    Returns:
-        The stop reason, or None, and the step that is in flight.
-    """
-    step = 1 + (run.position.step if previous is None else previous.step)
+    """Launch the next step and finish the one before. Returns a stop reason, and the step in flight."""
+    step, reason = 1 + (run.position.step if previous is None else previous.step), None
     batch = next_step(run, step, previous)
     at_once = is_read_at_once(run, step)
     if at_once or run.saver.must_save:
@@ -95,7 +91,8 @@ def take_step(
             exhausted=all(map(attrgetter("is_filler"), window)),
         )
     current = StepInFlight(step, batch.reached, window, launched, batch.lr)
-    reason = finish(run, previous, operations)
+    if previous is not None:
+        reason = finish(run, previous, operations)
     if at_once or reason is not None:
         # The stop takes effect now; the step that is in flight has happened and counts.
         return finish(run, current, operations) or reason, None

@@ -38,11 +38,7 @@ OWN_FILES = (METRICS, EVENTS, STATUS_NAME, CONFIG, RESOLVED_CONFIG, ENVIRONMENT,
 
 
 class RunDir:
-    """Paths inside one run's directory, and its small JSON files.
-
-    Args:
-        is_new: a directory of that name is to be made; see `claim`.
-    """
+    """Paths inside one run's directory, and its small JSON files. A new one is yet to be made, see `claim`."""
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.is_new = is_new

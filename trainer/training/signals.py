@@ -37,10 +37,10 @@ def say_stopping(name: str) -> None:
 
 
 class StopRequest:
-    """Whether this process was asked to stop. A second request stops it at once.
+    """Whether this process was asked to stop: `on_first` is called with the signal's name, in the
+    handler.
 
-    Args:
-        on_first: called with the signal's name at the first request, in the handler.
+    A second request stops it at once.
     """
 
     def __init__(self, on_first: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -151,10 +151,8 @@ class _Exit(BaseException):
 def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
     """Turn `sys.exit`, `os._exit(0)` and any other `BaseException` into an `UnexpectedExit`.
 
-    `os._exit` runs no Python code, so it is replaced meanwhile, but not in forked processes.
-
-    Args:
-        when: at what point of the run, as ` after step 7`.
+    `os._exit` runs no Python code, so it is replaced meanwhile, but not in forked processes. The
+    message of an exit says `when` in the run it came, as ` after step 7`.
     """
     real, process = os._exit, os.getpid()
 

@@ -140,7 +140,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     """
     from trainer.distributed.strategy import shard_units
     from trainer.files import is_url
-    from trainer.lab.own_optimizer import resolve_own
+    from trainer.lab.optimizers import resolve_own
     from trainer.lab.storage import Storage
     from trainer.model.weights import check_fit, read_weights
     from trainer.model.wrappers import output_layer, recompute_blocks
@@ -203,7 +203,7 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
         UserError: the model lacks the state that a setting needs.
     """
     from trainer.config.rules import why_no_noise_scale
-    from trainer.training.setup.plausible import ledger_bytes
+    from trainer.training.setup.plan import ledger_bytes
 
     config, batches = plan.config, plan.config.micro_batches
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
@@ -265,7 +265,7 @@ def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
     from trainer.import_path import format_error
     from trainer.lab.memory import predict_memory, resident_bytes
     from trainer.metrics.logger import get_logger
-    from trainer.training.setup.plausible import memory_bytes
+    from trainer.tools.doubts import memory_bytes
 
     try:
         memory = predict_memory(plan)

@@ -216,11 +216,8 @@ class DataCheck:
 def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, policy: DataPolicy) -> DataCheck:
     """Fingerprint the data files and compare them with a checkpoint's. Each rank reads its share.
 
-    Args:
-        saved: the checkpoint's state.json; None for a run that begins.
-
-    Raises:
-        UserError: a file cannot be read, or is empty; or the data changed, which is not accepted.
+    `saved` is its state.json; None for a run that begins. A UserError if a file cannot be read, or
+    is empty, or if the data changed, which is not accepted.
     """
     world_size = info.world_size
     sources = {source.name: source for source in plan.sources}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer.config.rules import Facts, check_rules, check_state_rules, data_shards, reads_lanes
-from trainer.config.schema import ModelTable, ObjectiveTable, RunConfig
+from trainer.config.schema import LedgerTable, ModelTable, ObjectiveTable, RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from trainer.distributed.env import RankInfo
 from trainer.distributed.shards import Layout
@@ -169,6 +169,11 @@ def width_of(model: nn.Module) -> int:
     return width
 
 
+def ledger_bytes(table: LedgerTable, state_width: int) -> int:
+    """Memory of the states of one data shard's ledger."""
+    return table.capacity * state_width * (2 if table.dtype == "bfloat16" else 4)
+
+
 def _with_capacity(config: RunConfig) -> RunConfig:
     """The config with the ledger's capacity that full rows need, where none is given."""
     table = config.ledger
@@ -182,12 +187,7 @@ def _with_capacity(config: RunConfig) -> RunConfig:
 def make_plan(
     config: RunConfig, config_path: Path, world_size: int, *, parts: Parts = NO_PARTS, logs_doubts: bool = True
 ) -> Plan:
-    """Check the config without a process group, and warn about settings that cannot be meant.
-
-    Args:
-        parts: see `Plan`.
-        logs_doubts: False: the caller shows `Plan.doubts`.
-    """
+    """Check the config without a process group, and warn about settings that cannot be meant, if `logs_doubts`."""
     here = Path.cwd()
     # First of all, so that every rank and every check sees the same settings.
     config = _with_capacity(_for_this_device(config))

@@ -151,22 +151,36 @@ class TrainStep:
         return self.scaler.get_scale() if self.scaler.is_enabled() else None
 
     def accumulate(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool = False) -> None:
-        """Run forward and backward of this rank's micro-batches and store their states, without
-        waiting.
+        """Run forward and backward of this rank's micro-batches, and store their states.
 
         Args:
             step: global step, for the ledger's clock.
             is_logged: extensions that measure logged steps measure this one.
         """
-        window = self._begin_window(step, window, is_logged=is_logged)
+        for each in self._ledgers:
+            each.begin_step(step)
+        # Before an extension may change the window: kappa must be the same on all ranks.
+        self._kappa = 1.0 / (len(window) * self.max_tokens_per_micro)
+        extensions = self.extensions
+        window = extensions.begin_step(step, window, is_logged=is_logged)
+        if self.auxiliary.by_rows:
+            self.auxiliary.begin_window(window, world_size=self.world_size)
+        if self.gns is not None:
+            pairs, by_parameter = "pairs" in extensions.kept, "by_parameter" in extensions.kept
+            self._gns_guard.run(self.gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._tokens = torch.zeros_like(self._loss_sum)  # counts in float64 are exact
         exchanged_before, drawn = sum(map(EXCHANGED, self._ledgers)), [0] * len(self.shards)
         for index, micro in enumerate(window):
             is_last = index == len(window) - 1
-            carried, state = self._carried(micro), None
-            if carried is not None:
-                ledger, carry = carried
+            ledger = self.ledgers[micro.shard] if self.ledgers else None
+            carry, state = micro.carry, None
+            if carry is None and ledger is not None and ledger.is_collective:
+                # The rows of other ranks may have groups, and all ranks must take part.
+                carry = Carry.of_no_group(len(micro.targets))
+            if ledger is not None and carry is not None:
                 state = ledger.lookup(carry.group_ids, carry.cell_index)  # [B, state_width]
-                for look in self.extensions.on_state:
+                for look in extensions.on_state:
                     look(micro, carry, state)
             # By shard and number, not by rank: the draws are the same on any number of ranks.
             seed_model(self.device, self.seed, step, self.shards[micro.shard], drawn[micro.shard])
@@ -182,41 +196,13 @@ class TrainStep:
                     given = {"is_first": index == 0, "is_last": is_last}
                     end, result = self.graphs(self, micro, state, self._kappa, **given)
                 self._ready_at -= sum(map(EXCHANGED, self._ledgers)) - exchanged_before
-            if carried is not None and end is not None:
-                ledger, carry = carried
+            if ledger is not None and carry is not None and end is not None:
                 ends = {"end_ids": carry.end_ids, "end_cell_index": carry.end_cell_index}
                 ledger.store(carry.group_ids, carry.cell_index, carry.is_last, end, **ends)
-            for measure in self.extensions.on_micro:
+            for measure in extensions.on_micro:
                 measure(micro, result)
             self._loss_sum += result.loss_sum.detach()
             self._tokens += result.num_tokens
-
-    def _begin_window(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool) -> Sequence[MicroBatch]:
-        """Reset the sums and begin the step in every part. Returns the micro-batches to run."""
-        for each in self._ledgers:
-            each.begin_step(step)
-        # Before an extension may change the window: kappa must be the same on all ranks.
-        self._kappa = 1.0 / (len(window) * self.max_tokens_per_micro)
-        window = self.extensions.begin_step(step, window, is_logged=is_logged)
-        if self.auxiliary.by_rows:
-            self.auxiliary.begin_window(window, world_size=self.world_size)
-        if self.gns is not None:
-            kept = self.extensions.kept
-            pairs, by_parameter = "pairs" in kept, "by_parameter" in kept
-            self._gns_guard.run(self.gns.begin_window, len(window), pairs=pairs, by_parameter=by_parameter)
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._tokens = torch.zeros_like(self._loss_sum)  # counts in float64 are exact
-        return window
-
-    def _carried(self, micro: MicroBatch) -> tuple[Ledger, Carry] | None:
-        """What carries the states of a micro-batch's rows; None if nothing does."""
-        if not self.ledgers:
-            return None
-        ledger, carry = self.ledgers[micro.shard], micro.carry
-        if carry is None and ledger.is_collective:
-            # The rows of other ranks may have groups, and all ranks must take part in the exchange.
-            carry = Carry.of_no_group(len(micro.targets))
-        return None if carry is None else (ledger, carry)
 
     def run_micro(
         self, micro: MicroBatch, state: Tensor | None, kappa: float | Tensor
@@ -226,9 +212,6 @@ class TrainStep:
         Args:
             state: before its rows, [B, state_width].
             kappa: factor on its sum of losses.
-
-        Returns:
-            The state after its rows, and its loss.
         """
         auxiliary = self.auxiliary
         with self.autocast():

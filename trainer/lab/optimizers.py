@@ -1,21 +1,27 @@
-"""Muon (Jordan et al., 2024) for matrices between embedding and output, with AdamW for the other parameters.
+"""Optimizers beyond the core: Muon (Jordan et al., 2024) with AdamW for other parameters, and custom ones.
 
 It could go if torch's Muon skipped a step on the device, and took shards.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainer.config.schema import OptimizerTable
 from trainer.distributed.shards import gathered, layout_of, own_part, own_rows
+from trainer.errors import UserError
+from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.training.step.optimizer import CombinedOptimizer, ParameterGroup, Skipping, keep_buffers
+from trainer.wording import counted, few
 
 
-def build(model: nn.Module, groups: Sequence[ParameterGroup], **settings: Any) -> torch.optim.Optimizer:
+def build_muon(model: nn.Module, groups: Sequence[ParameterGroup], **settings: Any) -> torch.optim.Optimizer:
     """Muon and AdamW over these groups; `settings` of `MuonWithAdamW`."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     sizes = {weight.shape[0] for weight in tables}
@@ -108,3 +114,36 @@ class MuonWithAdamW(CombinedOptimizer):
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
         self._link_groups()
+
+
+def resolve_own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> Any:
+    """The custom function that makes an optimizer."""
+    build = resolve_target(target, "optimizer.target")
+    given = {"lr": table.lr, **table.args}
+    refuse_arguments(partial(build, groups), f"{target} with parameter groups, and", given, key="optimizer.args")
+    return build
+
+
+def build_custom(model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
+    """The custom optimizer, which must take all parameters that are trained, and a step without arguments."""
+    target = table.target or ""
+    build = resolve_own(target, groups, table)
+    with users_code("optimizer.target", f"{target} fails"):
+        optimizer = build(groups, lr=table.lr, **table.args)
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        problem = f"{target} gave a {kind}, not an optimizer"
+        raise UserError("optimizer.target", problem, "return a torch.optim.Optimizer")
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
+        problem = f"the step of {target}'s {kind} takes arguments, which the trainer does not give: {error}"
+        raise UserError("optimizer.target", problem, "return one whose step() needs none") from error
+    taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in taken]
+    if left:
+        parameters = counted(len(left), "parameter")
+        problem = f"{target} leaves {parameters} out, which would never be trained: {few(left)}"
+        raise UserError("optimizer.target", problem, "give it all parameters; freeze those to be left (requires_grad_)")
+    made: torch.optim.Optimizer = optimizer
+    return made
