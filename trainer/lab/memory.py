@@ -381,7 +381,7 @@ def explain(run: Run) -> None:
     if run.config.train.memory_snapshot:
         write_snapshot(run)
     measured = {"weights": sum(map(tensor_bytes, run.model.parameters()))}
-    measured["optimizer"] = sum(map(tensor_bytes, tree_leaves([*run.optimizer.state.values()])))
+    measured["optimizer"] = sum(map(tensor_bytes, tree_leaves([*run.state.optimizer.state.values()])))
     measured["gradients"] = _gradient_bytes(run.model)
     measured["ledger"] = len(run.state.ledgers) * ledger_bytes(run.config.ledger, width_of(run.model))
     where, device = "the CPU's peak is not measured", run.device

@@ -1,4 +1,4 @@
-"""Around a step: size and learning rate before it; record, evaluation and checkpoint once its numbers are read."""
+"""Around a step: size and learning rate before it; record, evaluation and checkpoint after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 
 class NonFiniteError(Exception):
-    """The loss or gradient was not finite, and the config says to stop (or skipping did not help)."""
+    """The loss or gradient was not finite, and the config stops the run, or skipping did not help."""
 
 
 class CorruptedError(Exception):
@@ -62,7 +62,7 @@ class NextStep(NamedTuple):
 
 
 def next_step(run: Run, step: int, previous: StepInFlight | None) -> NextStep:
-    """Size and learning rate of a step after `previous`, if in flight. Notes in `run.position` the last one."""
+    """Size and learning rate of a step. Notes the last one in `run.position`."""
     position, length, growth = run.position, run.length, run.growth
     before, tokens_before = position.micro_batches, position.tokens_before
     if previous is not None:  # the tokens of `previous` are not known: those through step - 2
@@ -132,7 +132,7 @@ def finish(run: Run, taken: StepInFlight | None, operations: Operations) -> str 
     if outcome.should_stop or not at_boundary(run, is_last=is_last):
         return stopped_by(run)
     if outcome.save_is_due:
-        # Not saved now: the next step may be in flight, and the weights are no longer those of this step.
+        # Later: the next step may be in flight, and the weights no longer those of this step.
         run.saver.must_save = run.saver.began_at != step
     return None
 
@@ -188,7 +188,7 @@ def interruptible(run: Run) -> Iterator[None]:
 def end_step(
     run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Operations, *, is_logged: bool, drains: bool = True
 ) -> None:
-    """Pass the step to the tracker, if logged with the metrics of all ranks; by default all drained."""
+    """Pass the step to the tracker, if it is logged with the metrics of all ranks."""
     step, extra = taken.step, {}
     if is_logged:
         run.watchdog.at("logging", step)
@@ -223,7 +223,7 @@ def reduced_metrics(run: Run, taken: StepInFlight, operations: Operations, *, dr
         run.record("grad_scale", grad_scale)
     run.recorder.add(run.tracker.times())
     if world_size > 1:
-        # The same value twice: one key is reduced to the maximum, the other to the minimum over ranks.
+        # The same value twice: the keys are reduced to the maximum and the minimum over ranks.
         ready_after = taken.launched.ready_at - run.tracker.step_start
         run.recorder.add({"time/slowest_rank_sec": ready_after, "time/fastest_rank_sec": ready_after})
     if drains:
@@ -246,7 +246,7 @@ def reduced_metrics(run: Run, taken: StepInFlight, operations: Operations, *, dr
 
 
 def at_boundary(run: Run, *, is_last: bool) -> bool:
-    """Run the evaluation, sample and checkpoint that are due after the step. False: the run is to stop."""
+    """Evaluate, sample and save where it is due after the step. False: the run is to stop."""
     position, table = run.position, run.config.checkpoint
     if position.evaluation_is_due and not evaluate(run):
         return False

@@ -79,7 +79,7 @@ class Extension:
         """After a backward pass."""
 
     def gradient_ready(self, squares: Mapping[nn.Parameter, Tensor]) -> None:
-        """Before clipping and the update, with each gradient's squared norm; for a shard, this rank's share."""
+        """Before clipping and the update, with each gradient's squared norm (for a shard, its share)."""
 
     def updated(self) -> Tensor | None:
         """After the update. Returns float64 [num_sums], to be summed over ranks."""
@@ -104,13 +104,13 @@ class Extension:
         return {}
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
-        """After a step that the next one waits for: logged ones, every `boundary_every`-th, and others."""
+        """After a step that the next one waits for: a logged one, every `boundary_every`-th, others."""
 
     def to_exchange(self) -> Any:
         """A value for all ranks, within two steps of `run.extensions.asks = True` on any rank."""
 
     def exchanged(self, by_rank: Sequence[Any]) -> None:
-        """Receives `to_exchange` of each rank, None where it failed; if the run has failed, only this rank's."""
+        """Receives `to_exchange` of each rank, None where it failed; of a failed run this rank's alone."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run: fits JSON, and is the same on all ranks."""
@@ -267,7 +267,7 @@ class Extensions:
         return found
 
     def exchange(self, *, alone: bool = False) -> None:
-        """Exchange the results of `to_exchange`. Every rank must call it, unless the run has failed (`alone`)."""
+        """Exchange the results of `to_exchange`. Collective, unless the run has failed (`alone`)."""
         exchanging, self.asks = self._by_moment["to_exchange"], False
         if not exchanging:
             return
@@ -285,7 +285,7 @@ class Extensions:
         self._measure(())
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the extensions that have one, by name; for one that is off, its last one."""
+        """The states of the extensions that have one, by name; of one that is off, its last."""
         found = {each.name: each.call("state_dict") for each in self._by_moment["state_dict"]}
         self._states |= {name: state for name, state in found.items() if state is not None}
         names = [*found, *self._diagnostics.disabled]

@@ -57,7 +57,7 @@ def run_loop(run: Run) -> str:
 def take_step(
     run: Run, previous: StepInFlight | None, operations: Operations
 ) -> tuple[str | None, StepInFlight | None]:
-    """Launch the next step and finish the one before. Returns a stop reason, and the step in flight."""
+    """Launch a step and finish the one before. Returns a stop reason, and the step in flight."""
     step, reason = 1 + (run.position.step if previous is None else previous.step), None
     batch = next_step(run, step, previous)
     at_once = is_read_at_once(run, step)

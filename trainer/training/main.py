@@ -129,7 +129,7 @@ def _run_to_end(run: Run) -> int:
         raise
     except Exception as error:
         if run.stop.requested and run.position.step == max(run.saver.last_saved, 0):
-            # Nothing is lost. The same Ctrl-C may have ended a compiler, for which the first step waits.
+            # Nothing is lost. The same Ctrl-C may have ended a compiler.
             state = "stopped"
             reason = f"{stopped_by(run)}; it ended {shorten(error_text(error), 150)}"
         else:

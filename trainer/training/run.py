@@ -47,7 +47,7 @@ class StepInFlight:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Run:
-    """The parts of a run, made by `open_run`. During the run only `position` and their own state change."""
+    """The parts of a run, made by `open_run`. Only `position` and their own state change."""
 
     plan: Plan
     config: RunConfig
@@ -78,7 +78,7 @@ class Run:
     growth: Any
     """Decides on a step's micro-batches; None: all steps have equally many."""
     periods: Set[int]
-    """Multiples of these are read before the next step is launched: evaluations, saves, decisions."""
+    """Multiples of these are read before the next step: evaluations, saves, decisions."""
     extensions: Extensions
     saver: Saver
     watchdog: Watchdog
@@ -97,11 +97,6 @@ class Run:
     def model(self) -> nn.Module:
         """The model itself, without DDP."""
         return self.state.model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, for extensions."""
-        return self.state.optimizer
 
     def ledger_of(self, micro: MicroBatch) -> Ledger | None:
         """The ledger that carries a micro-batch's states; None for a model without state."""

@@ -38,7 +38,7 @@ OWN_FILES = (METRICS, EVENTS, STATUS_NAME, CONFIG, RESOLVED_CONFIG, ENVIRONMENT,
 
 
 class RunDir:
-    """Paths inside one run's directory, and its small JSON files. A new one is yet to be made, see `claim`."""
+    """Paths inside a run's directory, and its small JSON files. `claim` makes a new one."""
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.is_new = is_new
@@ -58,11 +58,11 @@ class RunDir:
         self.logs = path / "logs"
 
     def claim(self) -> None:
-        """Make the directory (rank 0); a new run takes the next free name if another run was faster."""
+        """Make the directory (rank 0); a new run takes the next free name if another was faster."""
         with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             stem, count = self.path, 1
-            # `mkdir` decides between runs that start at the same time, also on a shared file system.
+            # `mkdir` decides between runs that start together, also on a shared file system.
             while self.is_new:
                 try:
                     self.path.mkdir()
@@ -77,7 +77,7 @@ class RunDir:
         return any(self.checkpoints.glob("step_*"))
 
     def create(self) -> None:
-        """Make the subdirectories, and remove files of killed processes (rank 0, holding the lock)."""
+        """Make the subdirectories, and remove files of killed processes (rank 0, locked)."""
         with self._writing():
             self.logs.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
@@ -113,7 +113,7 @@ class RunDir:
         A UserError if another process holds it, or if one of its files is a link or a pipe.
         """
         with self._writing():
-            # Before anything is written: a link may point out of the directory, and a pipe blocks for ever.
+            # Before anything is written: a link may point elsewhere, and a pipe blocks for ever.
             own = [self.path / name for name in (*OWN_FILES, LOCK_NAME, ID_FILE)]
             latest = self.checkpoints / LATEST
             if not latest.is_symlink():  # as we make it
@@ -129,7 +129,7 @@ class RunDir:
         return run_state(self.path)
 
     def write_status(self, state: str, *, reason: str, step: int, wandb_run_id: str | None = None) -> None:
-        """Write the state: `running`, `done`, `stopped` (with a checkpoint) or `failed`, and why."""
+        """Write the state and why: `running`, `done`, `stopped` (with a checkpoint), `failed`."""
         self._status_at = time.monotonic()
         write_status(self.status_file, state, reason=reason, step=step, wandb_run_id=wandb_run_id)
 
@@ -142,7 +142,7 @@ class RunDir:
                 logger.warning("%s cannot be written: %s", self.status_file, error.strerror)
 
     def leave_status(self, info: RankInfo, state: str, *, reason: str, step: int) -> None:
-        """Write the state in which the run ends (rank 0; others do nothing). A failure is logged."""
+        """Write the state in which the run ends (only rank 0). A failure is logged."""
         if not info.is_main:
             return
         try:
@@ -155,12 +155,12 @@ class RunDir:
         self.on_end(state, reason=reason, step=step)
 
     def leave_reason(self, info: RankInfo, reason: str, *, step: int) -> None:
-        """Write that the run failed, unless its end is recorded already (rank 0; others do nothing)."""
+        """Write that the run failed, unless its end is recorded already (only rank 0)."""
         if info.is_main and self.status().get("state") in (None, "running"):
             self.leave_status(info, "failed", reason=reason, step=step)
 
     def has_nothing(self) -> bool:
-        """Whether there is nothing to lose: the run ended without a checkpoint or a row, and not as done."""
+        """Whether nothing would be lost: the run ended without a checkpoint or a row, and not done."""
         state = self.status().get("state")
         if self.has_saved() or state not in (None, "failed", "stopped", "died"):
             return False

@@ -96,8 +96,8 @@ class StopRequest:
         self._former = {}
 
     def _listen(self, reader: int) -> None:
-        """Notice signals while the main thread handles none, and end a process that hangs at its start."""
-        # Python runs handlers between bytecodes of the main thread, but the pipe gets the signal at once.
+        """Notice signals while the main thread handles none; end a process that hangs at its start."""
+        # Python runs handlers between bytecodes of the main thread; the pipe gets signals at once.
         heard = b""
         while not heard or heard[0] not in STOP_SIGNALS:
             heard = os.read(reader, 1)
@@ -124,7 +124,7 @@ class StopRequest:
         end_process(code, report)
 
     def mute(self) -> None:
-        """Log no request from now on: the run ends by itself, and torchrun then ends other ranks."""
+        """Log no request from now on: the run ends by itself, and torchrun ends other ranks."""
         self._on_first = lambda name: None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

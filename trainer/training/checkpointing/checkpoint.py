@@ -105,7 +105,7 @@ def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | None = None) -> None:
-    """Delete all but the newest `keep_last` checkpoints, each `keep_every`-th, and step `spared`."""
+    """Delete checkpoints but the newest `keep_last`, each `keep_every`-th, and step `spared`."""
     for path in complete_checkpoints(checkpoints)[keep_last:]:
         step = step_of(path)
         if step != spared and (not keep_every or step % keep_every):
@@ -158,7 +158,7 @@ def data_shards(state: Mapping[str, Any]) -> int:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """state.json of a checkpoint, without its hash. A CheckpointError if it is missing or damaged."""
+    """state.json of a checkpoint, unverified. A CheckpointError if it is missing or damaged."""
     files = _listed_files(path)
     if STATE_FILE not in files:
         raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")

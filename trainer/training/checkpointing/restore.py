@@ -153,7 +153,7 @@ SAID = ("distributed.strategy",)
 
 
 def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuse a config that does not fit the state of the checkpoint, and warn about other changes."""
+    """Refuse a config that does not fit the checkpoint's state, and warn about other changes."""
     changed = changed_settings(saved, {}, config, {})
     breaking = [key for key in changed if key.startswith(BREAKING) and key not in HARMLESS]
     if breaking:
@@ -269,7 +269,7 @@ def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo, poli
 def _by_source(
     by_file: Mapping[tuple[str, str], str], sources: Mapping[str, Source], before: Fingerprint | None
 ) -> dict[str, dict[str, str]]:
-    """The marks of all files by source; of one that is off, the checkpoint's: it may be read again."""
+    """The marks of all files by source; if one is off, the checkpoint's: it may be read again."""
     marked: dict[str, dict[str, str]] = {name: {} for name in sources}
     for (name, path), mark in by_file.items():
         marked[name][path] = mark

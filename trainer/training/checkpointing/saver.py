@@ -85,7 +85,7 @@ class Saver:
         return all(write.done() for write in self._writes)
 
     def save(self, position: Position, *, in_background: bool) -> None:
-        """Save the state after the last finished step. Collective: a SaveError is raised on all ranks."""
+        """Save the state after the last finished step. Collective; a SaveError is raised on all ranks."""
         started = time.monotonic()
         self._conclude()
         step = position.step

@@ -248,7 +248,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:
-    """The value that `pack` was given, whose tensors are read. A ValueError if `pack` has not written it."""
+    """The value that `pack` was given. A ValueError if `pack` has not written it."""
     if isinstance(packed, list):
         return [unpack(item, read) for item in packed]
     if not isinstance(packed, dict):

@@ -26,16 +26,13 @@ from trainer.wording import few
 
 
 class DataShard(NamedTuple):
-    """A part of the data, what reads it, and the states that its groups carry.
-
-    Attributes:
-        number: among those of all ranks.
-        ledger: None for a model without state. Shards of a rank whose groups may move share one.
-    """
+    """A part of the data, its reader, and the states that its groups carry."""
 
     number: int
+    """Among the shards of all ranks."""
     dataset: BlendDataset
     ledger: Ledger | None
+    """None for a model without state. Shards of a rank whose groups may move share one."""
 
 
 @dataclass
@@ -102,8 +99,7 @@ SHOWN_LOSSES = 8
 # Counted on the host, in addition to the data set's metrics: see `Position.unlogged`.
 HOST_KEYS: tuple[str, ...] = ("non_finite_steps", "grad_scale", "train/micro_batches", "checkpoint/save_sec")
 HOST_KEYS += ("time/data_sec", "time/forward_backward_sec", "time/optimizer_sec")
-HOST_KEYS += ("time/slowest_rank_sec", "time/fastest_rank_sec")
-HOST_KEYS += ("stream_mixing/masked_share", "data/fill")
+HOST_KEYS += ("time/slowest_rank_sec", "time/fastest_rank_sec", "stream_mixing/masked_share", "data/fill")
 
 
 @dataclass

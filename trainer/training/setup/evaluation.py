@@ -82,7 +82,7 @@ def _eval_set(
             riders.append(rider)
             shown = name or "held-out documents"
             logger.info("%s: each evaluation reads %s, drawn by run.seed", shown, read)
-    # Each document begins a row where it has a weight of its own, or where depth counts from its cell.
+    # Each document begins a row if it has its own weight, or if depth counts from its cell.
     is_aligned = bool(riders) or plan.config.eval.depth or not runs_on(plan, None)
     blend = LaneBlend(
         [BlendSource(dataset.name, dataset, ConstantWeight(1.0)) for dataset in datasets],

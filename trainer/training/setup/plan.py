@@ -130,7 +130,7 @@ class Plan:
     def unmet_needs(
         self, device: torch.device, *, model: nn.Module | None = None, counts_model: bool = True
     ) -> list[UserError]:
-        """The needs that this machine does not meet; without `model` it is built, if `counts_model`."""
+        """The needs that this machine does not meet; builds the `model` if `counts_model`."""
         numbers, width = 0, 0
         if model is not None:
             numbers, width = size_of(model)
@@ -187,7 +187,7 @@ def _with_capacity(config: RunConfig) -> RunConfig:
 def make_plan(
     config: RunConfig, config_path: Path, world_size: int, *, parts: Parts = NO_PARTS, logs_doubts: bool = True
 ) -> Plan:
-    """Check the config without a process group, and warn about settings that cannot be meant, if `logs_doubts`."""
+    """Check the config, and warn about settings that cannot be meant, if `logs_doubts`."""
     here = Path.cwd()
     # First of all, so that every rank and every check sees the same settings.
     config = _with_capacity(_for_this_device(config))
@@ -334,7 +334,7 @@ def own_loss(target: str, args: Mapping[str, Any], key: str, **given: Any) -> Ca
 
 
 def make_auxiliary(table: ObjectiveTable, model: nn.Module) -> Auxiliary:
-    """The losses and metrics of a model's output, and `[objective.losses]`. A UserError for wrong names."""
+    """The losses and metrics of a model, and `[objective.losses]`. A UserError for wrong names."""
     declared, losses = declared_losses(model), table.losses
     own = [name for name, each in losses.items() if each.target is not None]
     built_in = {*COMPONENTS, *table.components}

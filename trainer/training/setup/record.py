@@ -1,4 +1,4 @@
-"""The record of a run: its directory, the checkpoint that it continues, its sinks, and its first messages."""
+"""The record of a run: its directory, the checkpoint that it continues, and its sinks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Found = tuple[Path, dict[str, Any]]
 
 
 def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -> tuple[RunDir, Found | None, Any]:
-    """The run's directory, the checkpoint to resume from, and on rank 0, which decides, its remote store."""
+    """The run's directory, the checkpoint to resume from, and on rank 0 its remote store."""
     placed: tuple[RunDir, Found | None, Any] | None = None
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
@@ -88,7 +88,7 @@ def _make_ready(run_dir: RunDir, stack: ExitStack) -> None:
 
 
 def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -> str:
-    """`auto` if torchrun has restarted the ranks (--max-restarts): they resume, whatever the config says."""
+    """`auto` if torchrun has restarted the ranks (--max-restarts), which then always resume."""
     restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if configured != "off" or restarts == "0":
         return configured
@@ -97,7 +97,7 @@ def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -
 
 
 def begin_record(info: RankInfo, run_dir: RunDir, stack: ExitStack, step: int) -> RunDir:
-    """Lock the directory, set aside work beyond `step`, and open this rank's log. Returns it: `claim` may rename it."""
+    """Lock the directory, set aside work beyond `step`, open this rank's log. `claim` may rename it."""
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
             _make_ready(run_dir, stack)
@@ -134,7 +134,7 @@ def open_record(
             events = EventWriter(run_dir.events)
             stack.callback(diagnostics.best_effort("end of events.jsonl").run, events.close)
             diagnostics.on_event = events.write
-            # Without a checkpoint too: the record of an earlier attempt continues, and its steps repeat.
+            # Without a checkpoint too: the record of an earlier attempt continues.
             is_restart = run_dir.metrics.exists() or found is not None
             saved_id = None if found is None else found[1].get("wandb_run_id")
             sinks = make_sinks(plan.config, run_dir, stdout or sys.stdout, saved_id, diagnostics)
@@ -144,7 +144,7 @@ def open_record(
                 state.tracker.log_restart(position.step)
                 details = {"checkpoint": None} if found is None else _changed(plan, info, found, data)
                 events.write({"event": "restart", "global_step": position.step, **details, "previous": previous})
-            # After the event of changed settings: the record is true wherever this process is killed.
+            # After the event of changed settings, in case this process is killed between.
             if config_path is not None:
                 sizes = {"parameters": num_parameters(state.model), "state_width": width_of(state.model)}
                 sizes["tokens_per_step"] = plan.facts.tokens_per_step

@@ -71,12 +71,9 @@ def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class Replicas(Extension):
-    """Ends a run whose ranks hold different weights.
+    """Ends a run whose ranks hold different weights, by the digests d of the W ranks."""
 
-    Two sums tell: W sum(d^2) = sum(d)^2 only if the digests d of all W ranks are equal.
-    """
-
-    num_sums = 2
+    num_sums = 2  # W sum(d^2) = sum(d)^2 only if all digests are equal
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

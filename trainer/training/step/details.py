@@ -114,7 +114,7 @@ class StepDetails:
             self._put(f"token_type/{name}/accuracy", sums.num_correct[index], sums.num_tokens[index])
 
     def _add_labels(self, kind: str, micro: MicroBatch, loss: Tensor) -> None:
-        """Add the losses by label of each row, or of each segment of rows with several documents."""
+        """Add the losses by label: of each row, or of each segment where rows hold several."""
         labels, segments = micro.extras[LABELS[kind]], micro.extras.get("segment_ids")
         names = sorted(set(labels).intersection(self._names[kind]))
         if segments is not None:

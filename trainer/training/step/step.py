@@ -122,7 +122,7 @@ class TrainStep:
     shards: Sequence[int] = (0,)
     """The numbers of this rank's data shards, which have equally many micro-batches in a step."""
     seed: int = 0
-    """Seeds dropout and other draws of every micro-batch, so that they depend on nothing earlier."""
+    """Seeds dropout and other draws of every micro-batch, which depend on nothing earlier."""
     auxiliary: Auxiliary = field(default_factory=Auxiliary)
     """Adds the losses and metrics of the model's output."""
     strategy: Strategy = field(default_factory=Strategy)
