@@ -26,7 +26,6 @@ from trainer.wording import counted, few, printable
 
 if TYPE_CHECKING:
     from trainer.training.checkpointing.train_state import Position
-    from trainer.training.setup.plan import Plan
 
 logger = get_logger(__name__)
 Doubt = tuple[str, str, str]

@@ -54,8 +54,7 @@ class NextStep(NamedTuple):
 
     num_micros: int
     """Micro-batches of each data shard."""
-    reached: int
-    """See `Length`."""
+    reached: int  # see `Length`
     lr: float
     change: Mapping[str, Any] | None
     """The event of a change of `num_micros`."""

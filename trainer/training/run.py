@@ -38,8 +38,7 @@ class StepInFlight:
     """A step that was launched and is not finished."""
 
     step: int
-    reached: int
-    """See `Length`."""
+    reached: int  # see `Length`
     window: Sequence[MicroBatch]
     launched: Launched
     lr: float

@@ -50,7 +50,7 @@ class TrainState:
 
     @property
     def dataset(self) -> BlendDataset:
-        """Of the first shard; those of the others are alike."""
+        """The first shard's; those of the others are alike."""
         return self.shards[0].dataset
 
     @property

@@ -65,8 +65,7 @@ class Launch:
     """Where the config was read from; None: it is not recorded."""
     run_dir: str | None = None
     parts: Parts = NO_PARTS
-    stdout: Output | None = None
-    """For payloads."""
+    stdout: Output | None = None  # for payloads
     data_policy: DataPolicy = DataPolicy()  # noqa: RUF009 - frozen
     on_run_dir: Callable[[Path], None] | None = None
     moments: dict[str, float] = field(default_factory=lambda: {"": time.monotonic()})

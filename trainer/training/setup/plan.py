@@ -69,7 +69,9 @@ class Plan:
     def call(self, name: str, *args: Any) -> Any:
         """The result of one of `parts` that a run can do without; None if it is missing."""
         part = self.parts.find(name)
-        return part and part(*args)
+        if part is None:
+            return None
+        return part(*args)
 
     def place(self, path: str) -> str:
         """A path of the config, absolute; a URL as it is."""

@@ -47,8 +47,10 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
                     place = f"{place[:80]}..."
                 problem = f"cannot be used: {error.strerror}"
                 raise UserError(place, problem, "choose another place with --run-dir") from None
-    # Without the store, which rank 0 alone holds.
-    answer = from_main_rank(placed and (placed[0].path, placed[1]), world_size=info.world_size)
+    answer: tuple[Path, Found | None] | None = None
+    if placed is not None:  # without the store, which rank 0 alone holds
+        answer = placed[0].path, placed[1]
+    answer = from_main_rank(answer, world_size=info.world_size)
     if placed is not None:
         return placed
     assert answer is not None
