@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from typing import NoReturn
 
@@ -92,3 +92,36 @@ def _what_keeps_the_process() -> str:
     if not threads:
         return f"a handler of the program's exit, in {place(main)}"
     return "the threads " + ", ".join(f"{each.name} (in {place(each)})" for each in threads)
+
+
+PARENT = "TRAINER_PARENT"
+"""The launcher's process id, for a process that must not outlive it; torchrun need not set it."""
+CHECK_EVERY_SEC = 1.0
+EXIT_ORPHANED = 1
+
+
+def stop_with_parent(
+    stop: Callable[[], None],
+    *,
+    within_sec: float,
+    end: Callable[[int, str], object] = lambda code, reason: os._exit(code),
+    environ: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Call `stop` from a thread when this process's launcher is gone, and `end` `within_sec` later.
+
+    A process without a launcher (started by a shell, or a scheduler) lives on without its parent.
+    """
+    named = environ.pop(PARENT, "")  # not for the processes that this one starts
+    if not named and "TORCHELASTIC_RUN_ID" not in environ:
+        return
+    parent = int(named or os.getppid())
+
+    def watch() -> None:
+        # Polled: Linux signals the death of the parent's thread, not process, and other systems nothing.
+        while os.getppid() == parent:
+            time.sleep(CHECK_EVERY_SEC)
+        stop()
+        time.sleep(within_sec)
+        end(EXIT_ORPHANED, f"its launcher is gone, and no step ended within {within_sec:.0f} s")
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

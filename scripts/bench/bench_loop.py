@@ -100,7 +100,7 @@ class Stateful(nn.Module):
 def optimizer_of(plan: Plan, model: Stateful) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
     """As the trainer's, with its learning rate per step."""
     config = plan.config
-    optimizer = build_optimizer(model.model, config.optimizer)
+    optimizer = build_optimizer(model.model, config.optimizer, plan.parts)
     table, steps, peak = config.scheduler, config.train.steps, config.optimizer.lr
     rates = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda done: lr_at(done + 1, steps=steps, peak=peak, table=table) / peak

@@ -20,11 +20,11 @@ from trainer.cli.parts import PARTS
 from trainer.cli.terminal import refuse, uncollected
 from trainer.config.load import load_config, located
 from trainer.config.rules import check_sharding
-from trainer.ending import STOP_SIGNALS
+from trainer.ending import PARENT, STOP_SIGNALS, stop_with_parent
 from trainer.errors import UserError
 from trainer.files import write_file
 from trainer.import_path import PROGRAM
-from trainer.training.signals import PARENT, StopRequest, say_stopping, stop_with_parent
+from trainer.training.signals import StopRequest, say_stopping
 from trainer.wording import counted
 
 REPORT_FOLDER = "TRAINER_REPORT_FOLDER"

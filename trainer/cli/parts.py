@@ -35,6 +35,18 @@ VERBS = {
 }
 """In the order of `train --help`: a function, or a typer app where a verb has verbs of its own."""
 
+_TOOLS = {
+    "doubts": "trainer.tools.doubts:doubts",
+    "evaluation on a sample": "trainer.tools.evaluation_sample:draw_sample",
+    "first messages": "trainer.tools.summary:announce",
+    "mix": "trainer.tools.mix_weights:MixWeights",
+    "mixing weights": "trainer.tools.mix_weights:restore_mix",
+    "noise outlook": "trainer.tools.summary:log_outlook",
+    "slow start": "trainer.tools.summary:log_start",
+    "rate change": "trainer.tools.doubts:warn_of_rate_change",
+    "summary": "trainer.tools.summary:summarize",
+    "unmet needs": "trainer.tools.doubts:unmet_needs",
+}
 _LAB = {
     # Extensions: checkpoints have their states under these names.
     "carry probe": f"{LAB}.carry_probe:StepProbe",
@@ -52,17 +64,23 @@ _LAB = {
     "hugging_face": f"{LAB}.hugging_face:build",
     # Other parts of a run.
     "batch growth": f"{LAB}.batch_growth:BatchGrowth",
+    "changed data": f"{LAB}.changed_data:restart_changed",
     "checkpoints in a store": f"{LAB}.remote:find_checkpoint",
     "contract check": f"{LAB}.contract_check:check_before_run",
     "cuda graphs": f"{LAB}.cuda_graph:make",
     "lines by depth": "trainer.tools.runs.depth_curve:lines_of",
     "losses by depth": f"{LAB}.depth:Depth",
     "mirror": f"{LAB}.mirror",
+    "moved files": f"{LAB}.changed_data:with_former_names",
     "mix changes": f"{LAB}.mix:restore",
     "mix requests": f"{LAB}.mix:Requests",
+    "muon": f"{LAB}.optimizers:build_muon",
     "out of memory": f"{LAB}.memory:explain",
-    "own batches": f"{LAB}.own_batches:OwnBatches",
-    "sources in a store": f"{LAB}.stored",
+    "own batches": f"{LAB}.own_batches:make",
+    "own optimizer": f"{LAB}.optimizers:build_custom",
+    "own evaluation": f"{LAB}.own_batches:OwnTask",
+    "shard check": f"{LAB}.contract_check:refuse_bypassed_units",
+    "sources in a store": f"{LAB}.stored:streams_of",
     "tokenized text": f"{LAB}.tokenized",
 }
 
@@ -70,7 +88,7 @@ _LAB = {
 _SPEC = find_spec(LAB)
 _IS_THERE = _SPEC is not None and _SPEC.origin is not None  # a deleted directory may leave its caches
 _MISSING = f"{LAB} is not installed"
-PARTS = Parts(_LAB if _IS_THERE else {}, problem=_MISSING)
+PARTS = Parts(_TOOLS | (_LAB if _IS_THERE else {}), problem=_MISSING)
 """What a run is given."""
 
 

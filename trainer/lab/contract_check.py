@@ -5,6 +5,7 @@ It could go once every model is one of this package, which the tests prove.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from trainer.arrays import IGNORED
 from trainer.config.rules import largest_batch
 from trainer.config.schema import ModelTable
 from trainer.data.batch import accepted_inputs, check_inputs
+from trainer.distributed.strategy import Strategy, bypassed
 from trainer.errors import UserError
 from trainer.import_path import NO_PARTS, Parts, users_code
 from trainer.lab.contracts import Report, check_model
@@ -225,3 +227,24 @@ def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> Non
         fix = 'set it to "document", or distributed.strategy to "ddp"'
     if problem:
         raise UserError("data.align", problem, fix)
+
+
+def refuse_bypassed_units(strategy: Strategy, model: nn.Module, device: torch.device, seq_len: int) -> None:
+    """Refuse a sharded model that uses parts of a module without calling it, and so without their parameters.
+
+    Runs a few tokens to find out. Every rank must call it.
+    """
+    if strategy.whole(model) is not None:
+        return
+    try:
+        inspect.signature(model.forward).bind(tokens=None, state=None)
+    except TypeError:  # it takes inputs that only the data have
+        return
+    fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    try:
+        with evaluating(model), torch.no_grad(), fork:
+            run_few_tokens(model, device, seq_len=seq_len)
+    except RuntimeError as error:
+        raise bypassed(error) or error from None
+    finally:
+        strategy.reshard(model)

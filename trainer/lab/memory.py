@@ -54,8 +54,7 @@ from trainer.training.setup.parts import (
     model_and_loss,
     prepared_units,
 )
-from trainer.training.setup.plan import Plan, make_auxiliary, width_of
-from trainer.training.setup.plausible import ledger_bytes
+from trainer.training.setup.plan import Plan, ledger_bytes, make_auxiliary, width_of
 from trainer.training.setup.sources import runs_on
 from trainer.training.step.optimizer import build_optimizer
 from trainer.training.step.step import TrainStep
@@ -330,7 +329,7 @@ def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
         ledgers=(),  # its states are counted by their number; a model without one makes as many zeros as are looked up
         objective=loss,
         auxiliary=make_auxiliary(config.objective, model),
-        optimizer=build_optimizer(model, config.optimizer),
+        optimizer=build_optimizer(model, config.optimizer, plan.parts),
         gns=GradientNoiseScale(model) if config.gns.enabled else None,
         scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of
         max_tokens_per_micro=max_tokens_per_micro(plan),
@@ -382,7 +381,7 @@ def explain(run: Run) -> None:
     if run.config.train.memory_snapshot:
         write_snapshot(run)
     measured = {"weights": sum(map(tensor_bytes, run.model.parameters()))}
-    measured["optimizer"] = sum(map(tensor_bytes, tree_leaves([*run.optimizer.state.values()])))
+    measured["optimizer"] = sum(map(tensor_bytes, tree_leaves([*run.state.optimizer.state.values()])))
     measured["gradients"] = _gradient_bytes(run.model)
     measured["ledger"] = len(run.state.ledgers) * ledger_bytes(run.config.ledger, width_of(run.model))
     where, device = "the CPU's peak is not measured", run.device

@@ -1,4 +1,4 @@
-"""Checks and copies the batches of a data set of the user's own (`data.source.target`), and snapshots its state.
+"""Custom data sets (`data.source.target`), whose batches are checked and copied, and evaluation tasks (`eval.target`).
 
 It could go if data sets were trusted to give new objects and valid ids.
 """
@@ -6,20 +6,45 @@ It could go if data sets were trusted to give new objects and valid ids.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.arrays import IGNORED
 from trainer.data.batch import CARRY_KEYS
+from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.errors import UserError
-from trainer.import_path import format_error
+from trainer.import_path import format_error, refuse_arguments, resolve_target, users_code
+from trainer.metrics.best_effort import BestEffort, as_number, checked
+from trainer.training.evaluator import Evaluator
 from trainer.wording import counted
 
+if TYPE_CHECKING:
+    from trainer.training.setup.plan import Plan
+    from trainer.training.setup.sources import Source
+
 IDS = ("tokens", "targets")
+
+
+def make(plan: Plan, source: Source, info: RankInfo) -> OwnBatches:
+    """The custom data set of a source on this data shard. A UserError if it fails, or cannot be iterated."""
+    key, path = f"source {source.name}: target", source.table.target
+    assert path is not None
+    target = resolve_target(path, key)
+    given = {"rank": info.rank, "world_size": info.world_size, "seed": plan.config.run.seed}
+    given |= {"seq_len": plan.config.row_tokens, **source.table.args}
+    refuse_arguments(target, path, given, key=key)
+    with users_code(key):
+        dataset = target(**given)
+    if not hasattr(dataset, "__iter__"):
+        problem = f"gave a {type(dataset).__name__}, which cannot be iterated"
+        raise UserError(key, problem, "return an iterable of dicts")
+    return OwnBatches(dataset, vocab_size=plan.vocab_size, key=f"source {source.name}: {path}")
 
 
 class OwnBatches:
@@ -138,3 +163,48 @@ def _widened(values: Any) -> Any:
     if np.asarray(values).dtype.kind == "u":
         return np.asarray(values).astype(np.int64)
     return copy.deepcopy(values)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class OwnTask:
+    """Calls the user's function on every rank; rank 0's result is logged."""
+
+    function: Callable[..., Any]
+    """Called with `model`, `tokenizer`, `step`, `device`, `rank` and `world_size`, and with `args`. Returns a mapping of
+    names to numbers; other ranks may return anything."""
+    args: Mapping[str, Any]
+    model: nn.Module
+    tokenizer: Tokenizer
+    guard: BestEffort
+    """A task that fails on any rank is switched off on all, with one warning; the run continues."""
+    is_off: bool = False
+    """The same on all ranks."""
+
+    def run(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
+        """The task's numbers as `eval/<name>`, the same on every rank, without `taken` names; empty once it has failed.
+
+        The model is in evaluation mode, without gradients; torch's random state is restored afterwards.
+        """
+        if self.is_off:
+            return {}
+        devices = [evaluator.device] if evaluator.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            found = self.guard.run(self._call, evaluator, step, taken)
+        by_rank = gather_from_ranks((found, self.guard.enabled), world_size=evaluator.info.world_size)
+        self.is_off = not all(works for _, works in by_rank)
+        return {} if self.is_off else by_rank[0][0] or {}
+
+    def _call(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
+        info = evaluator.info
+        with torch.no_grad(), evaluator.autocast():
+            given = {"device": evaluator.device, "rank": info.rank, "world_size": info.world_size, **self.args}
+            found = self.function(model=self.model, tokenizer=self.tokenizer, step=step, **given)
+        if not info.is_main:
+            return {}
+        if not isinstance(found, Mapping):
+            raise TypeError(f"eval.target returned a {type(found).__name__}, not a mapping of names to numbers")
+        values = checked(found, self.guard.leave_out, as_number)
+        own = {f"eval/{name}": value for name, value in values.items() if value is not None}
+        for key in sorted(own.keys() & taken):
+            self.guard.leave_out(key, "the evaluation of [[eval.source]] reports a metric of this name itself")
+        return {key: value for key, value in own.items() if key not in taken}

@@ -311,9 +311,9 @@ class LayerNumbers(Extension):
         super().__init__(run)
         self._layers = PerLayer(
             run.model,
-            run.optimizer,
+            run.state.optimizer,
             run.gns,
-            group_names=names_of_groups(run.optimizer, run.model, run.config.optimizer),
+            group_names=names_of_groups(run.state.optimizer, run.model, run.config.optimizer),
             ema=run.config.gns.ema,
             process_group=dist.group.WORLD if run.info.world_size > 1 else None,
         )

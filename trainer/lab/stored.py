@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
+from trainer.config.data_tables import DataTable, SourceTable
 from trainer.data.formats import FORMATS, check_format, index_suffixes
 from trainer.data.layout import Discovery, Stream, discover_direct, discover_nested, sort_of, warn_unread
 from trainer.errors import UserError
@@ -121,6 +122,15 @@ def _has_size(path: Path, size: int) -> bool:
 BESIDE = {suffix: each.beside for each in FORMATS.values() if each.beside for suffix in each.suffixes}
 Listing = Callable[[bool], dict[str, StoredFile]]
 """The files that a source reads of a store; the argument: whether to warn of others."""
+
+
+def streams_of(table: SourceTable, data: DataTable) -> tuple[list[Stream], tuple[Snapshot, ...]]:
+    """The streams of a source with URLs, and its local copies in the cache of `[data]`."""
+    cache = Cache(data.cache_dir, data.cache_gb)
+    if table.root is not None:
+        streams, copy = stored_nested(table.root, table.modalities, format=table.format, cache=cache)
+        return streams, (copy,)
+    return stored_direct(table.paths or [], format=table.format, cache=cache)
 
 
 def stored_nested(

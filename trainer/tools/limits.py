@@ -20,6 +20,10 @@ ALPHA: Final = 1e-3
 LEAST_JUDGED: Final = 0.5
 # learning rate: AdamW moves every weight by about this much per step; `check` warns above it, so no rule suggests more.
 LARGEST_LR: Final = 0.1
+# share of the run: a longer warm-up leaves most steps below the configured learning rate.
+LONG_WARMUP: Final = 0.5
+# share of the learning rate: a smaller jump at a resume is not worth a warning.
+RATE_MARGIN: Final = 0.01
 # learning rate: the same for other optimizers, of which SGD trains with rates up to about 1.
 LARGEST_PLAIN_LR: Final = 1.0
 # learning rate: the default of optimizer.lr, to try where half of the present one would still be too large.

@@ -19,15 +19,16 @@ from hypothesis import strategies as st
 from tests.support.runs import held_out_texts, write_tiny_config
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config
+from trainer.data.shard_source import ShardSource
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
-from trainer.training.setup import evaluation_sample
+from trainer.tools import evaluation_sample
+from trainer.tools.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
-from trainer.training.setup.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
 from trainer.training.setup.parts import make_model, model_and_loss
 from trainer.training.setup.plan import Plan, make_plan
 
@@ -305,9 +306,9 @@ def test_of_too_many_bytes_only_drawn_files_are_counted_and_the_error_is_over_fi
     monkeypatch.setattr(evaluation_sample, "COUNTED_BYTES", sum(sizes) / 2)
     monkeypatch.setattr(evaluation_sample, "LEAST", 4)
     opened: set[str] = set()
-    original = evaluation_sample.ShardSource.open
+    original = ShardSource.open
     monkeypatch.setattr(
-        evaluation_sample.ShardSource,
+        ShardSource,
         "open",
         lambda self, stream: opened.add(stream.relative_path) or original(self, stream),
     )

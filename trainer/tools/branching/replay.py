@@ -34,6 +34,7 @@ from trainer.metrics.payload_contract import Restart
 from trainer.metrics.run_status import usable
 from trainer.tools.branching.run_branches import BranchFailed, run_program, with_tables
 from trainer.tools.branching.study import config_path_of
+from trainer.tools.mix_weights import mix_events
 from trainer.tools.runs.load import RunRecord, load_run
 from trainer.tools.trained.saved_model import config_of, refuse_code
 from trainer.training.checkpointing import checkpoint
@@ -43,7 +44,6 @@ from trainer.training.extension import Extension
 from trainer.training.run_dir import DIGESTS, EVENTS, RunDir
 from trainer.training.setup.plan import Plan, make_plan
 from trainer.training.setup.sources import make_blend
-from trainer.training.step.core_extensions import mix_events
 from trainer.wording import counted
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from typing import Any
 
 from trainer.config.load import to_toml
 from trainer.config.schema import RunConfig, SchedulerTable
+from trainer.ending import PARENT
 from trainer.files import open_plain, read_json, remove_tree, write_file, write_json
 from trainer.import_path import PROGRAM
 from trainer.tools.branching.study import Branch, Study
@@ -31,7 +32,6 @@ from trainer.tools.runs.load import RunRecord, load_run
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, pack, rank_file, unpack, write_tensors
 from trainer.training.run_dir import FINISHED, RunDir
-from trainer.training.signals import PARENT
 
 STUDY_FILE, RESULT_FILE, ANSWER_FILE, OUTPUT_FILE = "study.json", "result.json", "cbs.json", "output.txt"
 LAST_PART = 4  # the last quarter of the steps counts, without held-out documents

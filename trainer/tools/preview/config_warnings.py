@@ -1,7 +1,7 @@
 """Warnings about harmful settings: the config key, its effect on this run, and a better value.
 
 The thresholds and their reasons are in `trainer.tools.limits`, as those that `train diagnose` applies after the run;
-settings that need no forecast are doubts of the plan (`trainer.training.setup.plausible`).
+settings that need no forecast are doubts of the plan (`trainer.tools.doubts`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import starmap
 from trainer.config.data_tables import ScheduleTable
 from trainer.config.schema import RunConfig
 from trainer.tools import limits
+from trainer.tools.doubts import never_reached
 from trainer.tools.preview.summary import FillView, LedgerView, Preview, SourceView
 from trainer.training.setup.plan import Plan
-from trainer.training.setup.plausible import never_reached
 from trainer.wording import counted
 
 

@@ -25,8 +25,7 @@ from trainer.tools.preview.lanes_forecast import (
     measure,
     open_lengths,
 )
-from trainer.training.setup.plan import Plan
-from trainer.training.setup.plausible import ledger_bytes
+from trainer.training.setup.plan import Plan, ledger_bytes
 from trainer.training.setup.sources import Source
 from trainer.wording import counted
 

@@ -18,13 +18,13 @@ from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
+from trainer.tools.doubts import trained_on
 from trainer.tools.trained.saved_model import find_checkpoint, load_model, refuse_code
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import DataPolicy, check_data
 from trainer.training.setup.evaluation import ALL, eval_sets, make_evaluator
 from trainer.training.setup.parts import model_and_loss
 from trainer.training.setup.plan import Plan, make_auxiliary, make_plan
-from trainer.training.setup.plausible import trained_on
 from trainer.training.setup.sources import resolve_eval_sources, resolve_sources
 from trainer.wording import counted, few
 

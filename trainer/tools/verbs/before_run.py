@@ -140,12 +140,13 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     """
     from trainer.distributed.strategy import shard_units
     from trainer.files import is_url
+    from trainer.lab.optimizers import resolve_own
     from trainer.lab.storage import Storage
     from trainer.model.weights import check_fit, read_weights
     from trainer.model.wrappers import output_layer, recompute_blocks
     from trainer.tools.corpus.paths import refuse_empty
     from trainer.training.setup.plan import make_auxiliary
-    from trainer.training.step.optimizer import parameter_groups, resolve_own
+    from trainer.training.step.optimizer import parameter_groups
 
     parent = plan.place(plan.config.run.dir)
     if os.path.exists(parent) and not os.path.isdir(parent):
@@ -202,7 +203,7 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
         UserError: the model lacks the state that a setting needs.
     """
     from trainer.config.rules import why_no_noise_scale
-    from trainer.training.setup.plausible import ledger_bytes
+    from trainer.training.setup.plan import ledger_bytes
 
     config, batches = plan.config, plan.config.micro_batches
     facts = {**asdict(plan.facts), "parameters": plan.num_parameters(), "vocab_size": plan.vocab_size}
@@ -232,7 +233,7 @@ def _derived(plan: Plan, device: torch.device) -> dict[str, Any]:
 
 def _fill(plan: Plan, preview: Preview | None) -> dict[str, Any]:
     """How full the rows will be, and how documents lie in them."""
-    from trainer.training.setup.sources import alignment
+    from trainer.tools.summary import alignment
 
     align = alignment(plan, None)
     facts: dict[str, Any] = {"align": align} if align else {}
@@ -264,7 +265,7 @@ def _megabytes(plan: Plan, device: torch.device) -> dict[str, float] | str:
     from trainer.import_path import format_error
     from trainer.lab.memory import predict_memory, resident_bytes
     from trainer.metrics.logger import get_logger
-    from trainer.training.setup.plausible import memory_bytes
+    from trainer.tools.doubts import memory_bytes
 
     try:
         memory = predict_memory(plan)
