@@ -49,20 +49,26 @@ _LAB = {
     # Families of models.
     "gated_delta": f"{LAB}.flash_linear_attention:build",
     "transformer": f"{LAB}.transformer:build",
+    "torch_rnn": f"{LAB}.nested_state:TorchRnn",
     "hugging_face": f"{LAB}.hugging_face:build",
     # Other parts of a run.
     "batch growth": f"{LAB}.batch_growth:BatchGrowth",
+    "cells of a row": f"{LAB}.cellwise:Cellwise",
     "checkpoints in a store": f"{LAB}.remote:find_checkpoint",
     "contract check": f"{LAB}.contract_check:check_before_run",
     "cuda graphs": f"{LAB}.cuda_graph:make",
     "lines by depth": "trainer.tools.runs.depth_curve:lines_of",
+    "loss in chunks": f"{LAB}.chunked:in_chunks",
     "losses by depth": f"{LAB}.depth:Depth",
     "mirror": f"{LAB}.mirror",
     "mix changes": f"{LAB}.mix:restore",
     "mix requests": f"{LAB}.mix:Requests",
+    "nested states": f"{LAB}.nested_state:carry_flat",
     "out of memory": f"{LAB}.memory:explain",
     "own batches": f"{LAB}.own_batches:OwnBatches",
+    "recomputed blocks": f"{LAB}.cellwise:recompute_blocks",
     "sources in a store": f"{LAB}.stored",
+    "tensorboard": f"{LAB}.tensorboard:TensorboardSink",
     "tokenized text": f"{LAB}.tokenized",
 }
 

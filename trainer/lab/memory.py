@@ -322,11 +322,11 @@ def _gradient_bytes(model: nn.Module) -> int:
 
 def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
     config = plan.config
-    cell_model, loss = model_and_loss(model, config, None, vocab_size=plan.vocab_size)
+    cell_model, loss = model_and_loss(model, plan, None, vocab_size=plan.vocab_size)
     if isinstance(strategy, Replicated):  # DDP needs ranks
         strategy = Strategy()
     return TrainStep(
-        model=strategy.wrap(in_cells(cell_model, config), model),
+        model=strategy.wrap(in_cells(cell_model, plan), model),
         ledgers=(),  # its states are counted by their number; a model without one makes as many zeros as are looked up
         objective=loss,
         auxiliary=make_auxiliary(config.objective, model),

@@ -21,7 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 EventCallback = Callable[[dict[str, Any]], None]
 LeaveOut = Callable[[str, str], object]
-"""Takes a metric's name and what is wrong with it; see `BestEffort.leave_out`."""
+"""Takes a metric's name and its mistake; see `BestEffort.leave_out`."""
 logger = get_logger(__name__, rank_zero_only=False)
 
 
@@ -45,22 +45,22 @@ def checked(values: Any, leave_out: LeaveOut, take: Callable[[Any], R]) -> dict[
     """The values by name; None for a value that is no number: a total without it would look right and be wrong.
 
     Args:
-        take: `as_number`, or what else makes a value of what was given and raises `TypeError`.
+        take: makes a value of what was given, or raises `TypeError`: `as_number` for example.
 
     Raises:
         TypeError: they are not a mapping.
     """
     if not isinstance(values, Mapping):
         raise TypeError(f"must be a mapping of names to numbers, got {short_repr(values)}")
-    found: dict[str, R | None] = {}
+    taken: dict[str, R | None] = {}
     for name, value in values.items():
         if is_name(name, leave_out):
             try:
-                found[name] = value if type(value) is float else take(value)  # type: ignore[assignment]
+                taken[name] = take(value)
             except TypeError as error:
                 leave_out(name, message_of(error))
-                found[name] = None
-    return found
+                taken[name] = None
+    return taken
 
 
 def is_name(name: Any, leave_out: LeaveOut) -> bool:
@@ -84,10 +84,8 @@ class BestEffort:
     """
 
     def __init__(self, name: str, *, on_event: EventCallback | None = None) -> None:
-        self.name = name
-        self.enabled = True
-        self.num_skipped = 0
-        self.last_skip = ""
+        self.name, self.enabled = name, True
+        self.num_skipped, self.last_skip = 0, ""
         self._left_out: set[str] = set()
         self._on_event = on_event
 
@@ -108,7 +106,7 @@ class BestEffort:
             logger.warning("%s: metric %r is left out: %s", self.name, key, problem)
 
     def fail(self, error: Exception) -> None:
-        """Take note of what the diagnostic has raised: it is off from now on, with one warning, or skipped this batch."""
+        """Skip this batch, or turn the diagnostic off with one warning, as its exception asks for."""
         if isinstance(error, SkipBatch):
             self.num_skipped += 1
             self.last_skip = message_of(error)
@@ -122,7 +120,7 @@ class BestEffort:
         event = {"event": "diagnostic_disabled", "name": self.name, "error": error_text(error)}
         try:
             self._on_event({**event, "traceback": "".join(traceback.format_exception(error))})
-        except Exception as failure:  # noqa: BLE001 - a diagnostic must not stop the run by way of its report either
+        except Exception as failure:  # noqa: BLE001 - nor must its report stop the run
             logger.warning("could not record that %s is off: %s", self.name, error_text(failure))
 
 
@@ -153,9 +151,10 @@ class Diagnostics:
         return [name for name, guard in self._guards.items() if not guard.enabled]
 
     def summary(self) -> list[str]:
-        """What was not measured, one line per diagnostic that failed or skipped a batch; for the end of a run."""
+        """The measurements that are missing, one line per diagnostic that failed or skipped a batch."""
         lines = [f"{name} failed during the run; what it reports is missing since then" for name in self.disabled]
         for name, guard in self._guards.items():
             if guard.num_skipped:
-                lines.append(f"{name} skipped {guard.num_skipped} batch(es), the last one because: {guard.last_skip}")
+                count, why = guard.num_skipped, guard.last_skip
+                lines.append(f"{name} skipped {count} batch(es), the last one because: {why}")
         return lines

@@ -24,7 +24,7 @@ class MemoryStats:
 
     @property
     def mem_utilization(self) -> float:
-        """Peak over total: how near the run has come to running out."""
+        """Peak over total."""
         return self.peak_gb / self.total_gb
 
 
@@ -67,11 +67,13 @@ def lookup_peak_tflops(device_name: str) -> float | None:
 
 
 def resolve_peak_tflops(device: torch.device | str, override: float = 0.0) -> float | None:
-    """The peak to count with: the override if it is positive, else the device's own, None where it is unknown."""
+    """The override if it is positive, else the device's own peak, None where it is unknown."""
+    device = torch.device(device)
     if override > 0.0:
         return override
-    device = torch.device(device)
-    return lookup_peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return lookup_peak_tflops(torch.cuda.get_device_name(device))
 
 
 def compute_mfu(

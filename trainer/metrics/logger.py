@@ -31,16 +31,16 @@ def _rank() -> int:
 class _RankFormatter(logging.Formatter):
     """`[rank N] LEVEL message`, optionally with a colored level, or after the time (UTC)."""
 
-    def __init__(self, *, colour: bool = False, has_time: bool = False) -> None:
+    def __init__(self, *, colour: bool = False, time_format: str = "") -> None:
         super().__init__("%(message)s")
-        self._colour, self._has_time = colour, has_time
+        self._colour, self._time_format = colour, time_format
 
     def format(self, record: logging.LogRecord) -> str:
         level = record.levelname
         if self._colour:
             level = f"{_COLOURS.get(record.levelno, _COLOUR_INFO)}{level}{_RESET}"
+        when = time.strftime(self._time_format, time.gmtime(record.created))
         # A name in a message must not act on the terminal. Line breaks stay: tracebacks have them.
-        when = time.strftime("%Y-%m-%dT%H:%M:%SZ ", time.gmtime(record.created)) if self._has_time else ""
         return f"{when}[rank {_rank()}] {level} " + printable_lines(super().format(record))
 
 
@@ -84,7 +84,7 @@ class _LogFile(logging.FileHandler):
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        pass
+        """A line is lost."""
 
 
 class _Early(logging.Handler):
@@ -114,16 +114,22 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
         root.addHandler(_Early())
         if root.level == logging.NOTSET:
             root.setLevel(logging.INFO)
-    full_name = name if name == ROOT or name.startswith(f"{ROOT}.") else f"{ROOT}.{name}"
-    (_RankFilter.every_rank.discard if rank_zero_only else _RankFilter.every_rank.add)(full_name)
+    if f"{name}.".startswith(f"{ROOT}."):
+        full_name = name
+    else:
+        full_name = f"{ROOT}.{name}"
+    if rank_zero_only:
+        _RankFilter.every_rank.discard(full_name)
+    else:
+        _RankFilter.every_rank.add(full_name)
     return logging.getLogger(full_name)
 
 
 def add_log_file(path: Path) -> logging.Handler:
-    """Also append all of this rank's records to a file, those so far first, with their time, until `remove_log_file`."""
+    """Also append this rank's records, earlier ones included, with their time, to a file until `remove_log_file`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(_RankFormatter(has_time=True))
+    handler.setFormatter(_RankFormatter(time_format="%Y-%m-%dT%H:%M:%SZ "))
     root = logging.getLogger(ROOT)
     for early in [each for each in root.handlers if isinstance(each, _Early)]:
         root.removeHandler(early)
@@ -134,7 +140,7 @@ def add_log_file(path: Path) -> logging.Handler:
 
 
 def remove_log_file(handler: logging.Handler) -> None:
-    """End what `add_log_file` began."""
+    """Close the file of `add_log_file`."""
     root = logging.getLogger(ROOT)
     root.removeHandler(handler)
     handler.close()
@@ -177,7 +183,9 @@ _IN_LINE: Final = (
 
 def format_train_line(step: int, metrics: Mapping[str, float]) -> str:
     """The line of a training step from the payload's metrics; absent metrics are omitted."""
-    parts: dict[str, float | str] = {"loss": float(metrics["loss"])} if "loss" in metrics else {}
+    parts: dict[str, float | str] = {}
+    if "loss" in metrics:
+        parts["loss"] = float(metrics["loss"])
     for key, name, form in _IN_LINE:
         if key in metrics:
             parts[name] = format(metrics[key], form)

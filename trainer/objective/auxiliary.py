@@ -1,10 +1,10 @@
-"""Losses beside that of the tokens: those of the model's output, and components of the user's own by import path.
+"""Losses in addition to that of the tokens: those of the model's output, and custom components by import path.
 
-A loss "by tokens" is a number per target token, [B, T], or one for all of them, []; the objective has its mean over the target
-tokens of the step. A loss "by rows" is a number per row, [B]; the objective has its mean over the rows with a target. A row
-that is run cell by cell has the mean over its cells, by their target tokens: one of padding alone counts for nothing. Both are
-sums over micro-batches and ranks, so that any split of a step is one big batch. A number [] counts for all target tokens of its
-micro-batch: what it says of them is the model's affair.
+A loss "by tokens" is a number per target token, [B, T], or one for all of them, []; the objective takes its mean over the
+target tokens of the step. A loss "by rows" is a number per row, [B]; the objective takes its mean over the rows with a
+target. A row that runs cell by cell takes the mean over its cells, weighted by their target tokens: cells of padding
+count for nothing. Both are sums over micro-batches and ranks, so that any split of a step equals one big batch. A number
+[] counts for all target tokens of its micro-batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ By = Literal["tokens", "rows"]
 
 @dataclass(frozen=True)
 class AuxiliaryLoss:
-    """One loss, by what it is averaged."""
+    """One loss, and what it is averaged over."""
 
     by: By = "tokens"
     weight: float = 1.0
@@ -38,56 +38,68 @@ class AuxiliaryLoss:
 
 
 def declared_losses(model: Any) -> dict[str, By]:
-    """What a model says of the losses in its output: `loss_keys`, a mapping of names to "tokens" or "rows".
+    """The losses that a model declares for its output: `loss_keys`, a mapping of names to "tokens" or "rows".
 
     Raises:
         UserError: it is something else.
     """
     keys = getattr(model, "loss_keys", {})
-    if not isinstance(keys, Mapping) or not all(
-        isinstance(name, str) and name.isidentifier() and by in ("tokens", "rows") for name, by in keys.items()
-    ):
+    if not isinstance(keys, Mapping) or not all(map(_is_declaration, keys.items())):
         fix = 'make it a dict of plain names, such as {"balance": "tokens"}; the other value is "rows"'
         raise UserError("model.target", f"{type(model).__name__}.loss_keys is {keys!r}", fix)
     return dict(keys)
 
 
-def loss_problem(found: Mapping[str, Any], declared: Mapping[str, By], shape: Sequence[int], *, needs_all: bool) -> str:
-    """What is wrong with the losses of a model's output; empty if nothing is.
+def _is_declaration(item: tuple[Any, Any]) -> bool:
+    name, by = item
+    return isinstance(name, str) and name.isidentifier() and by in ("tokens", "rows")
+
+
+def loss_problem(
+    losses: Mapping[str, Any], declared: Mapping[str, By], shape: Sequence[int], *, needs_all: bool
+) -> str:
+    """A mistake in the losses of a model's output; empty if there is none.
 
     Args:
         shape: [B, T] of the targets.
         needs_all: as in training; an evaluation does without those that the model leaves out.
     """
-    if unknown := sorted(found.keys() - declared.keys()):
+    unknown, missing = sorted(losses.keys() - declared.keys()), sorted(declared.keys() - losses.keys())
+    if unknown:
         return f'the loss {few(unknown)}, which is not in its loss_keys: {{"{unknown[0]}": "tokens"}}, or "rows"'
-    if missing := sorted(declared.keys() - found.keys() if needs_all else ()):
+    if missing and needs_all:
         return f"no loss {few(missing)} in train(), which its loss_keys name"
-    problems = (shape_problem(name, value, declared[name], shape) for name, value in found.items())
+    problems = (shape_problem(name, value, declared[name], shape) for name, value in losses.items())
     return next(filter(None, problems), "")
 
 
 def shape_problem(name: str, value: Any, by: By, shape: Sequence[int]) -> str:
-    """What is wrong with one loss; empty if nothing is."""
+    """A mistake in one loss; empty if there is none."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return f"the loss {name} as a {getattr(value, 'dtype', type(value).__name__)}, not as a tensor of floats"
     rows, length = shape
-    fitting = ([rows],) if by == "rows" else ([rows, length], [])
+    fitting = [[rows, length], []]
+    if by == "rows":
+        fitting = [[rows]]
     if list(value.shape) in fitting:
         return ""
-    return f"the loss {name} by {by} with the shape {list(value.shape)}, not {' or '.join(map(str, fitting))}"
+    wanted = " or ".join(map(str, fitting))
+    return f"the loss {name} by {by} with the shape {list(value.shape)}, not {wanted}"
 
 
-def _of_rows(value: Any, by: By | None, mask: Tensor) -> Any:
-    """A loss by rows that `Cellwise` gives for each token, [B, T], as [B]: the mean over those with a target, or zero."""
+def _widened(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _by_row(value: Any, by: By | None, mask: Tensor) -> Any:
+    """A loss by rows that a cellwise model gives for each token, [B, T], as [B]: the mean over the targets, or zero."""
     if by != "rows" or getattr(value, "shape", None) != mask.shape:
         return value
-    value = value.to(torch.promote_types(value.dtype, torch.float32)).masked_fill(~mask, 0.0)
-    return value.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    return _widened(value).masked_fill(~mask, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 class Auxiliary:
-    """Adds the losses and metrics of an output to what the objective makes of its logits.
+    """Adds the losses and metrics of an output to the objective of its logits.
 
     Args:
         losses: by name.
@@ -103,7 +115,7 @@ class Auxiliary:
         self._guard = BestEffort("model")
 
     def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
-        """Find what a loss by rows is multiplied by, since the step divides by tokens. Every rank must call it.
+        """Find the factor of losses by rows: the step divides all losses by tokens. Every rank must call it.
 
         Args:
             window: micro-batches of this rank.
@@ -117,25 +129,26 @@ class Auxiliary:
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
         """The loss of a micro-batch (`trainer.data.batch.MicroBatch`) with all its parts.
 
-        In an evaluation, without gradient, losses by rows are among the parts alone: nobody has counted its rows.
+        In an evaluation, without gradient, losses by rows are only among the parts: its rows have not been counted.
 
         Raises:
-            UserError: the output has other losses than the model declares; a function of the user's own fails.
-            ObjectiveError: one of the user's own has another shape.
+            UserError: the output has other losses than the model declares; a custom function fails.
+            ObjectiveError: a custom loss has another shape.
         """
         shape, trains = micro.targets.shape, torch.is_grad_enabled()
         mask = micro.targets != IGNORED  # [B, T]
         losses: Mapping[str, Any] = getattr(output, "losses", None) or {}
-        own = {name: _of_rows(value, self._declared.get(name), mask) for name, value in losses.items()}
-        if problem := loss_problem(own, self._declared, shape, needs_all=trains):
+        found = {name: _by_row(value, self._declared.get(name), mask) for name, value in losses.items()}
+        problem = loss_problem(found, self._declared, shape, needs_all=trains)
+        if problem:
             raise UserError("model.target", f"it returns {problem}", "see docs/models.md#losses-and-metrics")
+        found |= self._of_functions(output, micro)
         total, parts = result.loss_sum, dict(result.parts)
-        found = {**own, **self._of_functions(output, micro)}
         for name, each in self.losses.items():
-            if (value := found.get(name)) is None:
+            if name not in found:
                 continue
             applies = mask.any(dim=1) if each.by == "rows" else mask
-            value = value.to(torch.promote_types(value.dtype, torch.float32)).expand(applies.shape)
+            value = _widened(found[name]).expand(applies.shape)
             term = each.weight * value.masked_fill(~applies, 0.0).sum()
             if each.by == "tokens":
                 total = total + term
@@ -147,15 +160,17 @@ class Auxiliary:
     def _of_functions(self, output: Any, micro: Any) -> dict[str, Tensor]:
         found = {}
         for name, each in self.losses.items():
-            if each.function is not None:
-                with users_code(f"objective.losses.{name}"):
-                    found[name] = each.function(output=output, micro=micro)
-                if problem := shape_problem(name, found[name], each.by, micro.targets.shape):
-                    raise ObjectiveError(name, f"returned {problem}", micro.located)
+            if each.function is None:
+                continue
+            with users_code(f"objective.losses.{name}"):
+                found[name] = each.function(output=output, micro=micro)
+            problem = shape_problem(name, found[name], each.by, micro.targets.shape)
+            if problem:
+                raise ObjectiveError(name, f"returned {problem}", micro.located)
         return found
 
     def _metrics(self, output: Any) -> dict[str, Any]:
-        """Those that were declared."""
+        """The declared metrics of an output."""
         metrics: Mapping[str, Any] = getattr(output, "metrics", None) or {}
         for name in metrics.keys() - set(self.metric_keys):
             self._guard.leave_out(name, "the model's metric_keys do not list it")

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from trainer.data.batch import MicroBatch
 from trainer.errors import UserError
+from trainer.lab.cellwise import Cellwise
 from trainer.model import build
 from trainer.model.protocol import ModelOutput
-from trainer.model.wrappers import Cellwise
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
 from trainer.objective.loss import Objective
 

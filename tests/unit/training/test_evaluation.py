@@ -126,7 +126,7 @@ def plan_of(directory: Path, *overrides: str, ranks: int = 1) -> Plan:
 
 
 def evaluated(plan: Plan, model: torch.nn.Module, auxiliary: Auxiliary = Auxiliary()) -> tuple[dict[str, float], str]:  # noqa: B008
-    cell_model, loss = model_and_loss(model, plan.config, None)
+    cell_model, loss = model_and_loss(model, plan, None)
     sets = eval_sets(plan, RankInfo(), CPU)
     made = make_evaluator(
         plan, model, cell_model, loss, auxiliary, RankInfo(), CPU, Diagnostics(), sets, strategy=Strategy()
@@ -222,7 +222,7 @@ def test_of_any_alignment_and_number_of_ranks_the_losses_are_those_of_whole_docu
             each = make_evaluator(
                 plan,
                 model,
-                *model_and_loss(model, plan.config, None),
+                *model_and_loss(model, plan, None),
                 Auxiliary(),
                 RankInfo(),
                 CPU,
@@ -397,7 +397,7 @@ def test_ranks_that_hold_shards_run_as_many_forwards_however_uneven_the_document
 
         own = copy.deepcopy(model)
         own.register_forward_hook(counted)
-        cell_model, loss = model_and_loss(own, plan.config, None)
+        cell_model, loss = model_and_loss(own, plan, None)
         sets = eval_sets(plan, RankInfo(rank, rank, 3), CPU)
         evaluator = make_evaluator(
             plan, own, cell_model, loss, Auxiliary(), RankInfo(), CPU, Diagnostics(), sets, strategy=Lockstep()

@@ -153,7 +153,7 @@ def _find_state(model: nn.Module, seq_len: int) -> str:
     """Give a model without `state_width` one, as the trainer does when it builds it; why that fails, if it does."""
     if getattr(model, "state_width", None) is not None:
         return ""
-    from trainer.model.protocol import carry_flat  # of models that are written like this alone
+    from trainer.lab.nested_state import carry_flat  # of models that are written like this alone
 
     try:
         carry_flat(model, lengths=(seq_len,))

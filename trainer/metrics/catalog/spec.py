@@ -23,10 +23,10 @@ class MetricSpec:
         kind: gauge (a level), counter (accumulates) or flag (0 or 1).
         window: reduction over several micro-steps or steps.
         ranks: reduction over ranks; `sum_and_worst` gives the total under the key and the largest rank's value under
-            `<key>_max`; `mean_and_error` gives the mean over all that was sampled and its standard error under `<key>_se`.
+            `<key>_max`; `mean_and_error` gives the mean over the samples and its standard error under `<key>_se`.
         description: the meaning, in a sentence.
-        healthy: what a good run shows.
-        pathological: what a bad run shows, and the likely cause.
+        healthy: the values of a good run.
+        pathological: those of a bad run, and the likely cause.
         group: heading in documents and charts.
         title: label of the chart.
         band: the healthy range, if it is the same for every run; charts shade it.

@@ -76,7 +76,7 @@ def evaluate_checkpoint(
         # Which documents are held out follows from the names that the run had for its files.
         state = checkpoint.named(str(find_checkpoint(directory, saved.step)), checkpoint.read_state)
         plan = check_data(plan, state, info, DataPolicy(compares=False)).plan
-    cell_model, loss = model_and_loss(saved.model, plan.config, device, vocab_size=plan.vocab_size)
+    cell_model, loss = model_and_loss(saved.model, plan, device, vocab_size=plan.vocab_size)
     read = eval_sets(plan, info, device)
     auxiliary = make_auxiliary(plan.config.objective, saved.model)
     evaluator = make_evaluator(

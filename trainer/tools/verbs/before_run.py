@@ -140,9 +140,10 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     """
     from trainer.distributed.strategy import shard_units
     from trainer.files import is_url
+    from trainer.lab.cellwise import recompute_blocks
     from trainer.lab.storage import Storage
+    from trainer.model.protocol import output_layer
     from trainer.model.weights import check_fit, read_weights
-    from trainer.model.wrappers import output_layer, recompute_blocks
     from trainer.tools.corpus.paths import refuse_empty
     from trainer.training.setup.plan import make_auxiliary
     from trainer.training.step.optimizer import parameter_groups, resolve_own

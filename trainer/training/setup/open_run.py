@@ -122,11 +122,11 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
         announce(plan, state, device, run_dir)
     _restore_mix(plan, info, state, run_dir, found)
     config, diagnostics = plan.config, state.tracker.diagnostics
-    cell_model, loss = model_and_loss(state.model, config, device, vocab_size=plan.vocab_size)
+    cell_model, loss = model_and_loss(state.model, plan, device, vocab_size=plan.vocab_size)
     if config.train.compile:  # not before, which would compile for the few tokens of a check, too
         logger.info("blocks are compiled in the first step, which takes some seconds more")
         compile_blocks(state.model)
-    row_model = in_cells(cell_model, config)
+    row_model = in_cells(cell_model, plan)
     step_model = strategy.wrap(row_model, state.model)
     reading = _start_reading(plan, info, state, position, device, stack)
     # Nothing of a run refers to the run itself: one that is done is freed, and the process group with it.

@@ -25,7 +25,6 @@ from trainer.metrics.catalog.lookup import is_built_in
 from trainer.metrics.logger import get_logger
 from trainer.micro_batches import MicroBatches
 from trainer.model.families import DEFAULT, FAMILIES, GONE, Family
-from trainer.model.protocol import carry_flat
 from trainer.model.recurrence import HAS_TRITON
 from trainer.model.weights import load_weights
 from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss, declared_losses
@@ -297,6 +296,7 @@ def build_model(
     if not hasattr(model, "state_width"):
         fix = "make it forward(tokens, state=None) -> trainer.model.protocol.ModelOutput (docs/models.md); "
         fix += "wrap a model of transformers (docs/models.md#models-of-transformers)"
+        carry_flat = parts.need("nested states", key)
         with users_code(key, f"{name} gave a model without state_width, whose forward fails", fix):
             carry_flat(model, lengths=() if seq_len is None else (seq_len,))
     built: nn.Module = model
