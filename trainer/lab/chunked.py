@@ -1,7 +1,9 @@
-"""The loss computed a few tokens at a time, so that logits of all tokens never exist together (`objective.chunk_tokens`).
+"""The loss computed a few tokens at a time, so that logits of all tokens never exist together
+(`objective.chunk_tokens`).
 
-The training step passes what enters the output layer through a `Headless` model, and `ChunkedObjective` applies the
-output layer itself, chunk by chunk. It can go when fused losses make the logits of a large vocabulary cheap.
+The training step passes what enters the output layer through a `Headless` model, and
+`ChunkedObjective` applies the output layer itself, chunk by chunk. It can go when fused losses make
+the logits of a large vocabulary cheap.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def _identity(hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def refuse_more_than_a_head(model: nn.Module, head: nn.Linear, device: torch.device, *, seq_len: int) -> None:
-    """Refuse a model that changes its logits after the output layer, which a headless one would leave out.
+    """Refuse a model that changes its logits after the output layer, which a headless one would
+    leave out.
 
     Raises:
         UserError: its logits for a few tokens are not those of its output layer.
@@ -96,9 +99,10 @@ def refuse_more_than_a_head(model: nn.Module, head: nn.Linear, device: torch.dev
 class ChunkedObjective:
     """An `Objective` of what enters the output layer, [B, T, D].
 
-    Logits are computed for `chunk_tokens` tokens at a time, in the forward and again in the backward: one more
-    product with the output layer's weight, for memory that does not grow with tokens times vocabulary. All results
-    are those of the plain objective up to the order of additions; gradients of the output layer add up in float32.
+    Logits are computed for `chunk_tokens` tokens at a time, in the forward and again in the
+    backward: one more product with the output layer's weight, for memory that does not grow with
+    tokens times vocabulary. All results are those of the plain objective up to the order of
+    additions; gradients of the output layer add up in float32.
 
     Args:
         objective: of logits.
@@ -155,8 +159,9 @@ class ChunkedObjective:
 class _SumOfChunks(torch.autograd.Function):
     """The sum of the chunks' losses; the backward computes each chunk again.
 
-    Weights are converted once to the type in which autocast uses them. Left to autograd, their gradients would be
-    added up over the chunks in that type: in bf16 the rows of rare tokens would lose most of theirs.
+    Weights are converted once to the type in which autocast uses them. Left to autograd, their
+    gradients would be added up over the chunks in that type: in bf16 the rows of rare tokens would
+    lose most of theirs.
     """
 
     @staticmethod

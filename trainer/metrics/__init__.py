@@ -1,7 +1,7 @@
 """Metrics: catalog, payload contract, aggregation, tracker and sinks.
 
-Names are loaded on first use, so that `trainer.metrics.payload_contract` and the other contract modules can be imported
-without torch.
+Names are loaded on first use, so that `trainer.metrics.payload_contract` and the other contract
+modules can be imported without torch.
 """
 
 from __future__ import annotations

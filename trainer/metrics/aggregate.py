@@ -1,10 +1,12 @@
-"""Combines the values of micro-steps, of the steps between two logged ones, and of all ranks, as the catalog says.
+"""Combines the values of micro-steps, of the steps between two logged ones, and of all ranks, as
+the catalog says.
 
-On one rank tensors stay on their device and nothing is read: a value is a number, a 0-dim tensor, a `SumCount` for keys
-whose mean is weighted, or `Moments` of a sample. Over ranks all keys of a logged step, the same on every rank, go through
-one all-gather of a float64 vector, from which every rank computes the same minima, maxima, sums and means. A rank
-without a value contributes the identity. One that should have a value and cannot give it (None) removes the key on all
-ranks, unless it is a mean: a total or an extreme over the others would look right and be wrong.
+On one rank tensors stay on their device and nothing is read: a value is a number, a 0-dim tensor, a
+`SumCount` for keys whose mean is weighted, or `Moments` of a sample. Over ranks all keys of a
+logged step, the same on every rank, go through one all-gather of a float64 vector, from which every
+rank computes the same minima, maxima, sums and means. A rank without a value contributes the
+identity. One that should have a value and cannot give it (None) removes the key on all ranks,
+unless it is a mean: a total or an extreme over the others would look right and be wrong.
 """
 
 from __future__ import annotations
@@ -40,16 +42,19 @@ class SumCount(NamedTuple):
 
 
 def widened(error: float, freedom: float) -> float:
-    """A standard error with so many degrees of freedom, widened by Student's t: 1.96 of it cover 95 %."""
+    """A standard error with so many degrees of freedom, widened by Student's t: 1.96 of it cover 95
+    %."""
     return error * t_quantile(1.96, freedom) / 1.96
 
 
 class Moments(NamedTuple):
-    """A weighted mean over sampled units in the making, with the sums that its standard error needs.
+    """A weighted mean over sampled units in the making, with the sums that its standard error
+    needs.
 
-    Unit i has a total y_i and a weight w_i. The mean is R = sum(y) / sum(w), a ratio of two sums that both vary from
-    sample to sample, and its standard error sqrt(n / (n - 1) sum((y - R w)^2)) / sum(w) (Cochran, Sampling Techniques,
-    3rd ed. 1977, section 6.4). With equal weights this is the standard error of an ordinary mean.
+    Unit i has a total y_i and a weight w_i. The mean is R = sum(y) / sum(w), a ratio of two sums
+    that both vary from sample to sample, and its standard error sqrt(n / (n - 1) sum((y - R w)^2))
+    / sum(w) (Cochran, Sampling Techniques, 3rd ed. 1977, section 6.4). With equal weights this is
+    the standard error of an ordinary mean.
     """
 
     num: Scalar
@@ -67,7 +72,8 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, totals: torch.Tensor, weights: torch.Tensor) -> Moments:
-        """Moments of units, [n] each, without waiting for the device. A weight of 0 means no unit."""
+        """Moments of units, [n] each, without waiting for the device. A weight of 0 means no
+        unit."""
         weights = weights.double()
         is_unit = weights != 0
         totals = torch.where(is_unit, totals.double(), 0.0)
@@ -90,8 +96,8 @@ class Moments(NamedTuple):
         return math.sqrt(squares * num / (num - 1)) / float(self.weight)
 
     def wide_error(self) -> float:
-        """An error of R that holds for few units of unequal weight, by their effective number (Kish 1965), see
-        `widened`; NaN for fewer than `FEWEST_UNITS`."""
+        """An error of R that holds for few units of unequal weight, by their effective number (Kish
+        1965), see `widened`; NaN for fewer than `FEWEST_UNITS`."""
         num = float(self.num)
         effective = float(self.weight) ** 2 / max(float(self.weight_sq), 1e-300)
         if num < FEWEST_UNITS or effective < 2:
@@ -121,7 +127,8 @@ def as_scalar(value: Any) -> Scalar:
 
 
 def _extreme(a: Scalar, b: Scalar, how: WindowReduction) -> Scalar:
-    """The larger of two scalars, or the smaller; NaN wins over any number, on the device and off it."""
+    """The larger of two scalars, or the smaller; NaN wins over any number, on the device and off
+    it."""
     if isinstance(a, torch.Tensor):
         other = b if isinstance(b, torch.Tensor) else a.new_full((), b)
         return torch.maximum(a, other) if how == "max" else torch.minimum(a, other)
@@ -145,12 +152,12 @@ class _Entry:
 class Recorder:
     """The one place where a run's metrics are recorded: combines all values until it is drained.
 
-    A key that some micro-batches lack is combined over those that reported it. A key that is not in the catalog is a
-    gauge.
+    A key that some micro-batches lack is combined over those that reported it. A key that is not in
+    the catalog is a gauge.
 
     Args:
-        leave_out: told of a value that cannot be taken, which then counts as one that could not be given; None: it
-            raises.
+        leave_out: told of a value that cannot be taken, which then counts as one that could not be
+            given; None: it raises.
     """
 
     def __init__(self, *, leave_out: LeaveOut | None = None) -> None:
@@ -164,7 +171,8 @@ class Recorder:
         self.add({key: value})
 
     def add(self, values: Mapping[str, Input | Moments | None]) -> None:
-        """Take in the values of one micro-batch; a pair is (sum, count), None a value that could not be given.
+        """Take in the values of one micro-batch; a pair is (sum, count), None a value that could
+        not be given.
 
         Raises:
             TypeError: a value is no number, or there is no mapping.
@@ -225,7 +233,8 @@ class Recorder:
         return drained
 
     def state_dict(self) -> dict[str, list[float | None]]:
-        """Total (None: unknown) and count of each key, as plain numbers; waits for their devices."""
+        """Total (None: unknown) and count of each key, as plain numbers; waits for their
+        devices."""
         state: dict[str, list[float | None]] = {}
         for key, entry in self._entries.items():
             total = entry.total
@@ -254,7 +263,8 @@ class Reporter(Protocol):
 
 
 def rank_operations(keys: Iterable[str]) -> Operations:
-    """Key -> reduction over ranks, sorted, so that ranks agree on the order however they collect their keys.
+    """Key -> reduction over ranks, sorted, so that ranks agree on the order however they collect
+    their keys.
 
     A key that is not in the catalog is a gauge: its mean over ranks.
     """
@@ -267,14 +277,16 @@ def _length(operations: Operations) -> int:
 
 
 def _unknown_count(operation: RankReduction) -> float:
-    """The count that stands for a value that is not known: an unknown summand of a mean is left out."""
+    """The count that stands for a value that is not known: an unknown summand of a mean is left
+    out."""
     return 0.0 if "mean" in operation else math.nan
 
 
 def _pack(
     local: Mapping[str, Reported], operations: Operations, device: torch.device | str, guard: BestEffort | None = None
 ) -> torch.Tensor:
-    """The vector, float64: for each key its value (or sum) and its count, 0 if the rank has none; then the moments.
+    """The vector, float64: for each key its value (or sum) and its count, 0 if the rank has none;
+    then the moments.
 
     Keys with moments leave their pair at zero. For an unknown value (None), see `_unknown_count`.
     """
@@ -313,7 +325,8 @@ def _pack(
 def _scalars(value: Reported, operation: RankReduction) -> list[Scalar] | None:
     """The numbers that stand for a value in the vector; None if it is not known.
 
-    A plain number counts once, as a sample of one: its mean over ranks then has the standard error over ranks.
+    A plain number counts once, as a sample of one: its mean over ranks then has the standard error
+    over ranks.
     """
     if value is None:
         return None
@@ -379,22 +392,28 @@ def reduce_over_ranks(
     world_size: int,
     guard: BestEffort | None = None,
 ) -> dict[str, float]:
-    """One logged step's values over all ranks, in one collective (none for a single rank). Every rank must call it.
+    """One logged step's values over all ranks, in one collective (none for a single rank). Every
+    rank must call it.
 
     Args:
-        local: this rank's values, or those of each of its data shards, which count as ranks; keys may be missing. Plain
-            numbers count once in a mean, a `SumCount` by its count. None is a value that this rank should have and
-            cannot give.
-        keys: all keys that any rank may have, the same on every rank; or the result of `rank_operations` for them.
+        local: this rank's values, or those of each of its data shards, which count as ranks; keys
+            may be missing. Plain numbers count once in a mean, a `SumCount` by its count. None is a
+            value that this rank should have and cannot give.
+        keys: all keys that any rank may have, the same on every rank; or the result of
+            `rank_operations` for them.
         device: where the collective runs (the CPU for gloo, this rank's device for nccl).
-        guard: a value that is no number costs a warning, and counts as None; without a guard, it raises.
+        guard: a value that is no number costs a warning, and counts as None; without a guard, it
+            raises.
 
     Returns:
-        The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst rank) for counters or
-        `<key>_se` (the standard error) for means that ask for it. A NaN on any rank makes the result NaN.
+        The same on every rank: a value for each key that some rank has, and `<key>_max` (the worst
+            rank) for counters or
+        `<key>_se` (the standard error) for means that ask for it. A NaN on any rank makes the
+        result NaN.
 
     Raises:
-        KeyError, TypeError: a local key is not among `keys`, or a value is no number (without a guard).
+        KeyError, TypeError: a local key is not among `keys`, or a value is no number (without a
+            guard).
     """
     operations = keys if isinstance(keys, Mapping) else rank_operations(keys)
     shards = []
@@ -432,10 +451,12 @@ def reduce_loss_metrics(
     """Means and totals over ranks in one collective. Every rank must call it with the same names.
 
     Args:
-        values: this rank's numbers; one that it does not have is absent. All names together must be the same on all
-            ranks.
-        counts: weight of this rank's mean, by name; names without a count weigh the same on every rank.
-        sum_keys: names of totals: the cluster's total under the name, the worst rank's under `<name>_max`.
+        values: this rank's numbers; one that it does not have is absent. All names together must be
+            the same on all ranks.
+        counts: weight of this rank's mean, by name; names without a count weigh the same on every
+            rank.
+        sum_keys: names of totals: the cluster's total under the name, the worst rank's under
+            `<name>_max`.
 
     Returns:
         The same on every rank; a mean over nothing is absent, a total over nothing is 0.

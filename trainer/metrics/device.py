@@ -29,7 +29,8 @@ class MemoryStats:
 
 
 def get_memory_stats(device: torch.device | str) -> MemoryStats | None:
-    """Memory of a CUDA device (the peak is that since the process started), None for any other kind of device."""
+    """Memory of a CUDA device (the peak is that since the process started), None for any other kind
+    of device."""
     device = torch.device(device)
     if device.type != "cuda":
         return None
@@ -42,8 +43,9 @@ def get_memory_stats(device: torch.device | str) -> MemoryStats | None:
     )
 
 
-# Dense bf16 tensor-core peaks in TFLOPS from the makers' data sheets (which often print the sparse figure, twice as
-# large). The first pattern that matches the whole device name counts; a MIG slice or an unlisted card has no peak.
+# Dense bf16 tensor-core peaks in TFLOPS from the makers' data sheets (which often print the sparse
+# figure, twice as large). The first pattern that matches the whole device name counts; a MIG slice
+# or an unlisted card has no peak.
 PEAK_TFLOPS: Final[tuple[tuple[str, float], ...]] = (
     (r"NVIDIA B200.*", 2250.0),  # HGX B200: 36 PFLOPS sparse for eight
     (r"NVIDIA (H200 NVL|H100 NVL)", 835.5),  # H100 NVL, H200 NVL: 1,671 sparse

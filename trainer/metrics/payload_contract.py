@@ -1,10 +1,12 @@
-"""The payload contract: the format of a row of metrics outside the trainer, and the only code that builds or checks it.
+"""The payload contract: the format of a row of metrics outside the trainer, and the only code that
+builds or checks it.
 
-A payload is one line of strict JSON,
-`{"schema_version": 1, "mode": "train" | "eval", "global_step": int, "metrics": {key: number}}`, plus optional sections
-that no consumer needs. JSON has no NaN or infinity, so such a metric appears in the section `non_finite` as a word. The
-first payload after a resume has the section `restart`, `{"from_step": int}`, and may repeat an earlier step. Streams of
-earlier versions have a separate line instead, `{"schema_version": 1, "event": "restart", "global_step": int}`.
+A payload is one line of strict JSON, `{"schema_version": 1, "mode": "train" | "eval",
+"global_step": int, "metrics": {key: number}}`, plus optional sections that no consumer needs. JSON
+has no NaN or infinity, so such a metric appears in the section `non_finite` as a word. The first
+payload after a resume has the section `restart`, `{"from_step": int}`, and may repeat an earlier
+step. Streams of earlier versions have a separate line instead, `{"schema_version": 1, "event":
+"restart", "global_step": int}`.
 
 Only the standard library is used, so that a dashboard can import this module without torch.
 """
@@ -33,7 +35,8 @@ _LAUNCHER_PREFIX: Final = re.compile(r"\A\[[^\[\]{}\"\s]+\]: ?")
 
 
 class PayloadError(ValueError):
-    """A payload that violates the contract: `key` is the location (a dotted path, or `line`), `reason` the violation."""
+    """A payload that violates the contract: `key` is the location (a dotted path, or `line`),
+    `reason` the violation."""
 
     def __init__(self, key: str, reason: str) -> None:
         self.key, self.reason = key, reason
@@ -42,7 +45,8 @@ class PayloadError(ValueError):
 
 @dataclass(frozen=True)
 class Payload:
-    """A valid payload: finite metrics, others as `nan`, `inf` or `-inf`, and further sections unchanged."""
+    """A valid payload: finite metrics, others as `nan`, `inf` or `-inf`, and further sections
+    unchanged."""
 
     mode: Mode
     global_step: int
@@ -64,7 +68,8 @@ class Payload:
 
 @dataclass(frozen=True)
 class Restart:
-    """The run resumed from `global_step`: later rows may repeat steps above it, and the last row of a step counts."""
+    """The run resumed from `global_step`: later rows may repeat steps above it, and the last row of
+    a step counts."""
 
     global_step: int
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -106,7 +111,8 @@ def build_payload(
     """A payload of these metrics and optional sections; NaN and infinities move to `non_finite`.
 
     Raises:
-        PayloadError: the result would be invalid (mode, step, no metrics at all, a value that is not a number).
+        PayloadError: the result would be invalid (mode, step, no metrics at all, a value that is
+            not a number).
     """
     finite: dict[str, float] = {}
     words: dict[str, str] = {}
@@ -283,8 +289,8 @@ def strip_launcher_prefix(line: str) -> str:
 def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
     """Check a stream of lines, see `parse_line`; yields every violation in order.
 
-    Launcher prefixes are tolerated. `global_step` may repeat (evaluation follows training in one step) but must not
-    decrease, except to a restart's.
+    Launcher prefixes are tolerated. `global_step` may repeat (evaluation follows training in one
+    step) but must not decrease, except to a restart's.
     """
     last_step = 0
     for number, raw in enumerate(lines, start=1):

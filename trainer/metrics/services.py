@@ -1,9 +1,10 @@
 """Weights & Biases, best effort: online where there is a login, otherwise offline.
 
-wandb drops a second `log` of a committed step with only a warning, so the training and evaluation payloads of a step are
-held back until the step is over and sent as one row. It also drops steps below the run's own counter, so after a rewind
-(resume from an older checkpoint) rows get the next number of that counter, and the x-axis is the logged `global_step`.
-The counter is kept here because wandb's own is 0 after a resume until the first row is sent.
+wandb drops a second `log` of a committed step with only a warning, so the training and evaluation
+payloads of a step are held back until the step is over and sent as one row. It also drops steps
+below the run's own counter, so after a rewind (resume from an older checkpoint) rows get the next
+number of that counter, and the x-axis is the logged `global_step`. The counter is kept here because
+wandb's own is 0 after a resume until the first row is sent.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ CLOSE_SEC = FINISH_TIMEOUT_SEC + 2 * _GRACE_SEC
 
 
 def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, str]:
-    """(mode, why) of `auto`: WANDB_MODE if it is set; else online with a login, offline without; disabled without wandb."""
+    """(mode, why) of `auto`: WANDB_MODE if it is set; else online with a login, offline without;
+    disabled without wandb."""
     if importlib.util.find_spec("wandb") is None:
         return "disabled", "the package is not installed (pip install wandb)"
     mode = environ.get("WANDB_MODE")
@@ -57,7 +59,8 @@ def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, st
 
 
 def has_login(base_url: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether there is a key for the server: in WANDB_API_KEY, or in the netrc file, where `wandb login` puts it."""
+    """Whether there is a key for the server: in WANDB_API_KEY, or in the netrc file, where `wandb
+    login` puts it."""
     if environ.get("WANDB_API_KEY"):
         return True
     path = Path(environ.get("NETRC") or Path.home() / ".netrc")
@@ -68,7 +71,8 @@ def has_login(base_url: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 class _Messages:
-    """Captures wandb's terminal output, part of which goes to stdout: the first warning is logged, all are recorded.
+    """Captures wandb's terminal output, part of which goes to stdout: the first warning is logged,
+    all are recorded.
 
     Attributes:
         is_quiet: log nothing; while a run is being opened a failure raises anyway.
@@ -120,10 +124,11 @@ class WandbSink:
 
         Args:
             mode: explicit, because wandb would prompt on the terminal.
-            run_dir: wandb's files go to `<run_dir>/wandb`; its name is that of the run. WANDB_DIR and WANDB_NAME take
-                precedence.
+            run_dir: wandb's files go to `<run_dir>/wandb`; its name is that of the run. WANDB_DIR
+                and WANDB_NAME take precedence.
             run_id: continue this run; None starts a new one.
-            init_timeout_sec, finish_timeout_sec: how long an unreachable server may delay start and end.
+            init_timeout_sec, finish_timeout_sec: how long an unreachable server may delay start and
+                end.
         """
         self.run_id: str | None = None
         self.last_step: int | None = None
@@ -135,7 +140,8 @@ class WandbSink:
         self._row: dict[str, Any] = {}
         self._row_step = self._next_own_step = 0
         self._messages = _Messages(on_event)
-        # silent: wandb's own lines repeat every metric, partly on stdout; ours say where the run is.
+        # silent: wandb's own lines repeat every metric, partly on stdout; ours say where the run
+        # is.
         settings = {"console": "off", "quiet": True, "silent": True, "init_timeout": init_timeout_sec}
         settings |= {"login_timeout": init_timeout_sec, "finish_timeout": finish_timeout_sec}
         options: dict[str, Any] = {"mode": mode, "project": project, "id": run_id}
@@ -172,7 +178,8 @@ class WandbSink:
             logger.info("wandb: %s", self._run.url)
 
     def log(self, payload: Mapping[str, Any]) -> None:
-        """Add one payload to the row of its step, which is sent when the next step begins or at `close`."""
+        """Add one payload to the row of its step, which is sent when the next step begins or at
+        `close`."""
         self._guard.run(self._log, payload)
 
     def _log(self, payload: Mapping[str, Any]) -> None:
@@ -210,7 +217,8 @@ class WandbSink:
         if self._row:
             self._guard.run(self._send)
         warnings = self._messages.count
-        # wandb enforces the timeout itself while its service is alive; the grace period covers a dead service.
+        # wandb enforces the timeout itself while its service is alive; the grace period covers a
+        # dead service.
         is_done = within(self._finish_timeout_sec + _GRACE_SEC, partial(self._guard.run, self._run.finish))
         if not is_done or not self._guard.enabled:
             self.abandon()

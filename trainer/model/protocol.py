@@ -1,4 +1,5 @@
-"""The interface between the trainer and a model: the `SequenceModel` protocol and the `ModelOutput` that it returns.
+"""The interface between the trainer and a model: the `SequenceModel` protocol and the `ModelOutput`
+that it returns.
 
 The state is one row of numbers per group, as the ledger keeps it.
 """
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 
 GATE_SHARPNESS: Final = 8.0
-"""The constant c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in De et al. 2024 (arXiv 2402.19427)."""
+"""The constant c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in De et al. 2024 (arXiv
+2402.19427)."""
 FEW_TOKENS = 8
 CHUNK_KEY = "objective.chunk_tokens"
 
@@ -27,8 +29,8 @@ class ModelOutput(NamedTuple):
     """Scores over the vocabulary, [B, T, V]; row t predicts `targets[:, t]`."""
 
     state: Tensor | None
-    """The state after each row's last position, [B, state_width]; None from a model without state. A model without
-    `state_width` may return any nest of tensors [B, ...] (docs/models.md)."""
+    """The state after each row's last position, [B, state_width]; None from a model without state.
+    A model without `state_width` may return any nest of tensors [B, ...] (docs/models.md)."""
 
     losses: Mapping[str, Tensor] | None = None
     """Auxiliary losses, which are trained on too: those that `loss_keys` declares."""
@@ -43,32 +45,37 @@ def extras_of(output: Any) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
 
 
 class SequenceModel(Protocol):
-    """A `torch.nn.Module` that predicts the next token and may carry a state from one cell of a group to the next.
+    """A `torch.nn.Module` that predicts the next token and may carry a state from one cell of a
+    group to the next.
 
-    A model with `state_width == 0` has no state: it receives `state=None` and returns `state=None`. A model that lacks
-    the attribute and returns no state breaks its contract (docs/contracts.md).
+    A model with `state_width == 0` has no state: it receives `state=None` and returns `state=None`.
+    A model that lacks the attribute and returns no state breaks its contract (docs/contracts.md).
 
-    Required: a `torch.nn.Module` with `state_width` and a `forward` that takes `tokens` and `state` by name and returns
-    an object with `.logits` and `.state`. Without `state_width`, `[model] target` and `family` determine it, and the state
-    may be any nest of tensors. `train check` runs one forward pass.
+    Required: a `torch.nn.Module` with `state_width` and a `forward` that takes `tokens` and `state`
+    by name and returns an object with `.logits` and `.state`. Without `state_width`, `[model]
+    target` and `family` determine it, and the state may be any nest of tensors. `train check` runs
+    one forward pass.
 
-    Optional: `flops_per_token` (MFU is logged only with it); `resets`, passed where rows hold several documents;
-    `resets_in_one_pass = True` if such rows run at one shape and cost no more than others; `shard_units()`, the modules
-    that FSDP gathers one by one; `loss_keys` and `metric_keys`, the names of the output's losses and metrics.
+    Optional: `flops_per_token` (MFU is logged only with it); `resets`, passed where rows hold
+    several documents; `resets_in_one_pass = True` if such rows run at one shape and cost no more
+    than others; `shard_units()`, the modules that FSDP gathers one by one; `loss_keys` and
+    `metric_keys`, the names of the output's losses and metrics.
     """
 
     state_width: int
     """Size of one group's state; 0: the model has no state."""
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations per trained token, both passes; a multiply-add counts as two. Optional."""
+        """Floating-point operations per trained token, both passes; a multiply-add counts as two.
+        Optional."""
         ...
 
     def __call__(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
         """Run `tokens` (int64 [B, T]) starting from `state` ([B, state_width]; None: zero).
 
-        `resets` (bool [B, T]; None: nowhere) is True where the state resets to zero inside a row. Optional: it is
-        passed by name and only where documents begin within rows, so a model for other data need not accept it.
+        `resets` (bool [B, T]; None: nowhere) is True where the state resets to zero inside a row.
+        Optional: it is passed by name and only where documents begin within rows, so a model for
+        other data need not accept it.
         """
         ...
 
@@ -89,7 +96,8 @@ class StateLayout(Protocol):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, uncompiled: other shapes would be compiled anew. Restores the mode afterwards."""
+    """The model in evaluation mode, uncompiled: other shapes would be compiled anew. Restores the
+    mode afterwards."""
     was_training = model.training
     is_compiled = any(each._compiled_call_impl is not None for each in model.modules())
     model.eval()
@@ -115,7 +123,8 @@ def run_few_tokens(model: nn.Module, device: torch.device, *, seq_len: int, belo
 
 
 def output_layer(model: nn.Module) -> nn.Linear:
-    """The layer that gives the logits: `model.get_output_embeddings()` (as in `transformers`), or `model.head`.
+    """The layer that gives the logits: `model.get_output_embeddings()` (as in `transformers`), or
+    `model.head`.
 
     Raises:
         UserError: there is none, or it is not an `nn.Linear`.

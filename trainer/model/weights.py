@@ -1,4 +1,5 @@
-"""Weights as safetensors: shared tensors are stored once, and a file loads only if it fits the model."""
+"""Weights as safetensors: shared tensors are stored once, and a file loads only if it fits the
+model."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ from trainer.files import parse_json
 
 WEIGHTS_FILE = "model.safetensors"
 SHARED_KEY = "shared"
-"""In the metadata: JSON, name of an omitted tensor -> name of the stored tensor that it shares memory with."""
+"""In the metadata: JSON, name of an omitted tensor -> name of the stored tensor that it shares
+memory with."""
 MOST_NAMED = 5  # tensors named in one message
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors on the CPU (shared ones under every name) and metadata of a safetensors file or an exported directory.
+    """Tensors on the CPU (shared ones under every name) and metadata of a safetensors file or an
+    exported directory.
 
     Raises:
         UserError: the file is missing, or damaged.
@@ -43,10 +46,12 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def load_weights(model: nn.Module, path: str | Path) -> dict[str, str]:
-    """Load a file's weights into `model`, all or none, and return its metadata. Each rank of a sharded model loads its rows.
+    """Load a file's weights into `model`, all or none, and return its metadata. Each rank of a
+    sharded model loads its rows.
 
     Raises:
-        UserError: a tensor is missing, unknown, or has another shape; or the file has tied tensors that differ.
+        UserError: a tensor is missing, unknown, or has another shape; or the file has tied tensors
+            that differ.
     """
     tensors, metadata = read_weights(path)
     check_fit(model, tensors, key="model.weights", path=path)
@@ -68,7 +73,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path: str | Path) -> None:
-    """Refuse tensors that are not exactly those of `model` (which may be on the meta device), naming them."""
+    """Refuse tensors that are not exactly those of `model` (which may be on the meta device),
+    naming them."""
     own = model.state_dict()
     problems, missing = [], []
     for name, tensor in own.items():

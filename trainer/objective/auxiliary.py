@@ -1,10 +1,12 @@
-"""Losses in addition to that of the tokens: those of the model's output, and custom components by import path.
+"""Losses in addition to that of the tokens: those of the model's output, and custom components by
+import path.
 
-A loss "by tokens" is a number per target token, [B, T], or one for all of them, []; the objective takes its mean over the
-target tokens of the step. A loss "by rows" is a number per row, [B]; the objective takes its mean over the rows with a
-target. A row that runs cell by cell takes the mean over its cells, weighted by their target tokens: cells of padding
-count for nothing. Both are sums over micro-batches and ranks, so that any split of a step equals one big batch. A number
-[] counts for all target tokens of its micro-batch.
+A loss "by tokens" is a number per target token, [B, T], or one for all of them, []; the objective
+takes its mean over the target tokens of the step. A loss "by rows" is a number per row, [B]; the
+objective takes its mean over the rows with a target. A row that runs cell by cell takes the mean
+over its cells, weighted by their target tokens: cells of padding count for nothing. Both are sums
+over micro-batches and ranks, so that any split of a step equals one big batch. A number [] counts
+for all target tokens of its micro-batch.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class AuxiliaryLoss:
 
 
 def declared_losses(model: Any) -> dict[str, By]:
-    """The losses that a model declares for its output: `loss_keys`, a mapping of names to "tokens" or "rows".
+    """The losses that a model declares for its output: `loss_keys`, a mapping of names to "tokens"
+    or "rows".
 
     Raises:
         UserError: it is something else.
@@ -92,7 +95,8 @@ def _widened(value: Tensor) -> Tensor:
 
 
 def _by_row(value: Any, by: By | None, mask: Tensor) -> Any:
-    """A loss by rows that a cellwise model gives for each token, [B, T], as [B]: the mean over the targets, or zero."""
+    """A loss by rows that a cellwise model gives for each token, [B, T], as [B]: the mean over the
+    targets, or zero."""
     if by != "rows" or getattr(value, "shape", None) != mask.shape:
         return value
     return _widened(value).masked_fill(~mask, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
@@ -103,7 +107,8 @@ class Auxiliary:
 
     Args:
         losses: by name.
-        metric_keys: the metrics that the model's output may have; others are left out with one warning.
+        metric_keys: the metrics that the model's output may have; others are left out with one
+            warning.
     """
 
     def __init__(self, losses: Mapping[str, AuxiliaryLoss] | None = None, metric_keys: Sequence[str] = ()) -> None:
@@ -115,7 +120,8 @@ class Auxiliary:
         self._guard = BestEffort("model")
 
     def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
-        """Find the factor of losses by rows: the step divides all losses by tokens. Every rank must call it.
+        """Find the factor of losses by rows: the step divides all losses by tokens. Every rank must
+        call it.
 
         Args:
             window: micro-batches of this rank.
@@ -129,7 +135,8 @@ class Auxiliary:
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
         """The loss of a micro-batch (`trainer.data.batch.MicroBatch`) with all its parts.
 
-        In an evaluation, without gradient, losses by rows are only among the parts: its rows have not been counted.
+        In an evaluation, without gradient, losses by rows are only among the parts: its rows have
+        not been counted.
 
         Raises:
             UserError: the output has other losses than the model declares; a custom function fails.

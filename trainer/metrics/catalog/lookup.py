@@ -1,7 +1,8 @@
 """The catalog: one row for every metric key that can be emitted, and the lookup of a key.
 
-Reductions, the generated documentation, charts and the first filter of diagnosis are derived from these rows. `register`
-adds rows for custom metrics. Only the standard library is used: a dashboard can import the catalog without torch.
+Reductions, the generated documentation, charts and the first filter of diagnosis are derived from
+these rows. `register` adds rows for custom metrics. Only the standard library is used: a dashboard
+can import the catalog without torch.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ ERROR_SUFFIX: Final = "_se"
 ERRORS_SHOWN: Final = 2.0
 """Errors shown as +- and in charts: 95 %."""
 
-# The catalog's rows and registered ones. The latter are process-wide, like an imported module: a metric is declared where
-# it is defined, and every part that reduces or shows a key has to know it.
+# The catalog's rows and registered ones. The latter are process-wide, like an imported module: a
+# metric is declared where it is defined, and every part that reduces or shows a key has to know it.
 _ROWS: Final[dict[str, MetricSpec]] = {}
 _PATTERNS: Final[dict[str, re.Pattern[str]]] = {}
 
 
 def register(*specs: MetricSpec) -> None:
-    """Add rows for custom metrics. Call it on every rank before a key is used: in the module that reports them.
+    """Add rows for custom metrics. Call it on every rank before a key is used: in the module that
+    reports them.
 
     Raises:
         ValueError: a name has another row already.
@@ -129,8 +131,8 @@ def _need(key: str) -> _Found:
 def lookup(key: str) -> MetricSpec:
     """The row of a key, with `name` set to the key itself.
 
-    A key matches by its name, by a pattern, with the prefix `eval_`, as the `_max` sibling of a counter whose worst
-    rank is reported, or as the `_se` sibling of a mean with a standard error.
+    A key matches by its name, by a pattern, with the prefix `eval_`, as the `_max` sibling of a
+    counter whose worst rank is reported, or as the `_se` sibling of a mean with a standard error.
 
     Raises:
         UnknownMetric: the key matches no row.
@@ -139,7 +141,8 @@ def lookup(key: str) -> MetricSpec:
 
 
 def lookup_or_gauge(key: str) -> MetricSpec:
-    """The row of a key; a key that is not in the catalog is a gauge, with one warning in each process."""
+    """The row of a key; a key that is not in the catalog is a gauge, with one warning in each
+    process."""
     found = _find(key)
     if found is None:
         return _gauge(key)
@@ -156,8 +159,9 @@ def _gauge(key: str) -> MetricSpec:
 def family(key: str) -> tuple[str, str]:
     """(name of the key's row, the part of the key in place of the row's angle brackets).
 
-    `token_type/digit/loss` gives `("token_type/<type>/loss", "digit")`; a plain key gives itself and "". An evaluation
-    key, a worst-rank key and a standard error have the family of their base key.
+    `token_type/digit/loss` gives `("token_type/<type>/loss", "digit")`; a plain key gives itself
+    and "". An evaluation key, a worst-rank key and a standard error have the family of their base
+    key.
 
     Raises:
         UnknownMetric: the key matches no row.

@@ -1,4 +1,5 @@
-"""Catalog rows of training: objective, gradient, safety; speed, time in a step, device memory and smoothed copies."""
+"""Catalog rows of training: objective, gradient, safety; speed, time in a step, device memory and
+smoothed copies."""
 
 from __future__ import annotations
 

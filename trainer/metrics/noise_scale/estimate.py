@@ -1,22 +1,26 @@
 """Arithmetic of the gradient noise scale: floats in, floats out, no torch.
 
-`B_simple = tr(Sigma) / |G|^2` (McCandlish et al. 2018, appendix A.1) is the batch size at which the noise of the
-gradient equals its signal. A window's micro-batches have independent gradients h, each with mean `kappa * G`: kappa is
-the factor on the micro-batch's *mean* loss before the backward. So the inner product of two of them averages
-`kappa_j kappa_k |G|^2`, and all pairs together are `|sum of h|^2 - sum of |h|^2`; the rest of `sum of |h|^2` is noise.
-That holds whether the noise comes from single tokens or from whole rows.
+`B_simple = tr(Sigma) / |G|^2` (McCandlish et al. 2018, appendix A.1) is the batch size at which the
+noise of the gradient equals its signal. A window's micro-batches have independent gradients h, each
+with mean `kappa * G`: kappa is the factor on the micro-batch's *mean* loss before the backward. So
+the inner product of two of them averages `kappa_j kappa_k |G|^2`, and all pairs together are `|sum
+of h|^2 - sum of |h|^2`; the rest of `sum of |h|^2` is noise. That holds whether the noise comes
+from single tokens or from whole rows.
 
-Only the unit, the effective number of examples, comes from the examples' weights w: a micro-batch has 1 / v, with
-`v = sum(w^2) / sum(w)^2` (Kish 1965), the window 1 / V, with `V = sum(kappa^2 v) / sum(kappa)^2`, and `tr(Sigma)` is the
-noise of the window's mean gradient over V. So B over the window's effective examples is its noise over its signal.
+Only the unit, the effective number of examples, comes from the examples' weights w: a micro-batch
+has 1 / v, with `v = sum(w^2) / sum(w)^2` (Kish 1965), the window 1 / V, with `V = sum(kappa^2 v) /
+sum(kappa)^2`, and `tr(Sigma)` is the noise of the window's mean gradient over V. So B over the
+window's effective examples is its noise over its signal.
 
-A middle group between micro-batches and window (each rank's sum; on one rank, that of the first half) separates pairs
-within groups from other pairs. Both give the same noise if micro-batches are independent.
+A middle group between micro-batches and window (each rank's sum; on one rank, that of the first
+half) separates pairs within groups from other pairs. Both give the same noise if micro-batches are
+independent.
 
-The bounds of `bounded_ratio` hold however badly the denominator is known. An average over past steps lags behind a
-process that drifts, and its standard error does not show it. So `History` fits a straight line to the past and reads S
-and |G|^2 off at the last step; the data decide how long the window may be. A line cannot rule out a jump in the last
-steps, so the bounds include those of these steps alone.
+The bounds of `bounded_ratio` hold however badly the denominator is known. An average over past
+steps lags behind a process that drifts, and its standard error does not show it. So `History` fits
+a straight line to the past and reads S and |G|^2 off at the last step; the data decide how long the
+window may be. A line cannot rule out a jump in the last steps, so the bounds include those of these
+steps alone.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from numpy.typing import NDArray
 from trainer.errors import UserError
 from trainer.wording import number_text
 
-# Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the window's vector.
+# Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the
+# window's vector.
 KAPPA = 0  # sum of kappa over micro-batches
 KAPPA_SQUARE = 1  # sum of kappa^2
 SMALL_SQUARE = 2  # sum of |h|^2, h the gradient of one micro-batch as the leaf's hook sees it
@@ -51,9 +56,9 @@ NUM_SUMS = 12
 MIN_SPREAD = 1e-3  # smaller shares of pairs in the square of the sum of kappa count as one micro-batch
 MIN_PAIRS = 5  # fewer pairs do not give a usable standard error
 CONSISTENCY_CAP = 1000.0  # stands for infinity, which JSON cannot represent
-# Normal quantiles of the two bounds of a ratio. The upper one is strict because a point is reported only where it
-# exists: a run looks hundreds of times, and at 97.5 % the few luckiest windows would report a B far too small, with a
-# bound that excludes the truth.
+# Normal quantiles of the two bounds of a ratio. The upper one is strict because a point is reported
+# only where it exists: a run looks hundreds of times, and at 97.5 % the few luckiest windows would
+# report a B far too small, with a bound that excludes the truth.
 LOW_QUANTILE = 1.96  # the ratio is below the lower bound in 2.5 % of all windows
 HIGH_QUANTILE = 3.72  # the ratio is above the upper bound in 0.01 % of all windows
 QUANTILES = LOW_QUANTILE, HIGH_QUANTILE
@@ -69,14 +74,16 @@ SHORTENED = 0.5  # share of the longest window without visible curvature that is
 
 @dataclass(frozen=True)
 class Window:
-    """Unbiased estimates from one optimizer step, never clamped: `tr_sigma` and `grad_sq` may be negative."""
+    """Unbiased estimates from one optimizer step, never clamped: `tr_sigma` and `grad_sq` may be
+    negative."""
 
     tr_sigma: float
     """Estimate of tr(Sigma), per example."""
     grad_sq: float
     """Estimate of |G|^2."""
     between: float | None
-    """tr(Sigma) from pairs that are not within one middle group; None if the layout has no middle."""
+    """tr(Sigma) from pairs that are not within one middle group; None if the layout has no
+    middle."""
     within: float | None
     """tr(Sigma) from pairs within the middle groups."""
     small_noise: float
@@ -90,21 +97,23 @@ class Window:
 
 @dataclass(frozen=True)
 class Absent:
-    """Why a window gives no estimate: a fault of this window, or a layout that can never give one."""
+    """Why a window gives no estimate: a fault of this window, or a layout that can never give
+    one."""
 
     reason: str
     is_fault: bool
 
 
 def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None) -> Window | Absent:
-    """The estimates of one window: means over pairs and over micro-batches, weighted by kappa; unbiased, given every kappa.
+    """The estimates of one window: means over pairs and over micro-batches, weighted by kappa;
+    unbiased, given every kappa.
 
     Args:
         sums: the vector of sums, `NUM_SUMS` long, summed over ranks.
         grad_sq: square norm of the gradient that the optimizer gets, before clipping.
-        grad_factor: c, where that gradient is c times the gradient of the weighted mean loss. None: the sum of kappa
-            over the number of ranks, as DDP's average leaves it. 1.0 if the loop has divided by it, as
-            `GradScaler.unscale_` does with kappa = scale / m.
+        grad_factor: c, where that gradient is c times the gradient of the weighted mean loss. None:
+            the sum of kappa over the number of ranks, as DDP's average leaves it. 1.0 if the loop
+            has divided by it, as `GradScaler.unscale_` does with kappa = scale / m.
     """
     assert len(sums) == NUM_SUMS, f"expected {NUM_SUMS} sums, got {len(sums)}"
     if sums[FAULTS] > 0.0:
@@ -122,8 +131,9 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
         return Absent(f"{reason}; halve the micro-batch and accumulate two", is_fault=False)
     mean_sq = (big - small) / (whole - own)
     between = within = None
-    # On several ranks the middle groups are whole windows, and all of them must be there: a rank has none if a parameter
-    # is not used in its last micro-batch, and the measurements of the others would pass for all.
+    # On several ranks the middle groups are whole windows, and all of them must be there: a rank
+    # has none if a parameter is not used in its last micro-batch, and the measurements of the
+    # others would pass for all.
     own_middle, small_middle, whole_middle, square_middle = sums[MIDDLE_OWN_KAPPA : MIDDLE_SQUARE + 1]
     has_middle = own_middle > (0.0 if sums[RANKS] == 1.0 else own * (1.0 - 1e-9))
     pairs = whole_middle - own_middle
@@ -146,15 +156,16 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
 
 
 class Ratio(NamedTuple):
-    """A ratio of two averages and its bounds; None is a bound, or a value, that the data do not determine."""
+    """A ratio of two averages and its bounds; None is a bound, or a value, that the data do not
+    determine."""
 
     low: float | None
     high: float | None = None
     value: float | None = None
     """None without an upper bound."""
     error: float | None = None
-    """Distance of value and upper bound in units of the bound's quantile: the standard error by the delta method where y
-    is known well, more where that method is too small."""
+    """Distance of value and upper bound in units of the bound's quantile: the standard error by the
+    delta method where y is known well, more where that method is too small."""
 
 
 def bounded_ratio(
@@ -162,9 +173,9 @@ def bounded_ratio(
 ) -> Ratio:
     """x / y with bounds by Fieller (1954), "Some problems in interval estimation".
 
-    The bounds are the ratios r for which `x - r y` is t_low above or t_high below zero, in its own standard errors.
-    Nothing is divided by y, so they hold for any y, even if it may be zero. A noise scale is not negative, so the part
-    of the confidence set below zero is left out.
+    The bounds are the ratios r for which `x - r y` is t_low above or t_high below zero, in its own
+    standard errors. Nothing is divided by y, so they hold for any y, even if it may be zero. A
+    noise scale is not negative, so the part of the confidence set below zero is left out.
 
     Args:
         x, y: unbiased and about normal.
@@ -172,8 +183,8 @@ def bounded_ratio(
         freedom: degrees of freedom of these.
         z: normal quantiles of the two bounds.
     """
-    # The roots of a r^2 - 2 b r + k are the r at which `x - r y` is t of its errors away from zero; b^2 - a k is
-    # written without cancellation.
+    # The roots of a r^2 - 2 b r + k are the r at which `x - r y` is t of its errors away from zero;
+    # b^2 - a k is written without cancellation.
     spread = x * x * var_y - 2.0 * x * y * cov + y * y * var_x
     product = var_x * var_y - cov * cov
     t = t_quantile(z[0], freedom)
@@ -191,7 +202,8 @@ def bounded_ratio(
 
 
 def is_positive(value: float, variance: float, freedom: float, z: float = HIGH_QUANTILE) -> bool:
-    """Whether an estimate with this variance is above zero, by the test that the upper bound needs."""
+    """Whether an estimate with this variance is above zero, by the test that the upper bound
+    needs."""
     t = t_quantile(z, freedom)
     return value > 0.0 and value * value > t * t * variance
 
@@ -236,7 +248,8 @@ class Current(NamedTuple):
 class History:
     """Pairs (x, y) of all steps: the latest singly, older ones in sums over 2, 4, 8, ... steps.
 
-    At most `BLOCKS` sums of each length are kept, so that its size grows with the logarithm of the steps.
+    At most `BLOCKS` sums of each length are kept, so that its size grows with the logarithm of the
+    steps.
     """
 
     def __init__(self) -> None:
@@ -264,8 +277,8 @@ class History:
         if not fits:
             return None
         longest = longest_straight(fits)
-        # Half of it: curvature that is just invisible would still shift the line's end by about its standard error. It
-        # grows with the square of the window.
+        # Half of it: curvature that is just invisible would still shift the line's end by about its
+        # standard error. It grows with the square of the window.
         enough = max(SHORTENED * longest.steps, min(MIN_WINDOWS, longest.steps))
         used = max((fit for fit in fits if fit.steps <= enough), key=lambda fit: fit.steps)
         ratio, recent = used.ratio(), fits[0].ratio((recent_z, recent_z))
@@ -278,11 +291,12 @@ class History:
         return Current(ratio._replace(low=low, high=high), used, longest)
 
     def _fits(self, before: int) -> Iterator[Fit]:
-        """Fits over longer and longer windows that end `before` steps before the last: `_recent_mean`, then lines.
+        """Fits over longer and longer windows that end `before` steps before the last:
+        `_recent_mean`, then lines.
 
-        Weighted least squares, and the heteroscedasticity-consistent covariance HC3 (MacKinnon and White 1985): the
-        noise of both series changes with their size. The degrees of freedom are Satterthwaite's, for equal noise in
-        every step.
+        Weighted least squares, and the heteroscedasticity-consistent covariance HC3 (MacKinnon and
+        White 1985): the noise of both series changes with their size. The degrees of freedom are
+        Satterthwaite's, for equal noise in every step.
         """
         blocks: list[tuple[float, ...]] = []
         for level, sums in enumerate(self._levels):
@@ -324,8 +338,9 @@ class History:
 def _recent_mean(pairs: NDArray[np.float64]) -> Fit:
     """The mean of the last steps. `pairs`: [n, 2] single steps, newest first.
 
-    Its covariance comes from the differences of successive pairs (von Neumann 1941), in which a jump enters once. Noise
-    is taken to grow with the level, since it may have grown with it in these steps.
+    Its covariance comes from the differences of successive pairs (von Neumann 1941), in which a
+    jump enters once. Noise is taken to grow with the level, since it may have grown with it in
+    these steps.
     """
     steps, now, mean = np.diff(pairs, axis=0), pairs[:RECENT].mean(axis=0), pairs.mean(axis=0)
     growth = np.divide(now, mean, out=np.ones(2), where=mean != 0.0).max()
@@ -336,9 +351,9 @@ def _recent_mean(pairs: NDArray[np.float64]) -> Fit:
 def longest_straight(fits: Sequence[Fit]) -> Fit:
     """The longest window whose fit agrees with those over all shorter ones, in x and in y.
 
-    By the intersection of confidence intervals (Goldenshluger and Nemirovski 1997, "On spatially adaptive estimation of
-    nonparametric regression"): while the intervals of all windows up to this one share a point, curvature has not yet
-    shifted the fit visibly.
+    By the intersection of confidence intervals (Goldenshluger and Nemirovski 1997, "On spatially
+    adaptive estimation of nonparametric regression"): while the intervals of all windows up to this
+    one share a point, curvature has not yet shifted the fit visibly.
     """
     low, high = np.full(2, -math.inf), np.full(2, math.inf)
     longest = fits[0]
@@ -355,8 +370,8 @@ def longest_straight(fits: Sequence[Fit]) -> Fit:
 class PairAverage:
     """Bias-corrected exponential averages of x and y with the covariance of the two averages.
 
-    The averages are means weighted by `ema ** age`, updated in the form without cancellation (West 1979): dividing by
-    the sum of the weights corrects the bias.
+    The averages are means weighted by `ema ** age`, updated in the form without cancellation (West
+    1979): dividing by the sum of the weights corrects the bias.
     """
 
     FIELDS = ("weight", "weight_sq", "mean_x", "mean_y", "c_xx", "c_yy", "c_xy", "count")
@@ -382,7 +397,8 @@ class PairAverage:
         self.count += 1.0
 
     def covariance(self) -> tuple[float, float, float] | None:
-        """Variance of the average of x, of y, and their covariance; None before `MIN_PAIRS` pairs."""
+        """Variance of the average of x, of y, and their covariance; None before `MIN_PAIRS`
+        pairs."""
         if self.count < MIN_PAIRS:
             return None
         share = self.weight_sq / self.weight**2  # sum of the squared weights: 1 / (effective number of pairs)
@@ -432,7 +448,8 @@ class NoiseScaleAverage:
         """Of the same pairs."""
         self._consistency = PairAverage(ema)  # x = between, y = within
         self.drawn: Ratio | None = None
-        """B of the batch as it is drawn, for decisions, if something measures it and it has an upper bound."""
+        """B of the batch as it is drawn, for decisions, if something measures it and it has an
+        upper bound."""
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
         self.shards_per_rank = 1
         """Data shards, each of which has a micro-batch of its own at a time."""
@@ -471,7 +488,8 @@ class NoiseScaleAverage:
         return f"|G|^2 cannot be told from 0 yet: B has no upper bound{at_least}"
 
     def metrics(self) -> dict[str, float]:
-        """The known values by catalog key, unknown ones left out; `gns/skipped` counts since the start."""
+        """The known values by catalog key, unknown ones left out; `gns/skipped` counts since the
+        start."""
         values: dict[str, float | None] = {"gns/skipped": self.skipped}
         if self._noise.count > 0.0:
             values["gns/tr_sigma"], values["gns/grad_sq"] = self._noise.mean_x, self._noise.mean_y
@@ -505,7 +523,8 @@ class NoiseScaleAverage:
         return values
 
     def _consistency_values(self) -> dict[str, float]:
-        """Between over within and its error; the cap if within vanishes while between is surely positive."""
+        """Between over within and its error; the cap if within vanishes while between is surely
+        positive."""
         pair = self._consistency
         ratio, moments = pair.ratio(), pair.covariance()
         if ratio is None or moments is None:
@@ -538,11 +557,12 @@ class NoiseScaleAverage:
 
 
 def outlook(noise: NoiseScaleAverage) -> str:
-    """How many more steps, or sequences per step, give `gns/b_now` a value if noise and signal stay as they are; empty
-    where it has one, and before it has a bound.
+    """How many more steps, or sequences per step, give `gns/b_now` a value if noise and signal stay
+    as they are; empty where it has one, and before it has a bound.
 
-    The variance of |G|^2 falls with the number of steps; with the sequences per step its signal's part falls likewise,
-    its noise's part with their square. Where |G|^2 is below its own error, that error stands for it.
+    The variance of |G|^2 falls with the number of steps; with the sequences per step its signal's
+    part falls likewise, its noise's part with their square. Where |G|^2 is below its own error,
+    that error stands for it.
     """
     current = noise.history.current()
     if current is None or current.ratio.value is not None:

@@ -1,6 +1,8 @@
-"""Measures what the gradient noise scale needs inside an ordinary training loop, with hooks on the parameters.
+"""Measures what the gradient noise scale needs inside an ordinary training loop, with hooks on the
+parameters.
 
-Works in any loop, on one process, under DDP, FSDP2 or HSDP. With m micro-batches of b examples per step:
+Works in any loop, on one process, under DDP, FSDP2 or HSDP. With m micro-batches of b examples per
+step:
 
     gns = GradientNoiseScale(ddp_model)
     ...
@@ -11,14 +13,15 @@ Works in any loop, on one process, under DDP, FSDP2 or HSDP. With m micro-batche
         gns.end_micro(1 / m, b)
     metrics = gns.step()                      # before clipping and optimizer.step()
 
-A hook on the leaf sees each micro-gradient before it is added to `.grad` and before DDP reduces it, so only a few fp64
-numbers are stored. A hook after the accumulation of the last micro-batch (`register_post_accumulate_grad_hook`) sees the
-rank's own sum: it runs inside the accumulation node, and DDP reduces after that node.
+A hook on the leaf sees each micro-gradient before it is added to `.grad` and before DDP reduces it,
+so only a few fp64 numbers are stored. A hook after the accumulation of the last micro-batch
+(`register_post_accumulate_grad_hook`) sees the rank's own sum: it runs inside the accumulation
+node, and DDP reduces after that node.
 
-FSDP2 replaces every parameter by a DTensor of shards, whose hooks never run: autograd accumulates into the unsharded
-parameter, a single object over the model's life that is empty while resharded. `FSDPModule.unshard()` registers it in
-the module while it is whole, so public API suffices to find and hook it. Its hooks see the rank's own full
-micro-gradient, before the reduce-scatter.
+FSDP2 replaces every parameter by a DTensor of shards, whose hooks never run: autograd accumulates
+into the unsharded parameter, a single object over the model's life that is empty while resharded.
+`FSDPModule.unshard()` registers it in the module while it is whole, so public API suffices to find
+and hook it. Its hooks see the rank's own full micro-gradient, before the reduce-scatter.
 """
 
 from __future__ import annotations
@@ -44,17 +47,19 @@ from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Wind
 
 log = logging.getLogger(__name__)
 _CHUNK = 1024  # elements summed in fp32; 256 takes twice as long, 4,096 loses a digit in bf16
-# Devices on which one kernel takes many tensors: a kernel per tensor would cost a small model a tenth of its step.
+# Devices on which one kernel takes many tensors: a kernel per tensor would cost a small model a
+# tenth of its step.
 MULTI_TENSOR = {"cuda"}
 # Of gradients that wait to be measured together. On a CPU, the code then stays in its cache.
 HELD_BYTES = {"cuda": 2**26, "cpu": 2**20}
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Numbers, [n] each, whose squares `square_sum` adds up to the sum of squares of all elements of the tensors.
+    """Numbers, [n] each, whose squares `square_sum` adds up to the sum of squares of all elements
+    of the tensors.
 
-    On CUDA the norm of each tensor, in fp64; otherwise norms of rows of 1,024 elements, in fp32, and the remainder: almost
-    a single kernel, where the sum itself takes five.
+    On CUDA the norm of each tensor, in fp64; otherwise norms of rows of 1,024 elements, in fp32,
+    and the remainder: almost a single kernel, where the sum itself takes five.
     """
     dense = []
     for tensor in tensors:
@@ -84,8 +89,8 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 def square_sum(norms: Sequence[Tensor]) -> Tensor:
     """[] float64 on the first tensor's device: the sum of the squares of all numbers, in fp64.
 
-    With `norms_of`: relative error about 1e-9 (5e-7 if all elements are equal) in 1.3 to 1.7 times the time of one fp32
-    norm on a CPU, whose error at 39 million elements is 5e-3.
+    With `norms_of`: relative error about 1e-9 (5e-7 if all elements are equal) in 1.3 to 1.7 times
+    the time of one fp32 norm on a CPU, whose error at 39 million elements is 5e-3.
     """
     device = norms[0].device
     by_type: dict[torch.dtype, list[Tensor]] = {}  # to join several types takes much longer on CUDA
@@ -96,18 +101,21 @@ def square_sum(norms: Sequence[Tensor]) -> Tensor:
 
 
 class GradientNoiseScale(NoiseScaleAverage):
-    """The average noise scale of a model that is trained in windows of micro-batches, measured by hooks.
+    """The average noise scale of a model that is trained in windows of micro-batches, measured by
+    hooks.
 
     Args:
-        model: a module, or one wrapped in DDP or by FSDP2's `fully_shard`, HSDP included (its process group is then the
-            one that averages gradients, and every rank must construct this object). Parameters that do not require a
-            gradient at construction are left out.
+        model: a module, or one wrapped in DDP or by FSDP2's `fully_shard`, HSDP included (its
+            process group is then the one that averages gradients, and every rank must construct
+            this object). Parameters that do not require a gradient at construction are left out.
         ema: see `NoiseScaleAverage`.
         process_group: for a loop that averages gradients over ranks itself, without DDP.
-        weights_are_tokens: whether `example_weights` are token counts, which `gns/b_simple_tokens` needs.
+        weights_are_tokens: whether `example_weights` are token counts, which `gns/b_simple_tokens`
+            needs.
 
     Raises:
-        UserError: there is nothing to train, or parameters are sharded in a way that `find_leaves` does not support.
+        UserError: there is nothing to train, or parameters are sharded in a way that `find_leaves`
+            does not support.
     """
 
     def __init__(
@@ -122,7 +130,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         self.metric_keys = tuple(spec.name for spec in ROWS)
         """Every key that `drain_metrics` can return; the values are the same on all ranks."""
         self.parameter_squares: Tensor | None = None
-        """[P] float64, `SMALL_SQUARE` of each parameter on this rank; None in a window without `by_parameter`."""
+        """[P] float64, `SMALL_SQUARE` of each parameter on this rank; None in a window without
+        `by_parameter`."""
         self._leaves = find_leaves(model, process_group)
         self._parameters = self._leaves.parameters
         self.group = self._leaves.group
@@ -139,9 +148,9 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._squares: Tensor | None = None
         self.begin_window()
         self._handles: list[Any] = []
-        # torch stores hooks where the garbage collector does not look. A strong reference to the owner, and through it to
-        # the process group, would keep an unclosed group and its threads alive until exit, where they can abort the
-        # process.
+        # torch stores hooks where the garbage collector does not look. A strong reference to the
+        # owner, and through it to the process group, would keep an unclosed group and its threads
+        # alive until exit, where they can abort the process.
         owner = weakref.ref(self)
         for index, parameter in enumerate(self._leaves.hooked):
             leaf: Any = parameter  # torch does not type these two methods
@@ -154,9 +163,12 @@ class GradientNoiseScale(NoiseScaleAverage):
         """Start a window; an unfinished one is discarded.
 
         Args:
-            num_micros: micro-batches to come; without it `gns/consistency` is absent on a single rank.
-            pairs: whether `pair_norms` is asked for, which takes a second pass over the gradients of each micro-batch.
-            by_parameter: keep the square norms of each parameter's micro-gradients apart too, for `PerLayer`.
+            num_micros: micro-batches to come; without it `gns/consistency` is absent on a single
+                rank.
+            pairs: whether `pair_norms` is asked for, which takes a second pass over the gradients
+                of each micro-batch.
+            by_parameter: keep the square norms of each parameter's micro-gradients apart too, for
+                `PerLayer`.
         """
         self._sums.zero_()
         self._sums[noise_scale.RANKS].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
@@ -174,7 +186,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._window_fires.clear()
 
     def begin_micro(self, last: bool) -> None:
-        """Call before a micro-batch's backward; `last` for the window's last, in which DDP reduces."""
+        """Call before a micro-batch's backward; `last` for the window's last, in which DDP
+        reduces."""
         self._micro += 1
         in_window = self._micro - self._window_start
         # On several ranks, the middle group is all of this rank's micro-batches.
@@ -198,11 +211,12 @@ class GradientNoiseScale(NoiseScaleAverage):
         """Call after the backward of a micro-batch, before anything changes `.grad`.
 
         Args:
-            kappa: factor on the micro-batch's mean loss in the backward: 1/m, 1/m times the loss scale, or the
-                constant times this micro-batch's tokens where a sum of token losses is differentiated. Before DDP's
-                average. Zero for a micro-batch with no target token, which then carries no weight.
-            example_weights: [B] weight of each example in the mean (its tokens; zero for a masked row), or the number
-                of examples if all weigh the same.
+            kappa: factor on the micro-batch's mean loss in the backward: 1/m, 1/m times the loss
+                scale, or the constant times this micro-batch's tokens where a sum of token losses
+                is differentiated. Before DDP's average. Zero for a micro-batch with no target
+                token, which then carries no weight.
+            example_weights: [B] weight of each example in the mean (its tokens; zero for a masked
+                row), or the number of examples if all weigh the same.
         """
         if self._failure is not None:
             raise self._failure
@@ -240,10 +254,10 @@ class GradientNoiseScale(NoiseScaleAverage):
         squared = factor.square()
         update = [factor, squared, micro_square, factor * noise, squared * noise]
         self._sums += torch.stack([*update, zero, zero, zero, zero, tokens, zero, fault])
-        # The middle, and pairs, need `.grad` to be the sum over its group for every parameter. It is not if a parameter
-        # with an older gradient was not used in this micro-batch, if FSDP2 keeps the sum elsewhere (it reduces in another
-        # type than it accumulates in), or if the loop reduces after every micro-batch. A group of one micro-batch has
-        # that one's norm.
+        # The middle, and pairs, need `.grad` to be the sum over its group for every parameter. It
+        # is not if a parameter with an older gradient was not used in this micro-batch, if FSDP2
+        # keeps the sum elsewhere (it reduces in another type than it accumulates in), or if the
+        # loop reduces after every micro-batch. A group of one micro-batch has that one's norm.
         is_whole = self._is_first or (not self._is_moved and self._sum_fires >= len(self._window_fires))
         if self._pairs is not None:
             known = square if is_whole else square * math.nan
@@ -260,12 +274,14 @@ class GradientNoiseScale(NoiseScaleAverage):
         return self._is_first, self._is_middle, self._pairs is not None, self.parameter_squares is not None
 
     def trace(self) -> Trace:
-        """The host's part of the micro-batch that has just ended, in which a CUDA graph was captured, for `repeat`."""
+        """The host's part of the micro-batch that has just ended, in which a CUDA graph was
+        captured, for `repeat`."""
         pair = self._pairs.pop() if self._pairs else None
         return Trace(frozenset(self._fired), pair)
 
     def repeat(self, trace: Trace) -> None:
-        """Replaces backward and `end_micro` where the device replayed the micro-batch of `trace`."""
+        """Replaces backward and `end_micro` where the device replayed the micro-batch of
+        `trace`."""
         self._is_active = False
         self._window_fires |= trace.fired
         if self._pairs is not None and trace.pair is not None:
@@ -277,7 +293,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         self.begin_micro(self._is_middle)
 
     def local_sums(self) -> Tensor:
-        """[NUM_SUMS] float64 on the device: this rank's sums of the window, to be SUM-reduced over ranks."""
+        """[NUM_SUMS] float64 on the device: this rank's sums of the window, to be SUM-reduced over
+        ranks."""
         assert not self._is_active, "local_sums between begin_micro and end_micro"
         sums = self._sums.clone()
         if not self._window_fires:
@@ -285,14 +302,17 @@ class GradientNoiseScale(NoiseScaleAverage):
         return sums
 
     def pair_norms(self) -> Tensor | None:
-        """[K, 3] float64 on the device, for each micro-batch of a window with `pairs` (None without): kappa, square norm of
-        the gradient, and that of the running sum of gradients before any reduction; NaN where `.grad` is not that sum."""
+        """[K, 3] float64 on the device, for each micro-batch of a window with `pairs` (None
+        without): kappa, square norm of the gradient, and that of the running sum of gradients
+        before any reduction; NaN where `.grad` is not that sum."""
         return torch.stack(self._pairs) if self._pairs else None
 
     def grad_sq(self) -> Tensor:
-        """[] float64: square norm of the `.grad` of all parameters, by the kernel that measures micro-batches.
+        """[] float64: square norm of the `.grad` of all parameters, by the kernel that measures
+        micro-batches.
 
-        If FSDP2 shards the parameters, this is the rank's share, to be SUM-reduced over the ranks of the group.
+        If FSDP2 shards the parameters, this is the rank's share, to be SUM-reduced over the ranks
+        of the group.
         """
         own = [own_part(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         return square_sum([self._sums.new_zeros(1), *norms_of(own)]) / self._leaves.copies
@@ -300,15 +320,18 @@ class GradientNoiseScale(NoiseScaleAverage):
     def finish(
         self, reduced_sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None
     ) -> Window | Absent:
-        """Add the window to the averages, given the reduced sums and the big gradient's square norm; see `estimate`."""
+        """Add the window to the averages, given the reduced sums and the big gradient's square
+        norm; see `estimate`."""
         window = noise_scale.estimate(reduced_sums, grad_sq, grad_factor=grad_factor)
         self.update(window)
         return window
 
     def step(self, *, grad_factor: float | None = None) -> dict[str, float]:
-        """All-reduce, estimate, and return the metrics; for loops that do not pack the sums into their own reduction.
+        """All-reduce, estimate, and return the metrics; for loops that do not pack the sums into
+        their own reduction.
 
-        Every rank must call it, after the last backward (and `unscale_`) and before clipping and `zero_grad`.
+        Every rank must call it, after the last backward (and `unscale_`) and before clipping and
+        `zero_grad`.
         """
         packed = torch.cat([self.local_sums(), self.grad_sq().reshape(1)])
         if self._world_size > 1:
@@ -327,8 +350,8 @@ class GradientNoiseScale(NoiseScaleAverage):
     def _hook(owner: weakref.ref[GradientNoiseScale], measure: Callable[..., None], *args: Any) -> None:
         """Call a hook between `begin_micro` and `end_micro`.
 
-        It must return None: a return value replaces the gradient. An exception would end the backward in its midst, so
-        `end_micro` raises it instead.
+        It must return None: a return value replaces the gradient. An exception would end the
+        backward in its midst, so `end_micro` raises it instead.
         """
         gns = owner()
         if gns is None or not gns._is_active:
@@ -352,7 +375,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._window_fires.add(index)
         self._fired.append(index)
         if self._may_hold > 0 and leaf.grad is None:
-            # It becomes the parameter's own, from where it is measured: a reference here would have it copied.
+            # It becomes the parameter's own, from where it is measured: a reference here would have
+            # it copied.
             self._held.append((index, leaf))
         else:
             self._held.append((index, grad))
@@ -411,16 +435,18 @@ class Leaves:
 
 
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:
-    """The leaves of `model`. With FSDP2 this all-gathers every parameter once, so all ranks must call it.
+    """The leaves of `model`. With FSDP2 this all-gathers every parameter once, so all ranks must
+    call it.
 
     Args:
-        model: a plain module, wrapped in DDP, or sharded by `fully_shard` over a mesh of shards, or of replicas and shards.
+        model: a plain module, wrapped in DDP, or sharded by `fully_shard` over a mesh of shards, or
+            of replicas and shards.
         process_group: overrides the model's own.
 
     Raises:
-        UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of replicas that is not all
-            ranks, without a `process_group`; sharded next to unsharded parameters (`ignored_params`), whose gradients
-            FSDP2 does not average.
+        UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of replicas
+            that is not all ranks, without a `process_group`; sharded next to unsharded parameters
+            (`ignored_params`), whose gradients FSDP2 does not average.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
