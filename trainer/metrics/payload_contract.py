@@ -120,12 +120,12 @@ def build_payload(
     for key, value in metrics.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise PayloadError(f"metrics.{key}", f"must be a number, got {value!r}")
-        if type(value) not in (float, int):  # a number of another library, such as numpy
-            value = int(value) if isinstance(value, Integral) else float(value)
-        if math.isfinite(value):
-            finite[key] = value
+        # Numbers of other libraries, such as numpy, are converted.
+        number = int(value) if isinstance(value, Integral) else float(value)
+        if math.isfinite(number):
+            finite[key] = number
         else:
-            words[key] = non_finite_word(value)
+            words[key] = non_finite_word(number)
     payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode, "global_step": global_step}
     payload["metrics"] = finite
     sections = {"non_finite": words or None, "context": context, "batch_extras": batch_extras}

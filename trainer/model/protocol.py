@@ -135,3 +135,14 @@ def output_layer(model: nn.Module) -> nn.Linear:
         problem = f"the model's output layer is not known ({type(model).__name__} has no nn.Linear named head)"
         raise UserError(CHUNK_KEY, problem, "name it head, or return it from get_output_embeddings(); or set 0")
     return layer
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Name of a parameter's further places in the model -> its first name."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            tied[name] = owner
+    return tied

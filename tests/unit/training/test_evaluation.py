@@ -22,9 +22,10 @@ from trainer.config.load import load_config
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
+from trainer.lab.auxiliary import AuxiliaryLoss, AuxiliaryLosses
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.noise_scale.estimate import t_quantile
-from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss
+from trainer.objective.auxiliary import Auxiliary
 from trainer.training.setup import evaluation_sample
 from trainer.training.setup.evaluation import eval_sets, make_evaluator
 from trainer.training.setup.evaluation_sample import Drawn, Sample, chances_of, draw_by_size
@@ -254,7 +255,7 @@ def test_over_seeds_the_loss_of_drawn_documents_is_that_of_all(tmp_path, has_oth
         ),
         "by_rows": AuxiliaryLoss("rows", 1.0, lambda *, output, micro: 2 * odd(micro.targets)[:, 0]),
     }
-    auxiliary = Auxiliary(own if has_others else {}, ["my/number"])
+    auxiliary = AuxiliaryLosses(own if has_others else {}, ["my/number"])
     whole, read = evaluated(plan, model, auxiliary)
     assert read.startswith("all ")
     assert "eval_loss_se" not in whole

@@ -78,7 +78,7 @@ def evaluate_checkpoint(
         plan = check_data(plan, state, info, DataPolicy(compares=False)).plan
     cell_model, loss = model_and_loss(saved.model, plan, device, vocab_size=plan.vocab_size)
     read = eval_sets(plan, info, device)
-    auxiliary = make_auxiliary(plan.config.objective, saved.model)
+    auxiliary = make_auxiliary(plan.config.objective, saved.model, plan.parts)
     evaluator = make_evaluator(
         plan, saved.model, cell_model, loss, auxiliary, info, device, diagnostics, read, strategy=Strategy()
     )

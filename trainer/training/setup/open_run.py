@@ -97,7 +97,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     launch.moments["model"] = time.monotonic()
     with raise_on_all_ranks(world_size=info.world_size):
         sets = eval_sets(plan, info, device, has_state=bool(state.ledgers))
-        auxiliary = make_auxiliary(plan.config.objective, state.model)
+        auxiliary = make_auxiliary(plan.config.objective, state.model, plan.parts)
         if found is None:
             begin_from_weights(plan, state.model)
             position = Position.of(state)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainer.distributed.shards import as_shard, own_rows
 from trainer.errors import UserError
 from trainer.files import parse_json
+from trainer.model.protocol import tied_names
 
 WEIGHTS_FILE = "model.safetensors"
 SHARED_KEY = "shared"
@@ -59,17 +60,6 @@ def load_weights(model: nn.Module, path: str | Path) -> dict[str, str]:
     rows = {name: as_shard(own_rows(tensor, own[name]), own[name]) for name, tensor in tensors.items()}
     model.load_state_dict(rows)
     return metadata
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Name of a parameter's further places in the model -> its first name."""
-    first: dict[int, str] = {}
-    tied = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = first.setdefault(id(parameter), name)
-        if owner != name:
-            tied[name] = owner
-    return tied
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path: str | Path) -> None:
