@@ -1,5 +1,5 @@
-"""Combines the values of micro-steps, of the steps between two logged ones, and of all ranks, as
-the catalog says.
+"""Combines metrics over micro-steps, steps since the last logged one, and ranks, as the catalog
+says.
 
 On one rank tensors stay on their device and nothing is read: a value is a number, a 0-dim tensor, a
 `SumCount` for keys whose mean is weighted, or `Moments` of a sample. Over ranks all keys of a
@@ -42,14 +42,12 @@ class SumCount(NamedTuple):
 
 
 def widened(error: float, freedom: float) -> float:
-    """A standard error with so many degrees of freedom, widened by Student's t: 1.96 of it cover 95
-    %."""
+    """A standard error, widened by Student's t so that 1.96 of it cover 95 %."""
     return error * t_quantile(1.96, freedom) / 1.96
 
 
 class Moments(NamedTuple):
-    """A weighted mean over sampled units in the making, with the sums that its standard error
-    needs.
+    """A weighted mean over sampled units in the making, with the sums for its standard error.
 
     Unit i has a total y_i and a weight w_i. The mean is R = sum(y) / sum(w), a ratio of two sums
     that both vary from sample to sample, and its standard error sqrt(n / (n - 1) sum((y - R w)^2))
@@ -72,8 +70,8 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, totals: torch.Tensor, weights: torch.Tensor) -> Moments:
-        """Moments of units, [n] each, without waiting for the device. A weight of 0 means no
-        unit."""
+        """Moments of units, [n] each, without waiting for the device; those of weight 0 are
+        none."""
         weights = weights.double()
         is_unit = weights != 0
         totals = torch.where(is_unit, totals.double(), 0.0)
@@ -127,8 +125,7 @@ def as_scalar(value: Any) -> Scalar:
 
 
 def _extreme(a: Scalar, b: Scalar, how: WindowReduction) -> Scalar:
-    """The larger of two scalars, or the smaller; NaN wins over any number, on the device and off
-    it."""
+    """The larger of two scalars, or the smaller; NaN wins over any number."""
     if isinstance(a, torch.Tensor):
         other = b if isinstance(b, torch.Tensor) else a.new_full((), b)
         return torch.maximum(a, other) if how == "max" else torch.minimum(a, other)
@@ -152,12 +149,10 @@ class _Entry:
 class Recorder:
     """The one place where a run's metrics are recorded: combines all values until it is drained.
 
-    A key that some micro-batches lack is combined over those that reported it. A key that is not in
-    the catalog is a gauge.
+    A key is combined over the micro-batches that reported it. One without a catalog row is a gauge.
 
     Args:
-        leave_out: told of a value that cannot be taken, which then counts as one that could not be
-            given; None: it raises.
+        leave_out: called for an unusable value, which then counts as None; without it, that raises.
     """
 
     def __init__(self, *, leave_out: LeaveOut | None = None) -> None:
@@ -171,8 +166,7 @@ class Recorder:
         self.add({key: value})
 
     def add(self, values: Mapping[str, Input | Moments | None]) -> None:
-        """Take in the values of one micro-batch; a pair is (sum, count), None a value that could
-        not be given.
+        """Take in the values of one micro-batch; a pair is (sum, count), None an unknown value.
 
         Raises:
             TypeError: a value is no number, or there is no mapping.
@@ -233,8 +227,7 @@ class Recorder:
         return drained
 
     def state_dict(self) -> dict[str, list[float | None]]:
-        """Total (None: unknown) and count of each key, as plain numbers; waits for their
-        devices."""
+        """Total (None: unknown) and count of each key, as numbers; waits for their devices."""
         state: dict[str, list[float | None]] = {}
         for key, entry in self._entries.items():
             total = entry.total
@@ -263,8 +256,7 @@ class Reporter(Protocol):
 
 
 def rank_operations(keys: Iterable[str]) -> Operations:
-    """Key -> reduction over ranks, sorted, so that ranks agree on the order however they collect
-    their keys.
+    """Key -> reduction over ranks, sorted, so that all ranks have the same order.
 
     A key that is not in the catalog is a gauge: its mean over ranks.
     """
@@ -277,16 +269,15 @@ def _length(operations: Operations) -> int:
 
 
 def _unknown_count(operation: RankReduction) -> float:
-    """The count that stands for a value that is not known: an unknown summand of a mean is left
-    out."""
+    """The count of an unknown value: in a mean, it is left out."""
     return 0.0 if "mean" in operation else math.nan
 
 
 def _pack(
     local: Mapping[str, Reported], operations: Operations, device: torch.device | str, guard: BestEffort | None = None
 ) -> torch.Tensor:
-    """The vector, float64: for each key its value (or sum) and its count, 0 if the rank has none;
-    then the moments.
+    """The vector, float64: each key's value (or sum) and count, 0 if the rank has none; then
+    moments.
 
     Keys with moments leave their pair at zero. For an unknown value (None), see `_unknown_count`.
     """
@@ -325,8 +316,7 @@ def _pack(
 def _scalars(value: Reported, operation: RankReduction) -> list[Scalar] | None:
     """The numbers that stand for a value in the vector; None if it is not known.
 
-    A plain number counts once, as a sample of one: its mean over ranks then has the standard error
-    over ranks.
+    A plain number is a sample of one: its mean over ranks has the standard error over ranks.
     """
     if value is None:
         return None
@@ -392,15 +382,13 @@ def reduce_over_ranks(
     world_size: int,
     guard: BestEffort | None = None,
 ) -> dict[str, float]:
-    """One logged step's values over all ranks, in one collective (none for a single rank). Every
-    rank must call it.
+    """A logged step's values over all ranks, in at most one collective. Every rank must call it.
 
     Args:
         local: this rank's values, or those of each of its data shards, which count as ranks; keys
             may be missing. Plain numbers count once in a mean, a `SumCount` by its count. None is a
             value that this rank should have and cannot give.
-        keys: all keys that any rank may have, the same on every rank; or the result of
-            `rank_operations` for them.
+        keys: all that any rank may have, the same on every rank; or their `rank_operations`.
         device: where the collective runs (the CPU for gloo, this rank's device for nccl).
         guard: a value that is no number costs a warning, and counts as None; without a guard, it
             raises.
@@ -412,8 +400,7 @@ def reduce_over_ranks(
         result NaN.
 
     Raises:
-        KeyError, TypeError: a local key is not among `keys`, or a value is no number (without a
-            guard).
+        KeyError, TypeError: without a guard: a key is not among `keys`, or a value is no number.
     """
     operations = keys if isinstance(keys, Mapping) else rank_operations(keys)
     shards = []
@@ -448,15 +435,12 @@ def reduce_loss_metrics(
     device: torch.device | str,
     world_size: int,
 ) -> dict[str, float]:
-    """Means and totals over ranks in one collective. Every rank must call it with the same names.
+    """Means and totals over ranks in one collective. Every rank must call it, with the same names.
 
     Args:
-        values: this rank's numbers; one that it does not have is absent. All names together must be
-            the same on all ranks.
-        counts: weight of this rank's mean, by name; names without a count weigh the same on every
-            rank.
-        sum_keys: names of totals: the cluster's total under the name, the worst rank's under
-            `<name>_max`.
+        values: this rank's numbers, without those that it does not have.
+        counts: weight of this rank's mean, by name; without one, all ranks weigh the same.
+        sum_keys: names of totals; `<name>_max` is the largest rank's.
 
     Returns:
         The same on every rank; a mean over nothing is absent, a total over nothing is 0.

@@ -42,8 +42,7 @@ def as_number(value: Any) -> float:
 
 
 def checked(values: Any, leave_out: LeaveOut, take: Callable[[Any], R]) -> dict[str, R | None]:
-    """The values by name; None for a value that is no number: a total without it would look right
-    and be wrong.
+    """The values by name; None for one that is no number: a total without it would be wrong.
 
     Args:
         take: makes a value of what was given, or raises `TypeError`: `as_number` for example.
@@ -73,8 +72,8 @@ def is_name(name: Any, leave_out: LeaveOut) -> bool:
 
 
 class SkipBatch(Exception):
-    """Raised by a diagnostic that cannot measure this batch, for an expected reason; the next batch
-    is tried again."""
+    """A diagnostic cannot measure this batch, for an expected reason; the next batch is tried
+    again."""
 
 
 class BestEffort:
@@ -82,8 +81,7 @@ class BestEffort:
 
     Attributes:
         enabled: False after an unexpected exception.
-        num_skipped, last_skip: batches passed over by `SkipBatch`, and the reason of the last of
-            them.
+        num_skipped, last_skip: batches passed over by `SkipBatch`, and the last reason.
     """
 
     def __init__(self, name: str, *, on_event: EventCallback | None = None) -> None:
@@ -109,8 +107,7 @@ class BestEffort:
             logger.warning("%s: metric %r is left out: %s", self.name, key, problem)
 
     def fail(self, error: Exception) -> None:
-        """Skip this batch, or turn the diagnostic off with one warning, as its exception asks
-        for."""
+        """Skip this batch, or turn the diagnostic off with one warning, by its exception."""
         if isinstance(error, SkipBatch):
             self.num_skipped += 1
             self.last_skip = message_of(error)
@@ -132,8 +129,7 @@ class Diagnostics:
     """All guards of a run, one for each name.
 
     Attributes:
-        on_event: called with an event when a diagnostic fails; None until the file of events is
-            open.
+        on_event: called when a diagnostic fails; None until the file of events is open.
     """
 
     def __init__(self, *, on_event: EventCallback | None = None) -> None:
@@ -156,8 +152,7 @@ class Diagnostics:
         return [name for name, guard in self._guards.items() if not guard.enabled]
 
     def summary(self) -> list[str]:
-        """The measurements that are missing, one line per diagnostic that failed or skipped a
-        batch."""
+        """Missing measurements, one line per diagnostic that failed or skipped a batch."""
         lines = [f"{name} failed during the run; what it reports is missing since then" for name in self.disabled]
         for name, guard in self._guards.items():
             if guard.num_skipped:

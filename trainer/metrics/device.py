@@ -29,8 +29,7 @@ class MemoryStats:
 
 
 def get_memory_stats(device: torch.device | str) -> MemoryStats | None:
-    """Memory of a CUDA device (the peak is that since the process started), None for any other kind
-    of device."""
+    """Memory of a CUDA device (the peak since the process started), None for other devices."""
     device = torch.device(device)
     if device.type != "cuda":
         return None

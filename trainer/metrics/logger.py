@@ -70,8 +70,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 class _LogFile(logging.FileHandler):
-    """Appends to a plain file. On a full disk lines are lost, and nothing else: stderr has them
-    too."""
+    """Appends to a plain file. A full disk only costs lines, which stderr has too."""
 
     def _open(self) -> io.TextIOWrapper:
         return io.TextIOWrapper(open_plain(self.baseFilename, "ab"), encoding=self.encoding)
@@ -127,8 +126,7 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
 
 
 def add_log_file(path: Path) -> logging.Handler:
-    """Also append this rank's records, earlier ones included, with their time, to a file until
-    `remove_log_file`."""
+    """Also append this rank's records, earlier ones included, with their time, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_RankFormatter(time_format="%Y-%m-%dT%H:%M:%SZ "))
@@ -152,8 +150,7 @@ def remove_log_file(handler: logging.Handler) -> None:
 def format_number(value: float | str) -> str:
     """A human-readable number: integers with k/M/B, floats with 4 decimals.
 
-    Floats below 0.01 or above 1e6 use scientific notation, except zero. Strings are returned
-    unchanged.
+    Floats below 0.01 (but zero) or above 1e6 use scientific notation. Strings stay as they are.
     """
     if isinstance(value, str):
         return value

@@ -1,5 +1,4 @@
-"""The payload contract: the format of a row of metrics outside the trainer, and the only code that
-builds or checks it.
+"""The payload contract: the format of a row of metrics, and the only code to build or check it.
 
 A payload is one line of strict JSON, `{"schema_version": 1, "mode": "train" | "eval",
 "global_step": int, "metrics": {key: number}}`, plus optional sections that no consumer needs. JSON
@@ -35,8 +34,7 @@ _LAUNCHER_PREFIX: Final = re.compile(r"\A\[[^\[\]{}\"\s]+\]: ?")
 
 
 class PayloadError(ValueError):
-    """A payload that violates the contract: `key` is the location (a dotted path, or `line`),
-    `reason` the violation."""
+    """A violation of the contract: its location `key` (a dotted path, or `line`), and `reason`."""
 
     def __init__(self, key: str, reason: str) -> None:
         self.key, self.reason = key, reason
@@ -45,8 +43,7 @@ class PayloadError(ValueError):
 
 @dataclass(frozen=True)
 class Payload:
-    """A valid payload: finite metrics, others as `nan`, `inf` or `-inf`, and further sections
-    unchanged."""
+    """A valid payload: metrics, those that are `nan`, `inf` or `-inf`, and further sections."""
 
     mode: Mode
     global_step: int
@@ -68,8 +65,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class Restart:
-    """The run resumed from `global_step`: later rows may repeat steps above it, and the last row of
-    a step counts."""
+    """The run resumed from `global_step`. Rows may repeat later steps: the last one counts."""
 
     global_step: int
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -111,8 +107,7 @@ def build_payload(
     """A payload of these metrics and optional sections; NaN and infinities move to `non_finite`.
 
     Raises:
-        PayloadError: the result would be invalid (mode, step, no metrics at all, a value that is
-            not a number).
+        PayloadError: a mode, step or value is invalid, or there are no metrics at all.
     """
     finite: dict[str, float] = {}
     words: dict[str, str] = {}

@@ -1,5 +1,4 @@
-"""status.json, the state of a run: how the trainer and other loops write it, and whether a
-`running` run is alive.
+"""status.json, the state of a run: how loops write it, and whether a `running` run is alive.
 
 with run_status(directory, rank=rank):
     train()
@@ -41,8 +40,7 @@ _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
 
 @contextmanager
 def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None = None) -> Iterator[None]:
-    """Keep status.json for your own loop: `running`, and at the end `done`, `stopped` or `failed`,
-    and why.
+    """Keep status.json for your own loop: `running`, then `done`, `stopped` or `failed`, and why.
 
     An exception is `failed` with its type and message, Ctrl-C is `stopped`, `SystemExit` with a
     code other than 0 is `failed`. A killed process leaves `running`, which readers take for `died`,
@@ -86,8 +84,7 @@ def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None =
 
 
 def take_lock(directory: Path) -> BinaryIO:
-    """The lock of a run's directory, held until the file is closed or the process ends, however it
-    ends.
+    """The lock of a run's directory, held until the file is closed or the process ends.
 
     Raises:
         UserError: another process holds it: two runs would spoil one record.
@@ -108,8 +105,7 @@ def take_lock(directory: Path) -> BinaryIO:
 
 
 def read_status(file: Path) -> dict[str, Any]:
-    """The content of status.json; empty if it is missing or damaged (it is for people: checkpoints
-    decide)."""
+    """The content of status.json; empty if it is missing or damaged: checkpoints decide."""
     try:
         return usable(read_json(file))
     except (OSError, ValueError):
@@ -117,8 +113,7 @@ def read_status(file: Path) -> dict[str, Any]:
 
 
 def usable(status: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of status.json or env.json without values that none of their writers has
-    written."""
+    """The content of status.json or env.json without values that no writer has written."""
     return {key: value for key, value in status.items() if _is_usable(key, value)}
 
 
@@ -142,8 +137,7 @@ def write_status(file: Path, state: str, *, reason: str, step: int | None, **mor
     known |= {"pid": os.getpid(), "host": socket.gethostname(), "time": round(time.time(), 3)}
     data = _padded(known)
     try:
-        # Not synced: it is written while the run is alive, and a crash of the machine leaves the
-        # one before it.
+        # Not synced: it describes a live run, and a crash of the machine leaves the one before it.
         write_file(file, data, sync=False)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not file.exists():
@@ -171,8 +165,7 @@ def run_state(directory: Path) -> dict[str, Any]:
 def judged(status: dict[str, Any], directory: Path) -> dict[str, Any]:
     """The status of a run; `running` becomes `died`, with the reason, if its process is gone.
 
-    It becomes `unknown` if the run was started on another machine, whose locks may not be visible
-    here.
+    On another machine it becomes `unknown`: its locks may not be visible here.
     """
     if status.get("state") != "running" or is_held(directory):
         return status
@@ -199,8 +192,7 @@ def _process_of(status: dict[str, Any]) -> str:
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a process holds the run's lock; one on another machine is seen only if the file
-    system shares locks."""
+    """Whether a process holds the run's lock, as far as the file system shares locks."""
     try:
         descriptor = open_descriptor(directory / LOCK_NAME, os.O_RDONLY)
     except OSError:

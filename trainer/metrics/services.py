@@ -44,8 +44,7 @@ CLOSE_SEC = FINISH_TIMEOUT_SEC + 2 * _GRACE_SEC
 
 
 def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, str]:
-    """(mode, why) of `auto`: WANDB_MODE if it is set; else online with a login, offline without;
-    disabled without wandb."""
+    """(mode, why) of `auto`: WANDB_MODE, else online with a login; disabled without wandb."""
     if importlib.util.find_spec("wandb") is None:
         return "disabled", "the package is not installed (pip install wandb)"
     mode = environ.get("WANDB_MODE")
@@ -59,8 +58,7 @@ def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, st
 
 
 def has_login(base_url: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether there is a key for the server: in WANDB_API_KEY, or in the netrc file, where `wandb
-    login` puts it."""
+    """Whether WANDB_API_KEY or the netrc file (by `wandb login`) has a key for the server."""
     if environ.get("WANDB_API_KEY"):
         return True
     path = Path(environ.get("NETRC") or Path.home() / ".netrc")
@@ -71,8 +69,7 @@ def has_login(base_url: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 class _Messages:
-    """Captures wandb's terminal output, part of which goes to stdout: the first warning is logged,
-    all are recorded.
+    """Captures wandb's terminal output, some on stdout: logs the first warning, records all.
 
     Attributes:
         is_quiet: log nothing; while a run is being opened a failure raises anyway.
@@ -124,11 +121,9 @@ class WandbSink:
 
         Args:
             mode: explicit, because wandb would prompt on the terminal.
-            run_dir: wandb's files go to `<run_dir>/wandb`; its name is that of the run. WANDB_DIR
-                and WANDB_NAME take precedence.
+            run_dir: holds wandb's files, and names the run; WANDB_DIR and WANDB_NAME win.
             run_id: continue this run; None starts a new one.
-            init_timeout_sec, finish_timeout_sec: how long an unreachable server may delay start and
-                end.
+            init_timeout_sec, finish_timeout_sec: longest delays by an unreachable server.
         """
         self.run_id: str | None = None
         self.last_step: int | None = None
@@ -140,8 +135,7 @@ class WandbSink:
         self._row: dict[str, Any] = {}
         self._row_step = self._next_own_step = 0
         self._messages = _Messages(on_event)
-        # silent: wandb's own lines repeat every metric, partly on stdout; ours say where the run
-        # is.
+        # silent: wandb's own lines repeat every metric, partly on stdout.
         settings = {"console": "off", "quiet": True, "silent": True, "init_timeout": init_timeout_sec}
         settings |= {"login_timeout": init_timeout_sec, "finish_timeout": finish_timeout_sec}
         options: dict[str, Any] = {"mode": mode, "project": project, "id": run_id}
@@ -178,8 +172,7 @@ class WandbSink:
             logger.info("wandb: %s", self._run.url)
 
     def log(self, payload: Mapping[str, Any]) -> None:
-        """Add one payload to the row of its step, which is sent when the next step begins or at
-        `close`."""
+        """Add one payload to the row of its step, sent when the next step begins or at `close`."""
         self._guard.run(self._log, payload)
 
     def _log(self, payload: Mapping[str, Any]) -> None:
@@ -217,8 +210,7 @@ class WandbSink:
         if self._row:
             self._guard.run(self._send)
         warnings = self._messages.count
-        # wandb enforces the timeout itself while its service is alive; the grace period covers a
-        # dead service.
+        # wandb enforces the timeout itself; the grace period is for a dead service.
         is_done = within(self._finish_timeout_sec + _GRACE_SEC, partial(self._guard.run, self._run.finish))
         if not is_done or not self._guard.enabled:
             self.abandon()

@@ -1,5 +1,4 @@
-"""The sinks of a run's metrics: their interface, one that never waits, metrics.jsonl, events.jsonl,
-and standard output."""
+"""Sinks of a run's metrics: interface, background thread, metrics.jsonl, events.jsonl, stdout."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ logger = get_logger(__name__)
 class Sink(Protocol):
     """Receives payloads, one per call, in step order.
 
-    An exception costs that sink alone, with one warning; with the attribute `is_essential = True`,
-    it ends the run.
+    An exception costs that sink, with one warning; with `is_essential = True`, it ends the run.
     """
 
     def log(self, payload: Mapping[str, Any]) -> None:
@@ -43,8 +41,7 @@ class Sink(Protocol):
 
 
 def display_key(key: str) -> str:
-    """`loss` -> `train/loss`, `eval_loss` -> `eval/loss`, `eval_x/y` -> `eval/x/y`, and `x/y`
-    unchanged."""
+    """`loss` -> `train/loss`, `eval_loss` -> `eval/loss`, `eval_x/y` -> `eval/x/y`; `x/y` stays."""
     if key.startswith(EVAL_PREFIX):
         return f"eval/{key.removeprefix(EVAL_PREFIX)}"
     return key if "/" in key else f"train/{key}"
@@ -96,8 +93,7 @@ class BackgroundSink:
         self._put(partial(self.sink.event, event))
 
     def close(self) -> None:
-        """Wait until the sink has everything and is closed, while it makes progress; report dropped
-        rows."""
+        """Wait until the sink has it all and is closed, while it makes progress; report drops."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -187,8 +183,7 @@ class LineFile:
         """Write one line.
 
         Raises:
-            OSError: it could not be written completely (disk full, quota); the error names the
-                file.
+            OSError: the file, which it names, is not complete (disk full, quota).
         """
         if not self._is_in_place():
             text = "%s was removed or replaced; what it held is lost, a new file continues here"
@@ -238,8 +233,7 @@ def _strict(value: Any) -> Any:
 
 
 class EventWriter(LineFile):
-    """Appends events, each one line of strict JSON with `event` (its name) and `time` (seconds
-    since 1970)."""
+    """Appends events as strict JSON with `event` (the name) and `time` (seconds since 1970)."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         super().__init__(path)
@@ -265,8 +259,7 @@ STDOUT_MODES: Final = ("json", "line", "off")
 class PayloadStream:
     """A file descriptor to which lines are written as they are.
 
-    Unbuffered: a buffer that cannot be flushed, because nobody reads, would block the interpreter
-    at exit.
+    Unbuffered: a buffer that nobody reads would block the interpreter at exit.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -296,8 +289,7 @@ Output = TextIO | PayloadStream
 
 
 def resolve_stdout_mode(mode: str, stream: Output | None = None) -> StdoutMode:
-    """Resolve `auto` to `line` on a terminal and `json` elsewhere; other modes are returned
-    unchanged."""
+    """Resolve `auto` to `line` on a terminal and `json` elsewhere; other modes stay."""
     if mode == "auto":
         return "line" if (stream or sys.stdout).isatty() else "json"
     if mode not in STDOUT_MODES:
@@ -307,8 +299,7 @@ def resolve_stdout_mode(mode: str, stream: Output | None = None) -> StdoutMode:
 
 @contextmanager
 def kept_for_payloads() -> Iterator[Output]:
-    """Reserve stdout for payloads: everything else that writes to it (a model's `print`) goes to
-    stderr.
+    """Reserve stdout for payloads: all other output (a model's `print`) goes to stderr.
 
     The file descriptor is redirected, which includes libraries in C and child processes.
     """
@@ -320,8 +311,7 @@ def kept_for_payloads() -> Iterator[Output]:
         except (OSError, ValueError, AttributeError):  # closed, absent, or replaced by something in memory
             yield stdout
             return
-        # Never closed: a thread may still wait in a write to it, which must not reach another file
-        # of the same number.
+        # Never closed: a thread's late write must not reach another file of the same number.
         own = os.dup(descriptor)
         os.dup2(stderr, descriptor)
         try:
@@ -335,8 +325,7 @@ def render_line(payload: Mapping[str, Any]) -> str:
     step, values = payload["global_step"], all_values(payload)
     if payload["mode"] == "train":
         return format_train_line(step, values)
-    # Parts of the held-out loss (`eval_token_type/digit/loss`) are for programs; `eval/` is a
-    # validation set or task.
+    # Parts of the held-out loss (`eval_token_type/digit/loss`) are for programs.
     shown = [key for key in values if "/" not in key or (key.startswith("eval/") and "/depth/" not in key)]
     return format_metrics(step, {key: values[key] for key in shown})
 
@@ -344,8 +333,7 @@ def render_line(payload: Mapping[str, Any]) -> str:
 class StdoutSink:
     """Writes one line per payload, in one write, flushed at once.
 
-    If the reader goes away (`| head`) or the stream fails, the output ends with one warning and the
-    run continues.
+    If the reader leaves (`| head`) or the stream fails, the output ends with one warning.
     """
 
     def __init__(self, mode: StdoutMode, *, stream: Output | None = None) -> None:
@@ -369,8 +357,7 @@ class StdoutSink:
         except (OSError, ValueError) as error:
             self._mode = "off"
             logger.warning("stdout failed and is off: %s: %s", type(error).__name__, error)
-            # Buffered output, and anything printed later, would fail when the interpreter flushes
-            # it at exit.
+            # The rest of the buffer would fail when the interpreter flushes it at exit.
             with suppress(OSError, ValueError):
                 target, null = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, target)

@@ -1,8 +1,8 @@
 """MetricsTracker: the per-step centre of all metrics.
 
-options = TrackerOptions(log_interval=10) tracker = MetricsTracker(options, num_devices=world_size,
-device=device, rank=rank, flops_per_token=flops) tracker.init_backends([StdoutSink("json"),
-JsonlSink(run_dir / "metrics.jsonl")])      # rank 0 only for step in range(1, steps + 1):
+tracker = MetricsTracker(TrackerOptions(log_interval=10), num_devices=1, device=device)
+tracker.init_backends([StdoutSink("json"), JsonlSink(run_dir / "metrics.jsonl")])  # rank 0 only
+for step in range(1, steps + 1):
     tracker.start_step()
     with tracker.section("data"):
         batch = next(batches)
@@ -63,8 +63,7 @@ class Ema:
     def _on_device(self, sample: torch.Tensor) -> torch.Tensor:
         sample = sample.detach().to(torch.float64)
         if self._value is None:
-            # A copy: the caller may reuse its tensor. NaN marks that nothing finite has been seen
-            # yet.
+            # A copy: the caller may reuse its tensor. NaN: nothing finite has been seen yet.
             return torch.where(torch.isfinite(sample), sample, torch.nan)
         value = self._value
         if not isinstance(value, torch.Tensor):
@@ -73,8 +72,7 @@ class Ema:
         return torch.where(torch.isfinite(sample), mixed, value)
 
     def read(self) -> float | None:
-        """The average as a number (waits for the device if it is a tensor); None before the first
-        finite sample."""
+        """The average as a number, None without a finite sample; waits for a tensor's device."""
         if self._value is None:
             return None
         value = float(self._value)
@@ -135,8 +133,7 @@ class MetricsTracker:
     step.
 
     Attributes:
-        diagnostics: guards of everything here but the record; the loop's other diagnostics share
-            them.
+        diagnostics: guards of all but the record, which the loop's other diagnostics share.
     """
 
     def __init__(
@@ -158,8 +155,7 @@ class MetricsTracker:
             num_devices: devices that share the work (the world size).
             flops_per_token: real FLOPs of forward and backward; 0 if unknown (no MFU).
             rank: only rank 0 may have sinks.
-            strict_keys: a key that is not in the catalog raises `UnknownMetric` instead of one
-                warning.
+            strict_keys: unknown keys raise `UnknownMetric` instead of one warning.
             clock: monotonic seconds.
         """
         self._log_interval = options.log_interval
@@ -202,8 +198,7 @@ class MetricsTracker:
         return step % self._log_interval == 0 or step == 1
 
     def start_step(self) -> None:
-        """Start the step's clock, and stop that of the step before it, whose numbers may come
-        later."""
+        """Start the step's clock and stop that of the step before, whose numbers may come later."""
         now = self._clock()
         if self._open:
             self._open[-1].stop = now
@@ -216,8 +211,7 @@ class MetricsTracker:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Times a part of the step started last (`data`, `forward_backward`, `optimizer`); entered
-        twice, it adds up."""
+        """Times a part of the step started last, such as `data`; entered twice, it adds up."""
         parts: dict[str, float] = {}
         if self._open:
             parts = self._open[-1].parts
@@ -233,8 +227,7 @@ class MetricsTracker:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Excludes a part from the times of the step and its sections: measuring a step is not its
-        work."""
+        """Excludes a part from the times of the step: measuring a step is not its work."""
         began = self._clock()
         try:
             yield
@@ -264,8 +257,7 @@ class MetricsTracker:
             loss: the step's loss over all ranks, per token; None for a step without a target.
             grad_norm: before clipping; None if it is not computed.
             tokens_in_step: target tokens over all ranks; speeds follow from them.
-            tokens_trained: those that count in `tokens_seen`: 0 for a skipped update. None: all of
-                them.
+            tokens_trained: those that count in `tokens_seen`: 0 for a skipped update; None: all.
             extra: other values over all ranks, by catalog key, which says how those since the last
                 logged step combine: counters add up, means are taken. None is left out. A value
                 that is no number, or has a name of the tracker's own (`loss`, `mfu`), is left out
@@ -369,8 +361,7 @@ class MetricsTracker:
         self._emit("eval", step, values)
 
     def log_restart(self, step: int) -> None:
-        """Tell the sinks, and the next payload, that the run continues after this checkpointed
-        step: steps may repeat."""
+        """Tell the sinks that the run continues after this step: later ones may repeat."""
         self._restart = {"from_step": step}
         self.log_event(build_restart(step))
 
@@ -427,8 +418,7 @@ class MetricsTracker:
 
 
 def _read(value: Any) -> float | None:
-    """A number, or a pair's total over its weight; waits for its device. A mean over nothing is
-    None."""
+    """A number, or a pair's total over its weight (None over nothing); waits for its device."""
     if isinstance(value, tuple) and len(value) == 2:
         weight = as_number(value[1])
         return as_number(value[0]) / weight if weight else None

@@ -1,5 +1,4 @@
-"""`RecurrentEncoder`, the reference model: gated linear recurrences and gated MLPs; and the parts
-that families share."""
+"""`RecurrentEncoder`, the reference model: gated linear recurrences and MLPs; and shared parts."""
 
 from __future__ import annotations
 
@@ -16,14 +15,13 @@ from trainer.model.protocol import GATE_SHARPNESS, ModelOutput
 from trainer.model.recurrence import gated_scan
 
 NORM_EPS = 1e-5
-"""As in flash-linear-attention and Llama; with torch's 1.2e-7, the norm after the delta rule
-amplifies rounding."""
+"""As in Llama; with torch's 1.2e-7, the norm after the delta rule amplifies rounding."""
 INITIAL_DECAY_RANGE = (0.9, 0.999)
 """Of the channels' decay `a` at initialization, where the recurrence gate is about one half."""
 
 
 def init_matrix(weight: Tensor, scale: float = 1.0) -> None:
-    """Draw a weight [outputs, inputs] from a normal distribution with standard deviation `scale /
+    """Draw a weight [outputs, inputs] from a normal distribution of deviation `scale /
     sqrt(inputs)`.
 
     Normalized inputs then give outputs of about unit size. The usual fixed 0.02 is too small below
@@ -34,8 +32,7 @@ def init_matrix(weight: Tensor, scale: float = 1.0) -> None:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, with a faster backward on CPUs, where torch's takes five times that of its
-    LayerNorm."""
+    """torch's, with a faster backward on CPUs, where torch's is five times its LayerNorm's."""
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, eps=NORM_EPS)
@@ -69,8 +66,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class GatedMLP(nn.Module):
-    """`out(activation(gate(x)) * values(x))`: GEGLU, or SwiGLU with silu (Shazeer 2020, arXiv
-    2002.05202)."""
+    """`out(activation(gate(x)) * values(x))`: GEGLU, or SwiGLU with silu (arXiv 2002.05202)."""
 
     def __init__(self, dim: int, hidden: int, activation: Callable[[Tensor], Tensor] = F.gelu) -> None:
         super().__init__()
@@ -94,8 +90,7 @@ class GatedMLP(nn.Module):
 def check_sizes(
     vocab_size: int, dim: int, num_layers: int, mlp_ratio: float, tie_embeddings: bool, *, heads: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """The arguments of a `LanguageModel` whose MLP is `mlp_ratio` times as wide as `dim`, rounded
-    to an integer.
+    """The arguments of a `LanguageModel` whose MLP is about `mlp_ratio` times as wide as `dim`.
 
     Args:
         heads: numbers of heads, each of which must divide the one before it, the first one `dim`.
@@ -120,19 +115,16 @@ class ResidualBlock(nn.Module):
     """One layer: a mixer over time and an MLP, each of which adds to the residual stream."""
 
     def init_weights(self, num_layers: int) -> None:
-        """Draw all parameters; the 2 * num_layers projections into the residual stream start
-        smaller."""
+        """Draw all parameters; the 2 * num_layers projections into the stream start smaller."""
         for part in self.children():
             if not isinstance(part, RMSNorm):
                 part.init_weights(1.0 / math.sqrt(2 * num_layers))  # type: ignore[operator]
 
 
 class LanguageModel(nn.Module):
-    """The common part of the built-in families: embedding, blocks, norm and output layer, with
-    their first weights.
+    """The common part of built-in families: embedding, blocks, norm, output layer, initial weights.
 
-    Parameters are drawn from torch's global generator: `torch.manual_seed` before construction
-    reproduces them.
+    Parameters come from torch's global generator: `torch.manual_seed` reproduces them.
 
     Args:
         make_block: makes a block, with an `init_weights(num_layers)`.
@@ -172,11 +164,9 @@ class LanguageModel(nn.Module):
 
 
 class GatedRecurrence(nn.Module):
-    """Temporal mixing: `out(gelu(gate(x)) * RG-LRU(in(x)))`, the recurrent block of De et al. 2024
-    (section 2.3).
+    """`out(gelu(gate(x)) * RG-LRU(in(x)))`, the recurrent block of De et al. 2024 (section 2.3).
 
-    Without the paper's short temporal convolution, which would be a second kind of state to carry
-    between cells.
+    Without the paper's short convolution, which would be a second state to carry between cells.
     """
 
     scan = staticmethod(gated_scan)
@@ -205,8 +195,7 @@ class GatedRecurrence(nn.Module):
             self.decay.copy_(torch.log(torch.expm1(-2.0 * log_a / GATE_SHARPNESS)))
 
     def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mix x [B, T, D] over time from state [B, D]; returns the output [B, T, D] and the final
-        state."""
+        """Mix x [B, T, D] over time from state [B, D]; returns the output and the final state."""
         values = self.values(x)  # [B, T, D]
         gates = self.recurrence_gate(values), self.input_gate(values)
         h, state = self.scan(*gates, values, self.decay, resets, state)  # [B, T, D], [B, D]
@@ -225,8 +214,7 @@ class Block(ResidualBlock):
         self.mlp = GatedMLP(dim, hidden)
 
     def forward(self, x: Tensor, state: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map x [B, T, D] from state [B, D]; returns the output [B, T, D] and the final state [B,
-        D]."""
+        """Map x [B, T, D] from state [B, D]; returns the output and the final state."""
         mixed, state = self.recurrence(self.recurrence_norm(x), state, resets)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), state
@@ -260,8 +248,7 @@ class RecurrentEncoder(LanguageModel):
         return ModelOutput(logits=self.head(self.norm(x)), state=torch.cat(ends, dim=1))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations per trained token: 6 per weight of a matrix product and 5 per
-        state channel.
+        """FLOPs per trained token: 6 per weight of a matrix product and 5 per state channel.
 
         A product with a weight matrix costs a multiply-add (2) per weight in the forward and two in
         the backward (for the gradients of input and weight); the recurrence 2 per channel forward

@@ -22,11 +22,10 @@ class Family:
     """Where a family is built.
 
     Args:
-        builder: import path, or a name in `Parts`, of a function of vocab_size, dim, num_layers and
-            `[model] args`.
+        builder: function of vocab_size, dim, num_layers and args; an import path, or a name in
+            `Parts`.
         args: further arguments that the family itself gives.
-        is_own: of this package, whose tests prove its contract; an adapter's model is checked
-            before each run.
+        is_own: proven by this package's tests; other models are checked before each run.
         least_tokens: of a row. Some models take a path of their own for one token after a state: it
             writes into the state, and so cannot be trained through.
     """
@@ -58,15 +57,14 @@ GONE = {"fla_gated_delta": 'use "gated_delta", which runs the same kernels on CU
 
 
 def fewest_heads(dim: int) -> int:
-    """The fewest heads that divide `dim` and are at most `WIDEST` wide, the width at which kernels
-    are fastest."""
+    """The fewest heads that divide `dim` and are at most `WIDEST` wide, where kernels are
+    fastest."""
     least = max(-(-dim // WIDEST), 1)
     return next((heads for heads in range(least, dim) if dim % heads == 0), max(dim, 1))
 
 
 def as_trained(config: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's config as this version writes it: where it lacks the heads of gated_delta,
-    they were dim / 64."""
+    """A checkpoint's config as this version writes it: heads of gated_delta used to be dim / 64."""
     match config:
         case {"model": {"family": "gated_delta" | "fla_gated_delta", "dim": int(dim), "args": {**args}, **table}}:
             args["heads"] = args.get("heads") or max(dim // 64, 1)
@@ -75,8 +73,7 @@ def as_trained(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_sizes(config: RunConfig, trained: Mapping[str, Any]) -> RunConfig:
-    """A run's config with the sizes that it leaves open: heads of gated_delta, or the sizes of a
-    model that is read.
+    """A run's config with the sizes that it leaves open: heads of gated_delta, or a read model's.
 
     Args:
         trained: a checkpoint's config, whose sizes count; empty: the default, or the model's own.

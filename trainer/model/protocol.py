@@ -1,5 +1,4 @@
-"""The interface between the trainer and a model: the `SequenceModel` protocol and the `ModelOutput`
-that it returns.
+"""The interface between trainer and model: the `SequenceModel` protocol and its `ModelOutput`.
 
 The state is one row of numbers per group, as the ledger keeps it.
 """
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 
 GATE_SHARPNESS: Final = 8.0
-"""The constant c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in De et al. 2024 (arXiv
-2402.19427)."""
+"""c of `a = exp(-c * softplus(Lambda) * sigmoid(r))`, as in De et al. 2024 (arXiv 2402.19427)."""
 FEW_TOKENS = 8
 CHUNK_KEY = "objective.chunk_tokens"
 
@@ -27,14 +25,11 @@ class ModelOutput(NamedTuple):
 
     logits: Tensor
     """Scores over the vocabulary, [B, T, V]; row t predicts `targets[:, t]`."""
-
     state: Tensor | None
     """The state after each row's last position, [B, state_width]; None from a model without state.
     A model without `state_width` may return any nest of tensors [B, ...] (docs/models.md)."""
-
     losses: Mapping[str, Tensor] | None = None
     """Auxiliary losses, which are trained on too: those that `loss_keys` declares."""
-
     metrics: Mapping[str, Any] | None = None
     """Numbers to report, as `Run.record` takes them: those that `metric_keys` lists."""
 
@@ -45,8 +40,8 @@ def extras_of(output: Any) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
 
 
 class SequenceModel(Protocol):
-    """A `torch.nn.Module` that predicts the next token and may carry a state from one cell of a
-    group to the next.
+    """A `torch.nn.Module` that predicts the next token and may carry a state to a group's next
+    cell.
 
     A model with `state_width == 0` has no state: it receives `state=None` and returns `state=None`.
     A model that lacks the attribute and returns no state breaks its contract (docs/contracts.md).
@@ -66,8 +61,7 @@ class SequenceModel(Protocol):
     """Size of one group's state; 0: the model has no state."""
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations per trained token, both passes; a multiply-add counts as two.
-        Optional."""
+        """FLOPs per trained token, both passes; a multiply-add counts as two. Optional."""
         ...
 
     def __call__(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
@@ -96,8 +90,7 @@ class StateLayout(Protocol):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, uncompiled: other shapes would be compiled anew. Restores the
-    mode afterwards."""
+    """The model in evaluation mode for a while, uncompiled: other shapes would be compiled anew."""
     was_training = model.training
     is_compiled = any(each._compiled_call_impl is not None for each in model.modules())
     model.eval()
@@ -123,8 +116,7 @@ def run_few_tokens(model: nn.Module, device: torch.device, *, seq_len: int, belo
 
 
 def output_layer(model: nn.Module) -> nn.Linear:
-    """The layer that gives the logits: `model.get_output_embeddings()` (as in `transformers`), or
-    `model.head`.
+    """The layer that gives the logits: `model.get_output_embeddings()`, or `model.head`.
 
     Raises:
         UserError: there is none, or it is not an `nn.Linear`.

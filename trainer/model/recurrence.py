@@ -68,8 +68,7 @@ def _warn_of_plain_scan() -> None:
 
 
 class _GatedScan(torch.autograd.Function):
-    """Gates and scan in fewer passes than autograd, whose nodes a CPU does not fuse. x keeps its
-    own type."""
+    """Gates and scan in fewer passes than autograd, whose nodes a CPU does not fuse."""
 
     @staticmethod
     def forward(
@@ -96,8 +95,7 @@ class _GatedScan(torch.autograd.Function):
         grad_x = grad_b * scale
         grad_i = (grad_x * x).mul_(i)  # by log(sigmoid(i))
         grad_x.mul_(i)
-        # With respect to log a: through a, and through the scale (d scale / d log a = scale - 1 /
-        # scale).
+        # By log a: through a, and through the scale (d scale / d log a = scale - 1 / scale).
         grad_r = torch.cat([state.unsqueeze(1), h[:, :-1]], dim=1).mul_(grad_b).mul_(a).add_(grad_i)
         grad_r.sub_((grad_i / scale).div_(scale)).mul_(r)
         grad_rate = grad_r.flatten(0, -2).sum(dim=0)
@@ -123,8 +121,7 @@ def _scan_op(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
     length = math.isqrt(num_steps)
     num_chunks = num_steps // length
     whole = num_chunks * length
-    # A reversed scan has its remainder at the front, so that both directions start at a chunk
-    # boundary.
+    # A reversed scan has its remainder at the front: both directions start at a chunk.
     first = num_steps - whole if is_reversed else 0
     shape = (a.shape[0], num_chunks, length, a.shape[2])
     a_chunks = a.narrow(1, first, whole).view(shape)
@@ -157,16 +154,14 @@ def _(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
 
 
 class Blocks(NamedTuple):
-    """How a kernel divides its work. Rounding depends on it, so it is fixed: not tuned, nor derived
-    from the batch."""
+    """How a kernel divides its work. Rounding depends on it, so it is fixed, not tuned."""
 
     channels: int = 32
     """Per program: few, so that few rows fill a device."""
     segments: int = 16
     """Side by side in time."""
     steps: int = 4
-    """Per segment, held in registers. A thread has 4 channels (8 bytes) of each, so addresses and
-    masks cost little."""
+    """Per segment, held in registers: 4 channels (8 bytes) each, so addresses cost little."""
     num_warps: int = 4
 
 
@@ -176,8 +171,7 @@ BLOCKS: Final = Blocks()
 def fused_scan(
     recurrence_gate: Tensor, input_gate: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`gated_scan` by one Triton kernel each way (`scan_kernels.py`), on a CUDA device or in
-    Triton's interpreter.
+    """`gated_scan` by one Triton kernel each way (`scan_kernels.py`), on CUDA or interpreted.
 
     The coefficients `a` and `b` never reach memory: the forward reads r, i and x and writes h, the
     backward reads those, h and its gradient and writes three gradients.

@@ -47,11 +47,9 @@ def add(x, y):
 
 @triton.jit
 def softplus_and_slope(x):
-    """`softplus(x)` and its slope `sigmoid(x)`, accurate where `log(1 + exp(x))` would lose all
-    digits, too."""
+    """`softplus(x)` and its slope `sigmoid(x)`, accurate even where `log(1 + exp(x))` is not."""
     u = tl.exp(-tl.abs(x))
-    # log(1 + u) = 2 atanh(u / (2 + u)), a quickly converging series, since the argument is at most
-    # 1/3.
+    # log(1 + u) = 2 atanh(u / (2 + u)) converges quickly: the argument is at most 1/3.
     s = u / (2.0 + u)
     q = s * s
     series = 1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * (1 / 13 + q * (1 / 15)))))))
@@ -61,8 +59,8 @@ def softplus_and_slope(x):
 
 @triton.jit
 def one_minus_square(a, log_a):
-    """`1 - a^2` for `a = exp2(log_a)`; where a is close to 1 as `-2 a sinh(log(2) log_a)`, which
-    does not cancel."""
+    """`1 - a^2` for `a = exp2(log_a)`; near a = 1 as `-2 a sinh(log(2) log_a)`, without
+    cancellation."""
     q = log_a * log_a
     sinh = log_a * (SINH_1 + q * (SINH_3 + q * (SINH_5 + q * SINH_7)))
     return tl.where(log_a > -0.75, a * sinh, 1.0 - a * a)
@@ -70,8 +68,7 @@ def one_minus_square(a, log_a):
 
 @triton.jit
 def chain(scale_1, shift_1, scale_before_1, shift_before_1, scale_2, shift_2, scale_before_2, shift_before_2):
-    """Run maps `s -> scale * s + shift` one after the other; `before` is the same without the last
-    of them."""
+    """Run maps `s -> scale * s + shift` in turn; `before` is the same without the last of them."""
     return (
         scale_2 * scale_1,
         scale_2 * shift_1 + shift_2,
@@ -82,8 +79,7 @@ def chain(scale_1, shift_1, scale_before_1, shift_before_1, scale_2, shift_2, sc
 
 @triton.jit
 def run_segments(scale, shift, state, segment, SEGMENTS: tl.constexpr):
-    """From each segment's map and the state before them: the state before each, and the one after
-    all [1, CHANNELS]."""
+    """The state before each segment, and the one after all [1, CHANNELS], from their maps."""
     scale, shift, scale_before, shift_before = tl.associative_scan(
         (scale, shift, tl.full(scale.shape, 1.0, tl.float32), tl.full(scale.shape, 0.0, tl.float32)), 0, chain
     )
@@ -98,8 +94,7 @@ def load(pointer, offset, mask):
 
 @triton.jit
 def load_steps(pointer, first, time, num_steps, dim, channel, is_channel, other, STEPS: tl.constexpr):
-    """A row's values at `first + time` and the times after it: [SEGMENTS, CHANNELS] each; `other`
-    outside the row."""
+    """A row's values from `first + time` on: [SEGMENTS, CHANNELS] each; `other` outside the row."""
     pointer += tl.cast(first, tl.int64) * dim
     found = ()
     for step in tl.static_range(STEPS):
@@ -129,8 +124,7 @@ def forward_kernel(
     num_steps, dim,
     HAS_RESETS: tl.constexpr, CHANNELS: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Read r, i, x [B, T, D], Lambda [D], resets [B, T] and the state [B, D]; write h [B, T, D] and
-    the final state."""
+    """From r, i, x [B, T, D], Lambda [D], resets [B, T], state [B, D]: h [B, T, D], final state."""
     blocks = (dim + CHANNELS - 1) // CHANNELS
     row = (tl.program_id(0) // blocks).to(tl.int64)
     channel = (tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS))[None, :]
@@ -184,11 +178,9 @@ def backward_kernel(
     num_steps, dim,
     HAS_RESETS: tl.constexpr, CHANNELS: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The forward's gradients, walking from the last position to the first; `grad_decay` [B, D] is
-    each row's share.
+    """The gradients, from the last position to the first; `grad_decay` [B, D] is each row's share.
 
-    With g_t the gradient of h_t, `g_t = grad_h_t + a_{t+1} g_{t+1}`; what is carried is `a_{t+1}
-    g_{t+1}`.
+    With g_t the gradient of h_t, `g_t = grad_h_t + a_{t+1} g_{t+1}`; the last term is carried.
     """
     blocks = (dim + CHANNELS - 1) // CHANNELS
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -243,8 +235,7 @@ def backward_kernel(
             grad = current + grads[step].to(tl.float32)
             current = passed * grad
             square = one_minus_square(a, rate * sigmoid_r)
-            # By the root, of which d root / d log a = -a^2 / root; where a gate underflows it has
-            # no finite slope: 0.
+            # d root / d log a = -a^2 / root; 0 where a gate underflows and has no finite slope.
             by_root = grad * tl.where(square < TINY, 0.0, tl.rsqrt(square))
             by_gated = by_root * square
             by_square = by_root * sigmoid_i * values[step].to(tl.float32)

@@ -1,5 +1,4 @@
-"""The training objective: components of the loss, their sum, and loss and accuracy by type of the
-target token."""
+"""The training objective: components of the loss, their sum, and results by type of token."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ class ObjectiveError(RuntimeError):
     Args:
         component: name of the component.
         problem: the reason.
-        meta: the micro-batch's `instability_meta_json`, which locates its data; None if it has
-            none.
+        meta: the micro-batch's `instability_meta_json`, which locates its data, or None.
     """
 
     def __init__(self, component: str, problem: str, meta: object) -> None:
@@ -40,7 +38,6 @@ class Term(NamedTuple):
 
     sum: Tensor
     """Summand of the loss sum, the component's weight included: [], float32 or wider."""
-
     num_tokens: Tensor
     """Number of tokens (of a loss by rows, of rows) that it applies to: [], int64."""
 
@@ -50,16 +47,12 @@ class Prepared(NamedTuple):
 
     logits: Tensor
     """[B, T, V], float32 or wider."""
-
     log_normalizer: Tensor
     """logsumexp of the logits, [B, T]."""
-
     targets: Tensor
     """[B, T], int64; `IGNORED` where masked."""
-
     mask: Tensor
     """[B, T], False where masked."""
-
     token_loss: Tensor
     """Cross entropy -log p(target) in nats, [B, T], 0 where masked."""
 
@@ -77,8 +70,7 @@ def prepare(logits: Tensor, targets: Tensor) -> Prepared:
 def z_loss(prepared: Prepared, coefficient: float) -> Term:
     """`coefficient * logsumexp(logits)^2`, summed over the unmasked targets.
 
-    It keeps the softmax normalizer near 1 (Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, section
-    5).
+    It keeps the softmax normalizer near 1 (Chowdhery et al. 2022, arXiv 2204.02311, section 5).
     """
     squares = prepared.log_normalizer.square().masked_fill(~prepared.mask, 0.0)
     return Term(coefficient * squares.sum(), prepared.mask.sum())
@@ -87,15 +79,13 @@ def z_loss(prepared: Prepared, coefficient: float) -> Term:
 def coord(prepared: Prepared, settings: CoordOptions, meta: object) -> Term:
     """Distributional supervision of the targets that are bins, summed and weighted.
 
-    With p the softmax over the bins alone, k the true bin and n the number of bins, each such
-    target costs
+    With p the softmax over the bins alone, k the true bin, n the number of bins, each such target costs
 
-        -sum_j q_j log p_j + sum_j p_j |j - k| / n,    q_j proportional to exp(-(j - k)^2 / (2
-        sigma^2)).
+        -sum_j q_j log p_j + sum_j p_j |j - k| / n,
+        q_j proportional to exp(-(j - k)^2 / (2 sigma^2)).
 
-    The first term is the cross entropy against soft targets around the true bin. The second is the
-    1-Wasserstein distance from p to the point mass at k, as a fraction of the range: all mass must
-    move to k, so it is E|j - k| / n.
+    The first term is the cross entropy against soft targets around the true bin, the second the
+    1-Wasserstein distance from p to the point mass at k: all mass must move to k.
 
     Raises:
         ObjectiveError: bins exceed the vocabulary.
@@ -109,8 +99,7 @@ def coord(prepared: Prepared, settings: CoordOptions, meta: object) -> Term:
     applies = prepared.mask & (true_bin >= 0) & (true_bin < settings.num_bins)
     log_p = prepared.logits[..., settings.first_token : stop].log_softmax(-1)  # [B, T, n]
     bins = torch.arange(settings.num_bins, device=log_p.device, dtype=log_p.dtype)
-    # Other targets are treated as bin 0 and masked below, so that no shape depends on how many
-    # there are.
+    # Other targets are treated as bin 0 and masked below: no shape depends on their number.
     offset = bins - true_bin.masked_fill(~applies, 0).unsqueeze(-1)  # [B, T, n]
     q = torch.softmax(-0.5 * (offset / settings.sigma).square(), dim=-1)
     soft_cross_entropy = -(q * log_p).sum(-1)
@@ -126,28 +115,21 @@ class ObjectiveOutput:
     loss_sum: Tensor
     """Sum of all parts: [], with a gradient. The window's loss is the sum of these over
     micro-batches and ranks, divided by the sum of `num_tokens`."""
-
     num_tokens: Tensor
     """Number of unmasked targets: [], int64."""
-
     parts: dict[str, Term]
     """Component name -> (sum, count), detached; the sums add up to `loss_sum`."""
-
     token_loss: Tensor | None
-    """Unweighted cross entropy (or the loss that replaces it) per target: [B, T], detached, 0 where
-    masked; None if unknown."""
-
+    """Unweighted cross entropy (or own loss) per target: [B, T], detached, 0 where masked, or
+    None."""
     is_correct: Tensor | None
-    """Whether the most likely token is the target, bool [B, T], False where masked. None if the
-    output is no scores."""
-
+    """Whether the most likely token is the target, bool [B, T]; None if the output is no scores."""
     metrics: Mapping[str, Any] | None = None
     """Those of the model's output."""
 
 
 class Loss(Protocol):
-    """Computes the loss of a model's output [B, T, ...] against targets int64 [B, T]; see
-    `Objective`."""
+    """Computes the loss of an output [B, T, ...] against targets int64 [B, T]; see `Objective`."""
 
     def __call__(self, output: Tensor, targets: Tensor, /, *, meta: object = None) -> ObjectiveOutput: ...
 
@@ -174,8 +156,7 @@ class Objective:
         self._has_built_in = bool(options.token_ce or options.z_loss or options.coord is not None)
 
     def __call__(self, logits: Tensor, targets: Tensor, *, meta: object = None) -> ObjectiveOutput:
-        """Compute the loss of logits [B, T, V] against targets int64 [B, T] (`IGNORED` where
-        masked).
+        """The loss of logits [B, T, V] against targets int64 [B, T] (`IGNORED` where masked).
 
         `meta` is the batch's `instability_meta_json`, for the message if a component fails. A
         non-finite loss is returned like any other; the optimizer step handles it.
@@ -238,8 +219,8 @@ class Objective:
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
             if not is_sum:
                 loss = loss.masked_fill(targets == IGNORED, 0.0)
-            # A sum over other tokens would give a plausible but wrong mean. To refuse it, the host
-            # would have to wait.
+            # A sum over other tokens would give a plausible, wrong mean; NaN needs no wait of the
+            # host.
             total = loss.sum().masked_fill(num_tokens != torch.as_tensor(count), math.nan)
         return Term(total, num_tokens), None if is_sum else loss
 
@@ -264,8 +245,7 @@ def token_type_sums(
     Args:
         token_loss: loss of each target, [B, T].
         is_correct: bool [B, T].
-        token_types: type of each target, integers [B, T]; values outside 0..num_types-1 (such as
-            -1) are not counted.
+        token_types: of each target, integers [B, T]; those outside 0..num_types-1 do not count.
         num_types: number of types.
         mask: bool [B, T], False where the target is masked and must not count, whatever its type.
             None: the types mark such targets with -1.

@@ -33,8 +33,7 @@ _PATTERNS: Final[dict[str, re.Pattern[str]]] = {}
 
 
 def register(*specs: MetricSpec) -> None:
-    """Add rows for custom metrics. Call it on every rank before a key is used: in the module that
-    reports them.
+    """Add rows for custom metrics, on every rank before a key is used: in the reporting module.
 
     Raises:
         ValueError: a name has another row already.
@@ -141,8 +140,7 @@ def lookup(key: str) -> MetricSpec:
 
 
 def lookup_or_gauge(key: str) -> MetricSpec:
-    """The row of a key; a key that is not in the catalog is a gauge, with one warning in each
-    process."""
+    """The row of a key; one that is not in the catalog is a gauge, with one warning per process."""
     found = _find(key)
     if found is None:
         return _gauge(key)
@@ -159,9 +157,8 @@ def _gauge(key: str) -> MetricSpec:
 def family(key: str) -> tuple[str, str]:
     """(name of the key's row, the part of the key in place of the row's angle brackets).
 
-    `token_type/digit/loss` gives `("token_type/<type>/loss", "digit")`; a plain key gives itself
-    and "". An evaluation key, a worst-rank key and a standard error have the family of their base
-    key.
+    `token_type/digit/loss` gives `("token_type/<type>/loss", "digit")`; a plain key itself and "".
+    Evaluation keys, worst-rank keys and standard errors have the family of their base key.
 
     Raises:
         UnknownMetric: the key matches no row.

@@ -1,5 +1,4 @@
-"""Catalog rows of the gradient noise scale, and of layers and the optimizer's parameter groups
-(docs/gns.md)."""
+"""Catalog rows of the gradient noise scale, of layers and of parameter groups (docs/gns.md)."""
 
 from __future__ import annotations
 

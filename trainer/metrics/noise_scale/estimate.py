@@ -74,18 +74,16 @@ SHORTENED = 0.5  # share of the longest window without visible curvature that is
 
 @dataclass(frozen=True)
 class Window:
-    """Unbiased estimates from one optimizer step, never clamped: `tr_sigma` and `grad_sq` may be
-    negative."""
+    """Unbiased estimates from one step, never clamped: `tr_sigma` and `grad_sq` may be negative."""
 
     tr_sigma: float
     """Estimate of tr(Sigma), per example."""
     grad_sq: float
     """Estimate of |G|^2."""
     between: float | None
-    """tr(Sigma) from pairs that are not within one middle group; None if the layout has no
-    middle."""
+    """tr(Sigma) from pairs across middle groups; None if the layout has none."""
     within: float | None
-    """tr(Sigma) from pairs within the middle groups."""
+    """tr(Sigma) from pairs within middle groups."""
     small_noise: float
     """v, averaged by kappa; 1 / v is the effective number of examples of a micro-batch."""
     big_noise: float
@@ -97,16 +95,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Absent:
-    """Why a window gives no estimate: a fault of this window, or a layout that can never give
-    one."""
+    """Why a window gives no estimate: its own fault, or a layout that can never give one."""
 
     reason: str
     is_fault: bool
 
 
 def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None) -> Window | Absent:
-    """The estimates of one window: means over pairs and over micro-batches, weighted by kappa;
-    unbiased, given every kappa.
+    """The unbiased estimates of one window: means over pairs and micro-batches, weighted by kappa.
 
     Args:
         sums: the vector of sums, `NUM_SUMS` long, summed over ranks.
@@ -156,8 +152,7 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
 
 
 class Ratio(NamedTuple):
-    """A ratio of two averages and its bounds; None is a bound, or a value, that the data do not
-    determine."""
+    """A ratio of two averages and its bounds; None where the data do not determine it."""
 
     low: float | None
     high: float | None = None
@@ -202,8 +197,7 @@ def bounded_ratio(
 
 
 def is_positive(value: float, variance: float, freedom: float, z: float = HIGH_QUANTILE) -> bool:
-    """Whether an estimate with this variance is above zero, by the test that the upper bound
-    needs."""
+    """Whether an estimate with this variance is above zero, by the test of the upper bound."""
     t = t_quantile(z, freedom)
     return value > 0.0 and value * value > t * t * variance
 
@@ -248,8 +242,7 @@ class Current(NamedTuple):
 class History:
     """Pairs (x, y) of all steps: the latest singly, older ones in sums over 2, 4, 8, ... steps.
 
-    At most `BLOCKS` sums of each length are kept, so that its size grows with the logarithm of the
-    steps.
+    At most `BLOCKS` sums of each length are kept: its size grows with the steps' logarithm.
     """
 
     def __init__(self) -> None:
@@ -397,8 +390,7 @@ class PairAverage:
         self.count += 1.0
 
     def covariance(self) -> tuple[float, float, float] | None:
-        """Variance of the average of x, of y, and their covariance; None before `MIN_PAIRS`
-        pairs."""
+        """Variances of the averages of x and y, and covariance; None before `MIN_PAIRS` pairs."""
         if self.count < MIN_PAIRS:
             return None
         share = self.weight_sq / self.weight**2  # sum of the squared weights: 1 / (effective number of pairs)
@@ -448,8 +440,7 @@ class NoiseScaleAverage:
         """Of the same pairs."""
         self._consistency = PairAverage(ema)  # x = between, y = within
         self.drawn: Ratio | None = None
-        """B of the batch as it is drawn, for decisions, if something measures it and it has an
-        upper bound."""
+        """B of the batch as drawn, for decisions, if it is measured and has an upper bound."""
         self.small_noise = self.big_noise = self.world_size = 0.0  # of the last window with an estimate
         self.shards_per_rank = 1
         """Data shards, each of which has a micro-batch of its own at a time."""
@@ -488,8 +479,7 @@ class NoiseScaleAverage:
         return f"|G|^2 cannot be told from 0 yet: B has no upper bound{at_least}"
 
     def metrics(self) -> dict[str, float]:
-        """The known values by catalog key, unknown ones left out; `gns/skipped` counts since the
-        start."""
+        """The known values by catalog key; `gns/skipped` counts since the start."""
         values: dict[str, float | None] = {"gns/skipped": self.skipped}
         if self._noise.count > 0.0:
             values["gns/tr_sigma"], values["gns/grad_sq"] = self._noise.mean_x, self._noise.mean_y
@@ -523,8 +513,7 @@ class NoiseScaleAverage:
         return values
 
     def _consistency_values(self) -> dict[str, float]:
-        """Between over within and its error; the cap if within vanishes while between is surely
-        positive."""
+        """Between over within, and its error; the cap if within vanishes and between does not."""
         pair = self._consistency
         ratio, moments = pair.ratio(), pair.covariance()
         if ratio is None or moments is None:

@@ -1,5 +1,4 @@
-"""Measures what the gradient noise scale needs inside an ordinary training loop, with hooks on the
-parameters.
+"""Measures the gradient noise scale in an ordinary training loop, by hooks on the parameters.
 
 Works in any loop, on one process, under DDP, FSDP2 or HSDP. With m micro-batches of b examples per
 step:
@@ -47,8 +46,7 @@ from trainer.metrics.noise_scale.estimate import Absent, NoiseScaleAverage, Wind
 
 log = logging.getLogger(__name__)
 _CHUNK = 1024  # elements summed in fp32; 256 takes twice as long, 4,096 loses a digit in bf16
-# Devices on which one kernel takes many tensors: a kernel per tensor would cost a small model a
-# tenth of its step.
+# Where one kernel takes many tensors: one per tensor would cost a small model a tenth of a step.
 MULTI_TENSOR = {"cuda"}
 # Of gradients that wait to be measured together. On a CPU, the code then stays in its cache.
 HELD_BYTES = {"cuda": 2**26, "cpu": 2**20}
@@ -101,8 +99,7 @@ def square_sum(norms: Sequence[Tensor]) -> Tensor:
 
 
 class GradientNoiseScale(NoiseScaleAverage):
-    """The average noise scale of a model that is trained in windows of micro-batches, measured by
-    hooks.
+    """The average noise scale of a model trained in windows of micro-batches, measured by hooks.
 
     Args:
         model: a module, or one wrapped in DDP or by FSDP2's `fully_shard`, HSDP included (its
@@ -110,12 +107,10 @@ class GradientNoiseScale(NoiseScaleAverage):
             this object). Parameters that do not require a gradient at construction are left out.
         ema: see `NoiseScaleAverage`.
         process_group: for a loop that averages gradients over ranks itself, without DDP.
-        weights_are_tokens: whether `example_weights` are token counts, which `gns/b_simple_tokens`
-            needs.
+        weights_are_tokens: whether `example_weights` are token counts; see `gns/b_simple_tokens`.
 
     Raises:
-        UserError: there is nothing to train, or parameters are sharded in a way that `find_leaves`
-            does not support.
+        UserError: nothing to train, or an unsupported way of sharding; see `find_leaves`.
     """
 
     def __init__(
@@ -130,7 +125,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         self.metric_keys = tuple(spec.name for spec in ROWS)
         """Every key that `drain_metrics` can return; the values are the same on all ranks."""
         self.parameter_squares: Tensor | None = None
-        """[P] float64, `SMALL_SQUARE` of each parameter on this rank; None in a window without
+        """[P] float64: this rank's `SMALL_SQUARE` of each parameter, in a window with
         `by_parameter`."""
         self._leaves = find_leaves(model, process_group)
         self._parameters = self._leaves.parameters
@@ -163,12 +158,9 @@ class GradientNoiseScale(NoiseScaleAverage):
         """Start a window; an unfinished one is discarded.
 
         Args:
-            num_micros: micro-batches to come; without it `gns/consistency` is absent on a single
-                rank.
-            pairs: whether `pair_norms` is asked for, which takes a second pass over the gradients
-                of each micro-batch.
-            by_parameter: keep the square norms of each parameter's micro-gradients apart too, for
-                `PerLayer`.
+            num_micros: micro-batches to come; a single rank needs it for `gns/consistency`.
+            pairs: provide `pair_norms`, by a second pass over each micro-batch's gradients.
+            by_parameter: provide `parameter_squares`.
         """
         self._sums.zero_()
         self._sums[noise_scale.RANKS].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
@@ -186,8 +178,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._window_fires.clear()
 
     def begin_micro(self, last: bool) -> None:
-        """Call before a micro-batch's backward; `last` for the window's last, in which DDP
-        reduces."""
+        """Call before a micro-batch's backward; `last`: the window's last, in which DDP reduces."""
         self._micro += 1
         in_window = self._micro - self._window_start
         # On several ranks, the middle group is all of this rank's micro-batches.
@@ -274,14 +265,12 @@ class GradientNoiseScale(NoiseScaleAverage):
         return self._is_first, self._is_middle, self._pairs is not None, self.parameter_squares is not None
 
     def trace(self) -> Trace:
-        """The host's part of the micro-batch that has just ended, in which a CUDA graph was
-        captured, for `repeat`."""
+        """The host's part of the micro-batch in which a CUDA graph was captured, for `repeat`."""
         pair = self._pairs.pop() if self._pairs else None
         return Trace(frozenset(self._fired), pair)
 
     def repeat(self, trace: Trace) -> None:
-        """Replaces backward and `end_micro` where the device replayed the micro-batch of
-        `trace`."""
+        """Replaces backward and `end_micro` if the device replayed the micro-batch of `trace`."""
         self._is_active = False
         self._window_fires |= trace.fired
         if self._pairs is not None and trace.pair is not None:
@@ -293,8 +282,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         self.begin_micro(self._is_middle)
 
     def local_sums(self) -> Tensor:
-        """[NUM_SUMS] float64 on the device: this rank's sums of the window, to be SUM-reduced over
-        ranks."""
+        """[NUM_SUMS] float64 on the device: this rank's sums, to be SUM-reduced over ranks."""
         assert not self._is_active, "local_sums between begin_micro and end_micro"
         sums = self._sums.clone()
         if not self._window_fires:
@@ -308,11 +296,9 @@ class GradientNoiseScale(NoiseScaleAverage):
         return torch.stack(self._pairs) if self._pairs else None
 
     def grad_sq(self) -> Tensor:
-        """[] float64: square norm of the `.grad` of all parameters, by the kernel that measures
-        micro-batches.
+        """[] float64: square norm of the `.grad` of all parameters, by the micro-batches' kernel.
 
-        If FSDP2 shards the parameters, this is the rank's share, to be SUM-reduced over the ranks
-        of the group.
+        With FSDP2 it is the rank's share, to be SUM-reduced over the ranks of the group.
         """
         own = [own_part(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         return square_sum([self._sums.new_zeros(1), *norms_of(own)]) / self._leaves.copies
@@ -320,18 +306,15 @@ class GradientNoiseScale(NoiseScaleAverage):
     def finish(
         self, reduced_sums: Sequence[float], grad_sq: float, *, grad_factor: float | None = None
     ) -> Window | Absent:
-        """Add the window to the averages, given the reduced sums and the big gradient's square
-        norm; see `estimate`."""
+        """Add the window to the averages, from the reduced sums and norm; see `estimate`."""
         window = noise_scale.estimate(reduced_sums, grad_sq, grad_factor=grad_factor)
         self.update(window)
         return window
 
     def step(self, *, grad_factor: float | None = None) -> dict[str, float]:
-        """All-reduce, estimate, and return the metrics; for loops that do not pack the sums into
-        their own reduction.
+        """All-reduce, estimate, and return the metrics, for loops without a reduction of their own.
 
-        Every rank must call it, after the last backward (and `unscale_`) and before clipping and
-        `zero_grad`.
+        Every rank must call it, after the last backward (and `unscale_`), before clipping.
         """
         packed = torch.cat([self.local_sums(), self.grad_sq().reshape(1)])
         if self._world_size > 1:
@@ -435,12 +418,10 @@ class Leaves:
 
 
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:
-    """The leaves of `model`. With FSDP2 this all-gathers every parameter once, so all ranks must
-    call it.
+    """The leaves of `model`. With FSDP2 it all-gathers every parameter: all ranks must call it.
 
     Args:
-        model: a plain module, wrapped in DDP, or sharded by `fully_shard` over a mesh of shards, or
-            of replicas and shards.
+        model: plain, wrapped in DDP, or sharded by `fully_shard`, with replicas or without.
         process_group: overrides the model's own.
 
     Raises:
