@@ -1,5 +1,4 @@
-"""Combines metrics over micro-steps, steps since the last logged one, and ranks, as the catalog
-says.
+"""Combines metrics over micro-steps, steps between logged ones, and ranks, by the catalog.
 
 On one rank tensors stay on their device and nothing is read: a value is a number, a 0-dim tensor, a
 `SumCount` for keys whose mean is weighted, or `Moments` of a sample. Over ranks all keys of a
@@ -51,8 +50,8 @@ class Moments(NamedTuple):
 
     Unit i has a total y_i and a weight w_i. The mean is R = sum(y) / sum(w), a ratio of two sums
     that both vary from sample to sample, and its standard error sqrt(n / (n - 1) sum((y - R w)^2))
-    / sum(w) (Cochran, Sampling Techniques, 3rd ed. 1977, section 6.4). With equal weights this is
-    the standard error of an ordinary mean.
+    / sum(w) (Cochran, Sampling Techniques, 3rd ed. 1977, section 6.4). With equal weights it is
+    that of an ordinary mean.
     """
 
     num: Scalar
@@ -70,8 +69,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, totals: torch.Tensor, weights: torch.Tensor) -> Moments:
-        """Moments of units, [n] each, without waiting for the device; those of weight 0 are
-        none."""
+        """Moments of units, [n] each; those of weight 0 do not count. Waits for no device."""
         weights = weights.double()
         is_unit = weights != 0
         totals = torch.where(is_unit, totals.double(), 0.0)
@@ -126,6 +124,7 @@ def as_scalar(value: Any) -> Scalar:
 
 def _extreme(a: Scalar, b: Scalar, how: WindowReduction) -> Scalar:
     """The larger of two scalars, or the smaller; NaN wins over any number."""
+    # On the device as well as off it.
     if isinstance(a, torch.Tensor):
         other = b if isinstance(b, torch.Tensor) else a.new_full((), b)
         return torch.maximum(a, other) if how == "max" else torch.minimum(a, other)
@@ -269,18 +268,15 @@ def _length(operations: Operations) -> int:
 
 
 def _unknown_count(operation: RankReduction) -> float:
-    """The count of an unknown value: in a mean, it is left out."""
+    # A mean leaves an unknown value out; NaN takes any other key away.
     return 0.0 if "mean" in operation else math.nan
 
 
 def _pack(
     local: Mapping[str, Reported], operations: Operations, device: torch.device | str, guard: BestEffort | None = None
 ) -> torch.Tensor:
-    """The vector, float64: each key's value (or sum) and count, 0 if the rank has none; then
-    moments.
-
-    Keys with moments leave their pair at zero. For an unknown value (None), see `_unknown_count`.
-    """
+    """The vector, float64: each key's value (or sum) and count; then the moments of some."""
+    # A count is 0 where the rank has no value, and for keys with moments; for None: `_unknown_count`.
     for key in sorted(local.keys() - operations.keys()):
         if guard is None:
             raise KeyError(f"not among the keys of the reduction: {key}")
@@ -314,10 +310,7 @@ def _pack(
 
 
 def _scalars(value: Reported, operation: RankReduction) -> list[Scalar] | None:
-    """The numbers that stand for a value in the vector; None if it is not known.
-
-    A plain number is a sample of one: its mean over ranks has the standard error over ranks.
-    """
+    """The numbers that stand for a value in the vector; None if it is not known."""
     if value is None:
         return None
     parts: tuple[Any, ...] = (value, 1.0)
@@ -327,6 +320,7 @@ def _scalars(value: Reported, operation: RankReduction) -> list[Scalar] | None:
         elif isinstance(value, tuple):
             raise TypeError("a sum and a count have no standard error; report Moments")
         else:
+            # A sample of one: the mean over ranks has the standard error over ranks.
             taken = as_scalar(value)
             parts = (1.0, taken, 1.0, taken * taken, taken, 1.0)
     elif isinstance(value, Moments):

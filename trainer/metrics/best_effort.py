@@ -72,8 +72,7 @@ def is_name(name: Any, leave_out: LeaveOut) -> bool:
 
 
 class SkipBatch(Exception):
-    """A diagnostic cannot measure this batch, for an expected reason; the next batch is tried
-    again."""
+    """A diagnostic cannot measure this batch, for an expected reason; the next is tried again."""
 
 
 class BestEffort:

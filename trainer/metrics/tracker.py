@@ -40,8 +40,7 @@ class Ema:
     """`value = alpha * sample + (1 - alpha) * value`, from the first sample on.
 
     Samples are numbers or 0-dim tensors; a tensor is averaged on its device and read only by
-    `read`. A sample that is not finite is passed over: one bad step would otherwise spoil the
-    average for good.
+    `read`. A sample that is not finite is passed over: it would spoil the average for good.
     """
 
     def __init__(self, alpha: float) -> None:
@@ -128,9 +127,8 @@ class _Since:
 class MetricsTracker:
     """Times steps, smooths, and sends payloads to the sinks on logging steps.
 
-    Nothing waits for the device outside logging steps: `loss`, `grad_norm` and `tokens_in_step` may
-    be 0-dim tensors, which are read only when a step is logged, while the smoothing sees every
-    step.
+    Only logging steps wait for the device: `loss`, `grad_norm` and `tokens_in_step` may be 0-dim
+    tensors, which are read when a step is logged, while the smoothing sees every step.
 
     Attributes:
         diagnostics: guards of all but the record, which the loop's other diagnostics share.

@@ -21,12 +21,10 @@ INITIAL_DECAY_RANGE = (0.9, 0.999)
 
 
 def init_matrix(weight: Tensor, scale: float = 1.0) -> None:
-    """Draw a weight [outputs, inputs] from a normal distribution of deviation `scale /
-    sqrt(inputs)`.
+    """Draw a weight [outputs, inputs] from N(0, scale^2 / inputs).
 
-    Normalized inputs then give outputs of about unit size. The usual fixed 0.02 is too small below
-    a width of about a thousand: gates and values start near zero, and recall over cells is learned
-    far later.
+    Normalized inputs then give outputs of about unit size. The usual deviation of 0.02 is too small
+    below a width of a thousand: gates start near zero, and recall over cells is learned far later.
     """
     nn.init.normal_(weight, std=scale / math.sqrt(weight.shape[1]))
 
@@ -224,8 +222,7 @@ class RecurrentEncoder(LanguageModel):
     """A causal language model with one recurrent state of width `dim` per layer.
 
     Running a row cell by cell, each from the state that the previous cell returned, equals running
-    it uncut. The state's layout is `[layer 0 | layer 1 | ...]`, in float32 or wider, also under
-    autocast.
+    it uncut. The state is `[layer 0 | layer 1 | ...]`, in float32 or wider, also under autocast.
     """
 
     def __init__(self, **sizes: Any) -> None:
@@ -252,8 +249,8 @@ class RecurrentEncoder(LanguageModel):
 
         A product with a weight matrix costs a multiply-add (2) per weight in the forward and two in
         the backward (for the gradients of input and weight); the recurrence 2 per channel forward
-        and 3 backward. Not counted: norms, activations and gates (below 1 % at usual widths), the
-        embedding, and extra work of this scan.
+        and 3 backward. Not counted: norms, activations and gates (below 1 %), the embedding, extra
+        work of this scan.
         """
         layer_weights = 5 * self.dim**2 + 3 * self.dim * self.hidden
         matrix_weights = self.num_layers * layer_weights + self.dim * self.vocab_size

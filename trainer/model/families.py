@@ -22,8 +22,7 @@ class Family:
     """Where a family is built.
 
     Args:
-        builder: function of vocab_size, dim, num_layers and args; an import path, or a name in
-            `Parts`.
+        builder: function of vocab_size, dim, num_layers and args: import path, or name in `Parts`.
         args: further arguments that the family itself gives.
         is_own: proven by this package's tests; other models are checked before each run.
         least_tokens: of a row. Some models take a path of their own for one token after a state: it
@@ -57,8 +56,8 @@ GONE = {"fla_gated_delta": 'use "gated_delta", which runs the same kernels on CU
 
 
 def fewest_heads(dim: int) -> int:
-    """The fewest heads that divide `dim` and are at most `WIDEST` wide, where kernels are
-    fastest."""
+    """The fewest heads that divide `dim` and are at most `WIDEST` wide: kernels are fastest
+    there."""
     least = max(-(-dim // WIDEST), 1)
     return next((heads for heads in range(least, dim) if dim % heads == 0), max(dim, 1))
 

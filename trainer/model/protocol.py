@@ -40,8 +40,7 @@ def extras_of(output: Any) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
 
 
 class SequenceModel(Protocol):
-    """A `torch.nn.Module` that predicts the next token and may carry a state to a group's next
-    cell.
+    """A `torch.nn.Module` that predicts the next token and may carry a state from cell to cell.
 
     A model with `state_width == 0` has no state: it receives `state=None` and returns `state=None`.
     A model that lacks the attribute and returns no state breaks its contract (docs/contracts.md).

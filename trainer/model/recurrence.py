@@ -108,14 +108,12 @@ class _GatedScan(torch.autograd.Function):
 
 @torch.library.custom_op("trainer::linear_scan", mutates_args=())
 def _scan_op(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
-    """The scan in about 3 * sqrt(T) vectorized operations instead of T.
-
-    Time is split into chunks of about sqrt(T). All chunks run at once from zero, which gives their
-    end states and the products of their decays; then the true state is carried from chunk to chunk;
-    then all chunks run again from their true initial states. The products only shrink (a <= 1) and
-    are neither divided by nor logged, so nothing overflows and an underflow is a correct zero. The
-    remainder after the last whole chunk runs step by step.
-    """
+    """The scan in about 3 * sqrt(T) vectorized operations instead of T."""
+    # Time is split into chunks of about sqrt(T). All chunks run at once from zero, which gives their
+    # end states and the products of their decays; then the true state is carried from chunk to chunk;
+    # then all chunks run again from their true initial states. The products only shrink (a <= 1) and
+    # are neither divided by nor logged, so nothing overflows and an underflow is a correct zero. The
+    # remainder after the last whole chunk runs step by step.
     num_steps = a.shape[1]
     h = torch.empty_like(b)
     length = math.isqrt(num_steps)
@@ -154,7 +152,9 @@ def _(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
 
 
 class Blocks(NamedTuple):
-    """How a kernel divides its work. Rounding depends on it, so it is fixed, not tuned."""
+    """How a kernel divides its work."""
+
+    # Rounding depends on these: they are fixed, neither tuned nor derived from the batch.
 
     channels: int = 32
     """Per program: few, so that few rows fill a device."""

@@ -47,7 +47,7 @@ def add(x, y):
 
 @triton.jit
 def softplus_and_slope(x):
-    """`softplus(x)` and its slope `sigmoid(x)`, accurate even where `log(1 + exp(x))` is not."""
+    # Accurate even where `log(1 + exp(x))` would lose all digits.
     u = tl.exp(-tl.abs(x))
     # log(1 + u) = 2 atanh(u / (2 + u)) converges quickly: the argument is at most 1/3.
     s = u / (2.0 + u)
@@ -59,8 +59,7 @@ def softplus_and_slope(x):
 
 @triton.jit
 def one_minus_square(a, log_a):
-    """`1 - a^2` for `a = exp2(log_a)`; near a = 1 as `-2 a sinh(log(2) log_a)`, without
-    cancellation."""
+    # For a = exp2(log_a). Near a = 1 it is `-2 a sinh(log(2) log_a)`, which does not cancel.
     q = log_a * log_a
     sinh = log_a * (SINH_1 + q * (SINH_3 + q * (SINH_5 + q * SINH_7)))
     return tl.where(log_a > -0.75, a * sinh, 1.0 - a * a)
@@ -68,7 +67,7 @@ def one_minus_square(a, log_a):
 
 @triton.jit
 def chain(scale_1, shift_1, scale_before_1, shift_before_1, scale_2, shift_2, scale_before_2, shift_before_2):
-    """Run maps `s -> scale * s + shift` in turn; `before` is the same without the last of them."""
+    # Maps `s -> scale * s + shift` in turn; `before` is the same without the last of them.
     return (
         scale_2 * scale_1,
         scale_2 * shift_1 + shift_2,
@@ -79,7 +78,7 @@ def chain(scale_1, shift_1, scale_before_1, shift_before_1, scale_2, shift_2, sc
 
 @triton.jit
 def run_segments(scale, shift, state, segment, SEGMENTS: tl.constexpr):
-    """The state before each segment, and the one after all [1, CHANNELS], from their maps."""
+    # The state before each segment, and the one after all [1, CHANNELS], from their maps.
     scale, shift, scale_before, shift_before = tl.associative_scan(
         (scale, shift, tl.full(scale.shape, 1.0, tl.float32), tl.full(scale.shape, 0.0, tl.float32)), 0, chain
     )
@@ -94,7 +93,7 @@ def load(pointer, offset, mask):
 
 @triton.jit
 def load_steps(pointer, first, time, num_steps, dim, channel, is_channel, other, STEPS: tl.constexpr):
-    """A row's values from `first + time` on: [SEGMENTS, CHANNELS] each; `other` outside the row."""
+    # A row's values from `first + time` on: [SEGMENTS, CHANNELS] each; `other` outside the row.
     pointer += tl.cast(first, tl.int64) * dim
     found = ()
     for step in tl.static_range(STEPS):
@@ -105,7 +104,7 @@ def load_steps(pointer, first, time, num_steps, dim, channel, is_channel, other,
 
 @triton.jit
 def load_gates(r, i, x, first, time, num_steps, dim, channel, is_channel, STEPS: tl.constexpr):
-    """Past the end of the row the state stays what it is: a is 1 and x is 0 there."""
+    # Past the end of the row the state stays what it is: a is 1 and x is 0 there.
     rs = load_steps(r, first, time, num_steps, dim, channel, is_channel, -INFINITY, STEPS)
     gates = load_steps(i, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
     return rs, gates, load_steps(x, first, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
@@ -131,6 +130,8 @@ def forward_kernel(
     is_channel = channel < dim
     segment = tl.arange(0, SEGMENTS)[:, None]
     time = segment * STEPS
+    columns = dim, channel, is_channel
+    place = time, num_steps, dim, channel, is_channel
     softplus, _slope = softplus_and_slope(load(decay, channel, is_channel))
     rate = softplus * (-SHARPNESS * LOG2_E)
     carried = load(state, row * dim + channel, is_channel)
@@ -138,14 +139,14 @@ def forward_kernel(
 
     inputs = recurrence_gate + begin, input_gate + begin, x + begin
     # Of the next tile, whose loads need not be waited for.
-    next_rs, next_gates, next_values = load_gates(*inputs, 0, time, num_steps, dim, channel, is_channel, STEPS)
+    next_rs, next_gates, next_values = load_gates(*inputs, 0, *place, STEPS)
     if HAS_RESETS:
         next_resets = load_steps(resets + row * num_steps, 0, time, num_steps, 1, 0, True, 0, STEPS)
 
     for first in tl.range(0, num_steps, SEGMENTS * STEPS):
         rs, gates, values = next_rs, next_gates, next_values
         ahead = first + SEGMENTS * STEPS
-        next_rs, next_gates, next_values = load_gates(*inputs, ahead, time, num_steps, dim, channel, is_channel, STEPS)
+        next_rs, next_gates, next_values = load_gates(*inputs, ahead, *place, STEPS)
         if HAS_RESETS:
             is_reset = next_resets
             next_resets = load_steps(resets + row * num_steps, ahead, time, num_steps, 1, 0, True, 0, STEPS)
@@ -167,7 +168,7 @@ def forward_kernel(
         current, carried = run_segments(product, end, carried, segment, SEGMENTS)
         for step in tl.static_range(STEPS):
             current = kept[step][0] * current + kept[step][1]
-            store(h + begin, first, time + step, num_steps, dim, channel, is_channel, current)
+            store(h + begin, first, time + step, num_steps, *columns, current)
     tl.store(final_state + row * dim + channel, carried, mask=is_channel)
 
 
@@ -188,6 +189,8 @@ def backward_kernel(
     is_channel = channel < dim
     segment = tl.arange(0, SEGMENTS)[:, None]
     time = (SEGMENTS - 1 - segment) * STEPS  # the first segment is the latest
+    columns = dim, channel, is_channel
+    place = time, num_steps, dim, channel, is_channel
     softplus, slope = softplus_and_slope(load(decay, channel, is_channel))
     rate = softplus * (-SHARPNESS * LOG2_E)
     carried = load(grad_final_state, row * dim + channel, is_channel)
@@ -197,9 +200,9 @@ def backward_kernel(
 
     inputs = recurrence_gate + begin, input_gate + begin, x + begin
     # Past the end of the row the gradient stays what it is: a is 1 and everything else 0 there.
-    next_grads = load_steps(grad_h + begin, last, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
-    next_rs, next_gates, next_values = load_gates(*inputs, last, time, num_steps, dim, channel, is_channel, STEPS)
-    next_states = load_steps(h + begin, last, time - 1, num_steps - 1, dim, channel, is_channel, 0.0, STEPS)
+    next_grads = load_steps(grad_h + begin, last, *place, 0.0, STEPS)
+    next_rs, next_gates, next_values = load_gates(*inputs, last, *place, STEPS)
+    next_states = load_steps(h + begin, last, time - 1, num_steps - 1, *columns, 0.0, STEPS)
     if HAS_RESETS:
         next_resets = load_steps(resets + row * num_steps, last, time, num_steps, 1, 0, True, 0, STEPS)
 
@@ -207,9 +210,9 @@ def backward_kernel(
         first = last - behind
         grads, rs, gates, values, states = next_grads, next_rs, next_gates, next_values, next_states
         ahead = first - SEGMENTS * STEPS
-        next_grads = load_steps(grad_h + begin, ahead, time, num_steps, dim, channel, is_channel, 0.0, STEPS)
-        next_rs, next_gates, next_values = load_gates(*inputs, ahead, time, num_steps, dim, channel, is_channel, STEPS)
-        next_states = load_steps(h + begin, ahead, time - 1, num_steps - 1, dim, channel, is_channel, 0.0, STEPS)
+        next_grads = load_steps(grad_h + begin, ahead, *place, 0.0, STEPS)
+        next_rs, next_gates, next_values = load_gates(*inputs, ahead, *place, STEPS)
+        next_states = load_steps(h + begin, ahead, time - 1, num_steps - 1, *columns, 0.0, STEPS)
         if HAS_RESETS:
             is_reset = next_resets
             next_resets = load_steps(resets + row * num_steps, ahead, time, num_steps, 1, 0, True, 0, STEPS)
@@ -244,9 +247,9 @@ def backward_kernel(
             by_r = by_rate * (rate - rate * sigmoid_r) * (1 / LOG2_E)
             grad_rate += by_rate
             t = time + step
-            store(grad_recurrence_gate + begin, first, t, num_steps, dim, channel, is_channel, by_r)
-            store(grad_input_gate + begin, first, t, num_steps, dim, channel, is_channel, by_i - by_i * sigmoid_i)
-            store(grad_x + begin, first, t, num_steps, dim, channel, is_channel, by_gated * sigmoid_i)
+            store(grad_recurrence_gate + begin, first, t, num_steps, *columns, by_r)
+            store(grad_input_gate + begin, first, t, num_steps, *columns, by_i - by_i * sigmoid_i)
+            store(grad_x + begin, first, t, num_steps, *columns, by_gated * sigmoid_i)
     tl.store(grad_state + row * dim + channel, carried, mask=is_channel)
     grad_rate = slope * -SHARPNESS * tl.reduce(grad_rate, 0, add)[None, :]
     tl.store(grad_decay + row * dim + channel, grad_rate, mask=is_channel)

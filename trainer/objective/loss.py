@@ -79,7 +79,8 @@ def z_loss(prepared: Prepared, coefficient: float) -> Term:
 def coord(prepared: Prepared, settings: CoordOptions, meta: object) -> Term:
     """Distributional supervision of the targets that are bins, summed and weighted.
 
-    With p the softmax over the bins alone, k the true bin, n the number of bins, each such target costs
+    With p the softmax over the bins alone, k the true bin, n the number of bins, each such target
+    costs
 
         -sum_j q_j log p_j + sum_j p_j |j - k| / n,
         q_j proportional to exp(-(j - k)^2 / (2 sigma^2)).
@@ -120,8 +121,7 @@ class ObjectiveOutput:
     parts: dict[str, Term]
     """Component name -> (sum, count), detached; the sums add up to `loss_sum`."""
     token_loss: Tensor | None
-    """Unweighted cross entropy (or own loss) per target: [B, T], detached, 0 where masked, or
-    None."""
+    """Unweighted cross entropy (or own loss): [B, T], detached, 0 where masked; or None."""
     is_correct: Tensor | None
     """Whether the most likely token is the target, bool [B, T]; None if the output is no scores."""
     metrics: Mapping[str, Any] | None = None
@@ -141,8 +141,7 @@ class Objective:
         options: weights of the built-in components; one of 0 is off.
         own: replaces all of them: output [B, T, ...] and targets -> losses [B, T], or their sum
             over the unmasked targets and the number of these, both [].
-        vocab_size: width of an output that is known to be scores; other outputs have an accuracy
-            only with a built-in component.
+        vocab_size: width of an output of scores; others have no accuracy with `own`.
     """
 
     def __init__(
@@ -219,8 +218,7 @@ class Objective:
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
             if not is_sum:
                 loss = loss.masked_fill(targets == IGNORED, 0.0)
-            # A sum over other tokens would give a plausible, wrong mean; NaN needs no wait of the
-            # host.
+            # A sum over other tokens would give a plausible, wrong mean. NaN needs no wait.
             total = loss.sum().masked_fill(num_tokens != torch.as_tensor(count), math.nan)
         return Term(total, num_tokens), None if is_sum else loss
 

@@ -1,8 +1,8 @@
 """The catalog: one row for every metric key that can be emitted, and the lookup of a key.
 
 Reductions, the generated documentation, charts and the first filter of diagnosis are derived from
-these rows. `register` adds rows for custom metrics. Only the standard library is used: a dashboard
-can import the catalog without torch.
+these rows. `register` adds rows for custom metrics. Only the standard library is used: dashboards
+need no torch.
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ class MetricSpec:
         unit: unit of the value; empty for a pure number.
         kind: gauge (a level), counter (accumulates) or flag (0 or 1).
         window: reduction over several micro-steps or steps.
-        ranks: reduction over ranks; `sum_and_worst` adds the largest rank's value as `<key>_max` to
-            the total, `mean_and_error` the standard error as `<key>_se` to the mean over the
-            samples.
+        ranks: reduction over ranks; `sum_and_worst` gives the largest rank's value as `<key>_max`,
+            too, `mean_and_error` the mean's standard error as `<key>_se`.
         description: the meaning, in a sentence.
         healthy: the values of a good run.
         pathological: those of a bad run, and the likely cause.
@@ -53,6 +52,5 @@ class MetricSpec:
 
 
 def row_of(name: str, title: str, **settings: Any) -> partial[MetricSpec]:
-    """A row without its texts: `row_of(name, title, unit=...)(description, healthy,
-    pathological)`."""
+    """A row without texts: `row_of(name, title, unit=...)(description, healthy, pathological)`."""
     return partial(MetricSpec, name=name, title=title, **settings)

@@ -284,13 +284,10 @@ class History:
         return Current(ratio._replace(low=low, high=high), used, longest)
 
     def _fits(self, before: int) -> Iterator[Fit]:
-        """Fits over longer and longer windows that end `before` steps before the last:
-        `_recent_mean`, then lines.
-
-        Weighted least squares, and the heteroscedasticity-consistent covariance HC3 (MacKinnon and
-        White 1985): the noise of both series changes with their size. The degrees of freedom are
-        Satterthwaite's, for equal noise in every step.
-        """
+        """Fits over growing windows, `before` steps before the last: `_recent_mean`, then lines."""
+        # Weighted least squares with the heteroscedasticity-consistent covariance HC3 (MacKinnon and
+        # White 1985): the noise of both series changes with their size. Degrees of freedom are
+        # Satterthwaite's, for equal noise in every step.
         blocks: list[tuple[float, ...]] = []
         for level, sums in enumerate(self._levels):
             for x, y in reversed(sums):
@@ -329,12 +326,9 @@ class History:
 
 
 def _recent_mean(pairs: NDArray[np.float64]) -> Fit:
-    """The mean of the last steps. `pairs`: [n, 2] single steps, newest first.
-
-    Its covariance comes from the differences of successive pairs (von Neumann 1941), in which a
-    jump enters once. Noise is taken to grow with the level, since it may have grown with it in
-    these steps.
-    """
+    """The mean of the last steps. `pairs`: [n, 2] single steps, newest first."""
+    # Differences of successive pairs (von Neumann 1941) give its covariance: a jump enters once.
+    # Noise is taken to grow with the level, since it may have grown with it in these steps.
     steps, now, mean = np.diff(pairs, axis=0), pairs[:RECENT].mean(axis=0), pairs.mean(axis=0)
     growth = np.divide(now, mean, out=np.ones(2), where=mean != 0.0).max()
     covariance = steps.T @ steps / (2 * len(steps) * RECENT) * max(growth, 1.0) ** 2

@@ -53,8 +53,7 @@ HELD_BYTES = {"cuda": 2**26, "cpu": 2**20}
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Numbers, [n] each, whose squares `square_sum` adds up to the sum of squares of all elements
-    of the tensors.
+    """Numbers, [n] each, whose squares (`square_sum`) add up to those of all elements.
 
     On CUDA the norm of each tensor, in fp64; otherwise norms of rows of 1,024 elements, in fp32,
     and the remainder: almost a single kernel, where the sum itself takes five.
@@ -125,8 +124,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         self.metric_keys = tuple(spec.name for spec in ROWS)
         """Every key that `drain_metrics` can return; the values are the same on all ranks."""
         self.parameter_squares: Tensor | None = None
-        """[P] float64: this rank's `SMALL_SQUARE` of each parameter, in a window with
-        `by_parameter`."""
+        """[P] float64: this rank's `SMALL_SQUARE` of each parameter, with `by_parameter`."""
         self._leaves = find_leaves(model, process_group)
         self._parameters = self._leaves.parameters
         self.group = self._leaves.group
@@ -331,11 +329,8 @@ class GradientNoiseScale(NoiseScaleAverage):
 
     @staticmethod
     def _hook(owner: weakref.ref[GradientNoiseScale], measure: Callable[..., None], *args: Any) -> None:
-        """Call a hook between `begin_micro` and `end_micro`.
-
-        It must return None: a return value replaces the gradient. An exception would end the
-        backward in its midst, so `end_micro` raises it instead.
-        """
+        # It returns None: a return value would replace the gradient. An exception would end the
+        # backward in its midst, so `end_micro` raises it instead.
         gns = owner()
         if gns is None or not gns._is_active:
             return
@@ -358,8 +353,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._window_fires.add(index)
         self._fired.append(index)
         if self._may_hold > 0 and leaf.grad is None:
-            # It becomes the parameter's own, from where it is measured: a reference here would have
-            # it copied.
+            # It is measured as the parameter's own: a reference here would have it copied.
             self._held.append((index, leaf))
         else:
             self._held.append((index, grad))
