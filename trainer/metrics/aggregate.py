@@ -27,7 +27,7 @@ from trainer.metrics.noise_scale.estimate import t_quantile
 from trainer.wording import message_of, short_repr
 
 Scalar = float | torch.Tensor
-MOST_EXACT = 2**53
+MOST_EXACT = 2**53  # larger integers need not be exact as floats
 FEWEST_UNITS = 5
 """Fewer sampled units, documents for example, say too little about the error of their mean."""
 _MEANS = ("mean", "weighted_mean")
@@ -276,7 +276,7 @@ def _pack(
     local: Mapping[str, Reported], operations: Operations, device: torch.device | str, guard: BestEffort | None = None
 ) -> torch.Tensor:
     """The vector, float64: each key's value (or sum) and count; then the moments of some."""
-    # A count is 0 where the rank has no value, and for keys with moments; for None: `_unknown_count`.
+    # A count is 0 where the rank has no value, and for keys with moments.
     for key in sorted(local.keys() - operations.keys()):
         if guard is None:
             raise KeyError(f"not among the keys of the reduction: {key}")
@@ -339,6 +339,7 @@ def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
     weights = counts.sum(0)
     least = np.where(present, values, np.inf).min(0)
     most = np.where(present, values, -np.inf).max(0)
+    # An unknown value has the count NaN, which is present.
     unknown: list[bool] = np.any(np.isnan(counts), axis=0).tolist()
     reduced: dict[str, float] = {}
     for index, (key, operation) in enumerate(operations.items()):

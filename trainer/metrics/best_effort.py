@@ -101,7 +101,7 @@ class BestEffort:
 
     def leave_out(self, key: str, problem: str) -> None:
         """Say, once, that a metric is left out; all others go on."""
-        if key not in self._left_out:
+        if key not in self._left_out:  # it may come with every step
             self._left_out.add(key)
             logger.warning("%s: metric %r is left out: %s", self.name, key, problem)
 

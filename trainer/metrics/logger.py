@@ -21,7 +21,7 @@ ROOT: Final = "trainer"
 _COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
 _COLOUR_INFO: Final = "\033[32m"
 _RESET: Final = "\033[0m"
-_MOST_EARLY: Final = 1000
+_MOST_EARLY: Final = 1000  # records before the run's directory is known
 
 
 def _rank() -> int:
@@ -110,6 +110,7 @@ def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
     """
     root = logging.getLogger(ROOT)
     if not any(isinstance(handler, _StderrHandler) for handler in root.handlers):
+        # Below `trainer`, not at the root: the logging of a host program stays as it is.
         root.addHandler(_StderrHandler())
         root.addHandler(_Early())
         if root.level == logging.NOTSET:

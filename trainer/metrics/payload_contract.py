@@ -28,6 +28,7 @@ MODES: Final = ("train", "eval")
 NON_FINITE_WORDS: Final = ("nan", "inf", "-inf")
 RESTART: Final = "restart"
 _REQUIRED: Final = ("schema_version", "mode", "global_step", "metrics")
+# JSON has no limits: an integer beyond this one would overflow a reader's floats.
 _LARGEST: Final = sys.float_info.max
 # torchrun prefixes each line of a worker with its role and rank: "[default0]:".
 _LAUNCHER_PREFIX: Final = re.compile(r"\A\[[^\[\]{}\"\s]+\]: ?")
@@ -121,8 +122,8 @@ def build_payload(
             finite[key] = number
         else:
             words[key] = non_finite_word(number)
-    payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode, "global_step": global_step}
-    payload["metrics"] = finite
+    payload: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "mode": mode}
+    payload |= {"global_step": global_step, "metrics": finite}
     sections = {"non_finite": words or None, "context": context, "batch_extras": batch_extras}
     sections |= {"token_summary": token_summary, RESTART: restart}
     for name, section in sections.items():
@@ -202,6 +203,7 @@ def _decode(line: str | bytes) -> Any:
         raise PayloadError("line", f"not one JSON object: {error}") from None
 
 
+# Python's json takes NaN, and the last of equal keys, without a word.
 def _reject_constant(token: str) -> NoReturn:
     raise PayloadError("line", f"{token} is not JSON; non-finite metrics belong in `non_finite`")
 
@@ -297,5 +299,6 @@ def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
         if isinstance(found, Payload) and found.restart is not None:
             last_step = found.restart.global_step
         if isinstance(found, Payload) and found.global_step < last_step:
-            yield Violation(number, "global_step", f"falls from {last_step} to {found.global_step} without a restart")
+            problem = f"falls from {last_step} to {found.global_step} without a restart"
+            yield Violation(number, "global_step", problem)
         last_step = found.global_step

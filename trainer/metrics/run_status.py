@@ -28,7 +28,7 @@ LOCK_NAME: Final = ".lock"
 OWN_LOOP: Final = "own"
 """`loop` in the status of a run that is not the trainer's: the trainer does not resume it."""
 _METRICS_NAME: Final = "metrics.jsonl"
-_TAIL_BYTES: Final = 1 << 20
+_TAIL_BYTES: Final = 1 << 20  # has the last row of any file
 ROOM_BYTES, SHORTEST_REASON = 4096, 500
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("state", "reason", "wandb_run_id", "loop", "host"), str),
@@ -65,7 +65,7 @@ def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None =
     if world_size is not None:
         own["world_size"] = world_size
     elif launched.isdecimal():
-        own["world_size"] = int(launched)
+        own["world_size"] = int(launched)  # torchrun's
     with take_lock(path):
         step = last_step(path)
         if step is not None:
@@ -80,6 +80,7 @@ def run_status(directory: Path | str, *, rank: int = 0, world_size: int | None =
             state, reason = _end_of(error)
             raise
         finally:
+            # Before the lock is free: without a process, `running` would mean that it died.
             write_status(path / STATUS_NAME, state, reason=reason, step=last_step(path), **own)
 
 

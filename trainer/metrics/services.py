@@ -139,7 +139,8 @@ class WandbSink:
         settings = {"console": "off", "quiet": True, "silent": True, "init_timeout": init_timeout_sec}
         settings |= {"login_timeout": init_timeout_sec, "finish_timeout": finish_timeout_sec}
         options: dict[str, Any] = {"mode": mode, "project": project, "id": run_id}
-        options |= {"name": os.environ.get("WANDB_NAME") or run_dir.name, "config": dict(config or {})}
+        options["name"] = os.environ.get("WANDB_NAME") or run_dir.name
+        options["config"] = dict(config or {})
         self._guard.run(self._open, Path(os.environ.get("WANDB_DIR") or run_dir), options, settings)
 
     def _open(self, directory: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -166,6 +167,7 @@ class WandbSink:
         self._files = str(directory / "wandb" / Path(self._run.settings.sync_dir).name)
         self.run_id = self._run.id
         self._next_own_step = self._run.starting_step
+        # Otherwise the x-axis would be wandb's own counter.
         self._run.define_metric(STEP_KEY, hidden=True)
         self._run.define_metric("*", step_metric=STEP_KEY, step_sync=True)
         if self._is_online:
@@ -186,6 +188,7 @@ class WandbSink:
 
     def _send(self) -> None:
         row, self._row = {**self._row, STEP_KEY: self._row_step}, {}
+        # wandb drops steps that are not above its counter, as after a rewind.
         own_step = max(self._row_step, self._next_own_step)
         self._next_own_step = own_step + 1
         self._run.log(row, step=own_step, commit=True)

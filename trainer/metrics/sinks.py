@@ -110,9 +110,11 @@ class BackgroundSink:
         if self._thread.is_alive() and abandon is not None:
             self._guard.run(abandon)
         if self.num_dropped:
-            logger.warning("%s: %d rows were dropped, because they were not taken in time", self.name, self.num_dropped)
+            text = "%s: %d rows were dropped, because they were not taken in time"
+            logger.warning(text, self.name, self.num_dropped)
 
     def _put(self, call: Callable[[], None]) -> None:
+        # A sink that has failed takes nothing more: its queue must not grow.
         if self._is_closed or not self._guard.enabled:
             return
         if self._queue.qsize() >= self._capacity:
@@ -352,6 +354,7 @@ class StdoutSink:
 
     def _write(self, line: str) -> None:
         try:
+            # In one write: lines of other writers must not end up within it.
             self._stream.write(line + "\n")
             self._stream.flush()
         except (OSError, ValueError) as error:

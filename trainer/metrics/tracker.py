@@ -171,9 +171,10 @@ class MetricsTracker:
         self._extra = Recorder(leave_out=self._leave_out)
         self._tokens_seen: Scalar = 0
         self._outside_sec = 0.0
+        # Two at a time: the next step is launched before the numbers of this one are read.
         self._open: deque[_OpenStep] = deque()
         self._since = _Since()
-        self._checked_keys: set[str] = set()
+        self._checked_keys: set[str] = set()  # most keys come with every payload
         self._sinks: list[tuple[Sink, BestEffort | None]] = []
         self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)
@@ -249,8 +250,6 @@ class MetricsTracker:
     ) -> StepMetrics | None:
         """Close the step: timing, MFU, memory, smoothing, and on logging steps logging.
 
-        Times and speeds of a payload are those of all steps since the last one.
-
         Args:
             loss: the step's loss over all ranks, per token; None for a step without a target.
             grad_norm: before clipping; None if it is not computed.
@@ -294,6 +293,7 @@ class MetricsTracker:
         memory = None
         if self._device.type == "cuda":
             memory = guard("memory").run(get_memory_stats, self._device)
+        # Times and speeds of a payload are those of all steps since the last one.
         self._since, step_time = _Since(), since.seconds / since.steps
         speed, mfu = self._rates(since.tokens, max(since.seconds, 0.0))
         metrics = StepMetrics(
@@ -406,6 +406,7 @@ class MetricsTracker:
 
     def close(self) -> None:
         """Close all sinks; a failure is raised then."""
+        # Whatever one of them raises, the others are closed.
         with ExitStack() as stack:
             while self._sinks:
                 sink, guard = self._sinks.pop(0)

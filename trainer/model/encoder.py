@@ -57,6 +57,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         unit, scale, weight = ctx.saved_tensors
+        # With g = grad * weight: grad_x = scale * (g - unit * mean(g * unit)).
         product = grad * unit
         mean = (product @ weight).div_(-unit.shape[-1]).unsqueeze(-1)
         grad_x = torch.addcmul(grad * weight, unit, mean).mul_(scale)
@@ -235,6 +236,7 @@ class RecurrentEncoder(LanguageModel):
         `resets` (bool [B, T]) marks positions before which every layer resets its state to zero.
         """
         if state is None:
+            # Under autocast too: rounding to 16 bits would add up over many cells.
             dtype = torch.promote_types(self.embedding.weight.dtype, torch.float32)
             state = torch.zeros(tokens.shape[0], self.state_width, dtype=dtype, device=tokens.device)
         x = self.embedding(tokens)  # [B, T, D]

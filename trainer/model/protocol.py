@@ -111,6 +111,7 @@ def run_few_tokens(model: nn.Module, device: torch.device, *, seq_len: int, belo
     try:
         return model(tokens=few, state=None)
     except Exception:  # noqa: BLE001 - a custom model may raise anything
+        # Some take whole cells only.
         return model(tokens=cell, state=None)
 
 

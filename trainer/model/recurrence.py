@@ -109,11 +109,11 @@ class _GatedScan(torch.autograd.Function):
 @torch.library.custom_op("trainer::linear_scan", mutates_args=())
 def _scan_op(a: Tensor, b: Tensor, h0: Tensor, is_reversed: bool) -> Tensor:
     """The scan in about 3 * sqrt(T) vectorized operations instead of T."""
-    # Time is split into chunks of about sqrt(T). All chunks run at once from zero, which gives their
-    # end states and the products of their decays; then the true state is carried from chunk to chunk;
-    # then all chunks run again from their true initial states. The products only shrink (a <= 1) and
-    # are neither divided by nor logged, so nothing overflows and an underflow is a correct zero. The
-    # remainder after the last whole chunk runs step by step.
+    # Time is split into chunks of about sqrt(T). All chunks run at once from zero, for their end
+    # states and the products of their decays; then the true state is carried from chunk to chunk;
+    # then all chunks run again from their true initial states, and the remainder step by step. The
+    # products only shrink (a <= 1) and are neither divided by nor logged: nothing overflows, and an
+    # underflow is a correct zero.
     num_steps = a.shape[1]
     h = torch.empty_like(b)
     length = math.isqrt(num_steps)
@@ -227,6 +227,7 @@ def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], inputs: Any) -> Non
     _, _, x, _, resets, _ = inputs[:6]
     batch, num_steps, dim = x.shape
     programs = batch * math.ceil(dim / BLOCKS.channels)
+    # Triton launches on the current device, which need not be that of x.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         kernel[(programs,)](
             *tensors,
@@ -241,6 +242,7 @@ def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], inputs: Any) -> Non
 
 
 def _save_all(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
+    # h instead of the decays: it exists anyway.
     ctx.save_for_backward(*inputs, output[0])
 
 

@@ -40,6 +40,7 @@ class Auxiliary:
             UserError: the output has other losses than the model declares.
         """
         losses, metrics = getattr(output, "losses", None), getattr(output, "metrics", None)
+        # What nobody trains on must not look as if somebody did.
         if losses:
             refuse_output(undeclared(sorted(losses)))
         self._leave_out_but(self.metric_keys, metrics or {})

@@ -59,6 +59,7 @@ class Prepared(NamedTuple):
 
 def prepare(logits: Tensor, targets: Tensor) -> Prepared:
     """Upcast the logits [B, T, V] and compute the cross entropy of the targets [B, T]."""
+    # In 16 bits the normalizer of a large vocabulary would lose the small terms.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_normalizer = torch.logsumexp(logits, dim=-1)
     mask = targets != IGNORED

@@ -45,6 +45,7 @@ def register(*specs: MetricSpec) -> None:
             # A part in angle brackets matches one segment between slashes.
             pattern = "([^/]+)".join(map(re.escape, re.split(r"<\w+>", spec.name)))
             _PATTERNS[spec.name] = re.compile(pattern)
+    # A key that was a gauge until now may have a row.
     _find.cache_clear()
     _gauge.cache_clear()
 
@@ -74,6 +75,7 @@ class _Found(NamedTuple):
 def _direct(key: str) -> _Found | None:
     if key in _ROWS and key not in _PATTERNS:
         return _Found(_ROWS[key], key, "")
+    # There are few patterns, and `_find` remembers the keys.
     for name, pattern in _PATTERNS.items():
         match = pattern.fullmatch(key)
         if match is not None:
@@ -88,6 +90,7 @@ def _find(key: str) -> _Found | None:
         return found
     if key.startswith(EVAL_PREFIX):
         trained = key.removeprefix(EVAL_PREFIX)
+        # `eval_eval_loss` is no key.
         base = None if trained.startswith(EVAL_PREFIX) else _find(trained)
         if base is None:
             return None

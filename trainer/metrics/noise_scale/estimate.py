@@ -53,7 +53,7 @@ RANKS = 10  # 1 from every rank
 FAULTS = 11  # micro-batches whose norm cannot be trusted (see `trainer.metrics.noise_scale.hooks`)
 NUM_SUMS = 12
 
-MIN_SPREAD = 1e-3  # smaller shares of pairs in the square of the sum of kappa count as one micro-batch
+MIN_SPREAD = 1e-3  # a smaller share of pairs in the square of kappa's sum is one micro-batch
 MIN_PAIRS = 5  # fewer pairs do not give a usable standard error
 CONSISTENCY_CAP = 1000.0  # stands for infinity, which JSON cannot represent
 # Normal quantiles of the two bounds of a ratio. The upper one is strict because a point is reported
@@ -67,7 +67,7 @@ MIN_WINDOWS = 8  # a line has two parameters, and the scatter about it has to be
 RECENT = 3  # steps after which bounds hold again if S or |G|^2 jumps
 LARGEST_JUMP = 4.0  # of B that the bounds allow for before the steps show one
 GROWTH = 1.4  # of the window from one candidate to the next
-TOLERANCE = 2.0  # normal quantile by which the fits over all shorter windows must agree with a window's
+TOLERANCE = 2.0  # normal quantile within which a window's fit agrees with all shorter ones
 ROUNDING = 1e-9  # relative difference that says nothing
 SHORTENED = 0.5  # share of the longest window without visible curvature that is used
 
@@ -246,7 +246,8 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._levels: list[list[tuple[float, float]]] = [[]]  # sums over 2^level steps, oldest first
+        # Sums over 2^level steps, oldest first.
+        self._levels: list[list[tuple[float, float]]] = [[]]
 
     def add(self, x: float, y: float) -> None:
         """Add the next step's pair."""
@@ -255,6 +256,7 @@ class History:
             level.append(block)
             if len(level) <= BLOCKS:
                 return
+            # The two oldest become one block of the next level.
             (x0, y0), (x1, y1) = level.pop(0), level.pop(0)
             block = (x0 + x1, y0 + y1)
         self._levels.append([block])
@@ -378,6 +380,7 @@ class PairAverage:
         dx, dy = x - self.mean_x, y - self.mean_y
         self.mean_x += fresh / self.weight * dx
         self.mean_y += fresh / self.weight * dy
+        # One deviation is from the mean before the pair, the other from the one after it.
         self.c_xx = self._ema * self.c_xx + fresh * dx * (x - self.mean_x)
         self.c_yy = self._ema * self.c_yy + fresh * dy * (y - self.mean_y)
         self.c_xy = self._ema * self.c_xy + fresh * dx * (y - self.mean_y)

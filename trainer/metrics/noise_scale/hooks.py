@@ -131,7 +131,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         """The ranks that average gradients; None on a single process."""
         self._world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self._weights_are_tokens = weights_are_tokens
-        self._fired_in = [-1] * len(self._parameters)  # the last micro-batch in which each parameter's hook ran
+        # The last micro-batch in which each parameter's hook ran.
+        self._fired_in = [-1] * len(self._parameters)
         self._micro = -1  # counts micro-batches over the object's life
         self._window_fires: set[int] = set()
         self._is_active = self._has_warned = False
@@ -184,7 +185,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._is_first = in_window == 1
         self._sums_up = self._is_middle or self._pairs is not None
         self._micro_norms: list[Tensor] = []
-        self._held: list[tuple[int, Tensor]] = []  # not measured yet: gradients, or parameters that have them
+        # Not measured yet: gradients, or parameters that have them.
+        self._held: list[tuple[int, Tensor]] = []
         self._held_bytes = 0
         # A reduction within the backward replaces a parameter's gradient as soon as it is there.
         ddp, reduces = self._leaves.ddp, self._leaves.is_sharded or (last and self._world_size > 1)
@@ -283,6 +285,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         """[NUM_SUMS] float64 on the device: this rank's sums, to be SUM-reduced over ranks."""
         assert not self._is_active, "local_sums between begin_micro and end_micro"
         sums = self._sums.clone()
+        # Without a hook that ran, the sums of the window are unknown, not zero.
         if not self._window_fires:
             sums[noise_scale.FAULTS] += 1.0
         return sums
@@ -316,7 +319,9 @@ class GradientNoiseScale(NoiseScaleAverage):
         """
         packed = torch.cat([self.local_sums(), self.grad_sq().reshape(1)])
         if self._world_size > 1:
-            dist.all_reduce(packed if self._leaves.is_sharded else packed[: noise_scale.NUM_SUMS], group=self.group)
+            # The norm of a gradient that DDP has averaged is whole on every rank.
+            shared = packed if self._leaves.is_sharded else packed[: noise_scale.NUM_SUMS]
+            dist.all_reduce(shared, group=self.group)
         *reduced, square = packed.tolist()
         self.finish(reduced, square, grad_factor=grad_factor)
         return self.metrics()
