@@ -137,8 +137,6 @@ def _extreme(a: Scalar, b: Scalar, how: WindowReduction) -> Scalar:
 
 @dataclass(slots=True)
 class _Entry:
-    """Running aggregate of one key."""
-
     how: WindowReduction
     total: Scalar | None
     """None: see `Reported`."""
@@ -161,7 +159,6 @@ class Recorder:
         self._moments: dict[str, Moments] = {}  # of the last sample
 
     def record(self, key: str, value: Input | Moments | None) -> None:
-        """Take in one value; see `add`."""
         self.add({key: value})
 
     def add(self, values: Mapping[str, Input | Moments | None]) -> None:
@@ -234,7 +231,6 @@ class Recorder:
         return state
 
     def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
-        """Go on from a saved state."""
         self._entries = {key: _Entry(lookup_or_gauge(key).window, *saved) for key, saved in state.items()}
 
 
@@ -263,7 +259,6 @@ def rank_operations(keys: Iterable[str]) -> Operations:
 
 
 def _length(operations: Operations) -> int:
-    """Numbers in the vector of `_pack`."""
     return 2 * len(operations) + NUM_MOMENTS * list(operations.values()).count("mean_and_error")
 
 

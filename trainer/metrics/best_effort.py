@@ -147,7 +147,6 @@ class Diagnostics:
 
     @property
     def disabled(self) -> list[str]:
-        """Names of the diagnostics that have failed."""
         return [name for name, guard in self._guards.items() if not guard.enabled]
 
     def summary(self) -> list[str]:

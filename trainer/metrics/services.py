@@ -84,7 +84,6 @@ class _Messages:
         """Ignore progress messages."""
 
     def warning(self, msg: str) -> None:
-        """Record the warning and log the first one."""
         self.count += 1
         if self._on_event is not None:
             self._on_event({"event": "wandb_warning", "text": msg})

@@ -85,11 +85,9 @@ class BackgroundSink:
         self._thread.start()
 
     def log(self, payload: Mapping[str, Any]) -> None:
-        """Queue one payload."""
         self._put(partial(self.sink.log, payload))
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Queue one event."""
         self._put(partial(self.sink.event, event))
 
     def close(self) -> None:
@@ -216,7 +214,6 @@ class JsonlSink(LineFile):
     is_essential = True
 
     def log(self, payload: Mapping[str, Any]) -> None:
-        """Append one payload; see `append`."""
         self.append(encode_payload(payload))
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -268,7 +265,6 @@ class PayloadStream:
         self._descriptor = descriptor
 
     def write(self, text: str) -> int:
-        """Write all of it, however long it takes."""
         data = text.encode("utf-8")
         while data:
             data = data[os.write(self._descriptor, data) :]
@@ -278,11 +274,9 @@ class PayloadStream:
         """Nothing is buffered."""
 
     def fileno(self) -> int:
-        """The descriptor."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
         return os.isatty(self._descriptor)
 
 
@@ -323,7 +317,6 @@ def kept_for_payloads() -> Iterator[Output]:
 
 
 def render_line(payload: Mapping[str, Any]) -> str:
-    """The payload as a human-readable line."""
     step, values = payload["global_step"], all_values(payload)
     if payload["mode"] == "train":
         return format_train_line(step, values)
@@ -343,7 +336,6 @@ class StdoutSink:
         self._stream: Output = stream or sys.stdout
 
     def log(self, payload: Mapping[str, Any]) -> None:
-        """Write one payload."""
         if self._mode == "json":
             self._write(encode_payload(payload))
         elif self._mode == "line":

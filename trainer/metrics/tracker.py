@@ -50,7 +50,6 @@ class Ema:
         self._value: Scalar | None = None
 
     def update(self, sample: Scalar) -> None:
-        """Take in one sample."""
         value = self._value
         if isinstance(sample, torch.Tensor):
             self._value = self._on_device(sample)
@@ -78,7 +77,6 @@ class Ema:
         return None if math.isnan(value) else value
 
     def load(self, value: float | None) -> None:
-        """Continue from a saved average."""
         self._value = value
 
 
@@ -115,8 +113,6 @@ class _OpenStep:
 
 @dataclass
 class _Since:
-    """The steps since the last payload."""
-
     steps: int = 0
     seconds: float = 0.0
     tokens: Scalar = 0
@@ -399,7 +395,6 @@ class MetricsTracker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
         self._tokens_seen = state["tokens_seen"]
         for name, average in self._smoothed.items():
             average.load(state["smoothed"][name])

@@ -36,7 +36,6 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(dim, eps=NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension."""
         # FSDP may gather weights in 16 bits while activations are in 32.
         if x.device.type != "cpu" or x.dtype.itemsize < 4 or x.dtype != self.weight.dtype:
             return super().forward(x)
@@ -81,7 +80,6 @@ class GatedMLP(nn.Module):
         init_matrix(self.out.weight, residual_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, T, D] position-wise."""
         mapped: Tensor = self.out(self.activation(self.gate(x)) * self.values(x))
         return mapped
 

@@ -57,6 +57,5 @@ def undeclared(names: Sequence[str]) -> str:
 
 
 def refuse_output(problem: str) -> None:
-    """Raise a UserError if there is a problem."""
     if problem:
         raise UserError("model.target", f"it returns {problem}", "see docs/models.md#losses-and-metrics")

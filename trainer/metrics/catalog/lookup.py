@@ -182,7 +182,6 @@ def is_built_in(key: str) -> bool:
 
 
 def is_known(key: str) -> bool:
-    """Whether the key matches a row of the catalog."""
     return _find(key) is not None
 
 

@@ -47,7 +47,6 @@ class MetricSpec:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether the name matches many keys."""
         return "<" in self.name
 
 

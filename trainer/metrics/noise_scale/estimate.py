@@ -223,7 +223,6 @@ class Fit:
     freedom: float
 
     def ratio(self, z: tuple[float, float] = QUANTILES) -> Ratio:
-        """x / y with its bounds."""
         (x, y), ((var_x, cov), (_, var_y)) = self.now.tolist(), self.covariance.tolist()
         return bounded_ratio(x, y, var_x, var_y, cov, freedom=self.freedom, z=z)
 
@@ -250,7 +249,6 @@ class History:
         self._levels: list[list[tuple[float, float]]] = [[]]
 
     def add(self, x: float, y: float) -> None:
-        """Add the next step's pair."""
         block = (x, y)
         for level in self._levels:
             level.append(block)
@@ -319,11 +317,9 @@ class History:
             yield Fit(int(ends[k - 1]), now, residual.T @ residual, float(freedom))
 
     def state_dict(self) -> list[list[list[float]]]:
-        """All sums, as plain floats."""
         return [[list(block) for block in level] for level in self._levels]
 
     def load_state_dict(self, state: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Restore a saved state exactly."""
         self._levels = [[(float(x), float(y)) for x, y in level] for level in state] or [[]]
 
 
@@ -373,7 +369,6 @@ class PairAverage:
         self.count = 0.0
 
     def update(self, x: float, y: float) -> None:
-        """Add one pair."""
         fresh = 1.0 - self._ema
         self.weight = self._ema * self.weight + fresh
         self.weight_sq = self._ema**2 * self.weight_sq + fresh**2
@@ -407,11 +402,9 @@ class PairAverage:
         return bounded_ratio(self.mean_x, self.mean_y, *moments, freedom=self.freedom)
 
     def state_dict(self) -> dict[str, float]:
-        """All fields as plain floats."""
         return {name: float(getattr(self, name)) for name in self.FIELDS}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore a saved state exactly."""
         for name in self.FIELDS:
             setattr(self, name, float(state[name]))
 
@@ -533,7 +526,6 @@ class NoiseScaleAverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state exactly."""
         self.history.load_state_dict(state["history"])
         self._noise.load_state_dict(state["noise"])
         self._consistency.load_state_dict(state["consistency"])

@@ -277,7 +277,6 @@ class GradientNoiseScale(NoiseScaleAverage):
             self._pairs.append(trace.pair.clone())
 
     def again(self) -> None:
-        """Begin the current micro-batch anew."""
         self._window_start += 1
         self.begin_micro(self._is_middle)
 
@@ -327,7 +326,6 @@ class GradientNoiseScale(NoiseScaleAverage):
         return self.metrics()
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -345,7 +343,6 @@ class GradientNoiseScale(NoiseScaleAverage):
             gns._is_active, gns._failure = False, error
 
     def _measure(self, index: int, grad: Tensor) -> None:
-        """The leaf's hook."""
         leaf = self._leaves.hooked[index]
         if self._fired_in[index] == self._micro:
             self._repeats += 1
