@@ -92,7 +92,9 @@ def square_sum(norms: Sequence[Tensor]) -> Tensor:
     device = norms[0].device
     by_type: dict[torch.dtype, list[Tensor]] = {}  # to join several types takes much longer on CUDA
     for each in norms:
-        by_type.setdefault(each.dtype, []).append(each.to(device))
+        if each.device != device:
+            each = each.to(device)
+        by_type.setdefault(each.dtype, []).append(each)
     wide = torch.cat(list(map(Tensor.double, map(torch.cat, by_type.values()))))
     return torch.dot(wide, wide)
 
