@@ -1,12 +1,10 @@
-"""Losses in addition to that of the tokens: those of the model's output, and custom components by
-import path.
+"""Losses in addition to that of the tokens: of the model's output, and of custom functions.
 
-A loss "by tokens" is a number per target token, [B, T], or one for all of them, []; the objective
-takes its mean over the target tokens of the step. A loss "by rows" is a number per row, [B]; the
-objective takes its mean over the rows with a target. A row that runs cell by cell takes the mean
-over its cells, weighted by their target tokens: cells of padding count for nothing. Both are sums
-over micro-batches and ranks, so that any split of a step equals one big batch. A number [] counts
-for all target tokens of its micro-batch.
+A loss "by tokens" is a number per target token, [B, T], or one for all tokens of a micro-batch, [];
+the objective takes its mean over the step's target tokens. A loss "by rows" is a number per row,
+[B]; the objective takes its mean over the rows with a target. A row that runs cell by cell takes
+the mean over its cells, weighted by target tokens. Both are sums over micro-batches and ranks, so
+that any split of a step equals one big batch.
 """
 
 from __future__ import annotations
@@ -44,8 +42,7 @@ class AuxiliaryLoss:
 
 
 def declared_losses(model: Any) -> dict[str, By]:
-    """The losses that a model declares for its output: `loss_keys`, a mapping of names to "tokens"
-    or "rows".
+    """The losses that a model declares: `loss_keys`, a mapping of names to "tokens" or "rows".
 
     Raises:
         UserError: it is something else.
@@ -99,8 +96,7 @@ def _widened(value: Tensor) -> Tensor:
 
 
 def _by_row(value: Any, by: By | None, mask: Tensor) -> Any:
-    """A loss by rows that a cellwise model gives for each token, [B, T], as [B]: the mean over the
-    targets, or zero."""
+    """A loss by rows that a cellwise model gives per token, [B, T], as the targets' mean, [B]."""
     if by != "rows" or getattr(value, "shape", None) != mask.shape:
         return value
     return _widened(value).masked_fill(~mask, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
@@ -122,8 +118,8 @@ class AuxiliaryLosses(Auxiliary):
                 self._declared[name] = each.by
 
     def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
-        """Find the factor of losses by rows: the step divides all losses by tokens. Every rank must
-        call it.
+        """Find the factor of losses by rows, since the step divides by tokens. All ranks must call
+        it.
 
         Args:
             window: micro-batches of this rank.
@@ -137,8 +133,7 @@ class AuxiliaryLosses(Auxiliary):
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
         """The loss of a micro-batch (`trainer.data.batch.MicroBatch`) with all its parts.
 
-        In an evaluation, without gradient, losses by rows are only among the parts: its rows have
-        not been counted.
+        Without gradient, losses by rows are only among the parts: rows have not been counted.
 
         Raises:
             UserError: the output has other losses than the model declares; a custom function fails.

@@ -24,17 +24,15 @@ from trainer.model.protocol import ModelOutput, extras_of
 class Cellwise(nn.Module):
     """A model whose rows run cell by cell, each from the state that the previous cell returned.
 
-    Truncated back-propagation through time (Williams and Peng 1990). The model sees one cell per
-    call, and states inside a row are not detached, so outputs and gradients are those of the model
-    run on the whole row.
+    Truncated back-propagation through time (Williams and Peng 1990). States inside a row are not
+    detached: outputs and gradients are those of the model run on the whole row.
 
     Args:
         model: implements `trainer.model.protocol`, with a state.
         cell: tokens per call of the model.
         cells: cells per row.
-        recompute: activation checkpointing. The backward recomputes each cell from its tokens and
-            its incoming state, so that activations of one cell are held at a time, not of the whole
-            row.
+        recompute: the backward recomputes each cell from its tokens and incoming state, so that the
+            activations of one cell are held at a time.
     """
 
     def __init__(self, model: nn.Module, *, cell: int, cells: int = 1, recompute: bool = False) -> None:
@@ -46,8 +44,7 @@ class Cellwise(nn.Module):
     def forward(self, tokens: Tensor, state: Tensor | None = None, **inputs: Any) -> ModelOutput:
         """Predict from tokens [B, row], starting from `state` [B, state_width] (None: zero).
 
-        Other inputs that are shaped [B, row, ...] are cut like the tokens; those of another shape
-        go to every cell.
+        Other inputs are cut like the tokens if they are [B, row, ...]; else every cell gets them.
 
         Raises:
             UserError: rows have another length, or the model returned no state.
@@ -71,7 +68,7 @@ class Cellwise(nn.Module):
 
     def _join(self, losses: Sequence[Mapping[str, Tensor]], rows: int) -> dict[str, Tensor]:
         """The losses of whole rows, [B, T]: one that is [] or [B] counts for each token of its
-        cell. `Auxiliary`, which knows the targets, reduces them to one number per row."""
+        cell."""
         if any(each.keys() != losses[0].keys() for each in losses):
             problem = "the losses of its output are not the same in all cells of a row"
             raise UserError("model.target", problem, "return each of them in every call")
@@ -84,32 +81,28 @@ class Cellwise(nn.Module):
         return joined
 
     def _run(self, tokens: Tensor, state: Tensor | None, inputs: dict[str, Any], *, is_last: bool) -> Any:
-        # The row's last cell is the first one that the backward needs: recomputing it would save
-        # nothing.
+        # The backward needs the row's last cell first: recomputing it would save nothing.
         if not self._recompute or is_last:
             return self.model(tokens=tokens, state=state, **inputs)
         return checkpoint(self.model, use_reentrant=False, tokens=tokens, state=state, **inputs)
 
 
 def _cut(value: Any, shape: torch.Size, start: int, stop: int) -> Any:
-    """Positions [start, stop) of an input that is shaped like the tokens [B, row]; any other input
-    unchanged."""
+    """Positions [start, stop) of an input that is shaped like the tokens; others unchanged."""
     if isinstance(value, Tensor) and value.shape[:2] == shape:
         return value[:, start:stop]
     return value
 
 
 def _returned(state: Tensor | None, given: Tensor | None) -> Tensor:
-    """A returned state as the ledger would hand it on: in the type of the one that the model was
-    given."""
+    """A returned state as the ledger would hand it on: in the type of the given one."""
     if state is None:
         raise UserError("model.target", "the model returned no state", "return it, or set train.tbptt_cells to 1")
     return state if given is None else state.to(given.dtype)
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Have the backward run each of `model.blocks` again from its input, instead of keeping its
-    activations.
+    """Have the backward run each of `model.blocks` again, instead of keeping its activations.
 
     A block must be a function of its inputs: one that writes into them, or into itself, would get
     another gradient when it is called again (the contract's checks would show it).
@@ -128,6 +121,5 @@ def recompute_blocks(model: nn.Module) -> None:
 
 
 def _recomputed(block: Any, *args: Any, **kwargs: Any) -> Any:
-    # A method, of which a copy of the model has its own; around a `functools.partial` torch.compile
-    # compiles nothing.
+    # A method, so that copies of the model have their own; torch.compile ignores partials.
     return checkpoint(block.kept_forward, *args, use_reentrant=False, **kwargs)

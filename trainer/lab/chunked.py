@@ -1,9 +1,8 @@
-"""The loss computed a few tokens at a time, so that logits of all tokens never exist together
-(`objective.chunk_tokens`).
+"""The loss a few tokens at a time: logits of all tokens never exist (`objective.chunk_tokens`).
 
 The training step passes what enters the output layer through a `Headless` model, and
 `ChunkedObjective` applies the output layer itself, chunk by chunk. It can go when fused losses make
-the logits of a large vocabulary cheap.
+logits cheap.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ def _identity(hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def refuse_more_than_a_head(model: nn.Module, head: nn.Linear, device: torch.device, *, seq_len: int) -> None:
-    """Refuse a model that changes its logits after the output layer, which a headless one would
-    leave out.
+    """Refuse a model that changes its logits after the output layer.
 
     Raises:
         UserError: its logits for a few tokens are not those of its output layer.
@@ -100,9 +98,8 @@ class ChunkedObjective:
     """An `Objective` of what enters the output layer, [B, T, D].
 
     Logits are computed for `chunk_tokens` tokens at a time, in the forward and again in the
-    backward: one more product with the output layer's weight, for memory that does not grow with
-    tokens times vocabulary. All results are those of the plain objective up to the order of
-    additions; gradients of the output layer add up in float32.
+    backward. All results are those of the plain objective up to the order of additions; gradients
+    of the output layer add up in float32.
 
     Args:
         objective: of logits.
@@ -159,9 +156,8 @@ class ChunkedObjective:
 class _SumOfChunks(torch.autograd.Function):
     """The sum of the chunks' losses; the backward computes each chunk again.
 
-    Weights are converted once to the type in which autocast uses them. Left to autograd, their
-    gradients would be added up over the chunks in that type: in bf16 the rows of rare tokens would
-    lose most of theirs.
+    Weights are converted once to autocast's type. Left to autograd, their gradients would be added
+    up over the chunks in that type: in bf16 rare tokens would lose most of theirs.
     """
 
     @staticmethod

@@ -1,8 +1,6 @@
-"""Models whose state is a nest of tensors: its packing into the ledger's rows, and `nn.GRU` and
-`nn.LSTM` as families.
+"""Models whose state is a nest of tensors: its packing into rows; `nn.GRU` and `nn.LSTM`.
 
-`carry_flat` is called for models without `state_width`; one that has it, such as the reference,
-needs none of this. It can go when every model of interest states the width of its state.
+For models without `state_width`. It can go when every model states the width of its state.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ TRIED_ROWS = (2, 3)  # two numbers of rows: the dimension that follows them is t
 class Leaf:
     """One tensor of a state: its path, and its shape without the batch.
 
-    A complex number is stored as two numbers, an integer as one per byte: exact in any dtype of the
-    ledger.
+    A complex number is two numbers, an integer one per byte: exact in any dtype of the ledger.
     """
 
     path: str
@@ -69,8 +66,7 @@ class Leaf:
 
 
 class NestLayout:
-    """The tensors of a model's state, batch first, in any nest of tuples, lists, dicts and
-    dataclasses.
+    """The tensors of a state, batch first, in any nest of tuples, lists, dicts and dataclasses.
 
     Rows of the flat form are [leaf 0 | leaf 1 | ...], each in row-major order.
 
@@ -105,8 +101,7 @@ class NestLayout:
         return sum(leaf.size for leaf in self.leaves)
 
     def flatten(self, state: Any) -> Tensor:
-        """The state as rows of numbers, [B, width], in the widest type of its tensors, at least
-        float32.
+        """The state as rows [B, width], in the widest type of its tensors, at least float32.
 
         Raises:
             ValueError: it has another layout.
@@ -122,8 +117,7 @@ class NestLayout:
         return torch.cat([each.to(dtype) for each in rows], dim=1)
 
     def unflatten(self, rows: Tensor) -> Any:
-        """The state of rows [B, width], each tensor in the type of its leaf, or in its double one
-        if `rows` are."""
+        """The state of rows [B, width], each tensor in the type of its leaf, or the double one."""
         pieces = torch.split(rows, [leaf.size for leaf in self.leaves], dim=1)
         tensors = [leaf.from_rows(piece) for leaf, piece in zip(self.leaves, pieces, strict=True)]
         return pytree.tree_unflatten(tensors, self._spec)
@@ -146,12 +140,10 @@ def _register_dataclasses(state: Any) -> None:
 
 
 def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
-    """Let a model with a structured state take and return it as rows [B, state_width], by hooks on
-    its forward.
+    """Let a model take and return a nested state as rows [B, state_width], by hooks.
 
-    The module and the names of its parameters stay. `model.state_layout` and `model.state_width`
-    are set: the layout of the state that forwards without gradient return in `eval()`, or None and
-    0 if they return none.
+    Sets `model.state_layout` and `model.state_width`: the layout of the state that forwards without
+    gradient return in `eval()`, or None and 0 if they return none.
 
     Args:
         lengths: tokens of the rows that the model is for; tried after `TRIED_TOKENS`.
@@ -181,8 +173,7 @@ def carry_flat(model: nn.Module, *, lengths: Sequence[int] = ()) -> nn.Module:
 
 
 def _first_states(model: nn.Module, lengths: Sequence[int]) -> list[Any]:
-    """The states after rows of the first length that the model takes, one for each of
-    `TRIED_ROWS`."""
+    """The states after rows of the first length that the model takes, for each of `TRIED_ROWS`."""
     device = next(model.parameters(), torch.empty(0)).device
     errors: dict[int, Exception] = {}
     for length in (*TRIED_TOKENS, *lengths):
@@ -216,13 +207,9 @@ def _return_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class TorchRnn(nn.Module):
-    """An embedding, torch's recurrent layers, and a linear output; each cell of a group continues
-    from h (and c).
+    """Embedding, torch's recurrent layers, linear output; cells of a group continue from h (and c).
 
     Args:
-        vocab_size: number of token ids.
-        dim: width of the embedding and of each layer.
-        num_layers: of the recurrent module.
         kind: `GRU` or `LSTM`.
         dropout: between layers, in training.
         tie_embeddings: share the embedding's weight with the output layer.

@@ -1,7 +1,6 @@
 """Metrics in TensorBoard's event files (`metrics.tensorboard`, extra `tensorboard`).
 
-The record, stdout and wandb are sinks of the core; this one can go when nobody reads event files
-any more.
+It can go when nobody reads event files any more.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from trainer.metrics.sinks import SAMPLE, display_key
 
 
 def _verbatim(text: str) -> str:
-    """Indented, so that TensorBoard shows it verbatim. Anything else would be rendered as
-    Markdown."""
+    """Indented, since TensorBoard would render it as Markdown otherwise."""
     return "".join(f"    {line}\n" for line in text.splitlines() or [""])
 
 
 class TensorboardSink:
-    """Writes each metric as a scalar, at its step; and `config`, the settings by their dotted keys,
-    as text and as hyperparameters."""
+    """Writes each metric as a scalar, and `config`, settings by dotted key, as hyperparameters."""
 
     def __init__(self, log_dir: Path, config: Mapping[str, Any] | None = None) -> None:
         self._log_dir, self._config = log_dir, config or {}
@@ -48,8 +45,7 @@ class TensorboardSink:
         for key, each in config.items():
             if not isinstance(each, bool | int | float):
                 plain[key] = str(each)
-        # The writer's own `add_hparams` would make a run of its own of them; the third part says
-        # that it has ended.
+        # The writer's `add_hparams` would make a separate run, which the third part ends.
         hparams: Any = summary.hparams
         for part in hparams(plain, {"train/loss": 0.0, "eval/loss": 0.0})[:2]:
             self._writer.file_writer.add_summary(part)

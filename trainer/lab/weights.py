@@ -1,5 +1,4 @@
-"""Weights as safetensors: shared tensors are stored once, and a file loads only if it fits the
-model."""
+"""Weights as safetensors: shared tensors are stored once; a file loads only if it fits."""
 
 from __future__ import annotations
 
@@ -18,14 +17,12 @@ from trainer.model.protocol import tied_names
 
 WEIGHTS_FILE = "model.safetensors"
 SHARED_KEY = "shared"
-"""In the metadata: JSON, name of an omitted tensor -> name of the stored tensor that it shares
-memory with."""
+"""In the metadata: JSON, name of an omitted tensor -> the stored one that shares its memory."""
 MOST_NAMED = 5  # tensors named in one message
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors on the CPU (shared ones under every name) and metadata of a safetensors file or an
-    exported directory.
+    """Tensors on the CPU (shared ones under every name) and metadata of a file or an export.
 
     Raises:
         UserError: the file is missing, or damaged.
@@ -47,12 +44,10 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def load_weights(model: nn.Module, path: str | Path) -> dict[str, str]:
-    """Load a file's weights into `model`, all or none, and return its metadata. Each rank of a
-    sharded model loads its rows.
+    """Load a file's weights into `model`, all or none, and return its metadata.
 
     Raises:
-        UserError: a tensor is missing, unknown, or has another shape; or the file has tied tensors
-            that differ.
+        UserError: a tensor is missing, unknown or of another shape, or tied tensors differ.
     """
     tensors, metadata = read_weights(path)
     check_fit(model, tensors, key="model.weights", path=path)
@@ -63,8 +58,7 @@ def load_weights(model: nn.Module, path: str | Path) -> dict[str, str]:
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path: str | Path) -> None:
-    """Refuse tensors that are not exactly those of `model` (which may be on the meta device),
-    naming them."""
+    """Refuse tensors that are not exactly those of `model` (on the meta device or any other)."""
     own = model.state_dict()
     problems, missing = [], []
     for name, tensor in own.items():

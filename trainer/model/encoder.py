@@ -125,9 +125,7 @@ class LanguageModel(nn.Module):
 
     Args:
         make_block: makes a block, with an `init_weights(num_layers)`.
-        vocab_size: number of token ids.
         dim: width of the residual stream.
-        num_layers: number of blocks.
         hidden: width of the gated MLP.
         tie_embeddings: share the embedding's weight with the output layer.
     """

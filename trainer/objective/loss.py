@@ -242,10 +242,8 @@ def token_type_sums(
     """Sum loss, correct predictions and targets by the type of the target.
 
     Args:
-        token_loss: loss of each target, [B, T].
-        is_correct: bool [B, T].
+        token_loss, is_correct: of each target, [B, T].
         token_types: of each target, integers [B, T]; those outside 0..num_types-1 do not count.
-        num_types: number of types.
         mask: bool [B, T], False where the target is masked and must not count, whatever its type.
             None: the types mark such targets with -1.
 
