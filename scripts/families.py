@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from trainer.lab.contracts import Report, check_model
 from trainer.lab.hugging_face import HuggingFace, without_attention
-from trainer.model.protocol import ModelOutput, carry_flat
+from trainer.lab.nested_state import carry_flat
+from trainer.model.protocol import ModelOutput
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "families.csv"
 VOCAB = 64

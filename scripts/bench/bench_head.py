@@ -15,9 +15,8 @@ from bench_table import Figure, bench_parser, growth_mb, in_child, in_turns, ove
 from torch import Tensor, nn
 
 from trainer.lab import transformer
-from trainer.model.wrappers import Headless
+from trainer.lab.chunked import ChunkedObjective, Headless
 from trainer.objective import Objective, ObjectiveOptions
-from trainer.objective.chunked import ChunkedObjective
 from trainer.objective.loss import Loss
 
 VOCABULARIES = (257, 128_000)

@@ -14,8 +14,8 @@ import torch
 from bench_table import Figure, bench_parser, growth_mb, in_child, in_turns, over, ratio_figure, run_bench, seconds_of
 from torch import Tensor, nn
 
+from trainer.lab.cellwise import Cellwise
 from trainer.model import build
-from trainer.model.wrappers import Cellwise
 
 VOCAB = 256
 WAYS = ("one long cell", "in cells", "in cells, checkpointed")

@@ -22,8 +22,7 @@ from trainer.errors import UserError
 from trainer.import_path import NO_PARTS, Parts, users_code
 from trainer.lab.contracts import Report, check_model
 from trainer.metrics.logger import get_logger
-from trainer.model.protocol import evaluating
-from trainer.model.wrappers import run_few_tokens
+from trainer.model.protocol import evaluating, run_few_tokens
 from trainer.training.setup.parts import AUTOCAST, make_model, model_and_loss
 from trainer.training.setup.plan import Plan, resolve_builder, weightless
 from trainer.training.setup.sources import runs_on
@@ -83,7 +82,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         if model is None or not is_full:
             reduced = table.model_copy(update={"dim": size.dim, "num_layers": size.num_layers})
             model = make_model(plan, reduced).to(device)
-            model_and_loss(model, plan.config, device)
+            model_and_loss(model, plan, device)
         accepted = accepted_inputs(model)
         if accepted is not None and not any(source.table.target is not None for source in plan.sources):
             refuse_align(plan, model, accepted)
@@ -97,7 +96,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
             max_seconds=MAX_SECONDS,
         )
         if plan.config.objective.target is not None and report["forward"].status == "held":
-            run, loss = model_and_loss(model, plan.config, device)
+            run, loss = model_and_loss(model, plan, device)
             with evaluating(model):
                 output = run_few_tokens(run, device, seq_len=tokens, below=plan.vocab_size).logits
             targets = torch.arange(output.shape[1], device=device)[None] % plan.vocab_size

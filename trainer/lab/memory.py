@@ -42,8 +42,8 @@ from trainer.lab.gated_delta import GatedDelta
 from trainer.metrics.logger import get_logger
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.model.encoder import GatedRecurrence
+from trainer.model.protocol import tied_names
 from trainer.model.recurrence import HAS_TRITON, fused_scan
-from trainer.model.weights import tied_names
 from trainer.training.extension import Extension
 from trainer.training.setup.parts import (
     autocast_context,
@@ -321,14 +321,14 @@ def _gradient_bytes(model: nn.Module) -> int:
 
 def _make_step(plan: Plan, model: nn.Module, strategy: Strategy) -> TrainStep:
     config = plan.config
-    cell_model, loss = model_and_loss(model, config, None, vocab_size=plan.vocab_size)
+    cell_model, loss = model_and_loss(model, plan, None, vocab_size=plan.vocab_size)
     if isinstance(strategy, Replicated):  # DDP needs ranks
         strategy = Strategy()
     return TrainStep(
-        model=strategy.wrap(in_cells(cell_model, config), model),
+        model=strategy.wrap(in_cells(cell_model, plan), model),
         ledgers=(),  # its states are counted by their number; a model without one makes as many zeros as are looked up
         objective=loss,
-        auxiliary=make_auxiliary(config.objective, model),
+        auxiliary=make_auxiliary(config.objective, model, plan.parts),
         optimizer=build_optimizer(model, config.optimizer, plan.parts),
         gns=GradientNoiseScale(model) if config.gns.enabled else None,
         scaler=torch.amp.GradScaler("cpu", enabled=False),  # one that is on reads numbers, and takes none to speak of

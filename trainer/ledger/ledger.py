@@ -116,7 +116,7 @@ class Ledger:
     Args:
         options: how many groups it holds, and which it evicts; see `LedgerOptions`.
         state_width: numbers per state.
-        layout: instead, of states that are any nest of tensors [B, ...]: `trainer.model.protocol.StateLayout(state)`.
+        layout: instead, for states that are any nest of tensors [B, ...] (docs/ledger.md).
         device: of the states.
         dtype: of the states as they are kept; None: that of the options. bfloat16 halves the memory and rounds to 8 bits.
         owners: which rank holds a group.

@@ -14,8 +14,8 @@ from tests.support.ranks import differences
 from tests.unit.training.test_no_waiting import META, NoBlockingCopies
 from trainer.errors import UserError
 from trainer.hashing import splitmix64
+from trainer.lab.nested_state import NestLayout
 from trainer.ledger import COUNTER_KEYS, GAUGE_KEYS, Ledger, LedgerOptions, index, owner_of
-from trainer.model.protocol import StateLayout
 from trainer.options import WipeMode
 
 WIDTH = 2
@@ -56,7 +56,7 @@ def test_loaded_states_are_detached_copies() -> None:
 
 def test_a_nest_goes_in_and_comes_out_and_zeros_for_what_is_not_held() -> None:
     state = {"h": torch.randn(2, 3, 4), "c": (torch.randn(2, 5).bfloat16(), torch.tensor([[2**40], [-1]]))}
-    ledger = Ledger(LedgerOptions(capacity=4), layout=StateLayout(state))
+    ledger = Ledger(LedgerOptions(capacity=4), layout=NestLayout(state))
     ledger.begin_step(1)
     groups, cells = np.array([7, 9]), np.array([1, 1])
     ledger.store(groups, cells - 1, np.array([False, False]), state)

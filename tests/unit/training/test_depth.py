@@ -55,7 +55,7 @@ def model_of(plan: Plan) -> torch.nn.Module:
 
 
 def evaluated(plan: Plan, model: torch.nn.Module, info: RankInfo = RankInfo(), diagnostics=None, sets=()):  # noqa: B008
-    cell_model, loss = model_and_loss(model, plan.config, None)
+    cell_model, loss = model_and_loss(model, plan, None)
     sets, diagnostics = sets or eval_sets(plan, info, CPU), diagnostics or Diagnostics()
     found = make_evaluator(
         plan, model, cell_model, loss, Auxiliary(), info, CPU, diagnostics, sets, strategy=Strategy()

@@ -153,7 +153,7 @@ def _find_state(model: nn.Module, seq_len: int) -> str:
     """Give a model without `state_width` one, as the trainer does when it builds it; why that fails, if it does."""
     if getattr(model, "state_width", None) is not None:
         return ""
-    from trainer.model.protocol import carry_flat  # of models that are written like this alone
+    from trainer.lab.nested_state import carry_flat  # of models that are written like this alone
 
     try:
         carry_flat(model, lengths=(seq_len,))
@@ -209,7 +209,7 @@ def _loss_mismatch(model: nn.Module, output: Any, length: int) -> str:
     """The problem of the losses for one row. Their dependencies are not judged: a balance loss may mix rows."""
     if not hasattr(model, "loss_keys") and not getattr(output, "losses", None):
         return ""
-    from trainer.objective.auxiliary import declared_losses, loss_problem  # of models that are written like this alone
+    from trainer.lab.auxiliary import declared_losses, loss_problem  # of models that are written like this alone
 
     losses = getattr(output, "losses", None) or {}
     return loss_problem(losses, declared_losses(model), (1, length), needs_all=model.training)

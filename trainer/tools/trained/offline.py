@@ -76,9 +76,9 @@ def evaluate_checkpoint(
         # Which documents are held out follows from the names that the run had for its files.
         state = checkpoint.named(str(find_checkpoint(directory, saved.step)), checkpoint.read_state)
         plan = check_data(plan, state, info, DataPolicy(compares=False)).plan
-    cell_model, loss = model_and_loss(saved.model, plan.config, device, vocab_size=plan.vocab_size)
+    cell_model, loss = model_and_loss(saved.model, plan, device, vocab_size=plan.vocab_size)
     read = eval_sets(plan, info, device)
-    auxiliary = make_auxiliary(plan.config.objective, saved.model)
+    auxiliary = make_auxiliary(plan.config.objective, saved.model, plan.parts)
     evaluator = make_evaluator(
         plan, saved.model, cell_model, loss, auxiliary, info, device, diagnostics, read, strategy=Strategy()
     )

@@ -23,8 +23,8 @@ from trainer.config.schema import RunConfig
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.files import read_json, replacing_path, write_file
+from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights
 from trainer.model.families import DEFAULT, as_trained
-from trainer.model.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights
 from trainer.tools.runs.load import load_run
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.tensor_files import CheckpointError, TensorFiles

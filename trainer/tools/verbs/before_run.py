@@ -140,10 +140,11 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
     """
     from trainer.distributed.strategy import shard_units
     from trainer.files import is_url
+    from trainer.lab.cellwise import recompute_blocks
     from trainer.lab.optimizers import resolve_own
     from trainer.lab.storage import Storage
-    from trainer.model.weights import check_fit, read_weights
-    from trainer.model.wrappers import output_layer, recompute_blocks
+    from trainer.lab.weights import check_fit, read_weights
+    from trainer.model.protocol import output_layer
     from trainer.tools.corpus.paths import refuse_empty
     from trainer.training.setup.plan import make_auxiliary
     from trainer.training.step.optimizer import parameter_groups
@@ -160,7 +161,7 @@ def _refuse_what_a_run_would(plan: Plan) -> None:
         resolve_own(config.optimizer.target, groups, config.optimizer)
     if config.objective.chunk_tokens:
         output_layer(model)
-    make_auxiliary(config.objective, model)
+    make_auxiliary(config.objective, model, plan.parts)
     if config.train.activation_checkpointing == "block":
         recompute_blocks(model)
     if plan.layout is not None:

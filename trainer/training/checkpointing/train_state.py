@@ -19,7 +19,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.metrics.aggregate import Recorder, Reporter
 from trainer.metrics.noise_scale.hooks import GradientNoiseScale
 from trainer.metrics.tracker import MetricsTracker
-from trainer.model.weights import tied_names
+from trainer.model.protocol import tied_names
 from trainer.training.checkpointing.tensor_files import Rows, TensorFiles, TensorPart, model_file, pack, unpack
 from trainer.training.step.optimizer import load_named_state, named_state
 from trainer.wording import few

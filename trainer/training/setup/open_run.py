@@ -95,7 +95,7 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     launch.moments["model"] = time.monotonic()
     with raise_on_all_ranks(world_size=info.world_size):
         sets = eval_sets(plan, info, device, has_state=bool(state.ledgers))
-        auxiliary = make_auxiliary(config.objective, state.model)
+        auxiliary = make_auxiliary(config.objective, state.model, plan.parts)
         if found is None:
             begin_from_weights(plan, state.model)
             position = Position.of(state)
@@ -124,11 +124,11 @@ def open_run(  # noqa: PLR0915 - an outline of the start, from top to bottom
     if info.is_main:
         plan.call("first messages", plan, state, device, run_dir)
     plan.call("mixing weights", plan, info, state, run_dir, found)
-    cell_model, loss = model_and_loss(state.model, config, device, vocab_size=plan.vocab_size)
+    cell_model, loss = model_and_loss(state.model, plan, device, vocab_size=plan.vocab_size)
     if config.train.compile:  # not earlier: the few tokens of a check would be compiled for, too
         logger.info("blocks are compiled in the first step, which takes some seconds more")
         compile_blocks(state.model)
-    row_model = in_cells(cell_model, config)
+    row_model = in_cells(cell_model, plan)
     step_model = strategy.wrap(row_model, state.model)
     reading = _start_reading(plan, info, state, position, device, stack)
     # No part refers to the run, so that a finished run is freed, and the process group with it.

@@ -20,15 +20,7 @@ from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.snapshot import Owners
 from trainer.metrics.tracker import MetricsTracker
-from trainer.model.protocol import ModelOutput, extras_of
-from trainer.model.wrappers import (
-    Cellwise,
-    Headless,
-    output_layer,
-    recompute_blocks,
-    refuse_more_than_a_head,
-)
-from trainer.objective.chunked import ChunkedObjective
+from trainer.model.protocol import ModelOutput, extras_of, output_layer
 from trainer.objective.loss import Loss, Objective
 from trainer.options import LedgerOptions
 from trainer.training.checkpointing.train_state import DataShard, TrainState
@@ -74,7 +66,7 @@ def make_model(plan: Plan, table: ModelTable | None = None) -> nn.Module:
     config = plan.config
     model = build_model(table or config.model, plan.vocab_size, seq_len=config.data.seq_len, parts=plan.parts)
     if config.train.activation_checkpointing == "block":
-        recompute_blocks(model)
+        plan.parts.need("recomputed blocks", "train.activation_checkpointing")(model)
     return model
 
 
@@ -107,14 +99,14 @@ def make_eval_ledger(plan: Plan, model: nn.Module, device: torch.device) -> Call
 
 
 def model_and_loss(
-    model: nn.Module, config: RunConfig, device: torch.device | None, *, vocab_size: int = 0
+    model: nn.Module, plan: Plan, device: torch.device | None, *, vocab_size: int = 0
 ) -> tuple[nn.Module, Loss]:
     """The model as it runs a row, and its loss, which computes the logits with `chunk_tokens`.
 
     A UserError if a custom loss cannot be made, or if the model does more to its logits than an
     output layer: with `chunk_tokens`, this is tried on the `device`, unless it is None.
     """
-    table, own, key = config.objective, None, "objective.target"
+    table, own, key = plan.config.objective, None, "objective.target"
     if table.target is not None:
         with users_code(key):
             own = own_loss(table.target, table.args, key)()
@@ -125,10 +117,10 @@ def model_and_loss(
     objective = Objective(table, own=own, vocab_size=vocab_size)
     if table.chunk_tokens == 0:  # all logits exist at once
         return model, objective
-    head = output_layer(model)
-    if device is not None:
-        refuse_more_than_a_head(model, head, device, seq_len=config.data.seq_len)
-    return Headless(model, head), ChunkedObjective(objective, head, chunk_tokens=table.chunk_tokens)
+    in_chunks = plan.parts.need("loss in chunks", "objective.chunk_tokens")
+    made: tuple[nn.Module, Loss]
+    made = in_chunks(model, objective, table.chunk_tokens, device=device, seq_len=plan.config.data.seq_len)
+    return made
 
 
 def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
@@ -137,13 +129,16 @@ def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], Ab
     return nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype=dtype)
 
 
-def in_cells(model: nn.Module, config: RunConfig) -> nn.Module:
+def in_cells(model: nn.Module, plan: Plan) -> nn.Module:
     """The model as the training step calls it, cell by cell with `tbptt_cells`."""
-    cells = config.train.tbptt_cells
-    if cells == 1:
+    train = plan.config.train
+    if train.tbptt_cells == 1:
         return model
-    recompute = config.train.activation_checkpointing == "cell"
-    return Cellwise(model, cell=config.data.seq_len, cells=cells, recompute=recompute)
+    recompute = train.activation_checkpointing == "cell"
+    run_in_cells = plan.parts.need("cells of a row", "train.tbptt_cells")
+    built: nn.Module
+    built = run_in_cells(model, cell=plan.config.data.seq_len, cells=train.tbptt_cells, recompute=recompute)
+    return built
 
 
 def max_tokens_per_micro(plan: Plan) -> int:

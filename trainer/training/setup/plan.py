@@ -21,18 +21,13 @@ from trainer.distributed.strategy import layout_for
 from trainer.errors import UserError
 from trainer.files import is_url
 from trainer.import_path import NO_PARTS, Parts, refuse_arguments, resolve_target, users_code
-from trainer.metrics.catalog.lookup import is_built_in
 from trainer.metrics.logger import get_logger
 from trainer.micro_batches import MicroBatches
 from trainer.model.families import DEFAULT, FAMILIES, GONE, Family
-from trainer.model.protocol import carry_flat
 from trainer.model.recurrence import HAS_TRITON
-from trainer.model.weights import load_weights
-from trainer.objective.auxiliary import Auxiliary, AuxiliaryLoss, declared_losses
-from trainer.objective.loss import COMPONENTS
+from trainer.objective.auxiliary import Auxiliary
 from trainer.training.setup.sources import Source, check_reading, leaf_tables, resolve_eval_sources, resolve_sources
 from trainer.training.step.schedule import Length, make_schedule
-from trainer.wording import few
 
 logger = get_logger(__name__)
 
@@ -256,7 +251,8 @@ def begin_from_weights(plan: Plan, model: nn.Module) -> None:
     path = plan.config.model.weights
     if path is None:
         return
-    metadata = load_weights(model, plan.place(path))
+    load_weights = plan.parts.need("initial weights", "model.weights")
+    metadata: dict[str, str] = load_weights(model, plan.place(path))
     logger.info("beginning with the weights of %s", path)
     # Files of other programs do not say.
     trained_with = metadata.get("tokenizer", plan.tokenizer.name)
@@ -321,6 +317,7 @@ def build_model(
     if not hasattr(model, "state_width"):
         fix = "make it forward(tokens, state=None) -> trainer.model.protocol.ModelOutput (docs/models.md); "
         fix += "wrap a model of transformers (docs/models.md#models-of-transformers)"
+        carry_flat = parts.need("nested states", key)
         with users_code(key, f"{name} gave a model without state_width, whose forward fails", fix):
             # Run once, to find the structure of its state.
             carry_flat(model, lengths=() if seq_len is None else (seq_len,))
@@ -335,32 +332,18 @@ def own_loss(target: str, args: Mapping[str, Any], key: str, **given: Any) -> Ca
     return partial(function, **args)
 
 
-def make_auxiliary(table: ObjectiveTable, model: nn.Module) -> Auxiliary:
-    """The losses and metrics of a model, and `[objective.losses]`. A UserError for wrong names."""
-    declared, losses = declared_losses(model), table.losses
-    own = [name for name, each in losses.items() if each.target is not None]
-    built_in = {*COMPONENTS, *table.components}
-    for name in sorted({*own, *declared} & built_in | set(own) & declared.keys()):  # the first is enough
-        raise UserError(f"objective.losses.{name}", "another loss has this name", "choose another one")
-    for name in sorted(losses.keys() - declared.keys() - set(own)):
-        problem = f"the model has no such loss; its loss_keys are {few(sorted(declared)) or 'empty'}"
-        fix = "name one of them, or set loss_keys on the model (docs/models.md#losses-and-metrics), or a target here"
-        raise UserError(f"objective.losses.{name}", problem, fix)
-    found = {name: AuxiliaryLoss(by, 1.0) for name, by in declared.items()}
-    for name in losses.keys() & declared.keys():
-        found[name] = AuxiliaryLoss(declared[name], losses[name].weight)
-    for name in own:
-        each, key = losses[name], f"objective.losses.{name}"
-        function = own_loss(each.target or "", each.args, key, output=0, micro=0)
-        found[name] = AuxiliaryLoss(each.by, each.weight, function)
-    if not table.components and not any(each.weight for each in found.values()):
-        fix = "set loss_keys on the model, or objective.losses or target (docs/models.md#losses-and-metrics)"
-        raise UserError("objective.token_ce", "is 0, and no other loss would be trained on", fix)
-    keys = getattr(model, "metric_keys", ())
-    if isinstance(keys, str) or any(map(is_built_in, keys)):
-        problem = f"{type(model).__name__}.metric_keys is {keys!r}"
-        raise UserError("model.target", problem, "make it a tuple of names that the trainer has no metric of")
-    return Auxiliary(found, keys)
+def make_auxiliary(table: ObjectiveTable, model: nn.Module, parts: Parts) -> Auxiliary:
+    """The losses and metrics of a model's output, and the losses of `[objective.losses]`.
+
+    Raises:
+        UserError: a loss that is named does not exist, or a name is taken; or `parts` have none of them.
+    """
+    declares = getattr(model, "loss_keys", None) or getattr(model, "metric_keys", None)
+    if table.components and not table.losses and not declares:
+        return Auxiliary()
+    key = "objective.losses" if table.losses else "model.target"
+    made: Auxiliary = parts.need("losses of the output", key)(table, model, own_loss)
+    return made
 
 
 def family_of(table: ModelTable) -> Family:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.load import flatten
-from trainer.config.schema import RunConfig
 from trainer.data.fingerprint import DataChange
 from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
 from trainer.distributed.strategy import num_parameters
@@ -20,7 +19,7 @@ from trainer.files import is_url
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.run_status import dead
-from trainer.metrics.services import CLOSE_SEC, TensorboardSink, WandbSink, resolve_mode
+from trainer.metrics.services import CLOSE_SEC, WandbSink, resolve_mode
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink, resolve_stdout_mode
 from trainer.training.checkpointing import checkpoint
 from trainer.training.checkpointing.restore import Change, changed_settings
@@ -139,7 +138,7 @@ def open_record(
             # Without a checkpoint too: the record of an earlier attempt continues.
             is_restart = run_dir.metrics.exists() or found is not None
             saved_id = None if found is None else found[1].get("wandb_run_id")
-            sinks = make_sinks(plan.config, run_dir, stdout or sys.stdout, saved_id, diagnostics)
+            sinks = make_sinks(plan, run_dir, stdout or sys.stdout, saved_id, diagnostics)
             state.tracker.init_backends(sinks)
             if is_restart:
                 previous = _previous(run_dir, position.step)
@@ -181,13 +180,14 @@ def _changed(plan: Plan, info: RankInfo, found: Found, data: DataChange) -> dict
 
 
 def make_sinks(
-    config: RunConfig, run_dir: RunDir, stdout: Output, wandb_run_id: str | None, diagnostics: Diagnostics
+    plan: Plan, run_dir: RunDir, stdout: Output, wandb_run_id: str | None, diagnostics: Diagnostics
 ) -> list[Sink]:
     """The sinks of a run. All but the record and a terminal's have a thread."""
 
     def in_background(sink: Sink, name: str, close_sec: float = 5.0) -> Sink:
         return BackgroundSink(sink, name=name, guard=diagnostics.best_effort(name), close_sec=close_sec)
 
+    config = plan.config
     mode = resolve_stdout_mode(config.metrics.stdout, stdout)
     # The record first: if it cannot be written, no other sink should report the step.
     sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
@@ -213,6 +213,7 @@ def make_sinks(
         )
         sinks.append(in_background(wandb, "wandb", CLOSE_SEC))
     if config.metrics.tensorboard:
-        settings = flatten(config.model_dump(mode="json"))
-        sinks.append(in_background(TensorboardSink(run_dir.path / "tensorboard", settings), "tensorboard"))
+        make = plan.parts.need("tensorboard", "metrics.tensorboard")
+        sink = make(run_dir.path / "tensorboard", flatten(config.model_dump(mode="json")))
+        sinks.append(in_background(sink, "tensorboard"))
     return sinks
