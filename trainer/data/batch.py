@@ -19,14 +19,14 @@ OPTIONAL_CARRY_KEYS = ("end_ids", "end_cell_index", "depth")
 MASKED_SHARE = "stream_mixing/masked_share"
 FILL = "data/fill"
 BATCH_EXTRAS: Final[Mapping[str, str]] = {
-    "dataset_labels": "source of each row, a list of names; with segment_ids of each segment, a tuple",
-    "dataset_segments": "modality of each row, a list of names; with segment_ids of each segment, a tuple",
+    "dataset_labels": "source of each row, a list; with segment_ids of each segment, a tuple",
+    "dataset_segments": "modality of each row, a list; with segment_ids of each segment, a tuple",
     "segment_ids": "segment of each target, integers [B, T], -1 where there is none",
     "pack_num_samples": "documents in each row, integers [B]",
     "token_types": "type of each target token, small integers [B, T], -1 where masked",
-    "tokens_before": "the last n inputs before the row in its group, right-aligned, integers [B, n]",
+    "tokens_before": "the last n inputs of the group before the row, right-aligned, integers [B, n]",
     "resets_before": "resets of the row's earlier cells, booleans [B, n]",
-    "instability_meta_json": "JSON that locates the batch, or an object that makes it: streams, documents, group ids",
+    "instability_meta_json": "JSON that locates the batch, or an object that makes it",
 }
 """The keys of a data set's dict that the model never gets. A new one is registered here."""
 
@@ -35,8 +35,9 @@ BATCH_EXTRAS: Final[Mapping[str, str]] = {
 class Carry:
     """Which group each row continues: int64 [B], int64 [B], bool [B]; group -1 carries nothing.
 
-    `end_ids` and `end_cell_index`, int64 [B]: the group that goes on behind the row, and the cell that it had there,
-    where that may be another one. `depth`, int64 [B]: tokens of the row's group before it; None: those of whole cells.
+    `end_ids` and `end_cell_index`, int64 [B]: the group that goes on behind the row, and its cell
+    there, where that may be another one. `depth`, int64 [B]: tokens of the row's group before it;
+    None: those of whole cells.
     """
 
     group_ids: np.ndarray
@@ -48,7 +49,8 @@ class Carry:
 
     def rows(self, part: slice) -> Self:
         """These rows."""
-        return replace(self, **{key: value[part] for key, value in vars(self).items() if value is not None})
+        given = {key: value for key, value in vars(self).items() if value is not None}
+        return replace(self, **{key: value[part] for key, value in given.items()})
 
     def tokens_before(self, row_tokens: int) -> np.ndarray:
         """Tokens of each row's group before it, int64 [B], of rows of that many tokens."""
@@ -57,7 +59,8 @@ class Carry:
     @classmethod
     def of_no_group(cls, num_rows: int) -> Self:
         """Rows that carry nothing."""
-        return cls(np.full(num_rows, -1), np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_))
+        nothing = np.zeros(num_rows, np.int64)
+        return cls(nothing - 1, nothing, nothing != 0)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class MicroBatch:
     # Reported by the data set with it; None is a value that it should have reported and could not.
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     shard: int = 0  # which of the rank's data shards it is of, from 0
-    is_filler: bool = False  # a masked copy, of which nothing is learnt: the data set had nothing left
+    is_filler: bool = False  # a masked copy: the data set had nothing left
 
     @property
     def meta(self) -> str:
@@ -90,11 +93,13 @@ class MicroBatch:
             by_row = {k: v for k, v in values.items() if isinstance(v, Tensor | np.ndarray | list)}
             return {**values, **{key: v[part] for key, v in by_row.items() if len(v) == num_rows}}
 
-        parts: dict[str, Any] = {"inputs": cut(self.inputs), "targets": self.targets[part], "extras": cut(self.extras)}
-        return replace(self, carry=self.carry and self.carry.rows(part), **parts)
+        inputs, extras = cut(self.inputs), cut(self.extras)
+        carry = self.carry and self.carry.rows(part)
+        return replace(self, inputs=inputs, targets=self.targets[part], carry=carry, extras=extras)
 
     def masked(self) -> MicroBatch:
-        """The first row with nothing to predict and no group; all rows where batches have one shape."""
+        """The first row with nothing to predict and no group; of full rows all."""
+        # Batches of full rows have one shape.
         first = self if "segment_ids" in self.extras else self.rows(slice(1))
         carry = first.carry and Carry.of_no_group(len(first.targets))
         targets, metrics = torch.full_like(first.targets, IGNORED), {MASKED_SHARE: 1.0, FILL: 0.0}
@@ -132,8 +137,8 @@ def check_inputs(inputs: Collection[str], accepted: Collection[str]) -> None:
 def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> MicroBatch:
     """A data set's dict as a micro-batch. `accepted`: inputs that the model takes; None: any.
 
-    Raises UserError if `targets` is absent, only some of the carry keys are there, or a key is neither a registered
-    extra nor an input of the model.
+    Raises UserError if `targets` is absent, only some of the carry keys are there, or a key is
+    neither a registered extra nor an input of the model.
     """
     inputs = {key: value for key, value in batch.items() if key not in BATCH_EXTRAS}
     extras = {key: value for key, value in batch.items() if key in BATCH_EXTRAS}
@@ -151,4 +156,5 @@ def take_apart(batch: Mapping[str, Any], accepted: frozenset[str] | None) -> Mic
         carry = Carry(*map(inputs.pop, CARRY_KEYS), **optional)
     if accepted is not None and not inputs.keys() <= accepted:
         check_inputs(inputs, accepted)
-    return MicroBatch(inputs, targets, carry, extras, located=extras.get("instability_meta_json", "{}"))
+    located = extras.get("instability_meta_json", "{}")
+    return MicroBatch(inputs, targets, carry, extras, located)

@@ -1,4 +1,4 @@
-"""The documents of a file as runs of tokens in one array, and the formats that hold token ids, all memory-mapped.
+"""The documents of a file as runs of tokens in one array, and the mapped formats of token ids.
 
 These are `.npy`, headerless `.bin`, and Megatron-LM's indexed files: `NAME.bin` holds the ids and
 `NAME.idx` the positions of the documents, all little-endian: the magic, the version (u64, 1), the
@@ -31,16 +31,17 @@ from trainer.options import Options, TextSplit, part_options
 TokenArray = npt.NDArray[Any]  # any integer dtype: as stored on disk
 Kind: TypeAlias = Literal["text", "ids"]  # of a file: text to be tokenized, or token ids
 Span: TypeAlias = tuple[int, int]
-"""A part of a file that is tokenized alone: from and up to; in bytes, or in what its format counts."""
+"""A part of a file that is tokenized alone, from and up to; in bytes, of Parquet in row groups."""
 AGAIN = "write the file again"
 WHOLE = 1 << 22  # tokens: files up to this size are checked completely when they are opened
-SAMPLE, NUM_SAMPLES = 1 << 14, 16  # larger files: tokens per stretch, and stretches, both ends included
-CHUNK = 1 << 16  # tokens checked together: a check of each short document would take longer than all else
+SAMPLE, NUM_SAMPLES = 1 << 14, 16  # larger files: tokens per stretch, and stretches
+CHUNK = 1 << 16  # tokens checked together: checking each short document would take longer
 SPOOLED = 256_000_000  # bytes of tokens that a file of text may take in memory
 SCANNED = 1 << 22  # tokens scanned at a time
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # the format has codes of floats too
+# The format has codes of floats too.
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def damaged(where: Path | str, problem: str, fix: str = AGAIN) -> UserError:
@@ -86,7 +87,7 @@ class IdBounds:
             raise UserError(key, problem, "set it to the id that ends documents")
 
     def check(self, tokens: npt.NDArray[Any], begin: int) -> None:
-        """Refuse the first id that is out of range; `begin` is the position of `tokens` in the file."""
+        """Refuse the first id that is out of range; `begin`: the place of `tokens` in the file."""
         # Viewed as unsigned, a negative id is a large one: a single maximum checks both ends.
         unsigned = tokens.view(f"u{tokens.dtype.itemsize}")
         if tokens.size and int(np.maximum.reduce(unsigned, axis=None)) >= self.num_ids:
@@ -112,18 +113,12 @@ class IdBounds:
 
 @dataclass(frozen=True)
 class TokenTable:
-    """All tokens of a file in one array (in memory or mapped), and the place of each document in it.
+    """All tokens of a file in one array (in memory or mapped), and where each document lies."""
 
-    Args:
-        tokens: any integer dtype, [N].
-        starts: where each document begins, int64 [D].
-        lengths: tokens per document, int64 [D].
-        bounds: None if every id is known to be in the vocabulary; otherwise reads check their ids.
-    """
-
-    tokens: TokenArray
-    starts: Ints
-    lengths: Ints
+    tokens: TokenArray  # any integer dtype, [N]
+    starts: Ints  # where each document begins, int64 [D]
+    lengths: Ints  # tokens per document, int64 [D]
+    # None if every id is known to be in the vocabulary; otherwise reads check their ids.
     bounds: IdBounds | None = None
 
     @property
@@ -132,7 +127,7 @@ class TokenTable:
         return len(self.lengths)
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        """Tokens [start, stop) of a document, as a view. UserError: an id outside the vocabulary."""
+        """Tokens [start, stop) of a document, as a view. UserError: an id is out of range."""
         assert 0 <= start <= stop <= self.lengths[document], (document, start, stop)
         begin = int(self.starts[document]) + start
         tokens = self.tokens[begin : begin + stop - start]
@@ -152,25 +147,21 @@ class ReadOptions(Options):
     eod: int | None = None
     """The id that ends a document in a token file; None: the file is one document."""
     text_split: TextSplit = "file"
-    """A raw text file is one document (`file`), or one per block between blank lines (`blank_line`)."""
+    """A raw text file is one document (`file`), or one per block between blank lines."""
     format: str = "auto"
-    """`auto` (by file extension), a key of `FORMATS`, or an import path `package.module:function`."""
+    """`auto` (by file extension), a key of `FORMATS`, or an import path."""
     column: str | None = None
-    """The documents' field in JSON lines or Parquet, of strings or id lists; None: `text` or `tokens`."""
+    """The documents' field in JSON lines or Parquet; None: `text` or `tokens`."""
     text_eod: int | None = None
     """The id to end each document of text with; None: none."""
 
 
 def table_from_pieces(pieces: Iterable[TokenArray], vocab_size: int, *, where: str = "tokens") -> TokenTable:
-    """Concatenate documents that are tokenized one by one, in the smallest dtype for the vocabulary.
+    """Concatenate documents that are tokenized one by one, in the smallest dtype for the ids.
 
-    Large ones do not stay in memory: their tokens are in a file of the directory for temporary files
-    (`TMPDIR`), mapped. Raises UserError at an id outside the vocabulary, which the smaller dtype
-    would turn into another one.
-
-    Args:
-        pieces: the ids of each document, any integer dtype.
-        where: the file, for messages.
+    Large files do not stay in memory: their tokens are in a mapped temporary file (`TMPDIR`).
+    Raises UserError, naming the file `where`, at an id outside the vocabulary, which the smaller
+    dtype would turn into another one. `pieces`: the ids of each document, any integer dtype.
     """
     dtype, lengths = np.dtype(np.min_scalar_type(max(vocab_size - 1, 0))), array("q")
     bounds, num_tokens = IdBounds(where, vocab_size, "the tokenizer"), 0
@@ -212,7 +203,7 @@ def _document_ends(tokens: TokenArray, eod: int, bounds: IdBounds) -> Ints:
 
 
 def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
-    """Without an end-of-document id the file is one document and stays unread, otherwise scanned."""
+    """Without an end-of-document id the file is one document and stays unread."""
     if not len(mapped):
         raise damaged(path, "has no tokens", "remove the file")
     # A plain ndarray: slicing the memmap subclass costs several times as much.
@@ -227,7 +218,7 @@ def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
 
 
 def load_npy(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of a 1-D integer `.npy`; a document keeps its end-of-document id as its last token."""
+    """The documents of a 1-D integer `.npy`; each keeps its end-of-document id as its last token."""
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy evaluates the header, so a damaged one raises anything
@@ -248,8 +239,9 @@ def load_bin(path: Path, options: ReadOptions) -> TokenTable:
     except (TypeError, ValueError, SyntaxError):
         dtype = np.dtype("void")
     if dtype.kind not in "iu" or not dtype.isnative:
-        problem = f"a headerless token file needs an integer dtype, little-endian; got {options.dtype!r}"
-        raise UserError(f"{path}: dtype", problem, 'set dtype = "uint16", or the dtype that wrote the file')
+        problem = "a headerless token file needs an integer dtype, little-endian; "
+        fix = 'set dtype = "uint16", or the dtype that wrote the file'
+        raise UserError(f"{path}: dtype", f"{problem}got {options.dtype!r}", fix)
     size = path.stat().st_size
     rest = size % dtype.itemsize
     if rest:
@@ -260,13 +252,13 @@ def load_bin(path: Path, options: ReadOptions) -> TokenTable:
 
 
 def _read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
-    """(dtype, first token of each document, tokens of each) of the index of a `.bin` of so many bytes."""
+    """(dtype, first token of each document, tokens of each) of a `.bin` of so many bytes."""
     data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     head = data[: HEADER.size].tobytes()
     magic, version, code, num_sequences, num_indices = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
     if (magic, version) != (MAGIC, 1) or code not in DTYPES or len(head) < HEADER.size:
-        problem = f"is not a Megatron-LM index of version 1 and of integers: it begins with {head[:18]!r}"
-        raise damaged(path, problem)
+        problem = "is not a Megatron-LM index of version 1 and of integers"
+        raise damaged(path, f"{problem}: it begins with {head[:18]!r}")
     # As Python's integers: a damaged count may exceed 64 bits.
     widths = [HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_indices]
     header, sizes_end, pointers_end, end = itertools.accumulate(widths)
@@ -280,7 +272,8 @@ def _read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
     if indices[0] != 0 or indices[-1] != len(sizes) or (np.diff(indices) < 0).any():
         raise damaged(path, f"its document indices do not increase from 0 to {len(sizes)}")
     stops = pointers + sizes * dtype.itemsize
-    is_outside = (sizes < 0) | (pointers < 0) | (pointers % dtype.itemsize != 0) | (stops > bin_size)
+    is_outside = (sizes < 0) | (pointers < 0) | (stops > bin_size)
+    is_outside |= pointers % dtype.itemsize != 0
     at = int(stops.argmax())  # the last one, which must end the file
     if is_outside.any():
         at = int(is_outside.argmax())
@@ -307,7 +300,8 @@ def load_megatron(path: Path, options: ReadOptions) -> TokenTable:
         problem = f"eod and dtype do not apply: its index {index.name} defines them"
         raise damaged(path, problem, "remove them")
     if not index.is_file():
-        raise damaged(index, f"is missing next to {path.name}", 'put it there, or set format = "bin"')
+        fix = 'put it there, or set format = "bin"'
+        raise damaged(index, f"is missing next to {path.name}", fix)
     dtype, starts, lengths = _read_index(index, path.stat().st_size)
     tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     bounds = IdBounds.of(path, options.tokenizer).check_sample(tokens)

@@ -1,7 +1,7 @@
 """Fingerprints of data files: enough to notice on a resume that a file has changed.
 
-A mark is the file's size and a hash of blocks spread over it; a file no larger than these blocks is hashed whole.
-Times of modification are not used: copying a corpus changes them, and nothing else.
+A mark is the file's size and a hash of blocks spread over it, or of the whole of a small file. Times
+of modification are not used: copying a corpus changes them, and nothing else.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Fingerprint:
         try:
             blocks, tokenizer, sources = state["blocks"], state["tokenizer"], state["sources"]
             marks = [mark for files in sources.values() for mark in files.values()]
-            is_whole = type(blocks) is int and all(isinstance(text, str) for text in [tokenizer, *marks])
+            is_whole = type(blocks) is int and {type(tokenizer), *map(type, marks)} == {str}
         except (AttributeError, KeyError, TypeError):
             is_whole = False
         if not is_whole:
@@ -73,7 +73,7 @@ def blocks_per_file(num_files: int) -> int:
 
 
 def mark_files(paths: Sequence[Sequence[Path]], *, blocks: int, whole: bool) -> list[str]:
-    """The mark of each stream's files: `SIZE:SAMPLES`, with `whole` also `:CONTENT`; several are joined by `+`.
+    """The marks of streams: `SIZE:SAMPLES`, with `whole` also `:CONTENT`, of each file, joined by `+`.
 
     Raises UserError if a file cannot be read.
     """
@@ -181,7 +181,7 @@ def _samples(mark: str) -> str:
 
 
 def keep_contents(saved: Fingerprint, now: Fingerprint) -> Fingerprint:
-    """`now`, with the contents of unchanged files that only `saved` has hashed, for later verifications."""
+    """`now`, with the hashes of contents that only `saved` has, for later verifications."""
 
     def kept(before: str, after: str) -> str:
         return before if len(before) > len(after) and _agree(before, after) else after
@@ -196,8 +196,8 @@ def keep_contents(saved: Fingerprint, now: Fingerprint) -> Fingerprint:
 def has_contents(fingerprint: Fingerprint) -> bool:
     """Whether the content of every file was hashed."""
     marks = [mark for files in fingerprint.sources.values() for mark in files.values()]
-    files = [file for mark in filter(None, [*marks, fingerprint.tokenizer]) for file in mark.split("+")]
-    return all(file.count(":") == 2 for file in files)
+    files = "+".join(filter(None, [*marks, fingerprint.tokenizer])).split("+")
+    return all(file.count(":") == 2 for file in files if file)
 
 
 def _agree(one: str, other: str) -> bool:
@@ -205,5 +205,5 @@ def _agree(one: str, other: str) -> bool:
     first, second = one.split("+"), other.split("+")
     if len(first) != len(second):
         return False
-    pairs = [zip(a.split(":"), b.split(":"), strict=False) for a, b in zip(first, second, strict=True)]
-    return all(a == b for pair in pairs for a, b in pair)
+    pairs = [(a.split(":"), b.split(":")) for a, b in zip(first, second, strict=True)]
+    return all(a[: len(b)] == b[: len(a)] for a, b in pairs)

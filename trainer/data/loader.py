@@ -1,4 +1,4 @@
-"""Loader: micro-batches on the device, prefetched by one thread. Reading: the windows of a run, from several loaders."""
+"""Loader: micro-batches on the device, prefetched by one thread. Reading: the windows of a run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ TENSOR_KEYS = ("tokens", "targets", "resets", "token_types", "tokens_before", "r
 
 
 class Loader:
-    """Iterates a dataset of dicts as micro-batches, each with the dataset's state and metrics after it.
+    """Iterates a dataset of dicts as micro-batches, with the dataset's state and metrics after each.
 
-    An exception in the thread is raised from `next()`, after the batches made before it. While the thread runs, nobody
-    else may touch the dataset. `close()` ends the thread; the loader is also a context manager.
+    An exception in the thread is raised from `next()`, after the batches made before it. While the
+    thread runs, nobody else may touch the dataset. `close()` ends the thread; the loader is also a
+    context manager.
 
     Args:
-        dataset: an iterable of dicts; `state_dict` and `drain_step_metrics` are used where it has them.
-        device: where the values of `TENSOR_KEYS` go; to CUDA in one copy from pinned memory, which is not waited for.
+        dataset: gives dicts; `state_dict` and `drain_step_metrics` are used where it has them.
+        device: where the values of `TENSOR_KEYS` go, in one copy that is not waited for.
         accepted: see `take_apart`.
         prefetch: batches that a thread prepares in advance; 0: no thread.
         guard: of `drain_step_metrics`: its failure costs the metrics, never a batch.
@@ -75,8 +76,8 @@ class Loader:
     def __next__(self) -> MicroBatch:
         """The next micro-batch.
 
-        Raises StopIteration if the dataset is exhausted, or the loader was closed; what the dataset raised; or as
-        `take_apart`.
+        Raises StopIteration if the dataset is exhausted, or the loader was closed, or any error of
+        the dataset or `take_apart`.
         """
         if self._stop.is_set():
             raise StopIteration
@@ -147,9 +148,8 @@ class Loader:
 class Reading:
     """Reads from the loaders of this rank's data shards.
 
-    A shard whose data are exhausted continues with masked rows: the others still need it in every collective, and the
-    run ends at the first step in which none has a batch of its own. Batches without a target do not end it: the next
-    ones may have some.
+    A shard whose data are exhausted continues with masked rows: the others still need it in every
+    collective, and the run ends at the first step in which none has a batch of its own.
 
     Args:
         loaders: of this rank's shards.
@@ -172,8 +172,10 @@ class Reading:
         self._states, self._info, self._device, self._is_resumed = states, info, device, is_resumed
 
     def window(self, num_micros: int) -> list[MicroBatch] | None:
-        """`num_micros` micro-batches of each shard, in turn. None, instead of the first ones, if a resumed run has
-        nothing left to read on any rank; a UserError if a new run has nothing. The first call communicates."""
+        """`num_micros` micro-batches of each shard, in turn. The first call communicates.
+
+        If no rank has anything to read, None in a resumed run, a UserError in a new one.
+        """
         if not self.last and not self._begin():
             return None
         window = []
@@ -190,8 +192,8 @@ class Reading:
     def _begin(self) -> bool:
         """Read the first batches; False if no rank has any.
 
-        A shard that has nothing to read from the start (resumed after it had read everything, or with fewer documents
-        than shards) gets a row to mask from one that has some.
+        A shard that has nothing to read from the start (resumed after it had read everything, or
+        with fewer documents than shards) gets a row to mask from one that has some.
         """
         world_size = self._info.world_size
         with raise_on_all_ranks(world_size=world_size):
@@ -202,9 +204,9 @@ class Reading:
         has_data = gather_from_ranks([first is not None for first in firsts], world_size=world_size)
         flat = [has for own in has_data for has in own]
         if not any(flat):
-            if not self._is_resumed:
-                raise UserError("data", "there is nothing to read", "check the paths of the sources")
-            return False
+            if self._is_resumed:
+                return False
+            raise UserError("data", "there is nothing to read", "check the paths of the sources")
         given = next(filter(None, firsts), None)
         if not all(flat):
             shards = "data shard" if len(firsts) > 1 else "rank"

@@ -49,7 +49,8 @@ def schedule(cells: Ints, num_lanes: int) -> tuple[Ints, Ints]:
     """
     by_size = np.argsort(-cells, kind="stable")
     heap = list(range(num_lanes))  # of load * num_lanes + lane
-    placed = (heapq.heapreplace(heap, heap[0] + size) for size in (cells[by_size] * num_lanes).tolist())
+    sizes = (cells[by_size] * num_lanes).tolist()
+    placed = (heapq.heapreplace(heap, heap[0] + size) for size in sizes)
     lanes = np.empty(len(cells), dtype=np.int64)
     lanes[by_size] = np.fromiter(placed, np.int64, len(cells)) % num_lanes
     loads = np.bincount(lanes, cells, num_lanes).astype(np.int64)
@@ -82,9 +83,6 @@ class Slice(NamedTuple):
 
 class StreamReader:
     """The lanes that read a slice of a stream in one epoch; positions count cells as they are read.
-
-    `remaining_picks` is exact, so that picks in proportion to it are a uniform permutation of all
-    remaining batches.
 
     Args:
         order: the slice's unfinished groups in reading order, int64 [n].
@@ -123,7 +121,7 @@ class StreamReader:
 
     @property
     def remaining_picks(self) -> int:
-        """Batches left."""
+        """Batches left, exactly: picks in proportion to it permute all remaining ones uniformly."""
         return self.num_picks - self.picks
 
     @property
@@ -132,8 +130,9 @@ class StreamReader:
         return (self.num_cells - self.position) / max(self.num_cells, 1)
 
     def take(self) -> list[Lane]:
-        """The lanes that have a row in the next batch; none if only other ranks' slices have any."""
-        rows = [lane for number, lane in enumerate(self._lanes) if lane.groups or self._refill(number, lane)]
+        """The lanes that have a row in the next batch, perhaps none: other ranks' slices may."""
+        lanes = enumerate(self._lanes)
+        rows = [lane for number, lane in lanes if lane.groups or self._refill(number, lane)]
         self.picks += 1
         self.position += len(rows)
         return rows
@@ -158,8 +157,6 @@ class StreamMixingDataset(StreamSource):
     `batch_size` rows of a cell. In an epoch every cell of the split is read exactly once over all
     shards, each of which reads a slice of every stream. Labels are those of rows.
 
-    Raises UserError for no streams, or one twice; while iterating, for a damaged file, or a split
-    without documents.
     """
 
     version = 6
@@ -181,7 +178,7 @@ class StreamMixingDataset(StreamSource):
         self.layout = ("world_size", *sizes)
         if not self._is_shared:
             self.layout = ("rank", *self.layout)
-        # A slice of every stream: which one is turned by stream, so that none is always the longest.
+        # Which slice of a stream is read is turned by stream, so that none is always the longest.
         turns = keyed_generator("turns", cut.namespace, mix.seed).permutation(len(streams))
         self._turns = turns.tolist()
         super().__init__(streams, cut, read, mix, **options)
@@ -192,19 +189,21 @@ class StreamMixingDataset(StreamSource):
         return ("all" if self._is_shared else shard,)
 
     def _parts(self, shard: int, num_shards: int) -> list[Slice]:
-        return [Slice(stream, (shard - turn) % num_shards, num_shards) for stream, turn in enumerate(self._turns)]
+        turns = enumerate(self._turns)
+        return [Slice(stream, (shard - turn) % num_shards, num_shards) for stream, turn in turns]
 
     def _queue_of(self, epoch: int, before: Any, shard: int, num_shards: int) -> list[Slice]:
         parts = self._parts(shard, num_shards)
-        key = ("queue", self.name, self._mix.seed, epoch, *self._key(shard, num_shards), len(before))
-        order = keyed_generator(*key).permutation(len(parts)).tolist()
+        key = ("queue", self.name, self._mix.seed, epoch, *self._key(shard, num_shards))
+        order = keyed_generator(*key, len(before)).permutation(len(parts)).tolist()
         if before:  # those that were begun come first
             order = [*begun_streams(before[-1]), *order]
         return [parts[stream] for stream in dict.fromkeys(order)]
 
     def _reader(self, part: Slice, cursor: Sequence[int] = (0,)) -> StreamReader:
         source, left, in_order = self._unread(part.stream)
-        num_lanes = self._mix.batch_size_by_modality.get(source.stream.modality, self._mix.batch_size)
+        sizes, modality = self._mix.batch_size_by_modality, source.stream.modality
+        num_lanes = sizes.get(modality, self._mix.batch_size)
         longest = 0
         if self._is_shared:  # all ranks go on until the longest slice is read
             others = (part._replace(at=at) for at in range(part.num) if at != part.at)
@@ -251,8 +250,10 @@ class StreamMixingDataset(StreamSource):
         batch = self._collator.batch(lanes, lambda *_: False, num_before)
         del batch["segment_ids"]
         rows, located = len(batch["tokens"]), batch["instability_meta_json"]
-        batch["dataset_labels"], batch["dataset_segments"] = [self.name] * rows, [modality] * rows
-        located.origin = {"source": self.name, "stream": path, "epoch": self.epoch, "position": position}
+        batch["dataset_labels"] = [self.name for _ in range(rows)]
+        batch["dataset_segments"] = [modality for _ in range(rows)]
+        located.origin = {"source": self.name, "stream": path, "epoch": self.epoch}
+        located.origin["position"] = position
         batch["instability_meta_json"] = str(located)
         return batch
 

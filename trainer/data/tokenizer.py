@@ -1,4 +1,4 @@
-"""Tokenizers: raw bytes, a Hugging Face `tokenizer.json` (extra `tokenizers`), or none for files of token ids."""
+"""Tokenizers: raw bytes, a Hugging Face `tokenizer.json` (extra `tokenizers`), or none for ids."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ logger = logging.getLogger("trainer.data")
 
 
 class Tokenizer(Protocol):
-    """What trainer.data needs of a tokenizer."""
+    """The part of a tokenizer that trainer.data needs."""
 
-    name: str
-    """For messages and fingerprints."""
-    vocab_size: int
-    """Number of ids, including `bos_id`."""
-    bos_id: int
-    """The input before a document's first token."""
-    token_type_names: tuple[str, ...]
-    """Names of the token types; empty if the tokenizer has none."""
+    name: str  # for messages and fingerprints
+    vocab_size: int  # number of ids, including `bos_id`
+    bos_id: int  # the input before a document's first token
+    token_type_names: tuple[str, ...]  # empty if the tokenizer has no token types
+    # The type of each id as an index of the names, [vocab_size]; None without types.
     token_type_table: npt.NDArray[np.int8] | None
-    """int8 [vocab_size], the type of each id as an index of `token_type_names`; None without types."""
 
     def encode(self, text: str) -> Ints:
         """The ids of a text, without any beginning or end mark, int64 [n]."""
@@ -56,7 +52,7 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ints]:
 
 
 class TimedTokenizer:
-    """A tokenizer that counts the seconds that encoding takes; `isinstance` sees the inner class."""
+    """Counts the seconds that a tokenizer's encoding takes; `isinstance` sees the inner class."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -100,7 +96,7 @@ class BytesTokenizer:
     name = "bytes"
     vocab_size = 257
     bos_id = 256
-    token_type_names: tuple[str, ...] = ("letter", "digit", "space", "newline", "punctuation", "other")
+    token_type_names = ("letter", "digit", "space", "newline", "punctuation", "other")
 
     def __init__(self) -> None:
         kinds = [*map(_byte_type, range(256)), "other"]
@@ -119,10 +115,9 @@ class BytesTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json`. One id beyond its largest is added to begin documents.
 
-    Truncation and padding that were saved in the file are switched off: a document is never cut or
-    filled up. Its post-processor is not applied, so it adds no special tokens.
-
-    Raises UserError if the package is not installed, or the file cannot be read as a tokenizer.
+    Saved truncation and padding are switched off: a document is never cut or filled up. Its
+    post-processor is not applied, so it adds no special tokens. Raises UserError if the package is
+    not installed, or the file cannot be read as a tokenizer.
     """
 
     token_type_names: tuple[str, ...] = ()
@@ -156,11 +151,8 @@ class HuggingFaceTokenizer:
             logger.warning(text, path, " and ".join(found))
 
     def encode(self, text: str) -> Ints:
-        """The ids, without the special tokens of the post-processor.
-
-        A document already begins with `bos_id`, and a mark of the tokenizer's own would be one more
-        target in each.
-        """
+        """The ids, without the special tokens of the post-processor."""
+        # A document already begins with `bos_id`: another mark would be one more target in each.
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError:
@@ -169,10 +161,10 @@ class HuggingFaceTokenizer:
         return np.asarray(ids, dtype=np.int64)
 
     def encode_together(self, texts: Sequence[str]) -> list[Ints]:
-        """`encode` of each text, on all cores unless the environment says TOKENIZERS_PARALLELISM=false."""
+        """`encode` of each text, on all cores unless TOKENIZERS_PARALLELISM=false is set."""
         try:
             found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception:  # noqa: BLE001 - the package raises one type for all; `encode` says which text it is, and why
+        except Exception:  # noqa: BLE001 - one type for all; `encode` raises a precise error
             return [self.encode(text) for text in texts]
         return [np.asarray(each.ids, dtype=np.int64) for each in found]
 
@@ -190,7 +182,7 @@ class HuggingFaceTokenizer:
 
 
 class IdsTokenizer:
-    """No tokenizer, for files of token ids: one id is added to the vocabulary to begin documents."""
+    """No tokenizer, for files of token ids: one id is added to begin documents."""
 
     name = "ids"
     token_type_names: tuple[str, ...] = ()
@@ -229,8 +221,10 @@ def load_tokenizer(name: str, *, vocab_size: int = 0) -> Tokenizer:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:
-    """The ids to continue: the one that begins a document, then the prompt's. With `ids` a prompt is
-    ids and spaces. Raises UserError if it cannot be tokenized."""
+    """The ids to continue: the one that begins a document, then the prompt's (with `ids`, of words).
+
+    Raises UserError if the prompt cannot be tokenized.
+    """
     if tokenizer.name == "ids":
         words = prompt.split()
         if all(word.isdecimal() and int(word) < tokenizer.bos_id for word in words):
@@ -244,10 +238,9 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:
 
 
 def token_bytes(tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int32] | None, str]:
-    """Bytes of UTF-8 text that each id stands for, int32 [vocab_size]: 0 for marks and special tokens.
+    """Bytes of UTF-8 text that each id stands for, int32 [vocab_size], 0 for special tokens; and "".
 
-    Returns the table and "", or None and why the bytes of a token are not known exactly: those of a
-    text must always add up to its length.
+    Or None, and why the bytes are not known exactly: those of a text must add up to its length.
     """
     sizes = np.zeros(tokenizer.vocab_size, dtype=np.int32)
     if isinstance(tokenizer, BytesTokenizer):
@@ -283,10 +276,7 @@ def _steps(step: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:
 
 
 def _why_inexact(spec: dict[str, Any]) -> str:
-    """Why a byte-level tokenizer.json does not cut a text into bytes without a rest; empty if it does.
-
-    NFC is let pass: the tokens stand for the text in this form, which nearly all text has.
-    """
+    """Why a tokenizer.json does not cut a text into bytes without a rest; empty if it does."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     model, before = spec["model"], _steps(spec["pre_tokenizer"], "pretokenizers")
@@ -299,13 +289,14 @@ def _why_inexact(spec: dict[str, Any]) -> str:
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return "its tokens have prefixes or suffixes"
     for step in _steps(spec["normalizer"], "normalizers"):
-        if step["type"] != "NFC":
+        if step["type"] != "NFC":  # a form that nearly all text has
             return f"its normalizer {step['type']} changes the text"
     for step in before:
         kind = step["type"]
         is_removing = kind not in ("ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts")
         if is_removing or step.get("behavior") == "Removed" or step.get("add_prefix_space"):
             return f"its pre-tokenizer {kind} adds or removes spaces"
-    if any(added["lstrip"] or added["rstrip"] for added in spec["added_tokens"] if not added["special"]):
-        return "an added token takes the spaces around it"
+    for added in spec["added_tokens"]:
+        if not added["special"] and (added["lstrip"] or added["rstrip"]):
+            return "an added token takes the spaces around it"
     return ""

@@ -7,12 +7,10 @@
         ledger.store(batch.group_ids, batch.cell_index, batch.is_last, output.state)
 
 Store once per micro-batch, after the backward and outside `forward`, which activation checkpointing
-runs twice. A group's first cell starts from zero whatever is held; its last cell frees its slot.
-
-Nothing is ever undone: when the optimizer skips a step, its weights are still valid, and the states
-computed with them are the right continuation. Only rows that are not finite are dropped. That is
-decided on the device, so neither `lookup` nor `store` waits for it (except inside the collectives
-of `exchange`).
+runs twice. Nothing is ever undone: when the optimizer skips a step, its weights are still valid, and
+the states computed with them are the right continuation. Only rows that are not finite are dropped.
+That is decided on the device, so neither `lookup` nor `store` waits for it (except inside the
+collectives of `exchange`).
 """
 
 from __future__ import annotations
@@ -87,19 +85,13 @@ class OwnerExchange:
         return Route(order, send.tolist(), received.tolist())
 
     def to_owners(self, route: Route, items: Tensor) -> Tensor:
-        """Send each of `items` [n, ...] to its owner.
-
-        Returns the items sent to this rank, ordered by sending rank.
-        """
+        """Send each of `items` [n, ...] to its owner; returns those sent here, by sending rank."""
         sorted_items = items.to(self._wire).index_select(0, route.order)
         received = self._all_to_all(sorted_items, route.send_counts, route.receive_counts)
         return received.to(items.device)
 
     def from_owners(self, route: Route, answers: Tensor) -> Tensor:
-        """Return one answer per item that `to_owners` received.
-
-        Returns the answers to this rank's items, in their order.
-        """
+        """Send one answer per item received back; returns those to this rank's items, in order."""
         returned = self._all_to_all(answers.to(self._wire), route.receive_counts, route.send_counts)
         items = torch.empty_like(returned)
         items.index_copy_(0, route.order, returned)
@@ -119,14 +111,10 @@ class Ledger:
     Args:
         options: how many groups it holds, and which it evicts.
         state_width: numbers per state.
-        layout: instead, of states that are any nest of tensors [B, ...]:
-            `trainer.model.protocol.StateLayout(state)`.
+        layout: instead, of states that are any nest of tensors [B, ...]: a `StateLayout`.
         device: of the states.
-        dtype: of the kept states; None: that of the options. bfloat16 halves the memory and rounds
-            to 8 bits.
+        dtype: of the kept states; None: that of the options.
         owners: which rank holds a group.
-
-    Raises TypeError if neither or both of state_width and layout are given.
     """
 
     def __init__(
@@ -168,17 +156,15 @@ class Ledger:
 
     @property
     def exchange_sec(self) -> float:
-        """Seconds spent so far in the collectives of `exchange`, in which a rank waits for others."""
+        """Seconds spent so far in the collectives of `exchange`."""
         return 0.0 if self._exchange is None else self._exchange.seconds
 
     def begin_step(self, step: int) -> None:
-        """Begin optimizer step `step`: wipe or sweep if due.
+        """Begin optimizer step `step`: wipe or sweep if due since the last step.
 
-        A wipe or sweep that falls on a step that is never begun happens at the next one. A step may
-        begin again, or be one before it, as long as nothing was stored since: a run that finds its
-        data exhausted has begun steps without tokens. Raises RuntimeError if `step` is before that
-        of the last store.
+        Raises RuntimeError if `step` is before that of the last store.
         """
+        # A step may begin again: a run that finds its data exhausted has begun steps without tokens.
         if step < max(self._stored_at, 0):
             problem = f"step {step} after a store at step {self._stored_at}"
             raise RuntimeError(f"ledger steps go forward from 0: {problem}")
@@ -195,9 +181,9 @@ class Ledger:
         """The states from which a micro-batch's cells continue, [B, state_width]: a detached copy,
         in float32 or wider; with a layout the nest, each tensor in its own type.
 
-        Zeros at the start of a group (cell 0), for group id -1, and where no state is held. The
-        last is counted as a cold start, on the rank that asks. Raises ValueError if a group appears
-        twice, or an id is neither -1 nor in [0, 2^63).
+        Zeros at the start of a group (cell 0), for group id -1, and where no state is held; the last
+        is counted as a cold start. Raises ValueError if a group appears twice, or an id is neither
+        -1 nor in [0, 2^63).
         """
         group_ids = _as_group_ids(group_ids)
         is_fresh = (np.ascontiguousarray(cell_index, np.int64) == 0) | (group_ids < 0)
@@ -222,7 +208,8 @@ class Ledger:
         Raises RuntimeError if nothing was looked up since the last store.
         """
         if self._stored_steps is None or self._step < 0:
-            raise RuntimeError("the age of states is known between a lookup and the next store, in a step")
+            problem = "the age of states is known between a lookup and the next store, in a step"
+            raise RuntimeError(problem)
         steps = self._stored_steps()
         return torch.where(steps >= 0, self._step - steps, -1)
 
@@ -243,21 +230,16 @@ class Ledger:
         new ones fit; groups of this micro-batch never are, and groups stored at the same step go in
         slot order. A later cell of a group that was evicted is a false eviction of that mode.
 
-        A row that is not finite is not kept, but counted, on the device. Its group holds a slot
-        without a state until its next store: looked up in between, it reads zeros and is a cold
-        start, not a continuation of the wrong state.
+        A row that is not finite is not kept, but counted. Its group holds a slot without a state
+        until its next store: looked up in between, it is a cold start.
 
         Rows in which a group ends and another begins have `end_ids`, the group that each state is
         of (-1: of none), and its cell, `end_cell_index`. A group that was looked up and is not the
         one at the row's end has ended.
 
-        If it raises, nothing is changed; with `exchange`, on the rank that raises.
-
-        Raises:
-            ValueError: a group appears twice, an id is neither -1 nor in [0, 2^63), or `states`
-                has another shape or layout.
-            UserError: the capacity is exhausted (with `lru`: below one micro-batch's groups).
-            RuntimeError: no step has begun.
+        Raises UserError if the capacity is exhausted (with `lru`: below one micro-batch's groups),
+        RuntimeError before the first step, ValueError for other shapes, or as `lookup`. Then nothing
+        is changed; with `exchange`, on the rank that raises.
         """
         if self._step < 0:
             raise RuntimeError("the ledger has no step yet: call begin_step before store")
@@ -269,9 +251,9 @@ class Ledger:
             expected = [group_ids.size, self._slab.width]
             raise ValueError(f"states must be {expected}, got {list(states.shape)}")
         if not group_ids.shape == cell_index.shape == is_last.shape:
-            found = [list(each.shape) for each in (group_ids, cell_index, is_last)]
-            shapes = "{}, {} and {}".format(*found)
-            raise ValueError(f"group_ids, cell_index and is_last must have the same shape, got {shapes}")
+            shapes = f"{list(group_ids.shape)}, {list(cell_index.shape)} and {list(is_last.shape)}"
+            problem = "group_ids, cell_index and is_last must have the same shape"
+            raise ValueError(f"{problem}, got {shapes}")
         if states.requires_grad:
             states = states.detach()
         if states.dtype != self._slab.dtype or states.device != self._slab.device:
@@ -325,10 +307,7 @@ class Ledger:
         return metrics
 
     def undrained(self) -> dict[str, int]:
-        """The counters since the last drain, which are kept, for a checkpoint between two drains.
-
-        Waits for the device.
-        """
+        """The counters since the last drain, which are kept. Waits for the device."""
         return {key: int(count) for key, count in self._counts.items()}
 
     def load_undrained(self, counts: Mapping[str, int]) -> None:
@@ -368,18 +347,15 @@ class Ledger:
 
         With the saved world size, capacity and ownership this rank takes its own shard exactly,
         including the order in which slots are used, so that a resumed run counts and computes what
-        the uninterrupted one would.
-
-        Otherwise the entries of all shards are distributed again: with `exchange` to their owners,
-        with `reader` to the ranks whose `owned` (group ids -> bool) says so. Without `owned` every
-        rank keeps every entry, since any of them may come to read it; the capacity must then hold
-        them all. If several shards hold a group, the state that was stored last counts.
+        the uninterrupted one would. Otherwise the entries of all shards are distributed again: with
+        `exchange` to their owners, with `reader` to the ranks whose `owned` (group ids -> bool) says
+        so, without `owned` to every rank, since any may come to read them. If several shards hold a
+        group, the state that was stored last counts.
 
         Args:
             shards: the `state_dict()` of every saving rank, in order of rank.
-            owned: which groups this rank will read; only used with `reader`, on other ranks.
-            room: groups that this rank will have in flight in addition to those of the shards. A
-                capacity that does not hold both is warned about: states may be evicted too early.
+            room: groups that this rank will have in flight in addition; a capacity that does not
+                hold both is warned about.
 
         Raises UserError, and changes nothing, if the states are of another width, or do not fit.
         """
