@@ -48,7 +48,6 @@ class Carry:
     depth: np.ndarray | None = None
 
     def rows(self, part: slice) -> Self:
-        """These rows."""
         given = {key: value for key, value in vars(self).items() if value is not None}
         return replace(self, **{key: value[part] for key, value in given.items()})
 
@@ -58,15 +57,12 @@ class Carry:
 
     @classmethod
     def of_no_group(cls, num_rows: int) -> Self:
-        """Rows that carry nothing."""
         nothing = np.zeros(num_rows, np.int64)
         return cls(nothing - 1, nothing, nothing != 0)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch, ready to be trained on."""
-
     inputs: dict[str, Any]  # for `model(**inputs)`, without the state
     targets: Tensor  # int64 [B, T]; -100 where there is nothing to predict
     carry: Carry | None  # None: the rows have no groups, the model starts from zero
@@ -106,7 +102,6 @@ class MicroBatch:
         return replace(first, targets=targets, carry=carry, metrics=metrics, is_filler=True)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same with all tensors on a device."""
 
         def moved(values: Mapping[str, Any]) -> dict[str, Any]:
             tensors = {key: v.to(device) for key, v in values.items() if isinstance(v, Tensor)}

@@ -29,9 +29,8 @@ MAX_SHARE_ERROR = "blend/max_share_error"
 ENDED_SOURCES = "blend/ended_sources"
 SHARE_PREFIX = "blend/share/"
 VERSION = 1
-POOL_ROWS = ("stream_mixing/active/", "stream_mixing/refill/")
 # Rows of the catalog that sources may report; the others belong to other parts of the trainer.
-SOURCE_ROWS = (*POOL_ROWS, MAX_SHARE_ERROR, ENDED_SOURCES, SHARE_PREFIX)
+SOURCE_ROWS = ("stream_mixing/active/", "stream_mixing/refill/", MAX_SHARE_ERROR, ENDED_SOURCES, SHARE_PREFIX)
 Drained = Mapping[str, float | None]  # None: a value that could not be measured
 # Sources are merged like ranks: by the operation that the catalog has for the key.
 _MERGES: Mapping[RankReduction, Callable[[Iterable[float]], float]] = {
@@ -58,7 +57,6 @@ class UnreadSource:
 
 
 def parts_of(states: Sequence[Mapping[str, Any]], index: int) -> list[Any]:
-    """A source's parts of the blend's states of all ranks."""
     parts = [state["sources"][index] for state in states]
     if isinstance(parts[0], Mapping) and ALL_RANKS in parts[0]:
         return list(parts[0][ALL_RANKS])
@@ -112,8 +110,7 @@ class BlendDataset:
             if steps are not known ahead) have `history_tokens` tokens before each cell, if the
             source has `next_with_tokens_before`; 0: none have.
 
-    Raises UserError for no sources, or a name that occurs twice; while iterating, at a batch at
-    which all weights are zero.
+    Raises UserError without sources, for a name twice, and at a batch at which all weights are zero.
     """
 
     def __init__(
@@ -128,13 +125,11 @@ class BlendDataset:
         history_tokens: int = 0,
     ) -> None:
         if not sources:
-            problem = "a blend needs at least one source"
-            raise UserError("data.source", problem, "add a [[data.source]]")
+            raise UserError("data.source", "a blend needs at least one source", "add a [[data.source]]")
         names = [source.name for source in sources]
         for name in names:
             if names.count(name) > 1:
-                problem = f"two sources are called {name!r}"
-                raise UserError("data.source", problem, "give each a name of its own")
+                raise UserError("data.source", f"two sources are called {name!r}", "give each a name of its own")
         self.sources = list(sources)
         self.changes: Mapping[int, Mapping[str, float]] = {}
         self._micro_batches, self._is_known_ahead = micro_batches, micro_batches.is_known_ahead
@@ -186,8 +181,7 @@ class BlendDataset:
         self._asks: list[Callable[[int], Batch]] = []
         for source in self.sources:
             iterator = iter(source.dataset)
-            plain = partial(_next_of, iterator)
-            self._asks.append(getattr(iterator, "next_with_tokens_before", plain))
+            self._asks.append(getattr(iterator, "next_with_tokens_before", partial(_next_of, iterator)))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -201,11 +195,7 @@ class BlendDataset:
         return self.next_with_tokens_before(0)
 
     def next_with_tokens_before(self, tokens_before: int) -> Batch:
-        """The next micro-batch, with at least that many tokens before each cell if possible.
-
-        Raises StopIteration if every source is exhausted, or stays at weight zero; UserError if all
-        weights are zero at this batch.
-        """
+        """The next micro-batch, with at least that many tokens before each cell if possible."""
         batch = None
         while batch is None:
             at = self._batch_index - self._first
@@ -252,9 +242,8 @@ class BlendDataset:
             return ""
         source = self.sources[self._now]
         where = getattr(source.dataset, "now_reading", None)
-        if isinstance(where, str) and where:
-            return f"source {source.name}: {where}"
-        return f"source {source.name}"
+        known = isinstance(where, str) and where
+        return f"source {source.name}: {where}" if known else f"source {source.name}"
 
     def shares_at(self, step: int, batch: int) -> list[float]:
         """The share of each source in a step that begins with this batch; 0 if all weights are."""
@@ -263,17 +252,13 @@ class BlendDataset:
 
     def weights_at(self, step: int, batch: int) -> list[float]:
         """The weight of each source in an optimizer step that begins with this batch."""
-        at = {"step": step, "batch": batch}
-        return [spec.evaluate(at[spec.unit]) for spec in self._specs_at(self.sources, batch)]
+        at, specs = {"step": step, "batch": batch}, [self._weight_at(source, batch) for source in self.sources]
+        return [spec.evaluate(at[spec.unit]) for spec in specs]
 
-    def _specs_at(self, sources: Iterable[BlendSource], batch: int) -> list[WeightSpec]:
-        """The weight of each source at a batch: its last change, or else that of the beginning."""
-        changed: dict[str, float] = {}
-        for first, weights in self.changes.items():
-            if first <= batch:
-                changed.update(weights)
-        constants = {name: ConstantWeight(weight) for name, weight in changed.items()}
-        return [constants.get(source.name, source.weight) for source in sources]
+    def _weight_at(self, source: BlendSource, batch: int) -> WeightSpec:
+        """The weight of a source at a batch: its last change, or else that of the beginning."""
+        changes = [weights for first, weights in self.changes.items() if first <= batch and source.name in weights]
+        return ConstantWeight(changes[-1][source.name]) if changes else source.weight
 
     def _choose(self, expected: list[float]) -> None:
         """Compute the choices from the next batch to the end of its block, -1: all weights are 0.
@@ -306,17 +291,13 @@ class BlendDataset:
     def _stop_or_refuse(self) -> NoReturn:
         index = self._batch_index
         alive = [each for each, ended in zip(self.sources, self._ended, strict=True) if not ended]
-        may_return = False
-        for weight in self._specs_at(alive, index):
-            zero = weight.zero_from()
-            if zero is None or positions(weight.unit, index, self._micro_batches) < zero:
-                may_return = True
-        if len(alive) < len(self.sources) and not may_return:
+        weights = [self._weight_at(source, index) for source in alive]
+        places = [(positions(each.unit, index, self._micro_batches), each.zero_from()) for each in weights]
+        if len(alive) < len(self.sources) and all(zero is not None and x >= zero for x, zero in places):
             raise StopIteration
         names = ", ".join(source.name for source in alive)
         problem = f"at batch {index} every source that still has data has weight zero ({names})"
-        fix = "keep at least one weight above zero at every batch"
-        raise UserError("data.source", problem, fix)
+        raise UserError("data.source", problem, "keep at least one weight above zero at every batch")
 
     @property
     def groups_in_flight(self) -> list[int] | None:
@@ -367,7 +348,6 @@ class BlendDataset:
         return report
 
     def _merged(self) -> dict[str, float | None]:
-        """The latest reports of all sources as one."""
         by_key: defaultdict[str, list[float | None]] = defaultdict(list)
         for index, report in self._latest.items():
             for key, value in report.items():
@@ -440,8 +420,7 @@ class BlendDataset:
         if parts[0] is not None and load is not None:
             load(parts[0] if len(parts) == 1 else parts)
         elif self._counts[index] and not isinstance(dataset, UnreadSource):
-            count = self._counts[index]
-            problem = f"gave {count} batches before the checkpoint, and cannot be resumed"
+            problem = f"gave {self._counts[index]} batches before the checkpoint, and cannot be resumed"
             fix = "give its dataset state_dict and load_state_dict, or start without this checkpoint"
             raise UserError(self._names[index], problem, fix)
 
@@ -458,14 +437,10 @@ def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | No
     if isinstance(keys, str):
         raise TypeError(f"metric_keys must be a list of names, got {keys!r}")
     found = [key for key in keys if is_name(key, guard.leave_out)]
-    own = []
-    for key in dict.fromkeys(found):
-        if key in taken or (is_built_in(key) and not key.startswith(SOURCE_ROWS)):
-            problem = "the trainer reports a metric of this name itself; give it another one"
-            guard.leave_out(key, problem)
-        else:
-            own.append(key)
-    return own
+    foreign = {key for key in found if key in taken or (is_built_in(key) and not key.startswith(SOURCE_ROWS))}
+    for key in sorted(foreign):
+        guard.leave_out(key, "the trainer reports a metric of this name itself; give it another one")
+    return [key for key in dict.fromkeys(found) if key not in foreign]
 
 
 def _drain_source(dataset: Any, unknown: Drained, guard: BestEffort) -> Drained:

@@ -34,8 +34,6 @@ def check_size(source: OpenStream) -> None:
 
 
 class Place(NamedTuple):
-    """Where a lane is in a group."""
-
     source: str
     epoch: int
     stream: int
@@ -70,7 +68,6 @@ class Located:
 
     @property
     def rows(self) -> list[list[Segment]]:
-        """The segments of each row."""
         found: list[list[Segment]] = []
         for row in self._rows:
             found.append([])
@@ -97,7 +94,6 @@ class Lane:
 
     @property
     def place(self) -> Place | None:
-        """Where it is."""
         if not self.groups:
             return None
         (of,) = self.groups

@@ -123,7 +123,6 @@ class TokenTable:
 
     @property
     def num_documents(self) -> int:
-        """D."""
         return len(self.lengths)
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
@@ -138,8 +137,6 @@ class TokenTable:
 
 @part_options
 class ReadOptions(Options):
-    """How to read a file: everything that a format may need to know."""
-
     tokenizer: Tokenizer
     """Tokenizes text, and bounds the ids in token files."""
     dtype: str | None = None
@@ -239,14 +236,12 @@ def load_bin(path: Path, options: ReadOptions) -> TokenTable:
     except (TypeError, ValueError, SyntaxError):
         dtype = np.dtype("void")
     if dtype.kind not in "iu" or not dtype.isnative:
-        problem = "a headerless token file needs an integer dtype, little-endian; "
-        fix = 'set dtype = "uint16", or the dtype that wrote the file'
-        raise UserError(f"{path}: dtype", f"{problem}got {options.dtype!r}", fix)
+        problem = f"a headerless token file needs an integer dtype, little-endian; got {options.dtype!r}"
+        raise UserError(f"{path}: dtype", problem, 'set dtype = "uint16", or the dtype that wrote the file')
     size = path.stat().st_size
     rest = size % dtype.itemsize
     if rest:
-        problem = f"ends in the middle of a token ({dtype}): "
-        problem += f"the last complete one ends at byte offset {size - rest} of {size}"
+        problem = f"ends in the middle of a token ({dtype}): the last complete one ends at byte offset {size - rest} of {size}"
         raise damaged(path, problem, "write the file again, or set the dtype that wrote it")
     return _table(path, np.memmap(path, dtype=dtype, mode="r"), options)
 
@@ -257,8 +252,7 @@ def _read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
     head = data[: HEADER.size].tobytes()
     magic, version, code, num_sequences, num_indices = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
     if (magic, version) != (MAGIC, 1) or code not in DTYPES or len(head) < HEADER.size:
-        problem = "is not a Megatron-LM index of version 1 and of integers"
-        raise damaged(path, f"{problem}: it begins with {head[:18]!r}")
+        raise damaged(path, f"is not a Megatron-LM index of version 1 and of integers: it begins with {head[:18]!r}")
     # As Python's integers: a damaged count may exceed 64 bits.
     widths = [HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_indices]
     header, sizes_end, pointers_end, end = itertools.accumulate(widths)
@@ -297,11 +291,9 @@ def load_megatron(path: Path, options: ReadOptions) -> TokenTable:
     """The documents of an indexed `.bin`. Opening reads the index and a few stretches of ids."""
     index = path.with_suffix(".idx")
     if options.eod is not None or options.dtype is not None:
-        problem = f"eod and dtype do not apply: its index {index.name} defines them"
-        raise damaged(path, problem, "remove them")
+        raise damaged(path, f"eod and dtype do not apply: its index {index.name} defines them", "remove them")
     if not index.is_file():
-        fix = 'put it there, or set format = "bin"'
-        raise damaged(index, f"is missing next to {path.name}", fix)
+        raise damaged(index, f"is missing next to {path.name}", 'put it there, or set format = "bin"')
     dtype, starts, lengths = _read_index(index, path.stat().st_size)
     tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     bounds = IdBounds.of(path, options.tokenizer).check_sample(tokens)

@@ -48,7 +48,6 @@ class Fingerprint:
     sources: Mapping[str, Mapping[str, str]]
 
     def to_state(self) -> dict[str, Any]:
-        """As JSON."""
         return asdict(self)
 
     @classmethod
@@ -194,7 +193,6 @@ def keep_contents(saved: Fingerprint, now: Fingerprint) -> Fingerprint:
 
 
 def has_contents(fingerprint: Fingerprint) -> bool:
-    """Whether the content of every file was hashed."""
     marks = [mark for files in fingerprint.sources.values() for mark in files.values()]
     files = "+".join(filter(None, [*marks, fingerprint.tokenizer])).split("+")
     return all(file.count(":") == 2 for file in files if file)

@@ -11,36 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainer.data.documents import (
-    IdBounds,
-    Kind,
-    ReadOptions,
-    Span,
-    TokenArray,
-    TokenTable,
-    damaged,
-    load_bin,
-    load_megatron,
-    load_npy,
-    table_from_pieces,
-)
-from trainer.data.text_formats import (
-    jsonl_kind,
-    jsonl_pieces,
-    load_text,
-    parquet_kind,
-    parquet_pieces,
-    text_pieces,
-)
+from trainer.data import documents
+from trainer.data.documents import IdBounds, Kind, ReadOptions, Span, TokenArray, TokenTable, damaged, table_from_pieces
+from trainer.data.text_formats import jsonl_kind, jsonl_pieces, load_text, parquet_kind, parquet_pieces, text_pieces
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.import_path import resolve_target, users_code
 
-SIGNATURE = "see trainer.data.TokenTable: (path, options) -> TokenTable"
-
 
 def is_import_path(format: str) -> bool:
-    """Whether a format's name is `package.module:function`."""
     return ":" in format
 
 
@@ -50,20 +29,19 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     with users_code(where):
         table = resolve_target(format, "format")(path, options)
     if not isinstance(table, TokenTable):
-        raise damaged(where, f"returned a {type(table).__name__}", SIGNATURE)
+        fix = "see trainer.data.TokenTable: (path, options) -> TokenTable"
+        raise damaged(where, f"returned a {type(table).__name__}", fix)
     arrays = [np.asarray(each) for each in (table.tokens, table.starts, table.lengths)]
     tokens, starts, lengths = arrays
     are_right = all(each.ndim == 1 and each.dtype.kind in "iu" for each in arrays)
     if not are_right or len(starts) != len(lengths):
         parts = ", ".join(f"{each.dtype} {list(each.shape)}" for each in arrays)
-        problem = f"tokens, starts and lengths are {parts}"
-        raise damaged(where, problem, "return integers [N], [D] and [D]")
+        raise damaged(where, f"tokens, starts and lengths are {parts}", "return integers [N], [D] and [D]")
     starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
     outside = np.flatnonzero((starts < 0) | (lengths < 0) | (starts + lengths > len(tokens)))
     if outside.size:
         at = int(outside[0])
-        place = f"[{starts[at]}, {starts[at] + lengths[at]})"
-        problem = f"document {at} is {place} of {len(tokens)} tokens"
+        problem = f"document {at} is [{starts[at]}, {starts[at] + lengths[at]}) of {len(tokens)} tokens"
         raise damaged(where, problem, "documents must lie within the tokens")
     # The user's function need not have checked the ids.
     bounds = table.bounds or IdBounds.of(path, options.tokenizer).check_sample(tokens)
@@ -72,8 +50,6 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
 
 @dataclass(frozen=True)
 class Format:
-    """One row of the table."""
-
     suffixes: tuple[str, ...]  # file extensions that select the format
     load: Callable[[Path, ReadOptions], TokenTable] | None  # None: tokenizes its `pieces`
     # Text or token ids; a function of the path (and column) where it depends on the file.
@@ -90,16 +66,15 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         "text": Format((".txt", ".md", ".py"), load_text, "text", ("text_split",), pieces=text_pieces),
         "jsonl": Format((".jsonl",), None, jsonl_kind, ("column",), pieces=jsonl_pieces),
-        "npy": Format((".npy",), load_npy, kind="ids", options=("eod",)),
-        "megatron": Format((".bin",), load_megatron, kind="ids", beside=".idx"),
-        "bin": Format((".bin",), load_bin, kind="ids", options=("dtype", "eod")),
+        "npy": Format((".npy",), documents.load_npy, kind="ids", options=("eod",)),
+        "megatron": Format((".bin",), documents.load_megatron, kind="ids", beside=".idx"),
+        "bin": Format((".bin",), documents.load_bin, kind="ids", options=("dtype", "eod")),
         "parquet": Format((".parquet",), None, parquet_kind, ("column",), pieces=parquet_pieces),
     }
 )
 
 
 def suffixes() -> tuple[str, ...]:
-    """All file extensions that select a format."""
     return tuple(dict.fromkeys(suffix for each in FORMATS.values() for suffix in each.suffixes))
 
 
@@ -136,11 +111,9 @@ def format_name(path: Path, name: str = "auto") -> str:
     if name != "auto":
         return name
     for found, each in FORMATS.items():
-        is_whole = each.beside is None or path.with_suffix(each.beside).exists()
-        if path.suffix in each.suffixes and is_whole:
+        if path.suffix in each.suffixes and (each.beside is None or path.with_suffix(each.beside).exists()):
             return found
-    problem = f"no format is known for {path.suffix!r}"
-    raise damaged(path, problem, f"name the format: {', '.join(FORMATS)}")
+    raise damaged(path, f"no format is known for {path.suffix!r}", f"name the format: {', '.join(FORMATS)}")
 
 
 def files_of(path: Path, format: str) -> list[Path]:
@@ -152,14 +125,12 @@ def files_of(path: Path, format: str) -> list[Path]:
 
 
 def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
-    """The documents of a file; see `open_documents`."""
     path = Path(path)
     name = format_name(path, options.format)
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            fix = "remove it; of a directory, name the files in it"
-            raise damaged(path, "is not a regular file", fix)
+            raise damaged(path, "is not a regular file", "remove it; of a directory, name the files in it")
         if not status.st_size:
             raise damaged(path, "the file is empty", "remove it")
         path.open("rb").close()  # a file that cannot be opened at all is no matter of its format

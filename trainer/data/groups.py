@@ -46,7 +46,6 @@ def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDA
 
 
 def documents_of(split: Split, relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
-    """The documents of a split; bool [num_documents]."""
     if split == "all" or (split == "train" and fraction == 0.0):
         return np.ones(num_documents, dtype=np.bool_)
     held = held_out(relative_path, num_documents, fraction)
@@ -65,7 +64,6 @@ class GroupTable:
 
     @property
     def num_groups(self) -> int:
-        """G."""
         return len(self.documents)
 
     def ids_of(self, groups: Ints, epoch: int = 0) -> Ints:
@@ -97,11 +95,9 @@ class CutOptions(Options):
 
 
 def build_groups(lengths: Ints, kept: Ints, relative_path: str, cut: CutOptions) -> GroupTable:
-    """Cut the documents of a stream into groups.
+    """Cut the `kept` documents of a stream, ascending, into groups; those without tokens are skipped.
 
-    Args:
-        lengths: tokens of every document of the stream, int64 [num_documents].
-        kept: indices of the documents to use, ascending; those without tokens are skipped.
+    `lengths`: tokens of every document of the stream, int64 [num_documents].
     """
     # A gather over millions of documents costs more than the check that it is not needed.
     sizes = lengths if len(kept) == len(lengths) else lengths[kept]
@@ -166,6 +162,9 @@ class OpenStream:
         return int(tokens[self.groups.first_cells > 0].sum()), int(tokens.sum())
 
 
+NOTHING: Mapping[str, OpenStream] = MappingProxyType({})  # by relative path
+
+
 def file_bytes(stream: Stream) -> int:
     """The size of the file that is read; 0 if there is none."""
     path = stream.tokens or stream.path
@@ -208,7 +207,7 @@ class StreamOpener:
         cut: CutOptions,
         *,
         warns: bool = True,
-        in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
+        in_memory: Mapping[str, OpenStream] = NOTHING,
     ) -> None:
         self._options, self._cut, self._warns, self._in_memory = options, cut, warns, in_memory
         # Of each stream that was opened; None once they are reported.
@@ -266,12 +265,10 @@ class StreamOpener:
         for option, files in self._doubtful.items():
             if files and option not in self._warned:
                 self._warned.add(option)
-                place = f"{len(files):,} of {len(self._num_documents):,} files, "
-                place += few(list(files.values()))
+                place = f"{len(files):,} of {len(self._num_documents):,} files, {few(list(files.values()))}"
                 logger.warning(f"source %s: {texts[option]}", self._cut.namespace, place)
 
     def nothing_left(self, key: str, problem: str) -> UserError:
-        """The error for a split without documents."""
         fix = "change holdout_fraction or the paths"
         are_whole = max(self._num_documents.values(), default=0) == 1
         if self._cut.holdout_fraction and are_whole:

@@ -32,7 +32,6 @@ from trainer.data.shard_source import ShardSource
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
-from trainer.micro_batches import ONE, MicroBatches
 from trainer.wording import counted
 
 logger = get_logger(__name__)
@@ -42,23 +41,21 @@ NUM_TOKENS = attrgetter("num_tokens")
 class LaneBlend(BlendDataset):
     """An iterator of micro-batches [B, T] from B = `rows` lanes; see `Collator` for their keys.
 
-    A source that is no `ShardSource` gives whole micro-batches of its own, by the same claims. The
-    `options`, and errors, are those of `BlendDataset`; or a file is unreadable or damaged.
+    A source that is no `ShardSource` gives whole micro-batches of its own, by the same claims.
+    `how`, and errors, are those of `BlendDataset`; or a file is unreadable or damaged.
     """
 
     def __init__(
         self,
         sources: Sequence[BlendSource],
         *,
-        seed: int,
         rows: int,
         row_tokens: int,
         runs_on: bool,
         tokenizer: Tokenizer,
-        micro_batches: MicroBatches = ONE,
-        **options: Any,
+        **how: Any,
     ) -> None:
-        super().__init__(sources, seed=seed, micro_batches=micro_batches, **options)
+        super().__init__(sources, **how)
         self._lanes = [Lane() for _ in range(rows)]
         # Of a run with more lanes: documents that are begun, and go on before anything new.
         self._waiting: list[Place] = []

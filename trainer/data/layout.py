@@ -127,11 +127,9 @@ def _not_read(unread: Iterable[str]) -> str:
 
 
 def warn_unread(where: object, unread: Iterable[str]) -> None:
-    """Warn of files that a layout leaves out, if there are any."""
     files = _not_read(unread)
     if files:
-        text = "%s: %s; if they are data, rename them (known extensions: %s), "
-        text += "unpack or convert them, or set format"
+        text = "%s: %s; if they are data, rename them (known extensions: %s), unpack or convert them, or set format"
         logger.warning(text, printable(str(where)), files, " ".join(suffixes()))
 
 
@@ -172,8 +170,6 @@ def _modalities(root: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Stream:
-    """One file of documents."""
-
     stream_id: int  # its index in the sorted list
     path: str  # absolute
     # Its permanent name, part of group ids: relative to the root under NESTED, to the working
@@ -185,7 +181,6 @@ class Stream:
 
 
 def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
-    """Refuse the empty ones of so many files."""
     if empty:  # a run that opens them only to read them would end hours later
         verb = "is" if len(empty) == 1 else "are"
         problem = f"{len(empty):,} of {num_files:,} files {verb} empty, which a run refuses"
@@ -214,21 +209,18 @@ def renamed(streams: Sequence[Stream], names: Mapping[str, str]) -> list[Stream]
         if folder and name != stream.relative_path:
             label = printable(folder)
         found.append(replace(stream, relative_path=name, modality=label))
-    ordered = sorted(found, key=lambda stream: stream.relative_path)
-    return [replace(stream, stream_id=number) for number, stream in enumerate(ordered)]
+    return _numbered(found)
 
 
-Found = tuple[str, str, str, str]
-"""A file: relative path, path, modality, root."""
-
-
-def _numbered(found: Iterable[Found]) -> list[Stream]:
-    """Streams, sorted by relative path, in the same order on every machine."""
+def _stream(path: str, relative_path: str, modality: str, root: str) -> Stream:
     here = os.getcwd()  # which the user's code may leave before a stream is opened
-    return [
-        Stream(i, os.path.join(here, path), relative, modality, os.path.join(here, root))
-        for i, (relative, path, modality, root) in enumerate(sorted(found))
-    ]
+    return Stream(0, os.path.join(here, path), relative_path, modality, os.path.join(here, root))
+
+
+def _numbered(streams: Iterable[Stream]) -> list[Stream]:
+    """The streams, sorted by relative path, in the same order on every machine."""
+    ordered = sorted(streams, key=lambda stream: stream.relative_path)
+    return [replace(stream, stream_id=number) for number, stream in enumerate(ordered)]
 
 
 def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *, format: str = "auto") -> list[Stream]:
@@ -248,18 +240,17 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     wanted, unread = present, [name for name in directories if name.startswith("_")]
     if modalities is not None:
         wanted, unread = sorted(set(modalities)), []
-    streams: list[Found] = []
+    streams: list[Stream] = []
     for modality in wanted:
         if modality not in present:
-            fix = f"it has: {', '.join(present) or 'none'}"
-            raise UserError(str(root), f"has no modality {modality!r}", fix)
+            raise UserError(str(root), f"has no modality {modality!r}", f"it has: {', '.join(present) or 'none'}")
         files: dict[Sort, list[str]] = {"data": [], "unread": [], "other": []}
         for path in _files_below(directories[modality]):
             name = path.relative_to(base)
             files[sort_of(name, format)].append(name.as_posix())
         if not files["data"] and modalities is not None:
             raise _nothing_found(base / modality, files["unread"])
-        streams += [(name, str(base / name), modality, str(base)) for name in files["data"]]
+        streams += [_stream(str(base / name), name, modality, str(base)) for name in files["data"]]
         unread += files["unread"]
     if not streams:
         loose = loose_files(base, format)
@@ -267,8 +258,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
         fix = f"put files into {base}/<modality>/ ({' '.join(suffixes())})"
         if read:
             pattern = os.path.join(glob.escape(str(base)), "*")
-            fix += f", or read those that lie in it ({few(read)}) "
-            fix += f'with paths = ["{pattern}"] instead of root'
+            fix += f', or read those that lie in it ({few(read)}) with paths = ["{pattern}"] instead of root'
         raise _nothing_found(base, [*unread, *(name for name in loose if name not in read)], fix)
     warn_unread(root, unread)
     return _numbered(streams)
@@ -282,7 +272,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     glob that matches nothing.
     """
     check_format(format)
-    found: dict[str, Found] = {}
+    found: dict[str, Stream] = {}
     unread: set[str] = set()
     start = cache(partial(_permanent, here=os.getcwd()))
 
@@ -299,19 +289,16 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
             others = [path for path, sort in sorts.items() if sort == "unread"]
         if not read:
             if os.path.isdir(text):
-                problem = "is a directory, and only files and globs can be listed"
-                fix = f"write '{text}/**/*' for the files below it, "
-                fix += "or name it alone (in a config: as root of a source)"
-                raise UserError(str(given), problem, fix)
+                fix = f"write '{text}/**/*' for the files below it, or name it alone (in a config: as root of a source)"
+                raise UserError(str(given), "is a directory, and only files and globs can be listed", fix)
             if not glob.has_magic(text) and not os.path.exists(text):
-                fix = did_you_mean(text) or "check the path"
-                raise UserError(str(given), "no such file or directory", fix)
+                raise UserError(str(given), "no such file or directory", did_you_mean(text) or "check the path")
             raise _nothing_found(given, others)
         unread.update(others)
         for path in read:
             label = printable(os.path.basename(os.path.dirname(os.path.abspath(path))))
             name = name_of(path)
-            found.setdefault(name, (name, path, label, named_directory(text)))
+            found.setdefault(name, _stream(path, name, label, named_directory(text)))
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
     warn_unread("paths", {path for path in unread if name_of(path) not in found})

@@ -74,11 +74,7 @@ class Loader:
         return self
 
     def __next__(self) -> MicroBatch:
-        """The next micro-batch.
-
-        Raises StopIteration if the dataset is exhausted, or the loader was closed, or any error of
-        the dataset or `take_apart`.
-        """
+        """The next micro-batch. StopIteration: the dataset is exhausted, or the loader closed."""
         if self._stop.is_set():
             raise StopIteration
         if self._thread is None:
@@ -92,12 +88,10 @@ class Loader:
 
     @property
     def reading(self) -> str:
-        """The batch being loaded, and from where: another text for every batch. For any thread."""
+        """The batch being loaded, and from where. For any thread."""
         where = getattr(self._dataset, "now_reading", None)
         number = f"micro-batch {self._num_loaded + 1:,}"
-        if isinstance(where, str) and where:
-            return f"{number} from {where}"
-        return number
+        return f"{number} from {where}" if isinstance(where, str) and where else number
 
     def __enter__(self) -> Loader:
         return self
@@ -151,10 +145,8 @@ class Reading:
     A shard whose data are exhausted continues with masked rows: the others still need it in every
     collective, and the run ends at the first step in which none has a batch of its own.
 
-    Args:
-        loaders: of this rank's shards.
-        states: of their data sets, for a shard that has nothing to read.
-        is_resumed: the run continues from a checkpoint, so its data may be exhausted.
+    `states` are those of the data sets, for a shard that has nothing to read. The data of a run that
+    `is_resumed` may be exhausted.
     """
 
     def __init__(

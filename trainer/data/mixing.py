@@ -88,7 +88,6 @@ class StreamReader:
         order: the slice's unfinished groups in reading order, int64 [n].
         left: cells left of each group of the stream, int64 [G].
         longest: batches of the longest slice, if all ranks pick this stream together.
-        picks: batches taken before.
     """
 
     def __init__(
@@ -223,19 +222,14 @@ class StreamMixingDataset(StreamSource):
         return self.next_with_tokens_before(0)
 
     def next_with_tokens_before(self, num_before: int) -> Batch:
-        """The next micro-batch, with that many tokens before each row. A shard without any group
-        gets masked rows.
+        """The next micro-batch, with that many tokens before each row; masked without any group.
 
-        Raises StopIteration after the last, without `repeat`; UserError if a file is unreadable or
-        damaged, or the split has no documents.
+        UserError: a file is unreadable or damaged, or the split has no documents.
         """
         was_ended = self.is_ended
         path, modality, position, lanes = None, self.modalities[0], 0, [Lane()]
         if self._is_ready():
-            uniform = 0.0
-            if len(self._pool.readers) > 1:
-                uniform = self._uniforms(self._num_picks)
-            slot = self._pool.pick(uniform)
+            slot = self._pool.pick(self._uniforms(self._num_picks))
             self._num_picks += 1
             reader = self._pool.readers[slot]
             position, lanes = reader.position, reader.take() or lanes

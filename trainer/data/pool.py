@@ -33,7 +33,6 @@ Floats = npt.NDArray[np.float64]
 
 
 def pool_metric_keys(modalities: Iterable[str]) -> tuple[str, ...]:
-    """Every key of `ActivePool.seen`."""
     peaks = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN, FRACTION_MAX)
     others = (MODALITY_PREFIX + modality for modality in sorted(modalities))
     return (*peaks, STEPS_SINCE_PICK_MAX, PICK_SURPRISE_MAX, *others)
@@ -63,7 +62,6 @@ class ActivePool:
         self._guard = guard or BestEffort("pool metrics")
 
     def add(self, reader: Any) -> None:
-        """Append a slot with this reader."""
         self.readers.append(reader)
         self._stats = np.concatenate([self._stats, np.zeros((6, 1))], axis=1)
         self._begin(len(self.readers) - 1)
@@ -162,14 +160,12 @@ class ActivePool:
 
     @property
     def seen(self) -> dict[str, float]:
-        """The metrics of the last pick."""
         if self._seen is None:
             self._seen = self._guard.run(self.snapshot, *self._last_pick) or {}
         return self._seen
 
     @staticmethod
     def snapshot(stats: Floats, num_picks: int, counts: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a pool with these statistics."""
         peaks: list[float] = np.maximum.reduce(stats, axis=1).tolist()
         return {
             REMAINING_MIN: -peaks[_NEG_REMAINING],

@@ -11,10 +11,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -23,7 +21,7 @@ from trainer.arrays import Flags, Ints
 from trainer.data.documents import ReadOptions
 from trainer.data.epochs import Point, check_states, fingerprint, resharded
 from trainer.data.formats import is_import_path
-from trainer.data.groups import CutOptions, Handed, OpenStream, StreamOpener, file_bytes
+from trainer.data.groups import NOTHING, CutOptions, Handed, OpenStream, StreamOpener, file_bytes
 from trainer.data.layout import Stream
 from trainer.data.pool import EXHAUST_EVENTS, MODALITY_PREFIX, ActivePool, pool_metric_keys
 from trainer.data.tokenizer import TimedTokenizer, Tokenizer
@@ -90,7 +88,6 @@ class Reader:
 
     @property
     def remaining_picks(self) -> int:
-        """Groups left."""
         return len(self._order) - self.taken
 
     @property
@@ -99,7 +96,6 @@ class Reader:
         return self.remaining_picks / max(len(self._order), 1)
 
     def ahead(self, num: int) -> list[Handed]:
-        """The next groups, which are not taken yet."""
         return self.source.hand(self._order[self.taken : self.taken + num], self.epoch)
 
 
@@ -108,12 +104,8 @@ class StreamSource(ABC):
 
     An exhausted reader is replaced by the next of the epoch's shuffled queue. Every choice is a pure
     function of (name, seed, epoch, shard, number of shards, pick), so the state is cursors, and the
-    pool's observations for its metrics. Raises UserError for no streams, or one twice.
-
-    Args:
-        cut: how documents are cut; its namespace, the source's name, is unique in a blend.
-        shard, num_shards: which part of the files is read.
-        in_memory: see `StreamOpener`.
+    pool's observations for its metrics. The namespace of `cut`, the source's name, is unique in a
+    blend; `in_memory`: see `StreamOpener`. Raises UserError for no streams, or one twice.
     """
 
     version: ClassVar[int]  # of the saved state
@@ -130,16 +122,15 @@ class StreamSource(ABC):
         *,
         shard: int = 0,
         num_shards: int = 1,
-        in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
+        in_memory: Mapping[str, OpenStream] = NOTHING,
     ) -> None:
         assert 0 <= shard < num_shards, (shard, num_shards)
         self.name = cut.namespace
-        paths, problem = Counter(stream.relative_path for stream in streams), ""
-        for path, times in paths.items():
-            if times > 1:
-                problem = problem or f"lists the stream {path} twice"
-        if problem or not streams:
-            raise UserError(self.name, problem or "has no streams", "name each of its files once")
+        paths = Counter(stream.relative_path for stream in streams)
+        problems = [f"lists the stream {path} twice" for path, times in paths.items() if times > 1]
+        if problems or not streams:
+            problem = next(iter(problems), "has no streams")
+            raise UserError(self.name, problem, "name each of its files once")
         # Renumbered: they may be only a part of those discovered.
         self.streams = [replace(stream, stream_id=i) for i, stream in enumerate(streams)]
         self.modalities = sorted({stream.modality for stream in streams})
@@ -147,11 +138,10 @@ class StreamSource(ABC):
         self.is_ended = False
         self.epoch = 0
         self._mix, self._shard, self._num_shards = mix, shard, num_shards
-        settings = {"seed": mix.seed, "batching_mode": self.mode}
         # The part of a state that is constant throughout a run.
         self.fixed_state: dict[str, Any] = {
             "version": self.version,
-            "fingerprint": fingerprint(self.streams, read, cut, **settings),
+            "fingerprint": fingerprint(self.streams, read, cut, seed=mix.seed, batching_mode=self.mode),
             "rank": shard,
             "world_size": num_shards,
         }
@@ -163,7 +153,7 @@ class StreamSource(ABC):
         # Held-out documents lie in the files of the training data, which warn of themselves.
         self._opener = StreamOpener(options, cut, warns=cut.split != "holdout", in_memory=in_memory)
         # Readers keep their streams open themselves; the cache serves those of the next epoch.
-        self._open = lru_cache(2 * mix.num_streams_mixed)(self._opener)
+        self.open: Callable[[Stream], OpenStream] = lru_cache(2 * mix.num_streams_mixed)(self._opener)
         self._guard = BestEffort(f"pool metrics of {self.name} ({cut.split})")
         self.metric_keys = (*pool_metric_keys(self.modalities), EXHAUST_EVENTS)
         self._pool = ActivePool(self.modalities, mix.pick_mode, self._guard)
@@ -187,13 +177,9 @@ class StreamSource(ABC):
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
         """Cells that a reader had read of each of its groups, of which `cells` were left, int64 [n]."""
 
-    def open(self, stream: Stream) -> OpenStream:
-        """One of its streams, with its groups. UserError: the file is unreadable or damaged."""
-        return self._open(stream)
-
     def refuse_nothing(self) -> None:
         """Raises UserError if no stream has a document, on whatever shard."""
-        if not any(self._open(stream).groups.num_groups for stream in self.streams):
+        if not any(self.open(stream).groups.num_groups for stream in self.streams):
             raise self._opener.nothing_left(self.name, "no document is left to read")
 
     @property
@@ -201,17 +187,7 @@ class StreamSource(ABC):
         """The file that was opened or read last; empty before the first. For any thread."""
         return "" if self._opener.current is None else printable(self._opener.current.path)
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Note the time that opening takes, tokenizing apart."""
-        start, before = time.perf_counter(), self._tokenizer.seconds
-        yield
-        tokenizing = self._tokenizer.seconds - before
-        self._seconds["tokenize"] += tokenizing
-        self._seconds[self._opening] += time.perf_counter() - start - tokenizing
-
     def drain_seconds(self) -> dict[str, float]:
-        """The seconds that opening and tokenizing took since the last call."""
         found = dict(self._seconds)
         self._seconds.clear()
         return found
@@ -262,7 +238,7 @@ class StreamSource(ABC):
     def _unread(self, stream: int) -> tuple[OpenStream, Ints, Callable[[Any, Ints], Ints]]:
         """A stream, the cells left of each of its groups in this epoch, int64 [G], and a function for
         the unfinished groups of a part in reading order, those first that were begun."""
-        source = self._open(self.streams[stream])
+        source = self.open(self.streams[stream])
         key = ("groups", self.name, self._mix.seed, self.epoch, source.stream.relative_path)
         cells = source.groups.num_cells
         priority, left = keyed_generator(*key).random(len(cells)), cells.copy()
@@ -282,14 +258,17 @@ class StreamSource(ABC):
         return source, left, in_order
 
     def _next_reader(self) -> Any:
-        """The next with anything to read; None at the end of the epoch."""
-        with self._timed():
-            while self._index < len(self._queue):
-                reader = self._reader(self._queue[self._index])
-                self._index += 1
-                if reader.remaining_picks:
-                    return reader
-        return None
+        """The next with anything to read, None at the end of the epoch; notes the time it takes."""
+        start, before, found = time.perf_counter(), self._tokenizer.seconds, None
+        while found is None and self._index < len(self._queue):
+            reader = self._reader(self._queue[self._index])
+            self._index += 1
+            if reader.remaining_picks:
+                found = reader
+        tokenizing = self._tokenizer.seconds - before
+        self._seconds["tokenize"] += tokenizing
+        self._seconds[self._opening] += time.perf_counter() - start - tokenizing
+        return found
 
     def _fill(self) -> None:
         while len(self._pool.readers) < self._mix.num_streams_mixed:
@@ -410,18 +389,14 @@ class StreamSource(ABC):
 
 
 class ShardSource(StreamSource):
-    """Hands out the groups that a data shard reads, shuffled anew in every epoch, for full rows.
-
-    With `pick_mode = "weighted"`, the rest of the open streams is drawn uniformly.
-    """
+    """Hands out the groups that a data shard reads, shuffled anew in every epoch, for full rows."""
 
     version = 5
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
         held = {path: opened.num_bytes for path, opened in self._in_memory.items()}
-        sizes = (held.get(each.relative_path) or file_bytes(each) for each in self.streams)
-        return tuple(max(size, 1) for size in sizes)
+        return tuple(max(held.get(each.relative_path) or file_bytes(each), 1) for each in self.streams)
 
     def _parts(self, shard: int, num_shards: int) -> list[Part]:
         order = keyed_generator("deal", self.name, self._mix.seed).permutation(len(self.streams))
@@ -445,8 +420,7 @@ class ShardSource(StreamSource):
                 return []
             readers, first = self._pool.readers, self._num_picks
             self._slots = self._pool.choose(map(self._uniforms, range(first, first + BLOCK)))
-            times = Counter(self._slots)
-            of_slot = {slot: iter(readers[slot].ahead(num)) for slot, num in times.items()}
+            of_slot = {slot: iter(readers[slot].ahead(num)) for slot, num in Counter(self._slots).items()}
             self._ahead = [next(of_slot[slot]) for slot in self._slots][::-1]
         found: list[Handed] = []
         while self._ahead and room > 0:

@@ -52,8 +52,7 @@ def text_pieces(path: Path, options: ReadOptions, span: Span | None = None) -> I
                 text = ids.tobytes().decode("utf-8")
             except UnicodeDecodeError as error:
                 problem = f"is not UTF-8 text (byte offset {start + error.start})"
-                fix = "convert the file to UTF-8, or use the bytes tokenizer"
-                raise damaged(path, problem, fix) from error
+                raise damaged(path, problem, "convert the file to UTF-8, or use the bytes tokenizer") from error
             ids = options.tokenizer.encode(text)
         yield from _ended([ids], options)
 
@@ -74,8 +73,7 @@ def load_text(path: Path, options: ReadOptions) -> TokenTable:
         mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         bounds = _bounds(mapped, options.text_split)
         return TokenTable(mapped, bounds[:-1], np.diff(bounds))
-    pieces = text_pieces(path, options)
-    return table_from_pieces(pieces, options.tokenizer.vocab_size, where=str(path))
+    return table_from_pieces(text_pieces(path, options), options.tokenizer.vocab_size, where=str(path))
 
 
 def document_of(line: bytes, where: str, column: str | None = None) -> str | list[int]:
@@ -83,8 +81,7 @@ def document_of(line: bytes, where: str, column: str | None = None) -> str | lis
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 text (byte {error.start} of the line)"
-        raise damaged(where, problem, "convert the file") from error
+        raise damaged(where, f"is not UTF-8 text (byte {error.start} of the line)", "convert the file") from error
     except (ValueError, RecursionError) as error:
         raise damaged(where, f"is not JSON ({error})", "write one JSON object per line") from error
     problem = "is not an object with either text (a string) or tokens (a list of integers)"
@@ -178,8 +175,7 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        problem = "needs the package pyarrow, which is not installed"
-        raise damaged(path, problem, "run: pip install pyarrow") from error
+        raise damaged(path, "needs the package pyarrow, which is not installed", "run: pip install pyarrow") from error
     return pyarrow, pyarrow.parquet
 
 
@@ -200,8 +196,7 @@ def _column(path: Path, schema: Any, pyarrow: Any, column: str | None) -> tuple[
         if values is not None and pyarrow.types.is_integer(values) and name in (column, "tokens"):
             return name, "ids", pyarrow.large_list(values)
     columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
-    problem = f"needs {needed} (its columns: {columns})"
-    raise damaged(path, problem, "name the one of the documents: column")
+    raise damaged(path, f"needs {needed} (its columns: {columns})", "name the one of the documents: column")
 
 
 def _texts(path: Path, array: Any, first_row: int, options: ReadOptions) -> list[TokenArray]:

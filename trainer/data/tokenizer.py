@@ -45,10 +45,7 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ints]:
     Raises UnicodeEncodeError if a text has an unpaired surrogate.
     """
     together = getattr(tokenizer, "encode_together", None)
-    if together is None:
-        return [tokenizer.encode(text) for text in texts]
-    found: list[Ints] = together(texts)
-    return found
+    return [tokenizer.encode(text) for text in texts] if together is None else together(texts)
 
 
 class TimedTokenizer:
@@ -96,7 +93,7 @@ class BytesTokenizer:
     name = "bytes"
     vocab_size = 257
     bos_id = 256
-    token_type_names = ("letter", "digit", "space", "newline", "punctuation", "other")
+    token_type_names: tuple[str, ...] = ("letter", "digit", "space", "newline", "punctuation", "other")
 
     def __init__(self) -> None:
         kinds = [*map(_byte_type, range(256)), "other"]
@@ -104,7 +101,6 @@ class BytesTokenizer:
         self.token_type_table: npt.NDArray[np.int8] | None = np.array(types, dtype=np.int8)
 
     def encode(self, text: str) -> Ints:
-        """The UTF-8 bytes, int64 [n]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Ints) -> str:
@@ -170,7 +166,6 @@ class HuggingFaceTokenizer:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The content of the file."""
         found: dict[str, Any] = json.loads(self._tokenizer.to_str())
         return found
 
@@ -194,11 +189,11 @@ class IdsTokenizer:
 
     def encode(self, text: str) -> Ints:
         """Raises UserError: there is nothing to tokenize text with."""
-        fix = 'use "bytes" or a tokenizer.json for text files'
-        raise UserError("data.tokenizer", '"ids" cannot tokenize text', fix)
+        raise UserError(
+            "data.tokenizer", '"ids" cannot tokenize text', 'use "bytes" or a tokenizer.json for text files'
+        )
 
     def decode(self, ids: Ints) -> str:
-        """The ids themselves, separated by spaces."""
         return " ".join(str(int(i)) for i in ids if i != self.bos_id)
 
 
@@ -208,16 +203,14 @@ def load_tokenizer(name: str, *, vocab_size: int = 0) -> Tokenizer:
     Raises UserError for none of them, or a `vocab_size` where the tokenizer defines its own.
     """
     if (name == "ids") != (vocab_size > 0):
-        problem = f'must be set with tokenizer = "ids", and with no other; got {vocab_size}'
-        raise UserError("data.vocab_size", problem)
+        raise UserError("data.vocab_size", f'must be set with tokenizer = "ids", and with no other; got {vocab_size}')
     if name == "ids":
         return IdsTokenizer(vocab_size)
     if name == "bytes":
         return BytesTokenizer()
     if name.endswith(".json"):
         return HuggingFaceTokenizer(name)
-    problem = f'must be "bytes", "ids" or the path of a tokenizer.json, got {name!r}'
-    raise UserError("data.tokenizer", problem)
+    raise UserError("data.tokenizer", f'must be "bytes", "ids" or the path of a tokenizer.json, got {name!r}')
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:

@@ -63,11 +63,9 @@ class ScheduledWeight:
         return hash((self.kind, tuple(self.points.items()), self.scale, self.unit))
 
     def evaluate(self, x: int) -> float:
-        """The weight at x."""
         return float(self.evaluate_many(np.array([x]))[0])
 
     def evaluate_many(self, xs: Ints) -> npt.NDArray[np.float64]:
-        """The weight at each x."""
         knots = np.fromiter(self.points, np.int64)
         values = np.fromiter(self.points.values(), np.float64)
         after = np.searchsorted(knots, xs, side="right")

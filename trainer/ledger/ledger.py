@@ -65,8 +65,8 @@ class Route(NamedTuple):
 class OwnerExchange:
     """The all-to-all that takes ids and rows to their owners and brings answers back.
 
-    Every rank must make each call, in the same order, also with nothing to send. `device` is that
-    of the rows; `seconds` were spent in collectives so far.
+    Every rank must make each call, in the same order, also with nothing to send. `seconds` were
+    spent in collectives so far.
     """
 
     def __init__(self, *, world_size: int, device: torch.device) -> None:
@@ -166,8 +166,7 @@ class Ledger:
         """
         # A step may begin again: a run that finds its data exhausted has begun steps without tokens.
         if step < max(self._stored_at, 0):
-            problem = f"step {step} after a store at step {self._stored_at}"
-            raise RuntimeError(f"ledger steps go forward from 0: {problem}")
+            raise RuntimeError(f"ledger steps go forward from 0: step {step} after a store at step {self._stored_at}")
         previous = self._step if self._step >= 0 else step - 1
         self._step = step
         options = self._options
@@ -202,14 +201,12 @@ class Ledger:
         return states if self._layout is None else self._layout.unflatten(states)
 
     def lookup_age(self) -> Tensor:
-        """Steps since each state that the last `lookup` returned was stored, int64 [B] on the
-        device; -1 where it was zeros. It communicates nothing, and waits for nothing.
+        """Steps since the states of the last `lookup` were stored, int64 [B] on the device; -1: none.
 
-        Raises RuntimeError if nothing was looked up since the last store.
+        It waits for nothing. Raises RuntimeError if nothing was looked up since the last store.
         """
         if self._stored_steps is None or self._step < 0:
-            problem = "the age of states is known between a lookup and the next store, in a step"
-            raise RuntimeError(problem)
+            raise RuntimeError("the age of states is known between a lookup and the next store, in a step")
         steps = self._stored_steps()
         return torch.where(steps >= 0, self._step - steps, -1)
 
@@ -248,12 +245,10 @@ class Ledger:
         if self._layout is not None:
             states = self._layout.flatten(states)
         if states.shape != (group_ids.size, self._slab.width):
-            expected = [group_ids.size, self._slab.width]
-            raise ValueError(f"states must be {expected}, got {list(states.shape)}")
+            raise ValueError(f"states must be [{group_ids.size}, {self._slab.width}], got {list(states.shape)}")
         if not group_ids.shape == cell_index.shape == is_last.shape:
             shapes = f"{list(group_ids.shape)}, {list(cell_index.shape)} and {list(is_last.shape)}"
-            problem = "group_ids, cell_index and is_last must have the same shape"
-            raise ValueError(f"{problem}, got {shapes}")
+            raise ValueError(f"group_ids, cell_index and is_last must have the same shape, got {shapes}")
         if states.requires_grad:
             states = states.detach()
         if states.dtype != self._slab.dtype or states.device != self._slab.device:
@@ -264,8 +259,7 @@ class Ledger:
             end_ids = _as_group_ids(end_ids)
             end_cell_index = np.ascontiguousarray(end_cell_index, np.int64)
             if not end_ids.shape == end_cell_index.shape == group_ids.shape:
-                shape = list(group_ids.shape)
-                raise ValueError(f"end_ids and end_cell_index must have the shape {shape}")
+                raise ValueError(f"end_ids and end_cell_index must have the shape {list(group_ids.shape)}")
             is_last = np.concatenate([np.ones(ended.size, np.bool_), end_ids < 0])
             group_ids = np.concatenate([group_ids[ended], end_ids])
             cell_index = np.concatenate([cell_index[ended], end_cell_index])
@@ -315,10 +309,7 @@ class Ledger:
         self._counts.update({key: counts.get(key, 0) for key in COUNTER_KEYS})
 
     def state_dict(self, *, with_rows: bool = True) -> dict[str, Any]:
-        """This rank's shard: tensors (on the CPU), numbers and strings, without the counters.
-
-        Its states are under "rows", or otherwise in `held_rows`, in the same order.
-        """
+        """This rank's shard, without the counters. States are in `held_rows` if not in "rows"."""
         shard = save_shard(self._index, self._slab, owners=self.owners, step=self._step)
         if with_rows:
             empty = torch.empty(0, self._slab.width, dtype=self._slab.dtype)
@@ -327,7 +318,6 @@ class Ledger:
 
     @property
     def num_row_bytes(self) -> int:
-        """Size of all of `held_rows`."""
         return self._index.num_live * self._slab.width * self._slab.dtype.itemsize
 
     def held_rows(self) -> Iterator[Tensor]:
@@ -337,25 +327,17 @@ class Ledger:
             yield self._slab.read(slots[piece])[0].cpu()
 
     def load_state_dict(
-        self,
-        shards: Sequence[Mapping[str, Any]],
-        *,
-        owned: Callable[[Ints], Flags] | None = None,
-        room: int = 0,
+        self, shards: Sequence[Mapping[str, Any]], *, owned: Callable[[Ints], Flags] | None = None, room: int = 0
     ) -> None:
         """Replace the contents by those of a checkpoint; counters start at zero.
 
-        With the saved world size, capacity and ownership this rank takes its own shard exactly,
-        including the order in which slots are used, so that a resumed run counts and computes what
-        the uninterrupted one would. Otherwise the entries of all shards are distributed again: with
-        `exchange` to their owners, with `reader` to the ranks whose `owned` (group ids -> bool) says
-        so, without `owned` to every rank, since any may come to read them. If several shards hold a
-        group, the state that was stored last counts.
-
-        Args:
-            shards: the `state_dict()` of every saving rank, in order of rank.
-            room: groups that this rank will have in flight in addition; a capacity that does not
-                hold both is warned about.
+        `shards` are those of all saving ranks, in order. With the saved world size, capacity and
+        ownership this rank takes its own exactly, including the order in which slots are used, so
+        that a resumed run counts and computes what the uninterrupted one would. Otherwise their
+        entries are distributed again: with `exchange` to their owners, with `reader` to the ranks
+        whose `owned` (group ids -> bool) says so, without it to every rank. If several shards hold a
+        group, the state that was stored last counts. A capacity that does not also hold `room`
+        groups in flight is warned about.
 
         Raises UserError, and changes nothing, if the states are of another width, or do not fit.
         """
