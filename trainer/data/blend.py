@@ -146,7 +146,9 @@ class BlendDataset:
         self._first = 0  # the batch at which the table of choices begins
         self._choices: list[int] = []
         # Before each choice and after the last: the batches of each source by its weights.
-        self._expected = [[0.0] * len(sources)]
+        self._expected: list[list[float]] = []
+        self._due = [0.0] * len(sources)  # what the weights call for so far, and its sum over sources
+        self._total = 0
         self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
         self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
         self._share_keys: list[str] = []
@@ -163,13 +165,13 @@ class BlendDataset:
     def _register_metrics(self) -> None:
         keys = [MAX_SHARE_ERROR, ENDED_SOURCES]
         keys += [f"time/{stage}/{name}" for name in self._time_names for stage in STAGES]
-        self._drains: dict[int, Callable[[], Drained]] = {}  # of the sources that report metrics
+        # Of the sources that report metrics: all of them as unknown.
+        self._reporters: dict[int, tuple[Drained, BestEffort]] = {}
         for index, source in enumerate(self.sources):
             guard = BestEffort(f"metrics of the source {source.name}")
             own_keys = guard.run(_keys_of, source.dataset, frozenset(self._share_keys), guard)
             if own_keys is not None:
-                unknown = dict.fromkeys(own_keys)
-                self._drains[index] = partial(_drain_source, source.dataset, unknown, guard)
+                self._reporters[index] = (dict.fromkeys(own_keys), guard)
                 keys += own_keys
         self.metric_keys = tuple(dict.fromkeys([*keys, *self._share_keys]))
         specs = {key: lookup_or_gauge(key) for key in self.metric_keys}
@@ -200,7 +202,7 @@ class BlendDataset:
         while batch is None:
             at = self._batch_index - self._first
             if at >= len(self._choices) or self._batch_index in self.changes:
-                self._choose(self._expected[at])
+                self._choose()
                 at = 0
             chosen = self._choices[at]
             if chosen < 0:
@@ -210,7 +212,7 @@ class BlendDataset:
             start = time.perf_counter()
             batch = self._read(chosen, tokens_before)
             if batch is None:
-                self._choose(self._expected[at])
+                self._choose()
         if self._time_names:
             seconds, dataset = time.perf_counter() - start, self.sources[chosen].dataset
             stages = {"own_code": seconds}
@@ -220,7 +222,9 @@ class BlendDataset:
             for stage, part in stages.items():
                 self._seconds[f"time/{stage}/{self._time_names[chosen]}"] += part
         self._counts[chosen] += 1
+        self._total += 1
         self._batch_index += 1
+        self._due = self._expected[self._batch_index - self._first]
         return batch
 
     def _read(self, index: int, tokens_before: int) -> Batch | None:
@@ -260,11 +264,8 @@ class BlendDataset:
         changes = [weights for first, weights in self.changes.items() if first <= batch and source.name in weights]
         return ConstantWeight(changes[-1][source.name]) if changes else source.weight
 
-    def _choose(self, expected: list[float]) -> None:
-        """Compute the choices from the next batch to the end of its block, -1: all weights are 0.
-
-        `expected`: batches of each source so far by its weights, also of ended ones.
-        """
+    def _choose(self) -> None:
+        """Compute the choices from the next batch to the end of its block, -1: all weights are 0."""
         self._first = self._batch_index
         block, offset = divmod(self._first, BLOCK)
         batches = np.arange(self._first, (block + 1) * BLOCK, dtype=np.int64)
@@ -286,7 +287,7 @@ class BlendDataset:
         chosen = np.where(chosen < len(self.sources), chosen, (ends < totals).sum(axis=1))
         chosen = np.where(totals[:, 0] > 0, chosen, -1)
         self._choices = chosen.tolist()
-        self._expected = np.cumsum(np.vstack([expected, shares]), axis=0).tolist()
+        self._expected = np.cumsum(np.vstack([self._due, shares]), axis=0).tolist()
 
     def _stop_or_refuse(self) -> NoReturn:
         index = self._batch_index
@@ -309,10 +310,6 @@ class BlendDataset:
         """Ids of those that wait for a row to continue on."""
         return []
 
-    def _given(self) -> tuple[int, list[float]]:
-        """The sum of `_counts`, and the counts of each source that the weights have called for."""
-        return self._batch_index, self._expected[self._batch_index - self._first]
-
     def drain_step_metrics(self) -> Drained:
         """The sources' metrics, merged key by key, and those of the blend; {} before any batch.
 
@@ -320,25 +317,34 @@ class BlendDataset:
         over ranks are 0, and other gauges are left out. `blend/max_share_error` is the largest
         difference between the share of a source and the one that its weights call for.
         """
-        total, expected = self._given()
-        if not total:
+        if not self._total:
             return {}
-        for index in self._undrained & self._drains.keys():
+        for index in self._undrained & self._reporters.keys():
             self._latest[index] = self._report_of(index)
         metrics = self._merged()
         self._undrained.clear()
-        error = float(np.abs(np.subtract(self._counts, expected)).max()) / total
+        error = float(np.abs(np.subtract(self._counts, self._due)).max()) / self._total
         # A source that is itself a blend has an error of its own.
         metrics[MAX_SHARE_ERROR] = max(error, metrics.get(MAX_SHARE_ERROR) or 0.0)
         metrics[ENDED_SOURCES] = sum(self._ended) + (metrics.get(ENDED_SOURCES) or 0.0)
         for key, count in zip(self._share_keys, self._counts, strict=False):
-            metrics[key] = count / total
+            metrics[key] = count / self._total
         metrics.update(self._seconds)
         self._seconds.clear()
         return metrics
 
     def _report_of(self, index: int) -> dict[str, float | None]:
-        report = dict(self._drains[index]())
+        """A source's metrics, those that it lists; once it fails, all of them are unknown."""
+        dataset: Any = self.sources[index].dataset
+        unknown, guard = self._reporters[index]
+        drained: Drained | None = guard.run(dataset.drain_step_metrics)
+        if drained is not None and not isinstance(dataset, StreamSource | BlendDataset):
+            drained = guard.run(checked, drained, guard.leave_out, as_number)
+        if drained is None:
+            drained = unknown
+        for key in drained.keys() - unknown.keys():
+            guard.leave_out(key, "it is not among the metric_keys")
+        report = {key: value for key, value in drained.items() if key in unknown}
         if self._ended[index]:
             for key in report.keys() - self._counters:
                 if self._merges[key] is sum:
@@ -375,7 +381,7 @@ class BlendDataset:
             "names": self._names,
             "ended": self._ended.copy(),
             "counts": self._counts.copy(),
-            "expected": self._given()[1].copy(),
+            "expected": self._due.copy(),
             "sources": self._states.copy(),
         }
 
@@ -397,10 +403,10 @@ class BlendDataset:
             if name not in self._names:
                 problem = f"the saved state has a source {name!r}, which is missing now"
                 raise UserError("data.source", problem, "put it back")
-        self._batch_index = self._first = own["batch_index"]
+        self._batch_index = self._first = self._total = own["batch_index"]
         self._choices = []
         self._latest.clear()
-        self._expected = [[0.0] * len(self.sources)]
+        self._due = [0.0] * len(self.sources)
         for index, name in enumerate(self._names):
             self._counts[index], self._ended[index] = 0, False
             if name in own["names"]:
@@ -414,7 +420,7 @@ class BlendDataset:
         dataset = self.sources[index].dataset
         parts = parts_of(states, saved)
         self._counts[index] = states[0]["counts"][saved]
-        self._expected[0][index] = states[0]["expected"][saved]
+        self._due[index] = states[0]["expected"][saved]
         self._ended[index] = all(state["ended"][saved] for state in states)
         load = getattr(dataset, "load_state_dict", None)
         if parts[0] is not None and load is not None:
@@ -441,16 +447,3 @@ def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | No
     for key in sorted(foreign):
         guard.leave_out(key, "the trainer reports a metric of this name itself; give it another one")
     return [key for key in dict.fromkeys(found) if key not in foreign]
-
-
-def _drain_source(dataset: Any, unknown: Drained, guard: BestEffort) -> Drained:
-    """A source's metrics, those that it lists; once it fails, all of them are unknown."""
-    drained: dict[str, float | None] | None = guard.run(dataset.drain_step_metrics)
-    if drained is not None and not isinstance(dataset, StreamSource | BlendDataset):
-        drained = guard.run(checked, drained, guard.leave_out, as_number)
-    if drained is None:
-        return unknown
-    for key in drained.keys() - unknown.keys():
-        drained.pop(key)
-        guard.leave_out(key, "it is not among the metric_keys")
-    return drained

@@ -61,7 +61,6 @@ class LaneBlend(BlendDataset):
         self._waiting: list[Place] = []
         self._collator = Collator(tokenizer, row_tokens=row_tokens, runs_on=runs_on)
         self._claims = [0.0] * len(sources)
-        self._total = 0
         self._shares: list[float] = []
         # Of each source its share, and whether it can be read; and the sum of those that can.
         self._open: list[tuple[float, bool]] = []
@@ -123,9 +122,6 @@ class LaneBlend(BlendDataset):
         """A micro-batch of which nothing is learnt."""
         return self._collator.batch([Lane() for _ in self._lanes], lambda *_: False)
 
-    def _given(self) -> tuple[int, list[float]]:
-        return self._total, self._expected[0]
-
     def _shares_now(self) -> list[float]:
         if self._shares and self._is_constant and not self.changes:
             return self._shares
@@ -138,7 +134,7 @@ class LaneBlend(BlendDataset):
         pairs = zip(self._shares, self._ended, strict=True)
         self._open = [(share, share > 0 and not ended) for share, ended in pairs]
         self._whole = sum(share for share, is_open in self._open if is_open)
-        is_owed = any(self._claims) or self._counts != self._expected[0]
+        is_owed = any(self._claims) or self._counts != self._due
         self._is_alone = self._shares.count(0.0) == len(self._shares) - 1 and not is_owed
 
     def _largest(self, among: Collection[int]) -> int:
@@ -154,13 +150,13 @@ class LaneBlend(BlendDataset):
 
     def _hand(self, index: int, num_tokens: int) -> None:
         """Settle the claims for tokens that a source has given."""
-        claims, expected, whole = self._claims, self._expected[0], self._whole
+        claims, due, whole = self._claims, self._due, self._whole
         for i, (share, is_open) in enumerate(self._open):
             if is_open:
                 claims[i] += num_tokens * share / whole
             else:  # nothing is owed to a source that cannot be read
                 claims[i] = 0.0
-            expected[i] += share * num_tokens
+            due[i] += share * num_tokens
         claims[index] -= num_tokens
         self._counts[index] += num_tokens
         self._total += num_tokens
