@@ -140,7 +140,7 @@ class ReadOptions(Options):
     tokenizer: Tokenizer
     """Tokenizes text, and bounds the ids in token files."""
     dtype: str | None = None
-    """Of a headerless token file (`uint16`, ...)."""
+    """The type of a headerless token file (`uint16`, ...)."""
     eod: int | None = None
     """The id that ends a document in a token file; None: the file is one document."""
     text_split: TextSplit = "file"

@@ -58,8 +58,8 @@ class Loader:
         self._device = torch.device(device)
         self._full_tokens = full_tokens
         self._accepted = accepted
-        self._state_dict = getattr(dataset, "state_dict", lambda: None)
-        self._drain = getattr(dataset, "drain_step_metrics", dict)
+        self._state_dict = getattr(dataset, "state_dict", None) or (lambda: None)
+        self._drain = getattr(dataset, "drain_step_metrics", None) or dict
         self._guard = guard or BestEffort("data metrics")
         self._queue: queue.Queue[MicroBatch | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
         self._stop = threading.Event()

@@ -38,7 +38,7 @@ class MixOptions(MixingOptions):
     """
 
     seed: int = 0
-    """Of every random choice."""
+    """Seed of every random choice."""
 
 
 def schedule(cells: Ints, num_lanes: int) -> tuple[Ints, Ints]:
@@ -155,7 +155,6 @@ class StreamMixingDataset(StreamSource):
     `num_streams_mixed` readers are active. For each micro-batch one is picked and gives up to
     `batch_size` rows of a cell. In an epoch every cell of the split is read exactly once over all
     shards, each of which reads a slice of every stream. Labels are those of rows.
-
     """
 
     version = 6

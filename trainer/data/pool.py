@@ -149,8 +149,10 @@ class ActivePool:
             self.note(slot)
 
     def _surprises(self, left: Floats) -> Floats:
-        """What a pick adds to the surprise of each reader, negated, [..., K]: the logarithm of the
-        chance that it is not picked. `left`: picks left of each before it, [..., K]."""
+        """The logarithm of the chance that a pick is not of each reader, [..., K].
+
+        `left`: picks left of each before it, [..., K].
+        """
         if len(self.readers) == 1 or self._pick_mode == "round_robin":
             return np.zeros_like(left)  # there is nothing to choose, and no surprise
         if self._pick_mode == "uniform":

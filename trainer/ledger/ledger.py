@@ -108,14 +108,11 @@ class OwnerExchange:
 class Ledger:
     """The states of groups, one row each, held by the rank that owns the group.
 
-    Args:
-        options: how many groups it holds, and which it evicts.
-        state_width: numbers per state.
-        layout: instead, of states that are any nest of tensors [B, ...]: a `StateLayout`.
-        device: of the states.
-        dtype: of the kept states; None: that of the options.
-        owners: which rank holds a group.
+    A state is a row of `state_width` numbers or, with a `layout` instead, any nest of tensors
+    [B, ...]. `device` and `dtype` (None: that of the options) are those of the kept states.
     """
+
+    metric_keys = (*COUNTER_KEYS, *GAUGE_KEYS)  # of `drain_metrics`, on every rank
 
     def __init__(
         self,
@@ -280,11 +277,6 @@ class Ledger:
     def keep(self, group_ids: Iterable[int]) -> None:
         """Let no sweep evict these groups, which wait for a row, until they are stored or end."""
         self._index.kept = set(group_ids)
-
-    @property
-    def metric_keys(self) -> tuple[str, ...]:
-        """All keys of `drain_metrics`; the same on every rank."""
-        return (*COUNTER_KEYS, *GAUGE_KEYS)
 
     @property
     def last_extra_metrics(self) -> dict[str, float]:

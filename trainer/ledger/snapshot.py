@@ -20,6 +20,7 @@ Keeps = Callable[[Ints], Flags] | None
 """Which groups a rank takes; None: all."""
 
 FORMAT = 1
+ARRAYS = ("groups", "slots", "last_step", "free_slots")
 TOO_SMALL = (
     "ledger.capacity: %d holds %s, but not the %d that may be in flight beside them: "
     "states that are still needed may be evicted; set it to at least %d"
@@ -77,21 +78,15 @@ def load_shards(
             problem = f"the checkpoint's states are {shard['width']} wide, the model's {slab.width}"
             fix = "resume with the model that was saved, or drop the ledger from the checkpoint"
             raise UserError("ledger", problem, fix)
-    kind = (slab.capacity, owners.ownership, owners.world_size)
-    own = None
-    if len(saved) == owners.world_size:
+    kind = {"capacity": slab.capacity, "ownership": owners.ownership, "world_size": owners.world_size}
+    if len(saved) == owners.world_size and kind.items() <= saved[owners.rank].items():
         own = saved[owners.rank]
-    if own is not None and (own["capacity"], own["ownership"], own["world_size"]) == kind:
-        _fill_exactly(index, slab, own)
+        groups, slots, last_step, free = (own[name].numpy() for name in ARRAYS)
+        index.fill((groups, slots, last_step), free, _evicted(own))
+        _restore_rows(slab, slots, own, np.arange(slots.size))
     else:
         _fill_anew(index, slab, saved, keeps, room)
     return max((int(shard["step"]) for shard in saved), default=-1)
-
-
-def _fill_exactly(index: GroupIndex, slab: Slab, own: Shard) -> None:
-    groups, slots, last_step, free = (own[name].numpy() for name in ("groups", "slots", "last_step", "free_slots"))
-    index.fill((groups, slots, last_step), free, _evicted(own))
-    _restore_rows(slab, slots, own, np.arange(slots.size))
 
 
 def _fill_anew(index: GroupIndex, slab: Slab, saved: Sequence[Shard], keeps: Keeps, room: int) -> None:
@@ -130,18 +125,13 @@ def _restore_rows(slab: Slab, slots: Ints, shard: Shard, places: Ints) -> None:
 
 def _joined_evicted(saved: Sequence[Shard], held: set[int], keeps: Keeps) -> list[tuple[int, Evicted]]:
     """The evicted groups of all shards that are not held, each by its newest eviction, oldest first."""
-    by_step = sorted((item for shard in saved for item in _evicted(shard)), key=_step_of)
+    by_step = sorted((item for shard in saved for item in _evicted(shard)), key=lambda item: item[1][1])
     newest = {group: evicted for group, evicted in by_step if group not in held}
-    joined = sorted(newest.items(), key=_step_of)
+    joined = sorted(newest.items(), key=lambda item: item[1][1])
     if keeps is None:
         return joined
     is_kept = keeps(np.array([group for group, _ in joined], np.int64))
     return [item for item, kept in zip(joined, is_kept, strict=True) if kept]
-
-
-def _step_of(item: tuple[int, Evicted]) -> int:
-    _, (_, step) = item
-    return step
 
 
 def _evicted(shard: Shard) -> list[tuple[int, Evicted]]:
