@@ -246,8 +246,8 @@ class BlendDataset:
             return ""
         source = self.sources[self._now]
         where = getattr(source.dataset, "now_reading", None)
-        known = isinstance(where, str) and where
-        return f"source {source.name}: {where}" if known else f"source {source.name}"
+        file = f": {where}" if isinstance(where, str) and where else ""
+        return f"source {source.name}{file}"
 
     def shares_at(self, step: int, batch: int) -> list[float]:
         """The share of each source in a step that begins with this batch; 0 if all weights are."""
@@ -357,7 +357,7 @@ class BlendDataset:
         by_key: defaultdict[str, list[float | None]] = defaultdict(list)
         for index, report in self._latest.items():
             for key, value in report.items():
-                # The events of a report that was merged before are counted.
+                # Events of a report that was merged before must not count twice.
                 is_counted = key in self._counters and index not in self._undrained
                 by_key[key].append(0.0 if is_counted else value)
         metrics: dict[str, float | None] = {}

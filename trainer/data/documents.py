@@ -55,15 +55,11 @@ class IdBounds:
 
     With the tokenizer `ids`, `num_ids` is `data.vocab_size`: the id that begins documents follows
     them and must not be in a file. With any other tokenizer, it is the whole vocabulary.
-
-    Args:
-        where: the file or the place in it, for messages.
-        tokenizer: its name, for messages.
     """
 
-    where: str
+    where: str  # the file or the place in it
     num_ids: int
-    tokenizer: str
+    tokenizer: str  # its name
 
     @classmethod
     def of(cls, where: Path | str, tokenizer: Tokenizer) -> IdBounds:

@@ -35,16 +35,11 @@ THREADS, CHUNK = 8, 64
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The data files of a run.
+    """The data files of a run."""
 
-    Args:
-        blocks: sampled per file.
-        tokenizer: mark of the tokenizer.json; empty without one.
-        sources: source -> stream (relative path, in the order of the stream ids) -> mark.
-    """
-
-    blocks: int
-    tokenizer: str
+    blocks: int  # sampled per file
+    tokenizer: str  # mark of the tokenizer.json; empty without one
+    # Source -> stream (relative path, in the order of the stream ids) -> mark.
     sources: Mapping[str, Mapping[str, str]]
 
     def to_state(self) -> dict[str, Any]:
@@ -72,10 +67,7 @@ def blocks_per_file(num_files: int) -> int:
 
 
 def mark_files(paths: Sequence[Sequence[Path]], *, blocks: int, whole: bool) -> list[str]:
-    """The marks of streams: `SIZE:SAMPLES`, with `whole` also `:CONTENT`, of each file, joined by `+`.
-
-    Raises UserError if a file cannot be read.
-    """
+    """The marks of streams: `SIZE:SAMPLES`, with `whole` also `:CONTENT`, of each file, joined by `+`."""
     mark = partial(_mark, blocks=blocks, whole=whole)
     chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
     with ThreadPoolExecutor(THREADS) as pool:

@@ -103,9 +103,11 @@ class LaneBlend(BlendDataset):
         Raises StopIteration, or UserError where all weights are zero, once the lanes are dry.
         """
         began = time.perf_counter()
-        shares = self._shares_now()
-        if shares is not self._shares:
-            self._shares = shares
+        if not self._shares or not self._is_constant or self.changes:
+            step = 0  # weights by step are refused where steps are not known ahead
+            if self._is_known_ahead:
+                step = self._micro_batches.step_of(self._batch_index)
+            self._shares = self.shares_at(step, self._batch_index)
             self._note_open()
         batch = None
         if self._batched:
@@ -121,14 +123,6 @@ class LaneBlend(BlendDataset):
     def masked(self) -> Batch:
         """A micro-batch of which nothing is learnt."""
         return self._collator.batch([Lane() for _ in self._lanes], lambda *_: False)
-
-    def _shares_now(self) -> list[float]:
-        if self._shares and self._is_constant and not self.changes:
-            return self._shares
-        step = 0  # weights by step are refused where steps are not known ahead
-        if self._is_known_ahead:
-            step = self._micro_batches.step_of(self._batch_index)
-        return self.shares_at(step, self._batch_index)
 
     def _note_open(self) -> None:
         pairs = zip(self._shares, self._ended, strict=True)

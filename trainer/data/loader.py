@@ -143,10 +143,8 @@ class Reading:
     """Reads from the loaders of this rank's data shards.
 
     A shard whose data are exhausted continues with masked rows: the others still need it in every
-    collective, and the run ends at the first step in which none has a batch of its own.
-
-    `states` are those of the data sets, for a shard that has nothing to read. The data of a run that
-    `is_resumed` may be exhausted.
+    collective, and the run ends at the first step in which none has a batch of its own. `states`
+    are those of the data sets; the data of a run that `is_resumed` may be exhausted.
     """
 
     def __init__(

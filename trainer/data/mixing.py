@@ -84,10 +84,8 @@ class Slice(NamedTuple):
 class StreamReader:
     """The lanes that read a slice of a stream in one epoch; positions count cells as they are read.
 
-    Args:
-        order: the slice's unfinished groups in reading order, int64 [n].
-        left: cells left of each group of the stream, int64 [G].
-        longest: batches of the longest slice, if all ranks pick this stream together.
+    `order` has the slice's unfinished groups, int64 [n], `left` the cells left of each group of the
+    stream, int64 [G]; `longest`: batches of the longest slice, if all ranks pick a stream together.
     """
 
     def __init__(

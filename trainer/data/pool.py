@@ -42,12 +42,8 @@ class ActivePool:
     """The active readers, one per slot: with `stream`, `remaining_picks`, `remaining_fraction`.
 
     `seen` holds the metrics of the last pick: what remained before it, and waits with it counted;
-    empty before the first.
-
-    Args:
-        modalities: all that can occur; each is reported at every pick, zeros included.
-        pick_mode: `weighted` is in proportion to remaining picks.
-        guard: of the metrics: if they fail, `seen` is empty and picks are the same.
+    empty before the first, or if the `guard` of the metrics has seen them fail. All `modalities` are
+    reported, zeros included.
     """
 
     def __init__(self, modalities: Sequence[str], pick_mode: PickMode, guard: BestEffort | None = None) -> None:

@@ -30,20 +30,13 @@ def _checked(value: Any, path: str) -> float:
 
 @dataclass(frozen=True)
 class ScheduledWeight:
-    """A weight that follows points (x -> value, at least one) and is constant outside them.
+    """A weight that follows points and is constant outside them."""
 
-    Args:
-        kind: `linear` interpolates between points; `step` takes the last point at or before x.
-        scale: a factor on every value.
-        unit: what x counts: micro-batches from 0, or optimizer steps from 1.
-        path: the name of this weight in messages.
-    """
-
-    kind: ScheduleKind
-    points: Mapping[int, float]
-    scale: float = 1.0
-    unit: WeightUnit = "batch"
-    path: str = field(default="weight", compare=False)
+    kind: ScheduleKind  # `linear` interpolates; `step` takes the last point at or before x
+    points: Mapping[int, float]  # x -> value, at least one
+    scale: float = 1.0  # a factor on every value
+    unit: WeightUnit = "batch"  # what x counts: micro-batches from 0, or optimizer steps from 1
+    path: str = field(default="weight", compare=False)  # its name in messages
 
     def __post_init__(self) -> None:
         kinds, units, points = get_args(ScheduleKind), get_args(WeightUnit), dict(self.points)

@@ -37,11 +37,9 @@ _EMPTY: Ints = np.empty(0, np.int64)
 
 
 class GroupIndex:
-    """Group -> slot, for the groups that one rank holds.
+    """Group -> slot, for the groups that one rank holds; `capacity` as a slot stands for none.
 
-    Args:
-        options: `capacity` is the number of slots, and as a slot stands for none.
-        counts: evictions and false evictions are added here, by metric key.
+    Evictions and false evictions are added to `counts`, by metric key.
     """
 
     def __init__(self, options: LedgerOptions, counts: dict[str, int]) -> None:

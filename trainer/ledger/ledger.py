@@ -1,16 +1,10 @@
-"""`Ledger`: the recurrent states of groups between steps.
+"""`Ledger`: the recurrent states of groups between steps; docs/ledger.md has a loop that uses it.
 
-    ledger.begin_step(step)                                         # wipes or sweeps when due
-    for batch in window:
-        state = ledger.lookup(batch.group_ids, batch.cell_index)    # [B, state_width], detached
-        ...forward, backward...
-        ledger.store(batch.group_ids, batch.cell_index, batch.is_last, output.state)
-
-Store once per micro-batch, after the backward and outside `forward`, which activation checkpointing
-runs twice. Nothing is ever undone: when the optimizer skips a step, its weights are still valid, and
-the states computed with them are the right continuation. Only rows that are not finite are dropped.
-That is decided on the device, so neither `lookup` nor `store` waits for it (except inside the
-collectives of `exchange`).
+Begin each step; for each micro-batch look up, run forward and backward, and store: outside `forward`,
+which activation checkpointing runs twice. Nothing is ever undone: when the optimizer skips a step,
+its weights are still valid, and the states computed with them are the right continuation. Only rows
+that are not finite are dropped. That is decided on the device, so neither `lookup` nor `store` waits
+for it (except inside the collectives of `exchange`).
 """
 
 from __future__ import annotations
@@ -324,14 +318,11 @@ class Ledger:
         """Replace the contents by those of a checkpoint; counters start at zero.
 
         `shards` are those of all saving ranks, in order. With the saved world size, capacity and
-        ownership this rank takes its own exactly, including the order in which slots are used, so
-        that a resumed run counts and computes what the uninterrupted one would. Otherwise their
-        entries are distributed again: with `exchange` to their owners, with `reader` to the ranks
-        whose `owned` (group ids -> bool) says so, without it to every rank. If several shards hold a
-        group, the state that was stored last counts. A capacity that does not also hold `room`
-        groups in flight is warned about.
-
-        Raises UserError, and changes nothing, if the states are of another width, or do not fit.
+        ownership this rank takes its own exactly, including the order in which slots are used.
+        Otherwise entries are distributed again: with `exchange` to their owners, with `reader` to
+        the ranks whose `owned` (group ids -> bool) says so, without it to every rank; of a group
+        that several shards hold, the state that was stored last. A capacity that does not also hold
+        `room` groups in flight is warned about. If it raises a UserError, nothing is changed.
         """
         keeps = self._is_mine if self.owners.ownership == "exchange" else owned
         how: dict[str, Any] = {"owners": self.owners, "keeps": keeps, "room": room}
