@@ -23,6 +23,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from trainer.arrays import Ints
 from trainer.data.documents import DTYPES, HEADER, MAGIC, ReadOptions, Span, damaged
 from trainer.data.formats import FORMATS, file_kind, format_name, is_import_path
 from trainer.data.layout import Stream
+from trainer.data.text_formats import row_group_bytes
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 from trainer.files import replacing, write_file, write_json
@@ -52,6 +54,30 @@ PARTS = ".parts"
 DTYPE_BITS = {"u1": 8, "<u2": 16, "<i4": 31}  # of ids, the smallest first
 
 
+def _text_spans(path: Path, size: int) -> list[Span]:
+    return [(0, path.stat().st_size)]  # documents may be as long as the file
+
+
+def _jsonl_spans(path: Path, size: int) -> list[Span]:
+    total = path.stat().st_size
+    return [(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _parquet_spans(path: Path, size: int) -> list[Span]:
+    groups = row_group_bytes(path)
+    cuts, held = [0], 0
+    for group, num_bytes in enumerate(groups):
+        held += num_bytes
+        if held >= size:
+            cuts.append(group + 1)
+            held = 0
+    return list(pairwise(dict.fromkeys([*cuts, len(groups)])))
+
+
+# By format: the parts of a file, of about so many bytes, that can be tokenized apart.
+SPANS = {"text": _text_spans, "jsonl": _jsonl_spans, "parquet": _parquet_spans}
+
+
 @dataclass(frozen=True)
 class TextFile:
     """A file to tokenize, cut into spans, and the `.bin` to write, below `out`; its index is written last."""
@@ -66,11 +92,10 @@ class TextFile:
         """A file, cut into spans. Raises UserError: its format cannot be tokenized, or it is
         damaged."""
         name = format_name(Path(path), format)
-        cutters = {key: each.spans for key, each in FORMATS.items() if each.spans is not None}
-        if name not in cutters:
+        if name not in SPANS:
             problem = f"is of the format {name}, which cannot be tokenized"
-            raise UserError(path, problem, f"name files of {listed(list(cutters))}")
-        return cls(path, name, target, cutters[name](Path(path), span_bytes))
+            raise UserError(path, problem, f"name files of {listed(list(SPANS))}")
+        return cls(path, name, target, SPANS[name](Path(path), span_bytes))
 
     @property
     def is_done(self) -> bool:
