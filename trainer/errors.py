@@ -1,7 +1,8 @@
 """The exception for mistakes that a user can fix.
 
-Any user input (a config, an override, a data file, a path) that cannot be honored raises a `UserError`. The command line
-prints it once, on rank 0, without a traceback, and exits with code 2.
+Any user input (a config, an override, a data file, a path) that cannot be honored raises a
+`UserError`. The command line prints it once, on rank 0, without a traceback, and exits with code
+2.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ class UserError(ValueError):
         key: the subject: a config key (`data.mixing.pick_mode`), an option (`--steps`) or a path.
         problem: what is wrong, with the value found ("must be >= 1, got 0").
         fix: what to do, as an imperative; may be empty if the problem already implies it.
-        where: file and line (`x.toml:14`), empty if the mistake is not in a file or the key is the file.
+        where: file and line (`x.toml:14`), empty if the mistake is not in a file or the key is the
+            file.
 
-    `str()` gives the message on one line: `x.toml:14: data.mixing.num_active: must be >= 1, got 0; set it to ...`.
-    Names in it may come from anywhere: the line is `printable`. Paths in the working directory are shown relative to it.
+    `str()` gives the message on one line: `x.toml:14: data.mixing.num_active: must be >= 1, got 0;
+    set it to ...`.
+    Names in it may come from anywhere: the line is `printable`. Paths in the working directory are
+    shown relative to it.
     """
 
     speaker: int | None = None

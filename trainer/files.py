@@ -1,10 +1,12 @@
 """Files: written completely or not at all, and read within bounds.
 
-What is written goes to a temporary file next to the target, is synced to disk, and then replaces the target: a write that
-fails, or a process that is killed, leaves the old file as it was. Appending (metrics.jsonl) is `LineFile`'s.
+What is written goes to a temporary file next to the target, is synced to disk, and then replaces
+the target: a write that fails, or a process that is killed, leaves the old file as it was.
+Appending (metrics.jsonl) is `LineFile`'s.
 
-A run directory is copied, shared and sent around. So a link, pipe or device in the place of a file must neither hang the
-program nor make it write elsewhere, and whatever a file contains is at worst reported as damage.
+A run directory is copied, shared and sent around. So a link, pipe or device in the place of a file
+must neither hang the program nor make it write elsewhere, and whatever a file contains is at worst
+reported as damage.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def is_url(text: str) -> bool:
 
 
 def did_you_mean(path: str | Path) -> str:
-    """The question whether an existing path was meant that differs in one name that looks alike; empty if there is none."""
+    """The question whether an existing path was meant that differs in one name that looks
+    alike; empty if there is none."""
     wanted = Path(path)
     missing = next((each for each in reversed([wanted, *wanted.parents]) if not each.exists()), None)
     if missing is None or not os.access(missing.parent, os.R_OK):
@@ -45,11 +48,14 @@ def did_you_mean(path: str | Path) -> str:
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True, follow: bool = False) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends well; otherwise `path` stays as it was.
+    """A new file that takes the place of `path` when the block ends well; otherwise `path` stays
+    as it was.
 
     Args:
-        sync: wait until the disk has it. Without, a crash of the machine (not of the process) may lose it.
-        follow: for a path that a user has given: a link stays a link, and a pipe or device is written to.
+        sync: wait until the disk has it. Without, a crash of the machine (not of the process) may
+            lose it.
+        follow: for a path that a user has given: a link stays a link, and a pipe or device is
+            written to.
 
     Raises:
         OSError: it cannot be written.
@@ -105,7 +111,8 @@ def replace_link(path: Path, target: str) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory so that it is there as a whole, or not under its name: `remove_leftovers` deletes what is left."""
+    """Delete a directory so that it is there as a whole, or not under its name:
+    `remove_leftovers` deletes what is left."""
     doomed = _temporary(path)
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -113,7 +120,8 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete the temporary files and directories that killed processes have left behind; nobody may be writing there."""
+    """Delete the temporary files and directories that killed processes have left behind; nobody
+    may be writing there."""
     for path in directory.iterdir() if directory.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name):
             if path.is_dir() and not path.is_symlink():
@@ -151,7 +159,8 @@ _KINDS: Final = {
 
 
 def open_descriptor(path: str | Path, flags: int) -> int:
-    """`os.open` of a plain file: never waits, and follows a link for reading alone. Also an `opener` of `open`.
+    """`os.open` of a plain file: never waits, and follows a link for reading alone. Also an
+    `opener` of `open`.
 
     Raises:
         OSError: it cannot be opened, or is no plain file.

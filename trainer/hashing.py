@@ -1,7 +1,8 @@
 """Hashes and random numbers that are pure functions of their key.
 
-Nothing here has state: the same key gives the same numbers in every process and after every restart, so checkpoints need no
-generator state. The generators are numpy's counter-based Philox, keyed by a blake2b digest.
+Nothing here has state: the same key gives the same numbers in every process and after every
+restart, so checkpoints need no generator state. The generators are numpy's counter-based Philox,
+keyed by a blake2b digest.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def keyed_generator(*parts: str | int) -> np.random.Generator:
 
 
 class KeyedUniforms:
-    """`uniforms(i)`: the i-th uniform number in [0, 1) of a key. Numbers are drawn in blocks; one block is cached."""
+    """`uniforms(i)`: the i-th uniform number in [0, 1) of a key. Numbers are drawn in blocks;
+    one block is cached."""
 
     def __init__(self, *parts: str | int) -> None:
         self._parts = parts

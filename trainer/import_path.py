@@ -1,4 +1,5 @@
-"""Resolves import paths: of custom parts that a config names, and of the parts that a run is given."""
+"""Resolves import paths: of custom parts that a config names, and of the parts that a run is
+given."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def resolve_target(target: str, key: str) -> Any:
 
 
 class Parts:
-    """Parts of a run that the core knows by name alone: its caller gives their import paths, which are loaded when asked for.
+    """Parts of a run that the core knows by name alone: its caller gives their import paths, which
+    are loaded when asked for.
 
     Args:
         paths: name -> `module:attribute`, or a module.
@@ -85,7 +87,8 @@ NO_PARTS = Parts()
 def place_of(error: BaseException) -> str:
     """` (FILE:LINE)` of the innermost frame in the user's own code; empty if there is none.
 
-    Frames of this package, of packages installed anywhere on sys.path and of Python itself do not help to locate the mistake.
+    Frames of this package, of packages installed anywhere on sys.path and of Python itself do not
+    help to locate the mistake.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({shown_path(error.filename)}:{error.lineno})"
@@ -105,14 +108,16 @@ def shown_path(path: str) -> str:
 
 
 def format_error(error: BaseException, *, otherwise: str = "") -> str:
-    """`NameError: name 'x' is not defined (mine.py:3)`, on one line; `otherwise` replaces a location outside user code."""
+    """`NameError: name 'x' is not defined (mine.py:3)`, on one line; `otherwise` replaces a
+    location outside user code."""
     text = error.msg if isinstance(error, SyntaxError) else message_of(error)
     return f"{type(error).__name__}: {' '.join(text.split())}{place_of(error) or otherwise}"
 
 
 @contextmanager
 def users_code(key: str, problem: str = "fails", fix: str = "fix it there") -> Iterator[None]:
-    """Around a call of the user's code, or what depends on the content of a user's file: whatever it raises is their mistake.
+    """Around a call of the user's code, or what depends on the content of a user's file: whatever
+    it raises is their mistake.
 
     Raises:
         UserError: `problem`, and what was raised.
@@ -128,7 +133,8 @@ def users_code(key: str, problem: str = "fails", fix: str = "fix it there") -> I
 def refuse_arguments(
     function: Any, name: str, given: Mapping[str, Any], *, key: str, fix: str = "see its signature"
 ) -> None:
-    """Refuse keyword arguments that a function does not take, unless it hides its signature, as one written in C may."""
+    """Refuse keyword arguments that a function does not take, unless it hides its signature, as
+    one written in C may."""
     try:
         inspect.signature(function).bind(**given)
     except ValueError:

@@ -1,4 +1,5 @@
-"""The verbs of `train` and the parts of a run that are not in the core; nothing else in the core names tools or lab."""
+"""The verbs of `train` and the parts of a run that are not in the core; nothing else in the
+core names tools or lab."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ _SPEC = find_spec(LAB)
 _IS_THERE = _SPEC is not None and _SPEC.origin is not None  # a deleted directory may leave its caches
 _MISSING = f"{LAB} is not installed"
 PARTS = Parts(_LAB if _IS_THERE else {}, problem=_MISSING)
-"""What a run is given."""
+"""The parts that a run is given."""
+TOOLS = Parts({"launch ranks": "trainer.tools.launcher:launch_ranks"})
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""What the verbs of `train` share with `train` itself: options, how they import torch, text on a terminal, and refusals."""
+"""What the verbs of `train` share with `train` itself: options, how they import torch, text on
+a terminal, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def require_config(config: str | None, command: str) -> str:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import without garbage collections, and leave what was imported out of all that follow: it stays anyway.
+    """Import without garbage collections, and leave what was imported out of all that follow: it
+    stays anyway.
 
     Some 20 % of the time that importing torch takes, and most of that of each later collection.
     """
@@ -49,12 +51,14 @@ def uncollected() -> Iterator[None]:
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print text that may hold names of any file: nothing but its line breaks acts on the terminal."""
+    """Print text that may hold names of any file: nothing but its line breaks acts on the
+    terminal."""
     typer.echo(printable_lines(text), err=err, nl=nl)
 
 
 EXIT_USER_ERROR = 2
-# A rank that has not answered by then is not waited for; those that have still agree on one speaker.
+# A rank that has not answered by then is not waited for; those that have still agree on one
+# speaker.
 WAIT_FOR_RANKS_SEC = 60.0
 # For that agreement once the wait is over. torchrun kills a rank 30 s after its SIGTERM.
 AGREE_SEC = 20.0
@@ -73,7 +77,8 @@ def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = F
     if message and speaker is None and os.environ.get("WORLD_SIZE", "1") != "1":
         meeting = _Meeting(0.0 if is_told_to_end else WAIT_FOR_RANKS_SEC)
         speaker, is_waiting = meeting.speaker(), meeting.is_alive()
-    # As soon as one rank has exited, torchrun ends the others. That must swallow neither the message nor the exit code.
+    # As soon as one rank has exited, torchrun ends the others. That must swallow neither the
+    # message nor the exit code.
     if "RANK" in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if message and (speaker is None or str(speaker) == rank):
@@ -86,7 +91,8 @@ def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = F
 
 
 class _Meeting(threading.Thread):
-    """Answers the other ranks that this one refuses. A thread, since it may block for long and signals must be handled."""
+    """Answers the other ranks that this one refuses. A thread, since it may block for long and
+    signals must be handled."""
 
     def __init__(self, wait_sec: float) -> None:
         super().__init__(name="meeting", daemon=True)
@@ -94,7 +100,8 @@ class _Meeting(threading.Thread):
         self._speaker: int | None = None
 
     def speaker(self) -> int | None:
-        """The rank that prints; None if the others cannot be reached. Waits for them, but not after a SIGTERM."""
+        """The rank that prints; None if the others cannot be reached. Waits for them, but not
+        after a SIGTERM."""
         signal.signal(signal.SIGTERM, self._end_wait)
         self.start()
         while self.is_alive() and time.monotonic() < self._end + AGREE_SEC:
@@ -102,7 +109,8 @@ class _Meeting(threading.Thread):
         return self._speaker
 
     def _end_wait(self, number: int, frame: FrameType | None) -> None:
-        """A rank has failed, and torchrun ends the others: who has not answered by now never will."""
+        """A rank has failed, and torchrun ends the others: who has not answered by now never
+        will."""
         self._end = min(self._end, time.monotonic())
 
     def run(self) -> None:

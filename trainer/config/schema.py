@@ -45,7 +45,8 @@ from trainer.options import (
 class RunTable(Table):
     """`[run]`: name, directory and seed of the run."""
 
-    # The name becomes a directory name. The pattern admits no separator and no leading dot, so it stays inside run.dir.
+    # The name becomes a directory name. The pattern admits no separator and no leading dot, so it
+    # stays inside run.dir.
     name: Annotated[str, Field(pattern=PLAIN_NAME, max_length=100)] = "run"
     """Letters, digits, `_`, `-` and `.`."""
     dir: Text = "runs"
@@ -62,29 +63,35 @@ class TrainTable(Table):
     tokens: Tokens = 0
     """Length in target tokens over all ranks, to within two steps; 0: see steps."""
     micro_batches: BatchSize = 1
-    """m: micro-batches per optimizer step and rank (gradient accumulation): a number, a schedule, or "auto" (docs/gns.md)."""
+    """m: micro-batches per optimizer step and rank (gradient accumulation): a number, a
+    schedule, or "auto" (docs/gns.md)."""
     tbptt_cells: Size = 1
-    """k: cells that the gradient flows through (truncated BPTT). Rows have k * data.seq_len tokens."""
+    """k: cells that the gradient flows through (truncated BPTT). Rows have k * data.seq_len
+    tokens."""
     activation_checkpointing: Literal["off", "block", "cell"] = "off"
-    """Recompute activations in the backward, by block (of the model's nn.ModuleList) or, with tbptt_cells, by cell."""
+    """Recompute activations in the backward, by block (of the model's nn.ModuleList) or, with
+    tbptt_cells, by cell."""
     clip_grad_norm: Amount = 1.0
     """Maximum gradient norm; 0: no clipping."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """fp32; autocast to bf16, or to fp16 with loss scaling (CUDA only). auto: bf16 on a CUDA device that has it, else fp32."""
+    """fp32; autocast to bf16, or to fp16 with loss scaling (CUDA only). auto: bf16 on a CUDA
+    device that has it, else fp32."""
     compile: AutoSwitch = "auto"
-    """Compile blocks with torch.compile: faster steps, a slower first one. auto: built-in families on CUDA with Triton."""
+    """Compile blocks with torch.compile: faster steps, a slower first one. auto: built-in
+    families on CUDA with Triton."""
     cuda_graph: AutoSwitch = "auto"
-    """Replay forward and backward as CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in families where it is possible."""
+    """Replay forward and backward as CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in
+    families where it is possible."""
     memory_snapshot: bool = False
-    """Write torch's snapshot of CUDA's allocations into the run directory when the run ends (docs/memory.md)."""
+    """Write torch's snapshot of CUDA's allocations into the run directory when the run ends
+    (docs/memory.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """On a non-finite loss or gradient: stop the run, or skip the step."""
-    max_skips: Count = 10
-    """Consecutive steps that on_non_finite = "skip" may skip."""
+    """On a non-finite loss or gradient: stop the run, or skip the step, up to 10 in a row."""
     spike_sigma: Factor = 0.0
-    """Record a loss this many standard deviations (such as 6) above its running mean, with its batches; 0: off."""
+    """Record a loss this many standard deviations (such as 6) above its running mean, with its
+    batches; 0: off."""
 
     @model_validator(mode="after")
     def _has_a_length(self) -> TrainTable:
@@ -99,7 +106,8 @@ class ModelTable(Table):
     family: Text | None = None
     """A built-in model (docs/models.md); absent, without target: "rglru"."""
     target: ImportPath | None = None
-    """Your own: import path `package.module:function`, called with vocab_size, dim, num_layers and args."""
+    """Your own: import path `package.module:function`, called with vocab_size, dim, num_layers
+    and args."""
     dim: Size = 192
     """Width of the residual stream and of each layer's recurrent state."""
     num_layers: Annotated[int, Field(ge=1, le=2000)] = 4  # each takes about 6 ms to build, on the meta device too
@@ -107,7 +115,8 @@ class ModelTable(Table):
     args: Args = {}
     """Further keyword arguments of the family or the target."""
     weights: Text | None = None
-    """Initial weights: a .safetensors file, or a directory written by `train export`. Ignored on resume."""
+    """Initial weights: a .safetensors file, or a directory written by `train export`. Ignored
+    on resume."""
     trust: list[Literal["forward", "purity", "carry", "causality", "isolation", "resets", "soak"]] = []
     """Parts of its contract that the model may break (docs/contracts.md)."""
     contract: bool = True
@@ -124,11 +133,10 @@ class LedgerTable(Table, LedgerOptions):
     """`[ledger]`: storage of recurrent states between steps."""
 
     ownership: Literal["auto", "exchange", "reader"] = "auto"
-    """Which rank holds a group's state. reader: its reader; exchange: by hash; auto: reader where possible."""
+    """Which rank holds a group's state. reader: its reader; exchange: by hash; auto: reader
+    where possible."""
     probe_every: WholeNumber = 500
     """Steps between probes of carried states (docs/ledger.md), on logged steps; 0: none."""
-    probe_cells: Size = 8
-    """Cells that a probe reads again."""
 
     @model_validator(mode="after")
     def _has_what_the_mode_needs(self) -> LedgerTable:
@@ -137,16 +145,19 @@ class LedgerTable(Table, LedgerOptions):
 
 
 class CoordTable(Table, CoordOptions):
-    """`[objective] coord`: distributional supervision of coordinate tokens, which are ordered bins."""
+    """`[objective] coord`: distributional supervision of coordinate tokens, which are ordered
+    bins."""
 
 
 class LossTable(Table):
-    """`[objective] losses`: one loss beside the cross-entropy (docs/models.md#losses-and-metrics); a number is its weight."""
+    """`[objective] losses`: one more loss (docs/models.md#losses-and-metrics); a number is its
+    weight."""
 
     weight: Factor = 1.0
     """Factor in the objective; 0: computed and not trained on."""
     target: ImportPath | None = None
-    """Import path of your own `(*, output, micro, **args)`; absent: a loss of the model's output."""
+    """Import path of your own `(*, output, micro, **args)`; absent: a loss of the model's
+    output."""
     by: Literal["tokens", "rows"] = "tokens"
     """With target: the mean over target tokens, or over rows."""
     args: Args = {}
@@ -160,7 +171,7 @@ class LossTable(Table):
 
 
 def _weight_alone(value: Any) -> Any:
-    """A number is short for a table."""
+    """Read a number as short for a table."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return {"weight": float(value)} if is_number else value
 
@@ -172,7 +183,8 @@ class ObjectiveTable(Table, ObjectiveOptions):
     """`[objective]`: the loss."""
 
     target: ImportPath | None = None
-    """Import path of your own class, built with args, that replaces the cross-entropy (docs/models.md#losses-and-metrics)."""
+    """Import path of your own class, built with args, that replaces the cross-entropy
+    (docs/models.md#losses-and-metrics)."""
     args: Args = {}
     """Keyword arguments of target."""
     coord: CoordTable | None = None
@@ -181,7 +193,8 @@ class ObjectiveTable(Table, ObjectiveOptions):
     chunk_tokens: WholeNumber = 0
     """Compute the loss in chunks of this many tokens to save memory; 0: at once."""
     losses: dict[Annotated[str, Field(pattern=SOURCE_NAME)], Loss] = {}
-    """Name -> weight of a loss of the model's output (1 without an entry), or the table of one of your own."""
+    """Name -> weight of a loss of the model's output (1 without an entry), or the table of one
+    of your own."""
 
     @model_validator(mode="after")
     def _has_what_losses_need(self) -> ObjectiveTable:
@@ -195,16 +208,19 @@ class ObjectiveTable(Table, ObjectiveOptions):
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the parts of the loss that are computed of the model's logits."""
-        own = {"own": self.target} if self.target else {"token_ce": self.token_ce}
-        return tuple(name for name, is_on in {**own, "z_loss": self.z_loss, "coord": self.coord}.items() if is_on)
+        """Names of the parts of the loss that are computed from the model's logits."""
+        weights: dict[str, object] = {"token_ce": self.token_ce, "z_loss": self.z_loss, "coord": self.coord}
+        if self.target:  # which replaces all of them
+            return ("own",)
+        return tuple(name for name, weight in weights.items() if weight)
 
 
 class OptimizerGroupTable(Table):
     """`[[optimizer.group]]`: settings of the parameters whose names match."""
 
     match: Text
-    """Pattern of the names, such as "embedding.*" or "blocks.0.*"; the first group that matches counts."""
+    """Pattern of the names, such as "embedding.*" or "blocks.0.*"; the first group that matches
+    counts."""
     lr_scale: PositiveFactor = 1.0
     """Their learning rate as a multiple of the others'."""
     weight_decay: Factor | None = None
@@ -215,7 +231,8 @@ class OptimizerTable(Table):
     """`[optimizer]`: how weights are updated."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon (Jordan et al., 2024): for matrices between embedding and output, with adamw for the rest."""
+    """muon (Jordan et al., 2024): for matrices between embedding and output, with adamw for the
+    rest."""
     target: ImportPath | None = None
     """Import path of your own `(groups, *, lr, **args)`; replaces name."""
     args: Args = {}
@@ -231,7 +248,6 @@ class OptimizerTable(Table):
     weight_decay: Factor = 0.1
     """For matrices, not vectors (norms, biases, decay rates)."""
     group: list[OptimizerGroupTable] = []
-    """Groups of parameters by name, with settings of their own."""
 
     @model_validator(mode="after")
     def _keys_are_those_that_count(self) -> OptimizerTable:
@@ -256,9 +272,11 @@ class SchedulerTable(Table):
     """`[scheduler]`: the learning rate over the run."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """After the warm-up: constant; linear or cosine decay to min_lr_ratio; wsd: stable, then linear decay."""
+    """After the warm-up: constant; linear or cosine decay to min_lr_ratio; wsd: stable, then
+    linear decay."""
     target: ImportPath | None = None
-    """Import path of your own, called with a step, steps, peak (optimizer.lr) and args; replaces all other keys here."""
+    """Import path of your own, called with a step, steps, peak (optimizer.lr) and args;
+    replaces all other keys here."""
     args: Args = {}
     """Keyword arguments of target."""
     warmup_steps: WholeNumber = 0
@@ -283,25 +301,30 @@ class GnsTable(Table):
 
     enabled: bool = True
     """Measure it in every optimizer step."""
-    ema: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Decay of its moving averages; 0.95 averages about 40 steps."""
     components_every: WholeNumber = 0
-    """Steps between measurements of where the noise comes from (docs/gns.md), on logged steps; 0: none."""
+    """Steps between measurements of where the noise comes from (docs/gns.md), on logged steps;
+    0: none."""
 
 
 class WandbTable(Table):
-    """`[metrics] wandb`: Weights & Biases. Its own variables say the rest, such as WANDB_ENTITY and WANDB_BASE_URL."""
+    """`[metrics] wandb`: Weights & Biases. Its own variables say the rest, such as WANDB_ENTITY
+    and WANDB_BASE_URL."""
 
     mode: Literal["auto", "offline", "online", "disabled"] = "auto"
     """auto: WANDB_MODE, or online with a login, otherwise offline, in the run directory."""
     project: Text = Field(
-        default_factory=lambda: os.environ.get("WANDB_PROJECT") or "trainer", json_schema_extra={"default": "trainer"}
+        default_factory=lambda: os.environ.get("WANDB_PROJECT") or "trainer",
+        json_schema_extra={"default": "trainer"},
     )
     """Project name; absent: WANDB_PROJECT, or "trainer"."""
 
 
 FIRST_PROFILED = 11
-"""The first step of a run that `metrics.profile` records: compilation and full caches lie before it."""
+"""The first step of a run that `metrics.profile` records: compilation and full caches lie
+before it."""
+
+PROBED_CELLS = 8
+"""Most cells that a probe of carried states (`ledger.probe_every`) reads again."""
 
 
 class MetricsTable(Table, TrackerOptions):
@@ -314,7 +337,8 @@ class MetricsTable(Table, TrackerOptions):
     digests: Literal["off", "compare", "write"] = "compare"
     """compare: under ddp, a rank with other weights ends the run; write: digests.jsonl too."""
     per_layer: bool = False
-    """Also report gradient norm, update over weight and noise scale per layer and parameter group."""
+    """Also report gradient norm, update over weight and noise scale per layer and parameter
+    group."""
     profile: Annotated[int, Field(ge=0, le=1000)] = 0
     """Steps that torch's profiler records on rank 0; 0: none. Also --profile."""
     wandb: WandbTable = WandbTable()
@@ -323,7 +347,8 @@ class MetricsTable(Table, TrackerOptions):
 
 
 class SampleTable(Table):
-    """`[sample]`: text generated during the run, recorded in events.jsonl and wandb; training is not affected."""
+    """`[sample]`: text generated during the run, recorded in events.jsonl and wandb; training
+    is not affected."""
 
     every: WholeNumber = 0
     """Steps between samples; 0: none."""
@@ -331,10 +356,6 @@ class SampleTable(Table):
     """Text to continue; empty: generate from the start of a document."""
     tokens: Size = 200
     """Tokens to generate; with the bytes tokenizer, bytes."""
-    temperature: Factor = 1.0
-    """Sampling temperature; 0: always the most likely token."""
-    top_k: WholeNumber = 0
-    """Sample from the k most likely tokens; 0: from all."""
 
 
 class CheckpointTable(Table):
@@ -351,7 +372,8 @@ class CheckpointTable(Table):
     background: bool = False
     """Write the files in a background thread while training continues."""
     remote: Text | None = None
-    """URL that checkpoints are mirrored to, such as "s3://bucket/prefix", one per run (docs/reliability.md)."""
+    """URL that checkpoints are mirrored to, such as "s3://bucket/prefix", one per run
+    (docs/reliability.md)."""
     resume: Text = "off"
     """off: new run; auto: latest complete checkpoint, if any; or a checkpoint's path or URL."""
 
@@ -360,10 +382,11 @@ class DistributedTable(Table, StrategyOptions):
     """`[distributed]`: the ranks, and how they share the model."""
 
     shards: WholeNumber = 0
-    """Data shards, a multiple of the ranks; 0: one per rank. With N a run is the same on all ranks that divide N
-    (docs/scale.md)."""
+    """Data shards, a multiple of the ranks; 0: one per rank. With N a run is the same on all
+    ranks that divide N (docs/scale.md)."""
     timeout_sec: Seconds = 600.0
-    """Seconds until a collective or a rank without progress ends the run (docs/reliability.md); raise it for slow reads."""
+    """Seconds until a collective or a rank without progress ends the run (docs/reliability.md);
+    raise it for slow reads."""
 
 
 class AlertTable(Table):
@@ -376,10 +399,11 @@ class AlertTable(Table):
 
 
 class ExtensionTable(Table):
-    """`[[extension]]`: a class of your own that rides on the run (docs/extensions.md)."""
+    """`[[extension]]`: a class of your own that observes the run (docs/extensions.md)."""
 
     target: ImportPath
-    """Import path `package.module:Class` of a subclass of `trainer.training.extension.Extension`."""
+    """Import path `package.module:Class` of a subclass of
+    `trainer.training.extension.Extension`."""
     args: Args = {}
     """Keyword arguments of the class."""
 
@@ -411,7 +435,8 @@ class RunConfig(Table):
 
     @property
     def row_tokens(self) -> int:
-        """Tokens per row of a training batch: what the data set, the ledger and the metrics of both call a cell."""
+        """Tokens per row of a training batch, which the data set, the ledger and the metrics of
+        both call a cell."""
         return self.data.seq_len * self.train.tbptt_cells
 
     @property

@@ -39,7 +39,8 @@ class RankInfo:
         return self.rank == 0
 
     def data_shards(self, num_shards: int) -> list[RankInfo]:
-        """The data shards that this rank runs, neighbours: each reads and carries what a rank of `num_shards` would."""
+        """The data shards that this rank runs, neighbours: each reads and carries what a rank
+        of `num_shards` would."""
         each = num_shards // self.world_size
         return [RankInfo(self.rank * each + i, self.local_rank, num_shards) for i in range(each)]
 
@@ -96,10 +97,11 @@ def pick_backend(device: torch.device) -> str:
 def rendezvous_store(info: RankInfo, *, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> dist.Store:
     """The key-value store for the rendezvous of the ranks, fresh for every torchrun restart.
 
-    torchrun keeps one store for all its restarts (torch 2.13), so after a restart a rank may read an address that a rank of
-    the previous attempt left there, and fail to connect. On one node the restart count is the same for all ranks and
-    separates the attempts. On several nodes it is not; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the launcher's
-    environment gives each attempt a new store (scripts/slurm sets it).
+    torchrun keeps one store for all its restarts (torch 2.13), so after a restart a rank may read
+    an address that a rank of the previous attempt left there, and fail to connect. On one node the
+    restart count is the same for all ranks and separates the attempts. On several nodes it is not;
+    there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the launcher's environment gives each attempt a
+    new store (scripts/slurm sets it).
     """
     store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=timeout))
     assert isinstance(store, dist.Store)
@@ -112,15 +114,17 @@ def rendezvous_store(info: RankInfo, *, timeout: timedelta, environ: Mapping[str
 def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: torch.device) -> Iterator[None]:
     """The process group of the run, from rendezvous to teardown; a no-op for a single process.
 
-    On normal exit all ranks meet in a barrier before any destroys the group: a rank that closes its connections while
-    another still waits on them aborts the other (gloo, four ranks or more). After an error the other ranks may be gone, so
-    there is no barrier.
+    On normal exit all ranks meet in a barrier before any destroys the group: a rank that closes
+    its connections while another still waits on them aborts the other (gloo, four ranks or more).
+    After an error the other ranks may be gone, so there is no barrier.
 
-    The group and its threads must also be gone before the interpreter exits: a gloo thread that releases a tensor during
-    interpreter shutdown aborts the process (torch 2.13; about one in several dozen short runs). Two things keep a destroyed
-    group alive: reference cycles that include it (DDP's reducer), which are collected here, and `torch._dynamo`, which
-    keeps a reference to the group if it is imported while one exists. DDP imports it, so it is imported here before the
-    group exists. References outside of cycles are the caller's to drop.
+    The group and its threads must also be gone before the interpreter exits: a gloo thread that
+    releases a tensor during interpreter shutdown aborts the process (torch 2.13; about one in
+    several dozen short runs). Two things keep a destroyed
+    group alive: reference cycles that include it (DDP's reducer), which are collected here, and
+    `torch._dynamo`, which keeps a reference to the group if it is imported while one exists. DDP
+    imports it, so it is imported here before the group exists. References outside of cycles are
+    the caller's to drop.
 
     Raises:
         GroupError: another rank has ended while they start, or does not answer in time.
@@ -193,7 +197,8 @@ def answer_refusal(store: dist.Store, *, rank: int, world_size: int, gives_up: C
 
 
 def claim_message(store: dist.Store, message: str, *, rank: int) -> int:
-    """The rank that prints a message found while the ranks run: the first that claims it. Does not wait for others."""
+    """The rank that prints a message found while the ranks run: the first that claims it. Does
+    not wait for others."""
     digest = hashlib.sha256(message.encode()).hexdigest()
     try:
         return int(dist.PrefixStore("messages", store).compare_set(digest, "", str(rank)))
@@ -202,7 +207,8 @@ def claim_message(store: dist.Store, message: str, *, rank: int) -> int:
 
 
 def _answer(store: dist.Store, answer: str, *, rank: int, world_size: int, gives_up: Callable[[], bool]) -> int | None:
-    """Answer, and wait for the others. Returns the rank that prints its message; None: all are ready."""
+    """Answer, and wait for the others. Returns the rank that prints its message; None: all are
+    ready."""
     store = dist.PrefixStore("startup", store)
     store.set(f"{answer}_{rank}", "")
     is_last = store.add("answers", 1) == world_size
@@ -220,7 +226,8 @@ def _answer(store: dist.Store, answer: str, *, rank: int, world_size: int, gives
 
 
 def _decide(store: dist.Store, world_size: int) -> None:
-    """Choose the rank that prints, atomically and once; the choice also holds for ranks that arrive later."""
+    """Choose the rank that prints, atomically and once; the choice also holds for ranks that
+    arrive later."""
     if store.check(["speaker"]):
         return
     refusing = [rank for rank in range(world_size) if store.check([f"refused_{rank}"])]
@@ -231,7 +238,8 @@ def _decide(store: dist.Store, world_size: int) -> None:
 
 
 def gather_from_ranks(value: T, *, world_size: int) -> list[T]:
-    """`value` of every rank, in rank order, on every rank. For small plain objects, outside the step."""
+    """`value` of every rank, in rank order, on every rank. For small plain objects, outside the
+    step."""
     if world_size == 1:
         return [value]
     values: list[T | None] = [None] * world_size
@@ -250,7 +258,8 @@ def from_main_rank(value: T, *, world_size: int) -> T:
 
 @contextmanager
 def raise_on_all_ranks(*, world_size: int) -> Iterator[None]:
-    """Run a block in which some ranks may find a user's mistake: all ranks leave it with that mistake, or none does.
+    """Run a block in which some ranks may find a user's mistake: all ranks leave it with that
+    mistake, or none does.
 
     The block must hold no collective of its own.
 

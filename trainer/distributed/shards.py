@@ -1,4 +1,5 @@
-"""Tensors of which each rank holds some rows, as FSDP2 keeps parameters, gradients and optimizer state (a DTensor).
+"""Tensors of which each rank holds some rows, as FSDP2 keeps parameters, gradients and optimizer
+state (a DTensor).
 
 Each function also takes a whole tensor, which is its own and only part.
 """
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class Layout(NamedTuple):
-    """How parameters are laid out over the ranks: `replicas` copies of `shards` parts, one part per rank."""
+    """How parameters are laid out over the ranks: `replicas` copies of `shards` parts, one part
+    per rank."""
 
     replicas: int
     shards: int
@@ -30,19 +32,22 @@ class Layout(NamedTuple):
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """As `isinstance`, without an import that takes a quarter of a run's start: who has a DTensor has imported it."""
+    """As `isinstance`, without an import that takes a quarter of a run's start: who has a
+    DTensor has imported it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def layout_of(tensors: Iterable[Tensor]) -> Layout | None:
-    """How a model's parameters are laid out, by the first that is in shards; None if each rank holds them whole."""
+    """How a model's parameters are laid out, by the first that is in shards; None if each rank
+    holds them whole."""
     mesh = next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)
     return None if mesh is None else Layout(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size(mesh.ndim - 1))
 
 
 def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.ProcessGroup | None]:
-    """How `fully_shard` has laid out all of the parameters, and the ranks that average gradients; None if they have no group.
+    """How `fully_shard` has laid out all of the parameters, and the ranks that average gradients;
+    None if they have no group.
 
     Raises:
         ValueError: naming a layout of another kind.
@@ -66,8 +71,8 @@ def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.Process
 
 
 def unsharded_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters to which autograd adds gradients while they are whole, of those that are trained. This all-gathers each
-    once, so all ranks must call it.
+    """The parameters to which autograd adds gradients while they are whole, of those that are
+    trained. This all-gathers each once, so all ranks must call it.
 
     Raises:
         ValueError: parameters stay sharded.
@@ -110,7 +115,8 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def as_shard(own: Tensor, like: Tensor) -> Tensor:
-    """The tensor, laid out as `like` is, of which this rank holds `own`; in the same memory, with the type of `own`."""
+    """The tensor, laid out as `like` is, of which this rank holds `own`; in the same memory,
+    with the type of `own`."""
     if not is_dtensor(like):
         return own
     from torch.distributed.tensor import DTensor
@@ -121,7 +127,8 @@ def as_shard(own: Tensor, like: Tensor) -> Tensor:
 
 
 def gathered(own: Tensor, like: Tensor) -> Tensor:
-    """The whole tensor of which this rank holds the part that it holds of `like`. Every rank must call it."""
+    """The whole tensor of which this rank holds the part that it holds of `like`. Every rank
+    must call it."""
     shard = as_shard(own, like)
     return shard.full_tensor() if is_dtensor(shard) else shard
 
@@ -133,7 +140,8 @@ def saving_ranks(model: nn.Module) -> list[int]:
 
 
 def part_to_save(tensor: Tensor, rank: int) -> tuple[Tensor, int] | None:
-    """The rows that this rank saves of a tensor, and the first one's place; None: nothing. Rank 0 saves what is whole."""
+    """The rows that this rank saves of a tensor, and the first one's place; None: nothing. Rank
+    0 saves what is whole."""
     start, stop = own_range(tensor)
     saves = start < stop if is_dtensor(tensor) else rank == 0
     return (own_part(tensor), start) if saves else None

@@ -1,4 +1,5 @@
-"""How the ranks share a model: with DDP each has all of it; with FSDP2 or HSDP each has shards of its parameters."""
+"""How the ranks share a model: with DDP each has all of it; with FSDP2 or HSDP each has shards
+of its parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ DDP = StrategyOptions()
 def strategy_for(
     options: StrategyOptions, info: RankInfo, device: torch.device, *, param_dtype: torch.dtype | None = None
 ) -> Strategy:
-    """The strategy of a run; `param_dtype` and errors as of `Sharded` and `layout_for`. Every rank must call it."""
+    """The strategy of a run; `param_dtype` and errors as of `Sharded` and `layout_for`. Every
+    rank must call it."""
     name = options.strategy
     if info.world_size == 1:
         if name != "ddp":
@@ -58,20 +60,23 @@ def layout_for(options: StrategyOptions, info: RankInfo) -> Layout | None:
 
 
 class Strategy:
-    """How the ranks of a run share its model and average its gradients; this one is that of a single rank."""
+    """How the ranks of a run share its model and average its gradients; this one is that of a
+    single rank."""
 
     copies = 1
     """How many ranks hold the same part of the averaged gradient."""
     groups: Sequence[dist.ProcessGroup] = ()
     """Process groups of a part of the ranks, of which each rank is in as many."""
     stream: torch.cuda.Stream | None = None
-    """Where DDP was made on CUDA: a graph of its backward has to be captured there. None: there is no DDP."""
+    """Where DDP was made on CUDA: a graph of its backward has to be captured there. None: there
+    is no DDP."""
 
     def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
         """Leave this rank its part of the model's parameters, in place.
 
         Args:
-            units: gives the modules whose parameters are gathered one module at a time; asked only if there are shards.
+            units: gives the modules whose parameters are gathered one module at a time; asked only
+                if there are shards.
         """
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
@@ -84,7 +89,8 @@ class Strategy:
         return row_model
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """The context of all backwards of a window but the last. Averaged gradients are the mean of the ranks' own."""
+        """The context of all backwards of a window but the last. Averaged gradients are the
+        mean of the ranks' own."""
         return nullcontext()
 
     def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
@@ -100,11 +106,13 @@ class Strategy:
         return model
 
     def runs_on(self, rank: int) -> bool:
-        """Whether a forward whose result rank 0 alone needs runs on this rank, too: one in shards needs all ranks."""
+        """Whether a forward whose result rank 0 alone needs runs on this rank, too: one in
+        shards needs all ranks."""
         return rank == 0
 
     def most(self, number: int) -> int:
-        """The largest of the ranks' numbers if they must run as many forwards; otherwise the number itself."""
+        """The largest of the ranks' numbers if they must run as many forwards; otherwise the
+        number itself."""
         return number
 
     def reshard(self, model: nn.Module) -> None:
@@ -135,8 +143,9 @@ class Replicated(Strategy):
         return self._ddp.no_sync()
 
     def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
-        """DDP waits for the gradient of a parameter that was left out for ever: it averages none of the same bucket, says
-        nothing until its next forward, and the ranks' weights drift apart meanwhile."""
+        """DDP waits for the gradient of a parameter that was left out for ever: it averages
+        none of the same bucket, says nothing until its next forward, and the ranks' weights
+        drift apart meanwhile."""
         try:
             self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -149,16 +158,19 @@ class Replicated(Strategy):
 
 
 class Sharded(Strategy):
-    """FSDP2 over all ranks, or within each of several replicas: each rank holds some rows of each parameter.
+    """FSDP2 over all ranks, or within each of several replicas: each rank holds some rows of each
+    parameter.
 
     Every rank must make it: it makes process groups.
 
     Args:
         layout: replicas are of neighbouring ranks.
-        options: with `reshard_after_forward`, a unit's parameters are gathered again in the backward. With `accumulate`
-            "whole", the sum of a window's gradients is kept whole on each rank until its last backward, which averages them
-            once; with "shards", every backward averages, and only shards are kept.
-        param_dtype: in which parameters are gathered and used; gradients are averaged in float32. None: as they are.
+        options: with `reshard_after_forward`, a unit's parameters are gathered again in the
+            backward. With `accumulate` "whole", the sum of a window's gradients is kept whole on
+            each rank until its last backward, which averages them once; with "shards", every
+            backward averages, and only shards are kept.
+        param_dtype: in which parameters are gathered and used; gradients are averaged in float32.
+            None: as they are.
     """
 
     def __init__(
@@ -187,7 +199,8 @@ class Sharded(Strategy):
     def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
         """Replace the parameters by shards of their rows (`fully_shard`).
 
-        A unit's parameters are whole while it runs, forward and backward; those of no unit are whole throughout both.
+        A unit's parameters are whole while it runs, forward and backward; those of no unit are
+        whole throughout both.
         """
         from torch.distributed.fsdp import fully_shard
 
@@ -245,14 +258,15 @@ class Sharded(Strategy):
 
 
 def shard_units(model: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters are gathered one module at a time: what `model.shard_units()` returns; or `blocks_of` it; or
-    else its children.
+    """The modules whose parameters are gathered one module at a time: what `model.shard_units()`
+    returns; or `blocks_of` it; or else its children.
 
-    A module that shares a parameter with another part of the model is left out, since FSDP would break the tie.
+    A module that shares a parameter with another part of the model is left out, since FSDP would
+    break the tie.
 
     Raises:
-        UserError: a parameter has no rows to be sharded; or `shard_units` is no method, or returns something else than modules
-            inside the model that can be gathered one at a time.
+        UserError: a parameter has no rows to be sharded; or `shard_units` is no method, or returns
+            something else than modules inside the model that can be gathered one at a time.
     """
     if scalars := [name for name, parameter in model.named_parameters() if parameter.ndim == 0]:
         raise UserError("distributed.strategy", f"{few(scalars)}: a scalar cannot be sharded", "give it the shape [1]")
@@ -275,7 +289,8 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What a model repeats: its `blocks`, or the modules of the `nn.ModuleList` that holds most parameters; maybe none."""
+    """What a model repeats: its `blocks`, or the modules of the `nn.ModuleList` that holds most
+    parameters; maybe none."""
     blocks = getattr(model, "blocks", None)
     lists = [blocks] if isinstance(blocks, nn.ModuleList) and len(blocks) else model.modules()
     found = [[part for part in each if _has_forward(part)] for each in lists if isinstance(each, nn.ModuleList)]
@@ -283,7 +298,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
-    """Have a model compiled block by block: as fast as in one piece, and what blocks share is compiled once."""
+    """Have a model compiled block by block: as fast as in one piece, and what blocks share is
+    compiled once."""
     # A sharded root has hooks of its own.
     whole = [model] if layout_of(model.parameters()) is None else model.children()
     for block in blocks_of(model) or whole:

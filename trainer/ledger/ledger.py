@@ -182,7 +182,7 @@ class Ledger:
         if mode == "full" and is_due(step, previous, self._options.wipe_every):
             self._index.wipe()
             self._counts["ledger_wipe_count"] += 1
-        if mode == "periodic_stale" and is_due(step, previous, self._options.sweep_every):
+        if mode == "periodic_stale" and is_due(step, previous, max(self._options.wipe_every, 1)):
             self._index.sweep(step - self._options.stale_threshold, step)
 
     def lookup(self, group_ids: Ints, cell_index: Ints) -> Any:

@@ -35,6 +35,7 @@ from trainer.wording import message_of
 
 # Speed and MFU follow from tokens and time: an average of rates would be above the tokens over the time.
 _SMOOTHED = ("loss", "tokens", "step_time")
+SMOOTHING = 0.1  # weight of the newest value in `smoothed/*`
 _OF_MEMORY = ("allocated_gb", "peak_gb", "reserved_gb", "total_gb", "mem_utilization")
 
 
@@ -165,7 +166,7 @@ class MetricsTracker:
         self._clock = clock
         self.diagnostics = Diagnostics()
         """Guards of everything here but the record; the loop's other diagnostics share them."""
-        self._smoothed = {name: Ema(options.smoothing_alpha) for name in _SMOOTHED}
+        self._smoothed = {name: Ema(SMOOTHING) for name in _SMOOTHED}
         # What all ranks have is said once.
         self._leave_out: LeaveOut = BestEffort("tracker").leave_out if rank == 0 else lambda *_: None
         self._extra = Recorder(leave_out=self._leave_out)

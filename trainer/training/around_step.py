@@ -22,6 +22,7 @@ from trainer.wording import few
 
 logger = get_logger(__name__)
 SLOW_START_SEC = 10.0
+MAX_SKIPS = 10  # consecutive steps that `train.on_non_finite = "skip"` skips before the run ends
 
 
 class NonFiniteError(Exception):
@@ -305,6 +306,6 @@ def reject(run: Run, taken: StepInFlight, outcome: StepOutcome, operations: Oper
         # in it, so that the row holds the host's values alone.
         end_step(run, taken, outcome, operations, drains=logs(run, taken.step))
         raise NonFiniteError(f'{what}; see its rows: {command}; train.on_non_finite = "skip" would continue')
-    if position.skipped_in_a_row > table.max_skips:
-        many = f"{position.skipped_in_a_row} steps in a row were skipped (train.max_skips)"
+    if position.skipped_in_a_row > MAX_SKIPS:
+        many = f"{position.skipped_in_a_row} steps in a row were skipped"
         raise NonFiniteError(f"{what}; {many}; see its rows: {command}")
