@@ -11,5 +11,4 @@ Ints: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
 
 IGNORED: Final = -100
-"""The target of a position without anything to predict (the default `ignore_index` of torch's
-cross-entropy)."""
+"""The target of a position without anything to predict: torch's default `ignore_index`."""

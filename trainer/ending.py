@@ -1,5 +1,4 @@
-"""The end of a process that does not end by itself: whether it still works, and how to leave it
-for good."""
+"""The end of a process: whether it still works, and how to leave it for good."""
 
 from __future__ import annotations
 
@@ -26,15 +25,13 @@ WAIT_FOR_THREADS_SEC = 60.0
 
 
 class ProcessorUse:
-    """Tells a process that works (compiles, tokenizes, polls a device) from one that waits. For
-    use in one thread."""
+    """Tells a process that works (compiles, tokenizes, polls a device) from one that waits."""
 
     def __init__(self) -> None:
         self._last = 0.0, 0.0
 
     def is_working(self) -> bool:
-        """Whether this process has used its processors since the last call, in any thread but
-        the caller's."""
+        """Whether any thread but this one has used a processor since the last call."""
         before, self._last = self._last, (time.monotonic(), time.process_time() - time.thread_time())
         return self._last[1] - before[1] > WORKING_SHARE * (self._last[0] - before[0])
 
@@ -80,16 +77,16 @@ def _leave(code: int) -> None:
         (WAIT_FOR_THREADS_SEC, "train: leaving without"),
     ):
         time.sleep(seconds)
-        print(text, _what_keeps_the_process(), file=sys.stderr, flush=True)  # noqa: T201 - a message for people
+        print(text, _what_keeps_the_process(), file=sys.stderr, flush=True)  # noqa: T201
     end_process(code)
 
 
 def _what_keeps_the_process() -> str:
-    """The threads that Python waits for, and where they are; or where the main thread is, in a
-    handler of the exit."""
+    """The threads that Python waits for, or the exit handler that the main thread is in."""
     frames = sys._current_frames()
     main = threading.main_thread()
-    threads = [each for each in threading.enumerate() if not each.daemon and each is not main and each.is_alive()]
+    others = [each for each in threading.enumerate() if each is not main]
+    threads = [each for each in others if not each.daemon and each.is_alive()]
 
     def place(thread: threading.Thread) -> str:
         frame = frames.get(thread.ident or 0)

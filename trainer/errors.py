@@ -48,9 +48,8 @@ class UserError(ValueError):
     @property
     def message(self) -> str:
         """The message on one line."""
-        head = f"{self.where}: {self.key}" if self.where else self.key
-        tail = f"; {self.fix}" if self.fix else ""
-        return printable(_relative(f"{head}: {self.problem}{tail}"))
+        text = ": ".join(filter(None, [self.where, self.key, self.problem]))
+        return printable(_relative("; ".join(filter(None, [text, self.fix]))))
 
 
 class UserErrors(UserError):
@@ -72,8 +71,10 @@ class UserErrors(UserError):
 
 def raise_found(errors: list[UserError]) -> None:
     """Raise the mistakes that were found, if there are any: a single one, or all as one."""
+    if len(errors) == 1:
+        raise errors[0]
     if errors:
-        raise errors[0] if len(errors) == 1 else UserErrors(errors)
+        raise UserErrors(errors)
 
 
 def _relative(text: str) -> str:

@@ -34,16 +34,18 @@ def is_url(text: str) -> bool:
 
 
 def did_you_mean(path: str | Path) -> str:
-    """The question whether an existing path was meant that differs in one name that looks
-    alike; empty if there is none."""
+    """ "did you mean PATH?", for an existing path with a similar name; empty if there is none."""
     wanted = Path(path)
     missing = next((each for each in reversed([wanted, *wanted.parents]) if not each.exists()), None)
     if missing is None or not os.access(missing.parent, os.R_OK):
         return ""
     names = sorted(each.name for each in missing.parent.iterdir())
     rest = wanted.relative_to(missing)
-    close = (missing.with_name(name) / rest for name in difflib.get_close_matches(missing.name, names, n=3))
-    return next((f"did you mean {each}?" for each in close if each.exists()), "")
+    for name in difflib.get_close_matches(missing.name, names, n=3):
+        close = missing.with_name(name) / rest
+        if close.exists():
+            return f"did you mean {close}?"
+    return ""
 
 
 @contextmanager
@@ -64,7 +66,8 @@ def replacing(path: Path, *, sync: bool = True, follow: bool = False) -> Iterato
         with path.open("wb") as file:
             yield file
         return
-    path = Path(os.path.realpath(path)) if follow else path
+    if follow:
+        path = Path(os.path.realpath(path))
     with replacing_path(path, sync=sync) as temporary, temporary.open("wb") as file:
         yield file
 
@@ -91,10 +94,12 @@ def replacing_path(path: Path, *, sync: bool = True) -> Iterator[Path]:
         sync_directory(path.parent)
 
 
-def write_file(path: Path, content: str | bytes, *, sync: bool = True, follow: bool = False) -> None:
-    """Write a whole file; text as UTF-8. See `replacing`."""
-    with replacing(path, sync=sync, follow=follow) as file:
-        file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+def write_file(path: Path, content: str | bytes, **options: bool) -> None:
+    """Write a whole file; text as UTF-8. `options`: of `replacing`."""
+    if isinstance(content, str):
+        content = content.encode("utf-8", "backslashreplace")
+    with replacing(path, **options) as file:
+        file.write(content)
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, sync: bool = True) -> None:
@@ -111,8 +116,7 @@ def replace_link(path: Path, target: str) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory so that it is there as a whole, or not under its name:
-    `remove_leftovers` deletes what is left."""
+    """Delete a directory atomically; what a crash leaves is for `remove_leftovers`."""
     doomed = _temporary(path)
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -120,14 +124,14 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete the temporary files and directories that killed processes have left behind; nobody
-    may be writing there."""
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if _LEFTOVER.fullmatch(path.name):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+    """Delete the temporary files that killed processes left. Nobody may be writing there."""
+    if not directory.is_dir():
+        return
+    for path in directory.iterdir():
+        if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif _LEFTOVER.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def sync_directory(path: Path) -> None:
@@ -165,14 +169,17 @@ def open_descriptor(path: str | Path, flags: int) -> int:
     Raises:
         OSError: it cannot be opened, or is no plain file.
     """
-    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        flags |= os.O_NOFOLLOW
     try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0), 0o666)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             refuse_special(Path(path))
         raise
-    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
         raise _not_plain(path, mode)
     return descriptor
@@ -189,7 +196,9 @@ def refuse_special(path: Path) -> None:
     Raises:
         OSError: its text says what is there.
     """
-    mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
+    if not os.path.lexists(path):
+        return
+    mode = path.lstat().st_mode
     if not stat.S_ISREG(mode):
         raise _not_plain(path, mode)
 
@@ -249,7 +258,7 @@ def is_file_name(name: object) -> bool:
 
 
 def within_bounds(parse: Callable[[Any], Any], data: str | bytes) -> Any:
-    """What `parse` makes of the data.
+    """The data as `parse` reads it.
 
     Raises:
         ValueError: it is nested deeper, or has longer integers, than any of ours.
@@ -262,14 +271,18 @@ def within_bounds(parse: Callable[[Any], Any], data: str | bytes) -> Any:
     for _ in range(_MOST_LEVELS):
         if any(type(each) is int and each.bit_length() > _MOST_BITS for each in level):
             raise ValueError(f"an integer of more than {_MOST_BITS} bits")
-        if not (level := [inner for each in level for inner in _inner(each)]):
+        level = [inner for each in level for inner in _inner(each)]
+        if not level:
             return found
     raise ValueError("nested too deeply")
 
 
 def _inner(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _not_plain(path: str | Path, mode: int) -> OSError:
-    return OSError(errno.EINVAL, f"{_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a plain file", str(path))
+    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+    return OSError(errno.EINVAL, f"{kind}, not a plain file", str(path))

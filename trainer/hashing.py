@@ -30,7 +30,9 @@ BLOCK = 1024
 
 def _digest(parts: tuple[str | int, ...], size: int) -> int:
     text = "\x1f".join(f"{len(str(part))}:{part}" for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=size).digest(), "little")
+    # Names of files may hold bytes that are not UTF-8.
+    data = text.encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=size).digest(), "little")
 
 
 def stable_hash(*parts: str | int) -> int:
@@ -44,8 +46,7 @@ def keyed_generator(*parts: str | int) -> np.random.Generator:
 
 
 class KeyedUniforms:
-    """`uniforms(i)`: the i-th uniform number in [0, 1) of a key. Numbers are drawn in blocks;
-    one block is cached."""
+    """`uniforms(i)`: the i-th uniform number in [0, 1) of a key; one block is cached."""
 
     def __init__(self, *parts: str | int) -> None:
         self._parts = parts

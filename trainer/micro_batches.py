@@ -1,5 +1,4 @@
-"""m, the micro-batches per optimizer step and rank: pure functions of the step, the tokens and
-the noise scale."""
+"""m, the micro-batches per optimizer step and rank, by step, tokens and noise scale."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class MicroBatches:
 
     @property
     def is_known_ahead(self) -> bool:
-        """m is a function of the step alone, so that a micro-batch's step is known before the
-        run."""
+        """m is a function of the step alone, so that a micro-batch's step is known ahead."""
         return self.auto is None and (self.unit == "steps" or len(self.points) == 1)
 
     @cached_property
@@ -89,8 +87,7 @@ class MicroBatches:
         return max(m for _, m in self.fastest().points)
 
     def at(self, step: int, tokens: int) -> int:
-        """The planned m of `step`, before which so many tokens were trained on; of `auto` its
-        start."""
+        """The planned m of `step`, after training on so many tokens; of `auto` its start."""
         x = step if self.unit == "steps" else tokens
         return self.points[max(bisect_right(self.points, (x, FAR)) - 1, 0)][1]
 
@@ -119,8 +116,7 @@ class MicroBatches:
         return MicroBatches(tuple(points), lr=self.lr)
 
     def fastest(self) -> MicroBatches:
-        """The plan by steps that `auto` follows if it may grow whenever it asks; others as they
-        are."""
+        """The plan by steps of an `auto` that grows whenever it may; others as they are."""
         if self.auto is None:
             return self
         doublings = (self.auto.max // self.first).bit_length() - 1

@@ -22,12 +22,16 @@ from trainer.errors import UserError
 
 NO_NUL = r"^[^\x00]*$"
 _TYPES: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), dict: (dict,)}
-_COMPARED = {"ge": (operator.ge, ">="), "gt": (operator.gt, ">"), "le": (operator.le, "<="), "lt": (operator.lt, "<")}
+_COMPARED = {
+    "ge": (operator.ge, ">="),
+    "gt": (operator.gt, ">"),
+    "le": (operator.le, "<="),
+    "lt": (operator.lt, "<"),
+}
 
 
 class Limits:
-    """Limits of an `Annotated` type by pydantic's names. Options check numbers, pydantic
-    patterns and lengths too."""
+    """Limits of an `Annotated` type by pydantic's names. Options check those of numbers."""
 
     def __init__(self, **limits: Any) -> None:
         self.limits = limits
@@ -42,7 +46,8 @@ class Limits:
 Count = Annotated[int, Limits(ge=1, le=10**9)]  # over a whole run: steps, groups
 WholeNumber = Annotated[int, Limits(ge=0, le=10**9)]
 Size = Annotated[int, Limits(ge=1, le=10**6)]  # what exists at once in a step: rows, cells, widths
-Tokens = Annotated[int, Limits(ge=0, le=10**15)]  # float64 counts exactly so far; also a position in a run, in any unit
+# Also a position in a run, in any unit. float64 counts exactly so far.
+Tokens = Annotated[int, Limits(ge=0, le=10**15)]
 Factor = Annotated[float, Limits(ge=0, le=1000)]  # multiplies something of the order of 1
 PositiveFactor = Annotated[float, Limits(gt=0, le=1000)]
 Amount = Annotated[float, Limits(ge=0, le=1e9)]  # in the key's unit: a norm, minutes, TFLOPS
@@ -82,15 +87,13 @@ class Options:
 
     @classmethod
     def of(cls, table: object, **others: Any) -> Self:
-        """These options with the values of the fields that `table` has, too; `others` take
-        precedence."""
-        names = [each.name for each in fields(cls) if each.name not in others and hasattr(table, each.name)]
-        return cls(**{name: getattr(table, name) for name in names}, **others)
+        """These options with the values of the fields that `table` has; `others` win."""
+        names = {each.name for each in fields(cls)} - others.keys()
+        return cls(**{name: getattr(table, name) for name in names if hasattr(table, name)}, **others)
 
 
 def _broken_rule(value: Any, kind: Any) -> str:
-    """The rule of type `kind` that a value breaks, as "of type int" or ">= 1"; empty if it
-    breaks none."""
+    """The rule of type `kind` that a value breaks ("of type int", ">= 1"); or empty."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         base, within = arguments
@@ -122,8 +125,7 @@ class LedgerOptions(Options):
     """Options of `trainer.ledger.Ledger`."""
 
     wipe_mode: WipeMode = "lru"
-    """Evict: none; full: all, every wipe_every steps; lru: the least recently stored;
-    periodic_stale: the stale."""
+    """Evict none, all (full), the least recently stored (lru), or the stale ones."""
     capacity: Count = 4096
     """Number of groups a rank can hold; absent, with full rows: 8 times the rows."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -147,14 +149,12 @@ BatchingMode = Literal["per_row", "per_stream", "device_per_stream"]
 
 @part_options
 class MixingOptions(Options):
-    """Options of `trainer.data.ShardSource` and `StreamMixingDataset`: how the streams of a
-    source are mixed."""
+    """Options of `ShardSource` and `StreamMixingDataset`: how a source's streams are mixed."""
 
     num_streams_mixed: Size = 4
     """K: number of streams that a source keeps open at once."""
     pick_mode: PickMode = "weighted"
-    """How a micro-batch's stream is picked. weighted: in proportion to the batches left;
-    uniform: equally."""
+    """How to pick a micro-batch's stream. weighted: in proportion to the batches left."""
     batching_mode: BatchingMode = "per_row"
     """per_row: full rows, each of which reads documents one after the other; per_stream: a
     micro-batch is of one stream, which all ranks pick; device_per_stream: each rank picks its
@@ -216,5 +216,4 @@ class StrategyOptions(Options):
     accumulate: Literal["shards", "whole"] = "shards"
     """fsdp and hsdp. shards: average gradients in every micro-batch; whole: once per step."""
     find_unused_parameters: bool = False
-    """ddp: allow parameters that some micro-batches do not use; DDP searches for them in every
-    step."""
+    """ddp: allow parameters that a micro-batch does not use; DDP searches in every step."""

@@ -43,8 +43,7 @@ def message_of(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """`ValueError: the message`; without a message where it was raised: `AssertionError: at
-    /home/me/model.py:12`."""
+    """`ValueError: the message`; without one: `AssertionError: at /home/me/model.py:12`."""
     text = message_of(error)
     frames = traceback.extract_tb(error.__traceback__)
     if not text and frames:
@@ -53,11 +52,10 @@ def error_text(error: BaseException) -> str:
 
 
 def short_repr(value: object) -> str:
-    """The repr of somebody else's value, in some 40 characters at most; the name of its type if
-    it has none."""
+    """A foreign value's repr in some 40 characters, or its type if that fails."""
     try:
         return printable(reprlib.repr(value))
-    except Exception:  # noqa: BLE001 - a class of the user's own may do anything; so do integers of 5,000 digits
+    except Exception:  # noqa: BLE001 - a class of the user's own may do anything
         return f"a value of type {type(value).__name__}"
 
 
@@ -74,8 +72,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def number_text(value: float, digits: int = 4) -> str:
-    """A number with at most `digits` significant digits, more before the decimal point: 12,345,
-    0.0213, 3.2e-05, nan."""
+    """A number with at most `digits` significant digits after the point: 12,345, 3.2e-05."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:
@@ -86,8 +83,7 @@ def number_text(value: float, digits: int = 4) -> str:
 
 
 def counted(number: float, noun: str) -> str:
-    """`1 stream`, `2 streams`, `1,234 passes`, `2.5 passes`: the number, and the noun in
-    singular or plural."""
+    """`1 stream`, `2 streams`, `1,234 passes`, `2.5 passes`."""
     shown = f"{number:,.2g}" if 0 < number < 10 else f"{number:,.0f}"
     if shown == "1":
         return f"1 {noun}"

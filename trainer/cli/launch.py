@@ -1,5 +1,4 @@
-"""`train --config x.toml`: train in this process, or hand the command line to the launcher of
-ranks (`--nproc`)."""
+"""`train --config x.toml`: train in this process, or on ranks of this machine (`--nproc`)."""
 
 from __future__ import annotations
 
@@ -65,11 +64,12 @@ def run_training(
         _warn_of_runs_apart()
     if nproc is not None:
         with located(config_path, overrides):
-            return _train_on_ranks(config, nproc, is_rank=is_rank or "TORCHELASTIC_RUN_ID" in os.environ)
+            return _train_on_ranks(config, nproc)
     if not is_rank and "torch" not in sys.modules:  # whose import takes seconds
         say("starting")
     if config.metrics.profile:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported; its profiler says when it starts
+        # Read when torch is imported: its profiler would say when it starts.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     # Before torch is imported, so that a signal during the import stops the run instead of killing
     # it.
     stop = StopRequest(say_stopping)
@@ -101,10 +101,10 @@ def run_training(
     return code
 
 
-def _train_on_ranks(config: RunConfig, nproc: int, *, is_rank: bool) -> int:
+def _train_on_ranks(config: RunConfig, nproc: int) -> int:
     timeout = config.distributed.timeout_sec
     stop_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM), within_sec=timeout)
-    if is_rank:
+    if "RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         problem = "this process is already a rank of torchrun"
         raise UserError("--nproc", problem, "use torchrun or --nproc, not both")
     check_sharding(config, nproc)
@@ -115,8 +115,7 @@ def _train_on_ranks(config: RunConfig, nproc: int, *, is_rank: bool) -> int:
 
 
 def _warn_of_runs_apart(environ: Mapping[str, str] = os.environ) -> None:
-    """Warn if another launcher has started several processes of this program, each of which
-    trains a run of its own."""
+    """Warn of several processes of another launcher, each of which trains its own run."""
     for launcher, (size, rank) in OTHER_LAUNCHERS.items():
         number = environ.get(size, "")
         if number.isdecimal() and int(number) > 1 and environ.get(rank) == "0":
@@ -144,8 +143,7 @@ def say(text: str) -> None:
 
 
 def report_to_launcher(what: str, value: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Pass this rank's exit code, or the run's directory, to the launcher of ranks (`--nproc`),
-    if there is one."""
+    """Pass the exit code, or the run's directory, to the launcher of `--nproc`, if any."""
     if REPORT_FOLDER in environ:
         path = Path(environ[REPORT_FOLDER], f"{what}_{environ.get('RANK')}")
         with suppress(OSError):  # the launcher is gone

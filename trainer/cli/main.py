@@ -117,8 +117,7 @@ def main() -> None:
 
 
 def run() -> None:
-    """Run the program and exit; the end of the process itself, which a user's threads may keep,
-    is the caller's."""
+    """Run the program and exit. Python may still wait for a user's threads."""
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -1,5 +1,4 @@
-"""The verbs of `train` and the parts of a run that are not in the core; nothing else in the
-core names tools or lab."""
+"""The verbs, and a run's parts outside the core; nothing else in the core names tools or lab."""
 
 from __future__ import annotations
 

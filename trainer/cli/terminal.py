@@ -1,5 +1,4 @@
-"""What the verbs of `train` share with `train` itself: options, how they import torch, text on
-a terminal, and refusals."""
+"""Shared by all verbs: options, the import of torch, text on a terminal, and refusals."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ import typer
 from trainer.errors import UserError
 from trainer.wording import printable_lines
 
-ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="TOML config of the run.", metavar="X.TOML")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a config value; repeatable.", metavar="TABLE.KEY=VALUE")
-]
+_config = typer.Option("--config", "-c", help="TOML config of the run.", metavar="X.TOML")
+ConfigOption = Annotated[str | None, _config]
+_set = typer.Option("--set", help="Override a config value; repeatable.", metavar="TABLE.KEY=VALUE")
+SetOption = Annotated[list[str] | None, _set]
 
 
 def require_config(config: str | None, command: str) -> str:
@@ -51,8 +50,7 @@ def uncollected() -> Iterator[None]:
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print text that may hold names of any file: nothing but its line breaks acts on the
-    terminal."""
+    """Print text of any origin: only its line breaks act on the terminal."""
     typer.echo(printable_lines(text), err=err, nl=nl)
 
 
@@ -83,16 +81,16 @@ def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = F
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if message and (speaker is None or str(speaker) == rank):
         prefix = "" if rank == "0" else f"[rank {rank}] "
-        print(prefix + printable_lines(message), file=sys.stderr, flush=True)  # noqa: T201 - the one message of a refused run
-    if is_waiting:  # C++ code in another thread may abort the process while the interpreter shuts down
+        print(prefix + printable_lines(message), file=sys.stderr, flush=True)  # noqa: T201
+    if is_waiting:
+        # C++ code in another thread may abort the process while the interpreter shuts down.
         sys.stdout.flush()
         os._exit(EXIT_USER_ERROR)
     sys.exit(EXIT_USER_ERROR)
 
 
 class _Meeting(threading.Thread):
-    """Answers the other ranks that this one refuses. A thread, since it may block for long and
-    signals must be handled."""
+    """Tells the other ranks, in a thread, that this one refuses: signals must be handled."""
 
     def __init__(self, wait_sec: float) -> None:
         super().__init__(name="meeting", daemon=True)
@@ -100,8 +98,7 @@ class _Meeting(threading.Thread):
         self._speaker: int | None = None
 
     def speaker(self) -> int | None:
-        """The rank that prints; None if the others cannot be reached. Waits for them, but not
-        after a SIGTERM."""
+        """The rank that prints; None if the others cannot be reached."""
         signal.signal(signal.SIGTERM, self._end_wait)
         self.start()
         while self.is_alive() and time.monotonic() < self._end + AGREE_SEC:
@@ -109,8 +106,7 @@ class _Meeting(threading.Thread):
         return self._speaker
 
     def _end_wait(self, number: int, frame: FrameType | None) -> None:
-        """A rank has failed, and torchrun ends the others: who has not answered by now never
-        will."""
+        """torchrun ends the ranks after a failure: who is silent now stays so."""
         self._end = min(self._end, time.monotonic())
 
     def run(self) -> None:
@@ -123,7 +119,8 @@ class _Meeting(threading.Thread):
         with suppress(UserError, ValueError, RuntimeError, dist.DistError):
             info = rank_info()
             store = rendezvous_store(info, timeout=timedelta(seconds=WAIT_FOR_RANKS_SEC))
-            self._speaker = answer_refusal(store, rank=info.rank, world_size=info.world_size, gives_up=self._is_over)
+            ranks = {"rank": info.rank, "world_size": info.world_size}
+            self._speaker = answer_refusal(store, **ranks, gives_up=self._is_over)
 
     def _is_over(self) -> bool:
         return time.monotonic() > self._end

@@ -1,5 +1,4 @@
-"""The base class of all tables, the types that they share, and the tables `[data]` and `[eval]`
-with those below."""
+"""The base class of all tables, the types that they share, and the tables `[data]` and `[eval]`."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ class Table(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Add the docstrings of inherited options as descriptions: pydantic looks for them in
-        the class itself alone."""
+        """Add the descriptions of inherited options, which pydantic leaves out."""
         for base in cls.__mro__:
             if Options in base.__bases__:
                 for name, node in TypeAdapter(base).json_schema()["properties"].items():
@@ -149,8 +147,7 @@ def _accept_kind(schema: dict[str, Any]) -> None:
 
 
 class ScheduleTable(Table):
-    """A weight that changes during the run: `{ schedule = "linear", unit = "step", points = { 0
-    = 3.0, 150 = 1.0 } }`."""
+    """A weight that changes: `{ schedule = "linear", points = { 0 = 3.0, 150 = 1.0 } }`."""
 
     model_config = ConfigDict(json_schema_extra=_accept_kind)
 
@@ -166,8 +163,7 @@ class ScheduleTable(Table):
 
 
 class BatchScheduleTable(Table):
-    """A number of micro-batches that is planned: `{ schedule = "step", unit = "steps", points =
-    { 0 = 1, 1000 = 2 } }`."""
+    """A plan of m: `{ schedule = "step", unit = "steps", points = { 0 = 1, 1000 = 2 } }`."""
 
     schedule: Literal["step"]
     """step: take the last point reached, or the first one."""
@@ -176,13 +172,11 @@ class BatchScheduleTable(Table):
     points: BatchPoints
     """Position in the run -> micro-batches."""
     lr: LrRule = "none"
-    """With "auto", too. Factor on the learning rate: 1 (none), sqrt(m / m_start) or m / m_start
-    (linear)."""
+    """With "auto", too: learning rate times 1 (none), sqrt(m / m_start) or m / m_start."""
 
 
 class AutoBatchTable(Table, AutoRule):
-    """A number of micro-batches that doubles when the noise scale B permits: `{ schedule =
-    "auto", start = 1, max = 16 }`."""
+    """m doubles when the noise scale B permits: `{ schedule = "auto", start = 1, max = 16 }`."""
 
     schedule: Literal["auto"]
     """auto: decide during the run. Needs gns.enabled."""
@@ -193,7 +187,8 @@ class AutoBatchTable(Table, AutoRule):
     @model_validator(mode="after")
     def _can_grow(self) -> AutoBatchTable:
         if self.max < 2 * self.start:
-            raise ValueError(f"max = {self.max} is less than twice start = {self.start}: set max to {2 * self.start}")
+            problem = f"max = {self.max} is less than twice start = {self.start}"
+            raise ValueError(f"{problem}: set max to {2 * self.start}")
         return self
 
 
@@ -251,12 +246,12 @@ def plan_of(setting: int | BatchScheduleTable | AutoBatchTable) -> MicroBatches:
 class MixingTable(Table, MixingOptions):
     """`[data.mixing]`: how streams are mixed; defaults for every source."""
 
-    batch_size_by_modality: dict[Text, Size] = {}  # pydantic overlooks the default_factory of a dataclass
+    # pydantic overlooks the default_factory of a dataclass.
+    batch_size_by_modality: dict[Text, Size] = {}
 
 
 class MixingOverride(Table):
-    """`[data.source.mixing]`: the keys of `[data.mixing]`, for one source; absent keys keep the
-    value they have there."""
+    """`[data.source.mixing]`: keys of `[data.mixing]` for one source; absent: as there."""
 
     num_streams_mixed: Size | None = None
     pick_mode: PickMode | None = None
@@ -272,15 +267,13 @@ class FilesTable(Table):
     name: Annotated[str, Field(pattern=SOURCE_NAME, max_length=100)]
     """The source's name in messages, `--set` and metric keys."""
     root: Text | None = None
-    """Directory of a nested layout, `root/<modality>/.../<stream file>`, or its URL,
-    `s3://bucket/corpus`."""
+    """Nested layout: directory, or its URL, that holds `<modality>/.../<stream file>`."""
     paths: list[Text] | None = None
     """Files or globs of a direct layout, with a directory's name as modality, or their URLs."""
     modalities: list[Text] | None = None
     """Modalities to read below root; absent: all."""
     format: Text = "auto"
-    """auto: by file extension; or a name; or the import path of your own, `(path, options) ->
-    TokenTable`."""
+    """auto: by file extension; or a name; or the import path of your own (docs/mixing.md)."""
     dtype: Text | None = None
     """numpy dtype of the tokens in `.bin` files without an index (`uint16`)."""
     eod: WholeNumber | None = None
@@ -288,23 +281,22 @@ class FilesTable(Table):
     text_split: TextSplit = "file"
     """Documents of text files. file: each file; blank_line: each block between blank lines."""
     column: Text | None = None
-    """Field of JSON lines or Parquet with the documents, strings or lists of ids; absent: text
-    or tokens."""
+    """Field of JSON lines or Parquet with texts or lists of ids; absent: text or tokens."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         keys = [key for key in ("root", "paths", "include", "target") if key in type(self).model_fields]
         origins = [key for key in keys if getattr(self, key) is not None]
         if len(origins) != 1:
-            raise ValueError(f"needs exactly one of {', '.join(keys)}; got {', '.join(origins) or 'none'}")
+            given = ", ".join(origins) or "none"
+            raise ValueError(f"needs exactly one of {', '.join(keys)}; got {given}")
         if self.modalities is not None and self.root is None:
             raise ValueError("modalities needs root")
         return self
 
 
 class SourceTable(FilesTable):
-    """`[[data.source]]`: one source of the blend. Needs exactly one of root, paths, include and
-    target."""
+    """`[[data.source]]`: a source. Needs exactly one of root, paths, include and target."""
 
     include: Text | None = None
     """A dataset file with `[[source]]` tables, relative to this file; weights are multiplied."""
@@ -313,8 +305,7 @@ class SourceTable(FilesTable):
     args: Args = {}
     """Keyword arguments of the target."""
     weight: Weight = 1.0
-    """Relative share of the tokens (of the micro-batches, where rows are not full): a number,
-    or a schedule."""
+    """Share of the tokens (micro-batches, if rows are not full): a number, or a schedule."""
     mixing: MixingOverride = MixingOverride()
     """Keys of `[data.mixing]` that this source sets differently."""
 
@@ -353,19 +344,16 @@ class DataTable(Table):
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Micro-batches prepared ahead by a background thread; 0: no thread."""
     cache_dir: Text | None = None
-    """Where each node copies sources that are URLs, as long as there is room; absent:
-    `trainer/data` in the user's cache directory."""
+    """Where each node copies URLs, as far as the disk has room; absent: the user's cache."""
     mixing: MixingTable = MixingTable()
     source: Annotated[list[SourceTable], Field(min_length=1)]
 
 
 class EvalSourceTable(FilesTable):
-    """`[[eval.source]]`: a validation set of your own, with the keys of `[[data.source]]` from
-    name to column."""
+    """`[[eval.source]]`: a validation set, with keys of `[[data.source]]`, name to column."""
 
     batches: WholeNumber = 0
-    """Micro-batches per rank and evaluation, about: so many are filled by documents drawn at
-    random; 0: the whole set."""
+    """About how many random micro-batches per rank and evaluation; 0: the whole set."""
 
     def as_source(self) -> SourceTable:
         """The same files as a source that is read once."""
@@ -373,8 +361,7 @@ class EvalSourceTable(FilesTable):
 
 
 class EvalTable(Table):
-    """`[eval]`: evaluation on documents that are never trained on: held-out ones, sets of your
-    own, tasks of your own."""
+    """`[eval]`: evaluation on held-out documents, sets of your own and tasks of your own."""
 
     every: WholeNumber = 0
     """Steps between evaluations, and one after the last step; 0: none."""

@@ -1,5 +1,4 @@
-"""Configs as files: TOML with `--set` overrides, validated, with all mistakes reported at once;
-and written and compared."""
+"""Configs as files: TOML with `--set` overrides, validated, written and compared."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_dataset_file(path: str | Path) -> DatasetFile:
-    """The validated dataset file that a source's `include` names. Raises UserError: as
-    `load_config`."""
+    """The validated dataset file of a source's `include`. Raises UserError: see `load_config`."""
     return _load(DatasetFile, path)
 
 
@@ -53,13 +51,13 @@ def to_toml(config: BaseModel, *, with_defaults: bool = True) -> str:
     Args:
         with_defaults: every default filled in; otherwise the keys alone that were given.
     """
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=not with_defaults))
+    table = config.model_dump(mode="json", exclude_none=True, exclude_unset=not with_defaults)
+    return tomli_w.dumps(table)
 
 
 @contextmanager
 def located(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Adds the file and line, or the override, of their key to the mistakes that are found in
-    the block."""
+    """Add the file and line, or the override, to mistakes that are found in the block."""
     source = _Source(path, overrides)  # now: the block may change the working directory
     try:
         yield
@@ -91,7 +89,7 @@ class _Source:
         self._text = _read(path)
         self.raw = _parse(self._text, path)
         self._written = _read_other_names(self.raw, self._path)
-        self._overrides = {apply_override(self.raw, override): f"--set {override}" for override in overrides}
+        self._overrides = {apply_override(self.raw, each): f"--set {each}" for each in overrides}
 
     def where(self, key: KeyPath) -> str:
         """`file:line` or `--set ...`."""
@@ -103,8 +101,7 @@ class _Source:
         return self._path if line is None else f"{self._path}:{line}"
 
     def path_of(self, key: str) -> KeyPath:
-        """The path that a mistake's key names: `table.key`, or `source NAME: key` and `eval
-        source NAME: key`."""
+        """The path that a mistake's key names: `table.key`, or `[eval ]source NAME: key`."""
         named = re.fullmatch(r"(eval )?source ([^:]+): (.*)", key)
         if named is None:
             return tuple(key.split("."))
@@ -133,7 +130,8 @@ def _read_other_names(raw: dict[str, Any], path: str) -> dict[KeyPath, KeyPath]:
         if target is None:  # refused as what it is
             continue
         if own in target:
-            raise UserError(name, f"is {key} by another name, and that is set too", "keep one", where=path)
+            problem = f"is {key} by another name, and that is set too"
+            raise UserError(name, problem, "keep one", where=path)
         target[own] = table.pop(last)
         written[(*tables, own)] = (*outer, last)
     return written
@@ -190,7 +188,8 @@ def _read(path: str | Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise UserError("encoding", "is not UTF-8", "save the file as UTF-8", where=f"{path}:{line}") from None
+        fix = "save the file as UTF-8"
+        raise UserError("encoding", "is not UTF-8", fix, where=f"{path}:{line}") from None
 
 
 def _parse(text: str, path: str | Path) -> dict[str, Any]:
@@ -199,10 +198,11 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         problem, _, position = str(error).partition(" (at ")
         found = re.match(r"line (\d+)", position)  # otherwise: at the end of the document
-        line = found[1] if found else text.count("\n") + 1
+        where = f"{path}:{found[1] if found else text.count(chr(10)) + 1}"
         problem = problem[:1].lower() + problem[1:]
-        raise UserError("TOML", problem, "correct this line or the one before", where=f"{path}:{line}") from None
-    except (ValueError, RecursionError) as error:  # more digits, or more brackets, than Python reads
+        raise UserError("TOML", problem, "correct this line or the one before", where=where) from None
+    except (ValueError, RecursionError) as error:
+        # More digits, or more brackets, than Python reads.
         raise UserError("TOML", f"cannot be read: {error}", "correct it", where=str(path)) from None
 
 
@@ -223,7 +223,8 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
     name, separator, value = text.partition("=")
     parts = [part.strip() for part in SAME_KEYS.get(name.strip(), name).split(".")]
     if not separator or not all(parts):
-        raise UserError(f"--set {text}", "is not of the form table.key=value", "write --set data.mixing.batch_size=8")
+        problem = "is not of the form table.key=value"
+        raise UserError(f"--set {text}", problem, "write --set data.mixing.batch_size=8")
     node: Any = raw
     path: KeyPath = ()
     for part in parts:
@@ -231,9 +232,11 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
         if isinstance(node, list):
             step = _element(node, part)
         if step is None or not isinstance(node, dict | list):
-            here = ".".join(map(str, path))
-            known = f"0 to {len(node) - 1}, or a name" if isinstance(node, list) else "a key of a table"
-            raise UserError(f"--set {text}", f"{here} has no {part!r}: it is {short_repr(node)}", f"use {known}")
+            fix = "use a key of a table"
+            if isinstance(node, list):
+                fix = f"use 0 to {len(node) - 1}, or a name"
+            problem = f"{'.'.join(map(str, path))} has no {part!r}: it is {short_repr(node)}"
+            raise UserError(f"--set {text}", problem, fix)
         path = (*path, step)
         if len(path) == len(parts):
             node[step] = parse_value(value.strip())
@@ -264,16 +267,16 @@ def parse_value(text: str) -> Any:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as `table.key` -> value; tables in a list by their `name`, or by index if
-    one has none or they repeat."""
+    """Nested tables as `table.key` -> value; those of a list by `name`, else by index."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, list) and value and all(isinstance(element, Mapping) for element in value):
+        if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
             names = [element.get("name") for element in value]
             if None in names or len(set(names)) < len(names):
                 names = list(map(str, range(len(value))))
             flat[f"{prefix}{key}[].name"] = names  # shows a change of order
-            value = {name: {k: v for k, v in e.items() if k != "name"} for name, e in zip(names, value, strict=True)}
+            elements = [{k: v for k, v in element.items() if k != "name"} for element in value]
+            value = dict(zip(names, elements, strict=True))
         if isinstance(value, Mapping):
             flat.update(flatten(value, f"{prefix}{key}."))
         else:
@@ -301,8 +304,7 @@ def _drop(table: Any, names: Sequence[str]) -> None:
 
 
 def recorded_settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a launch and, prefixed with `env.`, its versions, ranks and devices;
-    without the names of the run."""
+    """A launch's settings, and with `env.` its versions, ranks and devices; no names."""
     recorded = {"env": {key: value for key, value in environment.items() if key in _RECORDED}}
     flat = {**flatten(config), **flatten(recorded)}
     return {key: value for key, value in flat.items() if key not in _NAMES_OF_THE_RUN}

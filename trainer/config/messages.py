@@ -1,5 +1,4 @@
-"""Turns pydantic's validation errors into messages with the key, its value and a fix, such as
-the key that was meant."""
+"""Turns pydantic's errors into messages with the key, its value and a fix."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from trainer.errors import UserError
 from trainer.wording import short_repr
 
 KeyPath = tuple[str | int, ...]
-"""Path of a key, with the index of each element of an array of tables: `("data", "source", 0,
-"name")`."""
+"""Path of a key, with indices in arrays of tables: `("data", "source", 0, "name")`."""
 
 # pydantic's type of error -> what a value must be. The numbers in braces are the error's own.
 _MUST = {
@@ -211,8 +209,7 @@ def hint(path: KeyPath, model: type[BaseModel]) -> str:
 
 
 def _keys_named(word: str, model: type[BaseModel]) -> list[str]:
-    """The keys that end with this name; none if it is too common (`name`, `every`) to tell
-    which one was meant."""
+    """The keys that end with this name; none if it is too common (`name`, `every`)."""
     found = [".".join(keys) for keys in _all_keys(model) if word in _endings(keys)]
     # `optimizer.lr`, rather than how it follows the batch; a source to train on, rather than one
     # to evaluate on.

@@ -33,8 +33,7 @@ class Facts:
     data_shards: int
     """As many as there are ranks, or `distributed.shards`."""
     steps: int
-    """Steps of the run; with `train.tokens` if all batches were full, and `micro_batches =
-    "auto"` never grew."""
+    """Steps of the run; with `train.tokens` if all batches were full and m never grew."""
     cells_per_step: int
     tokens_per_step: int
     tokens_per_micro: int
@@ -43,8 +42,7 @@ class Facts:
     groups_in_flight: int
     """Most groups whose state a data shard has to hold at once."""
     capacity_to_change_ranks: int
-    """Capacity of the ledger that a resume with another number of data shards may need: each
-    then keeps the groups that were in flight in all of them, next to its own."""
+    """Capacity that a resume with another number of data shards may need."""
     ledger_capacity: int
     ledger_mode: str
     ownership: str
@@ -61,14 +59,18 @@ def mixing_of(config: RunConfig, source: SourceTable) -> MixingTable:
     return config.data.mixing.model_copy(update=source.mixing.model_dump(exclude_none=True))
 
 
+def _mixings(config: RunConfig, sources: list[SourceTable]) -> list[MixingTable]:
+    """How the sources are mixed that are not the user's own."""
+    return [mixing_of(config, source) for source in sources if source.target is None]
+
+
 def reads_lanes(config: RunConfig) -> bool:
     """Whether rows are full, and hold documents of all sources."""
     return config.data.mixing.batching_mode == "per_row"
 
 
 def data_shards(config: RunConfig, world_size: int) -> int:
-    """Number of parts that the data is read in; with `distributed.shards` whatever the number
-    of ranks."""
+    """Number of parts that the data is read in: the ranks, or `distributed.shards`."""
     return config.distributed.shards or world_size
 
 
@@ -84,7 +86,7 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
     Raises:
         UserError: one or several (`UserErrors`) rules are broken.
     """
-    mixings = [mixing_of(config, source) for source in sources if source.target is None]
+    mixings = _mixings(config, sources)
     # One group in each lane: a reader has a lane per cell of its batch. Full rows are lanes
     # themselves.
     in_flight = sum(mixing.num_streams_mixed * largest_batch(mixing) for mixing in mixings)
@@ -116,13 +118,12 @@ def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) 
 
 def tokens_per_micro(config: RunConfig, sources: list[SourceTable], num_shards: int) -> int:
     """Most tokens of a micro-batch over all data shards; 0 if all data sets are the user's own."""
-    cells = [largest_batch(mixing_of(config, source)) for source in sources if source.target is None]
-    return max(cells, default=0) * num_shards * config.row_tokens
+    mixings = _mixings(config, sources)
+    return max(map(largest_batch, mixings), default=0) * num_shards * config.row_tokens
 
 
 def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
-    """Steps of the run; with `train.tokens` as many as it takes if all batches are full, and
-    `auto` never grows."""
+    """Steps of the run; with `train.tokens` if all batches are full and m never grows."""
     if not config.train.tokens:
         return config.train.steps
     batches = -(-config.train.tokens // max(tokens_per_micro, 1))
@@ -130,13 +131,19 @@ def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
 
 
 def _broken_rules(
-    config: RunConfig, sources: list[SourceTable], in_flight: int, steps: int, tokens_per_step: int, world_size: int
+    config: RunConfig,
+    sources: list[SourceTable],
+    in_flight: int,
+    steps: int,
+    tokens_per_step: int,
+    world_size: int,
 ) -> Iterator[Mistake]:
     yield from _broken_lengths(config, steps, tokens_per_step)
     yield from _broken_pairs(config)
     yield from _broken_lanes(config, sources)
     yield from _broken_sharding(config, world_size)
-    batches, ledger, num_shards = config.micro_batches, config.ledger, data_shards(config, world_size)
+    batches, ledger = config.micro_batches, config.ledger
+    num_shards = data_shards(config, world_size)
     if batches.auto is not None and num_shards * batches.first == 1:
         problem = f'"auto" with start = 1: {ONE_BATCH_SIZE}'
         yield "train.micro_batches", problem, 'write { schedule = "auto", start = 2 }'
@@ -149,14 +156,16 @@ def _broken_rules(
         yield "ledger.capacity", problem, f"set it to {in_flight} or more"
     foreign = _foreign(sources)
     if ledger.ownership == "reader" and foreign and num_shards > 1:
-        problem = f'"reader" needs each group to stay on one rank, which source {foreign} (a target) may not do'
+        promise = f"which source {foreign} (a target) does not promise"
+        problem = f'"reader" needs every group to stay on one rank, {promise}'
         yield "ledger.ownership", problem, "use exchange or auto"
 
 
 def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iterator[Mistake]:
     train, data = config.train, config.data
     if train.tokens and train.steps not in (0, steps):
-        problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both say how long the run is"
+        tokens = f"train.tokens = {train.tokens:,}"
+        problem = f"{train.steps} beside {tokens}: both say how long the run is"
         yield "train.steps", problem, "set one of them to 0"
     if train.tokens and not tokens_per_step:
         problem = "needs the size of a batch, which data sets of your own do not tell"
@@ -165,11 +174,13 @@ def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iter
         fix = "set train.tokens, or warmup_steps instead"
         yield "scheduler.warmup_tokens", "needs a run whose length is in tokens", fix
     if 0 < data.max_group_cells < train.tbptt_cells:
-        problem = f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {data.max_group_cells})"
+        most = f"data.max_group_cells = {data.max_group_cells}"
+        problem = f"{train.tbptt_cells} is more cells than a group has ({most})"
         yield "train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"
     if train.activation_checkpointing == "cell" and train.tbptt_cells == 1:
         problem = 'is "cell", which saves nothing when a row is one cell (train.tbptt_cells = 1)'
-        yield "train.activation_checkpointing", problem, 'raise train.tbptt_cells, or choose "block"'
+        fix = 'raise train.tbptt_cells, or choose "block"'
+        yield "train.activation_checkpointing", problem, fix
 
 
 def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
@@ -185,37 +196,39 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
         yield "gns.components_every", problem, "set it to 0, or gns.enabled to true"
     if not config.gns.enabled and config.micro_batches.auto is not None:
         problem = '"auto" needs the noise scale, which gns.enabled = false turns off'
-        yield "train.micro_batches", problem, "set gns.enabled = true, or plan the changes by a schedule"
+        fix = "set gns.enabled = true, or plan the changes by a schedule"
+        yield "train.micro_batches", problem, fix
     if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
-        problem = "does not go with distributed.find_unused_parameters, which would take the output layer for unused"
+        problem = "does not go with distributed.find_unused_parameters: the output layer would seem unused"
         yield "objective.chunk_tokens", problem, "set one of them off"
 
 
 def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mistake]:
-    """Settings of full rows, which hold documents of all sources, that some sources or `align`
-    contradict."""
+    """Settings of full rows, which hold documents of all sources, that conflict."""
     given = {"data.mixing.": config.data.mixing.model_dump()}
-    own = {f"source {source.name}: mixing.": source.mixing.model_dump(exclude_none=True) for source in sources}
+    own = {}
+    for source in sources:
+        own[f"source {source.name}: mixing."] = source.mixing.model_dump(exclude_none=True)
     modes = {each.get("batching_mode", config.data.mixing.batching_mode) for each in own.values()}
     if len(modes) > 1 and "per_row" in modes:
         problem = 'is "per_row" for some sources, and rows are full in all of them or in none'
         yield "data.mixing.batching_mode", problem, "set it for all sources alike"
     if not reads_lanes(config):
         if config.data.align != "auto":
-            yield "data.align", 'needs batching_mode "per_row"', 'set data.mixing.batching_mode = "per_row"'
+            fix = 'set data.mixing.batching_mode = "per_row"'
+            yield "data.align", 'needs batching_mode "per_row"', fix
         return
     # All rows of a micro-batch are alike: the table sets how many there are, and no source does.
     del given["data.mixing."]["batch_size"]
     for table, keys in {**given, **own}.items():
         for name in ("batch_size_by_modality", "batch_size"):
             if keys.get(name):
-                problem = 'does not go with batching_mode "per_row", whose rows hold documents of all sources'
+                problem = 'does not go with batching_mode "per_row": rows hold documents of all sources'
                 yield f"{table}{name}", problem, "remove it, or choose another batching_mode"
 
 
 def check_sharding(config: RunConfig, world_size: int) -> None:
-    """Refuse keys of `[distributed]` that conflict with this number of ranks, or with other
-    tables."""
+    """Refuse keys of `[distributed]` that conflict with the ranks or other tables."""
     _refuse(_broken_sharding(config, world_size))
 
 
@@ -223,10 +236,13 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     table, strategy = config.distributed, f'strategy "{config.distributed.strategy}"'
     micros = table.shards // world_size * config.micro_batches.most
     if table.shards % world_size:
-        problem = f"{table.shards} data shards cannot be divided among {counted(world_size, 'rank')}"
-        yield "distributed.shards", problem, "start a divisor of them, or set it to a multiple of the ranks"
+        ranks = counted(world_size, "rank")
+        problem = f"{table.shards} data shards cannot be divided among {ranks}"
+        fix = "start a divisor of them, or set it to a multiple of the ranks"
+        yield "distributed.shards", problem, fix
     elif micros > MOST_MICRO_BATCHES:
-        problem = f"makes {micros:,} micro-batches of a step on each rank, more than {MOST_MICRO_BATCHES:,}"
+        most = f"more than {MOST_MICRO_BATCHES:,}"
+        problem = f"makes {micros:,} micro-batches of a step on each rank, {most}"
         yield "distributed.shards", problem, "start more ranks, or lower it"
     if table.strategy != "hsdp" and table.replicas:
         problem = f'{table.replicas} replicas, but the strategy is "{table.strategy}"'
@@ -237,13 +253,15 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     if table.strategy == "ddp":
         return
     if config.train.precision == "fp16":
-        yield "train.precision", f'"fp16" with {strategy}: loss scaling does not work on shards', 'use "bf16"'
+        problem = f'"fp16" with {strategy}: loss scaling does not work on shards'
+        yield "train.precision", problem, 'use "bf16"'
     if config.gns.components_every:
         problem = f"does not go with {strategy}, which reduces gradients before they can be compared"
         yield "gns.components_every", problem, 'set it to 0, or the strategy to "ddp"'
     if table.find_unused_parameters:
         problem = f"does not go with {strategy}, whose ranks must use the same parameters"
-        yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"
+        fix = "set it to false, and freeze the unused ones"
+        yield "distributed.find_unused_parameters", problem, fix
 
 
 def check_state_rules(config: RunConfig, model: Any) -> None:
@@ -276,7 +294,7 @@ def _ownership(config: RunConfig, sources: list[SourceTable], num_shards: int) -
         return "exchange", "as configured"
     foreign = _foreign(sources)
     if foreign is None or num_shards == 1:
-        return "reader", "a document, up to max_group_cells, is read by one rank, which keeps its state"
+        return "reader", "one rank reads a document, up to max_group_cells, and keeps its state"
     return "exchange", f"source {foreign} is a target, which may move groups between ranks"
 
 

@@ -63,35 +63,27 @@ class TrainTable(Table):
     tokens: Tokens = 0
     """Length in target tokens over all ranks, to within two steps; 0: see steps."""
     micro_batches: BatchSize = 1
-    """m: micro-batches per optimizer step and rank (gradient accumulation): a number, a
-    schedule, or "auto" (docs/gns.md)."""
+    """m: micro-batches per step and rank: a number, a schedule, or "auto" (docs/gns.md)."""
     tbptt_cells: Size = 1
-    """k: cells that the gradient flows through (truncated BPTT). Rows have k * data.seq_len
-    tokens."""
+    """k: cells that the gradient flows through. Rows have k * data.seq_len tokens."""
     activation_checkpointing: Literal["off", "block", "cell"] = "off"
-    """Recompute activations in the backward, by block (of the model's nn.ModuleList) or, with
-    tbptt_cells, by cell."""
+    """Recompute activations by block (of the nn.ModuleList) or, with tbptt_cells, by cell."""
     clip_grad_norm: Amount = 1.0
     """Maximum gradient norm; 0: no clipping."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """fp32; autocast to bf16, or to fp16 with loss scaling (CUDA only). auto: bf16 on a CUDA
-    device that has it, else fp32."""
+    """Autocast to bf16 or fp16 (CUDA only), or fp32. auto: bf16 on CUDA devices that have it."""
     compile: AutoSwitch = "auto"
-    """Compile blocks with torch.compile: faster steps, a slower first one. auto: built-in
-    families on CUDA with Triton."""
+    """Compile blocks with torch.compile. auto: built-in families on CUDA with Triton."""
     cuda_graph: AutoSwitch = "auto"
-    """Replay forward and backward as CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in
-    families where it is possible."""
+    """Replay CUDA graphs (docs/gpu.md#cuda-graphs). auto: built-in families where possible."""
     memory_snapshot: bool = False
-    """Write torch's snapshot of CUDA's allocations into the run directory when the run ends
-    (docs/memory.md)."""
+    """Write torch's snapshot of CUDA's allocations when the run ends (docs/memory.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """On a non-finite loss or gradient: stop the run, or skip the step, up to 10 in a row."""
     spike_sigma: Factor = 0.0
-    """Record a loss this many standard deviations (such as 6) above its running mean, with its
-    batches; 0: off."""
+    """Record a loss this many standard deviations (such as 6) above its mean; 0: off."""
 
     @model_validator(mode="after")
     def _has_a_length(self) -> TrainTable:
@@ -100,24 +92,26 @@ class TrainTable(Table):
         return self
 
 
+Contract = Literal["forward", "purity", "carry", "causality", "isolation", "resets", "soak"]
+
+
 class ModelTable(Table):
     """`[model]`: the model to train."""
 
     family: Text | None = None
     """A built-in model (docs/models.md); absent, without target: "rglru"."""
     target: ImportPath | None = None
-    """Your own: import path `package.module:function`, called with vocab_size, dim, num_layers
-    and args."""
+    """Your own, `package.module:function`: called with vocab_size, dim, num_layers and args."""
     dim: Size = 192
     """Width of the residual stream and of each layer's recurrent state."""
-    num_layers: Annotated[int, Field(ge=1, le=2000)] = 4  # each takes about 6 ms to build, on the meta device too
+    # Each takes about 6 ms to build, on the meta device too.
+    num_layers: Annotated[int, Field(ge=1, le=2000)] = 4
     """Number of blocks."""
     args: Args = {}
     """Further keyword arguments of the family or the target."""
     weights: Text | None = None
-    """Initial weights: a .safetensors file, or a directory written by `train export`. Ignored
-    on resume."""
-    trust: list[Literal["forward", "purity", "carry", "causality", "isolation", "resets", "soak"]] = []
+    """Initial weights: a .safetensors file, or an export's directory. Ignored on resume."""
+    trust: list[Contract] = []
     """Parts of its contract that the model may break (docs/contracts.md)."""
     contract: bool = True
     """Check your own model's contract before a run, by some hundred calls of copies."""
@@ -125,7 +119,8 @@ class ModelTable(Table):
     @model_validator(mode="after")
     def _is_one_model(self) -> ModelTable:
         if self.family is not None and self.target is not None:
-            raise ValueError(f'family "{self.family}" and target "{self.target}" are two models: remove one')
+            models = f'family "{self.family}" and target "{self.target}"'
+            raise ValueError(f"{models} are two models: remove one")
         return self
 
 
@@ -133,8 +128,7 @@ class LedgerTable(Table, LedgerOptions):
     """`[ledger]`: storage of recurrent states between steps."""
 
     ownership: Literal["auto", "exchange", "reader"] = "auto"
-    """Which rank holds a group's state. reader: its reader; exchange: by hash; auto: reader
-    where possible."""
+    """Who holds a group's state. reader: its reader; exchange: by hash; auto: the reader."""
     probe_every: WholeNumber = 500
     """Steps between probes of carried states (docs/ledger.md), on logged steps; 0: none."""
 
@@ -145,19 +139,16 @@ class LedgerTable(Table, LedgerOptions):
 
 
 class CoordTable(Table, CoordOptions):
-    """`[objective] coord`: distributional supervision of coordinate tokens, which are ordered
-    bins."""
+    """`[objective] coord`: supervision of coordinate tokens, which are ordered bins."""
 
 
 class LossTable(Table):
-    """`[objective] losses`: one more loss (docs/models.md#losses-and-metrics); a number is its
-    weight."""
+    """`[objective] losses`: one more loss (docs/models.md#losses-and-metrics)."""
 
     weight: Factor = 1.0
     """Factor in the objective; 0: computed and not trained on."""
     target: ImportPath | None = None
-    """Import path of your own `(*, output, micro, **args)`; absent: a loss of the model's
-    output."""
+    """Your own, `(*, output, micro, **args)`; absent: a loss of the model's output."""
     by: Literal["tokens", "rows"] = "tokens"
     """With target: the mean over target tokens, or over rows."""
     args: Args = {}
@@ -183,8 +174,7 @@ class ObjectiveTable(Table, ObjectiveOptions):
     """`[objective]`: the loss."""
 
     target: ImportPath | None = None
-    """Import path of your own class, built with args, that replaces the cross-entropy
-    (docs/models.md#losses-and-metrics)."""
+    """Your own class in place of the cross-entropy (docs/models.md#losses-and-metrics)."""
     args: Args = {}
     """Keyword arguments of target."""
     coord: CoordTable | None = None
@@ -193,14 +183,14 @@ class ObjectiveTable(Table, ObjectiveOptions):
     chunk_tokens: WholeNumber = 0
     """Compute the loss in chunks of this many tokens to save memory; 0: at once."""
     losses: dict[Annotated[str, Field(pattern=SOURCE_NAME)], Loss] = {}
-    """Name -> weight of a loss of the model's output (1 without an entry), or the table of one
-    of your own."""
+    """Name -> weight of a loss of the model's output (absent: 1), or a table of your own."""
 
     @model_validator(mode="after")
     def _has_what_losses_need(self) -> ObjectiveTable:
         own = [name for name, each in self.losses.items() if each.target is not None]
         if own and self.chunk_tokens:
-            raise ValueError(f"losses.{own[0]} may need logits, which never exist together: set chunk_tokens to 0")
+            problem = f"losses.{own[0]} may need logits, which never exist together"
+            raise ValueError(f"{problem}: set chunk_tokens to 0")
         _refuse_ineffective(self, {"token_ce", "z_loss", "coord"})
         if self.chunk_tokens and not self.components:
             raise ValueError("no loss of logits is left that chunk_tokens could cut: set it to 0")
@@ -209,41 +199,42 @@ class ObjectiveTable(Table, ObjectiveOptions):
     @property
     def components(self) -> tuple[str, ...]:
         """Names of the parts of the loss that are computed from the model's logits."""
-        weights: dict[str, object] = {"token_ce": self.token_ce, "z_loss": self.z_loss, "coord": self.coord}
         if self.target:  # which replaces all of them
             return ("own",)
-        return tuple(name for name, weight in weights.items() if weight)
+        return tuple(name for name in ("token_ce", "z_loss", "coord") if getattr(self, name))
 
 
 class OptimizerGroupTable(Table):
     """`[[optimizer.group]]`: settings of the parameters whose names match."""
 
     match: Text
-    """Pattern of the names, such as "embedding.*" or "blocks.0.*"; the first group that matches
-    counts."""
+    """Pattern of the names, such as "embedding.*"; the first group that matches counts."""
     lr_scale: PositiveFactor = 1.0
     """Their learning rate as a multiple of the others'."""
     weight_decay: Factor | None = None
     """Theirs, for matrices and vectors alike; absent: as without the group."""
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerTable(Table):
     """`[optimizer]`: how weights are updated."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon (Jordan et al., 2024): for matrices between embedding and output, with adamw for the
-    rest."""
+    """muon (Jordan et al., 2024): for matrices within the model, adamw for the rest."""
     target: ImportPath | None = None
     """Import path of your own `(groups, *, lr, **args)`; replaces name."""
     args: Args = {}
     """Keyword arguments of target."""
-    lr: Annotated[float, Field(gt=0, le=1e38)] = 1e-3  # within float32: a rate may be chosen to diverge
+    # Within float32: a rate may be chosen to diverge.
+    lr: Annotated[float, Field(gt=0, le=1e38)] = 1e-3
     """Peak learning rate; one rate fits adamw and muon."""
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    betas: Annotated[list[Decay], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """adamw: decay rates of the moving averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """adamw: added to the denominator of the update."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    momentum: Decay = 0.95
     """muon and sgd: decay rate of the moving sum of gradients (Nesterov's)."""
     weight_decay: Factor = 0.1
     """For matrices, not vectors (norms, biases, decay rates)."""
@@ -261,22 +252,22 @@ def _refuse_ineffective(table: ObjectiveTable | OptimizerTable | SchedulerTable,
     A key with its default value says nothing: a config with all defaults filled in is a config too.
     """
     if table.target is None and table.args:
-        raise ValueError("args are those of a target of your own: name it, or use the keys of this table")
+        problem = "args are those of a target of your own"
+        raise ValueError(f"{problem}: name it, or use the keys of this table")
     fields = type(table).model_fields
     others = sorted(key for key in replaced if getattr(table, key) != fields[key].default)
     if table.target is not None and others:
-        raise ValueError(f"{', '.join(others)} would have no effect beside target: give them to it as args")
+        keys = ", ".join(others)
+        raise ValueError(f"{keys} would have no effect beside target: give them to it as args")
 
 
 class SchedulerTable(Table):
     """`[scheduler]`: the learning rate over the run."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """After the warm-up: constant; linear or cosine decay to min_lr_ratio; wsd: stable, then
-    linear decay."""
+    """After the warm-up: constant; linear or cosine decay; wsd: stable, then linear decay."""
     target: ImportPath | None = None
-    """Import path of your own, called with a step, steps, peak (optimizer.lr) and args;
-    replaces all other keys here."""
+    """Your own, called with step, steps, peak (optimizer.lr) and args, in place of the rest."""
     args: Args = {}
     """Keyword arguments of target."""
     warmup_steps: WholeNumber = 0
@@ -302,13 +293,11 @@ class GnsTable(Table):
     enabled: bool = True
     """Measure it in every optimizer step."""
     components_every: WholeNumber = 0
-    """Steps between measurements of where the noise comes from (docs/gns.md), on logged steps;
-    0: none."""
+    """Steps between measurements of the noise's components (docs/gns.md); 0: none."""
 
 
 class WandbTable(Table):
-    """`[metrics] wandb`: Weights & Biases. Its own variables say the rest, such as WANDB_ENTITY
-    and WANDB_BASE_URL."""
+    """`[metrics] wandb`: Weights & Biases. WANDB_ENTITY and WANDB_BASE_URL are heeded."""
 
     mode: Literal["auto", "offline", "online", "disabled"] = "auto"
     """auto: WANDB_MODE, or online with a login, otherwise offline, in the run directory."""
@@ -320,8 +309,7 @@ class WandbTable(Table):
 
 
 FIRST_PROFILED = 11
-"""The first step of a run that `metrics.profile` records: compilation and full caches lie
-before it."""
+"""The first step that `metrics.profile` records: those before compile and fill caches."""
 
 PROBED_CELLS = 8
 """Most cells that a probe of carried states (`ledger.probe_every`) reads again."""
@@ -337,8 +325,7 @@ class MetricsTable(Table, TrackerOptions):
     digests: Literal["off", "compare", "write"] = "compare"
     """compare: under ddp, a rank with other weights ends the run; write: digests.jsonl too."""
     per_layer: bool = False
-    """Also report gradient norm, update over weight and noise scale per layer and parameter
-    group."""
+    """Also report gradient norm, update over weight and noise scale per layer and group."""
     profile: Annotated[int, Field(ge=0, le=1000)] = 0
     """Steps that torch's profiler records on rank 0; 0: none. Also --profile."""
     wandb: WandbTable = WandbTable()
@@ -347,8 +334,7 @@ class MetricsTable(Table, TrackerOptions):
 
 
 class SampleTable(Table):
-    """`[sample]`: text generated during the run, recorded in events.jsonl and wandb; training
-    is not affected."""
+    """`[sample]`: text generated during the run, in events.jsonl and wandb."""
 
     every: WholeNumber = 0
     """Steps between samples; 0: none."""
@@ -372,8 +358,7 @@ class CheckpointTable(Table):
     background: bool = False
     """Write the files in a background thread while training continues."""
     remote: Text | None = None
-    """URL that checkpoints are mirrored to, such as "s3://bucket/prefix", one per run
-    (docs/reliability.md)."""
+    """URL to mirror checkpoints to, "s3://bucket/prefix", one per run (docs/reliability.md)."""
     resume: Text = "off"
     """off: new run; auto: latest complete checkpoint, if any; or a checkpoint's path or URL."""
 
@@ -382,11 +367,9 @@ class DistributedTable(Table, StrategyOptions):
     """`[distributed]`: the ranks, and how they share the model."""
 
     shards: WholeNumber = 0
-    """Data shards, a multiple of the ranks; 0: one per rank. With N a run is the same on all
-    ranks that divide N (docs/scale.md)."""
+    """Data shards, a multiple of the ranks, which may then vary (docs/scale.md); 0: ranks."""
     timeout_sec: Seconds = 600.0
-    """Seconds until a collective or a rank without progress ends the run (docs/reliability.md);
-    raise it for slow reads."""
+    """Seconds without progress that end the run (docs/reliability.md); raise it for slow reads."""
 
 
 class AlertTable(Table):
@@ -402,8 +385,7 @@ class ExtensionTable(Table):
     """`[[extension]]`: a class of your own that observes the run (docs/extensions.md)."""
 
     target: ImportPath
-    """Import path `package.module:Class` of a subclass of
-    `trainer.training.extension.Extension`."""
+    """`package.module:Class`, a subclass of `trainer.training.extension.Extension`."""
     args: Args = {}
     """Keyword arguments of the class."""
 
@@ -435,8 +417,7 @@ class RunConfig(Table):
 
     @property
     def row_tokens(self) -> int:
-        """Tokens per row of a training batch, which the data set, the ledger and the metrics of
-        both call a cell."""
+        """Tokens per row of a training batch, which other parts call a cell."""
         return self.data.seq_len * self.train.tbptt_cells
 
     @property

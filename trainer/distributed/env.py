@@ -39,8 +39,7 @@ class RankInfo:
         return self.rank == 0
 
     def data_shards(self, num_shards: int) -> list[RankInfo]:
-        """The data shards that this rank runs, neighbours: each reads and carries what a rank
-        of `num_shards` would."""
+        """The neighbouring data shards that this rank runs, each as a rank of its own."""
         each = num_shards // self.world_size
         return [RankInfo(self.rank * each + i, self.local_rank, num_shards) for i in range(each)]
 
@@ -68,7 +67,9 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
 def num_nodes(info: RankInfo, environ: Mapping[str, str] = os.environ) -> int:
     """How many machines the ranks are on, by what torchrun says; 1 where it says nothing."""
     local = environ.get("LOCAL_WORLD_SIZE", "")
-    return max(info.world_size // int(local), 1) if local.isascii() and local.isdigit() and int(local) else 1
+    if not (local.isascii() and local.isdigit() and int(local)):
+        return 1
+    return max(info.world_size // int(local), 1)
 
 
 def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--device") -> torch.device:
@@ -90,7 +91,7 @@ def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--devic
 
 
 def pick_backend(device: torch.device) -> str:
-    """Of a process group whose tensors are on `device`."""
+    """The backend of a process group whose tensors are on `device`."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
@@ -151,7 +152,8 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
         gc.collect()
         dist.barrier()
     except UserError as error:
-        if error.speaker is None:  # found by this rank in the middle of the run, not by all of them together
+        # Found by this rank in the middle of the run, not by all of them together.
+        if error.speaker is None:
             error.speaker = claim_message(store, error.message, rank=info.rank)
         raise
     finally:
@@ -197,8 +199,7 @@ def answer_refusal(store: dist.Store, *, rank: int, world_size: int, gives_up: C
 
 
 def claim_message(store: dist.Store, message: str, *, rank: int) -> int:
-    """The rank that prints a message found while the ranks run: the first that claims it. Does
-    not wait for others."""
+    """The rank that prints a message found during the run: the first that claims it."""
     digest = hashlib.sha256(message.encode()).hexdigest()
     try:
         return int(dist.PrefixStore("messages", store).compare_set(digest, "", str(rank)))
@@ -207,8 +208,7 @@ def claim_message(store: dist.Store, message: str, *, rank: int) -> int:
 
 
 def _answer(store: dist.Store, answer: str, *, rank: int, world_size: int, gives_up: Callable[[], bool]) -> int | None:
-    """Answer, and wait for the others. Returns the rank that prints its message; None: all are
-    ready."""
+    """Answer, and wait for the others. The rank that prints; None: all are ready."""
     store = dist.PrefixStore("startup", store)
     store.set(f"{answer}_{rank}", "")
     is_last = store.add("answers", 1) == world_size
@@ -226,23 +226,21 @@ def _answer(store: dist.Store, answer: str, *, rank: int, world_size: int, gives
 
 
 def _decide(store: dist.Store, world_size: int) -> None:
-    """Choose the rank that prints, atomically and once; the choice also holds for ranks that
-    arrive later."""
+    """Choose the rank that prints, atomically and once, also for ranks that come later."""
     if store.check(["speaker"]):
         return
     refusing = [rank for rank in range(world_size) if store.check([f"refused_{rank}"])]
-    missing = [rank for rank in range(world_size) if rank not in refusing and not store.check([f"ready_{rank}"])]
+    missing = [rank for rank in range(world_size) if not store.check([f"ready_{rank}"])]
     if missing and not refusing:
         raise GroupError(f"rank {', '.join(map(str, missing))} did not start in time")
-    store.compare_set("speaker", "", str(refusing[0]) if refusing else NOBODY)
+    store.compare_set("speaker", "", next(map(str, refusing), NOBODY))
 
 
 def gather_from_ranks(value: T, *, world_size: int) -> list[T]:
-    """`value` of every rank, in rank order, on every rank. For small plain objects, outside the
-    step."""
+    """`value` of every rank, in rank order, on every rank. For small objects."""
     if world_size == 1:
         return [value]
-    values: list[T | None] = [None] * world_size
+    values: list[T | None] = [None for _ in range(world_size)]
     dist.all_gather_object(values, value)
     return [found for found in values if found is not None]
 
@@ -267,16 +265,18 @@ def raise_on_all_ranks(*, world_size: int) -> Iterator[None]:
         UserError: the mistake of the lowest rank that found one.
     """
     found: UserError | None = None
+    own: tuple[str, ...] = ()
     try:
         yield
     except UserError as error:
-        found = error
-    summary = None if found is None else (found.key, found.problem, found.fix, found.where)
-    summaries = gather_from_ranks((summary,), world_size=world_size)
-    speaker, first = next(((rank, each) for rank, (each,) in enumerate(summaries) if each is not None), (0, None))
-    if first is None:
+        found, own = error, (error.key, error.problem, error.fix, error.where)
+    summaries = gather_from_ranks(own, world_size=world_size)
+    told = [(rank, each) for rank, each in enumerate(summaries) if each]
+    if not told:
         return
-    key, problem, fix, where = first
-    agreed = found if found is not None and summary == first else UserError(key, problem, fix, where=where)
-    agreed.speaker = speaker
-    raise agreed from None
+    speaker, first = told[0]
+    if found is None or own != first:
+        key, problem, fix, where = first
+        found = UserError(key, problem, fix, where=where)
+    found.speaker = speaker
+    raise found from None

@@ -84,7 +84,8 @@ class Watchdog:
         # Shorter than the backend's timeout, so that the waiting ranks still wait when their
         # stacks are written.
         self._limit = timeout_sec - 4 * self._interval
-        self._log: BinaryIO = os.fdopen(open_descriptor(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", 0)
+        descriptor = open_descriptor(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._log: BinaryIO = os.fdopen(descriptor, "ab", 0)
         self._collectives = collectives
         self._on_end = on_end
         self._reading, self._is_asked = reading, is_asked
@@ -143,7 +144,8 @@ class Watchdog:
         after = self._if_store_lives(self._heartbeats)
         if before is None or after is None:
             return _gone("rank 0, which hosts the store,", own)
-        silent = ", ".join(str(rank) for rank in range(self._info.world_size) if before[rank] == after[rank])
+        ranks = range(self._info.world_size)
+        silent = ", ".join(str(rank) for rank in ranks if before[rank] == after[rank])
         if not silent:
             return own
         self._if_store_lives(lambda: self._store.set(GONE_KEY, silent))
@@ -154,8 +156,7 @@ class Watchdog:
         self._log.write(f"{text}\n".encode())
 
     def close(self) -> None:
-        """End the thread and drop the process group, which must be gone before the interpreter
-        exits."""
+        """End the thread and drop the process group, before the interpreter exits."""
         self._is_closed.set()
         self._thread.join(2 * self._interval + 1.0)
         if self._thread.is_alive():
@@ -217,7 +218,8 @@ class Watchdog:
                 self._seen.add(rank)
         ranks = sorted(self._seen)
         values = self._store.multi_get([f"rank_{rank}" for rank in ranks])
-        found = {rank: Heartbeat(*json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
+        beats = [Heartbeat(*json.loads(value)) for value in values]
+        found = dict(zip(ranks, beats, strict=True))
         return [found.get(rank) for rank in world]
 
     def _failed_ranks(self) -> dict[int, str]:
@@ -226,8 +228,7 @@ class Watchdog:
         return {rank: reason for rank, reason in told.items() if reason}
 
     def _text_of(self, key: str) -> str:
-        """The text that a rank has set; empty if none has: reading a key that does not exist
-        would block."""
+        """The text that a rank has set; empty if none has."""
         if not self._store.check([key]):
             return ""
         return self._store.get(key).decode()
@@ -251,8 +252,7 @@ class Watchdog:
 
     @staticmethod
     def _if_store_lives(action: Callable[[], T]) -> T | None:
-        """The action's result, or None if the store is gone together with the rank that hosts
-        it."""
+        """The action's result; None if the store is gone, with the rank that hosts it."""
         try:
             return action()
         except RuntimeError:  # torch's DistError is one
@@ -260,9 +260,9 @@ class Watchdog:
 
 
 def _gone(who: str, error: str) -> str:
-    """The message about a rank that sends no heartbeat any more; `error`, which may be long, is
-    this rank's own."""
-    return f"{who} is gone (killed, for want of memory perhaps, or its machine is lost; here: {shorten(error, 150)})"
+    """The message about a rank that is silent; `error` is this rank's own, maybe long."""
+    causes = "killed, for want of memory perhaps, or its machine is lost"
+    return f"{who} is gone ({causes}; here: {shorten(error, 150)})"
 
 
 def is_of_a_collective(error: Exception) -> bool:
@@ -308,6 +308,11 @@ class Heartbeat:
     count: int
     """Number of this heartbeat."""
 
+    @property
+    def place(self) -> tuple[int, str]:
+        """Where the main thread is."""
+        return self.collectives, self.activity
+
 
 class HangDetector:
     """Finds the rank that the others wait for, or the ranks that all make no progress.
@@ -334,21 +339,21 @@ class HangDetector:
         self._heard_at = [clock()] * world_size
 
     def update(self, heartbeats: Sequence[Heartbeat | None]) -> str | None:
-        """Add each rank's last heartbeat (None: none yet); returns a description of the hang if
-        there is one."""
+        """Add each rank's last heartbeat (None: none yet); describes a hang if there is one."""
         now = self._clock()
         for rank, beat in enumerate(heartbeats):
             last = self._last[rank]
             if beat is None or beat == last:
                 continue
             self._last[rank], self._heard_at[rank] = beat, now
-            if last is None or (beat.collectives, beat.activity) != (last.collectives, last.activity):
+            if last is None or beat.place != last.place:
                 self._moved_at[rank] = now
             if last is None or beat.progress != last.progress:
                 self._progress_at[rank] = now
         counts = list(map(_collectives, self._last))
         most = max(counts)
-        waited = now - max(self._moved_at[rank] for rank, count in enumerate(counts) if count == most)
+        moved_at = [at for at, count in zip(self._moved_at, counts, strict=True) if count == most]
+        waited = now - max(moved_at)
         missing = [rank for rank, count in enumerate(counts) if count < most]
         if missing and waited > self._limit:
             return self._describe(missing, now, most)

@@ -227,4 +227,6 @@ def test_options_accept_what_their_table_accepts(pair: str) -> None:
 
 def test_a_checkpoint_may_have_keys_that_are_gone():
     old = {"distributed": {"backend": "auto", "shards": 2}, "metrics": {"wandb": {"entity": None}}, "train": 1}
-    assert without_removed(old) == {"distributed": {"shards": 2}, "metrics": {"wandb": {}}, "train": 1}
+    old["data"] = {"source": [{"name": "a", "layout": "nested"}, {"name": "b"}]}
+    kept = {"distributed": {"shards": 2}, "metrics": {"wandb": {}}, "train": 1}
+    assert without_removed(old) == {**kept, "data": {"source": [{"name": "a"}, {"name": "b"}]}}
