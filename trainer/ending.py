@@ -37,12 +37,8 @@ class ProcessorUse:
 
 
 def end_process(code: int, last_words: Callable[[], object] = lambda: None) -> NoReturn:
-    """End the process from any thread, whatever the others wait for.
-
-    Args:
-        last_words: what is to be said or written before. It is not waited for long: it may need a
-            lock that a thread that hangs holds, or a disk that does not answer.
-    """
+    """End the process from any thread, after `last_words`, whatever the others wait for."""
+    # Not waited for long: they may need a lock that a hanging thread holds, or a disk that is gone.
     within(LAST_WORDS_SEC, last_words)
     for stream in (sys.stdout, sys.stderr):
         within(FLUSH_SEC, stream.flush)
@@ -59,12 +55,8 @@ def within(seconds: float, action: Callable[[], object]) -> bool:
 
 
 def leave_soon(code: int) -> None:
-    """Bound the end of a process whose program is done.
-
-    Python waits for every thread that is no daemon, and for every handler of its exit, for ever; a
-    user's code may have left some of either. They are named, and after a while the process ends
-    without them. A stop signal ends it at once.
-    """
+    """Bound the end of a process whose program is done. A stop signal ends it at once."""
+    # Python waits for ever for threads and exit handlers, of which a user's code may have left some.
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: end_process(code))

@@ -1,12 +1,8 @@
 """Files: written completely or not at all, and read within bounds.
 
-What is written goes to a temporary file next to the target, is synced to disk, and then replaces
-the target: a write that fails, or a process that is killed, leaves the old file as it was.
-Appending (metrics.jsonl) is `LineFile`'s.
-
-A run directory is copied, shared and sent around. So a link, pipe or device in the place of a file
-must neither hang the program nor make it write elsewhere, and whatever a file contains is at worst
-reported as damage.
+A temporary file next to the target is written, synced and renamed: a failed write leaves the old
+file. Since run directories are shared, a link, pipe or device in the place of a file must neither
+hang the program nor make it write elsewhere, and any content is at worst reported as damage.
 """
 
 from __future__ import annotations
@@ -50,17 +46,11 @@ def did_you_mean(path: str | Path) -> str:
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True, follow: bool = False) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends well; otherwise `path` stays
-    as it was.
+    """A new file that replaces `path` if the block ends well.
 
     Args:
-        sync: wait until the disk has it. Without, a crash of the machine (not of the process) may
-            lose it.
-        follow: for a path that a user has given: a link stays a link, and a pipe or device is
-            written to.
-
-    Raises:
-        OSError: it cannot be written.
+        sync: wait until the disk has it: otherwise a crash of the machine may lose it.
+        follow: for a user's path: a link stays a link, and a pipe or device is written to.
     """
     if follow and path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to replace
         with path.open("wb") as file:
@@ -163,12 +153,7 @@ _KINDS: Final = {
 
 
 def open_descriptor(path: str | Path, flags: int) -> int:
-    """`os.open` of a plain file: never waits, and follows a link for reading alone. Also an
-    `opener` of `open`.
-
-    Raises:
-        OSError: it cannot be opened, or is no plain file.
-    """
+    """`os.open` of a plain file, or an OSError: never waits, follows a link for reading alone."""
     flags |= os.O_NONBLOCK | os.O_CLOEXEC
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= os.O_NOFOLLOW
@@ -191,11 +176,7 @@ def open_plain(path: str | Path, mode: str = "rb") -> io.BufferedRandom:
 
 
 def refuse_special(path: Path) -> None:
-    """Refuse a path that may not be written to: anything there but a plain file.
-
-    Raises:
-        OSError: its text says what is there.
-    """
+    """Refuse anything but a plain file at a path to write to by an OSError that says what it is."""
     if not os.path.lexists(path):
         return
     mode = path.lstat().st_mode
@@ -204,12 +185,7 @@ def refuse_special(path: Path) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """A whole plain file.
-
-    Raises:
-        OSError: it cannot be read, or is no plain file.
-        ValueError: it is too large to be what is expected.
-    """
+    """A whole plain file. OSError: it cannot be read or is none; ValueError: it is too large."""
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > MOST_BYTES:
             raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
@@ -217,30 +193,18 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a plain file, with their ends; one beyond all measure comes in pieces.
-
-    Raises:
-        OSError: it cannot be read, or is no plain file.
-    """
+    """The lines of a plain file, with their ends; one beyond all measure comes in pieces."""
     with open_plain(path) as file:
         yield from iter(lambda: file.readline(LONGEST_LINE), b"")
 
 
 def parse_json(data: str | bytes) -> Any:
-    """JSON that is nested no deeper, and has no longer integers, than any of ours.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """JSON, or a ValueError if it is nested deeper, or has longer integers, than any of ours."""
     return within_bounds(json.loads, data)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        OSError, ValueError: there is none; see `read_bytes` and `parse_json`.
-    """
+    """The JSON object in a file; raises as `read_bytes` and `parse_json` do."""
     found = parse_json(read_bytes(path))
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
@@ -258,11 +222,7 @@ def is_file_name(name: object) -> bool:
 
 
 def within_bounds(parse: Callable[[Any], Any], data: str | bytes) -> Any:
-    """The data as `parse` reads it.
-
-    Raises:
-        ValueError: it is nested deeper, or has longer integers, than any of ours.
-    """
+    """The data as `parse` reads it; raises as `parse_json` does."""
     try:
         found = parse(data)
     except RecursionError:

@@ -25,14 +25,9 @@ NOT_GIVEN = "the run was given no such part"
 
 
 def resolve_target(target: str, key: str) -> Any:
-    """The function that an import path `package.module:function` names.
+    """The function that an import path `package.module:function` names, or a UserError of `key`.
 
-    Args:
-        target: the import path; modules in the working directory are importable too.
-        key: the subject of error messages.
-
-    Raises:
-        UserError: the module does not exist, fails on import, or has no such function.
+    Modules in the working directory are importable too.
     """
     module_name, _, name = target.partition(":")
     # Behind what is installed: no file here is taken for a package of that name.
@@ -55,8 +50,7 @@ def resolve_target(target: str, key: str) -> Any:
 
 
 class Parts:
-    """Parts of a run that the core knows by name alone: its caller gives their import paths, which
-    are loaded when asked for.
+    """Parts of a run that the core knows by name alone, loaded when asked for.
 
     Args:
         paths: name -> `module:attribute`, or a module.
@@ -86,11 +80,7 @@ NO_PARTS = Parts()
 
 
 def place_of(error: BaseException) -> str:
-    """` (FILE:LINE)` of the innermost frame in the user's own code; empty if there is none.
-
-    Frames of this package, of packages installed anywhere on sys.path and of Python itself do not
-    help to locate the mistake.
-    """
+    """` (FILE:LINE)` of the innermost frame in the user's own code; empty if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({shown_path(error.filename)}:{error.lineno})"
     installed = [place for place in map(Path, sys.path) if any(place.glob("*.dist-info"))]
@@ -118,12 +108,7 @@ def format_error(error: BaseException, *, otherwise: str = "") -> str:
 
 @contextmanager
 def users_code(key: str, problem: str = "fails", fix: str = "fix it there") -> Iterator[None]:
-    """Around a call of the user's code, or what depends on the content of a user's file: whatever
-    it raises is their mistake.
-
-    Raises:
-        UserError: `problem`, and what was raised.
-    """
+    """Around a call of the user's code, or a use of their file: any exception is a UserError."""
     try:
         yield
     except UserError:

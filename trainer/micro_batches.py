@@ -40,12 +40,10 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The value of `train.micro_batches`: a constant, a plan by steps or tokens, or a rule that
-    decides during the run.
+    """The value of `train.micro_batches`: a constant, a plan by steps or tokens, or a rule.
 
     Args:
-        points: x -> m, ascending, the first at 0: m holds from x on. One point: a constant, or the
-            start of `auto`.
+        points: x -> m from there on, ascending, the first at 0. One: a constant, or `auto`'s start.
         unit: what x counts: optimizer steps, from 1; or tokens over all ranks before the step.
         lr: how the learning rate follows m; see `lr_factor`.
         auto: m doubles by this rule; None: it is planned.
@@ -97,8 +95,7 @@ class MicroBatches:
         return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[self.lr]
 
     def by_steps(self, micro_tokens: int) -> MicroBatches:
-        """This as a plan by steps, for forecasts: as if all batches were full, and `auto` never
-        grew.
+        """This as a plan by steps, for forecasts: all batches are full, and `auto` never grows.
 
         Args:
             micro_tokens: tokens of a full micro-batch over all ranks; 0: not known.

@@ -1,8 +1,6 @@
-"""Decisions on the device, and copied to it and from it, without the host waiting.
+"""Copies to and from the device, and decisions on it, without the host waiting.
 
-Whether the optimizer steps, and by how much the gradient is scaled, are known on the device first
-and stay there. The optimizer gets the decision as `found_inf`, the flag by which torch's loss
-scaling makes a step do nothing.
+The optimizer learns whether to step by `found_inf`, the flag of torch's loss scaling.
 """
 
 from __future__ import annotations

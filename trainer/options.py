@@ -1,9 +1,7 @@
-"""The options of the parts: a frozen dataclass for each part, which is also its table in the
-config.
+"""The options of the parts: a frozen dataclass for each, which is also its table in the config.
 
-Each key is declared here once: type, range, default, meaning. The tables of `trainer.config`
-inherit these classes, so that pydantic checks what a file says. In a loop of your own, the options
-that a part takes check themselves:
+The tables of `trainer.config` inherit these classes, so that pydantic checks what a file says. In
+a loop of your own, options check themselves:
 
     ledger = Ledger(LedgerOptions(capacity=8192), state_width=512)
 
@@ -67,8 +65,7 @@ class Options:
     """Base class: checks its values by the types of its fields, if pydantic does not.
 
     Raises:
-        ValueError: a value is of another type or out of range (a UserError), or conflicts with
-            others.
+        ValueError: a value is of another type, out of range or in conflict with others.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -156,9 +153,8 @@ class MixingOptions(Options):
     pick_mode: PickMode = "weighted"
     """How to pick a micro-batch's stream. weighted: in proportion to the batches left."""
     batching_mode: BatchingMode = "per_row"
-    """per_row: full rows, each of which reads documents one after the other; per_stream: a
-    micro-batch is of one stream, which all ranks pick; device_per_stream: each rank picks its
-    own."""
+    """per_row: full rows of one document after the other; per_stream: a micro-batch is of one
+    stream, which all ranks pick; device_per_stream: each rank picks its own."""
     batch_size: Size = 8
     """Rows per micro-batch and rank."""
     batch_size_by_modality: dict[Text, Size] = field(default_factory=dict)

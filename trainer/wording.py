@@ -11,12 +11,9 @@ EXAMPLES = 3
 
 
 def printable(text: str) -> str:
-    """The text with everything that a terminal might act on as an escape: `\\n`, `\\x1b`,
-    `\\u202e`.
+    """The text with everything that a terminal might act on as an escape: `\\n`, `\\u202e`.
 
-    Names of files and modalities may hold control characters, marks that reverse the reading
-    direction, and bytes that are not UTF-8 (in Python, lone surrogates; shown as the byte,
-    `\\xff`).
+    Bytes that are not UTF-8, in Python lone surrogates, are shown as bytes, `\\xff`.
     """
     return text if text.isprintable() else "".join(map(_escape, text))
 

@@ -159,11 +159,7 @@ def run() -> None:
 
 
 def _with_settings(arguments: list[str]) -> list[str]:
-    """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`.
-
-    Raises:
-        UserError: a key without a value.
-    """
+    """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`."""
     found: list[str] = []
     given = iter(arguments)
     short = SETTINGS if arguments[:1] in (["check"], ["preview"]) else {}

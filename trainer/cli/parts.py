@@ -72,7 +72,6 @@ _IS_THERE = _SPEC is not None and _SPEC.origin is not None  # a deleted director
 _MISSING = f"{LAB} is not installed"
 PARTS = Parts(_LAB if _IS_THERE else {}, problem=_MISSING)
 """The parts that a run is given."""
-TOOLS = Parts({"launch ranks": "trainer.tools.launcher:launch_ranks"})
 
 
 @contextmanager

@@ -109,6 +109,17 @@ class Table(BaseModel):
         validate_default=True,
     )
 
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Refuse conflicting values with a ValueError; a table of `Options` as these do."""
+        check_options = getattr(super(), "check", None)
+        if check_options is not None:
+            check_options()
+
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Add the descriptions of inherited options, which pydantic leaves out."""
@@ -184,12 +195,12 @@ class AutoBatchTable(Table, AutoRule):
     """Micro-batches of the first steps; one rank needs 2."""
     lr: LrRule = "none"
 
-    @model_validator(mode="after")
-    def _can_grow(self) -> AutoBatchTable:
+    def check(self) -> None:
+        """Refuse a rule by which m can never double."""
+        super().check()
         if self.max < 2 * self.start:
             problem = f"max = {self.max} is less than twice start = {self.start}"
             raise ValueError(f"{problem}: set max to {2 * self.start}")
-        return self
 
 
 def _table_of_word(value: Any) -> Any:
@@ -283,8 +294,8 @@ class FilesTable(Table):
     column: Text | None = None
     """Field of JSON lines or Parquet with texts or lists of ids; absent: text or tokens."""
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> Self:
+    def check(self) -> None:
+        """Refuse files of no origin or of several."""
         keys = [key for key in ("root", "paths", "include", "target") if key in type(self).model_fields]
         origins = [key for key in keys if getattr(self, key) is not None]
         if len(origins) != 1:
@@ -292,7 +303,6 @@ class FilesTable(Table):
             raise ValueError(f"needs exactly one of {', '.join(keys)}; got {given}")
         if self.modalities is not None and self.root is None:
             raise ValueError("modalities needs root")
-        return self
 
 
 class SourceTable(FilesTable):
@@ -309,11 +319,11 @@ class SourceTable(FilesTable):
     mixing: MixingOverride = MixingOverride()
     """Keys of `[data.mixing]` that this source sets differently."""
 
-    @model_validator(mode="after")
-    def _args_are_of_a_target(self) -> SourceTable:
+    def check(self) -> None:
+        """Refuse arguments of nothing."""
+        super().check()
         if self.args and self.target is None:
             raise ValueError("args needs target")
-        return self
 
 
 class DatasetFile(Table):
@@ -333,8 +343,7 @@ class DataTable(Table):
     vocab_size: WholeNumber = 0
     """Number of token ids, with tokenizer `ids`; 0 with any other."""
     eod: WholeNumber | None = None
-    """Token id at which generation stops, appended to each document of text; absent: none.
-    Files of ids have it already."""
+    """Token id that ends each document of text, and generation; files of ids have it already."""
     max_group_cells: WholeNumber = 0
     """Most cells per group; longer documents become several groups. 0: no document is cut."""
     align: Literal["auto", "stream", "document"] = "auto"
@@ -366,15 +375,13 @@ class EvalTable(Table):
     every: WholeNumber = 0
     """Steps between evaluations, and one after the last step; 0: none."""
     batches: WholeNumber = 0
-    """Held-out micro-batches per rank and evaluation, about: so many are filled by documents drawn
-    at random.
-    0: all held-out documents, or as many as cost about 5 % of the time (docs/evaluation.md)."""
+    """About how many random held-out micro-batches per rank and evaluation; 0: all, or as many
+    as cost about 5 % of the time (docs/evaluation.md)."""
     holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of each stream's documents to hold out, by a hash of their id."""
     depth: bool = False
-    """Report the loss by the number of tokens read before, carried and from a zero state, where
-    documents are
-    longer than a cell: up to twice the time of an evaluation (docs/evaluation.md)."""
+    """Report the loss by the number of tokens read before, carried and from a zero state: up to
+    twice the time of an evaluation (docs/evaluation.md)."""
     target: ImportPath | None = None
     """Import path `package.module:function` of your own task (docs/evaluation.md)."""
     args: Args = {}
@@ -386,12 +393,11 @@ class EvalTable(Table):
         """Whether there is anything to evaluate on."""
         return self.holdout_fraction > 0 or bool(self.source) or self.target is not None
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> EvalTable:
+    def check(self) -> None:
+        """Refuse names that are not unique, and arguments of nothing."""
         names = [source.name for source in self.source]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two sources are named {twice[0]}: give each a name of its own")
         if self.args and self.target is None:
             raise ValueError("args are those of a target: name it")
-        return self

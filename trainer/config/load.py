@@ -30,12 +30,10 @@ _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count",
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The validated config at `path`, changed by `overrides` (`table.key=value`, the later one
-    wins).
+    """The validated config at `path`, changed by `overrides` (`table.key=value`, the later wins).
 
     Raises:
-        UserError: the file cannot be read, is not TOML, or has mistakes; several are reported
-            together (`UserErrors`), each with its file and line, or its override.
+        UserError, UserErrors: one or all mistakes, each with its file and line or its override.
     """
     return _load(RunConfig, path, overrides)
 
@@ -46,13 +44,8 @@ def load_dataset_file(path: str | Path) -> DatasetFile:
 
 
 def to_toml(config: BaseModel, *, with_defaults: bool = True) -> str:
-    """The config as TOML from which `load_config` gives the same config.
-
-    Args:
-        with_defaults: every default filled in; otherwise the keys alone that were given.
-    """
-    table = config.model_dump(mode="json", exclude_none=True, exclude_unset=not with_defaults)
-    return tomli_w.dumps(table)
+    """The config as TOML for `load_config`, with every default or just the keys that were given."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=not with_defaults))
 
 
 @contextmanager
@@ -112,12 +105,7 @@ class _Source:
 
 
 def _read_other_names(raw: dict[str, Any], path: str) -> dict[KeyPath, KeyPath]:
-    """Move what stands under a name in `SAME_KEYS` to the key itself. Returns key -> the name that
-    was written.
-
-    Raises:
-        UserError: both are there.
-    """
+    """Move values of `SAME_KEYS` to the keys themselves. Returns key -> the name that was written."""
     written: dict[KeyPath, KeyPath] = {}
     for name, key in SAME_KEYS.items():
         (*outer, last), (*tables, own) = name.split("."), key.split(".")
@@ -130,8 +118,7 @@ def _read_other_names(raw: dict[str, Any], path: str) -> dict[KeyPath, KeyPath]:
         if target is None:  # refused as what it is
             continue
         if own in target:
-            problem = f"is {key} by another name, and that is set too"
-            raise UserError(name, problem, "keep one", where=path)
+            raise UserError(name, f"is {key} by another name, and that is set too", "keep one", where=path)
         target[own] = table.pop(last)
         written[(*tables, own)] = (*outer, last)
     return written
@@ -188,8 +175,7 @@ def _read(path: str | Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        fix = "save the file as UTF-8"
-        raise UserError("encoding", "is not UTF-8", fix, where=f"{path}:{line}") from None
+        raise UserError("encoding", "is not UTF-8", "save the file as UTF-8", where=f"{path}:{line}") from None
 
 
 def _parse(text: str, path: str | Path) -> dict[str, Any]:
@@ -209,22 +195,16 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
 def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
     """Change `raw` in place as `text` (`table.key=value`) says.
 
-    The value is TOML; a bare word that is not a TOML value is a string. An element of an array of
-    tables is named by its index or by its `name`: `data.source.0.weight=2`,
-    `data.source.python.weight=2`. Missing tables are created.
-
-    Returns:
-        The path that was set, with indices.
+    The value is TOML, or else a string. An element of an array of tables is named by its index or
+    its `name`: `data.source.0.weight=2`. Missing tables are created. Returns the path, with indices.
 
     Raises:
-        UserError: `text` is not of the form `key=value`, or the path leads through a value that is
-            not a table.
+        UserError: `text` is not `key=value`, or the path leads through a value that is no table.
     """
     name, separator, value = text.partition("=")
     parts = [part.strip() for part in SAME_KEYS.get(name.strip(), name).split(".")]
     if not separator or not all(parts):
-        problem = "is not of the form table.key=value"
-        raise UserError(f"--set {text}", problem, "write --set data.mixing.batch_size=8")
+        raise UserError(f"--set {text}", "is not of the form table.key=value", "write --set data.mixing.batch_size=8")
     node: Any = raw
     path: KeyPath = ()
     for part in parts:
@@ -297,7 +277,7 @@ def _drop(table: Any, names: Sequence[str]) -> None:
     if isinstance(table, list):
         for element in table:
             _drop(element, names)
-    elif isinstance(table, dict) and len(names) > 1:
+    elif isinstance(table, dict) and names[1:]:
         _drop(table.get(names[0]), names[1:])
     elif isinstance(table, dict):
         table.pop(names[0], None)

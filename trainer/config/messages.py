@@ -120,11 +120,9 @@ _RENAMED = {name: key for key, names in OTHER_NAMES.items() for name in names.sp
 
 
 def user_errors(error: ValidationError, model: type[BaseModel], locate: Callable[[KeyPath], str]) -> list[UserError]:
-    """One `UserError` per mistake, in the order of the tables.
+    """One `UserError` per mistake that pydantic found in a `model`, in the order of the tables.
 
     Args:
-        error: what pydantic found.
-        model: the model that was validated, whose keys the fixes name.
         locate: path of a key -> `file:line` (or `--set ...`).
     """
     found = []
@@ -143,30 +141,25 @@ def option_problem(error: ValidationError) -> str:
 def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> tuple[str, str]:
     """(problem, fix) of one error."""
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
-    fix = ""
+    is_table = bool(keys_of(model, path))
     if kind == "extra_forbidden":
-        problem, fix = "unknown key", hint(path, model)
-    elif kind == "missing":
-        problem, fix = "is required but missing", f"add {path[-1]}"
-        if keys_of(model, path):
-            fix = f"add a table [{_dotted(path)}]"
-    elif kind == "literal_error":
-        # In TOML's spelling, not Python's.
+        return "unknown key", hint(path, model)
+    if kind == "missing":
+        return "is required but missing", f"add a table [{_dotted(path)}]" if is_table else f"add {path[-1]}"
+    if kind == "list_type" and isinstance(value, Mapping):
+        return f"must be a list, got {shown(value)}", f"write [[{_dotted(path)}]]"
+    if kind == "literal_error":  # in TOML's spelling, not Python's
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")
         allowed = allowed.replace("True", "true").replace("False", "false")
-        problem = f"must be one of {allowed}; got {shown(value)}"
-    elif kind in _MUST:
-        problem = f"must {_MUST[kind].format(**context)}, got {shown(value)}"
-        if kind == "list_type" and isinstance(value, Mapping):
-            fix = f"write [[{_dotted(path)}]]"
-    elif kind == "string_pattern_mismatch":
-        problem = f"must be {FORMS[context['pattern']]}; got {shown(value)}"
-    elif kind == "value_error":  # raised by a validator of ours
+        return f"must be one of {allowed}; got {shown(value)}", ""
+    if kind in _MUST:
+        return f"must {_MUST[kind].format(**context)}, got {shown(value)}", ""
+    if kind == "string_pattern_mismatch":
+        return f"must be {FORMS[context['pattern']]}; got {shown(value)}", ""
+    if kind == "value_error":  # raised by a validator of ours
         text = details["msg"].removeprefix("Value error, ")
-        problem = text[:1].lower() + text[1:]
-    else:
-        problem = f"cannot be {shown(value)}"
-    return problem, fix
+        return text[:1].lower() + text[1:], ""
+    return f"cannot be {shown(value)}", ""
 
 
 def shown(value: Any) -> str:
@@ -187,21 +180,19 @@ def hint(path: KeyPath, model: type[BaseModel]) -> str:
     same name in other tables (`lr` and `optimizer_lr` for `optimizer.lr`), and the closest key of
     this table; or all keys of this table.
     """
-    key, table = _dotted(_names(path)), _dotted(path[:-1])
-    word = str(path[-1]).lower().replace("-", "_")
-    if key in REMOVED or word in EXPLAINED:
-        return REMOVED.get(key) or EXPLAINED[word]
-    known = keys_of(model, path[:-1])
+    word, known = str(path[-1]).lower().replace("-", "_"), keys_of(model, path[:-1])
+    explained = REMOVED.get(_dotted(_names(path))) or EXPLAINED.get(word)
+    if explained:
+        return explained
     renamed = _RENAMED.get(_dotted(path)) or _RENAMED.get(word)
-    found = _keys_named(word, model)
-    if renamed:
-        found.insert(0, renamed)
-    else:
+    found = [*filter(None, [renamed]), *_keys_named(word, model)]
+    if not renamed:
         close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-        found += [each for each in close if not any(other.endswith(f".{each}") for other in found)]
+        found += [key for key in close if not any(other.endswith(f".{key}") for other in found)]
     if not found:
         # A slip in the name that another trainer has for a key of this table.
-        others = {name: each for name, each in _RENAMED.items() if each.rpartition(".")[0] == table}
+        table = _dotted(path[:-1])
+        others = {name: key for name, key in _RENAMED.items() if key.rpartition(".")[0] == table}
         found = [others[name] for name in difflib.get_close_matches(word, others, n=1, cutoff=0.8)]
     if found:
         return f"did you mean {' or '.join(dict.fromkeys(found))}?"
@@ -210,16 +201,13 @@ def hint(path: KeyPath, model: type[BaseModel]) -> str:
 
 def _keys_named(word: str, model: type[BaseModel]) -> list[str]:
     """The keys that end with this name; none if it is too common (`name`, `every`)."""
-    found = [".".join(keys) for keys in _all_keys(model) if word in _endings(keys)]
-    # `optimizer.lr`, rather than how it follows the batch; a source to train on, rather than one
-    # to evaluate on.
-    found = [key for key in found if not key.startswith(("train.micro_batches.", "eval.source."))]
+    found = []
+    for keys in _all_keys(model):
+        is_named = word in ("_".join(keys[start:]) for start in range(len(keys)))
+        # `optimizer.lr`, rather than how it follows the batch; a source to train on, not to evaluate on.
+        if is_named and keys[:2] not in (("train", "micro_batches"), ("eval", "source")):
+            found.append(".".join(keys))
     return found if len(found) <= 2 else []
-
-
-def _endings(keys: tuple[str, ...]) -> list[str]:
-    """`b_c` and `c`, and the whole, of `a.b.c`."""
-    return ["_".join(keys[start:]) for start in range(len(keys))]
 
 
 def keys_of(model: type[BaseModel], path: KeyPath) -> list[str]:

@@ -80,12 +80,7 @@ def largest_batch(mixing: MixingTable) -> int:
 
 
 def check_rules(config: RunConfig, sources: list[SourceTable], world_size: int) -> Facts:
-    """Refuse a config, with the sources of its included files, that cannot work; derive numbers
-    from one that can.
-
-    Raises:
-        UserError: one or several (`UserErrors`) rules are broken.
-    """
+    """The numbers that follow from a config. Raises UserError, or `UserErrors`, if it cannot work."""
     mixings = _mixings(config, sources)
     # One group in each lane: a reader has a lane per cell of its batch. Full rows are lanes
     # themselves.
@@ -131,19 +126,13 @@ def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
 
 
 def _broken_rules(
-    config: RunConfig,
-    sources: list[SourceTable],
-    in_flight: int,
-    steps: int,
-    tokens_per_step: int,
-    world_size: int,
+    config: RunConfig, sources: list[SourceTable], in_flight: int, steps: int, tokens_per_step: int, world_size: int
 ) -> Iterator[Mistake]:
     yield from _broken_lengths(config, steps, tokens_per_step)
     yield from _broken_pairs(config)
     yield from _broken_lanes(config, sources)
     yield from _broken_sharding(config, world_size)
-    batches, ledger = config.micro_batches, config.ledger
-    num_shards = data_shards(config, world_size)
+    batches, ledger, num_shards = config.micro_batches, config.ledger, data_shards(config, world_size)
     if batches.auto is not None and num_shards * batches.first == 1:
         problem = f'"auto" with start = 1: {ONE_BATCH_SIZE}'
         yield "train.micro_batches", problem, 'write { schedule = "auto", start = 2 }'
@@ -156,31 +145,27 @@ def _broken_rules(
         yield "ledger.capacity", problem, f"set it to {in_flight} or more"
     foreign = _foreign(sources)
     if ledger.ownership == "reader" and foreign and num_shards > 1:
-        promise = f"which source {foreign} (a target) does not promise"
-        problem = f'"reader" needs every group to stay on one rank, {promise}'
+        problem = f'"reader" needs every group to stay on one rank, which source {foreign} (a target) does not promise'
         yield "ledger.ownership", problem, "use exchange or auto"
 
 
 def _broken_lengths(config: RunConfig, steps: int, tokens_per_step: int) -> Iterator[Mistake]:
     train, data = config.train, config.data
     if train.tokens and train.steps not in (0, steps):
-        tokens = f"train.tokens = {train.tokens:,}"
-        problem = f"{train.steps} beside {tokens}: both say how long the run is"
+        problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both say how long the run is"
         yield "train.steps", problem, "set one of them to 0"
     if train.tokens and not tokens_per_step:
         problem = "needs the size of a batch, which data sets of your own do not tell"
         yield "train.tokens", problem, "set train.steps instead"
     if config.scheduler.warmup_tokens and not train.tokens:
-        fix = "set train.tokens, or warmup_steps instead"
-        yield "scheduler.warmup_tokens", "needs a run whose length is in tokens", fix
+        problem = "needs a run whose length is in tokens"
+        yield "scheduler.warmup_tokens", problem, "set train.tokens, or warmup_steps instead"
     if 0 < data.max_group_cells < train.tbptt_cells:
-        most = f"data.max_group_cells = {data.max_group_cells}"
-        problem = f"{train.tbptt_cells} is more cells than a group has ({most})"
+        problem = f"{train.tbptt_cells} is more cells than a group has (data.max_group_cells = {data.max_group_cells})"
         yield "train.tbptt_cells", problem, "lower it, or raise data.max_group_cells"
     if train.activation_checkpointing == "cell" and train.tbptt_cells == 1:
         problem = 'is "cell", which saves nothing when a row is one cell (train.tbptt_cells = 1)'
-        fix = 'raise train.tbptt_cells, or choose "block"'
-        yield "train.activation_checkpointing", problem, fix
+        yield "train.activation_checkpointing", problem, 'raise train.tbptt_cells, or choose "block"'
 
 
 def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
@@ -196,8 +181,7 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
         yield "gns.components_every", problem, "set it to 0, or gns.enabled to true"
     if not config.gns.enabled and config.micro_batches.auto is not None:
         problem = '"auto" needs the noise scale, which gns.enabled = false turns off'
-        fix = "set gns.enabled = true, or plan the changes by a schedule"
-        yield "train.micro_batches", problem, fix
+        yield "train.micro_batches", problem, "set gns.enabled = true, or plan the changes by a schedule"
     if config.objective.chunk_tokens and config.distributed.find_unused_parameters:
         problem = "does not go with distributed.find_unused_parameters: the output layer would seem unused"
         yield "objective.chunk_tokens", problem, "set one of them off"
@@ -205,21 +189,17 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
 
 def _broken_lanes(config: RunConfig, sources: list[SourceTable]) -> Iterator[Mistake]:
     """Settings of full rows, which hold documents of all sources, that conflict."""
-    given = {"data.mixing.": config.data.mixing.model_dump()}
-    own = {}
-    for source in sources:
-        own[f"source {source.name}: mixing."] = source.mixing.model_dump(exclude_none=True)
+    given = {"data.mixing.": config.data.mixing.model_dump(exclude={"batch_size"})}
+    own = {f"source {each.name}: mixing.": each.mixing.model_dump(exclude_none=True) for each in sources}
     modes = {each.get("batching_mode", config.data.mixing.batching_mode) for each in own.values()}
     if len(modes) > 1 and "per_row" in modes:
         problem = 'is "per_row" for some sources, and rows are full in all of them or in none'
         yield "data.mixing.batching_mode", problem, "set it for all sources alike"
     if not reads_lanes(config):
         if config.data.align != "auto":
-            fix = 'set data.mixing.batching_mode = "per_row"'
-            yield "data.align", 'needs batching_mode "per_row"', fix
+            yield "data.align", 'needs batching_mode "per_row"', 'set data.mixing.batching_mode = "per_row"'
         return
     # All rows of a micro-batch are alike: the table sets how many there are, and no source does.
-    del given["data.mixing."]["batch_size"]
     for table, keys in {**given, **own}.items():
         for name in ("batch_size_by_modality", "batch_size"):
             if keys.get(name):
@@ -236,13 +216,10 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     table, strategy = config.distributed, f'strategy "{config.distributed.strategy}"'
     micros = table.shards // world_size * config.micro_batches.most
     if table.shards % world_size:
-        ranks = counted(world_size, "rank")
-        problem = f"{table.shards} data shards cannot be divided among {ranks}"
-        fix = "start a divisor of them, or set it to a multiple of the ranks"
-        yield "distributed.shards", problem, fix
+        problem = f"{table.shards} data shards cannot be divided among {counted(world_size, 'rank')}"
+        yield "distributed.shards", problem, "start a divisor of them, or set it to a multiple of the ranks"
     elif micros > MOST_MICRO_BATCHES:
-        most = f"more than {MOST_MICRO_BATCHES:,}"
-        problem = f"makes {micros:,} micro-batches of a step on each rank, {most}"
+        problem = f"makes {micros:,} micro-batches of a step on each rank, more than {MOST_MICRO_BATCHES:,}"
         yield "distributed.shards", problem, "start more ranks, or lower it"
     if table.strategy != "hsdp" and table.replicas:
         problem = f'{table.replicas} replicas, but the strategy is "{table.strategy}"'
@@ -253,15 +230,13 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     if table.strategy == "ddp":
         return
     if config.train.precision == "fp16":
-        problem = f'"fp16" with {strategy}: loss scaling does not work on shards'
-        yield "train.precision", problem, 'use "bf16"'
+        yield "train.precision", f'"fp16" with {strategy}: loss scaling does not work on shards', 'use "bf16"'
     if config.gns.components_every:
         problem = f"does not go with {strategy}, which reduces gradients before they can be compared"
         yield "gns.components_every", problem, 'set it to 0, or the strategy to "ddp"'
     if table.find_unused_parameters:
         problem = f"does not go with {strategy}, whose ranks must use the same parameters"
-        fix = "set it to false, and freeze the unused ones"
-        yield "distributed.find_unused_parameters", problem, fix
+        yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"
 
 
 def check_state_rules(config: RunConfig, model: Any) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from trainer.config.data_tables import (
     PLAIN_NAME,
@@ -85,11 +85,10 @@ class TrainTable(Table):
     spike_sigma: Factor = 0.0
     """Record a loss this many standard deviations (such as 6) above its mean; 0: off."""
 
-    @model_validator(mode="after")
-    def _has_a_length(self) -> TrainTable:
+    def check(self) -> None:
+        """Refuse a run without a length."""
         if self.steps == 0 and self.tokens == 0:
             raise ValueError("how long is the run? set steps, or tokens")
-        return self
 
 
 Contract = Literal["forward", "purity", "carry", "causality", "isolation", "resets", "soak"]
@@ -116,12 +115,11 @@ class ModelTable(Table):
     contract: bool = True
     """Check your own model's contract before a run, by some hundred calls of copies."""
 
-    @model_validator(mode="after")
-    def _is_one_model(self) -> ModelTable:
+    def check(self) -> None:
+        """Refuse two models."""
         if self.family is not None and self.target is not None:
             models = f'family "{self.family}" and target "{self.target}"'
             raise ValueError(f"{models} are two models: remove one")
-        return self
 
 
 class LedgerTable(Table, LedgerOptions):
@@ -131,11 +129,6 @@ class LedgerTable(Table, LedgerOptions):
     """Who holds a group's state. reader: its reader; exchange: by hash; auto: the reader."""
     probe_every: WholeNumber = 500
     """Steps between probes of carried states (docs/ledger.md), on logged steps; 0: none."""
-
-    @model_validator(mode="after")
-    def _has_what_the_mode_needs(self) -> LedgerTable:
-        self.check()
-        return self
 
 
 class CoordTable(Table, CoordOptions):
@@ -154,11 +147,10 @@ class LossTable(Table):
     args: Args = {}
     """Keyword arguments of target."""
 
-    @model_validator(mode="after")
-    def _is_of_one_kind(self) -> LossTable:
+    def check(self) -> None:
+        """Refuse keys of a target without one."""
         if self.target is None and (self.args or self.by != "tokens"):
             raise ValueError("args and by are those of a target; a model says the latter in its loss_keys")
-        return self
 
 
 def _weight_alone(value: Any) -> Any:
@@ -185,8 +177,9 @@ class ObjectiveTable(Table, ObjectiveOptions):
     losses: dict[Annotated[str, Field(pattern=SOURCE_NAME)], Loss] = {}
     """Name -> weight of a loss of the model's output (absent: 1), or a table of your own."""
 
-    @model_validator(mode="after")
-    def _has_what_losses_need(self) -> ObjectiveTable:
+    def check(self) -> None:
+        """Refuse losses that cannot be computed, and keys without effect."""
+        super().check()
         own = [name for name, each in self.losses.items() if each.target is not None]
         if own and self.chunk_tokens:
             problem = f"losses.{own[0]} may need logits, which never exist together"
@@ -194,7 +187,6 @@ class ObjectiveTable(Table, ObjectiveOptions):
         _refuse_ineffective(self, {"token_ce", "z_loss", "coord"})
         if self.chunk_tokens and not self.components:
             raise ValueError("no loss of logits is left that chunk_tokens could cut: set it to 0")
-        return self
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -240,10 +232,9 @@ class OptimizerTable(Table):
     """For matrices, not vectors (norms, biases, decay rates)."""
     group: list[OptimizerGroupTable] = []
 
-    @model_validator(mode="after")
-    def _keys_are_those_that_count(self) -> OptimizerTable:
+    def check(self) -> None:
+        """Refuse keys without effect."""
         _refuse_ineffective(self, {"name", "betas", "eps", "momentum"})
-        return self
 
 
 def _refuse_ineffective(table: ObjectiveTable | OptimizerTable | SchedulerTable, replaced: Collection[str]) -> None:
@@ -279,12 +270,11 @@ class SchedulerTable(Table):
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
     """wsd: final fraction of the run over which the learning rate decays."""
 
-    @model_validator(mode="after")
-    def _keys_are_those_that_count(self) -> SchedulerTable:
+    def check(self) -> None:
+        """Refuse keys without effect."""
         if self.warmup_steps and self.warmup_tokens:
             raise ValueError("warmup_steps and warmup_tokens say the same: keep one")
         _refuse_ineffective(self, type(self).model_fields.keys() - {"target", "args"})
-        return self
 
 
 class GnsTable(Table):

@@ -45,11 +45,7 @@ class RankInfo:
 
 
 def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
-    """The identity from torchrun's environment variables; a single process without them.
-
-    Raises:
-        UserError: the variables are set but are not numbers, or contradict each other.
-    """
+    """The identity by torchrun's variables, which a UserError refuses; without: a single process."""
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return RankInfo()
     values = {}
@@ -73,11 +69,7 @@ def num_nodes(info: RankInfo, environ: Mapping[str, str] = os.environ) -> int:
 
 
 def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--device") -> torch.device:
-    """The device of this rank: `auto` is CUDA if available. Messages name the `key`.
-
-    Raises:
-        UserError: CUDA is requested but absent, or the node has fewer devices than ranks.
-    """
+    """The device of this rank, or a UserError of `key`. `auto` is CUDA if available."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -96,16 +88,13 @@ def pick_backend(device: torch.device) -> str:
 
 
 def rendezvous_store(info: RankInfo, *, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> dist.Store:
-    """The key-value store for the rendezvous of the ranks, fresh for every torchrun restart.
-
-    torchrun keeps one store for all its restarts (torch 2.13), so after a restart a rank may read
-    an address that a rank of the previous attempt left there, and fail to connect. On one node the
-    restart count is the same for all ranks and separates the attempts. On several nodes it is not;
-    there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the launcher's environment gives each attempt a
-    new store (scripts/slurm sets it).
-    """
+    """The key-value store for the rendezvous of the ranks, fresh for every torchrun restart."""
     store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=timeout))
     assert isinstance(store, dist.Store)
+    # torchrun keeps one store for all its restarts (torch 2.13): a rank may read an address of the
+    # previous attempt there, and fail to connect. On one node all ranks have the same restart count,
+    # which separates the attempts. On several nodes they have not; there scripts/slurm sets
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the launcher, which gives each attempt a new store.
     if environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return store
     return dist.PrefixStore(f"attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -115,17 +104,7 @@ def rendezvous_store(info: RankInfo, *, timeout: timedelta, environ: Mapping[str
 def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: torch.device) -> Iterator[None]:
     """The process group of the run, from rendezvous to teardown; a no-op for a single process.
 
-    On normal exit all ranks meet in a barrier before any destroys the group: a rank that closes
-    its connections while another still waits on them aborts the other (gloo, four ranks or more).
-    After an error the other ranks may be gone, so there is no barrier.
-
-    The group and its threads must also be gone before the interpreter exits: a gloo thread that
-    releases a tensor during interpreter shutdown aborts the process (torch 2.13; about one in
-    several dozen short runs). Two things keep a destroyed
-    group alive: reference cycles that include it (DDP's reducer), which are collected here, and
-    `torch._dynamo`, which keeps a reference to the group if it is imported while one exists. DDP
-    imports it, so it is imported here before the group exists. References outside of cycles are
-    the caller's to drop.
+    References to the group outside of cycles are the caller's to drop.
 
     Raises:
         GroupError: another rank has ended while they start, or does not answer in time.
@@ -133,6 +112,9 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
     if info.world_size == 1:
         yield
         return
+    # The group must be gone before the interpreter exits: a gloo thread that releases a tensor then
+    # aborts the process (torch 2.13; one in several dozen short runs). Imported while a group exists,
+    # as DDP does, this would keep a reference to it.
     importlib.import_module("torch._dynamo")
     try:
         store = rendezvous_store(info, timeout=timedelta(seconds=timeout_sec))
@@ -150,6 +132,8 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
     try:
         yield
         gc.collect()
+        # A rank that closes its connections while another still waits on them aborts the other
+        # (gloo, four ranks or more). After an error the others may be gone: no barrier then.
         dist.barrier()
     except UserError as error:
         # Found by this rank in the middle of the run, not by all of them together.
@@ -157,7 +141,7 @@ def process_group(info: RankInfo, *, backend: str, timeout_sec: float, device: t
             error.speaker = claim_message(store, error.message, rank=info.rank)
         raise
     finally:
-        gc.collect()
+        gc.collect()  # reference cycles with the group: DDP's reducer
         dist.destroy_process_group()
 
 
@@ -173,12 +157,7 @@ CHECK_EVERY_SEC = 0.1
 
 
 def answer_ready(store: dist.Store, *, rank: int, world_size: int, timeout_sec: float) -> None:
-    """Wait until all ranks are ready.
-
-    Raises:
-        UserError: a rank refuses to start; that rank prints why.
-        GroupError: a rank did not answer in time, and none refuses.
-    """
+    """Wait until all ranks are ready. UserError: one refuses; GroupError: one does not answer."""
     end = time.monotonic() + timeout_sec
     speaker = _answer(store, "ready", rank=rank, world_size=world_size, gives_up=lambda: time.monotonic() > end)
     if speaker is not None:
@@ -188,10 +167,10 @@ def answer_ready(store: dist.Store, *, rank: int, world_size: int, timeout_sec: 
 
 
 def answer_refusal(store: dist.Store, *, rank: int, world_size: int, gives_up: Callable[[], bool]) -> int:
-    """Refuse to start. Returns the rank that prints its message: the lowest that refuses.
+    """Refuse to start. Returns the rank that prints: the lowest that refuses.
 
     Args:
-        gives_up: asked again and again; when true, ranks that have not answered are not waited for.
+        gives_up: polled; when true, ranks that have not answered are not waited for.
     """
     speaker = _answer(store, "refused", rank=rank, world_size=world_size, gives_up=gives_up)
     assert speaker is not None
@@ -256,13 +235,9 @@ def from_main_rank(value: T, *, world_size: int) -> T:
 
 @contextmanager
 def raise_on_all_ranks(*, world_size: int) -> Iterator[None]:
-    """Run a block in which some ranks may find a user's mistake: all ranks leave it with that
-    mistake, or none does.
+    """Raise a UserError that any rank finds in the block, the lowest rank's, on all ranks.
 
     The block must hold no collective of its own.
-
-    Raises:
-        UserError: the mistake of the lowest rank that found one.
     """
     found: UserError | None = None
     own: tuple[str, ...] = ()

@@ -1,8 +1,4 @@
-"""Tensors of which each rank holds some rows, as FSDP2 keeps parameters, gradients and optimizer
-state (a DTensor).
-
-Each function also takes a whole tensor, which is its own and only part.
-"""
+"""Tensors of which each rank holds some rows, as FSDP2's DTensor; or whole, as their only part."""
 
 from __future__ import annotations
 
@@ -32,8 +28,8 @@ class Layout(NamedTuple):
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """As `isinstance`, without an import that takes a quarter of a run's start: who has a
-    DTensor has imported it."""
+    """As `isinstance`, without an import that takes a quarter of a run's start."""
+    # Whoever has made a DTensor has imported it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -48,12 +44,7 @@ def layout_of(tensors: Iterable[Tensor]) -> Layout | None:
 
 
 def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.ProcessGroup | None]:
-    """How `fully_shard` has laid out all of the parameters, and the ranks that average gradients;
-    None if they have no group.
-
-    Raises:
-        ValueError: naming a layout of another kind.
-    """
+    """The layout by `fully_shard`, or a ValueError, and the group that averages gradients, if any."""
     meshes = []
     for parameter in parameters:
         if not is_dtensor(parameter):
@@ -74,12 +65,7 @@ def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.Process
 
 
 def unsharded_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters to which autograd adds gradients while they are whole, of those that are
-    trained. This all-gathers each once, so all ranks must call it.
-
-    Raises:
-        ValueError: parameters stay sharded.
-    """
+    """The trained parameters as autograd sees them, or a ValueError. All ranks must call it."""
     from torch.distributed.fsdp import FSDPModule
 
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]

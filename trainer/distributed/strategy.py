@@ -42,17 +42,12 @@ def strategy_for(
     if layout is None:
         return Replicated(options, world_size=info.world_size, device=device)
     if name == "hsdp" and layout.replicas == 1:
-        text = 'strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node'
-        logger.info(text)
+        logger.info('strategy = "hsdp" with one replica is "fsdp": distributed.replicas = 0 makes one per node')
     return Sharded(layout, options, device=device, param_dtype=param_dtype)
 
 
 def layout_for(options: StrategyOptions, info: RankInfo) -> Layout | None:
-    """How a run lays out its parameters; None if every rank holds the whole model.
-
-    Raises:
-        UserError: replicas do not fit the nodes.
-    """
+    """How a run lays out its parameters; None if every rank holds the whole model."""
     if options.strategy == "ddp" or info.world_size == 1:
         return None
     replicas = 1
@@ -67,6 +62,8 @@ def layout_for(options: StrategyOptions, info: RankInfo) -> Layout | None:
 class Strategy:
     """How ranks share a model and average gradients; this one is that of a single rank."""
 
+    is_sharded = False
+    """A forward needs all ranks, since none holds the whole model."""
     copies = 1
     """How many ranks hold the same part of the averaged gradient."""
     groups: Sequence[dist.ProcessGroup] = ()
@@ -75,20 +72,10 @@ class Strategy:
     """Where a graph of DDP's backward has to be captured. None: there is no DDP on CUDA."""
 
     def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
-        """Leave this rank its part of the model's parameters, in place.
-
-        Args:
-            units: gives the modules whose parameters are gathered one module at a time; called
-                only if there are shards.
-        """
+        """Leave this rank its part of the parameters, which `units()` gather one at a time."""
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
-        """The module that the training step calls. Every rank must call it.
-
-        Args:
-            row_model: what a row is run through.
-            model: the model itself, inside of it.
-        """
+        """The module for the training step: `row_model`, which runs rows through `model`."""
         return row_model
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -96,20 +83,16 @@ class Strategy:
         return nullcontext()
 
     def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
-        """This rank's part of the gradients that a window's last backward has averaged.
-
-        Raises:
-            UserError: naming the parameters that were left out of the average.
-        """
+        """This rank's part of the averaged gradients. UserError: a parameter was left out."""
         return gradients
 
     def whole(self, model: nn.Module) -> nn.Module | None:
         """The model, if this rank can run it without the others."""
-        return model
+        return None if self.is_sharded else model
 
     def runs_on(self, rank: int) -> bool:
         """Whether this rank runs a forward whose result rank 0 alone needs."""
-        return rank == 0
+        return rank == 0 or self.is_sharded
 
     def most(self, number: int) -> int:
         """The largest of the ranks' numbers, if all must run as many forwards."""
@@ -148,38 +131,30 @@ class Replicated(Strategy):
         return self._ddp.no_sync()
 
     def reduced(self, gradients: list[Tensor]) -> list[Tensor]:
-        """DDP waits for the gradient of a parameter that was left out for ever: it averages
-        none of the same bucket, says nothing until its next forward, and the ranks' weights
-        drift apart meanwhile."""
+        """The gradients, unless DDP still waits for that of a parameter that was left out."""
+        # It averages none of the same bucket then, and says nothing until its next forward, while
+        # the ranks' weights drift apart.
         try:
             self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            before = f"did not receive grad for rank {dist.get_rank()}: "
-            _, _, indices = str(error).partition(before)
-            named = self._ddp.module.named_parameters()
-            own = [name for name, parameter in named if parameter.requires_grad]
-            given = indices.partition("\n")[0].split()
-            names = [own[int(index)] for index in given if index.isdecimal()]
+            _, _, indices = str(error).partition(f"did not receive grad for rank {dist.get_rank()}: ")
+            own = [name for name, parameter in self._ddp.module.named_parameters() if parameter.requires_grad]
+            names = [own[int(index)] for index in indices.partition("\n")[0].split() if index.isdecimal()]
             fix = f"{FREEZE}, or set distributed.find_unused_parameters = true"
             raise _unused(names, f"use them in every micro-batch, {fix}", str(error)) from None
         return gradients
 
 
 class Sharded(Strategy):
-    """FSDP2 over all ranks, or within each of several replicas: each rank holds some rows of each
-    parameter.
+    """FSDP2 over all ranks, or within each of several replicas of neighbouring ranks.
 
-    Every rank must make it: it makes process groups.
+    Each rank holds some rows of each parameter. Every rank must make it: it makes process groups.
 
     Args:
-        layout: replicas are of neighbouring ranks.
-        options: with `reshard_after_forward`, a unit's parameters are gathered again in the
-            backward. With `accumulate` "whole", the sum of a window's gradients is kept whole on
-            each rank until its last backward, which averages them once; with "shards", every
-            backward averages, and only shards are kept.
         param_dtype: in which parameters are gathered and used; gradients are averaged in float32.
-            None: as they are.
     """
+
+    is_sharded = True
 
     def __init__(
         self,
@@ -207,11 +182,8 @@ class Sharded(Strategy):
             )
 
     def shard(self, model: nn.Module, units: Callable[[], Sequence[nn.Module]]) -> None:
-        """Replace the parameters by shards of their rows (`fully_shard`).
-
-        A unit's parameters are whole while it runs, forward and backward; those of no unit are
-        whole throughout both.
-        """
+        """Replace the parameters by shards of their rows (`fully_shard`)."""
+        # A unit's parameters are whole while it runs; those of no unit throughout a step.
         from torch.distributed.fsdp import fully_shard
 
         for unit in units():
@@ -247,14 +219,6 @@ class Sharded(Strategy):
             raise _unused(unused, f"use them in every micro-batch, or {FREEZE}")
         return [own_part(gradient) for gradient in gradients]
 
-    def whole(self, model: nn.Module) -> nn.Module | None:
-        """No rank has it whole."""
-        return None
-
-    def runs_on(self, rank: int) -> bool:
-        """On every rank."""
-        return True
-
     def most(self, number: int) -> int:
         """Every rank must call it. Waits for the device."""
         most = torch.tensor(number, device=self._device)
@@ -262,7 +226,7 @@ class Sharded(Strategy):
         return int(most)
 
     def reshard(self, model: nn.Module) -> None:
-        """The model then has its shards alone."""
+        """Leave the model its shards alone."""
         from torch.distributed.fsdp import FSDPModule
 
         for module in model.modules():
@@ -273,12 +237,11 @@ class Sharded(Strategy):
 def shard_units(model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters are gathered one module at a time.
 
-    They are what `model.shard_units()` returns, or `blocks_of` it, or else its children. A module that
-    shares a parameter with another part of the model is left out, since FSDP would break the tie.
+    They are what `model.shard_units()` returns, or `blocks_of` it, or else its children, without
+    those that share a parameter with another part of the model: FSDP would break the tie.
 
     Raises:
-        UserError: a parameter has no rows to be sharded; or `shard_units` is no method, or returns
-            something else than modules inside the model that can be gathered one at a time.
+        UserError: a parameter has no rows; or `shard_units` does not give such modules.
     """
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars:
@@ -324,8 +287,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 def _fit(model: nn.Module, units: Sequence[object]) -> bool:
     """Whether a model names modules that can be gathered one at a time."""
     inside = set(model.modules()) - {model}
-    modules = [unit for unit in units if isinstance(unit, nn.Module)]
-    modules = [unit for unit in modules if unit in inside and _has_forward(unit)]
+    modules = [unit for unit in units if isinstance(unit, nn.Module) and unit in inside and _has_forward(unit)]
     return bool(units) and len(set(modules)) == len(units) and _apart(model, modules) == modules
 
 
@@ -337,10 +299,7 @@ def _apart(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     """In how many places each parameter is."""
-    uses = Counter[nn.Parameter]()
-    for part in module.modules():
-        uses.update(parameter for parameter in part._parameters.values() if parameter is not None)
-    return uses
+    return Counter(p for part in module.modules() for p in part._parameters.values() if p is not None)
 
 
 def _has_forward(module: nn.Module) -> bool:

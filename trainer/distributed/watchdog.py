@@ -1,17 +1,11 @@
-"""Watchdog: detects ranks that make no progress, names them, and ends the run with the stacks of
-all ranks.
+"""Watchdog: names ranks that make no progress, and ends the run with the stacks of all ranks.
 
-On each rank, a single one too, a thread publishes every few seconds how many collectives the rank
-has
-entered, its current activity, and whether it makes progress: it has noted a phase, entered a
-collective, read a micro-batch, or used a processor. The step itself only assigns one attribute.
-Rank 0 compares. Waiting ranks have entered one collective more than the rank they wait for; with
-equal counts, a rank without progress hangs, whoever waits for whom. When the limit is exceeded
-rank 0 publishes the finding, and every rank that reads it writes its stacks to its log. If the
-main thread does not return by itself after that, the watchdog thread ends the process.
-
-After a request to stop the run ends as soon as no rank makes progress any more: a long step is
-finished and saved.
+On each rank a thread publishes every few seconds how many collectives the rank has entered, its
+activity, and whether it makes progress: it has noted a phase, entered a collective, read a
+micro-batch, or used a processor. The step itself only assigns one attribute. Rank 0 compares and
+publishes what it finds; every rank that reads it writes its stacks to its log, and ends its process
+unless the main thread returns. After a request to stop, the run ends as soon as no rank makes
+progress any more: a long step is finished and saved.
 """
 
 from __future__ import annotations
@@ -61,8 +55,7 @@ class Watchdog:
         log: file for the stacks.
         collectives: number of collectives entered so far; called in the thread.
         on_end: called with the reason before the process is ended because its main thread hangs.
-        reading: what is being read from the data set, another text for every micro-batch; called
-            in the thread.
+        reading: what is being read, another text for every micro-batch; called in the thread.
         is_asked: whether this process was asked to stop; called in the thread.
     """
 
@@ -84,10 +77,8 @@ class Watchdog:
         # Shorter than the backend's timeout, so that the waiting ranks still wait when their
         # stacks are written.
         self._limit = timeout_sec - 4 * self._interval
-        descriptor = open_descriptor(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._log: BinaryIO = os.fdopen(descriptor, "ab", 0)
-        self._collectives = collectives
-        self._on_end = on_end
+        self._log: BinaryIO = os.fdopen(open_descriptor(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", 0)
+        self._collectives, self._on_end = collectives, on_end
         self._reading, self._is_asked = reading, is_asked
         self._time, self._looked_at = 0.0, time.monotonic()
         # All ranks, on rank 0; and this one alone, for when the store is gone.
@@ -98,19 +89,14 @@ class Watchdog:
         self._activity: tuple[str, int, bool, int] = ("starting", 0, True, 0)
         self._use = ProcessorUse()
         self._signs: object = None
-        self._progress = 0
-        self._count = 0
+        self._progress = self._count = 0
         self._is_closed = threading.Event()
         self.hang: str | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def at(self, what: str, step: int, *, may_wait: bool = False) -> None:
-        """Record the main thread's current activity. Each call counts as progress.
-
-        Args:
-            may_wait: it may wait for a disk, a service or a user's code for as long as it takes.
-        """
+        """Record the main thread's activity. Each call is progress; `may_wait`: as long as it takes."""
         self._activity = (what, step, may_wait, next(self._notes))
 
     def tell(self, reason: str) -> None:
@@ -118,11 +104,7 @@ class Watchdog:
         self._if_store_lives(lambda: self._store.set(f"failed_{self._info.rank}", reason))
 
     def explain(self, error: Exception) -> str:
-        """The reason why the run failed: `error`, or another rank's failure that made a collective
-        fail here.
-
-        Takes a few intervals.
-        """
+        """Why the run failed: `error`, or another rank's failure. Takes a few intervals."""
         own = error_text(error)
         if not is_of_a_collective(error):
             self.tell(own)
@@ -144,8 +126,7 @@ class Watchdog:
         after = self._if_store_lives(self._heartbeats)
         if before is None or after is None:
             return _gone("rank 0, which hosts the store,", own)
-        ranks = range(self._info.world_size)
-        silent = ", ".join(str(rank) for rank in ranks if before[rank] == after[rank])
+        silent = ", ".join(str(rank) for rank in range(self._info.world_size) if before[rank] == after[rank])
         if not silent:
             return own
         self._if_store_lives(lambda: self._store.set(GONE_KEY, silent))
@@ -218,8 +199,7 @@ class Watchdog:
                 self._seen.add(rank)
         ranks = sorted(self._seen)
         values = self._store.multi_get([f"rank_{rank}" for rank in ranks])
-        beats = [Heartbeat(*json.loads(value)) for value in values]
-        found = dict(zip(ranks, beats, strict=True))
+        found = {rank: Heartbeat(*json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
         return [found.get(rank) for rank in world]
 
     def _failed_ranks(self) -> dict[int, str]:
@@ -229,9 +209,8 @@ class Watchdog:
 
     def _text_of(self, key: str) -> str:
         """The text that a rank has set; empty if none has."""
-        if not self._store.check([key]):
-            return ""
-        return self._store.get(key).decode()
+        is_set = self._store.check([key])  # reading a key that does not exist would block
+        return self._store.get(key).decode() if is_set else ""
 
     def _end(self, hang: str, *, was_asked: bool) -> None:
         """Write the stacks, and end the process unless its main thread does so."""
@@ -261,8 +240,7 @@ class Watchdog:
 
 def _gone(who: str, error: str) -> str:
     """The message about a rank that is silent; `error` is this rank's own, maybe long."""
-    causes = "killed, for want of memory perhaps, or its machine is lost"
-    return f"{who} is gone ({causes}; here: {shorten(error, 150)})"
+    return f"{who} is gone (killed, for want of memory perhaps, or its machine is lost; here: {shorten(error, 150)})"
 
 
 def is_of_a_collective(error: Exception) -> bool:
@@ -275,15 +253,14 @@ def start_watchdog(info: RankInfo, groups: Sequence[dist.ProcessGroup] = (), **o
     """Start this rank's watchdog.
 
     Args:
-        groups: further process groups of parts of the ranks (all ranks are in equally many).
-        options: further arguments of `Watchdog`.
+        groups: process groups of a part of the ranks; all ranks are in equally many.
+        options: of `Watchdog`.
     """
     store: Any = dist.HashStore()
-    counted: list[Any] = []
+    counted: set[Any] = set()
     if info.world_size > 1:
         # torch 2.13 has both for its own monitoring, but neither public nor typed.
-        world: Any = dist.group.WORLD
-        counted = [world, *(group for group in groups if group is not world)]
+        counted = {dist.group.WORLD, *groups}
         default_store: Any = _get_default_store()
         store = default_store.clone()
 
@@ -310,7 +287,7 @@ class Heartbeat:
 
     @property
     def place(self) -> tuple[int, str]:
-        """Where the main thread is."""
+        """The main thread's place in the run."""
         return self.collectives, self.activity
 
 
@@ -319,8 +296,7 @@ class HangDetector:
 
     Args:
         limit_sec: duration from which a wait counts as a hang.
-        grace_sec: the same once any rank was asked to stop, if all ranks that could end the wait
-            are waiting.
+        grace_sec: the same once any rank was asked to stop, if no rank makes progress.
         clock: monotonic seconds.
     """
 
@@ -350,10 +326,10 @@ class HangDetector:
                 self._moved_at[rank] = now
             if last is None or beat.progress != last.progress:
                 self._progress_at[rank] = now
+        # Waiting ranks have entered one collective more than the rank that they wait for.
         counts = list(map(_collectives, self._last))
         most = max(counts)
-        moved_at = [at for at, count in zip(self._moved_at, counts, strict=True) if count == most]
-        waited = now - max(moved_at)
+        waited = now - max(self._moved_at[rank] for rank, count in enumerate(counts) if count == most)
         missing = [rank for rank, count in enumerate(counts) if count < most]
         if missing and waited > self._limit:
             return self._describe(missing, now, most)
